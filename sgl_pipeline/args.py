@@ -1,0 +1,126 @@
+"""The server's configuration, in frozen sections; each class takes its own section, not the lot.
+
+`managers/server_args.py` fills them from the command line, whose defaults are the ones written
+here, once. What is measured (page counts, free memory) never comes back into these: it arrives in
+messages.
+"""
+
+from dataclasses import dataclass, field
+
+from sgl_pipeline.errors import ConfigurationError
+
+POLICIES = ("throttle", "sarathi", "greedy-queue")
+ATTENTION_BACKENDS = ("auto", "flashinfer", "cpu", "torch")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigurationError with `message` unless `condition` holds."""
+    if not condition:
+        raise ConfigurationError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThrottleArgs:
+    """How many tokens a microbatch carries (gLLM, SC'25, section 3 and its default values).
+
+    `max_prefill_tokens` is also the fixed budget of `sarathi` and `greedy-queue`, which decodes
+    share there.
+    """
+
+    policy: str = "throttle"
+    prefill_spread_steps: int = 8  # gLLM #T
+    max_prefill_tokens: int = 2048  # gLLM #MaxP
+    min_prefill_tokens: int = 32  # gLLM #MinP
+    pause_free_share: float = 0.05  # gLLM KVthresh: no prefill while KV_free is below
+
+    def __post_init__(self) -> None:
+        require(
+            self.policy in POLICIES,
+            f"--policy {self.policy!r} is unknown; choose from {', '.join(POLICIES)}",
+        )
+        require(
+            self.prefill_spread_steps >= 1,
+            f"--prefill-spread-steps {self.prefill_spread_steps} must be at least 1",
+        )
+        require(
+            1 <= self.min_prefill_tokens <= self.max_prefill_tokens,
+            f"--min-prefill-tokens {self.min_prefill_tokens} must be between 1 and "
+            f"--chunked-prefill-size {self.max_prefill_tokens}",
+        )
+        require(
+            0.0 <= self.pause_free_share < 1.0,
+            f"--pause-free-share {self.pause_free_share} must be in [0, 1)",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingArgs:
+    """Bounds on what the scheduler admits. Pages hold `page_size` tokens each."""
+
+    page_size: int = 16
+    max_running_requests: int = 256
+    max_queued_requests: int | None = None
+    radix_cache: bool = True
+    # Steps in flight beyond one per stage; more hides scheduling time, fewer keeps tokens fresh.
+    extra_steps_in_flight: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.page_size <= 1024,
+            f"--page-size {self.page_size} must be between 1 and 1024",
+        )
+        require(
+            self.max_running_requests >= 1,
+            f"--max-running-requests {self.max_running_requests} must be at least 1",
+        )
+        require(
+            self.max_queued_requests is None or self.max_queued_requests >= 0,
+            f"--max-queued-requests {self.max_queued_requests} must not be negative",
+        )
+        require(
+            0 <= self.extra_steps_in_flight <= 8,
+            f"--extra-steps-in-flight {self.extra_steps_in_flight} must be between 0 and 8",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageArgs:
+    """How the stages hold and run the model. `dtype` is a torch dtype name without `torch.`."""
+
+    num_stages: int = 1
+    layer_partition: str = "auto"
+    model_path: str
+    load_format: str = "safetensors"
+    dtype: str
+    device: str = "cpu"
+    attention_backend: str = "auto"
+    max_total_tokens: int | None = None
+    memory_fraction: float = 0.88
+    cpu_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.num_stages >= 1, f"--pp {self.num_stages} must be at least 1")
+        require(
+            self.attention_backend in ATTENTION_BACKENDS,
+            f"--stage-attention-backend {self.attention_backend!r} is unknown; choose from "
+            f"{', '.join(ATTENTION_BACKENDS)}",
+        )
+        require(
+            self.max_total_tokens is None or self.max_total_tokens >= 1,
+            f"--max-total-tokens {self.max_total_tokens} must be at least 1",
+        )
+        require(
+            0.0 < self.memory_fraction < 1.0,
+            f"--mem-fraction-static {self.memory_fraction} must be between 0 and 1",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineArgs:
+    """All of it. `run_directory` (mode 0700) holds the sockets; `trace_path` gets StepRecords."""
+
+    stages: StageArgs
+    scheduling: SchedulingArgs = field(default_factory=SchedulingArgs)
+    throttle: ThrottleArgs = field(default_factory=ThrottleArgs)
+    run_directory: str = ""
+    trace_path: str | None = None

@@ -1,0 +1,110 @@
+"""Typed message channels between the scheduler and the stage workers, over ZeroMQ.
+
+The scheduler binds one ROUTER socket, every worker connects a DEALER with its worker number as
+identity, so workers connect by address and never depend on who started them. Sends never wait (the
+queues are unbounded). Addresses are `ipc://` paths in a directory that only the owner can enter.
+"""
+
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zmq
+
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.messages import FromWorker, ToWorker
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class _Channel:
+    """What both ends share: a socket that is closed with the block it was opened for."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> None:
+        self.socket = context.socket(kind)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, 500)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class SchedulerChannel(_Channel):
+    """The scheduler's end: sends to workers by number, receives from all."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        super().__init__(context, zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.bind(address)
+        self._decoder = msgspec.msgpack.Decoder(FromWorker)
+
+    def send(self, worker: int, message: ToWorker) -> None:
+        """Queues `message` for one worker. One that is gone is skipped: its exit is noticed."""
+        self._send_encoded(worker, _encoder.encode(message))
+
+    def broadcast(self, workers: range, message: ToWorker) -> None:
+        """Queues `message`, encoded once, for every worker in `workers`."""
+        payload = _encoder.encode(message)
+        for worker in workers:
+            self._send_encoded(worker, payload)
+
+    def receive(self) -> FromWorker | None:
+        """The next message that has already arrived, or None."""
+        try:
+            identity, payload = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        try:
+            message: FromWorker = self._decoder.decode(payload)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"worker {identity!r} sent a malformed message: {error}") from error
+        return message
+
+    def _send_encoded(self, worker: int, payload: bytes) -> None:
+        try:
+            self.socket.send_multipart([_identity(worker), payload], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+
+
+class WorkerChannel(_Channel):
+    """A worker's end."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, worker: int) -> None:
+        super().__init__(context, zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, _identity(worker))
+        self.socket.connect(address)
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+
+    def send(self, message: FromWorker) -> None:
+        """Queues `message` for the scheduler."""
+        self.socket.send(_encoder.encode(message), zmq.NOBLOCK)
+
+    def receive(self, timeout_ms: int | None = None) -> ToWorker | None:
+        """The next message; waits for it at most `timeout_ms` (None: for ever), then gives None."""
+        if not self.socket.poll(timeout_ms):
+            return None
+        payload = self.socket.recv(zmq.NOBLOCK)
+        try:
+            message: ToWorker = self._decoder.decode(payload)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"the scheduler sent a malformed message: {error}") from error
+        return message
+
+
+def _identity(worker: int) -> bytes:
+    # ZeroMQ forbids identities that begin with a zero byte, hence text.
+    return b"worker-%d" % worker

@@ -1,0 +1,66 @@
+"""Every error that the package raises on purpose, drawn as one tree.
+
+    SglPipelineError
+    +-- ConfigurationError          the server cannot start as asked
+    |   +-- UnsupportedModelError   an architecture or config field that we would compute wrongly
+    |   +-- CheckpointError         weights missing, truncated or of the wrong shape
+    +-- RequestError                one request is refused; the server goes on
+    |   +-- QueueFullError          too many requests wait (503)
+    +-- ProtocolError               scheduler and stage disagree: a lost, repeated or late message
+    +-- StageFailure                a stage process died or could not run a step
+
+Used by every room. A message says what happened, the limit, and the knob that moves it; `assert`
+is for our own bugs and never appears here.
+"""
+
+
+class SglPipelineError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigurationError(SglPipelineError):
+    """Raised at start-up when flags, model or machine cannot work together."""
+
+
+class UnsupportedModelError(ConfigurationError):
+    """Raised when a model's config asks for maths that the decoder does not implement."""
+
+
+class CheckpointError(ConfigurationError):
+    """Raised when a checkpoint's files or tensors do not fit the model's config."""
+
+
+class RequestError(SglPipelineError):
+    """Raised when one request cannot be served; `status_code` is the HTTP status it gets."""
+
+    def __init__(self, message: str, status_code: int = 400) -> None:
+        super().__init__(message)
+        self.status_code = status_code
+
+
+class QueueFullError(RequestError):
+    """Raised when the waiting queue is at its limit."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status_code=503)
+
+
+class ProtocolError(SglPipelineError):
+    """Raised when a message between scheduler and stages was lost, repeated or altered."""
+
+
+class StageFailure(SglPipelineError):
+    """Raised when a stage process ended or could not run a step.
+
+    Args:
+        stage: position in the pipeline, 0-based.
+        last_step: id of the last step that this stage reported, or None before the first.
+        reason: what is known of the cause.
+    """
+
+    def __init__(self, stage: int, last_step: int | None, reason: str) -> None:
+        done = "before its first step" if last_step is None else f"after step {last_step}"
+        super().__init__(f"stage {stage} failed {done}: {reason}")
+        self.stage = stage
+        self.last_step = last_step
+        self.reason = reason

@@ -1,0 +1,99 @@
+"""What travels between the scheduler and a stage worker, besides the plans of `step_plan.py`.
+
+A worker's life: it connects and says `WorkerHello`; gets a `StageAssignment`; loads its weights and
+says `StageLoaded`; gets a `PoolSize`, the smallest capacity of all stages; allocates, opens its
+links and says `StageReady`. Then a `StageReport` for every `StepPlan`, until `Shutdown` or a
+`WorkerFailed`. Frozen, tagged structs; never pickled.
+"""
+
+import msgspec
+
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
+
+
+class WorkerHello(msgspec.Struct, frozen=True, tag=True):
+    """A worker is up and waits to be told which position it fills."""
+
+    worker: int
+    process_id: int
+
+
+class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The position that a worker fills, and all it needs to load and run it.
+
+    `links` has one address per stage boundary: `links[s]` joins stage `s` to stage `s + 1`.
+    `max_step_tokens` and `max_running_requests` bound the rows of a step. `cpu_threads` is the
+    number of compute threads; `cpu_cores` are the cores to pin them to (empty: do not pin).
+    `kv_memory_bytes` bounds the KV pool (None: `memory_fraction` of what the device has free).
+    """
+
+    stage: int
+    plan: StagePlan
+    model_path: str
+    load_format: str
+    dtype: str
+    device: str
+    attention_backend: str
+    page_size: int
+    max_total_tokens: int | None
+    memory_fraction: float
+    max_step_tokens: int
+    max_running_requests: int
+    links: tuple[str, ...]
+    cpu_threads: int
+    cpu_cores: tuple[int, ...]
+
+
+class StageLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Weights are in memory. `num_pages` is how many KV pages this stage can hold."""
+
+    stage: int
+    num_pages: int
+    weight_bytes: int
+    page_bytes: int
+    attention_backend: str
+    load_seconds: float
+
+
+class PoolSize(msgspec.Struct, frozen=True, tag=True):
+    """The page count that all stages use: the minimum over their capacities."""
+
+    num_pages: int
+
+
+class StageReady(msgspec.Struct, frozen=True, tag=True):
+    """The pool is allocated, the links are open, one warm-up forward has run."""
+
+    stage: int
+
+
+class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One stage ran one step. The last stage adds the sampled token ids, in chunk order.
+
+    `input_wait_ms` is the time from being free to having plan and activations; `compute_ms` from
+    there to the end of the forward pass (and sampling).
+    """
+
+    stage: int
+    step_id: int
+    epoch: int
+    input_wait_ms: float
+    compute_ms: float
+    token_ids: tuple[int, ...] | None = None
+
+
+class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
+    """A worker cannot go on. `is_configuration` marks what the user can mend with a flag."""
+
+    worker: int
+    message: str
+    is_configuration: bool
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Finish and leave."""
+
+
+ToWorker = StageAssignment | PoolSize | StepPlan | MirrorSnapshot | Shutdown
+FromWorker = WorkerHello | StageLoaded | StageReady | StageReport | WorkerFailed

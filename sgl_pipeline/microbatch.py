@@ -1,0 +1,54 @@
+"""What one step carries: the chunks that the scheduler put together.
+
+Made by `StepScheduler.next_microbatch`, encoded for the stages by `StepPlanEncoder`, and kept until
+the step's result comes back. Frozen: the state of a step lives here and not on the request.
+"""
+
+from dataclasses import dataclass
+
+from sgl_pipeline.requests import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`length` tokens of `request` from position `start`, computed in one step.
+
+    `samples` is true when the chunk ends at the request's last known token, so that the last stage
+    draws the next one from it.
+    """
+
+    request: Request
+    start: int
+    length: int
+    is_decode: bool
+    samples: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """The chunks of one step. `released` are the requests whose pages the stages may forget."""
+
+    step_id: int
+    epoch: int
+    chunks: tuple[Chunk, ...]
+    released: tuple[Request, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(chunk.is_decode for chunk in self.chunks)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return self.num_tokens - self.num_decodes
+
+    @property
+    def num_samples(self) -> int:
+        return sum(chunk.samples for chunk in self.chunks)

@@ -1,0 +1,1 @@
+"""Runs the layers of a stage: model, KV pool, attention, sampler, links. Never imports sglang."""

@@ -1,0 +1,1 @@
+"""Paged attention: one protocol, one file for each backend."""

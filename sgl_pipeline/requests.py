@@ -1,0 +1,123 @@
+"""What one user asked for, and how far it has got.
+
+Built by `managers/` (or the simulator), owned and changed by `scheduling/` alone. A `Request` never
+leaves the scheduler process; only its `SamplingSpec` travels to the stages.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Literal, Protocol
+
+import msgspec
+
+
+class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
+    """How the next token is drawn. Travels to the last stage, so it is a Struct.
+
+    `top_k == 0` means the whole vocabulary. The random number of a position is a hash of
+    (seed, position), so a token does not depend on the microbatch that it shared.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+
+GREEDY = SamplingSpec(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReason:
+    """Why a request ended. `matched` is the stop token id or stop string, where there was one."""
+
+    kind: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    message: str = ""
+    status_code: int | None = None
+
+
+class StopCheck(Protocol):
+    """A stop rule that needs more than token ids (stop strings: `managers/stop_strings.py`)."""
+
+    def __call__(self, output_ids: list[int]) -> FinishReason | None:
+        """Called once for each new output token, with all output ids so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """When a request ends. `stop_token_ids` already holds the EOS ids, unless they are ignored."""
+
+    max_new_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    check_text: StopCheck | None = None
+
+
+class RequestState(Enum):
+    """Where a request is. WAITING holds no pages; RUNNING does; FINISHED never comes back."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and its progress. Token counts are over `prompt_ids + output_ids`.
+
+    `num_computed <= num_scheduled <= num_tokens`: the KV of the first `num_computed` tokens is
+    committed on every stage, that of the first `num_scheduled` is committed or in flight. While
+    `num_scheduled` is below `prefill_end` it is prefilling; afterwards it decodes, a token a step.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingSpec
+    stops: StopRules
+    arrival_s: float = 0.0
+    priority: int = 0
+    # Requests of different namespaces never share cached pages (SGLang's extra_key, cache_salt).
+    cache_namespace: str = ""
+
+    output_ids: list[int] = field(default_factory=list)
+    state: RequestState = RequestState.WAITING
+    # Tokens that must be prefilled before the next sample: the prompt, or, after a retraction,
+    # the prompt and all output so far.
+    prefill_end: int = 0
+    num_scheduled: int = 0
+    num_computed: int = 0
+    # Prompt tokens served from the radix cache at the first admission (reported to the user).
+    cached_tokens: int = 0
+    num_retractions: int = 0
+    # KV pages in token order; the leading ones may be shared through the radix cache.
+    pages: list[int] = field(default_factory=list)
+    steps_in_flight: int = 0
+    finish: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.prefill_end = len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_scheduled < self.prefill_end
+
+    @property
+    def remaining_prefill(self) -> int:
+        """Prompt tokens not yet scheduled; a chunk in flight no longer counts."""
+        return max(0, self.prefill_end - self.num_scheduled)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """The token ids of positions `start` to `end` (exclusive) of prompt and output."""
+        split = len(self.prompt_ids)
+        if end <= split:
+            return self.prompt_ids[start:end]
+        return self.prompt_ids[start:split] + self.output_ids[max(0, start - split) : end - split]

@@ -1,0 +1,232 @@
+"""The per-step message from the scheduler to every stage, both halves of it.
+
+`StepPlanEncoder` (scheduler process) turns a `Microbatch` into a `StepPlan`: a request is described
+once, afterwards only its new tokens and pages travel. `RequestMirror` (stage process) applies the
+plans in order and gives back each chunk with all that its request has accumulated. A plan that was
+lost, repeated or altered is a `ProtocolError`, because each carries its step id and a running
+checksum over all plans before it.
+"""
+
+import zlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.microbatch import Chunk, Microbatch
+from sgl_pipeline.requests import Request, SamplingSpec
+
+INT32 = "i"  # array typecode of token and page ids on the wire
+
+
+class RequestOpen(msgspec.Struct, frozen=True, array_like=True):
+    """A request that the stages have not seen, or see anew after a retraction.
+
+    `handle` is unique for the life of the server. `prompt_length` splits the tokens so far into
+    prompt and output.
+    """
+
+    handle: int
+    sampling: SamplingSpec
+    prompt_length: int
+
+
+class ChunkPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One chunk: `length` tokens from position `start` of the request `handle`.
+
+    `new_tokens` and `new_pages` are int32 arrays to append to what the stage already holds.
+    """
+
+    handle: int
+    start: int
+    length: int
+    samples: bool
+    new_tokens: bytes = b""
+    new_pages: bytes = b""
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What every stage needs to know of one step. Applied as: closes, opens, chunks."""
+
+    step_id: int
+    epoch: int
+    checksum: int
+    closes: tuple[int, ...]
+    opens: tuple[RequestOpen, ...]
+    chunks: tuple[ChunkPlan, ...]
+
+
+class MirrorSnapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The whole state of a mirror, for a stage that joins or restarts.
+
+    The next plan that the stage receives is `next_step_id`. Each chunk has length 0 and carries all
+    tokens and pages of its request.
+    """
+
+    next_step_id: int
+    checksum: int
+    opens: tuple[RequestOpen, ...]
+    contents: tuple[ChunkPlan, ...]
+
+
+def running_checksum(previous: int, plan: StepPlan) -> int:
+    """The checksum of `plan`, given that of the plan before it."""
+    checksum = zlib.crc32(f"{plan.step_id},{plan.epoch},{plan.closes}".encode(), previous)
+    for opened in plan.opens:
+        checksum = zlib.crc32(b"%d,%d" % (opened.handle, opened.prompt_length), checksum)
+    for chunk in plan.chunks:
+        header = b"%d,%d,%d,%d" % (chunk.handle, chunk.start, chunk.length, chunk.samples)
+        checksum = zlib.crc32(
+            chunk.new_pages, zlib.crc32(chunk.new_tokens, zlib.crc32(header, checksum))
+        )
+    return checksum
+
+
+@dataclass(slots=True)
+class _SentState:
+    """How much of a request the stages have been told."""
+
+    handle: int
+    num_tokens: int = 0
+    num_pages: int = 0
+
+
+class StepPlanEncoder:
+    """Turns microbatches into deltas. Lives beside the `StepScheduler`, one for all stages."""
+
+    def __init__(self) -> None:
+        self._sent: dict[Request, _SentState] = {}
+        self._next_handle = 0
+        self._next_step_id = 0
+        self._checksum = 0
+
+    def encode(self, microbatch: Microbatch) -> StepPlan:
+        """The plan of `microbatch`. Must be called once for each, in the order of their step ids.
+
+        Raises ProtocolError when a step id is skipped.
+        """
+        if microbatch.step_id != self._next_step_id:
+            raise ProtocolError(
+                f"step {microbatch.step_id} was to be encoded, {self._next_step_id} is next"
+            )
+        closes = tuple(
+            self._sent.pop(request).handle
+            for request in microbatch.released
+            if request in self._sent
+        )
+        opens = tuple(
+            self._open(chunk.request)
+            for chunk in microbatch.chunks
+            if chunk.request not in self._sent
+        )
+        chunks = tuple(self._chunk(chunk) for chunk in microbatch.chunks)
+        plan = StepPlan(microbatch.step_id, microbatch.epoch, 0, closes, opens, chunks)
+        self._checksum = running_checksum(self._checksum, plan)
+        self._next_step_id += 1
+        return msgspec.structs.replace(plan, checksum=self._checksum)
+
+    def snapshot(self) -> MirrorSnapshot:
+        """All that a stage must know to continue with the next plan."""
+        opens, contents = [], []
+        for request, sent in self._sent.items():
+            opens.append(RequestOpen(sent.handle, request.sampling, len(request.prompt_ids)))
+            tokens = array(INT32, request.tokens(0, sent.num_tokens)).tobytes()
+            pages = array(INT32, request.pages[: sent.num_pages]).tobytes()
+            contents.append(ChunkPlan(sent.handle, sent.num_tokens, 0, False, tokens, pages))
+        return MirrorSnapshot(self._next_step_id, self._checksum, tuple(opens), tuple(contents))
+
+    def _open(self, request: Request) -> RequestOpen:
+        handle = self._next_handle
+        self._next_handle += 1
+        self._sent[request] = _SentState(handle)
+        return RequestOpen(handle, request.sampling, len(request.prompt_ids))
+
+    def _chunk(self, chunk: Chunk) -> ChunkPlan:
+        request, sent = chunk.request, self._sent[chunk.request]
+        tokens = array(INT32, request.tokens(sent.num_tokens, request.num_tokens)).tobytes()
+        pages = array(INT32, request.pages[sent.num_pages :]).tobytes()
+        sent.num_tokens, sent.num_pages = request.num_tokens, len(request.pages)
+        return ChunkPlan(sent.handle, chunk.start, chunk.length, chunk.samples, tokens, pages)
+
+
+@dataclass(slots=True, eq=False)
+class MirroredRequest:
+    """A stage's copy of a request: int32 token ids (prompt and output) and page ids so far."""
+
+    handle: int
+    sampling: SamplingSpec
+    prompt_length: int
+    tokens: "array[int]"
+    pages: "array[int]"
+
+
+@dataclass(frozen=True, slots=True)
+class MirroredChunk:
+    """A chunk as a stage sees it."""
+
+    request: MirroredRequest
+    start: int
+    length: int
+    samples: bool
+
+
+class RequestMirror:
+    """A stage's view of all open requests, kept current by applying every plan in order."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, MirroredRequest] = {}
+        self._next_step_id = 0
+        self._checksum = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[MirroredRequest]:
+        return iter(self._requests.values())
+
+    def apply(self, plan: StepPlan) -> list[MirroredChunk]:
+        """Applies one plan and returns its chunks in order.
+
+        Raises ProtocolError when the plan is not the next one, or not what the scheduler sent.
+        """
+        if plan.step_id != self._next_step_id:
+            fault = "was repeated or is late" if plan.step_id < self._next_step_id else "skips some"
+            raise ProtocolError(
+                f"step plan {plan.step_id} {fault}: this stage expects {self._next_step_id}"
+            )
+        checksum = running_checksum(self._checksum, plan)
+        if checksum != plan.checksum:
+            raise ProtocolError(
+                f"step plan {plan.step_id} has checksum {plan.checksum}, computed {checksum}: "
+                "scheduler and stage no longer agree on what was sent"
+            )
+        for handle in plan.closes:
+            del self._requests[handle]
+        for opened in plan.opens:
+            self._open(opened)
+        self._next_step_id += 1
+        self._checksum = checksum
+        return [self._extend(chunk) for chunk in plan.chunks]
+
+    def restore(self, snapshot: MirrorSnapshot) -> None:
+        """Replaces everything by `snapshot`."""
+        self._requests.clear()
+        for opened in snapshot.opens:
+            self._open(opened)
+        for content in snapshot.contents:
+            self._extend(content)
+        self._next_step_id = snapshot.next_step_id
+        self._checksum = snapshot.checksum
+
+    def _open(self, opened: RequestOpen) -> None:
+        self._requests[opened.handle] = MirroredRequest(
+            opened.handle, opened.sampling, opened.prompt_length, array(INT32), array(INT32)
+        )
+
+    def _extend(self, chunk: ChunkPlan) -> MirroredChunk:
+        request = self._requests[chunk.handle]
+        request.tokens.frombytes(chunk.new_tokens)
+        request.pages.frombytes(chunk.new_pages)
+        return MirroredChunk(request, chunk.start, chunk.length, chunk.samples)

@@ -1,0 +1,39 @@
+"""What a policy sees and what it answers: both halves of the door between scheduling and throttle.
+
+`StepScheduler` takes a `PipelineLoad` before each admission; a policy turns it into a
+`TokenBudget` and must be a pure function of it (no clock, no memory, no randomness).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineLoad:
+    """A snapshot of the whole system, taken before admission.
+
+    `waiting_tokens` are prompt tokens that must still be computed: radix hits and chunks in flight
+    are not among them (gLLM #WP). `running_decodes` counts decoding requests, in flight or not
+    (gLLM #RD); `ready_decodes` those that are not in flight. `free_pages` are free or evictable.
+    """
+
+    step_id: int
+    pipeline_depth: int
+    waiting_tokens: int
+    running_decodes: int
+    ready_decodes: int
+    free_pages: int
+    total_pages: int
+    steps_in_flight: int
+
+    @property
+    def free_share(self) -> float:
+        """gLLM KV_free, in [0, 1]."""
+        return self.free_pages / self.total_pages
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBudget:
+    """Upper bounds for one microbatch; less is used where pages or requests run out."""
+
+    prefill_tokens: int
+    decodes: int
