@@ -1,0 +1,8 @@
+"""Who runs next: the scheduler core, without I/O, clock, randomness or tensors.
+
+`managers/` and `simulator/` drive a `StepScheduler` and see nothing else of this room.
+"""
+
+from sgl_pipeline.scheduling.step_scheduler import StepScheduler, TokenEvent
+
+__all__ = ["StepScheduler", "TokenEvent"]

@@ -1,0 +1,110 @@
+"""Fills a `TokenBudget` with chunks: decodes, then running prefills, then new requests.
+
+Called by `StepScheduler` once a step. The budget says how much, the order of requests says who, the
+pages say whether; it never asks why the budget is what it is.
+"""
+
+from sgl_pipeline.microbatch import Chunk
+from sgl_pipeline.requests import Request, RequestState
+from sgl_pipeline.scheduling.preemption import Preemption
+from sgl_pipeline.scheduling.request_pages import RequestPages
+from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
+from sgl_pipeline.throttle import TokenBudget
+
+# A rest of a prompt goes along with the chunk before it when it is at most this long, and at most
+# an eighth of that chunk: a step of its own would read all weights for it. By this much, and once a
+# step, the prefill budget may be exceeded.
+MAX_TAIL_TOKENS = 16
+
+
+class Admission:
+    """Chooses the chunks of one step and books them on their requests."""
+
+    def __init__(
+        self,
+        waiting: WaitingQueue,
+        running: RunningRequests,
+        pages: RequestPages,
+        preemption: Preemption,
+        max_running_requests: int,
+    ) -> None:
+        self._waiting = waiting
+        self._running = running
+        self._pages = pages
+        self._preemption = preemption
+        self._max_running_requests = max_running_requests
+
+    def fill(self, budget: TokenBudget) -> list[Chunk]:
+        """The chunks of the next step, decodes first; empty when nothing can run now."""
+        num_retractions = self._preemption.num_retractions
+        chunks = self._decodes(budget.decodes)
+        left_tokens = budget.prefill_tokens
+        for request in sorted(self._running.prefilling, key=lambda request: request.order):
+            left_tokens -= self._prefill(request, left_tokens, chunks)
+        # Whoever has just lost its pages is the next in the queue: let the others finish first.
+        if self._preemption.num_retractions == num_retractions:
+            while left_tokens > 0 and (newcomer := self._admit_next()) is not None:
+                left_tokens -= self._prefill(newcomer, left_tokens, chunks)
+        return chunks
+
+    def _decodes(self, limit: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for request in list(self._running.ready):
+            if len(chunks) == limit:
+                break
+            # One further up may have retracted it.
+            if request not in self._running.ready:
+                continue
+            if self._preemption.extend(request, request.num_tokens):
+                chunks.append(self._schedule(request, 1, is_decode=True))
+        return chunks
+
+    def _prefill(self, request: Request, left_tokens: int, chunks: list[Chunk]) -> int:
+        """Appends the longest chunk that budget and pages allow; returns its length."""
+        length = with_tiny_tail(left_tokens, request.remaining_prefill)
+        length = min(length, self._pages.reachable_tokens(request) - request.num_scheduled)
+        if length <= 0:
+            return 0
+        extended = self._pages.extend(request, request.num_scheduled + length)
+        assert extended
+        chunks.append(self._schedule(request, length, is_decode=False))
+        return length
+
+    def _admit_next(self) -> Request | None:
+        """Lets in the head of the queue if its whole prefill fits, else nobody.
+
+        Left alone are the pages that running prefills still need, and one for each other request.
+        """
+        if len(self._running) >= self._max_running_requests:
+            return None
+        request = self._waiting.head()
+        if request is None:
+            return None
+        prefilling = self._running.prefilling
+        reserved = sum(self._pages.num_missing(other) for other in prefilling)
+        reserved += len(self._running) - len(prefilling)
+        if not self._pages.try_open(request, self._waiting.path_of(request), reserved):
+            return None
+        self._waiting.pop_head()
+        self._running.admit(request)
+        request.state = RequestState.RUNNING
+        if request.num_retractions == 0:
+            request.cached_tokens = request.num_computed
+        return request
+
+    def _schedule(self, request: Request, length: int, *, is_decode: bool) -> Chunk:
+        start = request.num_scheduled
+        end = start + length
+        samples = end == request.num_tokens and request.stops.max_new_tokens > 0
+        request.num_scheduled = end
+        request.steps_in_flight += 1
+        self._running.scheduled(request)
+        return Chunk(request, start, length, is_decode=is_decode, samples=samples)
+
+
+def with_tiny_tail(left_tokens: int, remaining_tokens: int) -> int:
+    """A chunk's length within `left_tokens`, a tiny rest of the prompt taken along."""
+    length = min(left_tokens, remaining_tokens)
+    rest = remaining_tokens - length
+    return remaining_tokens if rest <= min(MAX_TAIL_TOKENS, length // 8) else length

@@ -1,0 +1,56 @@
+"""Takes pages from the requests that are served last, when one before them needs some.
+
+Used by admission for decodes and by `StepScheduler` when everything stands still. A request is only
+ever retracted for one before it in `Request.order`, so the first one always gets on: no deadlock,
+no livelock. It never touches a request with a step in flight.
+"""
+
+from sgl_pipeline.requests import Request, RequestState
+from sgl_pipeline.scheduling.request_pages import RequestPages
+from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
+
+
+class Preemption:
+    """Retracts running requests: what they computed is cached and may be found again or evicted."""
+
+    def __init__(
+        self, running: RunningRequests, waiting: WaitingQueue, pages: RequestPages
+    ) -> None:
+        self._running = running
+        self._waiting = waiting
+        self._pages = pages
+        self.num_retractions = 0
+
+    def extend(self, request: Request, num_tokens: int) -> bool:
+        """Sees to pages for `num_tokens` tokens of `request`, at the cost of later requests.
+
+        False when even that was not enough: then it keeps what it has and waits for its turn.
+        """
+        while not self._pages.extend(request, num_tokens):
+            victim = self._last_idle()
+            if victim is None or victim.order <= request.order:
+                return False
+            self.retract(victim)
+        return True
+
+    def retract_last(self) -> None:
+        """Retracts the last running request in order; none may have a step in flight."""
+        victim = self._last_idle()
+        assert victim is not None
+        self.retract(victim)
+
+    def retract(self, request: Request) -> None:
+        """Sends a running request back to the queue, to prefill its prompt and output again."""
+        self._pages.release(request)
+        self._running.drop(request)
+        request.state = RequestState.WAITING
+        request.num_scheduled = request.num_computed = 0
+        request.prefill_end = request.num_tokens
+        request.num_retractions += 1
+        self.num_retractions += 1
+        self._waiting.add(request)
+
+    def _last_idle(self) -> Request | None:
+        idle = (request for request in self._running if not request.steps_in_flight)
+        return max(idle, key=lambda request: request.order, default=None)

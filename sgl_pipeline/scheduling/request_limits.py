@@ -1,0 +1,51 @@
+"""Which requests can be served at all.
+
+Asked by `StepScheduler.add` before anything else knows the request. It never refuses for want of
+room at the moment: what fits an empty server is accepted and waits.
+"""
+
+from dataclasses import dataclass
+
+from sgl_pipeline.errors import RequestError
+from sgl_pipeline.requests import Request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """`context_length` in tokens is the model's bound, `pool_tokens` that of all KV pages."""
+
+    context_length: int
+    pool_tokens: int
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Prompt and new tokens together that are served whatever their shares."""
+        return min(self.context_length, self.pool_tokens)
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError (400) when the request could not be served even alone."""
+        prompt_tokens = len(request.prompt_ids)
+        new_tokens = request.stops.max_new_tokens
+        if prompt_tokens == 0:
+            raise RequestError("the prompt is empty; send at least one token")
+        if new_tokens < 0:
+            raise RequestError(f"max_new_tokens is {new_tokens}; it must not be negative")
+        if prompt_tokens > self.context_length:
+            raise RequestError(
+                f"the prompt has {prompt_tokens} tokens, the context holds {self.context_length}; "
+                "shorten the prompt or raise --context-length"
+            )
+        if prompt_tokens + new_tokens > self.context_length:
+            raise RequestError(
+                f"{prompt_tokens} prompt tokens and max_new_tokens {new_tokens} exceed the context "
+                f"of {self.context_length} tokens; ask for at most "
+                f"{self.context_length - prompt_tokens} new tokens or raise --context-length"
+            )
+        # The last new token is never fed back, so its key and value are never stored.
+        stored_tokens = prompt_tokens + max(0, new_tokens - 1)
+        if stored_tokens > self.pool_tokens:
+            raise RequestError(
+                f"{prompt_tokens} prompt tokens and max_new_tokens {new_tokens} do not fit the KV "
+                f"pool of {self.pool_tokens} tokens, even alone; ask for less or raise "
+                "--max-total-tokens"
+            )

@@ -1,0 +1,145 @@
+"""Which KV pages each running request holds, and how they pass to and from the radix cache.
+
+Used by admission, preemption and `StepScheduler`. A page that was given to a request stays the
+same until the request is released, because the stages are told of new pages only: where the cache
+already has an equal page, the request keeps its own and frees it at the end.
+"""
+
+from dataclasses import dataclass
+
+from sgl_pipeline.requests import Request
+from sgl_pipeline.scheduling.page_pool import PagePool
+from sgl_pipeline.scheduling.radix_cache import RadixCache, RadixNode
+
+
+@dataclass(slots=True)
+class _Holding:
+    """`request.pages[:num_cached]` are the cache's, under the lock on `locked`; the rest its own.
+
+    `claimed_path` is what it prefills for others to wait for; None when that is over.
+    """
+
+    locked: RadixNode
+    num_cached: int
+    claimed_path: RadixNode | None
+
+
+class RequestPages:
+    """The pool, the cache, and what running requests hold of them. Counts are in pages."""
+
+    def __init__(self, pool: PagePool, cache: RadixCache) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._holdings: dict[Request, _Holding] = {}
+        self._released: list[Request] = []
+
+    @property
+    def num_available(self) -> int:
+        """Free, or cached and not locked."""
+        return self._pool.num_free + self._cache.evictable_pages
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._cache.page_size)
+
+    def num_missing(self, request: Request) -> int:
+        """Pages that the rest of the request's prefill will take."""
+        return self.pages_for(request.prefill_end) - len(request.pages)
+
+    def try_open(self, request: Request, path: RadixNode, num_reserved: int) -> bool:
+        """Gives a waiting request its cached prefix, if its whole prefill fits beside that.
+
+        Args:
+            path: what the request wanted from the cache; claimed for it when it gets in.
+            num_reserved: available pages that are spoken for.
+        """
+        match = self._cache.match(path)
+        self._cache.lock(match)
+        num_cached = match.end // self._cache.page_size
+        if self.pages_for(request.prefill_end) - num_cached > self.num_available - num_reserved:
+            self._cache.unlock(match)
+            return False
+        self._cache.claim(path)
+        self._holdings[request] = _Holding(match, num_cached, path)
+        request.pages = self._cache.pages_of(match)
+        request.num_scheduled = request.num_computed = match.end
+        return True
+
+    def reachable_tokens(self, request: Request) -> int:
+        """How long the request could get if it took every available page."""
+        return (len(request.pages) + self.num_available) * self._cache.page_size
+
+    def extend(self, request: Request, num_tokens: int) -> bool:
+        """Sees to pages for the request's first `num_tokens` tokens; False if too few are left."""
+        count = self.pages_for(num_tokens) - len(request.pages)
+        if count > self.num_available:
+            return False
+        if count > 0:
+            self._pool.free(self._cache.evict(count - self._pool.num_free))
+            request.pages += self._pool.allocate(count)
+        return True
+
+    def commit(self, request: Request) -> None:
+        """Makes the full pages matchable whose tokens every stage has computed.
+
+        Nothing happens where the cache has such pages from somebody else: to lock them beside the
+        request's own would take twice the room that the request was admitted for.
+        """
+        holding = self._holdings[request]
+        num_full = request.num_computed // self._cache.page_size
+        tokens = request.tokens(0, num_full * self._cache.page_size)
+        namespace = request.cache_namespace
+        if not self._cache.accepts(holding.locked, tokens, namespace):
+            return
+        pages = request.pages[holding.num_cached : num_full]
+        insertion = self._cache.insert(holding.locked, tokens, pages, namespace)
+        assert not insertion.declined
+        self._cache.lock(insertion.node)
+        self._cache.unlock(holding.locked)
+        holding.locked = insertion.node
+        holding.num_cached = num_full
+
+    def end_prefill(self, request: Request) -> None:
+        """No more prompt pages will come from this request: whoever waits for them may go on."""
+        holding = self._holdings[request]
+        if holding.claimed_path is not None:
+            self._cache.unclaim(holding.claimed_path)
+            holding.claimed_path = None
+
+    def release(self, request: Request) -> None:
+        """Takes everything back; the request has no step in flight."""
+        assert request.steps_in_flight == 0
+        self.end_prefill(request)
+        holding = self._holdings.pop(request)
+        num_full = request.num_computed // self._cache.page_size
+        insertion = self._cache.insert(
+            holding.locked,
+            request.tokens(0, num_full * self._cache.page_size),
+            request.pages[holding.num_cached : num_full],
+            request.cache_namespace,
+        )
+        self._cache.unlock(holding.locked)
+        self._pool.free(insertion.declined)
+        self._pool.free(request.pages[num_full:])
+        request.pages = []
+        self._released.append(request)
+
+    def take_released(self) -> tuple[Request, ...]:
+        """The requests released since the last call, for the stages to forget."""
+        released = tuple(self._released)
+        self._released.clear()
+        return released
+
+    def clear_cache(self) -> None:
+        """Frees every cached page that is not locked."""
+        self._pool.free(self._cache.evict(self._cache.evictable_pages))
+
+    def check_conservation(self) -> None:
+        """Asserts that every page is free, cached, or held by exactly one request."""
+        held: list[int] = []
+        for request, holding in self._holdings.items():
+            held += request.pages[holding.num_cached :]
+        assert len(held) == len(set(held)), "two requests hold the same page"
+        counts = (self._pool.num_free, len(held), self._cache.cached_pages)
+        assert sum(counts) == self._pool.num_pages, (
+            f"free, held, cached = {counts} of {self._pool.num_pages} pages"
+        )

@@ -1,0 +1,50 @@
+"""The admitted requests, sorted by what the next step can do with them.
+
+Shared by admission, preemption and `StepScheduler`. It never changes a request.
+"""
+
+from collections.abc import Iterator
+
+from sgl_pipeline.requests import Request
+
+
+class RunningRequests:
+    """Ordered sets (dicts without values, so that every order is deterministic).
+
+    `prefilling`: some of the prompt is not scheduled yet. `decoding`: prompt computed, in flight or
+    not. `ready`: decoding and not in flight, the longest ready first. A request whose last prefill
+    chunk is in flight is in none of them.
+    """
+
+    def __init__(self) -> None:
+        self._admitted: dict[Request, None] = {}
+        self.prefilling: dict[Request, None] = {}
+        self.decoding: dict[Request, None] = {}
+        self.ready: dict[Request, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._admitted)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._admitted)
+
+    def admit(self, request: Request) -> None:
+        """A request has left the queue."""
+        self._admitted[request] = None
+        self.prefilling[request] = None
+
+    def scheduled(self, request: Request) -> None:
+        """A chunk of the request went into a step; its `num_scheduled` is up to date."""
+        self.ready.pop(request, None)
+        if not request.is_prefilling:
+            self.prefilling.pop(request, None)
+
+    def make_ready(self, request: Request) -> None:
+        """The request has a new token to decode from, and no step in flight."""
+        self.decoding[request] = None
+        self.ready[request] = None
+
+    def drop(self, request: Request) -> None:
+        """The request ended or was retracted."""
+        for members in (self._admitted, self.prefilling, self.decoding, self.ready):
+            members.pop(request, None)

@@ -1,0 +1,250 @@
+"""The only decision maker: which tokens of which requests run in which step.
+
+Driven by `managers/` with real stages and by `simulator/` in virtual time. It does no I/O, reads no
+clock, draws no random number and sees no tensor; equal calls give equal steps.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sgl_pipeline.args import SchedulingArgs
+from sgl_pipeline.errors import ProtocolError, QueueFullError, RequestError
+from sgl_pipeline.microbatch import Chunk, Microbatch
+from sgl_pipeline.requests import FinishReason, Request, RequestState
+from sgl_pipeline.scheduling.admission import Admission
+from sgl_pipeline.scheduling.page_pool import PagePool
+from sgl_pipeline.scheduling.preemption import Preemption
+from sgl_pipeline.scheduling.radix_cache import RadixCache
+from sgl_pipeline.scheduling.request_limits import RequestLimits
+from sgl_pipeline.scheduling.request_pages import RequestPages
+from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.stop_rules import finish_reason
+from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
+from sgl_pipeline.throttle import PipelineLoad, Policy
+
+# SGLang's `/health` sends requests whose ids begin like this; a full queue must not fail them.
+HEALTH_CHECK_PREFIX = "HEALTH_CHECK_"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """News of one request: its new output tokens, and why it ended if it did."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    finish: FinishReason | None
+
+
+class StepScheduler:
+    """Requests in, microbatches out, results in, token events out.
+
+    Steps are FIFO through every stage. A decoding request is in at most one step in flight, a
+    prefilling one may have consecutive chunks in several. Pages of a step in flight are never freed
+    or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under.
+    """
+
+    def __init__(
+        self,
+        args: SchedulingArgs,
+        policy: Policy,
+        *,
+        num_pages: int,
+        num_stages: int,
+        context_length: int,
+    ) -> None:
+        self.epoch = 0
+        self.limits = RequestLimits(context_length, num_pages * args.page_size)
+        self._max_queued_requests = args.max_queued_requests
+        self._policy = policy
+        self._num_pages = num_pages
+        # Also the depth over which decodes are shared out: that many steps wait for each other.
+        self._max_in_flight = num_stages + args.extra_steps_in_flight
+
+        self._cache = RadixCache(args.page_size, enabled=args.radix_cache)
+        self._pages = RequestPages(PagePool(num_pages), self._cache)
+        self._waiting = WaitingQueue(self._cache)
+        self._running = RunningRequests()
+        self._preemption = Preemption(self._running, self._waiting, self._pages)
+        self._admission = Admission(
+            self._waiting, self._running, self._pages, self._preemption, args.max_running_requests
+        )
+        self._requests: dict[str, Request] = {}
+        self._in_flight: deque[Microbatch] = deque()
+        self._next_step_id = 0
+        self._num_arrivals = 0
+
+    # Requests in and out
+
+    def add(self, request: Request) -> None:
+        """Queues a new request.
+
+        Raises RequestError when it could never be served, QueueFullError when too many wait.
+        """
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is already being served")
+        self.limits.check(request)
+        limit = self._max_queued_requests
+        is_exempt = request.request_id.startswith(HEALTH_CHECK_PREFIX)
+        if limit is not None and len(self._waiting) >= limit and not is_exempt:
+            raise QueueFullError(
+                f"{len(self._waiting)} requests wait already, the limit is {limit}; try again "
+                "later or raise --max-queued-requests"
+            )
+        request.order = (-request.priority, self._num_arrivals)
+        self._num_arrivals += 1
+        self._requests[request.request_id] = request
+        self._waiting.add(request)
+
+    def abort(self, request_id: str, reason: FinishReason) -> Request | None:
+        """Ends a request in whatever state it is; None if it is not (or no longer) served.
+
+        It gets no more tokens. Its pages come back with the last of its steps in flight.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        if request.state is RequestState.WAITING:
+            self._waiting.discard(request)
+        else:
+            self._pages.end_prefill(request)
+        self._finish(request, reason)
+        return request
+
+    # Steps out, results in
+
+    def next_microbatch(self, now: float) -> Microbatch | None:
+        """The next step; None when the pipeline is full or nothing can run.
+
+        `now` is the caller's clock in seconds. No rule depends on the time yet.
+        """
+        if len(self._in_flight) >= self._max_in_flight:
+            return None
+        chunks = self._admission.fill(self._policy(self.load()))
+        # Nothing moves although requests run: they hold the pages that they need from each other.
+        while not chunks and not self._in_flight and len(self._running) > 1:
+            self._preemption.retract_last()
+            chunks = self._admission.fill(self._policy(self.load()))
+        if not chunks:
+            return None
+        released = self._pages.take_released()
+        microbatch = Microbatch(self._next_step_id, self.epoch, tuple(chunks), released)
+        self._next_step_id += 1
+        self._in_flight.append(microbatch)
+        return microbatch
+
+    def on_result(self, step_id: int, token_ids: Sequence[int], now: float) -> list[TokenEvent]:
+        """Books the oldest step in flight: every stage has run it.
+
+        Args:
+            step_id: which step it was.
+            token_ids: what the last stage drew, one for each chunk that samples, in chunk order.
+            now: the caller's clock in seconds.
+
+        Raises ProtocolError when it is another step's turn or the number of tokens is wrong.
+        """
+        microbatch = self._in_flight[0] if self._in_flight else None
+        if microbatch is None or microbatch.step_id != step_id:
+            expected = "none is in flight" if microbatch is None else f"{microbatch.step_id} is due"
+            raise ProtocolError(f"the result of step {step_id} arrived, but {expected}")
+        if len(token_ids) != microbatch.num_samples:
+            raise ProtocolError(
+                f"step {step_id} drew {len(token_ids)} tokens, {microbatch.num_samples} are due"
+            )
+        self._in_flight.popleft()
+        drawn = iter(token_ids)
+        events = []
+        for chunk in microbatch.chunks:
+            new_ids = (next(drawn),) if chunk.samples else ()
+            event = self._book(chunk, new_ids)
+            if event is not None:
+                events.append(event)
+        return events
+
+    def _book(self, chunk: Chunk, new_ids: tuple[int, ...]) -> TokenEvent | None:
+        """The commit fence: what `chunk` wrote is now on every stage, and what it drew is known."""
+        request = chunk.request
+        request.steps_in_flight -= 1
+        request.num_computed = chunk.end
+        if request.state is RequestState.FINISHED:
+            if request.steps_in_flight == 0:
+                self._pages.release(request)
+            return None
+        if not chunk.is_decode:
+            self._pages.commit(request)
+            if chunk.end < request.prefill_end:
+                return None
+            self._pages.end_prefill(request)
+        request.output_ids += new_ids
+        finish = finish_reason(request)
+        if finish is None:
+            self._running.make_ready(request)
+        else:
+            self._finish(request, finish)
+        return TokenEvent(request, new_ids, finish)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        was_running = request.state is RequestState.RUNNING
+        request.state = RequestState.FINISHED
+        request.finish = reason
+        del self._requests[request.request_id]
+        self._running.drop(request)
+        if was_running and request.steps_in_flight == 0:
+            self._pages.release(request)
+
+    # What others may ask
+
+    def load(self) -> PipelineLoad:
+        """The state of the whole system, as policies and status lines see it."""
+        running = self._running
+        unscheduled = sum(request.remaining_prefill for request in running.prefilling)
+        return PipelineLoad(
+            step_id=self._next_step_id,
+            pipeline_depth=self._max_in_flight,
+            waiting_tokens=self._waiting.pending_tokens + unscheduled,
+            running_decodes=len(running.decoding),
+            ready_decodes=len(running.ready),
+            free_pages=self._pages.num_available,
+            total_pages=self._num_pages,
+            steps_in_flight=len(self._in_flight),
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_retractions(self) -> int:
+        """Since the start."""
+        return self._preemption.num_retractions
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits, runs or is in flight."""
+        return not self._requests and not self._in_flight
+
+    def requests(self) -> tuple[Request, ...]:
+        """All that wait or run, in order of arrival."""
+        return tuple(self._requests.values())
+
+    def flush_cache(self) -> bool:
+        """Empties the radix cache; refused (False) while any request is served."""
+        if not self.is_idle:
+            return False
+        self._pages.clear_cache()
+        return True
+
+    def check_invariants(self) -> None:
+        """Asserts what must hold after every call; for tests."""
+        self._pages.check_conservation()
+        assert len(self._requests) == len(self._waiting) + len(self._running)
+        for request in self._running:
+            assert request.state is RequestState.RUNNING
+            assert request.num_computed <= request.num_scheduled <= request.num_tokens
+            assert self._pages.pages_for(request.num_scheduled) <= len(request.pages)
+        for request in self._running.decoding:
+            assert request.steps_in_flight == (request not in self._running.ready)

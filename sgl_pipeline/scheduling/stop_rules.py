@@ -1,0 +1,29 @@
+"""Whether a request ends with the token that it just got.
+
+Called by `StepScheduler.on_result`. Never changes the request.
+"""
+
+from sgl_pipeline.requests import FinishReason, Request
+
+LENGTH = FinishReason("length")
+
+
+def finish_reason(request: Request) -> FinishReason | None:
+    """Why the request ends now, or None. In SGLang's order: stop string, stop token, length.
+
+    Called after each new output token, and once after the prefill of a request that wants none. A
+    stop check that raises ends its own request with status 500.
+    """
+    stops, output_ids = request.stops, request.output_ids
+    if output_ids:
+        if stops.check_text is not None:
+            try:
+                matched_text = stops.check_text(output_ids)
+            except Exception as error:
+                message = f"the check for stop strings failed: {error}"
+                return FinishReason("abort", message=message, status_code=500)
+            if matched_text is not None:
+                return matched_text
+        if output_ids[-1] in stops.stop_token_ids:
+            return FinishReason("stop", matched=output_ids[-1])
+    return LENGTH if len(output_ids) >= stops.max_new_tokens else None

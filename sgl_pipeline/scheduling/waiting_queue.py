@@ -1,0 +1,93 @@
+"""The requests that wait, best first, and how many tokens they still need.
+
+Used by admission, preemption and `StepScheduler`. What a request wants is registered in the radix
+tree when it arrives, so neither the count nor a hit needs a walk over the queue. It never decides
+whether a request fits.
+"""
+
+import heapq
+
+from sgl_pipeline.requests import Request
+from sgl_pipeline.scheduling.radix_cache import RadixCache, RadixNode
+
+# Bounds the time of one `head` when very many waiting requests share one prefix.
+MAX_PARKED_PER_CALL = 64
+
+
+class WaitingQueue:
+    """Ordered by `Request.order`, but for requests that are parked.
+
+    A request is parked while another one prefills pages that it needs too: they are computed once.
+    """
+
+    def __init__(self, cache: RadixCache) -> None:
+        self._cache = cache
+        self._paths: dict[Request, RadixNode] = {}
+        self._parked: set[Request] = set()
+        # Every waiting request that is not parked, and some that have left the queue.
+        self._heap: list[tuple[tuple[int, int], Request]] = []
+        self._tail_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens to compute for all that wait: without hits, shared prefixes counted once, without
+        what a running request is prefilling. Each request counts for at least one token."""
+        return self._tail_tokens + self._cache.pending_tokens
+
+    def add(self, request: Request) -> None:
+        """Enters a request; its `prefill_end` must not change while it waits."""
+        # The last token is always computed, for its logits: a hit ends before it.
+        tokens = request.tokens(0, request.prefill_end - 1)
+        path = self._cache.want(tokens, request.cache_namespace)
+        self._paths[request] = path
+        self._tail_tokens += request.prefill_end - path.end
+        heapq.heappush(self._heap, (request.order, request))
+
+    def discard(self, request: Request) -> None:
+        """Takes out a request that shall never run."""
+        self._cache.unwant(self._forget(request))
+        self._parked.discard(request)
+        if len(self._heap) > 2 * len(self._paths) + MAX_PARKED_PER_CALL:
+            self._heap = [entry for entry in self._heap if entry[1] in self._paths]
+            heapq.heapify(self._heap)
+
+    def head(self) -> Request | None:
+        """The first request that need not wait for another one's prefill; it stays in the queue."""
+        self._return_unparked()
+        for _ in range(MAX_PARKED_PER_CALL):
+            while self._heap and self._heap[0][1] not in self._paths:
+                heapq.heappop(self._heap)
+            if not self._heap:
+                return None
+            request = self._heap[0][1]
+            claimed = self._cache.claimed_node(self._paths[request])
+            if claimed is None:
+                return request
+            heapq.heappop(self._heap)
+            claimed.parked.append(request)
+            self._parked.add(request)
+        return None
+
+    def path_of(self, request: Request) -> RadixNode:
+        """Where the radix tree keeps what the request wants."""
+        return self._paths[request]
+
+    def pop_head(self) -> None:
+        """Takes out what `head` gave last; its path in the tree now belongs to the caller."""
+        _, request = heapq.heappop(self._heap)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> RadixNode:
+        path = self._paths.pop(request)
+        self._tail_tokens -= request.prefill_end - path.end
+        return path
+
+    def _return_unparked(self) -> None:
+        for request in self._cache.unparked:
+            if request in self._parked:
+                self._parked.remove(request)
+                heapq.heappush(self._heap, (request.order, request))
+        self._cache.unparked.clear()

@@ -1,0 +1,137 @@
+"""A virtual pipeline around a `StepScheduler`: encoder, mirrors and a model without arithmetic.
+
+The model writes, for each token, a fingerprint of the whole prefix into the token's KV slot, and
+draws the next token from everything that it reads back through the page table: any page that was
+reused, poisoned or misplaced changes the tokens. It exists twice, as the earliest and the latest
+moment at which a stage may run a step, and both must draw the same.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.requests import GREEDY, Request, StopRules
+from sgl_pipeline.scheduling import StepScheduler, TokenEvent
+from sgl_pipeline.step_plan import MirroredChunk, RequestMirror, StepPlanEncoder
+
+VOCABULARY = 5
+
+
+def make_request(
+    request_id: str,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int = 4,
+    *,
+    stop_token_ids: frozenset[int] = frozenset(),
+    priority: int = 0,
+    namespace: str = "",
+) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_ids=list(prompt_ids),
+        sampling=GREEDY,
+        stops=StopRules(max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids),
+        priority=priority,
+        cache_namespace=namespace,
+    )
+
+
+def fingerprint(previous: int, token: int) -> int:
+    return hash((previous, token))
+
+
+def draw(fingerprints: Sequence[int]) -> int:
+    return hash(tuple(fingerprints)) % VOCABULARY
+
+
+def output_when_alone(request: Request) -> list[int]:
+    """What `request` must yield, from its prompt alone."""
+    fingerprints: list[int] = []
+    for token in request.prompt_ids:
+        fingerprints.append(fingerprint(fingerprints[-1] if fingerprints else 0, token))
+    output: list[int] = []
+    while len(output) < request.stops.max_new_tokens:
+        output.append(draw(fingerprints))
+        fingerprints.append(fingerprint(fingerprints[-1], output[-1]))
+        if output[-1] in request.stops.stop_token_ids:
+            break
+    return output
+
+
+class FakeStage:
+    """Runs chunks against a KV dict keyed by (page, offset)."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._kv: dict[tuple[int, int], int] = {}
+
+    def run(self, chunks: Sequence[MirroredChunk]) -> list[int]:
+        for chunk in chunks:
+            for position in range(chunk.start, chunk.start + chunk.length):
+                previous = self._kv[self._slot(chunk, position - 1)] if position else 0
+                token = chunk.request.tokens[position]
+                self._kv[self._slot(chunk, position)] = fingerprint(previous, token)
+        return [
+            draw([self._kv[self._slot(chunk, p)] for p in range(chunk.start + chunk.length)])
+            for chunk in chunks
+            if chunk.samples
+        ]
+
+    def _slot(self, chunk: MirroredChunk, position: int) -> tuple[int, int]:
+        page, offset = divmod(position, self._page_size)
+        return chunk.request.pages[page], offset
+
+
+class VirtualPipeline:
+    """Sends a scheduler's steps through the wire format to the fake stages, first in first out."""
+
+    def __init__(self, scheduler: StepScheduler, page_size: int) -> None:
+        self.scheduler = scheduler
+        self.microbatches: list[Microbatch] = []
+        self._encoder = StepPlanEncoder()
+        self._mirror = RequestMirror()
+        self._early, self._late = FakeStage(page_size), FakeStage(page_size)
+        self._in_flight: deque[tuple[int, list[MirroredChunk], list[int]]] = deque()
+
+    @property
+    def steps_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def schedule(self) -> Microbatch | None:
+        """Starts one step, if the scheduler has one."""
+        microbatch = self.scheduler.next_microbatch(0.0)
+        if microbatch is None:
+            return None
+        chunks = self._mirror.apply(self._encoder.encode(microbatch))
+        for chunk, mirrored in zip(microbatch.chunks, chunks, strict=True):
+            request = chunk.request
+            assert list(mirrored.request.tokens) == request.prompt_ids + request.output_ids
+            assert list(mirrored.request.pages) == request.pages
+            assert (mirrored.start, mirrored.length) == (chunk.start, chunk.length)
+        self._in_flight.append((microbatch.step_id, chunks, self._early.run(chunks)))
+        self.microbatches.append(microbatch)
+        return microbatch
+
+    def complete(self) -> list[TokenEvent]:
+        """Finishes the oldest step in flight."""
+        step_id, chunks, early_tokens = self._in_flight.popleft()
+        late_tokens = self._late.run(chunks)
+        assert late_tokens == early_tokens
+        return self.scheduler.on_result(step_id, late_tokens, 0.0)
+
+    def fill(self) -> None:
+        """Starts steps until the pipeline is full or there is nothing to do."""
+        while self.schedule() is not None:
+            pass
+
+    def drain(self, max_steps: int = 10_000) -> list[TokenEvent]:
+        """Runs until nothing is left; fails when that takes more than `max_steps` steps."""
+        events: list[TokenEvent] = []
+        for _ in range(max_steps):
+            self.fill()
+            if not self._in_flight:
+                assert self.scheduler.is_idle, "requests are left, but nothing can run"
+                return events
+            events += self.complete()
+            self.scheduler.check_invariants()
+        raise AssertionError(f"not done after {max_steps} steps")
