@@ -1,0 +1,100 @@
+"""Compiles a C++ source once for this machine and keeps the library in the user's cache.
+
+Called by `cpu_attention` when a stage starts; several stages may call at once. Must never hand out
+a library that somebody else could have written, or one built for another CPU or compiler.
+"""
+
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from sgl_pipeline.errors import KernelBuildError
+
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+_COMPILE_SECONDS = 300
+
+
+def default_cache_directory() -> Path:
+    """`$XDG_CACHE_HOME/sgl_pipeline`, or `~/.cache/sgl_pipeline`."""
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
+    return base / "sgl_pipeline"
+
+
+def find_compiler() -> list[str]:
+    """The C++ compiler of the machine as a command: `$CXX`, c++, g++ or clang++."""
+    configured = shlex.split(os.environ.get("CXX", ""))
+    for command in [configured] if configured else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return command
+    wanted = f"CXX={shlex.join(configured)}" if configured else "c++, g++ or clang++"
+    raise KernelBuildError(f"no C++ compiler ({wanted}); install one or set CXX")
+
+
+def build_library(source: Path, compiler: Sequence[str], cache_directory: Path) -> Path:
+    """The shared library of `source`, compiled now unless the cache holds it.
+
+    Its name carries a hash of the source, the flags and the compiler's predefined macros, which
+    tell its version and the instruction sets that -march=native stands for here.
+
+    Raises KernelBuildError when the compiler fails or the cache cannot be trusted or written.
+    """
+    macros = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
+    hashed = hashlib.sha256()
+    for part in (source.read_bytes(), shlex.join([*compiler, *_FLAGS]).encode(), macros):
+        hashed.update(hashlib.sha256(part).digest())
+    try:
+        _make_private(cache_directory)
+        library = cache_directory / f"{source.stem}-{hashed.hexdigest()[:24]}.so"
+        # Whoever comes second waits for the first one's library instead of compiling it again.
+        with open(cache_directory / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                _compile(source, compiler, library)
+    except OSError as error:
+        raise KernelBuildError(
+            f"the cache of compiled kernels cannot be used: {error}; point XDG_CACHE_HOME elsewhere"
+        ) from error
+    return library
+
+
+def _compile(source: Path, compiler: Sequence[str], library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+        built = Path(directory) / library.name
+        _run([*compiler, *_FLAGS, str(source), "-o", str(built)])
+        os.replace(built, library)  # a library is there whole or not at all
+
+
+def _make_private(directory: Path) -> None:
+    """Code is loaded from here: nobody but this user may own it or write to it."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise KernelBuildError(
+            f"{directory} belongs to or is writable by others, so no code is loaded from it; "
+            f"run `chmod 700 {directory}` or point XDG_CACHE_HOME elsewhere"
+        )
+
+
+def _run(command: list[str]) -> bytes:
+    """Runs the compiler and returns what it printed."""
+    try:
+        finished = subprocess.run(
+            command,
+            capture_output=True,
+            timeout=_COMPILE_SECONDS,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.CalledProcessError as error:
+        message = error.stderr.decode(errors="replace").strip()
+        raise KernelBuildError(f"`{shlex.join(command)}` failed:\n{message[-2000:]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelBuildError(f"`{shlex.join(command)}` could not run: {error}") from error
+    return finished.stdout

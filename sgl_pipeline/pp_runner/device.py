@@ -1,0 +1,194 @@
+"""What the machine offers a stage: device, cores, attention backend, room for KV pages.
+
+Called once by the stage worker, before and after it loads its weights. The only file that asks
+whether there is a GPU; it never changes what the model computes.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.messages import StageAssignment
+from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
+from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention, load_cpu_kernels
+from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
+from sgl_pipeline.pp_runner.kv_pool import kv_page_bytes
+from sgl_pipeline.pp_runner.model_spec import ModelSpec
+
+# The KV pool on a CPU, unless --max-total-tokens says otherwise: a fixed size and not a share of
+# memory, so that two servers fit side by side.
+DEFAULT_CPU_KV_TOKENS = 32_768
+CPU_DTYPES = (torch.float32, torch.bfloat16)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KvCapacity:
+    """How many pages a stage can hold, and the bytes of one (all layers of the stage)."""
+
+    num_pages: int
+    page_bytes: int
+
+
+def open_device(name: str, stage: int) -> torch.device:
+    """The device of `stage` for `--device cpu|cuda`; stages share GPUs when there are too few.
+
+    Raises ConfigurationError when the name is unknown or there is no such device.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda":
+        raise ConfigurationError(f"--device {name!r} is not supported; choose cpu or cuda")
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            "--device cuda: torch finds no NVIDIA GPU here (or is a CPU build); use --device cpu"
+        )
+    device = torch.device("cuda", stage % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def pin_threads(num_threads: int, cores: tuple[int, ...]) -> None:
+    """Keeps this process on `cores` (all when empty) with `num_threads` compute threads."""
+    if cores:
+        try:
+            os.sched_setaffinity(0, cores)
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot pin a stage to the CPU cores {list(cores)}: {error.strerror}"
+            ) from None
+    torch.set_num_threads(num_threads)
+
+
+def choose_attention_backend(name: str, shape: AttentionShape) -> str:
+    """The backend that `--stage-attention-backend name` means for `shape`.
+
+    `auto` is flashinfer on a GPU, and on a CPU the compiled kernels, or with a notice `torch` where
+    they cannot be built. Raises ConfigurationError for a backend that cannot run there.
+    """
+    device, dtype = shape.device.type, shape.dtype
+    if name == "auto" and device == "cuda":
+        return "flashinfer"
+    if name == "auto":
+        try:
+            _require_cpu_dtype(dtype)
+            load_cpu_kernels()
+        except ConfigurationError as error:
+            logger.warning("attention runs in plain torch, which is slower: %s", error)
+            return "torch"
+        return "cpu"
+    if name == "cpu":
+        _require_cpu_dtype(dtype)
+    needed = {"flashinfer": "cuda", "cpu": "cpu", "torch": device}.get(name)
+    if needed is None:
+        raise ConfigurationError(
+            f"--stage-attention-backend {name!r} is unknown; choose from auto, flashinfer, cpu, "
+            "torch"
+        )
+    if device != needed:
+        raise ConfigurationError(
+            f"--stage-attention-backend {name} needs --device {needed}, this is {device}"
+        )
+    return name
+
+
+def make_attention_backend(name: str, shape: AttentionShape) -> AttentionBackend:
+    """The backend for `--stage-attention-backend name`, as `choose_attention_backend` reads it.
+
+    Raises ConfigurationError when it cannot be had on this machine.
+    """
+    chosen = choose_attention_backend(name, shape)
+    if chosen == "cpu":
+        return CpuAttention(shape, load_cpu_kernels())
+    if chosen == "torch":
+        return TorchAttention(shape)
+    try:
+        # Imported here because flashinfer is installed only where there is a GPU.
+        from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
+    except ImportError as error:
+        raise ConfigurationError(
+            f"flashinfer cannot be imported ({error}); install requirements for CUDA, or choose "
+            "--stage-attention-backend torch"
+        ) from None
+    return FlashInferAttention(shape)
+
+
+def _require_cpu_dtype(dtype: torch.dtype) -> None:
+    if dtype not in CPU_DTYPES:
+        raise ConfigurationError(
+            f"the compiled CPU attention has no {dtype} kernel; use --dtype float32 or bfloat16, "
+            "or --stage-attention-backend torch"
+        )
+
+
+def kv_page_capacity(
+    assignment: StageAssignment, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+) -> KvCapacity:
+    """How many KV pages this stage can hold. To be called when its weights are loaded.
+
+    With `max_total_tokens` it is that many tokens, rounded down to pages; without it is a fixed
+    number on a CPU, and on a GPU what `memory_fraction` of its memory leaves beside the weights,
+    shared by the stages on it.
+
+    Raises ConfigurationError when memory does not hold that, or not a single page.
+    """
+    shape = spec.attention_shape(assignment.page_size, dtype, device)
+    num_layers = len(assignment.plan.layers_of(assignment.stage))
+    page_bytes = kv_page_bytes(shape, num_layers)
+    if device.type == "cuda":
+        room_bytes = _cuda_room_bytes(assignment, device)
+    else:
+        # All stages measure before any allocates, and all take from the same memory.
+        room_bytes = _cpu_room_bytes() * num_layers // assignment.plan.num_layers
+    pages_that_fit = room_bytes // page_bytes
+    tokens = assignment.max_total_tokens
+    if tokens is None and device.type == "cpu":
+        tokens = DEFAULT_CPU_KV_TOKENS
+    num_pages = pages_that_fit if tokens is None else tokens // assignment.page_size
+    if num_pages < 1 and pages_that_fit >= 1:
+        raise ConfigurationError(
+            f"--max-total-tokens {tokens} is less than one page of {assignment.page_size} tokens; "
+            "raise it or lower --page-size"
+        )
+    if num_pages > pages_that_fit or num_pages < 1:
+        raise ConfigurationError(_no_room_message(assignment, page_bytes, num_pages, room_bytes))
+    return KvCapacity(num_pages, page_bytes)
+
+
+def _no_room_message(
+    assignment: StageAssignment, page_bytes: int, num_pages: int, room_bytes: int
+) -> str:
+    wanted_pages = max(1, num_pages)
+    knob = "lower --max-total-tokens"
+    if assignment.device == "cuda":
+        knob += ", raise --mem-fraction-static or use more stages (--pp)"
+    return (
+        f"stage {assignment.stage} has room for {max(0, room_bytes) / 2**20:.0f} MiB of KV cache, "
+        f"{wanted_pages * assignment.page_size} tokens need "
+        f"{wanted_pages * page_bytes / 2**20:.0f} MiB; {knob}"
+    )
+
+
+def _cuda_room_bytes(assignment: StageAssignment, device: torch.device) -> int:
+    """This stage's share of the GPU memory that may be used, less its weights."""
+    num_devices = torch.cuda.device_count()
+    own_device = assignment.stage % num_devices
+    num_sharing = len(range(own_device, assignment.plan.num_stages, num_devices))
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    share_bytes = int(total_bytes * assignment.memory_fraction) // num_sharing
+    own_bytes = torch.cuda.memory_allocated(device)
+    return min(share_bytes - own_bytes, int(free_bytes * assignment.memory_fraction))
+
+
+def _cpu_room_bytes() -> int:
+    """What the kernel says is available without swapping (MemAvailable, proc(5))."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        name, _, amount = line.partition(":")
+        if name == "MemAvailable":
+            return int(amount.split()[0]) * 1024
+    raise ConfigurationError("/proc/meminfo does not tell MemAvailable: Linux 3.14 or later needed")

@@ -1,0 +1,83 @@
+"""The keys and values of a stage's layers, in pages that all stages number alike.
+
+Owned by the stage worker, written by the decoder layers, read by the attention backends. Knows
+nothing of requests: which page belongs to whom is the scheduler's business alone.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+
+
+def kv_page_bytes(shape: AttentionShape, num_layers: int) -> int:
+    """Bytes of one page: keys and values of `shape.page_size` tokens in `num_layers` layers."""
+    numbers = 2 * shape.page_size * shape.num_kv_heads * shape.head_dim * num_layers
+    return numbers * shape.dtype.itemsize
+
+
+class KvPool:
+    """Pages for each layer, keyed by the model-wide layer id; layers may come and go.
+
+    Pages start as zeros: a kernel may read past a request's last key as long as it gives that
+    weight 0, which is harmless only where the memory holds finite numbers.
+
+    Args:
+        layers: model-wide ids of the layers that the stage runs first.
+        num_pages: pages of each layer, the same for all.
+        page_size: tokens in a page.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[int],
+        *,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._page_shape = (num_pages, page_size, num_kv_heads, head_dim)
+        self._dtype = dtype
+        self._device = device
+        self._pages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for layer in layers:
+            self.add_layer(layer)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Model-wide ids of the layers that have pages here."""
+        return tuple(self._pages)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all pages of all layers here."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self._pages.values())
+
+    def add_layer(self, layer: int) -> None:
+        """Allocates the pages of `layer`, zeroed."""
+        assert layer not in self._pages, f"layer {layer} has its pages already"
+        keys, values = (
+            torch.zeros(self._page_shape, dtype=self._dtype, device=self._device) for _ in range(2)
+        )
+        self._pages[layer] = (keys, values)
+
+    def remove_layer(self, layer: int) -> None:
+        """Frees the pages of `layer`."""
+        del self._pages[layer]
+
+    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key pages and value pages of `layer`, each [N, S, Hkv, D] (NHD layout)."""
+        return self._pages[layer]
+
+    def write(
+        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Puts row t of `keys` and `values` [T, Hkv, D] into slot `slots[t]` (int64 [T], unique),
+        which is offset `slots[t] % S` of page `slots[t] // S`."""
+        key_pages, value_pages = self._pages[layer]
+        key_pages.flatten(0, 1).index_copy_(0, slots, keys)
+        value_pages.flatten(0, 1).index_copy_(0, slots, values)

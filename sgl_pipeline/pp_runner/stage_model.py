@@ -1,0 +1,125 @@
+"""A stage's share of the model: its layers, the embedding on the first, the head on the last.
+
+Loaded and run by the stage worker. Never schedules, samples or sends, and keeps no state of a
+step: two stage models can live in one process.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
+from sgl_pipeline.pp_runner.checkpoint import WeightSource, open_weights
+from sgl_pipeline.pp_runner.decoder import DecoderLayer, RmsNorm, RotaryEmbedding
+from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.linear import Linear
+from sgl_pipeline.pp_runner.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.step_inputs import StepInputs
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+
+
+class OutputHead:
+    """The final norm and lm_head, for the sampled rows only."""
+
+    def __init__(self, norm: RmsNorm, weight: torch.Tensor) -> None:
+        self._norm = norm
+        self._linear = Linear(weight)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [S, V] in fp32 of the residual stream's `rows` [S, H]; S may be 0."""
+        return self._linear(self._norm(rows)).float()
+
+
+class StageModel:
+    """The weights of one stage. `layers` holds its decoder layers by model-wide id, in order.
+
+    Use `StageModel.load`. `loaded` maps the names of the tensors that were read to their bytes.
+    """
+
+    def __init__(
+        self,
+        layers: dict[int, DecoderLayer],
+        rotary: RotaryEmbedding,
+        embedding: torch.Tensor | None,
+        head: OutputHead | None,
+        loaded: dict[str, int],
+    ) -> None:
+        self.layers = layers
+        self.loaded = loaded
+        self._rotary = rotary
+        self._embedding = embedding
+        self._head = head
+
+    @classmethod
+    def load(
+        cls,
+        spec: ModelSpec,
+        path: str | Path,
+        *,
+        layers: Iterable[int],
+        is_first: bool,
+        is_last: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        load_format: str = "safetensors",
+    ) -> "StageModel":
+        """Reads the tensors of `layers`, and of embedding or head where the stage has them.
+
+        Raises CheckpointError that names file and tensor when one does not fit the spec.
+        """
+        with torch.inference_mode():
+            weights = open_weights(path, load_format, dtype, device)
+            decoder_layers = {layer: DecoderLayer(spec, layer, weights) for layer in layers}
+            table_shape = (spec.vocab_size, spec.hidden_size)
+            embedding = weights.read(EMBEDDING, table_shape) if is_first else None
+            head = _load_head(spec, weights, embedding) if is_last else None
+            rotary = RotaryEmbedding(spec.rope, spec.head_dim, dtype, device)
+        return cls(decoder_layers, rotary, embedding, head, weights.loaded)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors that were read."""
+        return sum(self.loaded.values())
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        inputs: StepInputs,
+        hidden: torch.Tensor | None,
+        kv_pool: KvPool,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """Runs the stage's layers on one step, for which `attention.plan` was called before.
+
+        Args:
+            hidden: the residual stream [T, H] from the stage before, in the model's dtype; None on
+                the first stage.
+
+        Returns the residual stream [T, H] for the next stage, or on the last stage the logits
+        [S, V] in fp32 of `inputs.sample_rows`.
+        """
+        if self._embedding is not None:
+            hidden = F.embedding(inputs.token_ids, self._embedding)
+        assert hidden is not None, "a stage after the first needs the residual stream"
+        rotation = self._rotary.at(inputs.positions)
+        for layer in self.layers.values():
+            hidden = layer.forward(hidden, rotation, inputs.slots, kv_pool, attention)
+        if self._head is None:
+            return hidden
+        return self._head(hidden[inputs.sample_rows])
+
+
+def _load_head(
+    spec: ModelSpec, weights: WeightSource, embedding: torch.Tensor | None
+) -> OutputHead:
+    """The head; where it is tied and not in the file, its matrix is the embedding table."""
+    shape = (spec.vocab_size, spec.hidden_size)
+    norm = RmsNorm(weights.read(FINAL_NORM, (spec.hidden_size,)), spec.norm_epsilon)
+    if not spec.tied_embeddings or weights.has(HEAD):
+        return OutputHead(norm, weights.read(HEAD, shape))
+    return OutputHead(norm, weights.read(EMBEDDING, shape) if embedding is None else embedding)

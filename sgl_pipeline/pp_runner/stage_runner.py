@@ -1,0 +1,93 @@
+"""One stage with its weights, pages and links: runs one step after the other.
+
+Driven by `stage_worker.py` in a process of its own, and by tests with several stages in one
+process. It never schedules or matches prefixes, and reads a clock only for the timings it reports.
+"""
+
+import time
+
+from sgl_pipeline.messages import MirrorSnapshot, StageAssignment, StageReport
+from sgl_pipeline.pp_runner.activation_link import ActivationLink
+from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.device import choose_attention_backend, make_attention_backend
+from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.sampler import Sampler
+from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
+from sgl_pipeline.step_plan import RequestMirror, StepPlan
+
+
+class StageRunner:
+    """Owns the stage's KV pool and its view of the open requests.
+
+    `attention_backend` is the name of the one in use.
+    """
+
+    def __init__(
+        self,
+        assignment: StageAssignment,
+        model: StageModel,
+        attention_shape: AttentionShape,
+        num_pages: int,
+        link: ActivationLink,
+    ) -> None:
+        self._stage = assignment.stage
+        self._is_first = assignment.stage == 0
+        self._is_last = assignment.stage == assignment.plan.num_stages - 1
+        self._model = model
+        self._shape = attention_shape
+        self.attention_backend = choose_attention_backend(
+            assignment.attention_backend, attention_shape
+        )
+        self._attention = make_attention_backend(self.attention_backend, attention_shape)
+        self._kv_pool = KvPool(
+            assignment.plan.layers_of(assignment.stage),
+            num_pages=num_pages,
+            page_size=attention_shape.page_size,
+            num_kv_heads=attention_shape.num_kv_heads,
+            head_dim=attention_shape.head_dim,
+            dtype=attention_shape.dtype,
+            device=attention_shape.device,
+        )
+        self._link = link
+        self._sampler = Sampler()
+        self._mirror = RequestMirror()
+        self._free_since = time.perf_counter()
+
+    def restore(self, snapshot: MirrorSnapshot) -> None:
+        """Takes over the scheduler's view of all open requests."""
+        self._mirror.restore(snapshot)
+
+    def run_step(self, plan: StepPlan) -> StageReport:
+        """Applies `plan`, waits for its activations, runs the layers, passes the result on.
+
+        Raises ProtocolError when plan or activations are not the ones that come next.
+        """
+        chunks = self._mirror.apply(plan)
+        inputs = build_step_inputs(chunks, self._shape.page_size, self._shape.device)
+        self._attention.plan(inputs.layout)
+        hidden = None
+        if not self._is_first:
+            hidden = self._link.receive(plan.step_id, inputs.num_tokens)
+        started = time.perf_counter()
+        output = self._model.forward(inputs, hidden, self._kv_pool, self._attention)
+        token_ids = None
+        if self._is_last:
+            sampled = self._sampler.sample(output, inputs.sampling, inputs.sample_positions)
+            token_ids = tuple(sampled)
+        else:
+            self._link.send(plan.step_id, output)
+        finished = time.perf_counter()
+        report = StageReport(
+            stage=self._stage,
+            step_id=plan.step_id,
+            epoch=plan.epoch,
+            input_wait_ms=(started - self._free_since) * 1e3,
+            compute_ms=(finished - started) * 1e3,
+            token_ids=token_ids,
+        )
+        self._free_since = finished
+        return report
+
+    def close(self) -> None:
+        self._link.close()

@@ -1,0 +1,148 @@
+"""The stage process: connects, loads what it is assigned, runs step plans until told to stop.
+
+Started by `managers/stage_launcher.py` as `python -m sgl_pipeline.pp_runner.stage_worker`; it
+connects to the scheduler by address and learns its position from a `StageAssignment`. It is the
+conversation only: a step itself is run by `stage_runner.py`.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import time
+import traceback
+from typing import TypeVar
+
+import torch
+import zmq
+
+from sgl_pipeline.channels import WorkerChannel
+from sgl_pipeline.errors import ConfigurationError, ProtocolError
+from sgl_pipeline.messages import (
+    FromWorker,
+    MirrorSnapshot,
+    PoolSize,
+    Shutdown,
+    StageAssignment,
+    StageLoaded,
+    StageReady,
+    ToWorker,
+    WorkerFailed,
+    WorkerHello,
+)
+from sgl_pipeline.pp_runner.activation_link import ActivationShape, open_activation_link
+from sgl_pipeline.pp_runner.device import (
+    kv_page_capacity,
+    open_device,
+    pin_threads,
+)
+from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.process_lifetime import die_with_parent
+from sgl_pipeline.step_plan import StepPlan
+
+logger = logging.getLogger(__name__)
+Message = TypeVar("Message", bound=ToWorker)
+
+
+class StageWorker:
+    """The worker's side of the conversation in `messages.py`."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], channel: WorkerChannel, worker: int
+    ) -> None:
+        self._context = context
+        self._channel = channel
+        self._worker = worker
+
+    def run(self) -> None:
+        """Returns after a `Shutdown`; raises what the process should die of."""
+        self._channel.send(WorkerHello(self._worker, os.getpid()))
+        runner = self._become_ready(self._expect(StageAssignment))
+        try:
+            while not isinstance(message := self._channel.receive(), Shutdown):
+                if isinstance(message, StepPlan):
+                    self._channel.send(runner.run_step(message))
+                elif isinstance(message, MirrorSnapshot):
+                    runner.restore(message)
+                else:
+                    raise ProtocolError(f"a ready stage received {type(message).__name__}")
+        finally:
+            runner.close()
+
+    def _become_ready(self, assignment: StageAssignment) -> StageRunner:
+        started = time.perf_counter()
+        pin_threads(assignment.cpu_threads, assignment.cpu_cores)
+        device = open_device(assignment.device, assignment.stage)
+        dtype = getattr(torch, assignment.dtype)
+        spec = read_model_spec(assignment.model_path)
+        stage, plan = assignment.stage, assignment.plan
+        model = StageModel.load(
+            spec,
+            assignment.model_path,
+            layers=plan.layers_of(stage),
+            is_first=stage == 0,
+            is_last=stage == plan.num_stages - 1,
+            dtype=dtype,
+            device=device,
+            load_format=assignment.load_format,
+        )
+        shape = spec.attention_shape(assignment.page_size, dtype, device)
+        capacity = kv_page_capacity(assignment, spec, device, dtype)
+        self._channel.send(
+            StageLoaded(
+                stage=stage,
+                num_pages=capacity.num_pages,
+                weight_bytes=model.weight_bytes,
+                page_bytes=capacity.page_bytes,
+                load_seconds=time.perf_counter() - started,
+            )
+        )
+        num_pages = self._expect(PoolSize).num_pages
+        link = open_activation_link(
+            self._context,
+            ActivationShape(spec.hidden_size, dtype, device),
+            assignment.links,
+            stage,
+        )
+        runner = StageRunner(assignment, model, shape, num_pages, link)
+        self._channel.send(StageReady(stage, runner.attention_backend))
+        return runner
+
+    def _expect(self, kind: type[Message]) -> Message:
+        message = self._channel.receive()
+        if isinstance(message, Shutdown):
+            raise SystemExit(0)
+        if not isinstance(message, kind):
+            raise ProtocolError(
+                f"worker {self._worker} expected {kind.__name__}, got {type(message).__name__}"
+            )
+        return message
+
+
+def main() -> int:
+    """Entry of the worker process; the exit code is 0 after a Shutdown, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--address", required=True, help="ZeroMQ address of the scheduler")
+    parser.add_argument("--worker", required=True, type=int, help="number of this worker")
+    parser.add_argument("--parent", type=int, help="process id of the parent to end with")
+    options = parser.parse_args()
+    if options.parent is not None:
+        die_with_parent(options.parent)
+    logging.basicConfig(format=f"[worker {options.worker}] %(message)s", level=logging.INFO)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with WorkerChannel(context, options.address, options.worker) as channel:
+        try:
+            StageWorker(context, channel, options.worker).run()
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            is_configuration = isinstance(error, ConfigurationError)
+            text = str(error) if is_configuration else f"{type(error).__name__}: {error}"
+            channel.send(WorkerFailed(options.worker, text, is_configuration))
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
