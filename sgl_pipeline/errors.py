@@ -4,6 +4,7 @@
     +-- ConfigurationError          the server cannot start as asked
     |   +-- UnsupportedModelError   an architecture or config field that we would compute wrongly
     |   +-- CheckpointError         weights missing, truncated or of the wrong shape
+    |   +-- KernelBuildError        the CPU kernels cannot be compiled or loaded on this machine
     +-- RequestError                one request is refused; the server goes on
     |   +-- QueueFullError          too many requests wait (503)
     +-- ProtocolError               scheduler and stage disagree: a lost, repeated or late message
@@ -28,6 +29,10 @@ class UnsupportedModelError(ConfigurationError):
 
 class CheckpointError(ConfigurationError):
     """Raised when a checkpoint's files or tensors do not fit the model's config."""
+
+
+class KernelBuildError(ConfigurationError):
+    """Raised when the CPU attention kernels cannot be compiled, cached or loaded."""
 
 
 class RequestError(SglPipelineError):

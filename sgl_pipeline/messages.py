@@ -23,9 +23,9 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The position that a worker fills, and all it needs to load and run it.
 
     `links` has one address per stage boundary: `links[s]` joins stage `s` to stage `s + 1`.
-    `max_step_tokens` and `max_running_requests` bound the rows of a step. `cpu_threads` is the
-    number of compute threads; `cpu_cores` are the cores to pin them to (empty: do not pin).
-    `kv_memory_bytes` bounds the KV pool (None: `memory_fraction` of what the device has free).
+    `cpu_threads` is the number of compute threads; `cpu_cores` are the cores to pin them to (empty:
+    do not pin). `max_total_tokens` bounds the KV pool (None: `memory_fraction` of the GPU's memory
+    less the weights, or a fixed default on a CPU).
     """
 
     stage: int
@@ -38,8 +38,6 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     page_size: int
     max_total_tokens: int | None
     memory_fraction: float
-    max_step_tokens: int
-    max_running_requests: int
     links: tuple[str, ...]
     cpu_threads: int
     cpu_cores: tuple[int, ...]
@@ -52,7 +50,6 @@ class StageLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_pages: int
     weight_bytes: int
     page_bytes: int
-    attention_backend: str
     load_seconds: float
 
 
@@ -63,9 +60,10 @@ class PoolSize(msgspec.Struct, frozen=True, tag=True):
 
 
 class StageReady(msgspec.Struct, frozen=True, tag=True):
-    """The pool is allocated, the links are open, one warm-up forward has run."""
+    """The pool is allocated and the links are open. `attention_backend` is the one in use."""
 
     stage: int
+    attention_backend: str
 
 
 class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):

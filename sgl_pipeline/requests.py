@@ -84,6 +84,9 @@ class Request:
     # Requests of different namespaces never share cached pages (SGLang's extra_key, cache_salt).
     cache_namespace: str = ""
 
+    # (-priority, arrival number), set by `StepScheduler.add`: the order in which requests are
+    # served, and the reverse of that in which they are retracted.
+    order: tuple[int, int] = (0, 0)
     output_ids: list[int] = field(default_factory=list)
     state: RequestState = RequestState.WAITING
     # Tokens that must be prefilled before the next sample: the prompt, or, after a retraction,

@@ -47,7 +47,7 @@ class ChunkPlan(msgspec.Struct, frozen=True, array_like=True):
     new_pages: bytes = b""
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class StepPlan(msgspec.Struct, frozen=True, tag=True):
     """What every stage needs to know of one step. Applied as: closes, opens, chunks."""
 
     step_id: int
@@ -58,7 +58,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     chunks: tuple[ChunkPlan, ...]
 
 
-class MirrorSnapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class MirrorSnapshot(msgspec.Struct, frozen=True, tag=True):
     """The whole state of a mirror, for a stage that joins or restarts.
 
     The next plan that the stage receives is `next_step_id`. Each chunk has length 0 and carries all

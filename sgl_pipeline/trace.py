@@ -26,7 +26,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens: int
     decodes: int
     waiting_tokens: int
-    running_requests: int
+    running_decodes: int
     free_page_share: float
     scheduled_s: float
     finished_s: float

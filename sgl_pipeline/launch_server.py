@@ -1,0 +1,168 @@
+"""The entry: `python -m sgl_pipeline.launch_server --pp 4`.
+
+Starts upstream's server with our scheduler process in the place of its own, and sees to it that all
+of it goes away again. Never imports sglang or torch at its top: every spawned child runs this
+module again before it does anything else.
+"""
+
+import dataclasses
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from sgl_pipeline.args import PipelineArgs
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.process_lifetime import die_with_parent
+
+_SUPPORTED_PYTHONS = ((3, 11), (3, 12))
+_EXIT_INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serves until stopped. Returns the exit code: 0, 130 after Ctrl-C, 1 for an error."""
+    if sys.version_info[:2] not in _SUPPORTED_PYTHONS:
+        supported = " or ".join(f"{major}.{minor}" for major, minor in _SUPPORTED_PYTHONS)
+        return _fail(f"Python {supported} is needed, this is {sys.version.split()[0]}")
+    from sgl_pipeline.managers.run_directory import RunDirectory
+
+    try:
+        run_directory = RunDirectory()
+    except ConfigurationError as error:
+        return _fail(str(error))
+    try:
+        _serve(sys.argv[1:] if argv is None else argv, run_directory.path)
+    except ConfigurationError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+    finally:
+        _end_children()
+        run_directory.remove()
+    return 0
+
+
+def run_and_exit() -> NoReturn:
+    """`main` as a command. Skips the interpreter's own clean-up, in which upstream's extension
+    modules print pages of leak warnings; all that matters has been cleaned up by then."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class ChildEntry:
+    """A function for a child process that readies the process while it is being unpickled.
+
+    The arguments that follow it are upstream's, and unpickling those already imports sglang.
+    """
+
+    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._function = function
+        self._arguments = arguments
+
+    def __call__(self, *arguments: Any, **more: Any) -> None:
+        self._function(*self._arguments, *arguments, **more)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _enter_child, (os.getpid(), self._function, *self._arguments)
+
+
+def _enter_child(parent_pid: int, function: Callable[..., None], *arguments: Any) -> ChildEntry:
+    die_with_parent(parent_pid)
+    _prepare_imports()
+    return ChildEntry(function, *arguments)
+
+
+def _run_scheduler(pipeline_args: PipelineArgs, *upstream: Any, **more: Any) -> None:
+    from sgl_pipeline.managers.scheduler_process import run_scheduler_process
+
+    run_scheduler_process(pipeline_args, *upstream, **more)
+
+
+def _run_detokenizer(*upstream: Any, **more: Any) -> None:
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+
+    run_detokenizer_process(*upstream, **more)
+
+
+def _serve(argv: list[str], run_directory: str) -> None:
+    _set_environment(run_directory)
+    _prepare_imports()
+    from sgl_pipeline.managers.server_args import check_port_is_free, parse_command_line
+
+    plan = parse_command_line(argv)
+    host, port = plan.upstream.host, plan.upstream.port
+    check_port_is_free(host, port)
+    pipeline_args = dataclasses.replace(plan.pipeline, run_directory=run_directory)
+
+    from sglang.srt.entrypoints.engine import init_tokenizer_manager
+    from sglang.srt.entrypoints.http_server import app, launch_server
+
+    from sgl_pipeline.managers.front_guard import GuardedTokenizerManager, RouteGuard
+
+    app.add_middleware(RouteGuard)
+    try:
+        launch_server(
+            plan.upstream,
+            init_tokenizer_manager_func=functools.partial(
+                init_tokenizer_manager, TokenizerManagerClass=GuardedTokenizerManager
+            ),
+            run_scheduler_process_func=ChildEntry(_run_scheduler, pipeline_args),
+            run_detokenizer_process_func=ChildEntry(_run_detokenizer),
+            launch_callback=functools.partial(_announce, plan.upstream, pipeline_args),
+        )
+    except RuntimeError as error:
+        # Upstream's word for a scheduler that did not come up; that one has said why.
+        raise ConfigurationError(f"the server did not start: {error}") from error
+
+
+def _set_environment(run_directory: str) -> None:
+    """What must hold in this process and all that it starts, before sglang is imported."""
+    # Upstream puts its sockets into the temporary directory.
+    os.environ["TMPDIR"] = tempfile.tempdir = run_directory
+    # Its own default sends pickles over them.
+    os.environ["SGLANG_USE_PICKLE_IPC"] = "false"
+    # Its kernels are not used: which version is installed does not matter.
+    os.environ["SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK"] = "true"
+
+
+def _prepare_imports() -> None:
+    from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim
+
+    install_torchvision_shim()
+
+
+def _announce(server_args: Any, pipeline_args: PipelineArgs) -> None:
+    url = server_args.url()
+    stages = pipeline_args.stages.num_stages
+    key = " -H 'Authorization: Bearer <api key>'" if server_args.api_key else ""
+    body = '{"messages": [{"role": "user", "content": "What is 17 + 25?"}]}'
+    print(
+        f"\nReady: {server_args.served_model_name} on {stages} stage{'s' * (stages > 1)} at {url}\n"
+        f"Try:   curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
+        f"-d '{body}'\n",
+        flush=True,
+    )
+
+
+def _end_children() -> None:
+    """Kills what is left of the scheduler and the detokenizer; stages follow the scheduler."""
+    # Upstream's watchdog answers a child's end with SIGQUIT to this process.
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
+
+
+def _fail(message: str) -> int:
+    print(f"sgl_pipeline: error: {message}", file=sys.stderr, flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    run_and_exit()

@@ -1,0 +1,198 @@
+"""Answers to upstream's control messages: everything its scheduler takes that is no generation.
+
+`ControlDesk` is called by the scheduler process for each. An unanswered one would hang the HTTP
+route that sent it, so every type of upstream's dispatch table is here: served, or refused with the
+reply that its route waits for. What a reply cannot refuse, `front_guard.py` refuses before it.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from sglang.srt.managers import io_struct as io
+
+logger = logging.getLogger(__name__)
+
+_WEIGHTS = "changing weights at run time is not supported by this server yet"
+_LORA = "LoRA adapters are not supported by this server yet"
+_TIERS = "hierarchical KV storage is not supported by this server yet"
+_SPECULATION = "speculative decoding is not supported by this server yet"
+_PROFILE = "profiling is not supported by this server yet; --trace-path writes a record per step"
+_EXPERTS = "mixture-of-experts models are not supported by this server yet"
+
+
+def _says(reply: Callable[..., Any], message: str, **fields: Any) -> Callable[[Any], Any]:
+    return lambda request: reply(success=False, message=message, **fields)
+
+
+def _lora(request: Any) -> Any:
+    return io.LoRAUpdateOutput(success=False, error_message=_LORA)
+
+
+# Message type -> the refusal that its route waits for.
+_REFUSALS: dict[type, Callable[[Any], Any]] = {
+    io.ClearHiCacheReqInput: lambda request: io.ClearHiCacheReqOutput(success=False),
+    io.AttachHiCacheStorageReqInput: _says(io.AttachHiCacheStorageReqOutput, _TIERS),
+    io.DetachHiCacheStorageReqInput: _says(io.DetachHiCacheStorageReqOutput, _TIERS),
+    io.GetHiCacheL3LayoutReq: lambda request: io.GetHiCacheL3LayoutReqOutput(
+        # Upstream: mem_cache/hicache_storage.py, disabled_l3_layout.
+        layout={
+            "enabled": False,
+            "backend": None,
+            "page_size": None,
+            "hicache_object_layout": {"pools": []},
+            "reason": _TIERS,
+        }
+    ),
+    io.OpenSessionReqInput: lambda request: io.OpenSessionReqOutput(
+        session_id=request.session_id, success=False
+    ),
+    io.UpdateWeightFromDiskReqInput: _says(io.UpdateWeightFromDiskReqOutput, _WEIGHTS),
+    io.InitWeightsUpdateGroupReqInput: _says(io.InitWeightsUpdateGroupReqOutput, _WEIGHTS),
+    io.DestroyWeightsUpdateGroupReqInput: _says(io.DestroyWeightsUpdateGroupReqOutput, _WEIGHTS),
+    io.InitWeightsSendGroupForRemoteInstanceReqInput: _says(
+        io.InitWeightsSendGroupForRemoteInstanceReqOutput, _WEIGHTS
+    ),
+    io.SendWeightsToRemoteInstanceReqInput: _says(
+        io.SendWeightsToRemoteInstanceReqOutput, _WEIGHTS
+    ),
+    io.BeginWeightUpdateReqInput: _says(io.BeginWeightUpdateReqOutput, _WEIGHTS),
+    io.EndWeightUpdateReqInput: _says(io.EndWeightUpdateReqOutput, _WEIGHTS),
+    io.UpdateWeightsFromDistributedReqInput: _says(
+        io.UpdateWeightsFromDistributedReqOutput, _WEIGHTS
+    ),
+    io.UpdateWeightsFromTensorReqInput: _says(io.UpdateWeightsFromTensorReqOutput, _WEIGHTS),
+    io.UpdateWeightsFromIPCReqInput: _says(io.UpdateWeightsFromIPCReqOutput, _WEIGHTS),
+    io.GetWeightsByNameReqInput: lambda request: io.GetWeightsByNameReqOutput(parameter=None),
+    io.CheckWeightsReqInput: _says(io.CheckWeightsReqOutput, _WEIGHTS),
+    io.PdRoleSwitchReqInput: _says(
+        io.PdRoleSwitchReqOutput, "disaggregation is not supported by this server yet"
+    ),
+    io.ProfileReq: _says(io.ProfileReqOutput, _PROFILE),
+    io.SetInternalStateReq: lambda request: io.SetInternalStateReqOutput(updated=False),
+    io.LoadLoRAAdapterReqInput: _lora,
+    io.LoadLoRAAdapterFromTensorsReqInput: _lora,
+    io.UnloadLoRAAdapterReqInput: _lora,
+    io.ScaleElasticEPReqInput: _says(io.ScaleElasticEPReqOutput, _EXPERTS),
+    io.DumperControlReqInput: lambda request: io.DumperControlReqOutput(
+        success=False, response=[], error="the tensor dumper is not supported by this server"
+    ),
+    io.AddExternalCorpusReqInput: _says(io.AddExternalCorpusReqOutput, _SPECULATION),
+    io.RemoveExternalCorpusReqInput: _says(io.RemoveExternalCorpusReqOutput, _SPECULATION),
+    io.ListExternalCorporaReqInput: _says(io.ListExternalCorporaReqOutput, _SPECULATION),
+    # These replies have no room for a refusal; `front_guard.py` refuses their routes.
+    io.ReleaseMemoryOccupationReqInput: lambda request: io.ReleaseMemoryOccupationReqOutput(),
+    io.ResumeMemoryOccupationReqInput: lambda request: io.ResumeMemoryOccupationReqOutput(),
+    io.SlowDownReqInput: lambda request: io.SlowDownReqOutput(),
+    io.ExpertDistributionReq: lambda request: io.ExpertDistributionReqOutput(),
+}
+
+# Nobody waits for an answer to these. Their routes are refused by `front_guard.py`, or, for
+# RpcReqInput, belong to upstream's offline Engine, which talks to a scheduler on another socket.
+_UNANSWERED = (
+    io.CloseSessionReqInput,
+    io.PauseGenerationReqInput,
+    io.ContinueGenerationReqInput,
+    io.RpcReqInput,
+)
+
+_SERVED = (
+    io.FlushCacheReqInput,
+    io.GetInternalStateReq,
+    io.UpdateWeightVersionReqInput,
+    io.FreezeGCReq,
+    io.ConfigureLoggingReq,
+    io.ShutdownReq,
+)
+
+CONTROL_TYPES: tuple[type, ...] = (*_SERVED, *_REFUSALS, *_UNANSWERED)
+
+
+class Front(Protocol):
+    """How the desk answers (`sglang_io.SglangFront`)."""
+
+    def reply(self, message: Any, to: Any) -> None: ...
+    def forward_to_detokenizer(self, message: Any) -> None: ...
+
+
+class ControlledServer(Protocol):
+    """What the desk may ask of the scheduler process."""
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is waiting or running."""
+
+    def flush_cache(self) -> None:
+        """Empties the radix cache. Called only when idle."""
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info: stages, layer partition, policy, pages. JSON types only."""
+
+    def shut_down(self) -> None:
+        """Leaves the main loop after this tick."""
+
+
+class ControlDesk:
+    """Serves or refuses one control message at a time."""
+
+    def __init__(self, front: Front, server: ControlledServer) -> None:
+        self._front = front
+        self._server = server
+        # A flush that waits for the server to become idle, and until when (monotonic seconds).
+        self._waiting_flush: tuple[Any, float] | None = None
+
+    def answer(self, message: Any) -> None:
+        """Answers `message`, at once or, for a flush with a timeout, from `poll`."""
+        if (refusal := _REFUSALS.get(type(message))) is not None:
+            self._front.reply(refusal(message), message)
+        elif isinstance(message, io.FlushCacheReqInput):
+            self._flush(message)
+        elif isinstance(message, io.GetInternalStateReq):
+            state = self._server.describe()
+            self._front.reply(io.GetInternalStateReqOutput(internal_state=state), message)
+        elif isinstance(message, io.UpdateWeightVersionReqInput):
+            # A label that the front keeps; all that it wants is to know that it was heard.
+            self._front.reply(io.UpdateWeightVersionReqOutput(), message)
+        elif isinstance(message, io.FreezeGCReq):
+            gc.collect()
+            gc.freeze()
+            self._front.forward_to_detokenizer(message)
+        elif isinstance(message, io.ConfigureLoggingReq):
+            self._configure_logging(message)
+        elif isinstance(message, io.ShutdownReq):
+            self._server.shut_down()
+        else:
+            logger.warning("%s is not supported and was dropped", type(message).__name__)
+
+    def poll(self, now_s: float) -> None:
+        """Finishes a waiting flush once the server is idle or its time is over."""
+        if self._waiting_flush is None:
+            return
+        message, deadline_s = self._waiting_flush
+        if self._server.is_idle or now_s >= deadline_s:
+            self._waiting_flush = None
+            self._flush_now(message)
+
+    def _flush(self, message: Any) -> None:
+        if self._waiting_flush is not None:
+            reply = io.FlushCacheReqOutput(success=False, message="another flush is waiting")
+            self._front.reply(reply, message)
+        elif message.timeout_s and message.timeout_s > 0 and not self._server.is_idle:
+            self._waiting_flush = (message, time.monotonic() + message.timeout_s)
+        else:
+            self._flush_now(message)
+
+    def _flush_now(self, message: Any) -> None:
+        is_idle = self._server.is_idle
+        if is_idle:
+            self._server.flush_cache()
+        text = "" if is_idle else "requests are waiting or running; the cache was not flushed"
+        self._front.reply(io.FlushCacheReqOutput(success=is_idle, message=text), message)
+
+    def _configure_logging(self, message: Any) -> None:
+        level = (message.log_level or "").upper()
+        if level in logging.getLevelNamesMapping():
+            logging.getLogger().setLevel(level)
+            self._front.forward_to_detokenizer(message)

@@ -1,0 +1,148 @@
+"""The loop of the scheduler process: SGLang's sockets on one side, the stages on the other.
+
+Built by `scheduler_process.py`. It moves messages between the front, the `StepScheduler` and the
+stages; what runs next is decided by `StepScheduler` alone, and nothing here waits for anything but
+the one poll at the top of the loop.
+"""
+
+import logging
+import time
+from typing import Any
+
+import zmq
+
+from sgl_pipeline.errors import ProtocolError, RequestError, StageFailure
+from sgl_pipeline.managers.control_requests import ControlDesk
+from sgl_pipeline.managers.sglang_io import AbortRequest, ControlRequest, SglangFront
+from sgl_pipeline.managers.stage_launcher import StageLauncher
+from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.messages import FromWorker, StageReport
+from sgl_pipeline.requests import FinishReason, Request
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.step_plan import StepPlanEncoder
+
+logger = logging.getLogger(__name__)
+
+POLL_MS = 100  # bound on how late a dead stage is noticed
+CHECK_INTERVAL_S = 0.1
+
+
+class PipelineScheduler:
+    """Owns a `StepScheduler` and everything that connects it to the world.
+
+    Args:
+        facts: what `/server_info` tells of the pipeline; JSON types only.
+    """
+
+    def __init__(
+        self,
+        front: SglangFront,
+        steps: StepScheduler,
+        launcher: StageLauncher,
+        journal: StepJournal,
+        facts: dict[str, Any],
+    ) -> None:
+        self._front = front
+        self._steps = steps
+        self._launcher = launcher
+        self._journal = journal
+        self._facts = facts
+        self._desk = ControlDesk(front, self)
+        self._encoder = StepPlanEncoder()
+        self._poller = zmq.Poller()
+        self._poller.register(front.socket, zmq.POLLIN)
+        self._poller.register(launcher.channel.socket, zmq.POLLIN)
+        self._next_check_s = 0.0
+        self._is_shut_down = False
+
+    def run(self) -> None:
+        """Serves until told to shut down. Raises StageFailure when a stage has died."""
+        try:
+            while not self._is_shut_down:
+                self._poller.poll(POLL_MS)
+                for message in self._front.receive():
+                    self._take(message)
+                for report in self._launcher.receive():
+                    self._on_report(report)
+                self._fill_pipeline()
+                self._check_now_and_then()
+        except StageFailure as failure:
+            self._end_all(FinishReason("abort", message=str(failure), status_code=500))
+            raise
+
+    def _take(self, message: Request | AbortRequest | ControlRequest) -> None:
+        if isinstance(message, Request):
+            try:
+                self._steps.add(message)
+            except RequestError as error:
+                self._front.refuse(message, error)
+        elif isinstance(message, AbortRequest):
+            for request in message.requests:
+                self._end(request, FinishReason("abort", message="aborted by the client"))
+        else:
+            self._desk.answer(message.message)
+
+    def _fill_pipeline(self) -> None:
+        """Sends steps while there is work and room in the pipeline."""
+        while True:
+            started = time.perf_counter()
+            now_s = time.monotonic()
+            load = self._steps.load()
+            microbatch = self._steps.next_microbatch(now_s)
+            if microbatch is None:
+                return
+            plan = self._encoder.encode(microbatch)
+            self._launcher.channel.broadcast(self._launcher.workers, plan)
+            schedule_ms = (time.perf_counter() - started) * 1e3
+            self._journal.scheduled(microbatch, load, now_s, schedule_ms)
+
+    def _on_report(self, report: FromWorker) -> None:
+        """Books a stage's report; the last stage's carries the tokens and completes the step."""
+        if not isinstance(report, StageReport):
+            raise ProtocolError(f"a running stage sent {type(report).__name__}")
+        if report.token_ids is not None:
+            started = time.perf_counter()
+            now_s = time.monotonic()
+            events = self._steps.on_result(report.step_id, report.token_ids, now_s)
+            self._front.send_events(events)
+            self._journal.finished(report.step_id, now_s, (time.perf_counter() - started) * 1e3)
+        self._journal.reported(report)
+
+    def _check_now_and_then(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_check_s:
+            self._next_check_s = now_s + CHECK_INTERVAL_S
+            self._launcher.check(self._journal.last_steps)
+            self._desk.poll(now_s)
+
+    def _end(self, request: Request, finish: FinishReason) -> None:
+        self._steps.abort(request.request_id, finish)
+        self._front.send_finish(request, finish)
+
+    def _end_all(self, finish: FinishReason) -> None:
+        for request in self._front.live_requests:
+            self._end(request, finish)
+
+    # What `control_requests.ControlDesk` may ask
+
+    @property
+    def is_idle(self) -> bool:
+        return self._steps.is_idle
+
+    def flush_cache(self) -> None:
+        self._steps.flush_cache()
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for `/server_info`: the pipeline as it was started, and how it is doing."""
+        load = self._steps.load()
+        return self._facts | {
+            "free_pages": load.free_pages,
+            "waiting_tokens": load.waiting_tokens,
+            "num_waiting_requests": self._steps.num_waiting,
+            "num_running_requests": self._steps.num_running,
+            "num_retractions": self._steps.num_retractions,
+            "num_steps": load.step_id,
+        }
+
+    def shut_down(self) -> None:
+        self._is_shut_down = True

@@ -1,0 +1,114 @@
+"""The private directory that holds a server's sockets, and what makes sure that it goes away.
+
+Made by `launch_server.py` before any process starts. A janitor, a detached process of a few
+megabytes, removes it when the server's main process ends in whatever way (upstream ends itself
+with SIGKILL when a child has died); should the janitor be killed too, the next start sweeps.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+from sgl_pipeline.errors import ConfigurationError
+
+_PREFIX = "sgl-pipeline-"
+_LOCK = "lock"  # held, by flock, for as long as the server's main process lives
+# A Unix socket path holds 107 bytes; ours and upstream's file names need at most 20 of them.
+_MAX_PATH_BYTES = 107 - 20
+_SHARED_MEMORY = "/dev/shm/"
+
+
+class RunDirectory:
+    """A fresh directory of mode 0700, removed by `remove` or when this process ends."""
+
+    def __init__(self) -> None:
+        parent = tempfile.gettempdir()
+        sweep_stale(parent)
+        self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+        if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:
+            os.rmdir(self.path)
+            raise ConfigurationError(
+                f"{self.path} is too long a path for Unix sockets ({_MAX_PATH_BYTES} bytes at "
+                "most); set TMPDIR to a shorter one"
+            )
+        self._lock = os.open(os.path.join(self.path, _LOCK), os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        _start_janitor(self.path)
+
+    def remove(self) -> None:
+        remove_run_directory(self.path)
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+
+
+def sweep_stale(parent: str) -> None:
+    """Removes the run directories under `parent` whose servers have ended."""
+    for directory in Path(parent).glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(directory / _LOCK, os.O_RDWR)
+        except OSError:
+            continue  # another user's, or just being made
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            remove_run_directory(str(directory))
+        finally:
+            os.close(lock)
+
+
+def note_shared_memory(directory: str, path: str) -> None:
+    """Makes `path`, a file under /dev/shm, go away together with the run directory."""
+    os.symlink(path, os.path.join(directory, os.path.basename(path)))
+
+
+def remove_run_directory(path: str) -> None:
+    """Removes the directory, and the shared-memory files that its links name. Never raises."""
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(path)):
+            if entry.is_symlink() and os.readlink(entry.path).startswith(_SHARED_MEMORY):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.readlink(entry.path))
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _start_janitor(path: str) -> None:
+    """Forks the process that outlives this one and then removes `path`.
+
+    It is detached (its parent is init), because upstream kills all descendants of the main process.
+    Must be called while this process has a single thread.
+    """
+    alive, held_by_main = os.pipe()
+    if (child := os.fork()) != 0:
+        os.close(alive)
+        os.waitpid(child, 0)
+        return  # `held_by_main` stays open until this process ends: that is its purpose
+    try:
+        os.close(held_by_main)
+        os.setsid()
+        if os.fork() == 0:
+            _clean_up_after(alive, path)
+    finally:
+        os._exit(0)
+
+
+def _clean_up_after(alive: int, path: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    # Whoever reads the server's output through a pipe waits for its last writer.
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(quiet, descriptor)
+    os.read(alive, 1)  # returns at end of file: the main process has ended
+    # Its children are being killed at this moment and may still create a file.
+    for _ in range(20):
+        remove_run_directory(path)
+        time.sleep(0.05)
+        if not os.path.exists(path):
+            return

@@ -1,0 +1,148 @@
+"""The scheduler process from its first line to its last: builds everything, runs, cleans up.
+
+Started by upstream's `launch_server` in place of its own scheduler (upstream:
+`managers/scheduler.py::run_scheduler_process`, whose arguments these are). The loop itself is
+`pipeline_scheduler.py`; no decision about a request is made here.
+"""
+
+import logging
+import signal
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import zmq
+from sglang.srt.runtime_context import publish
+from sglang.srt.utils import configure_logger
+
+from sgl_pipeline.args import PipelineArgs
+from sgl_pipeline.errors import SglPipelineError
+from sgl_pipeline.managers.model_files import ModelLimits, load_tokenizer, read_limits
+from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
+from sgl_pipeline.managers.sglang_io import SglangFront
+from sgl_pipeline.managers.stage_launcher import (
+    PipelineCapacity,
+    StageLauncher,
+    link_addresses,
+)
+from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.stage_plan import StagePlan, parse_layer_partition
+from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.trace import TraceWriter
+
+logger = logging.getLogger(__name__)
+
+
+def run_scheduler_process(
+    args: PipelineArgs,
+    server_args: Any,
+    port_args: Any,
+    gpu_id: int,
+    tp_rank: int,
+    pp_rank: int,
+    dp_rank: int | None,
+    pipe_writer: "Connection[Any, Any]",
+) -> None:
+    """Serves until shut down; ends the process with exit code 1 when it cannot go on.
+
+    Args:
+        args: ours; the rest is what upstream hands to its scheduler. The ranks are all zero,
+            because upstream is resolved at one process.
+        pipe_writer: gets the ready message that upstream's main process waits for.
+    """
+    publish(server_args, role="scheduler")
+    configure_logger(server_args, prefix=" scheduler")
+    # Upstream ends its children with SIGTERM; leave through the `finally` that stops the stages.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    try:
+        _serve(args, server_args, port_args, pipe_writer)
+    except SglPipelineError as error:
+        logger.error("%s", error)
+        sys.exit(1)
+    except Exception:
+        logger.exception("the scheduler process failed")
+        sys.exit(1)
+
+
+def _serve(
+    args: PipelineArgs, server_args: Any, port_args: Any, pipe_writer: "Connection[Any, Any]"
+) -> None:
+    tokenizer = load_tokenizer(server_args)
+    limits = read_limits(args.stages.model_path, server_args.context_length, tokenizer)
+    plan = _first_plan(args)
+    links = link_addresses(args, torch.cuda.device_count())
+    launcher = StageLauncher(args, plan, links)
+    journal = StepJournal(
+        plan.num_stages, TraceWriter(args.trace_path) if args.trace_path else None
+    )
+    try:
+        capacity = launcher.start()
+        facts = _facts(args, plan, capacity)
+        logger.info("pipeline ready: %s", facts)
+        front = _front(args, server_args, port_args, limits, capacity, tokenizer)
+        steps = StepScheduler(
+            args.scheduling,
+            make_policy(args.throttle),
+            num_pages=capacity.num_pages,
+            num_stages=plan.num_stages,
+            context_length=limits.context_length,
+        )
+        pipe_writer.send(_ready_message(args, limits, capacity))
+        PipelineScheduler(front, steps, launcher, journal, facts).run()
+        front.close()
+    finally:
+        launcher.stop()
+        journal.close()
+
+
+def _first_plan(args: PipelineArgs) -> StagePlan:
+    spec = read_model_spec(args.stages.model_path)
+    return parse_layer_partition(
+        args.stages.layer_partition, spec.num_layers, args.stages.num_stages, spec.head_layers
+    )
+
+
+def _front(
+    args: PipelineArgs,
+    server_args: Any,
+    port_args: Any,
+    limits: ModelLimits,
+    capacity: PipelineCapacity,
+    tokenizer: Any,
+) -> SglangFront:
+    pool_tokens = capacity.num_pages * args.scheduling.page_size
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    return SglangFront(server_args, port_args, limits, pool_tokens, tokenizer, context)
+
+
+def _ready_message(
+    args: PipelineArgs, limits: ModelLimits, capacity: PipelineCapacity
+) -> dict[str, Any]:
+    """What upstream's main process expects (`managers/scheduler.py::get_init_info`)."""
+    pool_tokens = capacity.num_pages * args.scheduling.page_size
+    return {
+        "status": "ready",
+        "max_total_num_tokens": pool_tokens,
+        "max_req_input_len": min(limits.context_length, pool_tokens) - 1,
+        "startup_time": {},
+        "hicache_object_layout": None,
+    }
+
+
+def _facts(args: PipelineArgs, plan: StagePlan, capacity: PipelineCapacity) -> dict[str, Any]:
+    """What `/server_info` tells of the pipeline as it was started."""
+    return {
+        "num_stages": plan.num_stages,
+        "layer_partition": list(plan.layer_counts),
+        "policy": args.throttle.policy,
+        "page_size": args.scheduling.page_size,
+        "total_pages": capacity.num_pages,
+        "page_capacity_of_stages": [stage.num_pages for stage in capacity.stages],
+        "weight_bytes_of_stages": [stage.weight_bytes for stage in capacity.stages],
+        "dtype": args.stages.dtype,
+        "device": args.stages.device,
+        "stage_attention_backend": capacity.attention_backend,
+    }

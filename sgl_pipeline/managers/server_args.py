@@ -1,0 +1,247 @@
+"""The command line: upstream's flags and ours, turned into what each side is told.
+
+Called by `launch_server.py` in the main process, once. Upstream's parser keeps its flags and their
+meaning; `upstream_fields.py` says who acts on each. Starts nothing and never guesses: what cannot
+be honoured ends in a ConfigurationError that names the flag.
+"""
+
+import argparse
+import dataclasses
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_pipeline.args import (
+    ATTENTION_BACKENDS,
+    POLICIES,
+    PipelineArgs,
+    SchedulingArgs,
+    StageArgs,
+    ThrottleArgs,
+)
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.managers.model_files import find_model, read_config, resolve_dtype
+from sgl_pipeline.managers.upstream_fields import UPSTREAM_VALUES, refusal
+
+LOAD_FORMATS = ("auto", "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """`upstream` is SGLang's ServerArgs, resolved at pp = tp = 1; `pipeline` is all of ours."""
+
+    upstream: Any
+    pipeline: PipelineArgs
+
+
+def parse_command_line(argv: list[str]) -> LaunchPlan:
+    """What `python -m sgl_pipeline.launch_server <argv>` asks for.
+
+    Fetches the model when it is named by a hub id. Raises ConfigurationError for a value that
+    cannot be honoured; argparse itself ends the process for an unknown flag.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    options = _parse(argv)
+    refuse_unsupported(options)
+    model_path = find_model(options.model_path, options.revision, options.download_dir)
+    served_name = options.served_model_name or options.model_path
+    dtype = resolve_dtype(options.dtype, read_config(model_path))
+    pipeline = _pipeline_args(options, model_path, dtype)
+
+    for name, value in UPSTREAM_VALUES.items():
+        setattr(options, name, value)
+    options.model_path, options.dtype = model_path, dtype
+    options.served_model_name = served_name or "sgl-pipeline-demo"
+    upstream = ServerArgs.from_cli_args(options)
+    try:
+        upstream.resolve_once()
+        upstream.check_server_args()
+    except (AssertionError, ValueError, OSError) as error:
+        raise ConfigurationError(f"SGLang refuses these arguments: {error}") from error
+    return LaunchPlan(upstream, pipeline)
+
+
+def refuse_unsupported(options: argparse.Namespace) -> None:
+    """Raises ConfigurationError for the first upstream flag whose value we cannot honour."""
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+
+    for field in msgspec.structs.fields(ServerArgs):
+        if not hasattr(options, field.name):
+            continue
+        reason = refusal(field.name, ServerArgs._NS_BY_FIELD[field.name])
+        default = field.default
+        if default is msgspec.NODEFAULT:
+            default = None if field.required else field.default_factory()
+        value = getattr(options, field.name)
+        if reason is not None and value != default:
+            flag = "--" + field.name.replace("_", "-")
+            raise ConfigurationError(f"{flag} {value} cannot be honoured: {reason}")
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """Raises ConfigurationError when the HTTP server could not listen on `host:port`."""
+    if not 1 <= port <= 65535:
+        raise ConfigurationError(f"--port {port} must be between 1 and 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on --host {host} --port {port}: {error.strerror or error}"
+        ) from error
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(prog="python -m sgl_pipeline.launch_server")
+    ServerArgs.add_cli_args(parser)
+    for action in parser._actions:
+        if action.dest == "model_path":
+            action.required = False
+    _add_our_flags(parser)
+    if "--config" in argv:
+        from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+    return parser.parse_args(argv)
+
+
+def _add_our_flags(parser: argparse.ArgumentParser) -> None:
+    ours = parser.add_argument_group("sgl_pipeline")
+
+    def add(flag: str, section: type, field: str, text: str, **options: Any) -> None:
+        default = _default(section, field)
+        ours.add_argument(flag, default=default, help=f"{text} (default: {default})", **options)
+
+    ours.add_argument("--pp", dest="pp_size", type=int, help="Pipeline stages, as --pp-size.")
+    add(
+        "--pp-layer-partition",
+        StageArgs,
+        "layer_partition",
+        "Layers of each stage: auto (balances the head against layers), even, or counts: 5,4,4,3.",
+    )
+    add(
+        "--stage-attention-backend",
+        StageArgs,
+        "attention_backend",
+        "Attention kernels of the stages.",
+        choices=ATTENTION_BACKENDS,
+    )
+    add(
+        "--cpu-threads-per-stage",
+        StageArgs,
+        "cpu_threads",
+        "Compute threads of a stage; by default the cores are split over the stages.",
+        type=int,
+    )
+    add(
+        "--policy",
+        ThrottleArgs,
+        "policy",
+        "How many tokens a microbatch carries: token throttling (gLLM), a fixed budget "
+        "(Sarathi-Serve), or vLLM's greedy queue.",
+        choices=POLICIES,
+    )
+    add(
+        "--prefill-spread-steps",
+        ThrottleArgs,
+        "prefill_spread_steps",
+        "Steps over which waiting prompt tokens are spread (gLLM #T).",
+        type=int,
+    )
+    add(
+        "--min-prefill-tokens",
+        ThrottleArgs,
+        "min_prefill_tokens",
+        "Fewest prefill tokens worth a step (gLLM #MinP); --chunked-prefill-size is the most.",
+        type=int,
+    )
+    add(
+        "--pause-free-share",
+        ThrottleArgs,
+        "pause_free_share",
+        "No prefill while a smaller share of the KV pages is free (gLLM KVthresh).",
+        type=float,
+    )
+    add(
+        "--extra-steps-in-flight",
+        SchedulingArgs,
+        "extra_steps_in_flight",
+        "Steps in flight beyond one per stage.",
+        type=int,
+    )
+    add("--trace-path", PipelineArgs, "trace_path", "Writes one JSON line per step to this file.")
+
+
+def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> PipelineArgs:
+    if options.load_format not in LOAD_FORMATS:
+        raise ConfigurationError(
+            f"--load-format {options.load_format} is not supported; "
+            f"choose from {', '.join(LOAD_FORMATS)}"
+        )
+    if options.context_length is not None and options.context_length < 2:
+        raise ConfigurationError(f"--context-length {options.context_length} must be at least 2")
+    if options.stream_interval < 1:
+        raise ConfigurationError(f"--stream-interval {options.stream_interval} must be at least 1")
+    threads = options.cpu_threads_per_stage
+    if threads is not None and threads < 1:
+        raise ConfigurationError(f"--cpu-threads-per-stage {threads} must be at least 1")
+    stages = StageArgs(
+        num_stages=options.pp_size,
+        layer_partition=options.pp_layer_partition,
+        model_path=model_path,
+        load_format=LOAD_FORMATS[1],
+        dtype=dtype,
+        device=_device(options.device),
+        attention_backend=options.stage_attention_backend,
+        max_total_tokens=options.max_total_tokens,
+        memory_fraction=_given(options.mem_fraction_static, StageArgs, "memory_fraction"),
+        cpu_threads=threads,
+    )
+    scheduling = SchedulingArgs(
+        page_size=_given(options.page_size, SchedulingArgs, "page_size"),
+        max_running_requests=_given(
+            options.max_running_requests, SchedulingArgs, "max_running_requests"
+        ),
+        max_queued_requests=options.max_queued_requests,
+        radix_cache=not options.disable_radix_cache,
+        extra_steps_in_flight=options.extra_steps_in_flight,
+    )
+    throttle = ThrottleArgs(
+        policy=options.policy,
+        prefill_spread_steps=options.prefill_spread_steps,
+        max_prefill_tokens=_given(options.chunked_prefill_size, ThrottleArgs, "max_prefill_tokens"),
+        min_prefill_tokens=options.min_prefill_tokens,
+        pause_free_share=options.pause_free_share,
+    )
+    return PipelineArgs(
+        stages=stages, scheduling=scheduling, throttle=throttle, trace_path=options.trace_path
+    )
+
+
+def _device(asked: str | None) -> str:
+    import torch
+
+    if asked in (None, "auto"):
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked not in ("cpu", "cuda"):
+        raise ConfigurationError(f"--device {asked} is not supported; choose cpu or cuda")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("--device cuda: this PyTorch finds no CUDA device")
+    return asked
+
+
+def _default(section: type, name: str) -> Any:
+    """The default of a field, written once: in `args.py`."""
+    return next(field.default for field in dataclasses.fields(section) if field.name == name)
+
+
+def _given(value: Any, section: type, name: str) -> Any:
+    return _default(section, name) if value is None else value

@@ -1,0 +1,202 @@
+"""Upstream's generate request, checked and turned into a `Request`.
+
+Called by `sglang_io.py` for every request that reaches the scheduler process. Whatever the HTTP
+layer did, every number is bounded here, and a feature that is not built is a 400 that names it: a
+field is never accepted and then ignored.
+"""
+
+import math
+import secrets
+from array import array
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+from sgl_pipeline.errors import RequestError
+from sgl_pipeline.managers.model_files import ModelLimits
+from sgl_pipeline.managers.stop_strings import StopStringCheck
+from sgl_pipeline.requests import Request, SamplingSpec, StopRules
+
+MAX_REQUEST_ID_LENGTH = 512
+MAX_NAMESPACE_LENGTH = 4096
+MAX_STOP_STRINGS = 32
+MAX_STOP_STRING_LENGTH = 1024
+_SEED_MASK = 2**63 - 1
+
+# Fields of TokenizedGenerateReqInput that ask for something not built, and what to call it.
+_UNBUILT_FIELDS = {
+    "return_logprob": "log-probabilities (logprobs, return_logprob)",
+    "return_sampling_mask": "return_sampling_mask",
+    "return_hidden_states": "return_hidden_states",
+    "return_routed_experts": "return_routed_experts",
+    "return_indexer_topk": "return_indexer_topk",
+    "return_entropy": "return_entropy",
+    "return_bytes": "image generation",
+    "input_embeds": "input_embeds",
+    "positional_embed_overrides": "embedding overrides",
+    "mm_inputs": "image, audio and video input",
+    "need_wait_for_mm_inputs": "image, audio and video input",
+    "token_type_ids": "token_type_ids",
+    "multi_item_delimiter_indices": "multi-item scoring",
+    "token_indices_to_pool": "pooling",
+    "session_id": "sessions",
+    "session_params": "sessions",
+    "lora_id": "LoRA adapters",
+    "custom_logit_processor": "custom_logit_processor",
+    "bootstrap_host": "prefill/decode disaggregation",
+    "bootstrap_room": "prefill/decode disaggregation",
+    "kv_hints": "kv_hints",
+}
+
+# Fields of SamplingParams, the value that asks for nothing, and what to call the rest.
+_UNBUILT_SAMPLING: dict[str, tuple[Any, str]] = {
+    "json_schema": (None, "structured output (json_schema, response_format, forced tool choice)"),
+    "regex": (None, "structured output (regex)"),
+    "ebnf": (None, "structured output (ebnf)"),
+    "structural_tag": (None, "structured output (structural_tag, forced tool choice)"),
+    "frequency_penalty": (0.0, "frequency_penalty"),
+    "presence_penalty": (0.0, "presence_penalty"),
+    "repetition_penalty": (1.0, "repetition_penalty"),
+    "logit_bias": (None, "logit_bias"),
+    "min_new_tokens": (0, "min_new_tokens"),
+    "watermark": (None, "watermarking"),
+}
+
+
+class RequestIntake:
+    """Builds requests for one model.
+
+    Args:
+        limits: of the model.
+        pool_tokens: tokens that the KV pool holds; bounds a request that names no maximum.
+            What can be served at all is checked by `StepScheduler.add`.
+        tokenizer: decodes text for stop strings.
+        random_seed: `--random-seed`: makes the seeds of requests without one reproducible.
+    """
+
+    def __init__(
+        self, limits: ModelLimits, pool_tokens: int, tokenizer: Any, random_seed: int | None
+    ) -> None:
+        self._limits = limits
+        self._pool_tokens = pool_tokens
+        self._tokenizer = tokenizer
+        seeds: Random = secrets.SystemRandom() if random_seed is None else Random(random_seed)
+        self._draw_seed: Callable[[], int] = lambda: seeds.getrandbits(63)
+
+    def build(self, message: Any, now_s: float) -> Request:
+        """The request that `message`, a TokenizedGenerateReqInput, asks for.
+
+        Raises RequestError (400) when it is malformed or asks for what is not built.
+        """
+        for name in unbuilt_features(message):
+            raise RequestError(f"{name}: not supported by this server yet")
+        prompt_ids = self._prompt_ids(message.input_ids)
+        sampling = message.sampling_params
+        return Request(
+            request_id=message.rid,
+            prompt_ids=prompt_ids,
+            sampling=self._sampling(sampling),
+            stops=StopRules(
+                max_new_tokens=self._max_new_tokens(sampling.max_new_tokens, len(prompt_ids)),
+                stop_token_ids=self._stop_token_ids(sampling),
+                check_text=self._check_text(sampling),
+            ),
+            arrival_s=now_s,
+            cache_namespace=_namespace(message.extra_key, message.cache_salt),
+        )
+
+    def _prompt_ids(self, ids: "array[int] | None") -> list[int]:
+        if not ids:
+            raise RequestError("the prompt is empty; send at least one token")
+        vocab_size = self._limits.vocab_size
+        if not (0 <= min(ids) and max(ids) < vocab_size):
+            bad = next(token for token in ids if not 0 <= token < vocab_size)
+            raise RequestError(f"token id {bad} is outside the vocabulary [0, {vocab_size})")
+        return list(ids)
+
+    def _max_new_tokens(self, asked: int | None, prompt_length: int) -> int:
+        if asked is None:
+            # As many as there is room for; none at all is for `StepScheduler.add` to refuse.
+            return max(1, min(self._limits.context_length, self._pool_tokens) - prompt_length)
+        _check_range("max_new_tokens", asked, 0, 2**31 - 1)
+        return asked
+
+    def _sampling(self, sampling: Any) -> SamplingSpec:
+        _check_range("temperature", sampling.temperature, 0.0, 1e6)
+        _check_range("top_p", sampling.top_p, 0.0, 1.0)
+        if sampling.top_p == 0.0:
+            raise RequestError("top_p must be above 0 and at most 1")
+        _check_range("min_p", sampling.min_p, 0.0, 1.0)
+        _check_range("top_k", sampling.top_k, 1, 2**31 - 1)
+        seed = sampling.sampling_seed
+        if seed is not None:
+            _check_range("sampling_seed", seed, -(2**63), 2**63 - 1)
+        return SamplingSpec(
+            temperature=float(sampling.temperature),
+            # Upstream spells "all of the vocabulary" as 2**30.
+            top_k=0 if sampling.top_k >= self._limits.vocab_size else sampling.top_k,
+            top_p=float(sampling.top_p),
+            min_p=float(sampling.min_p),
+            seed=self._draw_seed() if seed is None else seed & _SEED_MASK,
+        )
+
+    def _stop_token_ids(self, sampling: Any) -> frozenset[int]:
+        asked = frozenset(sampling.stop_token_ids or ())
+        for token in asked:
+            if not 0 <= token < self._limits.vocab_size:
+                raise RequestError(
+                    f"stop_token_ids: {token} is outside the vocabulary "
+                    f"[0, {self._limits.vocab_size})"
+                )
+        return asked if sampling.ignore_eos else asked | self._limits.eos_token_ids
+
+    def _check_text(self, sampling: Any) -> StopStringCheck | None:
+        stops = sampling.stop_strs or []
+        stops = [stops] if isinstance(stops, str) else stops
+        if not stops:
+            return None
+        if len(stops) > MAX_STOP_STRINGS:
+            raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(stops)}")
+        for stop in stops:
+            if not 1 <= len(stop) <= MAX_STOP_STRING_LENGTH:
+                raise RequestError(
+                    f"a stop string has {len(stop)} characters; 1 to {MAX_STOP_STRING_LENGTH} "
+                    "are allowed"
+                )
+        return StopStringCheck(self._tokenizer, tuple(stops))
+
+
+def unbuilt_features(message: Any) -> Iterator[str]:
+    """The names of what `message` asks for that is not built yet."""
+    for field, name in _UNBUILT_FIELDS.items():
+        value = getattr(message, field)
+        if value is not None and value is not False:
+            yield name
+    sampling = message.sampling_params
+    for field, (nothing, name) in _UNBUILT_SAMPLING.items():
+        value = getattr(sampling, field)
+        if value is not None and value != nothing:
+            yield name
+    if sampling.stop_regex_strs:
+        yield "stop_regex"
+    if sampling.beam_width is not None and sampling.beam_width > 1:
+        yield "beam search (beam_width)"
+
+
+def _check_range(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"{name} must be a finite number, got {value!r}")
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be between {low} and {high}, got {value}")
+
+
+def _namespace(extra_key: str | None, cache_salt: str | None) -> str:
+    """One namespace for the pair; the length keeps ("a", "bc") and ("ab", "c") apart."""
+    if not extra_key and not cache_salt:
+        return ""
+    extra_key, cache_salt = extra_key or "", cache_salt or ""
+    if len(extra_key) + len(cache_salt) > MAX_NAMESPACE_LENGTH:
+        raise RequestError(
+            f"extra_key and cache_salt may have {MAX_NAMESPACE_LENGTH} characters together"
+        )
+    return f"{len(extra_key)}:{extra_key}{cache_salt}"

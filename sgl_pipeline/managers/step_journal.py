@@ -1,0 +1,79 @@
+"""Collects what every stage reports of every step, and writes it down as `StepRecord`s.
+
+Fed by the scheduler process; a record is complete when all stages have reported. Also keeps the
+last step of each stage, which names the place in the message when a stage dies. Never decides.
+"""
+
+from dataclasses import dataclass, field
+
+from sgl_pipeline.messages import StageReport
+from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.throttle.load import PipelineLoad
+from sgl_pipeline.trace import StageTiming, StepRecord, TraceWriter
+
+
+@dataclass(slots=True)
+class _OpenStep:
+    """A step that some stage has not reported yet."""
+
+    microbatch: Microbatch
+    load: PipelineLoad
+    scheduled_s: float
+    schedule_ms: float
+    finished_s: float = 0.0
+    result_ms: float = 0.0
+    timings: dict[int, StageTiming] = field(default_factory=dict)
+
+
+class StepJournal:
+    """One server's steps. Without a writer only `last_steps` is kept."""
+
+    def __init__(self, num_stages: int, writer: TraceWriter | None) -> None:
+        self._num_stages = num_stages
+        self._writer = writer
+        self._open: dict[int, _OpenStep] = {}
+        self.last_steps: dict[int, int] = {}
+
+    def scheduled(
+        self, microbatch: Microbatch, load: PipelineLoad, now_s: float, schedule_ms: float
+    ) -> None:
+        """A step was sent; `schedule_ms` is what deciding and encoding it cost."""
+        if self._writer is not None:
+            self._open[microbatch.step_id] = _OpenStep(microbatch, load, now_s, schedule_ms)
+
+    def finished(self, step_id: int, now_s: float, result_ms: float) -> None:
+        """The step's result was applied, before its last stage's report is handed to `reported`."""
+        if self._writer is not None:
+            step = self._open[step_id]
+            step.finished_s, step.result_ms = now_s, result_ms
+
+    def reported(self, report: StageReport) -> None:
+        """A stage has run its part of a step."""
+        self.last_steps[report.stage] = report.step_id
+        if self._writer is None:
+            return
+        step = self._open[report.step_id]
+        step.timings[report.stage] = StageTiming(report.input_wait_ms, report.compute_ms)
+        if len(step.timings) == self._num_stages:
+            self._writer.write(self._record(self._open.pop(report.step_id)))
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _record(self, step: _OpenStep) -> StepRecord:
+        return StepRecord(
+            step_id=step.microbatch.step_id,
+            epoch=step.microbatch.epoch,
+            prefill_tokens=step.microbatch.num_prefill_tokens,
+            decodes=step.microbatch.num_decodes,
+            waiting_tokens=step.load.waiting_tokens,
+            running_decodes=step.load.running_decodes,
+            free_page_share=step.load.free_share,
+            scheduled_s=step.scheduled_s,
+            finished_s=step.finished_s,
+            schedule_ms=step.schedule_ms,
+            result_ms=step.result_ms,
+            stages=tuple(step.timings[stage] for stage in range(self._num_stages)),
+        )

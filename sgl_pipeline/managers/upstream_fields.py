@@ -1,0 +1,167 @@
+"""What becomes of every one of SGLang's server arguments: a table, and nothing but the table.
+
+Read by `server_args.py`, and by the test that walks upstream's fields: each is HONOURED by our own
+processes, handed to the FRONT (upstream's HTTP server, TokenizerManager or Detokenizer, where it
+keeps its meaning), or refused at start when it differs from its default. None may be ignored.
+"""
+
+HONOURED = frozenset(
+    """
+    model_path revision download_dir load_format dtype context_length device random_seed
+    pp_size page_size chunked_prefill_size max_total_tokens mem_fraction_static
+    max_running_requests max_queued_requests disable_radix_cache stream_interval sleep_on_idle
+    """.split()
+)
+
+FRONT = frozenset(
+    """
+    tokenizer_path tokenizer_mode tokenizer_backend
+    enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_batch_size
+    dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode
+    disable_tokenizer_batch_decode
+    host port fastapi_root_path skip_server_warmup warmups api_key admin_api_key
+    ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password enable_ssl_refresh
+    served_model_name weight_version chat_template trust_request_chat_template
+    hf_chat_template_name completion_template default_chat_template_kwargs
+    reasoning_parser tool_call_parser tool_server enable_response_store
+    sampling_defaults preferred_sampling_params allow_auto_truncate
+    enable_cache_report return_input_ids return_output_ids batch_notify_size
+    stream_response_default_include_usage incremental_streaming_output
+    asr_max_buffer_seconds asr_max_concurrent_sessions
+    log_level log_level_http log_requests log_requests_level log_requests_format
+    log_requests_target uvicorn_access_log_exclude_prefixes crash_dump_folder
+    gc_warning_threshold_secs gc_threshold soft_watchdog_timeout
+    """.split()
+)
+
+# Upstream's argument namespaces of which nothing outside the two sets above is supported.
+REFUSED_NAMESPACES = {
+    "parallel": "the pipeline (--pp) on one host is the only parallelism; upstream runs at 1",
+    "spec": "speculative decoding is not built yet",
+    "disagg": "prefill/decode disaggregation is not built yet",
+    "lora": "LoRA adapters are not built yet",
+    "mm": "multimodal models are not supported",
+    "exec.comm": "it tunes upstream's tensor-parallel communication, which is not used",
+    "exec.deterministic": "it steers upstream's model runner, which is not used; greedy and seeded "
+    "sampling do not depend on the microbatch here",
+    "exec.dllm": "diffusion language models are not supported",
+    "exec.features": "it switches a feature of upstream's model runner, which is not used",
+    "exec.graph": "CUDA graphs and torch.compile are not built yet",
+    "exec.kernel": "it picks a kernel of upstream's model runner, which is not used; the stages' "
+    "own choice is --stage-attention-backend",
+    "exec.mamba": "state-space models are not supported",
+    "exec.moe": "mixture-of-experts models are not supported yet",
+    "exec.offload": "offloading weights is not built yet",
+    "exec.overlap": "it tunes upstream's model runner, which is not used",
+}
+
+_GRPC = "the gRPC front is not supported; use HTTP"
+_ONE_TOKENIZER = "one tokenizer and one detokenizer process are supported"
+_QUANTIZATION = "quantised weights and KV are not built yet"
+_WEIGHTS = "weights are read from local safetensors files by each stage; no other source is built"
+_REMOTE_CODE = "code from a model repository is never run; the model must be one of ours"
+_GRAMMARS = "structured output is not built yet"
+_METRICS = "Prometheus metrics are not built yet; --trace-path writes a record per step"
+_TRACING = "request tracing is not built yet; --trace-path writes a record per step"
+_DEBUG = "it debugs upstream's model runner, which is not used"
+_DEVICE = "stages take the visible devices in order; choose with CUDA_VISIBLE_DEVICES"
+_POLICY = "upstream's scheduler is not used; see --policy and the throttle's options"
+_PREFILL = "prefill is bounded by --chunked-prefill-size and the throttle's options"
+_PRIORITY = "priority scheduling is not built yet"
+_SLIDING = "sliding-window attention is not supported"
+_TIERS = "KV tiers beyond the stages' own pools are not built yet"
+_EVICTION = "the radix cache evicts the least recently used pages first, and nothing else"
+
+_REFUSED_TEXT = {
+    _GRPC: """smg_grpc_mode grpc_mode grpc_port grpc_worker_threads grpc_response_timeout_secs
+        sidecar sidecar_args smg_http_sidecar_port""",
+    "HTTP/2 is not supported; use HTTP/1.1": """enable_http2 http2_max_concurrent_streams
+        http2_initial_connection_window_size""",
+    _ONE_TOKENIZER: "tokenizer_worker_num detokenizer_worker_num enable_http_worker_reuseport",
+    "stop strings and replies need the tokenizer": "skip_tokenizer_init",
+    "sessions are not built yet": "enable_streaming_session enable_session_radix_cache",
+    "thinking budgets are not built yet": "enable_strict_thinking strip_thinking_cache",
+    "nothing in this server stores files": "file_storage_path",
+    _GRAMMARS: """constrained_json_whitespace_pattern constrained_json_disable_any_whitespace
+        constrained_json_max_whitespace_cnt""",
+    _METRICS: """enable_metrics enable_mfu_metrics enable_metrics_for_all_schedulers
+        load_snapshot_publish_interval tokenizer_metrics_custom_labels_header
+        tokenizer_metrics_allowed_custom_labels extra_metric_labels bucket_time_to_first_token
+        bucket_inter_token_latency bucket_e2e_request_latency prompt_tokens_buckets
+        generation_tokens_buckets decode_log_interval enable_request_time_stats_logging
+        kv_events_config load_publish_endpoint enable_forward_pass_metrics
+        forward_pass_metrics_worker_id forward_pass_metrics_ipc_name export_metrics_to_file
+        export_metrics_to_file_dir stat_loggers show_time_cost""",
+    _TRACING: "enable_trace trace_modules otlp_traces_endpoint otlp_service_name",
+    _DEBUG: """kv_canary kv_canary_real_data kv_canary_sweep_interval debug_tensor_dump_layers
+        debug_tensor_dump_output_folder debug_tensor_dump_input_file forward_hooks
+        msprobe_dump_config""",
+    _DEVICE: "base_gpu_id gpu_id_step numa_node",
+    "it belongs to another platform": "mlx_enable_sampling",
+    "stages are local processes": "use_ray",
+    "the server's own exit path must run": "custom_sigquit_handler",
+    "a dead stage ends the server; a watchdog for hangs is not built yet": "watchdog_timeout",
+    _REMOTE_CODE: "trust_remote_code model_impl model_config_parser json_model_override_args",
+    "only text generation is served": "is_embedding",
+    _QUANTIZATION: """quantization quantization_param_path kv_cache_dtype modelopt_quant
+        modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path
+        quantize_and_serve rl_quant_profile qsa_indexer_dtype""",
+    _WEIGHTS: """model_loader_extra_config startup_weight_load_mode custom_weight_loader
+        weight_loader_disable_mmap weight_loader_prefetch_checkpoints
+        weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load
+        remote_instance_weight_loader_seed_instance_ip
+        remote_instance_weight_loader_seed_instance_service_port
+        remote_instance_weight_loader_send_weights_group_ports
+        remote_instance_weight_loader_backend
+        remote_instance_weight_loader_start_seed_via_transfer_engine engine_info_bootstrap_port
+        modelexpress_config model_checksum delete_ckpt_after_loading decrypted_config_file
+        decrypted_draft_config_file checkpoint_engine_wait_weights_before_ready weight_cache_mode
+        weight_cache_socket weight_cache_timeout""",
+    _POLICY: """schedule_policy schedule_conservativeness retraction_policy
+        disable_overlap_schedule num_continuous_decode_steps scheduler_recv_interval
+        enable_mixed_chunk min_free_slots_delay""",
+    _PREFILL: """max_prefill_tokens prefill_max_requests prefill_decode_interval
+        prefill_decode_interval_min_bs enable_dynamic_chunking disable_chunked_prefix_cache
+        prefill_only_disable_kv_cache enable_prefill_delayer prefill_delayer_max_delay_passes
+        prefill_delayer_token_usage_low_watermark prefill_delayer_forward_passes_buckets
+        prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio
+        prefill_delayer_max_delay_ms""",
+    _PRIORITY: """enable_priority_scheduling disable_priority_preemption default_priority_value
+        abort_on_priority_when_disabled schedule_low_priority_values_first
+        priority_scheduling_preemption_threshold""",
+    _SLIDING: """swa_full_tokens_ratio disable_hybrid_swa_memory swa_prefix_tails
+        _swa_full_tokens_ratio_explicitly_set c128_page_size""",
+    "state-space models are not supported": "max_mamba_cache_size mamba_full_memory_ratio",
+    _EVICTION: """radix_eviction_policy radix_eviction_policy_config radix_cache_backend
+        _radix_eviction_policy_explicitly_set""",
+    _TIERS: """enable_page_major_kv_layout enable_unified_memory enable_hierarchical_cache
+        hicache_host_memory_mode hicache_ratio hicache_size hicache_write_policy
+        hicache_io_backend hicache_mem_layout hicache_storage_backend
+        hicache_storage_prefetch_policy hicache_storage_backend_extra_config
+        hicache_storage_prefetch_retry_poll_interval hicache_storage_prefetch_retry_max_attempts
+        hicache_host_memory_fraction enable_unified_cache_external_linker
+        unified_cache_external_linker_backend unified_cache_external_linker_config
+        enable_linker_mla_dedup enable_hisparse hisparse_config enable_lmcache
+        lmcache_config_file enable_flexkv flexkv_config_file""",
+}
+
+# Field name -> why a value other than the default is refused.
+REFUSED_FIELDS = {name: reason for reason, names in _REFUSED_TEXT.items() for name in names.split()}
+
+# What upstream itself is told, whatever the user asked. It resolves and runs its front as a CPU
+# server without a pipeline; it never sees the two sizes that only our scheduler uses (it would
+# demand that one divides the other); and usage always reports cached tokens.
+UPSTREAM_VALUES = {
+    "pp_size": 1,
+    "device": "cpu",
+    "page_size": None,
+    "chunked_prefill_size": None,
+    "enable_cache_report": True,
+}
+
+
+def refusal(name: str, namespace: str) -> str | None:
+    """Why field `name` of upstream's `namespace` must keep its default; None when it need not."""
+    if name in HONOURED or name in FRONT:
+        return None
+    return REFUSED_FIELDS.get(name) or REFUSED_NAMESPACES.get(namespace)

@@ -1,0 +1,116 @@
+"""Starts a whole server, as a user would, and tells its processes apart.
+
+Used by test/server/. A server takes 15 to 30 seconds to come up on two cores, so tests share one
+where they can (see test/server/conftest.py).
+"""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import requests
+
+START_TIMEOUT_S = 180.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class LiveServer:
+    """A running `python -m sgl_pipeline.launch_server`; `output` is all that it has printed."""
+
+    process: subprocess.Popen[str]
+    port: int
+    output: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def text(self) -> str:
+        return "".join(self.output)
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def stages(self) -> list[psutil.Process]:
+        """The stage processes, in pipeline order."""
+        stages = [p for p in self.descendants() if "sgl_pipeline.pp_runner.stage_worker" in p.cmdline()]
+        return sorted(stages, key=lambda p: int(p.cmdline()[p.cmdline().index("--worker") + 1]))
+
+    def scheduler(self) -> psutil.Process:
+        """The scheduler process: the parent of the stages."""
+        parent = self.stages()[0].parent()
+        assert parent is not None
+        return parent
+
+    def facts(self) -> dict:
+        """The scheduler's part of /server_info."""
+        return requests.get(f"{self.url}/server_info", timeout=30).json()["internal_states"][0]
+
+    def wait_until(self, condition, timeout_s: float = 20.0) -> None:
+        """Fails unless `condition()` comes true in time."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"never happened; server said:\n{self.text}"
+            time.sleep(0.05)
+
+    def generate(self, **body) -> requests.Response:
+        return requests.post(f"{self.url}/generate", json=body, timeout=120)
+
+
+def start_server(*flags: str, port: int | None = None) -> LiveServer:
+    """Starts a server and returns at once."""
+    port = port or free_port()
+    command = [sys.executable, "-m", "sgl_pipeline.launch_server", "--port", str(port), *flags]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    server = LiveServer(process, port)
+
+    def follow() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            server.output.append(line)
+
+    threading.Thread(target=follow, daemon=True).start()
+    return server
+
+
+@contextmanager
+def live_server(*flags: str) -> Iterator[LiveServer]:
+    """A server that is ready; stopped, by force if need be, when the block ends."""
+    server = start_server(*flags)
+    try:
+        wait_until_ready(server)
+        yield server
+    finally:
+        server.process.terminate()
+        try:
+            server.process.wait(20)
+        except subprocess.TimeoutExpired:
+            for process in server.descendants():
+                process.kill()
+            server.process.kill()
+            server.process.wait()
+
+
+def wait_until_ready(server: LiveServer) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while "Ready:" not in server.text:
+        assert server.process.poll() is None, f"the server ended:\n{server.text}"
+        assert time.monotonic() < deadline, f"the server is not up:\n{server.text}"
+        time.sleep(0.1)

@@ -1,0 +1,159 @@
+"""The real scheduler and the real stages in one process, without sockets.
+
+The links are queues, everything else is what the server runs: `StepScheduler`, the plan encoder,
+and a `StageRunner` for each stage. Steps are computed when they are scheduled and their results
+booked when the pipeline is full, as if each step took the whole trip.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.messages import StageAssignment
+from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.requests import Request
+from sgl_pipeline.scheduling import StepScheduler, TokenEvent
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.step_plan import StepPlanEncoder
+from sgl_pipeline.throttle import make_policy
+
+
+class QueueLink:
+    """An ActivationLink between stages of one process."""
+
+    def __init__(self, upstream: deque, downstream: deque) -> None:
+        self._upstream = upstream
+        self._downstream = downstream
+
+    def send(self, step_id: int, hidden: torch.Tensor) -> None:
+        self._downstream.append((step_id, hidden))
+
+    def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
+        sent_step_id, hidden = self._upstream.popleft()
+        assert (sent_step_id, len(hidden)) == (step_id, num_rows)
+        return hidden
+
+    def close(self) -> None:
+        assert not self._upstream, "activations were left behind"
+
+
+class LocalPipeline:
+    """A whole server's decisions and arithmetic; `run` serves requests to their end."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        layer_counts: Sequence[int],
+        *,
+        num_pages: int = 256,
+        scheduling: SchedulingArgs | None = None,
+        throttle: ThrottleArgs | None = None,
+        dtype: str = "float32",
+        attention_backend: str = "torch",
+    ) -> None:
+        scheduling = scheduling or SchedulingArgs()
+        plan = StagePlan(0, tuple(layer_counts))
+        queues: list[deque] = [deque() for _ in range(plan.num_stages + 1)]
+        self.runners = [
+            _open_stage(
+                model_path,
+                plan,
+                stage,
+                num_pages=num_pages,
+                page_size=scheduling.page_size,
+                dtype=dtype,
+                attention_backend=attention_backend,
+                link=QueueLink(queues[stage], queues[stage + 1]),
+            )
+            for stage in range(plan.num_stages)
+        ]
+        self.scheduler = StepScheduler(
+            scheduling,
+            make_policy(throttle or ThrottleArgs()),
+            num_pages=num_pages,
+            num_stages=plan.num_stages,
+            context_length=read_model_spec(model_path).context_length,
+        )
+        self.microbatches: list[Microbatch] = []
+        self._encoder = StepPlanEncoder()
+        self._in_flight: deque[tuple[int, tuple[int, ...]]] = deque()
+
+    def schedule(self) -> bool:
+        """Starts one step; False when the scheduler has none."""
+        microbatch = self.scheduler.next_microbatch(0.0)
+        if microbatch is None:
+            return False
+        self.microbatches.append(microbatch)
+        plan = self._encoder.encode(microbatch)
+        reports = [runner.run_step(plan) for runner in self.runners]
+        token_ids = reports[-1].token_ids
+        assert token_ids is not None
+        self._in_flight.append((microbatch.step_id, token_ids))
+        return True
+
+    def complete(self) -> list[TokenEvent]:
+        """Books the oldest step in flight."""
+        step_id, token_ids = self._in_flight.popleft()
+        events = self.scheduler.on_result(step_id, token_ids, 0.0)
+        self.scheduler.check_invariants()
+        return events
+
+    def run(self, requests: Sequence[Request]) -> list[list[int]]:
+        """The output ids of `requests`, all of which arrive at once."""
+        for request in requests:
+            self.scheduler.add(request)
+        while True:
+            while self.schedule():
+                pass
+            if not self._in_flight:
+                break
+            self.complete()
+        assert self.scheduler.is_idle
+        return [request.output_ids for request in requests]
+
+
+def _open_stage(
+    model_path: Path,
+    plan: StagePlan,
+    stage: int,
+    *,
+    num_pages: int,
+    page_size: int,
+    dtype: str,
+    attention_backend: str,
+    link: QueueLink,
+) -> StageRunner:
+    spec = read_model_spec(model_path)
+    device, torch_dtype = torch.device("cpu"), getattr(torch, dtype)
+    assignment = StageAssignment(
+        stage=stage,
+        plan=plan,
+        model_path=str(model_path),
+        load_format="safetensors",
+        dtype=dtype,
+        device="cpu",
+        attention_backend=attention_backend,
+        page_size=page_size,
+        max_total_tokens=None,
+        memory_fraction=0.5,
+        links=(),
+        cpu_threads=1,
+        cpu_cores=(),
+    )
+    model = StageModel.load(
+        spec,
+        model_path,
+        layers=plan.layers_of(stage),
+        is_first=stage == 0,
+        is_last=stage == plan.num_stages - 1,
+        dtype=torch_dtype,
+        device=device,
+    )
+    shape = spec.attention_shape(page_size, torch_dtype, device)
+    return StageRunner(assignment, model, shape, num_pages, link)

@@ -1,0 +1,120 @@
+"""Random paged attention problems and their brute-force answer in fp64.
+
+For the tests of every attention backend.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.step_inputs import PagedLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkExtent:
+    """`length` rows of a request, from position `start`."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedProblem:
+    """One step for an attention backend; `num_pages` pages hold more than the step touches."""
+
+    shape: AttentionShape
+    layout: PagedLayout
+    query: torch.Tensor  # [T, Hq, D]
+    key_pages: torch.Tensor  # [N, S, Hkv, D]
+    value_pages: torch.Tensor  # [N, S, Hkv, D]
+
+
+def attention_shape(
+    num_query_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
+) -> AttentionShape:
+    """A CPU shape with the usual scale."""
+    return AttentionShape(
+        num_query_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        head_dim**-0.5,
+        dtype,
+        torch.device("cpu"),
+    )
+
+
+def layout_of(
+    chunks: Sequence[ChunkExtent], pages: Sequence[Sequence[int]], page_size: int
+) -> PagedLayout:
+    """The layout of `chunks`, of which chunk c reads the first pages of `pages[c]`."""
+    query_indptr, page_indptr, page_indices, last_page_lengths = [0], [0], [], []
+    for chunk, own_pages in zip(chunks, pages, strict=True):
+        end = chunk.start + chunk.length
+        num_pages = math.ceil(end / page_size)
+        query_indptr.append(query_indptr[-1] + chunk.length)
+        page_indptr.append(page_indptr[-1] + num_pages)
+        page_indices += own_pages[:num_pages]
+        last_page_lengths.append(end - (num_pages - 1) * page_size)
+    num_decodes = 0
+    while num_decodes < len(chunks) and chunks[num_decodes].length == 1:
+        num_decodes += 1
+    return PagedLayout(
+        page_size,
+        num_decodes,
+        *(
+            torch.tensor(numbers, dtype=torch.int32)
+            for numbers in (query_indptr, page_indptr, page_indices, last_page_lengths)
+        ),
+        torch.tensor([chunk.start + chunk.length for chunk in chunks], dtype=torch.int32),
+    )
+
+
+def random_problem(
+    chunks: Sequence[ChunkExtent], shape: AttentionShape, seed: int = 0
+) -> PagedProblem:
+    """Random queries, and random keys and values on shuffled pages.
+
+    Slots that the step must not read hold NaN, as a wrong read then shows.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    counts = [math.ceil((chunk.start + chunk.length) / shape.page_size) for chunk in chunks]
+    num_pages = sum(counts) + 2
+    order = torch.randperm(num_pages, generator=generator).tolist()
+    pages = [[order.pop() for _ in range(count)] for count in counts]
+    num_rows = sum(chunk.length for chunk in chunks)
+    page_shape = (num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
+    key_pages, value_pages = (
+        torch.randn(page_shape, generator=generator).to(shape.dtype) for _ in range(2)
+    )
+    query = torch.randn(num_rows, shape.num_query_heads, shape.head_dim, generator=generator)
+    unread = torch.ones(num_pages, shape.page_size, dtype=torch.bool)
+    for chunk, own_pages in zip(chunks, pages, strict=True):
+        for position in range(chunk.start + chunk.length):
+            unread[own_pages[position // shape.page_size], position % shape.page_size] = False
+    key_pages[unread] = value_pages[unread] = math.nan
+    layout = layout_of(chunks, pages, shape.page_size)
+    return PagedProblem(shape, layout, query.to(shape.dtype), key_pages, value_pages)
+
+
+def exact_attention(problem: PagedProblem) -> torch.Tensor:
+    """[T, Hq, D] fp64, row by row from the definition: softmax(q k / sqrt(D)) v."""
+    layout, shape = problem.layout, problem.shape
+    group = shape.num_query_heads // shape.num_kv_heads
+    rows = torch.empty(problem.query.shape, dtype=torch.float64)
+    for chunk in range(layout.num_chunks):
+        begin, end = layout.query_indptr[chunk : chunk + 2].tolist()
+        pages = layout.page_indices[layout.page_indptr[chunk] : layout.page_indptr[chunk + 1]]
+        keys, values = (
+            store[pages.long()].flatten(0, 1).double().repeat_interleave(group, dim=1)
+            for store in (problem.key_pages, problem.value_pages)
+        )
+        for row in range(begin, end):
+            visible = int(layout.kv_lengths[chunk]) - (end - 1 - row)
+            query = problem.query[row].double()
+            scores = torch.einsum("hd,khd->hk", query, keys[:visible]) * shape.scale
+            rows[row] = torch.einsum("hk,khd->hd", scores.softmax(dim=-1), values[:visible])
+    return rows

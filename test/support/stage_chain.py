@@ -1,0 +1,113 @@
+"""A pipeline in one process: stage models chained by hand, fed through the real plan encoder.
+
+Tests give it requests and say which chunks run in which step; it keeps pages, mirrors and tokens
+as the server does, without processes, scheduling or links.
+"""
+
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from sgl_pipeline.microbatch import Chunk, Microbatch
+from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
+from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
+from sgl_pipeline.requests import GREEDY, Request, SamplingSpec, StopRules
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.step_plan import RequestMirror, StepPlanEncoder
+
+CPU = torch.device("cpu")
+
+
+def new_request(prompt_ids: Sequence[int], sampling: SamplingSpec = GREEDY) -> Request:
+    """A request with no stop rules but its length, which the tests do not use."""
+    return Request("test", list(prompt_ids), sampling, StopRules(max_new_tokens=1_000))
+
+
+class StageChain:
+    """All stages of a model, on a CPU with the torch attention backend.
+
+    `logits` holds, for each request, the logits row [V] of every token that was sampled from it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        layer_counts: tuple[int, ...],
+        *,
+        page_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+        num_pages: int = 256,
+        load_format: str = "safetensors",
+    ) -> None:
+        self.spec = read_model_spec(path)
+        self.logits: dict[Request, list[torch.Tensor]] = {}
+        self._page_size = page_size
+        plan = StagePlan(0, layer_counts)
+        shape = self.spec.attention_shape(page_size, dtype, CPU)
+        self._attention = TorchAttention(shape)
+        self.stages = [
+            StageModel.load(
+                self.spec,
+                path,
+                layers=plan.layers_of(stage),
+                is_first=stage == 0,
+                is_last=stage == plan.num_stages - 1,
+                dtype=dtype,
+                device=CPU,
+                load_format=load_format,
+            )
+            for stage in range(plan.num_stages)
+        ]
+        self._pools = [
+            KvPool(
+                stage.layers,
+                num_pages=num_pages,
+                page_size=page_size,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                dtype=dtype,
+                device=CPU,
+            )
+            for stage in self.stages
+        ]
+        # Pages are handed out from the back, so that page ids do not follow token order.
+        self._free_pages = list(range(num_pages))
+        self._encoder = StepPlanEncoder()
+        self._mirror = RequestMirror()
+        self._step_ids = count()
+
+    def step(self, *lengths: tuple[Request, int]) -> None:
+        """Runs the next `length` tokens of each request in one microbatch and appends the greedy
+        token to those that reached their last known one. Decodes must come first."""
+        chunks = [self._chunk(request, length) for request, length in lengths]
+        plan = self._encoder.encode(Microbatch(next(self._step_ids), 0, tuple(chunks)))
+        inputs = build_step_inputs(self._mirror.apply(plan), self._page_size, CPU)
+        self._attention.plan(inputs.layout)
+        hidden = None
+        for stage, pool in zip(self.stages, self._pools, strict=True):
+            hidden = stage.forward(inputs, hidden, pool, self._attention)
+        assert hidden is not None
+        sampled = [chunk.request for chunk in chunks if chunk.samples]
+        for request, logits in zip(sampled, hidden, strict=True):
+            self.logits.setdefault(request, []).append(logits.clone())
+            request.output_ids.append(int(logits.argmax()))
+
+    def generate(self, request: Request, num_tokens: int, chunk_length: int = 10_000) -> list[int]:
+        """Prefills in chunks of `chunk_length`, then decodes alone; returns the output ids."""
+        while len(request.output_ids) < num_tokens:
+            left = request.num_tokens - request.num_scheduled
+            self.step((request, min(left, chunk_length)))
+        return request.output_ids
+
+    def _chunk(self, request: Request, length: int) -> Chunk:
+        start = request.num_scheduled
+        end = start + length
+        while len(request.pages) * self._page_size < end:
+            request.pages.append(self._free_pages.pop())
+        request.num_scheduled = end
+        return Chunk(request, start, length, length == 1, samples=end == request.num_tokens)

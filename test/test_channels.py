@@ -1,0 +1,64 @@
+"""The scheduler's and the workers' ends of a channel understand each other, and nobody else."""
+
+import msgspec
+import pytest
+import zmq
+
+from sgl_pipeline.channels import SchedulerChannel, WorkerChannel
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.messages import PoolSize, Shutdown, StageReport, WorkerHello
+
+
+@pytest.fixture
+def channels(tmp_path):
+    context = zmq.Context()
+    address = f"ipc://{tmp_path}/stages"
+    with SchedulerChannel(context, address) as scheduler:
+        workers = [WorkerChannel(context, address, worker) for worker in range(2)]
+        for worker, channel in enumerate(workers):
+            channel.send(WorkerHello(worker, 100 + worker))
+        hellos = [wait_for(scheduler) for _ in workers]
+        assert sorted(hello.worker for hello in hellos) == [0, 1]
+        yield scheduler, workers
+        for channel in workers:
+            channel.close()
+    context.term()
+
+
+def wait_for(scheduler):
+    assert scheduler.socket.poll(5000)
+    return scheduler.receive()
+
+
+def test_messages_reach_the_worker_they_are_meant_for(channels):
+    scheduler, (first, second) = channels
+    scheduler.send(1, PoolSize(7))
+    scheduler.broadcast(range(2), Shutdown())
+    assert first.receive(5000) == Shutdown()
+    assert [second.receive(5000), second.receive(5000)] == [PoolSize(7), Shutdown()]
+    assert first.receive(0) is None
+
+
+def test_reports_come_back_equal(channels):
+    scheduler, (first, _) = channels
+    report = StageReport(
+        stage=0, step_id=3, epoch=1, input_wait_ms=0.5, compute_ms=2.5, token_ids=(4, 5)
+    )
+    first.send(report)
+    assert wait_for(scheduler) == report
+    assert scheduler.receive() is None
+
+
+def test_a_malformed_message_is_a_protocol_error_at_either_end(channels):
+    scheduler, (first, _) = channels
+    first.socket.send(b"\x80garbage")
+    with pytest.raises(ProtocolError, match="worker-0"):
+        wait_for(scheduler)
+    scheduler.socket.send_multipart([b"worker-0", msgspec.msgpack.encode({"type": "Unknown"})])
+    with pytest.raises(ProtocolError, match="malformed"):
+        first.receive(5000)
+
+
+def test_sending_to_a_worker_that_is_gone_is_no_error(channels):
+    scheduler, _ = channels
+    scheduler.send(9, Shutdown())
