@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +48,9 @@ class LiveServer:
 
     def stages(self) -> list[psutil.Process]:
         """The stage processes, in pipeline order."""
-        stages = [p for p in self.descendants() if "sgl_pipeline.pp_runner.stage_worker" in p.cmdline()]
+        stages = [
+            p for p in self.descendants() if "sgl_pipeline.pp_runner.stage_worker" in p.cmdline()
+        ]
         return sorted(stages, key=lambda p: int(p.cmdline()[p.cmdline().index("--worker") + 1]))
 
     def scheduler(self) -> psutil.Process:
@@ -61,15 +63,16 @@ class LiveServer:
         """The scheduler's part of /server_info."""
         return requests.get(f"{self.url}/server_info", timeout=30).json()["internal_states"][0]
 
-    def wait_until(self, condition, timeout_s: float = 20.0) -> None:
-        """Fails unless `condition()` comes true in time."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"never happened; server said:\n{self.text}"
-            time.sleep(0.05)
-
     def generate(self, **body) -> requests.Response:
         return requests.post(f"{self.url}/generate", json=body, timeout=120)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Fails unless `condition()` comes true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"did not come true within {timeout_s} s"
+        time.sleep(0.05)
 
 
 def start_server(*flags: str, port: int | None = None) -> LiveServer:

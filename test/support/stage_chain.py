@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from sgl_pipeline.microbatch import Chunk, Microbatch
-from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
+from sgl_pipeline.pp_runner.device import make_attention_backend
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.stage_model import StageModel
@@ -29,7 +29,7 @@ def new_request(prompt_ids: Sequence[int], sampling: SamplingSpec = GREEDY) -> R
 
 
 class StageChain:
-    """All stages of a model, on a CPU with the torch attention backend.
+    """All stages of a model on a CPU, each with its own KV pool.
 
     `logits` holds, for each request, the logits row [V] of every token that was sampled from it.
     """
@@ -43,13 +43,14 @@ class StageChain:
         dtype: torch.dtype = torch.float32,
         num_pages: int = 256,
         load_format: str = "safetensors",
+        attention: str = "torch",
     ) -> None:
         self.spec = read_model_spec(path)
         self.logits: dict[Request, list[torch.Tensor]] = {}
         self._page_size = page_size
         plan = StagePlan(0, layer_counts)
         shape = self.spec.attention_shape(page_size, dtype, CPU)
-        self._attention = TorchAttention(shape)
+        self._attention = make_attention_backend(attention, shape)
         self.stages = [
             StageModel.load(
                 self.spec,

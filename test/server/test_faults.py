@@ -1,0 +1,137 @@
+"""Clients that vanish, processes that are killed, servers that are told to go."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+from support.live_server import LiveServer, live_server, start_server, wait_until
+
+pytestmark = pytest.mark.multiproc
+LONG = {
+    "text": "<|user|>Hello",
+    "sampling_params": {"max_new_tokens": 20_000, "ignore_eos": True, "temperature": 0},
+}
+
+
+class LongRequest:
+    """A request in a thread of its own that would run for minutes."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self._server = server
+        self.response: requests.Response | None = None
+        self.error: Exception | None = None
+        steps_before = server.facts()["num_steps"]
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        wait_until(lambda: server.facts()["num_steps"] > steps_before + 5)
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether it ended in time, however."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self.response = requests.post(f"{self._server.url}/generate", json=LONG, timeout=120)
+        except requests.RequestException as error:
+            self.error = error
+
+
+def test_a_client_that_disconnects_mid_stream_frees_its_pages(demo_server):
+    requests.post(f"{demo_server.url}/flush_cache", timeout=30).raise_for_status()
+    total = demo_server.facts()["total_pages"]
+    with requests.post(
+        f"{demo_server.url}/generate", json=LONG | {"stream": True}, stream=True, timeout=30
+    ) as response:
+        lines = response.iter_lines()
+        for _ in range(6):
+            next(lines)
+        wait_until(lambda: demo_server.facts()["free_pages"] < total)
+        assert demo_server.facts()["num_running_requests"] == 1
+    wait_until(lambda: demo_server.facts()["num_running_requests"] == 0)
+    assert demo_server.facts()["free_pages"] == total
+
+
+def test_two_servers_run_side_by_side_and_leave_nothing(tmp_path, monkeypatch):
+    """One is stopped by Ctrl-C, the other by SIGTERM; neither disturbs the other."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    shared_memory = set(os.listdir("/dev/shm"))
+    with live_server("--pp", "2") as first, live_server("--pp", "2") as second:
+        answers = [server.generate(**short_request()).json()["text"] for server in (first, second)]
+        assert answers[0] == answers[1]
+        first_processes = first.descendants()
+        stop(first, lambda: first.process.send_signal(signal.SIGINT))
+        assert second.generate(**short_request()).status_code == 200
+        second_processes = second.descendants()
+        stop(second, second.process.terminate)
+        assert_nothing_left(first_processes + second_processes, tmp_path, shared_memory)
+    assert "Traceback" not in first.text + second.text
+
+
+def test_a_killed_stage_ends_requests_and_server_and_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    shared_memory = set(os.listdir("/dev/shm"))
+    with live_server("--pp", "2") as server:
+        processes = server.descendants()
+        request = LongRequest(server)
+        server.stages()[1].kill()
+        assert request.join(5), "the request in flight was left waiting"
+        assert request.response is not None, request.error
+        assert request.response.status_code == 500
+        assert "stage 1 failed" in request.response.text
+        assert server.process.wait(15) != 0
+        assert_nothing_left(processes, tmp_path, shared_memory)
+    assert "stage 1 failed after step" in server.text
+
+
+@pytest.mark.parametrize("victim", ["main", "scheduler"])
+def test_kill_minus_nine_leaves_no_process_socket_or_shared_memory(tmp_path, monkeypatch, victim):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    shared_memory = set(os.listdir("/dev/shm"))
+    with live_server("--pp", "2") as server:
+        processes = server.descendants()
+        if victim == "main":
+            server.process.kill()
+        else:
+            server.scheduler().kill()
+        assert server.process.wait(15) != 0
+        assert_nothing_left(processes, tmp_path, shared_memory)
+
+
+def test_sigterm_while_starting_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    shared_memory = set(os.listdir("/dev/shm"))
+    server = start_server("--pp", "2")
+    try:
+        # The scheduler and the stages are being started.
+        wait_until(lambda: len(server.descendants()) >= 3, timeout_s=120)
+        processes = server.descendants()
+        stop(server, server.process.terminate)
+        assert_nothing_left(processes, tmp_path, shared_memory)
+    finally:
+        server.process.kill()
+
+
+def short_request() -> dict:
+    return {"text": "abc", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+
+
+def stop(server: LiveServer, ask: Callable[[], object]) -> None:
+    ask()
+    server.process.wait(15)
+
+
+def assert_nothing_left(
+    processes: list[psutil.Process], directory: Path, shared_memory: set[str]
+) -> None:
+    """No process, no file of the server in its directory, no new shared memory of ours."""
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert alive == []
+    wait_until(lambda: list(directory.iterdir()) == [], timeout_s=5)
+    left = set(os.listdir("/dev/shm")) - shared_memory
+    assert [name for name in left if name.startswith(("sglang", "sgl", "torch", "psm"))] == []

@@ -1,0 +1,32 @@
+"""transformers as the judge of greedy outputs.
+
+One teacher-forced pass over prompt and output tells for every output token whether it is the
+reference's choice. Where the two best logits differ by less than 1e-4 in fp32 either counts; such
+ties are counted, so that a test can print how often that happened.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+TIE = 1e-4
+
+
+@cache
+def reference_model(path: Path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def count_ties(path: Path, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> int:
+    """How many of `output_ids` were ties that went the other way; fails where one is wrong."""
+    tokens = torch.tensor([[*prompt_ids, *output_ids]])
+    logits = reference_model(path)(tokens).logits[0, len(prompt_ids) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(output_ids)[:, None])[:, 0]
+    below_best = logits.amax(dim=1) - chosen
+    wrong = (below_best >= TIE).nonzero().flatten().tolist()
+    assert not wrong, f"output tokens {wrong} of {list(output_ids)} are not the reference's"
+    return int((below_best > 0).sum())

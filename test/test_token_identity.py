@@ -1,0 +1,131 @@
+"""Greedy tokens do not depend on how a request was served: transformers gives the same.
+
+The whole runtime but its processes: the real scheduler, plan encoder, stages and attention, in
+every combination of stages, layer splits, policies, page sizes, prefix cache and memory pressure.
+"""
+
+import random
+
+import pytest
+import torch
+from support.greedy_oracle import count_ties
+from support.local_pipeline import LocalPipeline
+from support.tiny_models import NUM_LAYERS, VOCAB_SIZE, tiny_model
+
+from sgl_pipeline.args import POLICIES, SchedulingArgs, ThrottleArgs
+from sgl_pipeline.requests import GREEDY, FinishReason, Request, SamplingSpec, StopRules
+
+SPLITS = {1: [(6,)], 2: [(3, 3), (1, 5)], 4: [(2, 1, 1, 2), (3, 1, 1, 1)]}
+# Small budgets, so that prompts of a few dozen tokens are cut into chunks.
+CHUNKED = {"max_prefill_tokens": 24, "min_prefill_tokens": 4, "prefill_spread_steps": 3}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def make_requests(
+    count: int, *, max_new_tokens: int = 12, sampling: SamplingSpec = GREEDY
+) -> list[Request]:
+    """Prompts of 1 to 60 tokens; every other one begins like the first."""
+    numbers = random.Random(count)
+    shared = [numbers.randrange(VOCAB_SIZE) for _ in range(40)]
+    requests = []
+    for index in range(count):
+        own = [numbers.randrange(VOCAB_SIZE) for _ in range(numbers.randrange(1, 20))]
+        prompt = shared + own if index % 2 else own
+        stops = StopRules(max_new_tokens=max_new_tokens)
+        requests.append(Request(f"request-{index}", prompt, sampling, stops))
+    return requests
+
+
+def assert_greedy(name: str, requests: list[Request]) -> None:
+    path = tiny_model(name)
+    ties = sum(count_ties(path, request.prompt_ids, request.output_ids) for request in requests)
+    num_tokens = sum(len(request.output_ids) for request in requests)
+    print(f"{name}: {num_tokens} greedy tokens, {ties} ties below 1e-4 that went the other way")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("num_stages", SPLITS)
+def test_under_every_policy_and_number_of_stages(policy, num_stages):
+    for layer_counts in SPLITS[num_stages]:
+        assert sum(layer_counts) == NUM_LAYERS
+        throttle = ThrottleArgs(policy=policy, **CHUNKED)
+        pipeline = LocalPipeline(tiny_model("qwen3"), layer_counts, throttle=throttle)
+        requests = make_requests(9)
+        pipeline.run(requests)
+        assert_greedy("qwen3", requests)
+        assert max(len(microbatch.chunks) for microbatch in pipeline.microbatches) > 1
+        chunked = [m for m in pipeline.microbatches if any(c.start for c in m.chunks)]
+        assert chunked, "no prompt was cut into chunks"
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("radix_cache", [True, False])
+@pytest.mark.parametrize("attention_backend", ["torch", "cpu"])
+def test_with_and_without_radix_hits(page_size, radix_cache, attention_backend):
+    scheduling = SchedulingArgs(page_size=page_size, radix_cache=radix_cache)
+    pipeline = LocalPipeline(
+        tiny_model("llama3-rope"),
+        (3, 3),
+        num_pages=1024 // page_size,
+        scheduling=scheduling,
+        attention_backend=attention_backend,
+    )
+    first, second = make_requests(8), make_requests(8)
+    pipeline.run(first)
+    pipeline.run(second)
+    assert_greedy("llama3-rope", first + second)
+    hits = sum(request.cached_tokens for request in second)
+    assert (hits > 0) == radix_cache
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("radix_cache", [True, False])
+def test_under_retraction(num_stages, radix_cache):
+    """A pool for about two requests: the others are retracted and computed again."""
+    scheduling = SchedulingArgs(page_size=4, radix_cache=radix_cache)
+    pipeline = LocalPipeline(
+        tiny_model("mistral-sharded"),
+        SPLITS[num_stages][0],
+        num_pages=34,
+        scheduling=scheduling,
+        throttle=ThrottleArgs(pause_free_share=0.0, **CHUNKED),
+    )
+    requests = make_requests(8, max_new_tokens=40)
+    pipeline.run(requests)
+    assert sum(request.num_retractions for request in requests) > 0
+    assert_greedy("mistral-sharded", requests)
+
+
+def test_after_an_abort_in_the_middle_of_a_prefill():
+    """What the aborted request wrote must not poison the prefix cache."""
+    pipeline = LocalPipeline(tiny_model("qwen3"), (3, 3), throttle=ThrottleArgs(**CHUNKED))
+    aborted, *rest = make_requests(6)[1:]
+    pipeline.scheduler.add(aborted)
+    assert pipeline.schedule()
+    pipeline.scheduler.abort(aborted.request_id, FinishReason("abort"))
+    pipeline.complete()
+    pipeline.run(rest)
+    assert_greedy("qwen3", rest)
+
+
+def test_sampled_tokens_are_the_same_alone_and_in_company_and_after_retraction():
+    sampling = SamplingSpec(temperature=1.0, top_p=0.9, seed=11)
+    requests = make_requests(8, max_new_tokens=40, sampling=sampling)
+    crowded = LocalPipeline(
+        tiny_model("qwen3"),
+        (2, 4),
+        num_pages=34,
+        scheduling=SchedulingArgs(page_size=4),
+        throttle=ThrottleArgs(pause_free_share=0.0, **CHUNKED),
+    )
+    crowded.run(requests)
+    assert sum(request.num_retractions for request in requests) > 0
+    alone = LocalPipeline(tiny_model("qwen3"), (6,))
+    for request, again in zip(
+        requests, make_requests(8, max_new_tokens=40, sampling=sampling), strict=True
+    ):
+        assert alone.run([again]) == [request.output_ids]
