@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -47,12 +48,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_and_exit() -> NoReturn:
-    """`main` as a command. Skips the interpreter's own clean-up, in which upstream's extension
-    modules print pages of leak warnings; all that matters has been cleaned up by then."""
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    """`main` as a command."""
+    _leave(main())
 
 
 class ChildEntry:
@@ -66,7 +63,11 @@ class ChildEntry:
         self._arguments = arguments
 
     def __call__(self, *arguments: Any, **more: Any) -> None:
-        self._function(*self._arguments, *arguments, **more)
+        try:
+            self._function(*self._arguments, *arguments, **more)
+        except SystemExit as ending:
+            _leave(ending.code if isinstance(ending.code, int) else 0)
+        _leave(0)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _enter_child, (os.getpid(), self._function, *self._arguments)
@@ -132,9 +133,12 @@ def _set_environment(run_directory: str) -> None:
 
 
 def _prepare_imports() -> None:
+    """Readies this process for its first import of sglang."""
     from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim
 
     install_torchvision_shim()
+    # It warns of missing GPU kernels, of which none is used here.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
 
 
 def _announce(server_args: Any, pipeline_args: PipelineArgs) -> None:
@@ -157,6 +161,14 @@ def _end_children() -> None:
     for child in multiprocessing.active_children():
         child.kill()
         child.join()
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends this process without the interpreter's own clean-up, in which upstream's extension
+    modules print pages of leak warnings. All that matters must have been cleaned up before."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _fail(message: str) -> int:

@@ -36,6 +36,8 @@ REFUSED_ROUTES = {
     "/start_profile": _PROFILE,
     "/stop_profile": _PROFILE,
     "/close_session": "sessions",
+    "/set_internal_state": "changing scheduler settings at run time",
+    "/v1/loads": "load reports",
 }
 
 

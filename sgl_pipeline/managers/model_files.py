@@ -52,7 +52,8 @@ def find_model(model: str | None, revision: str | None, cache_dir: str | None) -
         return str(path.resolve())
     if not _is_hub_id(model):
         raise ConfigurationError(
-            f"--model-path {model} does not exist; give a directory or a hub id like Qwen/Qwen3-0.6B"
+            f"--model-path {model} does not exist; give a directory, or a hub id like "
+            "Qwen/Qwen3-0.6B"
         )
     return _fetch(model, revision, cache_dir)
 

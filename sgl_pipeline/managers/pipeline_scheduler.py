@@ -142,6 +142,8 @@ class PipelineScheduler:
             "num_running_requests": self._steps.num_running,
             "num_retractions": self._steps.num_retractions,
             "num_steps": load.step_id,
+            "prefill_tokens": self._journal.prefill_tokens,
+            "decodes": self._journal.decodes,
         }
 
     def shut_down(self) -> None:

@@ -5,7 +5,6 @@ megabytes, removes it when the server's main process ends in whatever way (upstr
 with SIGKILL when a child has died); should the janitor be killed too, the next start sweeps.
 """
 
-import contextlib
 import fcntl
 import os
 import shutil
@@ -20,7 +19,6 @@ _PREFIX = "sgl-pipeline-"
 _LOCK = "lock"  # held, by flock, for as long as the server's main process lives
 # A Unix socket path holds 107 bytes; ours and upstream's file names need at most 20 of them.
 _MAX_PATH_BYTES = 107 - 20
-_SHARED_MEMORY = "/dev/shm/"
 
 
 class RunDirectory:
@@ -36,14 +34,18 @@ class RunDirectory:
                 f"{self.path} is too long a path for Unix sockets ({_MAX_PATH_BYTES} bytes at "
                 "most); set TMPDIR to a shorter one"
             )
-        self._lock = os.open(os.path.join(self.path, _LOCK), os.O_CREAT | os.O_RDWR, 0o600)
+        # It gets its name only when it is held: a sweep takes a free lock for a dead server's.
+        unnamed = os.path.join(self.path, f"{_LOCK}.new")
+        self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        _start_janitor(self.path)
+        os.rename(unnamed, os.path.join(self.path, _LOCK))
+        self._alive = _start_janitor(self.path)
 
     def remove(self) -> None:
-        remove_run_directory(self.path)
-        with contextlib.suppress(OSError):
-            os.close(self._lock)
+        """Removes it now, and lets the janitor go. To be called once."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        os.close(self._alive)
 
 
 def sweep_stale(parent: str) -> None:
@@ -58,37 +60,23 @@ def sweep_stale(parent: str) -> None:
         except BlockingIOError:
             continue
         else:
-            remove_run_directory(str(directory))
+            shutil.rmtree(directory, ignore_errors=True)
         finally:
             os.close(lock)
 
 
-def note_shared_memory(directory: str, path: str) -> None:
-    """Makes `path`, a file under /dev/shm, go away together with the run directory."""
-    os.symlink(path, os.path.join(directory, os.path.basename(path)))
-
-
-def remove_run_directory(path: str) -> None:
-    """Removes the directory, and the shared-memory files that its links name. Never raises."""
-    with contextlib.suppress(OSError):
-        for entry in list(os.scandir(path)):
-            if entry.is_symlink() and os.readlink(entry.path).startswith(_SHARED_MEMORY):
-                with contextlib.suppress(OSError):
-                    os.unlink(os.readlink(entry.path))
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def _start_janitor(path: str) -> None:
+def _start_janitor(path: str) -> int:
     """Forks the process that outlives this one and then removes `path`.
 
-    It is detached (its parent is init), because upstream kills all descendants of the main process.
-    Must be called while this process has a single thread.
+    Returns a file descriptor that no child inherits: when it is closed, as it is when this process
+    ends, the janitor does its work. It is detached (its parent is init), because upstream kills all
+    descendants of the main process. Must be called while this process has a single thread.
     """
     alive, held_by_main = os.pipe()
     if (child := os.fork()) != 0:
         os.close(alive)
         os.waitpid(child, 0)
-        return  # `held_by_main` stays open until this process ends: that is its purpose
+        return held_by_main
     try:
         os.close(held_by_main)
         os.setsid()
@@ -108,7 +96,7 @@ def _clean_up_after(alive: int, path: str) -> None:
     os.read(alive, 1)  # returns at end of file: the main process has ended
     # Its children are being killed at this moment and may still create a file.
     for _ in range(20):
-        remove_run_directory(path)
+        shutil.rmtree(path, ignore_errors=True)
         time.sleep(0.05)
         if not os.path.exists(path):
             return

@@ -109,7 +109,7 @@ class RequestIntake:
         if not ids:
             raise RequestError("the prompt is empty; send at least one token")
         vocab_size = self._limits.vocab_size
-        if not (0 <= min(ids) and max(ids) < vocab_size):
+        if min(ids) < 0 or max(ids) >= vocab_size:
             bad = next(token for token in ids if not 0 <= token < vocab_size)
             raise RequestError(f"token id {bad} is outside the vocabulary [0, {vocab_size})")
         return list(ids)

@@ -26,18 +26,22 @@ class _OpenStep:
 
 
 class StepJournal:
-    """One server's steps. Without a writer only `last_steps` is kept."""
+    """One server's steps. Without a writer only the totals and `last_steps` are kept."""
 
     def __init__(self, num_stages: int, writer: TraceWriter | None) -> None:
         self._num_stages = num_stages
         self._writer = writer
         self._open: dict[int, _OpenStep] = {}
         self.last_steps: dict[int, int] = {}
+        self.prefill_tokens = 0
+        self.decodes = 0
 
     def scheduled(
         self, microbatch: Microbatch, load: PipelineLoad, now_s: float, schedule_ms: float
     ) -> None:
         """A step was sent; `schedule_ms` is what deciding and encoding it cost."""
+        self.prefill_tokens += microbatch.num_prefill_tokens
+        self.decodes += microbatch.num_decodes
         if self._writer is not None:
             self._open[microbatch.step_id] = _OpenStep(microbatch, load, now_s, schedule_ms)
 

@@ -1,0 +1,162 @@
+import argparse
+import dataclasses
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from sglang.srt.server_args import ServerArgs
+from support.front_model import write_front_model
+
+from sgl_pipeline.args import SchedulingArgs, StageArgs, ThrottleArgs
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.managers.server_args import (
+    _parse,
+    check_port_is_free,
+    parse_command_line,
+    refuse_unsupported,
+)
+from sgl_pipeline.managers.upstream_fields import refusal
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_front_model(tmp_path_factory.mktemp("model")))
+
+
+def options_from(*flags: str) -> argparse.Namespace:
+    return _parse(["--model-path", "unused", *flags])
+
+
+def other_than(value: Any) -> Any:
+    """A value that differs from a field's default, of whatever type."""
+    return not value if isinstance(value, bool) else f"not {value!r}"
+
+
+REFUSED = [
+    field.name
+    for field in msgspec.structs.fields(ServerArgs)
+    if refusal(field.name, ServerArgs._NS_BY_FIELD[field.name]) is not None
+]
+
+
+def test_the_defaults_of_every_upstream_flag_are_accepted() -> None:
+    refuse_unsupported(options_from())
+
+
+def test_a_refused_field_stops_the_start_and_is_named() -> None:
+    defaults = {field.name: field.default for field in msgspec.structs.fields(ServerArgs)}
+    assert len(REFUSED) > 400
+    for name in REFUSED:
+        options = argparse.Namespace(**{name: other_than(defaults[name])})
+        with pytest.raises(ConfigurationError, match="--" + name.replace("_", "-")):
+            refuse_unsupported(options)
+
+
+def test_our_defaults_are_those_of_the_argument_sections(model: str) -> None:
+    pipeline = parse_command_line(["--model-path", model, "--device", "cpu"]).pipeline
+    assert pipeline.throttle == ThrottleArgs()
+    assert pipeline.scheduling == SchedulingArgs()
+    assert pipeline.stages == StageArgs(model_path=model, dtype="float32")
+
+
+@pytest.mark.parametrize("flag", ["--pp", "--pp-size", "--pipeline-parallel-size"])
+def test_the_three_pipeline_flags_mean_stages_and_upstream_runs_at_one(
+    model: str, flag: str
+) -> None:
+    plan = parse_command_line(["--model-path", model, flag, "3"])
+    assert plan.pipeline.stages.num_stages == 3
+    assert (plan.upstream.pp_size, plan.upstream.tp_size) == (1, 1)
+
+
+def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
+    flags = """--pp 2 --pp-layer-partition 3,1 --policy sarathi --prefill-spread-steps 5
+        --min-prefill-tokens 7 --chunked-prefill-size 100 --pause-free-share 0.2
+        --extra-steps-in-flight 1 --stage-attention-backend torch --cpu-threads-per-stage 2
+        --trace-path trace.jsonl --page-size 16 --max-total-tokens 999 --mem-fraction-static 0.5
+        --max-running-requests 9 --max-queued-requests 0 --disable-radix-cache
+        --dtype bfloat16 --device cpu"""
+    pipeline = parse_command_line(["--model-path", model, *flags.split()]).pipeline
+    assert pipeline.throttle == ThrottleArgs(
+        policy="sarathi",
+        prefill_spread_steps=5,
+        max_prefill_tokens=100,
+        min_prefill_tokens=7,
+        pause_free_share=0.2,
+    )
+    assert pipeline.scheduling == SchedulingArgs(
+        page_size=16,
+        max_running_requests=9,
+        max_queued_requests=0,
+        radix_cache=False,
+        extra_steps_in_flight=1,
+    )
+    assert dataclasses.replace(pipeline.stages, model_path="") == StageArgs(
+        num_stages=2,
+        layer_partition="3,1",
+        model_path="",
+        dtype="bfloat16",
+        attention_backend="torch",
+        max_total_tokens=999,
+        memory_fraction=0.5,
+        cpu_threads=2,
+    )
+    assert pipeline.trace_path == "trace.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--pp 0", "--pp 0"),
+        ("--nnodes 2", "--nnodes 2"),
+        ("--tp 2", "--tp-size 2"),
+        ("--dp-size 2", "--dp-size 2"),
+        ("--trust-remote-code", "--trust-remote-code"),
+        ("--attention-backend triton", "--stage-attention-backend"),
+        ("--page-size 0", "--page-size 0"),
+        ("--chunked-prefill-size -1", "--chunked-prefill-size -1"),
+        ("--mem-fraction-static 1.5", "--mem-fraction-static 1.5"),
+        ("--load-format gguf", "--load-format gguf"),
+        ("--context-length 1", "--context-length 1"),
+        ("--stream-interval 0", "--stream-interval 0"),
+        ("--cpu-threads-per-stage 0", "--cpu-threads-per-stage 0"),
+        ("--device tpu", "--device tpu"),
+        ("--served-model-name a:b", "SGLang refuses"),
+    ],
+)
+def test_a_value_that_cannot_be_honoured_is_a_clear_error(
+    model: str, flags: str, named: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        parse_command_line(["--model-path", model, *flags.split()])
+
+
+def test_a_served_name_falls_back_to_what_the_user_typed(model: str) -> None:
+    assert parse_command_line(["--model-path", model]).upstream.served_model_name == model
+    named = ["--model-path", model, "--served-model-name", "mine"]
+    assert parse_command_line(named).upstream.served_model_name == "mine"
+
+
+def test_a_config_file_sets_our_flags_too(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(f"model-path: {model}\npp: 2\npolicy: greedy-queue\n", encoding="utf-8")
+    pipeline = parse_command_line(["--config", str(path)]).pipeline
+    assert (pipeline.stages.num_stages, pipeline.throttle.policy) == (2, "greedy-queue")
+
+
+def test_a_taken_port_is_named_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"--port {port}"):
+            check_port_is_free("127.0.0.1", port)
+    check_port_is_free("127.0.0.1", port)
+
+
+def test_a_port_or_host_that_cannot_exist_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="65535"):
+        check_port_is_free("127.0.0.1", 70000)
+    with pytest.raises(ConfigurationError, match="--host"):
+        check_port_is_free("no host of this name", 30000)

@@ -1,0 +1,239 @@
+import math
+from array import array
+from typing import Any
+
+import msgspec
+import pytest
+from sglang.srt.managers import io_struct
+from sglang.srt.sampling.sampling_params import SamplingParams
+from support.front_model import CONTEXT_LENGTH, TURN_END, VOCAB_SIZE, byte_tokenizer
+from support.upstream_front import LIMITS, POOL_TOKENS, generate
+
+from sgl_pipeline.errors import RequestError
+from sgl_pipeline.managers import sglang_requests
+from sgl_pipeline.managers.sglang_requests import RequestIntake
+from sgl_pipeline.managers.stop_strings import StopStringCheck
+from sgl_pipeline.requests import Request
+
+
+def intake(random_seed: int | None = None, pool_tokens: int = POOL_TOKENS) -> RequestIntake:
+    return RequestIntake(LIMITS, pool_tokens, byte_tokenizer(), random_seed)
+
+
+def build(sampling: Any = None, prompt: Any = "hello", **fields: Any) -> Request:
+    return intake().build(generate("r1", prompt, sampling=sampling, **fields), now_s=2.5)
+
+
+def refusal(sampling: Any = None, prompt: Any = "hello", **fields: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        build(sampling, prompt, **fields)
+    assert caught.value.status_code == 400
+    return str(caught.value)
+
+
+def altered(**fields: Any) -> io_struct.TokenizedGenerateReqInput:
+    """A request whose sampling parameters were changed behind the HTTP layer's back."""
+    message = generate("r1", "hello")
+    for name, value in fields.items():
+        setattr(message.sampling_params, name, value)
+    return message
+
+
+def test_a_plain_request_keeps_what_the_user_asked() -> None:
+    request = build(
+        {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "sampling_seed": 3}
+    )
+    assert request.prompt_ids == byte_tokenizer().encode("hello")
+    assert (request.request_id, request.arrival_s) == ("r1", 2.5)
+    spec = request.sampling
+    assert (spec.temperature, spec.top_p, spec.top_k, spec.min_p) == (0.5, 0.9, 7, 0.1)
+    assert spec.seed == 3
+    assert request.stops.max_new_tokens == 8
+    assert request.stops.stop_token_ids == {TURN_END}
+    assert request.stops.check_text is None
+
+
+def test_temperature_zero_is_greedy_and_no_top_k_means_all() -> None:
+    assert build({"temperature": 0}).sampling.is_greedy
+    assert not build({"temperature": 1.0}).sampling.is_greedy
+    assert build({"top_k": -1}).sampling.top_k == 0
+
+
+def test_stop_ids_join_the_eos_ids_unless_those_are_ignored() -> None:
+    assert build({"stop_token_ids": [9]}).stops.stop_token_ids == {9, TURN_END}
+    assert build({"stop_token_ids": [9], "ignore_eos": True}).stops.stop_token_ids == {9}
+
+
+def test_stop_strings_become_a_text_check() -> None:
+    assert isinstance(build({"stop": ["x", "yy"]}).stops.check_text, StopStringCheck)
+
+
+def test_without_a_maximum_the_room_is_the_smaller_of_pool_and_context() -> None:
+    message = generate("r1", "hello", sampling={"max_new_tokens": None})
+    assert intake().build(message, 0.0).stops.max_new_tokens == POOL_TOKENS - 5
+    large = intake(pool_tokens=10_000).build(message, 0.0)
+    assert large.stops.max_new_tokens == CONTEXT_LENGTH - 5
+
+
+def test_a_request_without_a_seed_gets_its_own_and_random_seed_repeats_them() -> None:
+    message = generate("r1", "hello")
+    drawn = {intake().build(message, 0.0).sampling.seed for _ in range(4)}
+    assert len(drawn) == 4
+    again = [intake(random_seed=5).build(message, 0.0).sampling.seed for _ in range(2)]
+    assert again[0] == again[1]
+
+
+def test_a_negative_seed_is_taken_as_a_non_negative_one() -> None:
+    assert 0 <= build({"sampling_seed": -(2**63)}).sampling.seed < 2**63
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("a", "bc"), ("ab", "c")), (("a", None), (None, "a")), (("a", None), (None, None))],
+)
+def test_different_cache_keys_never_share_a_namespace(first: Any, second: Any) -> None:
+    namespaces = [
+        build(extra_key=key, cache_salt=salt).cache_namespace for key, salt in (first, second)
+    ]
+    assert namespaces[0] != namespaces[1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [([], "empty"), ([3, VOCAB_SIZE], f"token id {VOCAB_SIZE}"), ([-1], "token id -1")],
+)
+def test_a_prompt_that_is_no_list_of_known_tokens_is_refused(prompt: Any, named: str) -> None:
+    assert named in refusal(prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.inf),
+        ("temperature", math.nan),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.5),
+        ("min_p", 2.0),
+        ("top_k", 0),
+        ("top_k", 2**40),
+        ("max_new_tokens", -1),
+        ("max_new_tokens", 2**40),
+        ("sampling_seed", 2**80),
+        ("stop_token_ids", {VOCAB_SIZE}),
+        ("stop_token_ids", {-5}),
+    ],
+)
+def test_every_number_is_bounded_whatever_the_http_layer_let_through(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=name):
+        intake().build(altered(**{name: value}), 0.0)
+
+
+@pytest.mark.parametrize("stops", [[""], ["x" * 5000], ["x"] * 33])
+def test_stop_strings_are_bounded_in_number_and_length(stops: list[str]) -> None:
+    with pytest.raises(RequestError, match="stop string"):
+        intake().build(altered(stop_strs=stops), 0.0)
+
+
+def test_a_namespace_is_bounded() -> None:
+    assert "extra_key" in refusal(extra_key="x" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"return_logprob": True}, "logprobs"),
+        ({"return_hidden_states": True}, "return_hidden_states"),
+        ({"input_embeds": [[0.5]]}, "input_embeds"),
+        ({"session_id": "s"}, "sessions"),
+        ({"lora_id": "l"}, "LoRA"),
+        ({"custom_logit_processor": "{}"}, "custom_logit_processor"),
+        ({"bootstrap_room": 0}, "disaggregation"),
+    ],
+)
+def test_a_feature_that_is_not_built_is_refused_by_name(fields: Any, named: str) -> None:
+    assert named in refusal(**fields)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({"json_schema": "{}"}, "json_schema"),
+        ({"regex": "a"}, "regex"),
+        ({"ebnf": "a"}, "ebnf"),
+        ({"structural_tag": "{}"}, "structural_tag"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"repetition_penalty": 1.5}, "repetition_penalty"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"min_new_tokens": 2}, "min_new_tokens"),
+        ({"stop_regex": "a+"}, "stop_regex"),
+        ({"beam_width": 2}, "beam"),
+    ],
+)
+def test_a_sampling_option_that_is_not_built_is_refused_by_name(sampling: Any, named: str) -> None:
+    assert named in refusal(sampling)
+
+
+# Fields that do nothing upstream either, at the configuration that this server runs with.
+WITHOUT_EFFECT = {
+    "input_text": "the ids are what counts",
+    "logprob_start_len": "only with return_logprob",
+    "top_logprobs_num": "only with return_logprob",
+    "token_ids_logprob": "only with return_logprob",
+    "return_flat_raw_top_logprobs": "only with return_logprob",
+    "sampling_logprobs_mode": "only with return_sampling_mask",
+    "routed_experts_start_len": "only with return_routed_experts",
+    "bootstrap_port": "only with bootstrap_host",
+    "bootstrap_pair_key": "only with bootstrap_host",
+    "decode_tp_size": "only with bootstrap_host",
+    "disagg_prefill_dp_rank": "only with bootstrap_host",
+    "routed_dp_rank": "upstream's front refuses all but the only rank",
+    "routing_key": "only with a schedule policy that is refused at start",
+    "priority": "only with priority scheduling, which is refused at start",
+    "require_reasoning": "only with a grammar",
+    "no_logs": "the scheduler logs no request",
+    "num_items_assigned": "only with multimodal input",
+    "encoder_urls": "only with multimodal input",
+    "time_stats": "metrics are refused at start",
+    "pp_prefetch_ticketed": "internal to upstream's pipeline",
+    "lora_name": "only with lora_id",
+}
+READ = {
+    "rid",
+    "http_worker_ipc",
+    "input_ids",
+    "sampling_params",
+    "stream",
+    "extra_key",
+    "cache_salt",
+}
+
+SAMPLING_WITHOUT_EFFECT = {
+    "n": "fanned out by upstream's front",
+    "stop": "normalised into stop_strs",
+    "stop_regex": "normalised into stop_regex_strs",
+    "stop_str_max_len": "derived",
+    "stop_regex_max_len": "derived",
+    "is_normalized": "derived",
+    "ebnf_full_assistant": "only with ebnf",
+    "custom_params": "only with custom_logit_processor",
+}
+SAMPLING_READ = {
+    *("max_new_tokens", "stop_strs", "stop_token_ids", "temperature", "top_p", "top_k", "min_p"),
+    *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
+    *("stream_interval", "sampling_seed", "stop_regex_strs", "beam_width"),
+}
+
+
+def test_no_field_of_a_request_is_accepted_and_ignored() -> None:
+    fields = {field.name for field in msgspec.structs.fields(io_struct.TokenizedGenerateReqInput)}
+    assert fields == READ | set(WITHOUT_EFFECT) | set(sglang_requests._UNBUILT_FIELDS)
+    sampling = {field.name for field in msgspec.structs.fields(SamplingParams)}
+    unbuilt = set(sglang_requests._UNBUILT_SAMPLING)
+    assert sampling == SAMPLING_READ | set(SAMPLING_WITHOUT_EFFECT) | unbuilt
+
+
+def test_the_wire_carries_token_ids_as_an_array() -> None:
+    assert isinstance(generate("r1", "hello").input_ids, array)
