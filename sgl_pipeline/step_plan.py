@@ -75,7 +75,11 @@ def running_checksum(previous: int, plan: StepPlan) -> int:
     """The checksum of `plan`, given that of the plan before it."""
     checksum = zlib.crc32(f"{plan.step_id},{plan.epoch},{plan.closes}".encode(), previous)
     for opened in plan.opens:
-        checksum = zlib.crc32(b"%d,%d" % (opened.handle, opened.prompt_length), checksum)
+        # A tuple of numbers hashes alike in every process, and 1 like 1.0.
+        sampling = hash(msgspec.structs.astuple(opened.sampling))
+        checksum = zlib.crc32(
+            b"%d,%d,%d" % (opened.handle, sampling, opened.prompt_length), checksum
+        )
     for chunk in plan.chunks:
         header = b"%d,%d,%d,%d" % (chunk.handle, chunk.start, chunk.length, chunk.samples)
         checksum = zlib.crc32(

@@ -24,12 +24,12 @@ from sgl_pipeline.managers.sglang_io import SglangFront
 from sgl_pipeline.managers.stage_launcher import (
     PipelineCapacity,
     StageLauncher,
+    first_stage_plan,
     link_addresses,
 )
 from sgl_pipeline.managers.step_journal import StepJournal
-from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.stage_plan import StagePlan, parse_layer_partition
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.trace import TraceWriter
 
@@ -72,17 +72,20 @@ def _serve(
 ) -> None:
     tokenizer = load_tokenizer(server_args)
     limits = read_limits(args.stages.model_path, server_args.context_length, tokenizer)
-    plan = _first_plan(args)
+    plan = first_stage_plan(args.stages)
     links = link_addresses(args, torch.cuda.device_count())
-    launcher = StageLauncher(args, plan, links)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    launcher = StageLauncher(args, plan, links, context)
     journal = StepJournal(
         plan.num_stages, TraceWriter(args.trace_path) if args.trace_path else None
     )
+    front = None
     try:
         capacity = launcher.start()
         facts = _facts(args, plan, capacity)
         logger.info("pipeline ready: %s", facts)
-        front = _front(args, server_args, port_args, limits, capacity, tokenizer)
+        pool_tokens = capacity.num_pages * args.scheduling.page_size
+        front = SglangFront(server_args, port_args, limits, pool_tokens, tokenizer, context)
         steps = StepScheduler(
             args.scheduling,
             make_policy(args.throttle),
@@ -92,30 +95,13 @@ def _serve(
         )
         pipe_writer.send(_ready_message(args, limits, capacity))
         PipelineScheduler(front, steps, launcher, journal, facts).run()
-        front.close()
     finally:
+        if front is not None:
+            front.close()
         launcher.stop()
         journal.close()
-
-
-def _first_plan(args: PipelineArgs) -> StagePlan:
-    spec = read_model_spec(args.stages.model_path)
-    return parse_layer_partition(
-        args.stages.layer_partition, spec.num_layers, args.stages.num_stages, spec.head_layers
-    )
-
-
-def _front(
-    args: PipelineArgs,
-    server_args: Any,
-    port_args: Any,
-    limits: ModelLimits,
-    capacity: PipelineCapacity,
-    tokenizer: Any,
-) -> SglangFront:
-    pool_tokens = capacity.num_pages * args.scheduling.page_size
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    return SglangFront(server_args, port_args, limits, pool_tokens, tokenizer, context)
+        # Waits until the last answers have left.
+        context.term()
 
 
 def _ready_message(

@@ -21,6 +21,7 @@ from sgl_pipeline.args import (
 )
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.model_files import find_model, read_config, resolve_dtype
+from sgl_pipeline.managers.stage_launcher import first_stage_plan
 from sgl_pipeline.managers.upstream_fields import UPSTREAM_VALUES, refusal
 
 LOAD_FORMATS = ("auto", "safetensors")
@@ -48,6 +49,7 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     served_name = options.served_model_name or options.model_path
     dtype = resolve_dtype(options.dtype, read_config(model_path))
     pipeline = _pipeline_args(options, model_path, dtype)
+    first_stage_plan(pipeline.stages)  # what it refuses is refused before anything starts
 
     for name, value in UPSTREAM_VALUES.items():
         setattr(options, name, value)

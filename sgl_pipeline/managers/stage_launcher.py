@@ -28,7 +28,8 @@ from sgl_pipeline.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.stage_plan import StagePlan, parse_layer_partition
 
 STOP_TIMEOUT_S = 2.0
 
@@ -47,13 +48,18 @@ class PipelineCapacity:
 class StageLauncher:
     """The stage processes of one server."""
 
-    def __init__(self, args: PipelineArgs, plan: StagePlan, links: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        args: PipelineArgs,
+        plan: StagePlan,
+        links: tuple[str, ...],
+        context: "zmq.Context[zmq.Socket[bytes]]",
+    ) -> None:
         self._args = args
         self._plan = plan
         self._links = links
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._address = f"ipc://{args.run_directory}/stages"
-        self.channel = SchedulerChannel(self._context, self._address)
+        self.channel = SchedulerChannel(context, self._address)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._failures: dict[int, WorkerFailed] = {}
 
@@ -67,9 +73,7 @@ class StageLauncher:
         Raises ConfigurationError for what a flag can mend, StageFailure for anything else.
         """
         core_sets = split_cores(sorted(os.sched_getaffinity(0)), self._plan.num_stages)
-        threads = [
-            self._args.stages.cpu_threads or max(1, len(cores)) for cores in core_sets
-        ]
+        threads = [self._args.stages.cpu_threads or max(1, len(cores)) for cores in core_sets]
         for worker in self.workers:
             self._processes.append(self._spawn(worker, threads[worker]))
         self._gather(WorkerHello)
@@ -122,7 +126,6 @@ class StageLauncher:
                 process.wait()
         self._processes.clear()
         self.channel.close()
-        self._context.term()
 
     def _spawn(self, worker: int, threads: int) -> subprocess.Popen[bytes]:
         package_root = str(Path(__file__).resolve().parents[2])
@@ -165,6 +168,17 @@ class StageLauncher:
             if self._failures:
                 self.check({})
         return gathered
+
+
+def first_stage_plan(stages: StageArgs) -> StagePlan:
+    """The plan that `--pp` and `--pp-layer-partition` ask for on the model of `stages`.
+
+    Raises ConfigurationError when the model cannot be served, or not so.
+    """
+    spec = read_model_spec(stages.model_path)
+    return parse_layer_partition(
+        stages.layer_partition, spec.num_layers, stages.num_stages, spec.head_layers
+    )
 
 
 def split_cores(cores: list[int], num_stages: int) -> list[tuple[int, ...]]:

@@ -95,9 +95,13 @@ class Checkpoint:
             return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
         try:
             weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-            return {str(name): str(file_name) for name, file_name in weight_map.items()}
+            file_of = {str(name): str(file_name) for name, file_name in weight_map.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index_path} is no index of tensors: {error!r}") from None
+        for file_name in set(file_of.values()):
+            if Path(file_name).name != file_name:
+                raise CheckpointError(f"{index_path} names {file_name!r}, outside the directory")
+        return file_of
 
     def _open(self, file_name: str) -> safe_open:
         if file_name not in self._opened:

@@ -15,6 +15,7 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention, load_cpu_kernels
+from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.kv_pool import kv_page_bytes
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
@@ -107,14 +108,6 @@ def make_attention_backend(name: str, shape: AttentionShape) -> AttentionBackend
         return CpuAttention(shape, load_cpu_kernels())
     if chosen == "torch":
         return TorchAttention(shape)
-    try:
-        # Imported here because flashinfer is installed only where there is a GPU.
-        from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
-    except ImportError as error:
-        raise ConfigurationError(
-            f"flashinfer cannot be imported ({error}); install requirements for CUDA, or choose "
-            "--stage-attention-backend torch"
-        ) from None
     return FlashInferAttention(shape)
 
 

@@ -7,6 +7,7 @@ random number is a hash of (seed, position), so nothing has to be kept, moved or
 Shapes: S sampled rows, V vocabulary size, C candidates.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -113,7 +114,9 @@ def _draw(
     if candidate_ids is not None:
         mass_before = probabilities.cumsum(dim=-1, dtype=torch.float64) - probabilities
         ranks = torch.arange(probabilities.shape[1], device=device)
-        is_kept &= mass_before <= column([spec.top_p for spec in specs])
+        # Rounding may carry the whole mass past 1.0, where top_p = 1.0 must still cut nothing.
+        top_ps = [spec.top_p if spec.top_p < 1.0 else math.inf for spec in specs]
+        is_kept &= mass_before <= column(top_ps)
         is_kept &= ranks < column([spec.top_k or logits.shape[1] for spec in specs])
 
     # Inverse of the distribution function: the first candidate whose cumulated mass is above a

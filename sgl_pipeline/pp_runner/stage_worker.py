@@ -19,7 +19,6 @@ import zmq
 from sgl_pipeline.channels import WorkerChannel
 from sgl_pipeline.errors import ConfigurationError, ProtocolError
 from sgl_pipeline.messages import (
-    FromWorker,
     MirrorSnapshot,
     PoolSize,
     Shutdown,

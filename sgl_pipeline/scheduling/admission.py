@@ -37,15 +37,12 @@ class Admission:
 
     def fill(self, budget: TokenBudget) -> list[Chunk]:
         """The chunks of the next step, decodes first; empty when nothing can run now."""
-        num_retractions = self._preemption.num_retractions
         chunks = self._decodes(budget.decodes)
         left_tokens = budget.prefill_tokens
         for request in sorted(self._running.prefilling, key=lambda request: request.order):
             left_tokens -= self._prefill(request, left_tokens, chunks)
-        # Whoever has just lost its pages is the next in the queue: let the others finish first.
-        if self._preemption.num_retractions == num_retractions:
-            while left_tokens > 0 and (newcomer := self._admit_next()) is not None:
-                left_tokens -= self._prefill(newcomer, left_tokens, chunks)
+        while left_tokens > 0 and (newcomer := self._admit_next()) is not None:
+            left_tokens -= self._prefill(newcomer, left_tokens, chunks)
         return chunks
 
     def _decodes(self, limit: int) -> list[Chunk]:
@@ -74,17 +71,16 @@ class Admission:
     def _admit_next(self) -> Request | None:
         """Lets in the head of the queue if its whole prefill fits, else nobody.
 
-        Left alone are the pages that running prefills still need, and one for each other request.
+        One page for each running request stays out of reach: without it, decodes that are about to
+        need their next page would retract the newcomer at once.
         """
         if len(self._running) >= self._max_running_requests:
             return None
         request = self._waiting.head()
         if request is None:
             return None
-        prefilling = self._running.prefilling
-        reserved = sum(self._pages.num_missing(other) for other in prefilling)
-        reserved += len(self._running) - len(prefilling)
-        if not self._pages.try_open(request, self._waiting.path_of(request), reserved):
+        path = self._waiting.path_of(request)
+        if not self._pages.try_open(request, path, num_reserved=len(self._running)):
             return None
         self._waiting.pop_head()
         self._running.admit(request)

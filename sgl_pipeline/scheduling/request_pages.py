@@ -41,10 +41,6 @@ class RequestPages:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache.page_size)
 
-    def num_missing(self, request: Request) -> int:
-        """Pages that the rest of the request's prefill will take."""
-        return self.pages_for(request.prefill_end) - len(request.pages)
-
     def try_open(self, request: Request, path: RadixNode, num_reserved: int) -> bool:
         """Gives a waiting request its cached prefix, if its whole prefill fits beside that.
 

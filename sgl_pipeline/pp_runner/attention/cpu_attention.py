@@ -22,6 +22,7 @@ from sgl_pipeline.pp_runner.attention.cpu_build import (
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+_HEADERS = (Path(__file__).with_name("cpu_vectors.h"),)
 _ARGUMENT_TYPES: Sequence[Any] = [  # of sglp_paged_attention, in order
     *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int64),  # is_bf16, query and its row stride
     *(7 * [ctypes.c_void_p]),  # pages, out and the layout's four arrays
@@ -55,7 +56,7 @@ def load_cpu_kernels(cache_directory: Path | None = None) -> CpuKernels:
     Raises KernelBuildError when there is no compiler, it fails, or the cache cannot be used.
     """
     cache_directory = cache_directory or default_cache_directory()
-    return CpuKernels(build_library(_SOURCE, find_compiler(), cache_directory))
+    return CpuKernels(build_library(_SOURCE, _HEADERS, find_compiler(), cache_directory))
 
 
 @dataclass(slots=True)

@@ -37,17 +37,21 @@ def find_compiler() -> list[str]:
     raise KernelBuildError(f"no C++ compiler ({wanted}); install one or set CXX")
 
 
-def build_library(source: Path, compiler: Sequence[str], cache_directory: Path) -> Path:
+def build_library(
+    source: Path, headers: Sequence[Path], compiler: Sequence[str], cache_directory: Path
+) -> Path:
     """The shared library of `source`, compiled now unless the cache holds it.
 
-    Its name carries a hash of the source, the flags and the compiler's predefined macros, which
-    tell its version and the instruction sets that -march=native stands for here.
+    Its name carries a hash of the source, the headers of ours that it includes, the flags and the
+    compiler's predefined macros, which tell its version and the instruction sets that
+    -march=native stands for here.
 
     Raises KernelBuildError when the compiler fails or the cache cannot be trusted or written.
     """
     macros = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
     hashed = hashlib.sha256()
-    for part in (source.read_bytes(), shlex.join([*compiler, *_FLAGS]).encode(), macros):
+    texts = [path.read_bytes() for path in (source, *headers)]
+    for part in (*texts, shlex.join([*compiler, *_FLAGS]).encode(), macros):
         hashed.update(hashlib.sha256(part).digest())
     try:
         _make_private(cache_directory)

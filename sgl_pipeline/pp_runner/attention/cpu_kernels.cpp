@@ -10,134 +10,22 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "cpu_vectors.h"
+
+// Keeps a hot loop's registers to itself.
+#define NOINLINE __attribute__((noinline))
 
 namespace {
-
-#if defined(__AVX512F__)
-constexpr int kWidth = 16;  // floats in a vector register
-#define EVEN_POSITIONS 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define ODD_POSITIONS 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-#elif defined(__AVX__)
-constexpr int kWidth = 8;
-#define EVEN_POSITIONS 0, 2, 4, 6, 8, 10, 12, 14
-#define ODD_POSITIONS 1, 3, 5, 7, 9, 11, 13, 15
-#else
-constexpr int kWidth = 4;
-#define EVEN_POSITIONS 0, 2, 4, 6
-#define ODD_POSITIONS 1, 3, 5, 7
-#endif
 
 constexpr int kKeyTile = 32;  // keys scored between two updates of the running maximum
 constexpr int kScoreVectors = kKeyTile / kWidth;
 constexpr int kPrefillLanes = 32;  // lanes that share a key tile in prefill
+constexpr int kLanesWithoutCopy = 8;  // up to which a head's lanes read the pages themselves
 
-typedef float Vec __attribute__((vector_size(kWidth * 4)));
-typedef int32_t IntVec __attribute__((vector_size(kWidth * 4)));
-typedef uint16_t HalfVec __attribute__((vector_size(kWidth * 2)));
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-template <typename To, typename From>
-inline To bit_cast(const From& from) {
-  static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
-  To to;
-  std::memcpy(&to, &from, sizeof(To));
-  return to;
-}
-
-inline float to_float(float value) { return value; }
-inline float to_float(BFloat16 value) { return bit_cast<float>(uint32_t{value.bits} << 16); }
-
-inline void assign(float& target, float value) { target = value; }
-
-// Rounds to nearest, ties to even; a NaN stays one.
-inline void assign(BFloat16& target, float value) {
-  const uint32_t bits = bit_cast<uint32_t>(value);
-  const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  target.bits = value != value ? 0x7fc0 : static_cast<uint16_t>(rounded >> 16);
-}
-
-inline Vec load(const float* source) {
-  Vec vec;
-  std::memcpy(&vec, source, sizeof(vec));
-  return vec;
-}
-
-inline Vec load(const BFloat16* source) {
-  HalfVec halves;
-  std::memcpy(&halves, source, sizeof(halves));
-#if defined(__AVX512F__)  // GCC 12 makes three instructions of the generic conversion
-  const IntVec widened = bit_cast<IntVec>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(halves)));
-#else
-  const IntVec widened = __builtin_convertvector(halves, IntVec);
-#endif
-  return bit_cast<Vec>(widened << 16);
-}
-
-// head_dim elements as fp32 vectors, the last one padded with zeros.
-template <typename T>
-inline void widen(const T* source, int head_dim, Vec* target) {
-  int done = 0;
-  for (; done + kWidth <= head_dim; done += kWidth) target[done / kWidth] = load(source + done);
-  if (done < head_dim) {
-    float tail[kWidth] = {};
-    for (int i = done; i < head_dim; ++i) tail[i - done] = to_float(source[i]);
-    target[done / kWidth] = load(tail);
-  }
-}
-
-inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
-
-
-inline float total(Vec vec) {
-  float result = vec[0];
-  for (int i = 1; i < kWidth; ++i) result += vec[i];
-  return result;
-}
-
-#if defined(__clang__)
-#define EVEN(a, b) __builtin_shufflevector(a, b, EVEN_POSITIONS)
-#define ODD(a, b) __builtin_shufflevector(a, b, ODD_POSITIONS)
-#else
-#define EVEN(a, b) __builtin_shuffle(a, b, IntVec{EVEN_POSITIONS})
-#define ODD(a, b) __builtin_shuffle(a, b, IntVec{ODD_POSITIONS})
-#endif
-
-// {a0 + a1, a2 + a3, .., b0 + b1, ..}
-inline Vec add_neighbours(Vec a, Vec b) { return EVEN(a, b) + ODD(a, b); }
-
-inline float largest(Vec vec) {
-#pragma GCC unroll 4
-  for (int count = kWidth; count > 1; count /= 2) vec = maximum(EVEN(vec, vec), ODD(vec, vec));
-  return vec[0];
-}
-
-// exp(x) for x <= 0, relative error below 3e-7; exactly 0 below -87, where fp32 runs out.
-inline Vec exp_nonpositive(Vec x) {
-  const Vec clamped = maximum(x, Vec{} - 87.0f);
-  const Vec shifted = clamped * 1.44269504f + 12582912.0f;  // + 1.5 * 2^23 rounds to an integer
-  const Vec powers = shifted - 12582912.0f;
-  const Vec rest = (clamped - powers * 0.693359375f) + powers * 2.12194440e-4f;  // ln(2), in two
-  Vec series = Vec{} + 1.0f / 720;  // Taylor; |rest| <= ln(2) / 2
-  series = series * rest + 1.0f / 120;
-  series = series * rest + 1.0f / 24;
-  series = series * rest + 1.0f / 6;
-  series = series * rest + 0.5f;
-  series = series * rest + 1.0f;
-  series = series * rest + 1.0f;
-  const IntVec exponents = bit_cast<IntVec>(shifted) << 23;  // the low bits of the sum are `powers`
-  const Vec result = bit_cast<Vec>(bit_cast<IntVec>(series) + exponents);
-  return x < -87.0f ? Vec{} : result;
-}
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 // A step as PagedLayout describes it, with the sizes of AttentionShape.
 struct Step {
@@ -191,7 +79,10 @@ struct Scratch {
         values(kKeyTile * vectors),
         scores(num_lanes * kScoreVectors),
         sums(num_lanes),
-        maxima(num_lanes) {}
+        maxima(num_lanes),
+        copy_offsets(kKeyTile) {
+    for (int key = 0; key < kKeyTile; ++key) copy_offsets[key] = int64_t{key} * vectors * kWidth;
+  }
 
   const int vectors;            // of one head
   std::vector<Vec> queries;     // [lanes, vectors], scaled
@@ -201,12 +92,13 @@ struct Scratch {
   std::vector<Vec> scores;      // [lanes, kScoreVectors], exponentials after update_softmax
   std::vector<Vec> sums;        // [lanes], one partial sum for each vector position
   std::vector<float> maxima;    // [lanes]
+  std::vector<int64_t> copy_offsets;  // [kKeyTile], of the rows of keys and values, in floats
 };
 
 // The keys of one tile: where each one's first element for the item's first head lies in the pages.
 struct KeyTile {
   KeyTile(const Step& step, const WorkItem& item, int start, int end)
-      : num_keys(std::max(0, std::min(kKeyTile, end - start))) {
+      : num_keys(std::max(0, std::min(kKeyTile, end - start))), offsets() {
     const int32_t* pages = step.page_indices + step.page_indptr[item.chunk];
     for (int key = 0; key < num_keys; ++key) {
       const int64_t first_slot = int64_t{pages[(start + key) / step.page_size]} * step.page_size;
@@ -215,54 +107,70 @@ struct KeyTile {
     }
   }
 
-  // Brings one head into `target`, as fp32.
-  template <typename T>
-  __attribute__((noinline)) void load(const T* pages, int head, int head_dim, Vec* target) const {
-    const int vectors = (head_dim + kWidth - 1) / kWidth;
-    for (int key = 0; key < num_keys; ++key)
-      widen(pages + offsets[key] + head * head_dim, head_dim, target + key * vectors);
-  }
-
-  // Asks the memory for part `part` of `parts` of the tile, in the order in which it lies there.
-  template <typename T>
-  void prefetch(const T* pages, int part, int parts, int head_dim) const {
-    for (int key = part * num_keys / parts; key < (part + 1) * num_keys / parts; ++key)
-      for (int d = 0; d < parts * head_dim; d += 64 / int{sizeof(T)})
-        __builtin_prefetch(pages + offsets[key] + d, 0, 2);
-  }
-
   int num_keys;
-  int64_t offsets[kKeyTile];
+  int64_t offsets[kKeyTile];  // of keys that are not there: 0, an element that may be read
+};
+
+// One head's keys or values of a tile, in the pages or as a copy.
+template <typename T>
+struct Rows {
+  const T* first;
+  const int64_t* offsets;
+  const int64_t* next_offsets;  // of the tile after this one; null in a copy
+  int head_dim;
+
+  const T* operator[](int key) const { return first + offsets[key]; }
+
+  // Asks for the key's counterpart in the next tile: little by little, and only as far as the L2
+  // cache, as misses of the L1 would hold up the loads behind them.
+  void prefetch_next(int key) const {
+    if (next_offsets == nullptr) return;
+    for (int d = 0; d < head_dim; d += 64 / int{sizeof(T)})
+      __builtin_prefetch(first + next_offsets[key] + d, 0, 2);
+  }
+};
+
+// Lanes [first, end) of one head. The first one sees `visible` keys of the tile (or all there are),
+// and each further row, that is after `group` lanes, one more.
+struct Lanes {
+  int first;
+  int end;
+  int group;
+  int visible;
 };
 
 // The scores of kWidth keys at once: their partial products are added up together.
-inline Vec score(const Vec* query, const Vec* keys, int vectors) {
-  Vec partial[kWidth] = {};
-  for (int v = 0; v < vectors; ++v)
+template <int kVectors, typename T>
+inline Vec score(const Vec* query, Rows<T> keys, int first_key, int num_vectors) {
+  const int vectors = kVectors > 0 ? kVectors : num_vectors;  // known early, the loop is unrolled
+  Vec partial[kWidth];
 #pragma GCC unroll 16
-    for (int key = 0; key < kWidth; ++key) partial[key] += query[v] * keys[key * vectors + v];
-#pragma GCC unroll 4
-  for (int count = kWidth / 2; count > 0; count /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < count; ++i) partial[i] = add_neighbours(partial[2 * i], partial[2 * i + 1]);
-  return partial[0];
+  for (int key = 0; key < kWidth; ++key) {
+    const T* row = keys[first_key + key];
+    keys.prefetch_next(first_key + key);
+    Vec products = query[0] * load(row);
+    for (int v = 1; v < vectors; ++v) products += query[v] * load(row + v * kWidth);
+    partial[key] = products;
+  }
+  return totals(partial);
 }
 
 // Scores a key tile for one lane that sees its first `visible` keys, and folds it into the softmax.
-__attribute__((noinline)) void update_softmax(Scratch& scratch, int lane, int visible) {
+template <int kVectors, typename T>
+NOINLINE void update_softmax(Scratch& scratch, Rows<T> keys, int lane, int visible) {
   const int vectors = scratch.vectors;
   Vec* scores = &scratch.scores[lane * kScoreVectors];
-  Vec highest = Vec{} + scratch.maxima[lane];
+  Vec highest = broadcast(scratch.maxima[lane]);
   IntVec position;
   for (int i = 0; i < kWidth; ++i) position[i] = i;
   for (int s = 0; s < kScoreVectors; ++s, position += kWidth) {
-    const Vec all = score(&scratch.queries[lane * vectors], &scratch.keys[s * kWidth * vectors], vectors);
-    scores[s] = position < visible ? all : Vec{} - std::numeric_limits<float>::infinity();
+    const Vec all = score<kVectors>(&scratch.queries[lane * vectors], keys, s * kWidth, vectors);
+    scores[s] = position < visible ? all : broadcast(kLowest);
     highest = maximum(highest, scores[s]);
   }
   const float new_maximum = largest(highest);
   if (new_maximum != scratch.maxima[lane]) {
-    const Vec shrink = exp_nonpositive(Vec{} + (scratch.maxima[lane] - new_maximum));
+    const Vec shrink = exp_nonpositive(broadcast(scratch.maxima[lane] - new_maximum));
     scratch.maxima[lane] = new_maximum;
     scratch.sums[lane] *= shrink;
     for (int v = 0; v < vectors; ++v) scratch.outputs[lane * vectors + v] *= shrink;
@@ -274,8 +182,8 @@ __attribute__((noinline)) void update_softmax(Scratch& scratch, int lane, int vi
 }
 
 // Adds the weighted values of a tile to kVectors vectors of kLanes lanes, held in registers.
-template <int kLanes, int kVectors>
-inline void add_values(Scratch& scratch, int lane, int first_vector, int num_keys) {
+template <int kLanes, int kVectors, typename T>
+inline void add_values(Scratch& scratch, Rows<T> values, int lane, int first_vector, int num_keys) {
   const int vectors = scratch.vectors;
   const float* weights = reinterpret_cast<const float*>(&scratch.scores[lane * kScoreVectors]);
   Vec* outputs = &scratch.outputs[lane * vectors + first_vector];
@@ -283,85 +191,147 @@ inline void add_values(Scratch& scratch, int lane, int first_vector, int num_key
   for (int i = 0; i < kLanes; ++i)
     for (int v = 0; v < kVectors; ++v) sums[i][v] = outputs[i * vectors + v];
   for (int key = 0; key < num_keys; ++key) {
-    const Vec* value = &scratch.values[key * vectors + first_vector];
-    for (int i = 0; i < kLanes; ++i)
-      for (int v = 0; v < kVectors; ++v) sums[i][v] += weights[i * kKeyTile + key] * value[v];
+    const T* row = values[key] + first_vector * kWidth;
+    if (first_vector == 0) values.prefetch_next(key);
+    for (int v = 0; v < kVectors; ++v) {
+      const Vec value = load(row + v * kWidth);
+      for (int i = 0; i < kLanes; ++i) sums[i][v] += weights[i * kKeyTile + key] * value;
+    }
   }
   for (int i = 0; i < kLanes; ++i)
     for (int v = 0; v < kVectors; ++v) outputs[i * vectors + v] = sums[i][v];
 }
 
-template <int kLanes>
-__attribute__((noinline)) void add_values(Scratch& scratch, int lane, int num_keys) {
+template <int kLanes, typename T>
+NOINLINE void add_values(Scratch& scratch, Rows<T> values, int lane, int num_keys) {
   int v = 0;
-  for (; v + 4 <= scratch.vectors; v += 4) add_values<kLanes, 4>(scratch, lane, v, num_keys);
-  for (; v < scratch.vectors; ++v) add_values<kLanes, 1>(scratch, lane, v, num_keys);
+  for (; v + 4 <= scratch.vectors; v += 4)
+    add_values<kLanes, 4>(scratch, values, lane, v, num_keys);
+  for (; v < scratch.vectors; ++v) add_values<kLanes, 1>(scratch, values, lane, v, num_keys);
+}
+
+// One key tile of one head, for all lanes of that head.
+template <typename T>
+void attend_tile(Scratch& scratch, Rows<T> keys, Rows<T> values, int num_keys, Lanes lanes) {
+  for (int lane = lanes.first; lane < lanes.end; ++lane) {
+    const int visible = lanes.visible + (lane - lanes.first) / lanes.group;
+    if (scratch.vectors == 4)
+      update_softmax<4>(scratch, keys, lane, std::min(num_keys, visible));
+    else if (scratch.vectors == 8)
+      update_softmax<8>(scratch, keys, lane, std::min(num_keys, visible));
+    else
+      update_softmax<0>(scratch, keys, lane, std::min(num_keys, visible));
+  }
+  int lane = lanes.first;
+  for (; lane + 4 <= lanes.end; lane += 4) add_values<4>(scratch, values, lane, num_keys);
+  for (; lane + 2 <= lanes.end; lane += 2) add_values<2>(scratch, values, lane, num_keys);
+  if (lane < lanes.end) add_values<1>(scratch, values, lane, num_keys);
 }
 
 template <typename T>
-void attend(const Step& step, const WorkItem& item, const T* query, const T* key_pages,
-            const T* value_pages, T* out, Scratch& scratch) {
-  const int group = step.group(), vectors = step.vectors(), head_lanes = item.num_rows * group;
-  const int num_lanes = item.num_heads * head_lanes;
-  // Lanes are ordered by head, row, place in the group.
-  auto element = [&](int lane, int64_t row_stride) {
-    const int64_t row = item.row + lane % head_lanes / group;
-    const int head = (item.head + lane / head_lanes) * group + lane % group;
-    return row * row_stride + head * step.head_dim;
-  };
-  for (int lane = 0; lane < num_lanes; ++lane) {
-    Vec* vecs = &scratch.queries[lane * vectors];
-    widen(query + element(lane, step.query_row_stride), step.head_dim, vecs);
-    for (int v = 0; v < vectors; ++v) vecs[v] *= step.scale;
-  }
-  std::fill(scratch.outputs.begin(), scratch.outputs.end(), Vec{});
-  std::fill(scratch.sums.begin(), scratch.sums.end(), Vec{});
-  std::fill(scratch.maxima.begin(), scratch.maxima.end(), -std::numeric_limits<float>::infinity());
+class Attention {
+ public:
+  Attention(const Step& step, const T* query, const T* key_pages, const T* value_pages, T* out)
+      : step_(step), query_(query), key_pages_(key_pages), value_pages_(value_pages), out_(out) {}
 
-  const int rows_after = step.query_indptr[item.chunk + 1] - item.row;
-  const int first_position = step.kv_lengths[item.chunk] - rows_after;
-  const int num_visible = first_position + item.num_rows;
-  KeyTile tile(step, item, 0, num_visible);
-  for (int start = 0; start < num_visible; start += kKeyTile) {
-    const KeyTile next(step, item, start + kKeyTile, num_visible);
-    const int num_keys = tile.num_keys;
-    const int first_row = std::max(0, start - first_position);  // earlier rows see none of the tile
-    for (int head = 0; head < item.num_heads; ++head) {
-      next.prefetch(key_pages, head, item.num_heads, step.head_dim);
-      next.prefetch(value_pages, head, item.num_heads, step.head_dim);
-      tile.load(key_pages, head, step.head_dim, scratch.keys.data());
-      tile.load(value_pages, head, step.head_dim, scratch.values.data());
-      const int end = (head + 1) * head_lanes;
-      int lane = head * head_lanes + first_row * group;
-      for (int i = lane; i < end; ++i)
-        update_softmax(scratch, i, std::min(num_keys, first_position + i % head_lanes / group + 1 - start));
-      for (; lane + 4 <= end; lane += 4) add_values<4>(scratch, lane, num_keys);
-      for (; lane + 2 <= end; lane += 2) add_values<2>(scratch, lane, num_keys);
-      if (lane < end) add_values<1>(scratch, lane, num_keys);
+  void run(const WorkItem& item, Scratch& scratch) const {
+    start(item, scratch);
+    const int rows_after = step_.query_indptr[item.chunk + 1] - item.row;
+    const int first_position = step_.kv_lengths[item.chunk] - rows_after;
+    const int num_visible = first_position + item.num_rows;
+    KeyTile tile(step_, item, 0, num_visible);
+    for (int start = 0; start < num_visible; start += kKeyTile) {
+      const KeyTile next(step_, item, start + kKeyTile, num_visible);
+      const int first_row = std::max(0, start - first_position);  // earlier ones see none of it
+      for (int head = 0; head < item.num_heads; ++head) {
+        const int first_lane = head * lanes_of_head(item);
+        const Lanes lanes{first_lane + first_row * step_.group(), first_lane + lanes_of_head(item),
+                          step_.group(), first_position + first_row + 1 - start};
+        attend_head(tile, next, head, lanes, scratch);
+      }
+      tile = next;
     }
-    tile = next;
+    finish(item, scratch);
   }
-  for (int lane = 0; lane < num_lanes; ++lane) {
-    const float* sums = reinterpret_cast<const float*>(&scratch.outputs[lane * vectors]);
-    const float weight = total(scratch.sums[lane]);
-    T* target = out + element(lane, int64_t{step.num_query_heads} * step.head_dim);
-    for (int d = 0; d < step.head_dim; ++d) assign(target[d], sums[d] / weight);
+
+ private:
+  int lanes_of_head(const WorkItem& item) const { return item.num_rows * step_.group(); }
+
+  // Lanes are ordered by head, row, place in the group.
+  int64_t row_of(const WorkItem& item, int lane) const {
+    return item.row + lane % lanes_of_head(item) / step_.group();
   }
-}
+  int64_t query_head_of(const WorkItem& item, int lane) const {
+    return (item.head + lane / lanes_of_head(item)) * step_.group() + lane % step_.group();
+  }
+
+  void start(const WorkItem& item, Scratch& scratch) const {
+    for (int lane = 0; lane < item.num_heads * lanes_of_head(item); ++lane) {
+      Vec* vecs = &scratch.queries[lane * scratch.vectors];
+      widen(query_ + row_of(item, lane) * step_.query_row_stride +
+                query_head_of(item, lane) * step_.head_dim,
+            step_.head_dim, vecs);
+      for (int v = 0; v < scratch.vectors; ++v) vecs[v] *= step_.scale;
+    }
+    std::fill(scratch.outputs.begin(), scratch.outputs.end(), Vec{});
+    std::fill(scratch.sums.begin(), scratch.sums.end(), Vec{});
+    std::fill(scratch.maxima.begin(), scratch.maxima.end(), kLowest);
+  }
+
+  // Many lanes share a widened copy of the tile; few read the pages themselves.
+  void attend_head(const KeyTile& tile, const KeyTile& next, int head, Lanes lanes,
+                   Scratch& scratch) const {
+    const int64_t begin = int64_t{head} * step_.head_dim;
+    const Rows<T> keys{key_pages_ + begin, tile.offsets, next.offsets, step_.head_dim};
+    const Rows<T> values{value_pages_ + begin, tile.offsets, next.offsets, step_.head_dim};
+    if (lanes.end - lanes.first <= kLanesWithoutCopy && step_.head_dim % kWidth == 0) {
+      attend_tile(scratch, keys, values, tile.num_keys, lanes);
+    } else {
+      const Rows<float> key_copy = copy(keys, tile.num_keys, scratch.keys, scratch);
+      const Rows<float> value_copy = copy(values, tile.num_keys, scratch.values, scratch);
+      attend_tile(scratch, key_copy, value_copy, tile.num_keys, lanes);
+    }
+  }
+
+  Rows<float> copy(Rows<T> rows, int num_keys, std::vector<Vec>& target, Scratch& scratch) const {
+    for (int key = 0; key < num_keys; ++key)
+      widen(rows[key], step_.head_dim, &target[key * scratch.vectors]);
+    const float* first = reinterpret_cast<const float*>(target.data());
+    return {first, scratch.copy_offsets.data(), nullptr, step_.head_dim};
+  }
+
+  void finish(const WorkItem& item, const Scratch& scratch) const {
+    for (int lane = 0; lane < item.num_heads * lanes_of_head(item); ++lane) {
+      const Vec* vecs = &scratch.outputs[lane * scratch.vectors];
+      const float weight = total(scratch.sums[lane]);
+      T* target = out_ + (row_of(item, lane) * step_.num_query_heads + query_head_of(item, lane)) *
+                             step_.head_dim;
+      for (int d = 0; d < step_.head_dim; ++d)
+        assign(target[d], vecs[d / kWidth][d % kWidth] / weight);
+    }
+  }
+
+  const Step& step_;
+  const T* query_;
+  const T* key_pages_;
+  const T* value_pages_;
+  T* out_;
+};
 
 template <typename T>
 void attend_step(const Step& step, int num_chunks, int num_threads, const void* query,
                  const void* key_pages, const void* value_pages, void* out) {
   const std::vector<WorkItem> items = split(step, num_chunks, num_threads);
   const int num_items = static_cast<int>(items.size());
+  const Attention<T> attention(step, static_cast<const T*>(query), static_cast<const T*>(key_pages),
+                               static_cast<const T*>(value_pages), static_cast<T*>(out));
   const int most_lanes = std::max({step.num_query_heads, kPrefillLanes, step.group()});
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     Scratch scratch(most_lanes, step.vectors());
 #pragma omp for schedule(dynamic, 1)
     for (int i = 0; i < num_items; ++i)
-      attend(step, items[i], static_cast<const T*>(query), static_cast<const T*>(key_pages),
-             static_cast<const T*>(value_pages), static_cast<T*>(out), scratch);
+      attention.run(items[i], scratch);
   }
 }
 

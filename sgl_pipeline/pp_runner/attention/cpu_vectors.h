@@ -1,0 +1,143 @@
+// Vectors of fp32 numbers as wide as this machine's registers, for cpu_kernels.cpp.
+//
+// Written with the vector extensions of GCC and Clang, so that one text serves AVX-512, AVX2 and
+// 128-bit machines. Nothing here knows of attention.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;  // floats in a vector register
+#define EVEN_POSITIONS 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD_POSITIONS 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#elif defined(__AVX__)
+constexpr int kWidth = 8;
+#define EVEN_POSITIONS 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD_POSITIONS 1, 3, 5, 7, 9, 11, 13, 15
+#else
+constexpr int kWidth = 4;
+#define EVEN_POSITIONS 0, 2, 4, 6
+#define ODD_POSITIONS 1, 3, 5, 7
+#endif
+
+typedef float Vec __attribute__((vector_size(kWidth * 4)));
+typedef int32_t IntVec __attribute__((vector_size(kWidth * 4)));
+typedef uint16_t HalfVec __attribute__((vector_size(kWidth * 2)));
+
+// Of two vectors laid end to end, the elements at even or at odd positions.
+#if defined(__clang__)
+#define EVEN(a, b) __builtin_shufflevector(a, b, EVEN_POSITIONS)
+#define ODD(a, b) __builtin_shufflevector(a, b, ODD_POSITIONS)
+#else
+#define EVEN(a, b) __builtin_shuffle(a, b, IntVec{EVEN_POSITIONS})
+#define ODD(a, b) __builtin_shuffle(a, b, IntVec{ODD_POSITIONS})
+#endif
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <typename To, typename From>
+inline To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+inline Vec broadcast(float value) { return Vec{} + value; }
+
+inline float to_float(float value) { return value; }
+inline float to_float(BFloat16 value) { return bit_cast<float>(uint32_t{value.bits} << 16); }
+
+inline void assign(float& target, float value) { target = value; }
+
+// Rounds to nearest, ties to even; a NaN stays one.
+inline void assign(BFloat16& target, float value) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  target.bits = value != value ? 0x7fc0 : static_cast<uint16_t>(rounded >> 16);
+}
+
+inline Vec load(const float* source) {
+  Vec vec;
+  std::memcpy(&vec, source, sizeof(vec));
+  return vec;
+}
+
+inline Vec load(const BFloat16* source) {
+  HalfVec halves;
+  std::memcpy(&halves, source, sizeof(halves));
+#if defined(__AVX512F__)  // GCC 12 makes five instructions of the generic conversion
+  constexpr __mmask16 all = 0xffff;
+  const auto widened = _mm512_maskz_cvtepu16_epi32(all, bit_cast<__m256i>(halves));
+  return bit_cast<Vec>(bit_cast<IntVec>(widened) << 16);
+#else
+  return bit_cast<Vec>(__builtin_convertvector(halves, IntVec) << 16);
+#endif
+}
+
+// `count` elements as vectors, the last one padded with zeros.
+template <typename T>
+inline void widen(const T* source, int count, Vec* target) {
+  int done = 0;
+  for (; done + kWidth <= count; done += kWidth) target[done / kWidth] = load(source + done);
+  if (done < count) {
+    float tail[kWidth] = {};
+    for (int i = done; i < count; ++i) tail[i - done] = to_float(source[i]);
+    target[done / kWidth] = load(tail);
+  }
+}
+
+inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
+
+inline float largest(Vec vec) {
+#pragma GCC unroll 4
+  for (int count = kWidth; count > 1; count /= 2) vec = maximum(EVEN(vec, vec), ODD(vec, vec));
+  return vec[0];
+}
+
+inline float total(Vec vec) {
+  float result = vec[0];
+  for (int i = 1; i < kWidth; ++i) result += vec[i];
+  return result;
+}
+
+// The totals of kWidth vectors, as one vector. Each is added up in the same order wherever it
+// stands, neighbours first. Overwrites its argument.
+inline Vec totals(Vec (&vecs)[kWidth]) {
+#pragma GCC unroll 4
+  for (int count = kWidth / 2; count > 0; count /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < count; ++i)
+      vecs[i] = EVEN(vecs[2 * i], vecs[2 * i + 1]) + ODD(vecs[2 * i], vecs[2 * i + 1]);
+  return vecs[0];
+}
+
+// exp(x) for x <= 0, relative error below 3e-7; exactly 0 below -87, where fp32 runs out.
+inline Vec exp_nonpositive(Vec x) {
+  const Vec clamped = maximum(x, broadcast(-87.0f));
+  const Vec shifted = clamped * 1.44269504f + 12582912.0f;  // + 1.5 * 2^23 rounds to an integer
+  const Vec powers = shifted - 12582912.0f;
+  const Vec rest = (clamped - powers * 0.693359375f) + powers * 2.12194440e-4f;  // ln(2), in two
+  Vec series = broadcast(1.0f / 720);  // Taylor; |rest| <= ln(2) / 2
+  series = series * rest + 1.0f / 120;
+  series = series * rest + 1.0f / 24;
+  series = series * rest + 1.0f / 6;
+  series = series * rest + 0.5f;
+  series = series * rest + 1.0f;
+  series = series * rest + 1.0f;
+  const IntVec exponents = bit_cast<IntVec>(shifted) << 23;  // the low bits of `shifted`: `powers`
+  const Vec result = bit_cast<Vec>(bit_cast<IntVec>(series) + exponents);
+  return x < -87.0f ? Vec{} : result;
+}
+
+}  // namespace

@@ -1,0 +1,141 @@
+"""Random traffic on tiny pools: whatever happens, each request gets the tokens it gets alone."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.pipelines import VirtualPipeline, make_request, output_when_alone
+
+from sgl_pipeline.args import POLICIES, SchedulingArgs, ThrottleArgs
+from sgl_pipeline.errors import RequestError
+from sgl_pipeline.requests import FinishReason, Request
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.throttle import make_policy
+
+ABORTED = FinishReason("abort", message="the client went away")
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Adds, aborts, schedules and completes in any order."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4]),
+        num_pages=st.integers(4, 14),
+        num_stages=st.integers(1, 4),
+        extra=st.integers(0, 1),
+        radix_cache=st.booleans(),
+        policy=st.sampled_from(POLICIES),
+        max_prefill_tokens=st.sampled_from([1, 3, 8, 64]),
+        max_running=st.sampled_from([1, 3, 16]),
+    )
+    def start(
+        self,
+        page_size: int,
+        num_pages: int,
+        num_stages: int,
+        extra: int,
+        radix_cache: bool,
+        policy: str,
+        max_prefill_tokens: int,
+        max_running: int,
+    ) -> None:
+        throttle = ThrottleArgs(
+            policy=policy,
+            max_prefill_tokens=max_prefill_tokens,
+            min_prefill_tokens=min(2, max_prefill_tokens),
+            prefill_spread_steps=2,
+        )
+        args = SchedulingArgs(
+            page_size=page_size,
+            max_running_requests=max_running,
+            radix_cache=radix_cache,
+            extra_steps_in_flight=extra,
+        )
+        self.pool_tokens = num_pages * page_size
+        self.scheduler = StepScheduler(
+            args,
+            make_policy(throttle),
+            num_pages=num_pages,
+            num_stages=num_stages,
+            context_length=1000,
+        )
+        self.pipeline = VirtualPipeline(self.scheduler, page_size)
+        self.added: list[Request] = []
+
+    @rule(
+        prompt_ids=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        max_new_tokens=st.integers(0, 8),
+        priority=st.sampled_from([0, 0, 0, 1]),
+        namespace=st.sampled_from(["", "", "", "other"]),
+        stops=st.booleans(),
+    )
+    def add(
+        self, prompt_ids: list[int], max_new_tokens: int, priority: int, namespace: str, stops: bool
+    ) -> None:
+        request = make_request(
+            str(len(self.added)),
+            prompt_ids,
+            max_new_tokens,
+            stop_token_ids=frozenset({0} if stops else ()),
+            priority=priority,
+            namespace=namespace,
+        )
+        try:
+            self.scheduler.add(request)
+        except RequestError:
+            assert len(prompt_ids) + max(0, max_new_tokens - 1) > self.pool_tokens
+        else:
+            self.added.append(request)
+
+    @rule()
+    def schedule(self) -> None:
+        self.pipeline.schedule()
+
+    @precondition(lambda self: self.pipeline.steps_in_flight)
+    @rule()
+    def complete(self) -> None:
+        self.pipeline.complete()
+
+    @rule(count=st.integers(1, 6))
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self.pipeline.fill()
+            if self.pipeline.steps_in_flight:
+                self.pipeline.complete()
+                self.scheduler.check_invariants()
+
+    @precondition(lambda self: self.scheduler.requests())
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.scheduler.requests()))
+        assert self.scheduler.abort(request.request_id, ABORTED) is request
+
+    @rule()
+    def flush(self) -> None:
+        assert self.scheduler.flush_cache() == self.scheduler.is_idle
+
+    @invariant()
+    def pages_are_conserved(self) -> None:
+        self.scheduler.check_invariants()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pipeline"):
+            return
+        self.pipeline.drain()
+        load = self.scheduler.load()
+        assert load.free_pages == load.total_pages
+        assert load.waiting_tokens == 0
+        for request in self.added:
+            expected = output_when_alone(request)
+            if request.finish is ABORTED:
+                assert request.output_ids == expected[: len(request.output_ids)]
+            else:
+                assert request.output_ids == expected
+
+
+TestSchedulerUnderRandomTraffic = SchedulerMachine.TestCase
+TestSchedulerUnderRandomTraffic.settings = settings(
+    max_examples=120,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

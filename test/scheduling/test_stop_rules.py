@@ -1,0 +1,62 @@
+"""When a request ends."""
+
+from support.pipelines import make_request
+
+from sgl_pipeline.requests import GREEDY, FinishReason, Request, StopCheck, StopRules
+from sgl_pipeline.scheduling.stop_rules import finish_reason
+
+
+def request_with(
+    output_ids: list[int], max_new_tokens: int, check: StopCheck | None = None
+) -> Request:
+    stops = StopRules(max_new_tokens, frozenset({2}), check)
+    return Request("r", [5], GREEDY, stops, output_ids=output_ids)
+
+
+def test_a_stop_token_ends_the_request_and_is_named() -> None:
+    assert finish_reason(request_with([7, 2], 10)) == FinishReason("stop", matched=2)
+
+
+def test_only_the_last_token_counts() -> None:
+    assert finish_reason(request_with([2, 7], 10)) is None
+
+
+def test_the_length_limit_ends_the_request() -> None:
+    assert finish_reason(request_with([7, 8], 3)) is None
+    assert finish_reason(request_with([7, 8, 9], 3)) == FinishReason("length")
+
+
+def test_a_stop_token_at_the_limit_is_a_stop() -> None:
+    assert finish_reason(request_with([7, 8, 2], 3)) == FinishReason("stop", matched=2)
+
+
+def test_no_new_tokens_ends_after_prefill() -> None:
+    assert finish_reason(request_with([], 0)) == FinishReason("length")
+
+
+def test_a_stop_string_goes_before_a_stop_token() -> None:
+    found = FinishReason("stop", matched="end")
+    seen: list[list[int]] = []
+
+    def check(output_ids: list[int]) -> FinishReason:
+        seen.append(list(output_ids))
+        return found
+
+    assert finish_reason(request_with([7, 2], 2, check)) is found
+    assert seen == [[7, 2]]
+
+
+def test_a_failing_stop_check_ends_its_own_request_only() -> None:
+    def check(output_ids: list[int]) -> FinishReason | None:
+        raise ValueError("bad bytes")
+
+    reason = finish_reason(request_with([7], 5, check))
+    assert reason is not None
+    assert (reason.kind, reason.status_code) == ("abort", 500)
+    assert "bad bytes" in reason.message
+
+
+def test_without_stop_tokens_only_the_length_counts() -> None:
+    request = make_request("r", [1], 2)
+    request.output_ids = [2]
+    assert finish_reason(request) is None

@@ -1,0 +1,219 @@
+"""The step plan's two halves: what the encoder saw is what the mirror has, or it is an error."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.microbatch import Chunk, Microbatch
+from sgl_pipeline.requests import GREEDY, Request, SamplingSpec, StopRules
+from sgl_pipeline.step_plan import (
+    ChunkPlan,
+    MirrorSnapshot,
+    RequestMirror,
+    RequestOpen,
+    StepPlan,
+    StepPlanEncoder,
+)
+
+
+def make_request(prompt_ids: list[int], sampling: SamplingSpec = GREEDY) -> Request:
+    return Request("r", prompt_ids, sampling, StopRules(max_new_tokens=100))
+
+
+def chunk_of(request: Request, length: int, new_pages: list[int]) -> Chunk:
+    """The next `length` tokens, with the pages that they need."""
+    request.pages += new_pages
+    start = request.num_scheduled
+    request.num_scheduled += length
+    return Chunk(request, start, length, is_decode=False, samples=start + length == 3)
+
+
+def over_the_wire(plan: StepPlan) -> StepPlan:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+
+
+def contents(mirror: RequestMirror) -> list[tuple[Any, ...]]:
+    return [(r.handle, r.sampling, r.prompt_length, list(r.tokens), list(r.pages)) for r in mirror]
+
+
+def three_plans() -> list[StepPlan]:
+    """A request in two chunks, another one that joins, the first one released."""
+    encoder = StepPlanEncoder()
+    first, second = make_request([1, 2, 3]), make_request([7], SamplingSpec(seed=5, top_k=3))
+    plans = [encoder.encode(Microbatch(0, 0, (chunk_of(first, 2, [4]),)))]
+    chunks = (chunk_of(first, 1, [9]), chunk_of(second, 1, [5]))
+    plans.append(encoder.encode(Microbatch(1, 0, chunks)))
+    second.output_ids.append(8)
+    plans.append(encoder.encode(Microbatch(2, 0, (chunk_of(second, 1, [6]),), (first,))))
+    return plans
+
+
+def test_a_request_is_described_once_and_afterwards_only_deltas_travel() -> None:
+    plans = three_plans()
+    assert [len(plan.opens) for plan in plans] == [1, 1, 0]
+    assert [plan.closes for plan in plans] == [(), (), (0,)]
+    # int32 tokens and pages: the whole prompt goes with the first chunk, pages as they come.
+    sizes = [[(len(c.new_tokens), len(c.new_pages)) for c in plan.chunks] for plan in plans]
+    assert sizes == [[(12, 4)], [(0, 4), (4, 4)], [(4, 4)]]
+
+
+def test_the_mirror_gives_back_chunks_with_all_that_came_before() -> None:
+    mirror = RequestMirror()
+    seen = []
+    for plan in three_plans():
+        for chunk in mirror.apply(over_the_wire(plan)):
+            tokens, pages = list(chunk.request.tokens), list(chunk.request.pages)
+            seen.append((chunk.start, chunk.length, chunk.samples, tokens, pages))
+    assert seen == [
+        (0, 2, False, [1, 2, 3], [4]),
+        (2, 1, True, [1, 2, 3], [4, 9]),
+        (0, 1, False, [7], [5]),
+        (1, 1, False, [7, 8], [5, 6]),
+    ]
+    assert contents(mirror) == [(1, SamplingSpec(seed=5, top_k=3), 1, [7, 8], [5, 6])]
+
+
+def test_a_lost_plan_is_a_protocol_error() -> None:
+    mirror, plans = RequestMirror(), three_plans()
+    mirror.apply(plans[0])
+    with pytest.raises(ProtocolError, match="step plan 2 skips some: this stage expects 1"):
+        mirror.apply(plans[2])
+
+
+def test_a_repeated_plan_is_a_protocol_error() -> None:
+    mirror, plans = RequestMirror(), three_plans()
+    mirror.apply(plans[0])
+    mirror.apply(plans[1])
+    with pytest.raises(ProtocolError, match="step plan 0 was repeated or is late"):
+        mirror.apply(plans[0])
+
+
+def replaced(plan: StepPlan, part: str, **changes: Any) -> StepPlan:
+    """`plan` with the first struct of the tuple `part` changed."""
+    first, *rest = getattr(plan, part)
+    changed = msgspec.structs.replace(first, **changes)
+    return msgspec.structs.replace(plan, **{part: (changed, *rest)})
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        lambda plan: msgspec.structs.replace(plan, epoch=1),
+        lambda plan: msgspec.structs.replace(plan, closes=(0,)),
+        lambda plan: msgspec.structs.replace(plan, opens=()),
+        lambda plan: msgspec.structs.replace(plan, chunks=plan.chunks[:1]),
+        lambda plan: replaced(plan, "opens", handle=0),
+        lambda plan: replaced(plan, "opens", prompt_length=2),
+        lambda plan: replaced(plan, "opens", sampling=GREEDY),
+        lambda plan: replaced(plan, "chunks", handle=1),
+        lambda plan: replaced(plan, "chunks", start=1),
+        lambda plan: replaced(plan, "chunks", length=2),
+        lambda plan: replaced(plan, "chunks", samples=False),
+        lambda plan: replaced(plan, "chunks", new_tokens=bytes(4)),
+        lambda plan: replaced(plan, "chunks", new_pages=bytes(4)),
+    ],
+)
+def test_an_altered_plan_is_a_protocol_error_and_changes_nothing(alter: Any) -> None:
+    mirror, plans = RequestMirror(), three_plans()
+    mirror.apply(plans[0])
+    before = contents(mirror)
+    with pytest.raises(ProtocolError, match="step plan 1 has checksum"):
+        mirror.apply(alter(plans[1]))
+    assert contents(mirror) == before
+
+
+def test_plans_of_another_history_are_a_protocol_error() -> None:
+    mirror, encoder = RequestMirror(), StepPlanEncoder()
+    other = encoder.encode(Microbatch(0, 0, (chunk_of(make_request([1, 1, 1]), 2, [4]),)))
+    mirror.apply(other)
+    with pytest.raises(ProtocolError, match="no longer agree"):
+        mirror.apply(three_plans()[1])
+
+
+def test_the_encoder_refuses_a_skipped_step() -> None:
+    with pytest.raises(ProtocolError, match="step 1 was to be encoded, 0 is next"):
+        StepPlanEncoder().encode(Microbatch(1, 0, ()))
+
+
+def test_a_retracted_request_is_closed_and_opened_anew_in_one_plan() -> None:
+    encoder, mirror = StepPlanEncoder(), RequestMirror()
+    request = make_request([1, 2, 3])
+    mirror.apply(encoder.encode(Microbatch(0, 0, (chunk_of(request, 3, [4]),))))
+    request.output_ids.append(9)
+    request.pages, request.num_scheduled = [], 0
+    plan = encoder.encode(Microbatch(1, 0, (chunk_of(request, 4, [6, 7]),), (request,)))
+    assert (plan.closes, plan.opens) == ((0,), (RequestOpen(1, GREEDY, 3),))
+    mirror.apply(plan)
+    assert contents(mirror) == [(1, GREEDY, 3, [1, 2, 3, 9], [6, 7])]
+
+
+def test_a_request_released_before_it_was_ever_sent_is_not_closed() -> None:
+    plan = StepPlanEncoder().encode(Microbatch(0, 0, (), (make_request([1]),)))
+    assert plan.closes == ()
+
+
+def test_whole_numbers_may_stand_for_floats_in_a_sampling_spec() -> None:
+    encoder, mirror = StepPlanEncoder(), RequestMirror()
+    request = make_request([1], SamplingSpec(temperature=1, top_p=1))
+    mirror.apply(over_the_wire(encoder.encode(Microbatch(0, 0, (chunk_of(request, 1, [0]),)))))
+    assert next(iter(mirror)).sampling == SamplingSpec()
+
+
+events = st.lists(
+    st.tuples(st.sampled_from(["open", "chunk", "token", "release"]), st.integers(0, 9)),
+    max_size=40,
+)
+
+
+@given(events=events, joins_after=st.integers(0, 40))
+def test_any_history_round_trips_and_a_late_joiner_has_the_same(
+    events: list[tuple[str, int]], joins_after: int
+) -> None:
+    encoder, live, joined = StepPlanEncoder(), RequestMirror(), RequestMirror()
+    requests: list[Request] = []
+    released: list[Request] = []
+    step_id, next_page, has_joined = 0, 0, False
+    for number, (kind, value) in enumerate(events):
+        if kind == "open":
+            requests.append(make_request([value] * (value + 1)))
+            continue
+        if not requests:
+            continue
+        request = requests[value % len(requests)]
+        if kind == "token":
+            request.output_ids.append(value)
+        elif kind == "release":
+            requests.remove(request)
+            released.append(request)
+        elif length := min(1 + value // 2, request.num_tokens - request.num_scheduled):
+            chunk = chunk_of(request, length, [next_page])
+            next_page += 1
+            plan = encoder.encode(Microbatch(step_id, 0, (chunk,), tuple(released)))
+            step_id += 1
+            released = []
+            (mirrored,) = live.apply(over_the_wire(plan))
+            assert list(mirrored.request.tokens) == request.prompt_ids + request.output_ids
+            assert list(mirrored.request.pages) == request.pages
+            if has_joined:
+                joined.apply(plan)
+                assert contents(joined) == contents(live)
+        if number >= joins_after and not has_joined:
+            snapshot = msgspec.msgpack.encode(encoder.snapshot())
+            joined.restore(msgspec.msgpack.decode(snapshot, type=MirrorSnapshot))
+            has_joined = True
+            assert contents(joined) == contents(live)
+
+
+def test_restoring_replaces_what_was_there() -> None:
+    mirror = RequestMirror()
+    mirror.apply(three_plans()[0])
+    mirror.restore(
+        MirrorSnapshot(5, 77, (RequestOpen(3, GREEDY, 1),), (ChunkPlan(3, 0, 0, False),))
+    )
+    assert contents(mirror) == [(3, GREEDY, 1, [], [])]
+    with pytest.raises(ProtocolError, match="expects 5"):
+        mirror.apply(three_plans()[1])
