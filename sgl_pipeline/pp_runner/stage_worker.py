@@ -135,8 +135,9 @@ def main() -> int:
         try:
             StageWorker(context, channel, options.worker).run()
         except Exception as error:
-            traceback.print_exc(file=sys.stderr)
             is_configuration = isinstance(error, ConfigurationError)
+            if not is_configuration:
+                traceback.print_exc()
             text = str(error) if is_configuration else f"{type(error).__name__}: {error}"
             channel.send(WorkerFailed(options.worker, text, is_configuration))
             return 1

@@ -86,11 +86,11 @@ def test_an_sgl_function_with_two_gens(demo_server):
     import sglang as sgl
 
     @sgl.function
-    def two_questions(state):
-        state += "<|user|>What is 17 + 25?<|end|><|assistant|>"
-        state += sgl.gen("sum", max_tokens=16, temperature=0)
-        state += "<|end|><|user|>Spell the word cat.<|end|><|assistant|>"
-        state += sgl.gen("letters", max_tokens=16, temperature=0)
+    def two_questions(s):
+        s += "<|user|>What is 17 + 25?<|end|><|assistant|>"
+        s += sgl.gen("sum", max_tokens=16, temperature=0)
+        s += "<|end|><|user|>Spell the word cat.<|end|><|assistant|>"
+        s += sgl.gen("letters", max_tokens=16, temperature=0)
 
     state = two_questions.run(backend=sgl.RuntimeEndpoint(demo_server.url))
     assert (state["sum"], state["letters"]) == ("42", "c-a-t")

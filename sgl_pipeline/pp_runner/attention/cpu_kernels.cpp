@@ -228,6 +228,7 @@ void attend_tile(Scratch& scratch, Rows<T> keys, Rows<T> values, int num_keys, L
   if (lane < lanes.end) add_values<1>(scratch, values, lane, num_keys);
 }
 
+// Attention of one step over keys and values of type T; `run` computes one item of its work.
 template <typename T>
 class Attention {
  public:
@@ -300,14 +301,15 @@ class Attention {
     return {first, scratch.copy_offsets.data(), nullptr, step_.head_dim};
   }
 
-  void finish(const WorkItem& item, const Scratch& scratch) const {
+  void finish(const WorkItem& item, Scratch& scratch) const {
     for (int lane = 0; lane < item.num_heads * lanes_of_head(item); ++lane) {
-      const Vec* vecs = &scratch.outputs[lane * scratch.vectors];
+      Vec* vecs = &scratch.outputs[lane * scratch.vectors];
       const float weight = total(scratch.sums[lane]);
+      for (int v = 0; v < scratch.vectors; ++v) vecs[v] /= weight;
+      const float* numbers = reinterpret_cast<const float*>(vecs);
       T* target = out_ + (row_of(item, lane) * step_.num_query_heads + query_head_of(item, lane)) *
                              step_.head_dim;
-      for (int d = 0; d < step_.head_dim; ++d)
-        assign(target[d], vecs[d / kWidth][d % kWidth] / weight);
+      for (int d = 0; d < step_.head_dim; ++d) assign(target[d], numbers[d]);
     }
   }
 

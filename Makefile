@@ -1,0 +1,96 @@
+# Set-up, tests and the server, from a machine with Python 3.11 or 3.12, pip and make.
+# `make help` lists the targets. Everything lands in .venv and build/; nothing else is touched.
+
+PORT ?= 30000
+ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+# An index with PyTorch's CPU builds, where pip's own index has only the CUDA ones.
+TORCH_INDEX ?=
+
+VENV := .venv
+VENV_PYTHON := $(VENV)/bin/python
+SUPPORTED := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+
+# cuda where an NVIDIA driver answers, cpu elsewhere; `make setup SET=cpu` overrides.
+SET ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+REQUIREMENTS := requirements/$(SET).txt requirements/dev.txt
+# The stamp's name changes with the set and its pins, and with them the need to install.
+FINGERPRINT := $(shell cat $(REQUIREMENTS) | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/installed-$(SET)-$(FINGERPRINT)
+
+# pip reports errors only: machines with a local index print a warning for every package it lacks.
+PIP_INSTALL := $(VENV_PYTHON) -m pip install -qq --no-input --disable-pip-version-check \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help:
+	@echo 'make setup   create .venv and install the pinned requirements ($(SET) set)'
+	@echo 'make test    set-up, then the tests              PYTEST_ARGS="-k scheduling"'
+	@echo 'make serve   set-up, then the demo server        PORT=31000 ARGS="--pp 2 --policy sarathi"'
+	@echo 'make lint    ruff, ruff format and mypy'
+	@echo 'make bench   the serving benchmark               BENCH_ARGS="--rounds 3"'
+	@echo 'make clean   remove build/ and the caches; .venv goes with `make distclean`'
+
+.PHONY: setup
+setup: $(STAMP)
+
+$(STAMP):
+	@python=; for name in $(or $(PYTHON),python3.12 python3.11 python3 python); do \
+		if $$name -c '$(SUPPORTED)' >/dev/null 2>&1; then python=$$name; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+		echo 'sgl_pipeline needs Python 3.11 or 3.12 (with venv); none was found.' \
+			'Name one: make setup PYTHON=/path/to/python3.11' >&2; \
+		exit 1; \
+	fi; \
+	echo "Creating $(VENV) with $$($$python --version)"; \
+	$$python -m venv --clear $(VENV)
+	@echo 'Installing PyTorch ($(SET) build)'
+	@$(PIP_INSTALL) -c requirements/$(SET).txt torch
+	@echo 'Installing SGLang and the rest ($(SET) set, a few minutes)'
+	@$(PIP_INSTALL) --no-deps $(REQUIREMENTS:%=-r %)
+	@$(PIP_INSTALL) --no-deps --no-build-isolation -e .
+	@touch $@
+	@echo 'Set-up done'
+
+.PHONY: test
+test: $(STAMP) | check-sglang
+	$(VENV_PYTHON) -m pytest -m 'not gpu' $(PYTEST_ARGS)
+
+IMPORT_SGLANG := from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim as shim; \
+	shim(); import sglang
+
+# The tests skip what needs SGLang where it is absent; here its absence is a failure.
+.PHONY: check-sglang
+check-sglang: $(STAMP)
+	@$(VENV_PYTHON) -W ignore -c '$(IMPORT_SGLANG)' || \
+		{ echo 'SGLang cannot be imported from $(VENV); run `make distclean setup`.' >&2; exit 1; }
+
+# `--pp 4` unless ARGS chooses a depth in one of the flag's spellings.
+.PHONY: serve
+serve: $(STAMP)
+	$(VENV_PYTHON) -m sgl_pipeline.launch_server \
+		$(if $(filter --pp --pp=% --pp-size --pp-size=% --pipeline-parallel-size%,$(ARGS)),,--pp 4) \
+		--port $(PORT) $(ARGS)
+
+.PHONY: lint
+lint: $(STAMP)
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m mypy
+
+.PHONY: bench
+bench: $(STAMP)
+	$(VENV_PYTHON) -m benchmark.bench_serving $(BENCH_ARGS)
+
+.PHONY: clean
+clean:
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+.PHONY: distclean
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,1 @@
+"""Real servers and kernels, measured; nothing here is imported by the package."""

@@ -1,0 +1,235 @@
+"""Measures servers under the load of `sglang.bench_serving`, ours beside its peers.
+
+    python -m benchmark.bench_serving --engine "ours --pp 2" --engine "vllm --pp 2" --rounds 3
+
+Run by hand or `make bench`. Engines take turns, one at a time (A B A B), each started afresh, with
+one run that is not counted before the one that is. It must never compare runs of unequal work.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmark.engines import Engine, EngineFailure, parse_engine, running
+from benchmark.machine import describe_machine, describe_software, usable_cores
+from benchmark.serving_report import METRICS, Run, comparison_table, cost_table, pipeline_cost
+from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from sgl_pipeline.trace import StepRecord, read_trace
+
+_ROOT = Path(__file__).resolve().parents[1]
+RESULTS = _ROOT / "benchmark" / "results"
+SCRATCH = _ROOT / "build" / "bench"
+DEFAULT_PRESET = "0.27b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What the clients ask for: prompts of random ids, lengths drawn from [ratio * n, n]."""
+
+    num_requests: int = 64
+    input_tokens: int = 256
+    output_tokens: int = 64
+    range_ratio: float = 0.25
+    seed: int = 1
+    requests_per_s: float = float("inf")
+
+    def client_flags(self) -> list[str]:
+        """The load as `sglang.bench_serving` writes it."""
+        values = {
+            "--dataset-name": "random-ids",
+            "--num-prompts": self.num_requests,
+            "--random-input-len": self.input_tokens,
+            "--random-output-len": self.output_tokens,
+            "--random-range-ratio": self.range_ratio,
+            "--seed": self.seed,
+            "--request-rate": self.requests_per_s,
+        }
+        return [word for flag, value in values.items() for word in (flag, str(value))]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 1 after an error that was printed."""
+    options = _parse(argv)
+    try:
+        _bench(options)
+    except SglPipelineError as error:
+        print(f"bench_serving: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> None:
+    load = Load(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Load)})
+    SCRATCH.mkdir(parents=True, exist_ok=True)
+    model = Path(options.model_path) if options.model_path else make_model(DEFAULT_PRESET)
+    engines = _engines(options, model)
+    against = options.against or (engines[-1].label if len(engines) > 1 else None)
+    if against is not None and against not in [engine.label for engine in engines]:
+        raise ConfigurationError(f"--against {against!r} is none of the engines that are measured")
+    runs = []
+    for round_number in range(1, options.rounds + 1):
+        for engine in engines:
+            log = SCRATCH / re.sub(r"[^\w.]+", "_", f"{engine.label}_round_{round_number}.log")
+            with running(engine, log):
+                measure(engine, model, load, round_number)  # the uncounted one
+                run = measure(engine, model, load, round_number)
+            print(f"{engine.label}, round {round_number}: {_one_line(run)}", flush=True)
+            runs.append(run)
+            check_equal_work(runs)
+    tables = [comparison_table(runs, against), cost_table(runs)]
+    print("\n" + "\n\n".join(filter(None, tables)))
+    if not options.no_save:
+        stem = save_result(RESULTS, options.name, load, model, runs, tables)
+        print(f"\nWritten: {stem}.md and .json")
+
+
+def measure(engine: Engine, model: Path, load: Load, round_number: int) -> Run:
+    """Puts the load on a server that is up.
+
+    Raises EngineFailure when the client fails or not every request is answered.
+    """
+    steps_before = len(_trace(engine))
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "result.jsonl"
+        command = [sys.executable, "-m", "benchmark.load_client", *load.client_flags()]
+        command += ["--backend", engine.client_backend, "--base-url", engine.base_url]
+        command += ["--model", str(model), "--tokenizer", str(model), "--disable-tqdm"]
+        # A warm-up request would be in the trace; a whole uncounted run comes before instead.
+        command += ["--warmup-requests", "0", "--output-file", str(output)]
+        client = subprocess.run(
+            command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if client.returncode != 0 or not output.exists():
+            raise EngineFailure(f"{engine.label}: the client failed:\n{client.stdout[-4000:]}")
+        result: dict[str, Any] = json.loads(output.read_text().splitlines()[-1])
+    if result["completed"] != load.num_requests:
+        raise EngineFailure(
+            f"{engine.label}: {result['completed']} of {load.num_requests} requests were answered"
+        )
+    return Run(
+        engine=engine.label,
+        round=round_number,
+        input_tokens=result["total_input_tokens"],
+        output_tokens=result["total_output_tokens"],
+        duration_s=result["duration"],
+        metrics={name: result[name] for name in METRICS},
+        cost=pipeline_cost(_trace(engine)[steps_before:]),
+    )
+
+
+def check_equal_work(runs: list[Run]) -> None:
+    """Raises EngineFailure unless all runs took in and gave out the same number of tokens."""
+    work = {(run.input_tokens, run.output_tokens): run.engine for run in runs}
+    if len(work) > 1:
+        told = "; ".join(f"{engine}: {i} in, {o} out" for (i, o), engine in work.items())
+        raise EngineFailure(f"the engines did unequal work and cannot be compared ({told})")
+
+
+def make_model(preset: str) -> Path:
+    """The random-weight checkpoint of that preset under build/models, written when missing."""
+    directory = _ROOT / "build" / "models" / preset
+    if not directory.exists():
+        # An interrupted write must not look like a model.
+        partial = directory.with_name(f"{preset}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        command = [sys.executable, "-m", "benchmark.make_model", preset, str(partial)]
+        if subprocess.run(command, cwd=_ROOT).returncode != 0:
+            raise ConfigurationError(f"could not write the {preset} model to {partial}")
+        partial.rename(directory)
+    return directory
+
+
+def _engines(options: argparse.Namespace, model: Path) -> list[Engine]:
+    if options.base_url is None:
+        texts = options.engine or ["ours --pp 2"]
+        return [parse_engine(text, model, options.port, SCRATCH, usable_cores()) for text in texts]
+    if options.engine:
+        raise ConfigurationError("--base-url measures one running server; drop --engine")
+    return [
+        Engine(
+            label=options.base_url,
+            client_backend=options.backend,
+            base_url=options.base_url.rstrip("/"),
+            trace_path=Path(options.trace_path) if options.trace_path else None,
+        )
+    ]
+
+
+def _trace(engine: Engine) -> list[StepRecord]:
+    if engine.trace_path is None or not engine.trace_path.exists():
+        return []
+    return list(read_trace(engine.trace_path))
+
+
+def _one_line(run: Run) -> str:
+    return ", ".join(f"{head} {run.metrics[name]:.1f}" for name, head in METRICS.items())
+
+
+def save_result(
+    folder: Path, name: str, load: Load, model: Path, runs: list[Run], tables: list[str]
+) -> Path:
+    """Writes `<date>_<name>.json` and `.md` with all that is needed to measure again.
+
+    Returns the path without its suffix.
+    """
+    now = datetime.datetime.now(datetime.UTC)
+    command = shlex.join(["python", "-m", "benchmark.bench_serving", *sys.argv[1:]])
+    facts: dict[str, Any] = {
+        "date": now.isoformat(timespec="seconds"),
+        "command": command,
+        "machine": describe_machine(),
+        "software": describe_software(),
+        "model": model.name,
+        # JSON has no infinity.
+        "load": {key: str(value) for key, value in dataclasses.asdict(load).items()},
+    }
+    stem = folder / f"{now:%Y-%m-%d_%H%M}_{name}"
+    record = facts | {"runs": [dataclasses.asdict(run) for run in runs]}
+    stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    lines = [f"# {name}, {facts['date']}", "", "```", command, "```", ""]
+    lines += [
+        f"{key}: " + "; ".join(f"{name} {fact}" for name, fact in facts[key].items()) + "  "
+        for key in ("machine", "software", "load")
+    ]
+    work = f"{runs[0].input_tokens} tokens in, {runs[0].output_tokens} out a run"
+    lines += [f"model: {model.name}; {work}; prefix caches off; medians (smallest to largest)", ""]
+    text = "\n".join(lines) + "\n" + "\n\n".join(filter(None, tables)) + "\n"
+    stem.with_suffix(".md").write_text(text, encoding="utf-8")
+    return stem
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.bench_serving", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--engine", action="append", help="'ours|vllm|sglang --pp N [its flags]'; repeatable")
+    add("--against", help="engine whose throughput is 1 in the ratios (default: the last one)")
+    add("--rounds", type=int, default=3, help="counted runs of each engine (default: 3)")
+    add("--model-path", help=f"checkpoint (default: the {DEFAULT_PRESET} preset, made on demand)")
+    add("--port", type=int, default=31900, help="loopback port of the engines (default: 31900)")
+    add("--base-url", help="measure this running server instead of starting engines")
+    add("--backend", default="sglang", choices=("sglang", "vllm"), help="protocol at --base-url")
+    add("--trace-path", help="where the server at --base-url writes its trace")
+    add("--name", default="serving", help="of the result files (default: serving)")
+    add("--no-save", action="store_true", help="print only")
+    for field in dataclasses.fields(Load):
+        flag, kind = "--" + field.name.replace("_", "-"), type(field.default)
+        add(flag, type=kind, default=field.default, help=f"(default: {field.default})")
+    options = parser.parse_args(argv)
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

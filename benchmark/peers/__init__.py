@@ -1,0 +1,1 @@
+"""Other engines on a CPU machine, to be measured beside ours."""

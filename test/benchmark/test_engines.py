@@ -1,0 +1,100 @@
+"""The command lines of the engines, and the life of a server process, with a stand-in server."""
+
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmark.engines import Engine, EngineFailure, bind_threads, parse_engine, running
+from sgl_pipeline.errors import ConfigurationError
+
+MODEL = Path("model")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def engine_of(program: str, port: int) -> Engine:
+    return Engine(
+        label="stand-in",
+        client_backend="sglang",
+        base_url=f"http://127.0.0.1:{port}",
+        command=(sys.executable, "-c", program, str(port)),
+    )
+
+
+SERVER = """
+import http.server, subprocess, sys
+child = subprocess.Popen(["sleep", "600"])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_ours_gets_its_flags_and_an_empty_prefix_cache(tmp_path: Path) -> None:
+    engine = parse_engine("ours --pp 4 --policy sarathi", MODEL, 31000, tmp_path, [0])
+    command = list(engine.command)
+    assert command[command.index("--pp") + 1] == "4"
+    assert command[command.index("--port") + 1] == "31000"
+    assert command[-2:] == ["--policy", "sarathi"]
+    assert "--disable-radix-cache" in command
+    assert engine.trace_path is not None
+    assert command[command.index("--trace-path") + 1] == str(engine.trace_path)
+    assert engine.label == "ours --pp 4 --policy sarathi"
+
+
+def test_the_sglang_peer_binds_a_core_to_each_stage(tmp_path: Path) -> None:
+    engine = parse_engine("sglang", MODEL, 31000, tmp_path, [0, 1])
+    assert engine.environment == {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    assert "--disable-radix-cache" in engine.command
+
+
+@pytest.mark.parametrize("text", ["tgi --pp 2", "ours --pp two", ""])
+def test_an_engine_that_is_not_known_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="must begin with one of ours, vllm, sglang"):
+        parse_engine(text, MODEL, 31000, tmp_path, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_stages", "text"),
+    [([0, 1], 1, "0-1"), ([0, 1], 2, "0|1"), ([0, 1, 2, 3, 4], 2, "0-1|2-4")],
+)
+def test_cores_are_split_over_the_stages(cores: list[int], num_stages: int, text: str) -> None:
+    assert bind_threads(cores, num_stages) == text
+
+
+def test_more_stages_than_cores_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="between 1 and the 2 usable cores"):
+        bind_threads([0, 1], 3)
+
+
+def test_a_server_is_gone_with_its_children_when_its_turn_ends(tmp_path: Path) -> None:
+    with running(engine_of(SERVER, free_port()), tmp_path / "log"):
+        started = psutil.Process().children(recursive=True)
+        assert {"sleep"} <= {process.name() for process in started}
+    assert not [process for process in started if process.is_running()]
+
+
+def test_a_server_that_ends_at_start_is_reported_with_its_log(tmp_path: Path) -> None:
+    engine = engine_of("raise SystemExit('no such model')", free_port())
+    expected = pytest.raises(EngineFailure, match=r"stand-in: ended with 1(?s:.*)no such model")
+    with expected, running(engine, tmp_path / "log"):
+        pytest.fail("a dead server was used")
+
+
+def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    port = free_port()
+    with (
+        running(engine_of(SERVER, port), tmp_path / "log"),
+        pytest.raises(ConfigurationError, match="is taken"),
+        running(engine_of(SERVER, port), tmp_path / "second"),
+    ):
+        pytest.fail("two servers on one port")
