@@ -1,4 +1,4 @@
-"""What all tests need: transformers must import on a CPU, and two cores must not be oversubscribed."""
+"""What all tests need: transformers imports on a CPU, and no test takes more than one core."""
 
 import torch
 

@@ -132,6 +132,8 @@ class StageLauncher:
         environment = dict(os.environ)
         # OpenMP reads these before torch can be told; spinning threads would starve the neighbours.
         environment |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        # Weights in huge pages: a fifth off a step of few rows, which is bound by reading them.
+        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
         paths = [package_root, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         module = "sgl_pipeline.pp_runner.stage_worker"

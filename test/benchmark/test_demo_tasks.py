@@ -131,7 +131,17 @@ def test_answers_agree_with_an_independent_solver(task: str, held_out: bool) -> 
         assert question.answer == SOLVERS[task](question.text), question.text
 
 
-@pytest.mark.parametrize("task", TASK_NAMES)
+def test_helper_answers_are_right() -> None:
+    for question in draw("tally", held_out=False):
+        word = question.content_key.removeprefix("word ")
+        assert word in question.text
+        pairs = re.findall(r"([a-z])(\d)", question.answer)
+        assert " ".join(map("".join, pairs)) == question.answer
+        assert all(len(word.split(letter)) - 1 == int(count) for letter, count in pairs)
+        assert len(pairs) == 1 or {letter for letter, _ in pairs} == set(word)
+
+
+@pytest.mark.parametrize("task", TRAINING_TASK_NAMES)
 def test_held_out_content_is_disjoint_from_training(task: str) -> None:
     training = {question.content_key for question in draw(task, held_out=False)}
     held_out = {question.content_key for question in draw(task, held_out=True)}
