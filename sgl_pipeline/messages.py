@@ -60,10 +60,12 @@ class PoolSize(msgspec.Struct, frozen=True, tag=True):
 
 
 class StageReady(msgspec.Struct, frozen=True, tag=True):
-    """The pool is allocated and the links are open. `attention_backend` is the one in use."""
+    """The pool is allocated and the links are open. `attention_backend` is the one in use; the
+    `notice`, if any, is for the user and told once, however many stages send it."""
 
     stage: int
     attention_backend: str
+    notice: str = ""
 
 
 class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):

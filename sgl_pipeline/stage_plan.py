@@ -48,10 +48,12 @@ def even_layer_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def auto_layer_counts(num_layers: int, num_stages: int, head_layers: float) -> tuple[int, ...]:
-    """Counts that minimise the heaviest stage when the head weighs as much as `head_layers` layers.
+    """Counts for a load of decodes and prefill alike. Every stage keeps at least one layer.
 
-    The weight is one of bytes read in a step (a decode step is bound by memory bandwidth), so a
-    large vocabulary takes layers off the last stage. Every stage keeps at least one layer.
+    A decode step is bound by the weights it reads, of which lm_head has as many as `head_layers`
+    layers; in a prefill step the head has few rows and costs next to nothing. The sum of both
+    steps' slowest stages is minimised, so that a large vocabulary takes layers off the last stage,
+    but fewer than decodes alone would.
     """
     if num_stages == 1:
         return (num_layers,)
@@ -59,8 +61,9 @@ def auto_layer_counts(num_layers: int, num_stages: int, head_layers: float) -> t
     for last in range(1, num_layers - num_stages + 2):
         base, remainder = divmod(num_layers - last, num_stages - 1)
         upstream = base + (remainder > 0)
+        cost = max(upstream, last + head_layers) + max(upstream, last)
         # Ties go to the more even split.
-        candidates.append((max(upstream, last + head_layers), abs(upstream - last), last))
+        candidates.append((cost, abs(upstream - last), last))
     _, _, last = min(candidates)
     base, remainder = divmod(num_layers - last, num_stages - 1)
     upstream_counts = [base + (stage < remainder) for stage in range(num_stages - 1)]

@@ -50,25 +50,31 @@ def test_splits_that_other_servers_got_wrong(
 
 
 @given(sizes, st.floats(0, 20))
-def test_no_other_split_has_a_lighter_heaviest_stage_than_auto(
+def test_no_other_split_is_cheaper_for_decode_and_prefill_together_than_auto(
     size: tuple[int, int], head_layers: float
 ) -> None:
     num_layers, num_stages = size
     counts = auto_layer_counts(num_layers, num_stages, head_layers)
     assert_every_layer_once(StagePlan(0, counts), num_layers)
 
-    def heaviest(last: int) -> float:
-        upstream = -(-(num_layers - last) // (num_stages - 1))
-        return max(upstream, last + head_layers)
+    def cost(upstream: int, last: int) -> float:
+        return max(upstream, last + head_layers) + max(upstream, last)
 
     if num_stages > 1:
-        weight = max(*counts[:-1], counts[-1] + head_layers)
-        assert weight == min(heaviest(last) for last in range(1, num_layers - num_stages + 2))
+        others = [
+            cost(-(-(num_layers - last) // (num_stages - 1)), last)
+            for last in range(1, num_layers - num_stages + 2)
+        ]
+        assert cost(max(counts[:-1]), counts[-1]) == min(others)
 
 
 def test_a_heavy_head_takes_layers_off_the_last_stage() -> None:
     assert auto_layer_counts(16, 4, head_layers=3.0) == (5, 5, 4, 2)
     assert auto_layer_counts(16, 4, head_layers=0.0) == (4, 4, 4, 4)
+
+
+def test_a_split_that_prefill_would_pay_for_as_much_stays_even() -> None:
+    assert auto_layer_counts(16, 2, head_layers=2.6) == (8, 8)
 
 
 def test_a_written_partition_is_taken_as_it_is() -> None:

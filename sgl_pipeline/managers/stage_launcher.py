@@ -4,6 +4,7 @@ Called by the scheduler process. Workers are plain child processes that know onl
 they import torch but never sglang. This file decides nothing about requests.
 """
 
+import logging
 import os
 import subprocess
 import sys
@@ -30,6 +31,8 @@ from sgl_pipeline.messages import (
 )
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.stage_plan import StagePlan, parse_layer_partition
+
+logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 2.0
 
@@ -83,6 +86,8 @@ class StageLauncher:
         num_pages = min(report.num_pages for report in loaded)
         self.channel.broadcast(self.workers, PoolSize(num_pages))
         ready = self._gather(StageReady)
+        for notice in {stage.notice for stage in ready} - {""}:
+            logger.warning("%s", notice)
         return PipelineCapacity(num_pages, loaded, ready[0].attention_backend)
 
     def receive(self) -> Iterator[FromWorker]:

@@ -4,7 +4,6 @@ Called once by the stage worker, before and after it loads its weights. The only
 whether there is a GPU; it never changes what the model computes.
 """
 
-import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,6 @@ from sgl_pipeline.pp_runner.model_spec import ModelSpec
 # memory, so that two servers fit side by side.
 DEFAULT_CPU_KV_TOKENS = 32_768
 CPU_DTYPES = (torch.float32, torch.bfloat16)
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,15 @@ def pin_threads(num_threads: int, cores: tuple[int, ...]) -> None:
     torch.set_num_threads(num_threads)
 
 
-def choose_attention_backend(name: str, shape: AttentionShape) -> str:
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """An attention backend by name; `notice` tells the user why it is not the fast one, if so."""
+
+    name: str
+    notice: str = ""
+
+
+def choose_attention_backend(name: str, shape: AttentionShape) -> BackendChoice:
     """The backend that `--stage-attention-backend name` means for `shape`.
 
     `auto` is flashinfer on a GPU, and on a CPU the compiled kernels, or with a notice `torch` where
@@ -74,15 +79,16 @@ def choose_attention_backend(name: str, shape: AttentionShape) -> str:
     """
     device, dtype = shape.device.type, shape.dtype
     if name == "auto" and device == "cuda":
-        return "flashinfer"
+        return BackendChoice("flashinfer")
     if name == "auto":
         try:
             _require_cpu_dtype(dtype)
             load_cpu_kernels()
         except ConfigurationError as error:
-            logger.warning("attention runs in plain torch, which is slower: %s", error)
-            return "torch"
-        return "cpu"
+            return BackendChoice(
+                "torch", f"attention runs in plain torch, which is slower: {error}"
+            )
+        return BackendChoice("cpu")
     if name == "cpu":
         _require_cpu_dtype(dtype)
     needed = {"flashinfer": "cuda", "cpu": "cpu", "torch": device}.get(name)
@@ -95,7 +101,7 @@ def choose_attention_backend(name: str, shape: AttentionShape) -> str:
         raise ConfigurationError(
             f"--stage-attention-backend {name} needs --device {needed}, this is {device}"
         )
-    return name
+    return BackendChoice(name)
 
 
 def make_attention_backend(name: str, shape: AttentionShape) -> AttentionBackend:
@@ -103,7 +109,7 @@ def make_attention_backend(name: str, shape: AttentionShape) -> AttentionBackend
 
     Raises ConfigurationError when it cannot be had on this machine.
     """
-    chosen = choose_attention_backend(name, shape)
+    chosen = choose_attention_backend(name, shape).name
     if chosen == "cpu":
         return CpuAttention(shape, load_cpu_kernels())
     if chosen == "torch":

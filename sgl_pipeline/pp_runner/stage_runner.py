@@ -20,7 +20,7 @@ from sgl_pipeline.step_plan import RequestMirror, StepPlan
 class StageRunner:
     """Owns the stage's KV pool and its view of the open requests.
 
-    `attention_backend` is the name of the one in use.
+    `attention_backend` says which one is in use.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class StageRunner:
         self.attention_backend = choose_attention_backend(
             assignment.attention_backend, attention_shape
         )
-        self._attention = make_attention_backend(self.attention_backend, attention_shape)
+        self._attention = make_attention_backend(self.attention_backend.name, attention_shape)
         self._kv_pool = KvPool(
             assignment.plan.layers_of(assignment.stage),
             num_pages=num_pages,

@@ -41,7 +41,6 @@ from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.process_lifetime import die_with_parent
 from sgl_pipeline.step_plan import StepPlan
 
-logger = logging.getLogger(__name__)
 Message = TypeVar("Message", bound=ToWorker)
 
 
@@ -106,7 +105,8 @@ class StageWorker:
             stage,
         )
         runner = StageRunner(assignment, model, shape, num_pages, link)
-        self._channel.send(StageReady(stage, runner.attention_backend))
+        choice = runner.attention_backend
+        self._channel.send(StageReady(stage, choice.name, choice.notice))
         return runner
 
     def _expect(self, kind: type[Message]) -> Message:
