@@ -110,6 +110,10 @@ class StageArgs:
             f"--max-total-tokens {self.max_total_tokens} must be at least 1",
         )
         require(
+            self.cpu_threads is None or self.cpu_threads >= 1,
+            f"--cpu-threads-per-stage {self.cpu_threads} must be at least 1",
+        )
+        require(
             0.0 < self.memory_fraction < 1.0,
             f"--mem-fraction-static {self.memory_fraction} must be between 0 and 1",
         )

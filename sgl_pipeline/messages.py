@@ -16,7 +16,6 @@ class WorkerHello(msgspec.Struct, frozen=True, tag=True):
     """A worker is up and waits to be told which position it fills."""
 
     worker: int
-    process_id: int
 
 
 class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -72,7 +71,8 @@ class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One stage ran one step. The last stage adds the sampled token ids, in chunk order.
 
     `input_wait_ms` is the time from being free to having plan and activations; `compute_ms` from
-    there to the end of the forward pass (and sampling).
+    there to the end of the forward pass (and sampling). On a GPU both are the host's times: only
+    the last stage waits for its kernels.
     """
 
     stage: int

@@ -10,6 +10,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
+# Below it a softmax in fp32 is greedy anyway, and soon not finite (upstream: _SAMPLING_EPS).
+MIN_TEMPERATURE = 1e-6
+
 
 class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
     """How the next token is drawn. Travels to the last stage, so it is a Struct.
@@ -26,7 +29,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
 
 GREEDY = SamplingSpec(temperature=0.0)

@@ -36,7 +36,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceWriter:
-    """Appends records to a file, a line each, flushed when closed or asked."""
+    """Writes a new file of records, a line each, flushed when closed or asked."""
 
     def __init__(self, path: str | Path) -> None:
         self._file: IO[bytes] = Path(path).open("wb")  # noqa: SIM115 - closed by `close`

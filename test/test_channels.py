@@ -16,7 +16,7 @@ def channels(tmp_path):
     with SchedulerChannel(context, address) as scheduler:
         workers = [WorkerChannel(context, address, worker) for worker in range(2)]
         for worker, channel in enumerate(workers):
-            channel.send(WorkerHello(worker, 100 + worker))
+            channel.send(WorkerHello(worker))
         hellos = [wait_for(scheduler) for _ in workers]
         assert sorted(hello.worker for hello in hellos) == [0, 1]
         yield scheduler, workers

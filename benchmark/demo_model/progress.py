@@ -52,7 +52,7 @@ def learning_rate_factor(
 
 
 def layer_count_stages(text: str) -> Stages:
-    """Read stages such as `0:4,0.3:8,0.65:16`, which must start at 0.
+    """Read stages such as `0:4,0.5:8,0.88:16`, which must start at 0.
 
     A shallow model learns the tasks several times faster; the layers added later start as the
     identity and lose nothing.

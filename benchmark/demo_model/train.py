@@ -204,7 +204,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--stages",
         type=layer_count_stages,
-        default="0:4,0.3:8,0.65:16",
+        default="0:4,0.5:8,0.88:16",
         help="pairs of time fraction and layer count, e.g. 0:4,0.5:16",
     )
     parser.add_argument("--muon-rate", type=float, default=0.02)

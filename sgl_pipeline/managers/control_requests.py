@@ -15,6 +15,9 @@ from sglang.srt.managers import io_struct as io
 
 logger = logging.getLogger(__name__)
 
+# One flush waits at a time, so none may wait for ever.
+MAX_FLUSH_WAIT_S = 600.0
+
 _WEIGHTS = "changing weights at run time is not supported by this server yet"
 _LORA = "LoRA adapters are not supported by this server yet"
 _TIERS = "hierarchical KV storage is not supported by this server yet"
@@ -180,7 +183,8 @@ class ControlDesk:
             reply = io.FlushCacheReqOutput(success=False, message="another flush is waiting")
             self._front.reply(reply, message)
         elif message.timeout_s and message.timeout_s > 0 and not self._server.is_idle:
-            self._waiting_flush = (message, time.monotonic() + message.timeout_s)
+            wait_s = min(message.timeout_s, MAX_FLUSH_WAIT_S)
+            self._waiting_flush = (message, time.monotonic() + wait_s)
         else:
             self._flush_now(message)
 

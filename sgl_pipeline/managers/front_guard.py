@@ -83,6 +83,9 @@ def check_sequences(obj: Any) -> None:
         # Upstream parses the expression itself, and answers a bad one with a 500.
         if one.get("stop_regex"):
             raise _refused("stop_regex: not supported by this server yet")
+        # Upstream's own mark that it has checked the rest.
+        if one.get("is_normalized"):
+            raise _refused("is_normalized is not for clients to set")
         num_sequences += samples
     if num_sequences > MAX_SEQUENCES_PER_REQUEST:
         raise _refused(
@@ -120,7 +123,8 @@ class RouteGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if (feature := REFUSED_ROUTES.get(scope["path"])) is not None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if (feature := REFUSED_ROUTES.get(path)) is not None:
             message = f"{feature}: not supported by this server yet"
             refusal = JSONResponse({"error": {"message": message}}, HTTPStatus.BAD_REQUEST)
             await refusal(scope, receive, send)

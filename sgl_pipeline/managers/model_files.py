@@ -1,16 +1,16 @@
 """Which model directory is served, and what the front must know of the model in it.
 
 Used by `server_args.py` before anything starts (which directory, which dtype) and by the scheduler
-process (context length, vocabulary, EOS ids, tokenizer). Reads JSON and the tokenizer; never
-weights, and never code from the model's repository.
+process (context length, vocabulary, EOS ids, tokenizer). Never reads weights, nor runs code from
+the model's repository.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_pipeline.errors import CheckpointError, ConfigurationError
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.pp_runner.model_spec import ModelSpec
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
 DTYPES = {
@@ -85,23 +85,9 @@ def _fetch(model: str, revision: str | None, cache_dir: str | None) -> str:
         ) from error
 
 
-def read_config(model_path: str) -> dict[str, Any]:
-    """The model's config.json. Raises CheckpointError when it cannot be read."""
-    path = Path(model_path) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
-    return config
-
-
-def resolve_dtype(asked: str, config: dict[str, Any]) -> str:
-    """The torch dtype name for `--dtype` (auto: what the checkpoint says, else float32)."""
-    name = asked
-    if asked == "auto":
-        name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+def resolve_dtype(asked: str, checkpoint_dtype: str) -> str:
+    """The torch dtype name for `--dtype` (auto: the checkpoint's)."""
+    name = checkpoint_dtype if asked == "auto" else asked
     try:
         return DTYPES[name]
     except KeyError:
@@ -110,25 +96,17 @@ def resolve_dtype(asked: str, config: dict[str, Any]) -> str:
         ) from None
 
 
-def read_limits(model_path: str, context_length: int | None, tokenizer: Any = None) -> ModelLimits:
-    """The limits of the model in `model_path`.
+def model_limits(spec: ModelSpec, context_length: int | None, tokenizer: Any) -> ModelLimits:
+    """The limits of requests to the model of `spec`.
 
     Args:
         context_length: `--context-length`, or None for the model's own.
         tokenizer: its EOS id is added to those of config.json and generation_config.json, because
             chat models often end a turn with a token that only one of the three names.
     """
-    config = read_config(model_path)
-    try:
-        own_length = int(config.get("max_position_embeddings") or 2048)
-        vocab_size = int(config["vocab_size"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{model_path}/config.json lacks a valid vocab_size or max_position_embeddings"
-        ) from error
-    eos = _as_ids(config.get("eos_token_id")) | _as_ids(_generation_eos(model_path))
-    eos |= _as_ids(getattr(tokenizer, "eos_token_id", None))
-    return ModelLimits(context_length or own_length, vocab_size, frozenset(eos))
+    own_eos = getattr(tokenizer, "eos_token_id", None)
+    eos = spec.eos_token_ids | (frozenset() if own_eos is None else {int(own_eos)})
+    return ModelLimits(context_length or spec.context_length, spec.vocab_size, eos)
 
 
 def load_tokenizer(server_args: Any) -> Any:
@@ -142,19 +120,3 @@ def load_tokenizer(server_args: Any) -> Any:
         revision=server_args.revision,
         tokenizer_backend=server_args.tokenizer_backend,
     )
-
-
-def _generation_eos(model_path: str) -> Any:
-    path = Path(model_path) / "generation_config.json"
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _as_ids(value: Any) -> set[int]:
-    if value is None:
-        return set()
-    return {int(item) for item in (value if isinstance(value, list) else [value])}

@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from sgl_pipeline.errors import ProtocolError, RequestError, StageFailure
+from sgl_pipeline.errors import ProtocolError, RequestError
 from sgl_pipeline.managers.control_requests import ControlDesk
 from sgl_pipeline.managers.sglang_io import AbortRequest, ControlRequest, SglangFront
 from sgl_pipeline.managers.stage_launcher import StageLauncher
@@ -56,7 +56,11 @@ class PipelineScheduler:
         self._is_shut_down = False
 
     def run(self) -> None:
-        """Serves until told to shut down. Raises StageFailure when a stage has died."""
+        """Serves until told to shut down. However it ends, no live request is left unanswered.
+
+        Raises StageFailure when a stage has died, ProtocolError when one said what it may not.
+        """
+        finish = FinishReason("abort", message="the server is shutting down", status_code=503)
         try:
             while not self._is_shut_down:
                 self._poller.poll(POLL_MS)
@@ -66,21 +70,36 @@ class PipelineScheduler:
                     self._on_report(report)
                 self._fill_pipeline()
                 self._check_now_and_then()
-        except StageFailure as failure:
-            self._end_all(FinishReason("abort", message=str(failure), status_code=500))
+        except Exception as failure:
+            finish = FinishReason("abort", message=str(failure), status_code=500)
             raise
+        finally:
+            for request in self._front.live_requests:
+                self._front.send_finish(request, finish)
 
     def _take(self, message: Request | AbortRequest | ControlRequest) -> None:
+        """Handles what the front sent. What goes wrong here ends that request, never the loop."""
         if isinstance(message, Request):
-            try:
-                self._steps.add(message)
-            except RequestError as error:
-                self._front.refuse(message, error)
+            self._add(message)
         elif isinstance(message, AbortRequest):
             for request in message.requests:
-                self._end(request, FinishReason("abort", message="aborted by the client"))
+                finish = FinishReason("abort", message="aborted by the client")
+                self._steps.abort(request.request_id, finish)
+                self._front.send_finish(request, finish)
         else:
-            self._desk.answer(message.message)
+            try:
+                self._desk.answer(message.message)
+            except Exception:
+                logger.exception("%s could not be answered", type(message.message).__name__)
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._steps.add(request)
+        except RequestError as error:
+            self._front.refuse(request, error)
+        except Exception:
+            logger.exception("request %s could not be queued", request.request_id)
+            self._front.refuse(request, RequestError("internal error; see the server's log", 500))
 
     def _fill_pipeline(self) -> None:
         """Sends steps while there is work and room in the pipeline."""
@@ -114,14 +133,6 @@ class PipelineScheduler:
             self._next_check_s = now_s + CHECK_INTERVAL_S
             self._launcher.check(self._journal.last_steps)
             self._desk.poll(now_s)
-
-    def _end(self, request: Request, finish: FinishReason) -> None:
-        self._steps.abort(request.request_id, finish)
-        self._front.send_finish(request, finish)
-
-    def _end_all(self, finish: FinishReason) -> None:
-        for request in self._front.live_requests:
-            self._end(request, finish)
 
     # What `control_requests.ControlDesk` may ask
 

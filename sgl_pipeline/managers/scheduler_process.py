@@ -17,8 +17,8 @@ from sglang.srt.runtime_context import publish
 from sglang.srt.utils import configure_logger
 
 from sgl_pipeline.args import PipelineArgs
-from sgl_pipeline.errors import SglPipelineError
-from sgl_pipeline.managers.model_files import ModelLimits, load_tokenizer, read_limits
+from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from sgl_pipeline.managers.model_files import ModelLimits, load_tokenizer, model_limits
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
 from sgl_pipeline.managers.sglang_io import SglangFront
 from sgl_pipeline.managers.stage_launcher import (
@@ -28,6 +28,7 @@ from sgl_pipeline.managers.stage_launcher import (
     link_addresses,
 )
 from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
@@ -55,8 +56,9 @@ def run_scheduler_process(
     """
     publish(server_args, role="scheduler")
     configure_logger(server_args, prefix=" scheduler")
-    # Upstream ends its children with SIGTERM; leave through the `finally` that stops the stages.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    # Leave through the `finally` that stops the stages, and not with 0: upstream's watchdog takes
+    # that for a scheduler that was told to go, and would leave a front without one.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         _serve(args, server_args, port_args, pipe_writer)
     except SglPipelineError as error:
@@ -71,14 +73,13 @@ def _serve(
     args: PipelineArgs, server_args: Any, port_args: Any, pipe_writer: "Connection[Any, Any]"
 ) -> None:
     tokenizer = load_tokenizer(server_args)
-    limits = read_limits(args.stages.model_path, server_args.context_length, tokenizer)
+    spec = read_model_spec(args.stages.model_path)
+    limits = model_limits(spec, server_args.context_length, tokenizer)
     plan = first_stage_plan(args.stages)
     links = link_addresses(args, torch.cuda.device_count())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     launcher = StageLauncher(args, plan, links, context)
-    journal = StepJournal(
-        plan.num_stages, TraceWriter(args.trace_path) if args.trace_path else None
-    )
+    journal = StepJournal(plan.num_stages, _open_trace(args.trace_path))
     front = None
     try:
         capacity = launcher.start()
@@ -100,8 +101,17 @@ def _serve(
             front.close()
         launcher.stop()
         journal.close()
-        # Waits until the last answers have left.
-        context.term()
+        # Waits a moment for the last answers to leave.
+        context.destroy(linger=500)
+
+
+def _open_trace(path: str | None) -> TraceWriter | None:
+    if path is None:
+        return None
+    try:
+        return TraceWriter(path)
+    except OSError as error:
+        raise ConfigurationError(f"--trace-path {path}: {error.strerror}") from error
 
 
 def _ready_message(
@@ -127,7 +137,9 @@ def _facts(args: PipelineArgs, plan: StagePlan, capacity: PipelineCapacity) -> d
         "page_size": args.scheduling.page_size,
         "total_pages": capacity.num_pages,
         "page_capacity_of_stages": [stage.num_pages for stage in capacity.stages],
+        "page_bytes_of_stages": [stage.page_bytes for stage in capacity.stages],
         "weight_bytes_of_stages": [stage.weight_bytes for stage in capacity.stages],
+        "load_seconds_of_stages": [round(stage.load_seconds, 3) for stage in capacity.stages],
         "dtype": args.stages.dtype,
         "device": args.stages.device,
         "stage_attention_backend": capacity.attention_backend,

@@ -6,25 +6,19 @@ be honoured ends in a ConfigurationError that names the flag.
 """
 
 import argparse
-import dataclasses
 import socket
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_pipeline.args import (
-    ATTENTION_BACKENDS,
-    POLICIES,
-    PipelineArgs,
-    SchedulingArgs,
-    StageArgs,
-    ThrottleArgs,
-)
+from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.managers.model_files import find_model, read_config, resolve_dtype
+from sgl_pipeline.managers.model_files import find_model, resolve_dtype
+from sgl_pipeline.managers.our_flags import add_our_flags, default_of
 from sgl_pipeline.managers.stage_launcher import first_stage_plan
 from sgl_pipeline.managers.upstream_fields import UPSTREAM_VALUES, refusal
+from sgl_pipeline.pp_runner.model_spec import read_model_spec
 
-LOAD_FORMATS = ("auto", "safetensors")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +41,7 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     refuse_unsupported(options)
     model_path = find_model(options.model_path, options.revision, options.download_dir)
     served_name = options.served_model_name or options.model_path
-    dtype = resolve_dtype(options.dtype, read_config(model_path))
+    dtype = resolve_dtype(options.dtype, read_model_spec(model_path).dtype)
     pipeline = _pipeline_args(options, model_path, dtype)
     first_stage_plan(pipeline.stages)  # what it refuses is refused before anything starts
 
@@ -107,105 +101,32 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for action in parser._actions:
         if action.dest == "model_path":
             action.required = False
-    _add_our_flags(parser)
+    add_our_flags(parser)
     if "--config" in argv:
         from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
         argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
-    return parser.parse_args(argv)
-
-
-def _add_our_flags(parser: argparse.ArgumentParser) -> None:
-    ours = parser.add_argument_group("sgl_pipeline")
-
-    def add(flag: str, section: type, field: str, text: str, **options: Any) -> None:
-        default = _default(section, field)
-        ours.add_argument(flag, default=default, help=f"{text} (default: {default})", **options)
-
-    ours.add_argument("--pp", dest="pp_size", type=int, help="Pipeline stages, as --pp-size.")
-    add(
-        "--pp-layer-partition",
-        StageArgs,
-        "layer_partition",
-        "Layers of each stage: auto (balances the head against layers), even, or counts: 5,4,4,3.",
-    )
-    add(
-        "--stage-attention-backend",
-        StageArgs,
-        "attention_backend",
-        "Attention kernels of the stages.",
-        choices=ATTENTION_BACKENDS,
-    )
-    add(
-        "--cpu-threads-per-stage",
-        StageArgs,
-        "cpu_threads",
-        "Compute threads of a stage; by default the cores are split over the stages.",
-        type=int,
-    )
-    add(
-        "--policy",
-        ThrottleArgs,
-        "policy",
-        "How many tokens a microbatch carries: token throttling (gLLM), a fixed budget "
-        "(Sarathi-Serve), or vLLM's greedy queue.",
-        choices=POLICIES,
-    )
-    add(
-        "--prefill-spread-steps",
-        ThrottleArgs,
-        "prefill_spread_steps",
-        "Steps over which waiting prompt tokens are spread (gLLM #T).",
-        type=int,
-    )
-    add(
-        "--min-prefill-tokens",
-        ThrottleArgs,
-        "min_prefill_tokens",
-        "Fewest prefill tokens worth a step (gLLM #MinP); --chunked-prefill-size is the most.",
-        type=int,
-    )
-    add(
-        "--pause-free-share",
-        ThrottleArgs,
-        "pause_free_share",
-        "No prefill while a smaller share of the KV pages is free (gLLM KVthresh).",
-        type=float,
-    )
-    add(
-        "--extra-steps-in-flight",
-        SchedulingArgs,
-        "extra_steps_in_flight",
-        "Steps in flight beyond one per stage.",
-        type=int,
-    )
-    add("--trace-path", PipelineArgs, "trace_path", "Writes one JSON line per step to this file.")
+        return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.config is not None:
+        raise ConfigurationError("write --config FILE in two words, or the file is not read")
+    return options
 
 
 def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> PipelineArgs:
-    if options.load_format not in LOAD_FORMATS:
-        raise ConfigurationError(
-            f"--load-format {options.load_format} is not supported; "
-            f"choose from {', '.join(LOAD_FORMATS)}"
-        )
-    if options.context_length is not None and options.context_length < 2:
-        raise ConfigurationError(f"--context-length {options.context_length} must be at least 2")
-    if options.stream_interval < 1:
-        raise ConfigurationError(f"--stream-interval {options.stream_interval} must be at least 1")
-    threads = options.cpu_threads_per_stage
-    if threads is not None and threads < 1:
-        raise ConfigurationError(f"--cpu-threads-per-stage {threads} must be at least 1")
+    _check_our_side(options)
+    device = _device(options)
     stages = StageArgs(
         num_stages=options.pp_size,
         layer_partition=options.pp_layer_partition,
         model_path=model_path,
-        load_format=LOAD_FORMATS[1],
+        load_format="safetensors" if options.load_format == "auto" else options.load_format,
         dtype=dtype,
-        device=_device(options.device),
+        device=device,
         attention_backend=options.stage_attention_backend,
         max_total_tokens=options.max_total_tokens,
         memory_fraction=_given(options.mem_fraction_static, StageArgs, "memory_fraction"),
-        cpu_threads=threads,
+        cpu_threads=options.cpu_threads_per_stage,
     )
     scheduling = SchedulingArgs(
         page_size=_given(options.page_size, SchedulingArgs, "page_size"),
@@ -228,22 +149,35 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
     )
 
 
-def _device(asked: str | None) -> str:
+def _check_our_side(options: argparse.Namespace) -> None:
+    """Bounds on upstream's flags that our processes act on."""
+    if options.load_format not in LOAD_FORMATS:
+        raise ConfigurationError(
+            f"--load-format {options.load_format} is not supported; "
+            f"choose from {', '.join(LOAD_FORMATS)}"
+        )
+    if options.context_length is not None and options.context_length < 2:
+        raise ConfigurationError(f"--context-length {options.context_length} must be at least 2")
+    if options.stream_interval < 1:
+        raise ConfigurationError(f"--stream-interval {options.stream_interval} must be at least 1")
+
+
+def _device(options: argparse.Namespace) -> str:
     import torch
 
+    asked = options.device
     if asked in (None, "auto"):
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
     if asked not in ("cpu", "cuda"):
         raise ConfigurationError(f"--device {asked} is not supported; choose cpu or cuda")
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError("--device cuda: this PyTorch finds no CUDA device")
-    return asked
-
-
-def _default(section: type, name: str) -> Any:
-    """The default of a field, written once: in `args.py`."""
-    return next(field.default for field in dataclasses.fields(section) if field.name == name)
+    if asked == "cpu" and options.mem_fraction_static is not None:
+        raise ConfigurationError(
+            "--mem-fraction-static sizes the KV pool of a GPU; on a CPU use --max-total-tokens"
+        )
+    return str(asked)
 
 
 def _given(value: Any, section: type, name: str) -> Any:
-    return _default(section, name) if value is None else value
+    return default_of(section, name) if value is None else value

@@ -104,7 +104,7 @@ class SglangFront:
                 refused += self._refuse_unreadable(payload, error)
                 continue
             self._sort(message, received, refused)
-        self._send_rows(refused)
+        self._send_rows(list({row.request_id: row for row in refused}.values()))
         return received
 
     def send_events(self, events: Iterable[TokenEvent]) -> None:

@@ -20,7 +20,8 @@ from sgl_pipeline.requests import Request, SamplingSpec, StopRules
 MAX_REQUEST_ID_LENGTH = 512
 MAX_NAMESPACE_LENGTH = 4096
 MAX_STOP_STRINGS = 32
-MAX_STOP_STRING_LENGTH = 1024
+# Of all stop strings of a request together: every token is checked against them.
+MAX_STOP_CHARACTERS = 1024
 _SEED_MASK = 2**63 - 1
 
 # Fields of TokenizedGenerateReqInput that ask for something not built, and what to call it.
@@ -119,7 +120,10 @@ class RequestIntake:
             # As many as there is room for; none at all is for `StepScheduler.add` to refuse.
             return max(1, min(self._limits.context_length, self._pool_tokens) - prompt_length)
         _check_range("max_new_tokens", asked, 0, 2**31 - 1)
-        return asked
+        # The front refuses what is asked beyond the context, and fills in 128 where nothing is
+        # asked; near the context's end that default is cut to what is left.
+        left = self._limits.context_length - prompt_length
+        return min(asked, left) if left > 0 else asked
 
     def _sampling(self, sampling: Any) -> SamplingSpec:
         _check_range("temperature", sampling.temperature, 0.0, 1e6)
@@ -141,13 +145,8 @@ class RequestIntake:
         )
 
     def _stop_token_ids(self, sampling: Any) -> frozenset[int]:
+        # An id outside the vocabulary is legal: it never matches.
         asked = frozenset(sampling.stop_token_ids or ())
-        for token in asked:
-            if not 0 <= token < self._limits.vocab_size:
-                raise RequestError(
-                    f"stop_token_ids: {token} is outside the vocabulary "
-                    f"[0, {self._limits.vocab_size})"
-                )
         return asked if sampling.ignore_eos else asked | self._limits.eos_token_ids
 
     def _check_text(self, sampling: Any) -> StopStringCheck | None:
@@ -157,12 +156,14 @@ class RequestIntake:
             return None
         if len(stops) > MAX_STOP_STRINGS:
             raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(stops)}")
-        for stop in stops:
-            if not 1 <= len(stop) <= MAX_STOP_STRING_LENGTH:
-                raise RequestError(
-                    f"a stop string has {len(stop)} characters; 1 to {MAX_STOP_STRING_LENGTH} "
-                    "are allowed"
-                )
+        if not all(stops):
+            raise RequestError("a stop string is empty; name at least one character")
+        num_characters = sum(len(stop) for stop in stops)
+        if num_characters > MAX_STOP_CHARACTERS:
+            raise RequestError(
+                f"the stop strings have {num_characters} characters; together they may have "
+                f"{MAX_STOP_CHARACTERS}"
+            )
         return StopStringCheck(self._tokenizer, tuple(stops))
 
 
@@ -175,7 +176,7 @@ def unbuilt_features(message: Any) -> Iterator[str]:
     sampling = message.sampling_params
     for field, (nothing, name) in _UNBUILT_SAMPLING.items():
         value = getattr(sampling, field)
-        if value is not None and value != nothing:
+        if value and value != nothing:
             yield name
     if sampling.stop_regex_strs:
         yield "stop_regex"

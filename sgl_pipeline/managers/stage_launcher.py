@@ -120,7 +120,7 @@ class StageLauncher:
         return None
 
     def stop(self) -> None:
-        """Ends all workers: asks, waits a moment, kills. Safe to call at any time, twice too."""
+        """Ends all workers: asks, waits a moment, kills. To be called once, at any time."""
         self.channel.broadcast(self.workers, Shutdown())
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for process in self._processes:
@@ -139,6 +139,8 @@ class StageLauncher:
         environment |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
         # Weights in huge pages: a fifth off a step of few rows, which is bound by reading them.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+        # All stages are on this host; the libraries would listen on its outer interfaces too.
+        environment |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
         paths = [package_root, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         module = "sgl_pipeline.pp_runner.stage_worker"

@@ -4,12 +4,15 @@ Fed by the scheduler process; a record is complete when all stages have reported
 last step of each stage, which names the place in the message when a stage dies. Never decides.
 """
 
+import logging
 from dataclasses import dataclass, field
 
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.throttle.load import PipelineLoad
 from sgl_pipeline.trace import StageTiming, StepRecord, TraceWriter
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -59,12 +62,22 @@ class StepJournal:
         step = self._open[report.step_id]
         step.timings[report.stage] = StageTiming(report.input_wait_ms, report.compute_ms)
         if len(step.timings) == self._num_stages:
-            self._writer.write(self._record(self._open.pop(report.step_id)))
-            self._writer.flush()
+            self._write(self._record(self._open.pop(report.step_id)))
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+    def _write(self, record: StepRecord) -> None:
+        """A full disk ends the trace, not the server."""
+        assert self._writer is not None
+        try:
+            self._writer.write(record)
+            self._writer.flush()
+        except OSError as error:
+            logger.error("the trace ends with step %d: %s", record.step_id, error)
+            self._writer = None
+            self._open.clear()
 
     def _record(self, step: _OpenStep) -> StepRecord:
         return StepRecord(

@@ -30,23 +30,27 @@ class StopStringCheck:
         # Text of the output so far that a match may still begin in.
         self._tail = ""
         self._num_decoded = 0  # output tokens whose text has gone into the tail for good
-        # True when the text ends with a beginning of a stop string: a stream must wait.
-        self.ends_in_partial_match = False
+        self._last_text = ""
 
     def __call__(self, output_ids: list[int]) -> FinishReason | None:
         """The reason to stop after the last of `output_ids`, or None."""
-        text = self._tail + self._new_text(output_ids)
+        text = self._last_text = self._tail + self._new_text(output_ids)
         found = [(text.find(stop), -len(stop), stop) for stop in self._stops]
         matches = [match for match in found if match[0] >= 0]
         if matches:
-            self.ends_in_partial_match = False
             return FinishReason("stop", matched=min(matches)[2])
         if self._num_decoded == len(output_ids):
             self._tail = text[max(0, len(text) - self._longest + 1) :]
-        self.ends_in_partial_match = any(
-            text.endswith(stop[:length]) for stop in self._stops for length in range(1, len(stop))
-        )
         return None
+
+    @property
+    def ends_in_partial_match(self) -> bool:
+        """Whether the text ends with the beginning of a stop string: then a stream must wait."""
+        return any(
+            self._last_text.endswith(stop[:length])
+            for stop in self._stops
+            for length in range(1, len(stop))
+        )
 
     def _new_text(self, output_ids: list[int]) -> str:
         """The text since the tail. It stays uncommitted while it ends in half a character."""

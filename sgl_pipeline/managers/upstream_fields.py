@@ -5,6 +5,7 @@ processes, handed to the FRONT (upstream's HTTP server, TokenizerManager or Deto
 keeps its meaning), or refused at start when it differs from its default. None may be ignored.
 """
 
+# `sleep_on_idle` is always so: the scheduler process waits for its sockets.
 HONOURED = frozenset(
     """
     model_path revision download_dir load_format dtype context_length device random_seed

@@ -46,7 +46,8 @@ class ActivationLink(Protocol):
     def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
         """Waits for the [num_rows, hidden] tensor of `step_id` from the upstream stage.
 
-        Raises ProtocolError when another step's rows arrive, or another number of them.
+        A HostLink raises ProtocolError when another step's rows arrive, or another number of them;
+        a DistributedLink sends rows alone and trusts their order.
         """
 
     def close(self) -> None:

@@ -104,15 +104,14 @@ def choose_attention_backend(name: str, shape: AttentionShape) -> BackendChoice:
     return BackendChoice(name)
 
 
-def make_attention_backend(name: str, shape: AttentionShape) -> AttentionBackend:
-    """The backend for `--stage-attention-backend name`, as `choose_attention_backend` reads it.
+def make_attention_backend(choice: BackendChoice, shape: AttentionShape) -> AttentionBackend:
+    """The backend that `choose_attention_backend` chose for `shape`.
 
     Raises ConfigurationError when it cannot be had on this machine.
     """
-    chosen = choose_attention_backend(name, shape).name
-    if chosen == "cpu":
+    if choice.name == "cpu":
         return CpuAttention(shape, load_cpu_kernels())
-    if chosen == "torch":
+    if choice.name == "torch":
         return TorchAttention(shape)
     return FlashInferAttention(shape)
 

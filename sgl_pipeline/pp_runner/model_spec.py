@@ -289,7 +289,8 @@ def _rope_spec(config: Config) -> RopeSpec:
 
 
 def _eos_token_ids(config: Config) -> frozenset[int]:
-    ids = config.get("eos_token_id")
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+    value = config.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) for token in ids):
+        raise ConfigurationError(f"config.json: eos_token_id is {value!r}, not a token id")
+    return frozenset(ids)

@@ -137,4 +137,5 @@ def _probabilities(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Te
     finite = torch.nan_to_num(logits, nan=limits.min, posinf=limits.max, neginf=limits.min)
     # The highest is taken off first: a small temperature cannot overflow what is at most 0.
     below_highest = finite - finite.amax(dim=-1, keepdim=True)
-    return (below_highest / temperatures.to(logits.dtype)).softmax(dim=-1)
+    scale = temperatures.to(logits.dtype).clamp_min(limits.tiny)
+    return (below_highest / scale).softmax(dim=-1)

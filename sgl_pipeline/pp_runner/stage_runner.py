@@ -39,7 +39,7 @@ class StageRunner:
         self.attention_backend = choose_attention_backend(
             assignment.attention_backend, attention_shape
         )
-        self._attention = make_attention_backend(self.attention_backend.name, attention_shape)
+        self._attention = make_attention_backend(self.attention_backend, attention_shape)
         self._kv_pool = KvPool(
             assignment.plan.layers_of(assignment.stage),
             num_pages=num_pages,

@@ -7,7 +7,6 @@ conversation only: a step itself is run by `stage_runner.py`.
 
 import argparse
 import logging
-import os
 import sys
 import time
 import traceback
@@ -56,7 +55,7 @@ class StageWorker:
 
     def run(self) -> None:
         """Returns after a `Shutdown`; raises what the process should die of."""
-        self._channel.send(WorkerHello(self._worker, os.getpid()))
+        self._channel.send(WorkerHello(self._worker))
         runner = self._become_ready(self._expect(StageAssignment))
         try:
             while not isinstance(message := self._channel.receive(), Shutdown):

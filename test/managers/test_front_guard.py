@@ -45,6 +45,12 @@ def test_a_stop_regex_is_refused_before_upstream_compiles_it() -> None:
         check_sequences(request(stop_regex="("))
 
 
+def test_a_client_cannot_claim_that_its_parameters_were_checked() -> None:
+    unchecked = {"is_normalized": True, "temperature": 1e-60, "stop_regex_strs": "("}
+    with pytest.raises(RefusedRequestError, match="is_normalized"):
+        check_sequences(GenerateReqInput(text="a", sampling_params=unchecked))
+
+
 def test_sampling_params_per_prompt_are_all_checked() -> None:
     several = GenerateReqInput(text=["a", "b"], sampling_params=[{}, {"n": 10**6}])
     with pytest.raises(RefusedRequestError):

@@ -4,9 +4,10 @@ from pathlib import Path
 import pytest
 from support.front_model import CONTEXT_LENGTH, VOCAB_SIZE, byte_tokenizer, write_front_model
 
-from sgl_pipeline.errors import CheckpointError, ConfigurationError
+from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers import model_files
-from sgl_pipeline.managers.model_files import find_model, read_config, read_limits, resolve_dtype
+from sgl_pipeline.managers.model_files import find_model, model_limits, resolve_dtype
+from sgl_pipeline.pp_runner.model_spec import read_model_spec
 
 
 def test_a_directory_is_served_from_where_it_lies(tmp_path: Path) -> None:
@@ -42,45 +43,45 @@ def test_no_model_means_the_demo_model(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("asked", "config", "dtype"),
+    ("asked", "checkpoint", "dtype"),
     [
-        ("auto", {"torch_dtype": "bfloat16"}, "bfloat16"),
-        ("auto", {"dtype": "float16", "torch_dtype": "float32"}, "float16"),
-        ("auto", {}, "float32"),
-        ("half", {"torch_dtype": "bfloat16"}, "float16"),
-        ("float", {}, "float32"),
+        ("auto", "bfloat16", "bfloat16"),
+        ("auto", "float16", "float16"),
+        ("half", "bfloat16", "float16"),
+        ("float", "bfloat16", "float32"),
     ],
 )
-def test_dtype_auto_is_that_of_the_checkpoint(asked: str, config: dict, dtype: str) -> None:
-    assert resolve_dtype(asked, config) == dtype
+def test_dtype_auto_is_that_of_the_checkpoint(asked: str, checkpoint: str, dtype: str) -> None:
+    assert resolve_dtype(asked, checkpoint) == dtype
 
 
 def test_a_dtype_that_cannot_be_computed_in_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="float8"):
-        resolve_dtype("auto", {"torch_dtype": "float8_e4m3fn"})
+        resolve_dtype("auto", "float8_e4m3fn")
 
 
 def test_eos_ids_are_the_union_of_config_generation_config_and_tokenizer(tmp_path: Path) -> None:
     write_front_model(tmp_path, eos_token_id=[0, 7])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
-    limits = read_limits(str(tmp_path), None, byte_tokenizer())
+    limits = model_limits(read_model_spec(tmp_path), None, byte_tokenizer())
     assert limits.eos_token_ids == {0, 7, 9, 2}
     assert (limits.context_length, limits.vocab_size) == (CONTEXT_LENGTH, VOCAB_SIZE)
 
 
 def test_context_length_can_be_set(tmp_path: Path) -> None:
     write_front_model(tmp_path)
-    assert read_limits(str(tmp_path), 64).context_length == 64
+    assert model_limits(read_model_spec(tmp_path), 64, byte_tokenizer()).context_length == 64
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\xff"])
 def test_a_broken_config_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        read_config(str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"config\.json"):
+        read_model_spec(tmp_path)
 
 
-def test_a_config_without_a_vocabulary_is_named(tmp_path: Path) -> None:
-    write_front_model(tmp_path, vocab_size=None)
-    with pytest.raises(CheckpointError, match="vocab_size"):
-        read_limits(str(tmp_path), None)
+@pytest.mark.parametrize("field", ["vocab_size", "eos_token_id"])
+def test_a_config_with_a_field_of_the_wrong_type_is_named(tmp_path: Path, field: str) -> None:
+    write_front_model(tmp_path, **{field: "many"})
+    with pytest.raises(ConfigurationError, match=field):
+        read_model_spec(tmp_path)

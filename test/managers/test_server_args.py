@@ -74,7 +74,7 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
     flags = """--pp 2 --pp-layer-partition 3,1 --policy sarathi --prefill-spread-steps 5
         --min-prefill-tokens 7 --chunked-prefill-size 100 --pause-free-share 0.2
         --extra-steps-in-flight 1 --stage-attention-backend torch --cpu-threads-per-stage 2
-        --trace-path trace.jsonl --page-size 16 --max-total-tokens 999 --mem-fraction-static 0.5
+        --trace-path trace.jsonl --page-size 16 --max-total-tokens 999
         --max-running-requests 9 --max-queued-requests 0 --disable-radix-cache
         --dtype bfloat16 --device cpu"""
     pipeline = parse_command_line(["--model-path", model, *flags.split()]).pipeline
@@ -99,10 +99,14 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
         dtype="bfloat16",
         attention_backend="torch",
         max_total_tokens=999,
-        memory_fraction=0.5,
         cpu_threads=2,
     )
     assert pipeline.trace_path == "trace.jsonl"
+
+
+def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
+    with pytest.raises(ConfigurationError, match="--config FILE"):
+        parse_command_line(["--model-path", model, "--config=settings.yaml"])
 
 
 @pytest.mark.parametrize(
@@ -116,7 +120,7 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
         ("--attention-backend triton", "--stage-attention-backend"),
         ("--page-size 0", "--page-size 0"),
         ("--chunked-prefill-size -1", "--chunked-prefill-size -1"),
-        ("--mem-fraction-static 1.5", "--mem-fraction-static 1.5"),
+        ("--mem-fraction-static 0.5 --device cpu", "use --max-total-tokens"),
         ("--load-format gguf", "--load-format gguf"),
         ("--context-length 1", "--context-length 1"),
         ("--stream-interval 0", "--stream-interval 0"),

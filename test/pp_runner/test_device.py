@@ -73,7 +73,7 @@ def test_auto_without_a_compiler_is_torch_with_a_notice(monkeypatch):
 def test_cpu_without_a_compiler_is_an_error_and_not_a_fallback(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigurationError, match="compiler"):
-        make_attention_backend("cpu", shape())
+        make_attention_backend(BackendChoice("cpu"), shape())
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_the_compiled_kernels_refuse_fp16_and_auto_goes_to_torch():
 
 
 def test_torch_is_made_when_asked_for():
-    assert isinstance(make_attention_backend("torch", shape()), TorchAttention)
+    assert isinstance(make_attention_backend(BackendChoice("torch"), shape()), TorchAttention)
 
 
 def test_devices_that_are_not_there_are_refused():

@@ -104,6 +104,14 @@ def test_greedy_rows_take_the_highest_logit_whatever_else_is_set():
         assert Sampler().sample(logits, [spec] * 2, torch.arange(2)) == [0, 7]
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-38, 1e-7, 1e-5, 1e6])
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 1.0}])
+def test_any_temperature_gives_a_token_of_the_vocabulary(temperature, cut):
+    spec = SamplingSpec(temperature=temperature, **cut)
+    (token,) = Sampler().sample(torch.randn(1, 300), [spec], torch.tensor([3]))
+    assert 0 <= token < 300
+
+
 def test_no_rows_give_no_tokens():
     assert Sampler().sample(torch.empty((0, 8)), [], torch.empty(0, dtype=torch.int64)) == []
 

@@ -29,6 +29,10 @@ REFUSED = {
         ["temperature"],
     ),
     "a share above one": ({"text": "x", "sampling_params": {"top_p": 1.5}}, ["top_p"]),
+    "parameters that claim to be checked": (
+        {"text": "x", "sampling_params": {"is_normalized": True, "temperature": 1e-60}},
+        ["is_normalized"],
+    ),
     "neither text nor ids": ({"sampling_params": {}}, ["text", "input_ids"]),
     "a grammar": ({"text": "x", "sampling_params": {"regex": "a+"}}, ["regex", "not supported"]),
     "log-probabilities": ({"text": "x", "return_logprob": True}, ["not supported"]),

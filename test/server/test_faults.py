@@ -89,16 +89,29 @@ def test_a_killed_stage_ends_requests_and_server_and_is_named(tmp_path, monkeypa
     assert "stage 1 failed after step" in server.text
 
 
-@pytest.mark.parametrize("victim", ["main", "scheduler"])
+@pytest.mark.parametrize("victim", ["main", "scheduler", "detokenizer"])
 def test_kill_minus_nine_leaves_no_process_socket_or_shared_memory(tmp_path, monkeypatch, victim):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     shared_memory = set(os.listdir("/dev/shm"))
     with live_server("--pp", "2") as server:
         processes = server.descendants()
-        if victim == "main":
-            server.process.kill()
-        else:
-            server.scheduler().kill()
+        {
+            "main": server.process.kill,
+            "scheduler": server.scheduler().kill,
+            "detokenizer": server.detokenizer().kill,
+        }[victim]()
+        assert server.process.wait(15) != 0
+        assert_nothing_left(processes, tmp_path, shared_memory)
+
+
+def test_a_scheduler_that_is_told_to_go_takes_the_server_with_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    shared_memory = set(os.listdir("/dev/shm"))
+    with live_server("--pp", "2") as server:
+        processes = server.descendants()
+        request = LongRequest(server)
+        server.scheduler().terminate()
+        assert request.join(10), "the request in flight was left waiting"
         assert server.process.wait(15) != 0
         assert_nothing_left(processes, tmp_path, shared_memory)
 

@@ -59,6 +59,12 @@ class LiveServer:
         assert parent is not None
         return parent
 
+    def detokenizer(self) -> psutil.Process:
+        """The child of the main process that is neither the scheduler nor a resource tracker."""
+        named = [p for p in self.descendants() if "detokenizer" in " ".join(p.cmdline())]
+        assert len(named) == 1
+        return named[0]
+
     def facts(self) -> dict:
         """The scheduler's part of /server_info."""
         return requests.get(f"{self.url}/server_info", timeout=30).json()["internal_states"][0]

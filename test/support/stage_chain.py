@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from sgl_pipeline.microbatch import Chunk, Microbatch
-from sgl_pipeline.pp_runner.device import make_attention_backend
+from sgl_pipeline.pp_runner.device import choose_attention_backend, make_attention_backend
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.stage_model import StageModel
@@ -50,7 +50,8 @@ class StageChain:
         self._page_size = page_size
         plan = StagePlan(0, layer_counts)
         shape = self.spec.attention_shape(page_size, dtype, CPU)
-        self._attention = make_attention_backend(attention, shape)
+        choice = choose_attention_backend(attention, shape)
+        self._attention = make_attention_backend(choice, shape)
         self.stages = [
             StageModel.load(
                 self.spec,

@@ -1,0 +1,113 @@
+"""The flags that sgl_pipeline adds to SGLang's: a table, and how argparse gets it.
+
+Used by `server_args.py`. Defaults are not written here but in `args.py`, next to what they mean.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_pipeline.args import (
+    ATTENTION_BACKENDS,
+    POLICIES,
+    PipelineArgs,
+    SchedulingArgs,
+    StageArgs,
+    ThrottleArgs,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag that sets `field` of the argument section `section`."""
+
+    name: str
+    section: type
+    field: str
+    text: str
+    kind: Callable[[str], Any] = str
+    choices: tuple[str, ...] | None = None
+
+
+OUR_FLAGS = (
+    Flag(
+        "--pp-layer-partition",
+        StageArgs,
+        "layer_partition",
+        "Layers of each stage: auto (weighs decode and prefill steps alike), even, or counts such "
+        "as 5,4,4,3.",
+    ),
+    Flag(
+        "--stage-attention-backend",
+        StageArgs,
+        "attention_backend",
+        "Attention kernels of the stages.",
+        choices=ATTENTION_BACKENDS,
+    ),
+    Flag(
+        "--cpu-threads-per-stage",
+        StageArgs,
+        "cpu_threads",
+        "Compute threads of a stage; by default the cores are split over the stages.",
+        int,
+    ),
+    Flag(
+        "--policy",
+        ThrottleArgs,
+        "policy",
+        "How many tokens a microbatch carries: token throttling (gLLM), a fixed budget "
+        "(Sarathi-Serve), or vLLM's greedy queue.",
+        choices=POLICIES,
+    ),
+    Flag(
+        "--prefill-spread-steps",
+        ThrottleArgs,
+        "prefill_spread_steps",
+        "Steps over which waiting prompt tokens are spread (gLLM #T).",
+        int,
+    ),
+    Flag(
+        "--min-prefill-tokens",
+        ThrottleArgs,
+        "min_prefill_tokens",
+        "Fewest prefill tokens worth a step (gLLM #MinP); --chunked-prefill-size is the most.",
+        int,
+    ),
+    Flag(
+        "--pause-free-share",
+        ThrottleArgs,
+        "pause_free_share",
+        "No prefill while a smaller share of the KV pages is free (gLLM KVthresh).",
+        float,
+    ),
+    Flag(
+        "--extra-steps-in-flight",
+        SchedulingArgs,
+        "extra_steps_in_flight",
+        "Steps in flight beyond one per stage.",
+        int,
+    ),
+    Flag("--trace-path", PipelineArgs, "trace_path", "Writes one JSON line per step to this file."),
+)
+
+
+def add_our_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds `--pp` and the flags of the table."""
+    ours = parser.add_argument_group("sgl_pipeline")
+    ours.add_argument("--pp", dest="pp_size", type=int, help="Pipeline stages, as --pp-size.")
+    for flag in OUR_FLAGS:
+        default = default_of(flag.section, flag.field)
+        ours.add_argument(
+            flag.name,
+            default=default,
+            type=flag.kind,
+            choices=flag.choices,
+            help=f"{flag.text} (default: {default})",
+        )
+
+
+def default_of(section: type, name: str) -> Any:
+    """The default of a field, written once: in `args.py`."""
+    return next(field.default for field in dataclasses.fields(section) if field.name == name)
