@@ -70,6 +70,10 @@ def transformers_answerer(directory: Path, precision: str, batch_size: int) -> A
     """Return an answerer that decodes greedily with transformers, `batch_size` rows at a time."""
     # Imported here because scoring a server needs neither torch nor transformers.
     import torch
+
+    from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim
+
+    install_torchvision_shim()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (directory / "config.json").exists():

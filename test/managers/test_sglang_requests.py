@@ -66,7 +66,7 @@ def test_a_stop_id_outside_the_vocabulary_is_legal_and_never_matches() -> None:
 
 def test_the_default_maximum_is_cut_near_the_end_of_the_context() -> None:
     prompt = "x" * (CONTEXT_LENGTH - 20)
-    assert build({}, prompt).stops.max_new_tokens == 20
+    assert build({"max_new_tokens": 128}, prompt).stops.max_new_tokens == 20
 
 
 def test_asking_for_nothing_is_no_feature() -> None:
