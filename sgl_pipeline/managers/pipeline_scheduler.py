@@ -106,13 +106,14 @@ class PipelineScheduler:
         while True:
             started = time.perf_counter()
             now_s = time.monotonic()
-            load = self._steps.load()
             microbatch = self._steps.next_microbatch(now_s)
             if microbatch is None:
                 return
             plan = self._encoder.encode(microbatch)
             self._launcher.channel.broadcast(self._launcher.workers, plan)
             schedule_ms = (time.perf_counter() - started) * 1e3
+            load = self._steps.decided_load
+            assert load is not None
             self._journal.scheduled(microbatch, load, now_s, schedule_ms)
 
     def _on_report(self, report: FromWorker) -> None:

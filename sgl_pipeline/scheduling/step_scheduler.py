@@ -41,7 +41,8 @@ class StepScheduler:
 
     Steps are FIFO through every stage. A decoding request is in at most one step in flight, a
     prefilling one may have consecutive chunks in several. Pages of a step in flight are never freed
-    or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under.
+    or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under,
+    `decided_load` the load that the newest step was decided from.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class StepScheduler:
         context_length: int,
     ) -> None:
         self.epoch = 0
+        self.decided_load: PipelineLoad | None = None
         self.limits = RequestLimits(context_length, num_pages * args.page_size)
         self._max_queued_requests = args.max_queued_requests
         self._policy = policy
@@ -120,11 +122,11 @@ class StepScheduler:
         """
         if len(self._in_flight) >= self._max_in_flight:
             return None
-        chunks = self._admission.fill(self._policy(self.load()))
+        chunks = self._decide()
         # Nothing moves although requests run: they hold the pages that they need from each other.
         while not chunks and not self._in_flight and len(self._running) > 1:
             self._preemption.retract_last()
-            chunks = self._admission.fill(self._policy(self.load()))
+            chunks = self._decide()
         if not chunks:
             return None
         released = self._pages.take_released()
@@ -132,6 +134,10 @@ class StepScheduler:
         self._next_step_id += 1
         self._in_flight.append(microbatch)
         return microbatch
+
+    def _decide(self) -> list[Chunk]:
+        self.decided_load = self.load()
+        return self._admission.fill(self._policy(self.decided_load))
 
     def on_result(self, step_id: int, token_ids: Sequence[int], now: float) -> list[TokenEvent]:
         """Books the oldest step in flight: every stage has run it.
