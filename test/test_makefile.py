@@ -1,5 +1,6 @@
 """The entry that a user meets first: which commands make would run, and that all is pinned."""
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -10,9 +11,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def serve_command(*variables: str) -> str:
+    # `make test` itself hands its own settings to a make below it.
+    outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PORT", "ARGS")
     done = subprocess.run(
-        ["make", "--dry-run", "serve", *variables],
+        ["make", "--no-print-directory", "--dry-run", "serve", *variables],
         cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in outer},
         capture_output=True,
         text=True,
         check=True,
