@@ -34,7 +34,7 @@ def answers(num_stages: int, policy: str) -> list[Reply]:
         SPLITS[num_stages],
         num_pages=1024,
         throttle=ThrottleArgs(policy=policy, max_prefill_tokens=256),
-        attention_backend="cpu",
+        attention_backend="auto",
     )
     stops = StopRules(max_new_tokens=96, stop_token_ids=frozenset({END}))
     requests = [

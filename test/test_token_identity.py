@@ -64,7 +64,9 @@ def test_under_every_policy_and_number_of_stages(policy, num_stages):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("radix_cache", [True, False])
-@pytest.mark.parametrize("attention_backend", ["torch", "cpu"])
+@pytest.mark.parametrize(
+    "attention_backend", ["torch", pytest.param("cpu", marks=pytest.mark.compiler)]
+)
 def test_with_and_without_radix_hits(page_size, radix_cache, attention_backend):
     scheduling = SchedulingArgs(page_size=page_size, radix_cache=radix_cache)
     pipeline = LocalPipeline(

@@ -77,6 +77,7 @@ def test_greedy_tokens_equal_transformers_for_every_split(name):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3-rope"])
+@pytest.mark.compiler
 def test_compiled_cpu_attention_gives_the_tokens_of_transformers(name):
     chain = StageChain(tiny_model(name), (2, 4), page_size=16, attention="cpu")
     request = new_request(prompts()[0])

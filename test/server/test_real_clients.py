@@ -1,6 +1,7 @@
 """The clients that people use, unchanged, against a live server."""
 
 import json
+import shutil
 import subprocess
 
 import openai
@@ -61,6 +62,7 @@ def test_a_seed_gives_the_same_sample_again(client):
     assert len({sample(seed) for seed in range(5)}) > 1
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_curl_on_generate(demo_server):
     body = {
         "text": "<|user|>What is 17 + 25?<|end|><|assistant|>",

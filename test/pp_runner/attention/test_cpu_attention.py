@@ -23,6 +23,8 @@ from sgl_pipeline.pp_runner.attention.cpu_attention import (
     load_cpu_kernels,
 )
 
+pytestmark = pytest.mark.compiler
+
 # fp32 sums of up to a few thousand terms; bf16 rounds the result to 8 bits (its inputs are exact).
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 

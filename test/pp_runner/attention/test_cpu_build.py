@@ -17,6 +17,8 @@ from sgl_pipeline.pp_runner.attention.cpu_build import (
     find_compiler,
 )
 
+pytestmark = pytest.mark.compiler
+
 TINY_SOURCE = 'extern "C" int answer() { return 42; }\n'
 
 
