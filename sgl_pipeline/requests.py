@@ -19,6 +19,11 @@ class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
 
     `top_k == 0` means the whole vocabulary. The random number of a position is a hash of
     (seed, position), so a token does not depend on the microbatch that it shared.
+
+    The penalties look at the output tokens alone, as SGLang's do. `logit_bias` holds pairs of token
+    id and what is added to its logit, each id once. `masked_token_ids` cannot be drawn before there
+    are `min_new_tokens` output tokens. All ids are of the vocabulary, and how many there may be is
+    bounded where the spec is made (`managers/sglang_requests.py`).
     """
 
     temperature: float = 1.0
@@ -26,10 +31,24 @@ class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_new_tokens: int = 0
+    masked_token_ids: tuple[int, ...] = ()
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
+    @property
+    def penalises_output(self) -> bool:
+        return (
+            self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
 
 
 GREEDY = SamplingSpec(temperature=0.0)

@@ -163,6 +163,19 @@ def test_whole_numbers_may_stand_for_floats_in_a_sampling_spec() -> None:
     assert next(iter(mirror)).sampling == SamplingSpec()
 
 
+def test_every_field_of_a_sampling_spec_travels_and_none_can_be_altered() -> None:
+    spec = SamplingSpec(0.5, 3, 0.9, 0.1, 7, 0.25, -0.5, 1.5, ((4, -100.0), (9, 2)), 6, (2, 8))
+    plan = StepPlanEncoder().encode(Microbatch(0, 0, (chunk_of(make_request([1], spec), 1, [0]),)))
+    mirror = RequestMirror()
+    mirror.apply(over_the_wire(plan))
+    assert next(iter(mirror)).sampling == spec
+    for field, default in msgspec.structs.asdict(SamplingSpec()).items():
+        altered = msgspec.structs.replace(spec, **{field: default})
+        assert altered != spec
+        with pytest.raises(ProtocolError, match="checksum"):
+            RequestMirror().apply(replaced(plan, "opens", sampling=altered))
+
+
 events = st.lists(
     st.tuples(st.sampled_from(["open", "chunk", "token", "release"]), st.integers(0, 9)),
     max_size=40,

@@ -42,7 +42,10 @@ def make_requests(
 
 def assert_greedy(name: str, requests: list[Request]) -> None:
     path = tiny_model(name)
-    ties = sum(count_ties(path, request.prompt_ids, request.output_ids) for request in requests)
+    ties = sum(
+        count_ties(path, request.prompt_ids, request.output_ids, request.sampling)
+        for request in requests
+    )
     num_tokens = sum(len(request.output_ids) for request in requests)
     print(f"{name}: {num_tokens} greedy tokens, {ties} ties below 1e-4 that went the other way")
 
@@ -114,17 +117,91 @@ def test_after_an_abort_in_the_middle_of_a_prefill():
     assert_greedy("qwen3", rest)
 
 
-def test_sampled_tokens_are_the_same_alone_and_in_company_and_after_retraction():
-    sampling = SamplingSpec(temperature=1.0, top_p=0.9, seed=11)
-    requests = make_requests(8, max_new_tokens=40, sampling=sampling)
-    crowded = LocalPipeline(
+def adjusted_requests(temperature: float) -> list[Request]:
+    """Some with every penalty, bias and minimum, some with one of them, some with none.
+
+    Half of the vocabulary stops a request, so that a minimum is needed to get anywhere.
+    """
+    stop_ids = tuple(range(0, VOCAB_SIZE, 2))
+    features = [
+        {},
+        {"frequency_penalty": 0.9},
+        {"presence_penalty": 2.0, "min_new_tokens": 20, "masked_token_ids": stop_ids},
+        {"repetition_penalty": 1.5, "min_new_tokens": 30, "masked_token_ids": stop_ids},
+        {"logit_bias": tuple((token, -100.0) for token in stop_ids)},
+        {"frequency_penalty": -0.5, "logit_bias": ((7, -100.0),)},
+        {"min_new_tokens": 25, "masked_token_ids": stop_ids},
+        {
+            "frequency_penalty": 0.3,
+            "presence_penalty": 0.4,
+            "repetition_penalty": 0.8,
+            "logit_bias": ((11, 1.5), (12, -100.0)),
+            "min_new_tokens": 35,
+            "masked_token_ids": stop_ids,
+        },
+    ]
+    requests = make_requests(2 * len(features), max_new_tokens=40)
+    for number, request in enumerate(requests):
+        request.sampling = SamplingSpec(
+            temperature=temperature, seed=number, **features[number % len(features)]
+        )
+        request.stops = StopRules(max_new_tokens=40, stop_token_ids=frozenset(stop_ids))
+    return requests
+
+
+def crowded_pipeline(layer_counts: tuple[int, ...]) -> LocalPipeline:
+    """With a pool for about two requests: the others are retracted and computed again."""
+    return LocalPipeline(
         tiny_model("qwen3"),
-        (2, 4),
+        layer_counts,
         num_pages=34,
         scheduling=SchedulingArgs(page_size=4),
         throttle=ThrottleArgs(pause_free_share=0.0, **CHUNKED),
     )
-    crowded.run(requests)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_with_penalties_biases_and_minimums_under_retraction(num_stages):
+    requests = adjusted_requests(temperature=0.0)
+    crowded_pipeline(SPLITS[num_stages][0]).run(requests)
+    assert any(r.num_retractions and r.sampling.penalises_output for r in requests)
+    assert_greedy("qwen3", requests)
+    for request in requests:
+        ended_by_stop = request.output_ids[-1] % 2 == 0
+        assert len(request.output_ids) == 40 or ended_by_stop
+        assert len(request.output_ids) > request.sampling.min_new_tokens or not ended_by_stop
+        if request.sampling.logit_bias and not request.sampling.penalises_output:
+            assert not any(token % 2 == 0 for token in request.output_ids)
+    assert min(len(r.output_ids) for r in requests if not r.sampling.min_new_tokens) < 20
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_sampled_tokens_with_penalties_are_the_same_alone_and_after_retraction(num_stages):
+    requests = adjusted_requests(temperature=1.0)
+    crowded_pipeline(SPLITS[num_stages][0]).run(requests)
+    assert any(r.num_retractions and r.sampling.penalises_output for r in requests)
+    alone = LocalPipeline(tiny_model("qwen3"), (6,))
+    for request, again in zip(requests, adjusted_requests(temperature=1.0), strict=True):
+        assert alone.run([again]) == [request.output_ids]
+
+
+def test_a_bias_forbids_a_token_or_forces_it():
+    plain, forbidden, forced = (make_requests(1, max_new_tokens=6)[0] for _ in range(3))
+    pipeline = LocalPipeline(tiny_model("qwen3"), (6,))
+    pipeline.run([plain])
+    favourite = plain.output_ids[0]
+    forbidden.sampling = SamplingSpec(temperature=0.0, logit_bias=((favourite, -100.0),))
+    forced.sampling = SamplingSpec(temperature=1.0, logit_bias=((17, 100.0),))
+    pipeline.run([forbidden])
+    pipeline.run([forced])
+    assert favourite not in forbidden.output_ids
+    assert forced.output_ids == [17] * 6
+
+
+def test_sampled_tokens_are_the_same_alone_and_in_company_and_after_retraction():
+    sampling = SamplingSpec(temperature=1.0, top_p=0.9, seed=11)
+    requests = make_requests(8, max_new_tokens=40, sampling=sampling)
+    crowded_pipeline((2, 4)).run(requests)
     assert sum(request.num_retractions for request in requests) > 0
     alone = LocalPipeline(tiny_model("qwen3"), (6,))
     for request, again in zip(

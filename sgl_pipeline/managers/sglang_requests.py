@@ -22,7 +22,12 @@ MAX_NAMESPACE_LENGTH = 4096
 MAX_STOP_STRINGS = 32
 # Of all stop strings of a request together: every token is checked against them.
 MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
+# Far beyond any logit, and sums of such numbers stay finite in fp32.
+MAX_LOGIT_BIAS = 1e30
 _SEED_MASK = 2**63 - 1
+_MAX_INT32 = 2**31 - 1
 
 # Fields of TokenizedGenerateReqInput that ask for something not built, and what to call it.
 _UNBUILT_FIELDS = {
@@ -55,11 +60,6 @@ _UNBUILT_SAMPLING: dict[str, tuple[Any, str]] = {
     "regex": (None, "structured output (regex)"),
     "ebnf": (None, "structured output (ebnf)"),
     "structural_tag": (None, "structured output (structural_tag, forced tool choice)"),
-    "frequency_penalty": (0.0, "frequency_penalty"),
-    "presence_penalty": (0.0, "presence_penalty"),
-    "repetition_penalty": (1.0, "repetition_penalty"),
-    "logit_bias": (None, "logit_bias"),
-    "min_new_tokens": (0, "min_new_tokens"),
     "watermark": (None, "watermarking"),
 }
 
@@ -119,22 +119,15 @@ class RequestIntake:
         if asked is None:
             # As many as there is room for; none at all is for `StepScheduler.add` to refuse.
             return max(1, min(self._limits.context_length, self._pool_tokens) - prompt_length)
-        _check_range("max_new_tokens", asked, 0, 2**31 - 1)
+        _check_range("max_new_tokens", asked, 0, _MAX_INT32)
         # The front refuses what is asked beyond the context, and fills in 128 where nothing is
         # asked; near the context's end that default is cut to what is left.
         left = self._limits.context_length - prompt_length
         return min(asked, left) if left > 0 else asked
 
     def _sampling(self, sampling: Any) -> SamplingSpec:
-        _check_range("temperature", sampling.temperature, 0.0, 1e6)
-        _check_range("top_p", sampling.top_p, 0.0, 1.0)
-        if sampling.top_p == 0.0:
-            raise RequestError("top_p must be above 0 and at most 1")
-        _check_range("min_p", sampling.min_p, 0.0, 1.0)
-        _check_range("top_k", sampling.top_k, 1, 2**31 - 1)
+        _check_sampling(sampling)
         seed = sampling.sampling_seed
-        if seed is not None:
-            _check_range("sampling_seed", seed, -(2**63), 2**63 - 1)
         return SamplingSpec(
             temperature=float(sampling.temperature),
             # Upstream spells "all of the vocabulary" as 2**30.
@@ -142,11 +135,46 @@ class RequestIntake:
             top_p=float(sampling.top_p),
             min_p=float(sampling.min_p),
             seed=self._draw_seed() if seed is None else seed & _SEED_MASK,
+            frequency_penalty=float(sampling.frequency_penalty),
+            presence_penalty=float(sampling.presence_penalty),
+            repetition_penalty=float(sampling.repetition_penalty),
+            logit_bias=self._logit_bias(sampling.logit_bias or {}),
+            min_new_tokens=sampling.min_new_tokens,
+            masked_token_ids=self._masked_token_ids(sampling),
         )
+
+    def _logit_bias(self, asked: dict[str, float]) -> tuple[tuple[int, float], ...]:
+        if len(asked) > MAX_LOGIT_BIASES:
+            raise RequestError(f"logit_bias may have {MAX_LOGIT_BIASES} entries, got {len(asked)}")
+        vocab_size = self._limits.vocab_size
+        # Keys are texts: "1" and "01" are the same token, and as upstream has it the last one wins.
+        biases: dict[int, float] = {}
+        for key, bias in asked.items():
+            try:
+                token_id = int(key)
+            except (TypeError, ValueError):
+                raise RequestError(f"logit_bias: {key!r:.40} is no token id") from None
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"logit_bias: token id {key!s:.40} is outside the vocabulary [0, {vocab_size})"
+                )
+            _check_range(f"logit_bias of token {token_id}", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+            biases[token_id] = float(bias)
+        return tuple((token_id, bias) for token_id, bias in biases.items() if bias)
+
+    def _masked_token_ids(self, sampling: Any) -> tuple[int, ...]:
+        """What may not be drawn before `min_new_tokens`. The EOS ids even where they are ignored,
+        as upstream has it (`penaltylib/min_new_tokens.py`)."""
+        if not sampling.min_new_tokens:
+            return ()
+        stops = self._stop_token_ids(sampling) | self._limits.eos_token_ids
+        return tuple(sorted(token for token in stops if 0 <= token < self._limits.vocab_size))
 
     def _stop_token_ids(self, sampling: Any) -> frozenset[int]:
         # An id outside the vocabulary is legal: it never matches.
         asked = frozenset(sampling.stop_token_ids or ())
+        if len(asked) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids, got {len(asked)}")
         return asked if sampling.ignore_eos else asked | self._limits.eos_token_ids
 
     def _check_text(self, sampling: Any) -> StopStringCheck | None:
@@ -182,6 +210,27 @@ def unbuilt_features(message: Any) -> Iterator[str]:
         yield "stop_regex"
     if sampling.beam_width is not None and sampling.beam_width > 1:
         yield "beam search (beam_width)"
+
+
+def _check_sampling(sampling: Any) -> None:
+    """Holds every number to the range that upstream names (`SamplingParams.verify`)."""
+    _check_range("temperature", sampling.temperature, 0.0, 1e6)
+    _check_range("top_p", sampling.top_p, 0.0, 1.0)
+    if sampling.top_p == 0.0:
+        raise RequestError("top_p must be above 0 and at most 1")
+    _check_range("min_p", sampling.min_p, 0.0, 1.0)
+    _check_range("top_k", sampling.top_k, 1, _MAX_INT32)
+    if sampling.sampling_seed is not None:
+        _check_range("sampling_seed", sampling.sampling_seed, -(2**63), 2**63 - 1)
+    _check_range("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
+    _check_range("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
+    _check_range("repetition_penalty", sampling.repetition_penalty, 0.0, 2.0)
+    if sampling.repetition_penalty == 0.0:
+        raise RequestError("repetition_penalty must be above 0 and at most 2")
+    fewest, most = sampling.min_new_tokens, sampling.max_new_tokens
+    _check_range("min_new_tokens", fewest, 0, _MAX_INT32)
+    if most is not None and fewest > most:
+        raise RequestError(f"min_new_tokens {fewest} is above max_new_tokens {most}")
 
 
 def _check_range(name: str, value: Any, low: float, high: float) -> None:

@@ -11,6 +11,7 @@ from sgl_pipeline.pp_runner.activation_link import ActivationLink
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.device import choose_attention_backend, make_attention_backend
 from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.logit_adjustments import plan_logit_adjustments
 from sgl_pipeline.pp_runner.sampler import Sampler
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
@@ -66,6 +67,9 @@ class StageRunner:
         chunks = self._mirror.apply(plan)
         inputs = build_step_inputs(chunks, self._shape.page_size, self._shape.device)
         self._attention.plan(inputs.layout)
+        adjustments = None
+        if self._is_last:
+            adjustments = plan_logit_adjustments(chunks, self._shape.device)
         hidden = None
         if not self._is_first:
             hidden = self._link.receive(plan.step_id, inputs.num_tokens)
@@ -73,6 +77,8 @@ class StageRunner:
         output = self._model.forward(inputs, hidden, self._kv_pool, self._attention)
         token_ids = None
         if self._is_last:
+            if adjustments is not None:
+                adjustments.apply_to(output)
             sampled = self._sampler.sample(output, inputs.sampling, inputs.sample_positions)
             token_ids = tuple(sampled)
         else:

@@ -79,9 +79,9 @@ def build_step_inputs(
 
     samples = np.array([chunk.samples for chunk in chunks], bool)
     return StepInputs(
-        token_ids=_to_device(np.concatenate([_token_ids(chunk) for chunk in chunks]), device),
-        positions=_to_device(positions, device),
-        slots=_to_device(slots, device),
+        token_ids=to_device(np.concatenate([_token_ids(chunk) for chunk in chunks]), device),
+        positions=to_device(positions, device),
+        slots=to_device(slots, device),
         layout=PagedLayout(
             page_size=page_size,
             num_decodes=_leading_ones(lengths),
@@ -91,10 +91,18 @@ def build_step_inputs(
             last_page_lengths=_int32(ends - (page_counts - 1) * page_size),
             kv_lengths=_int32(ends),
         ),
-        sample_rows=_to_device(query_indptr[1:][samples] - 1, device),
+        sample_rows=to_device(query_indptr[1:][samples] - 1, device),
         sample_positions=torch.from_numpy(ends[samples]),
         sampling=tuple(chunk.request.sampling for chunk in chunks if chunk.samples),
     )
+
+
+def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """`values` on the stage's device, without waiting for the copy."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
 
 
 def _pages(chunk: MirroredChunk, page_size: int) -> np.ndarray:
@@ -115,10 +123,3 @@ def _leading_ones(lengths: np.ndarray) -> int:
 
 def _int32(values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(values.astype(np.int32))
-
-
-def _to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(values)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor

@@ -70,7 +70,38 @@ def test_the_default_maximum_is_cut_near_the_end_of_the_context() -> None:
 
 
 def test_asking_for_nothing_is_no_feature() -> None:
-    build({"logit_bias": {}})
+    nothing = build({"logit_bias": {}, "min_new_tokens": 0, "sampling_seed": 3}).sampling
+    assert nothing == build({"sampling_seed": 3}).sampling
+    assert build({"logit_bias": {"5": 0.0}}).sampling.logit_bias == ()
+
+
+def test_penalties_are_kept_as_asked() -> None:
+    asked = {"frequency_penalty": -2, "presence_penalty": 0.5, "repetition_penalty": 1.25}
+    spec = build(asked).sampling
+    assert {name: getattr(spec, name) for name in asked} == asked
+    assert spec.penalises_output
+    assert not build().sampling.penalises_output
+
+
+def test_a_logit_bias_names_each_token_once_and_the_last_one_counts() -> None:
+    spec = build({"logit_bias": {"5": 1, "07": -100.0, "05": 2.5}}).sampling
+    assert spec.logit_bias == ((5, 2.5), (7, -100.0))
+
+
+def test_min_new_tokens_masks_stop_and_eos_ids_even_where_those_are_ignored() -> None:
+    for ignore_eos in (False, True):
+        message = altered(
+            min_new_tokens=8, stop_token_ids={9, VOCAB_SIZE + 7, -1}, ignore_eos=ignore_eos
+        )
+        spec = intake().build(message, 0.0).sampling
+        assert spec.min_new_tokens == 8
+        assert spec.masked_token_ids == tuple(sorted({9, TURN_END}))
+    assert build({"stop_token_ids": [9]}).sampling.masked_token_ids == ()
+
+
+def test_min_new_tokens_is_free_where_no_maximum_is_named() -> None:
+    message = generate("r1", "hello", sampling={"max_new_tokens": None, "min_new_tokens": 10_000})
+    assert intake().build(message, 0.0).sampling.min_new_tokens == 10_000
 
 
 def test_stop_ids_join_the_eos_ids_unless_those_are_ignored() -> None:
@@ -135,6 +166,22 @@ def test_a_prompt_that_is_no_list_of_known_tokens_is_refused(prompt: Any, named:
         ("max_new_tokens", -1),
         ("max_new_tokens", 2**40),
         ("sampling_seed", 2**80),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", math.nan),
+        ("presence_penalty", -2.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 2.1),
+        ("repetition_penalty", True),
+        ("min_new_tokens", -1),
+        ("min_new_tokens", 9),
+        ("logit_bias", {"5": math.inf}),
+        ("logit_bias", {"5": 1e31}),
+        ("logit_bias", {"five": 1.0}),
+        ("logit_bias", {"-1": 1.0}),
+        ("logit_bias", {str(VOCAB_SIZE): 1.0}),
+        ("logit_bias", {"9" * 5000: 1.0}),
+        ("logit_bias", {"0" * number + "1": 1.0 for number in range(1025)}),
+        ("stop_token_ids", set(range(1025))),
     ],
 )
 def test_every_number_is_bounded_whatever_the_http_layer_let_through(name: str, value: Any) -> None:
@@ -175,11 +222,6 @@ def test_a_feature_that_is_not_built_is_refused_by_name(fields: Any, named: str)
         ({"regex": "a"}, "regex"),
         ({"ebnf": "a"}, "ebnf"),
         ({"structural_tag": "{}"}, "structural_tag"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"repetition_penalty": 1.5}, "repetition_penalty"),
-        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
-        ({"min_new_tokens": 2}, "min_new_tokens"),
         ({"stop_regex": "a+"}, "stop_regex"),
         ({"beam_width": 2}, "beam"),
     ],
@@ -236,6 +278,8 @@ SAMPLING_READ = {
     *("max_new_tokens", "stop_strs", "stop_token_ids", "temperature", "top_p", "top_k", "min_p"),
     *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
     *("stream_interval", "sampling_seed", "stop_regex_strs", "beam_width"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
+    "min_new_tokens",
 }
 
 

@@ -36,13 +36,25 @@ REFUSED = {
     "neither text nor ids": ({"sampling_params": {}}, ["text", "input_ids"]),
     "a grammar": ({"text": "x", "sampling_params": {"regex": "a+"}}, ["regex", "not supported"]),
     "log-probabilities": ({"text": "x", "return_logprob": True}, ["not supported"]),
-    "a penalty": (
-        {"text": "x", "sampling_params": {"frequency_penalty": 1.0}},
-        ["frequency_penalty", "not supported"],
+    "a penalty out of range": (
+        {"text": "x", "sampling_params": {"frequency_penalty": 2.5}},
+        ["frequency_penalty", "2.5"],
     ),
-    "a logit bias": (
-        {"text": "x", "sampling_params": {"logit_bias": {"5": 1.0}}},
-        ["logit_bias", "not supported"],
+    "a repetition penalty of zero": (
+        {"text": "x", "sampling_params": {"repetition_penalty": 0}},
+        ["repetition_penalty"],
+    ),
+    "a bias of an unknown token": (
+        {"text": "x", "sampling_params": {"logit_bias": {"99999": 1.0}}},
+        ["logit_bias", "99999"],
+    ),
+    "a bias beyond any logit": (
+        {"text": "x", "sampling_params": {"logit_bias": {"5": 1e200}}},
+        ["logit_bias", "1e+200"],
+    ),
+    "a minimum above the maximum": (
+        {"text": "x", "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 8}},
+        ["min_new_tokens", "9"],
     ),
 }
 

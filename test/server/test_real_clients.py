@@ -51,6 +51,24 @@ def test_openai_completions_with_two_samples(client):
     assert [choice.text for choice in reply.choices] == ["42", "42"]
 
 
+def test_openai_penalties_biases_and_a_minimum_reach_the_sampler(client):
+    def complete(**options) -> openai.types.Completion:
+        prompt = "<|user|>What is 17 + 25?<|end|><|assistant|>"
+        return client.completions.create(model=MODEL, prompt=prompt, temperature=0, **options)
+
+    four = complete(max_tokens=1)
+    assert four.choices[0].text == "4"
+    forced, *rest = (complete(max_tokens=n, logit_bias={"70": 100}).choices[0].text for n in (1, 5))
+    assert [forced * 5] == rest
+    assert complete(max_tokens=16).usage.completion_tokens == 3
+    longer = complete(max_tokens=16, extra_body={"min_tokens": 9})
+    assert longer.usage.completion_tokens > 9
+    assert longer.choices[0].text.startswith("42")
+    endless = {"max_tokens": 60, "extra_body": {"ignore_eos": True}}
+    repetitive = complete(**endless).choices[0].text
+    assert complete(**endless, frequency_penalty=2.0).choices[0].text != repetitive
+
+
 def test_a_seed_gives_the_same_sample_again(client):
     def sample(seed: int) -> str:
         reply = client.completions.create(

@@ -10,7 +10,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from support.adjusted_logits import adjusted_by_hand
 from transformers import AutoModelForCausalLM
+
+from sgl_pipeline.requests import GREEDY, SamplingSpec
 
 TIE = 1e-4
 
@@ -21,10 +24,24 @@ def reference_model(path: Path):
 
 
 @torch.inference_mode()
-def count_ties(path: Path, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> int:
-    """How many of `output_ids` were ties that went the other way; fails where one is wrong."""
+def count_ties(
+    path: Path,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    sampling: SamplingSpec = GREEDY,
+) -> int:
+    """How many of `output_ids` were ties that went the other way; fails where one is wrong.
+
+    `sampling` is greedy; its penalties, bias and min_new_tokens are applied to the reference.
+    """
     tokens = torch.tensor([[*prompt_ids, *output_ids]])
     logits = reference_model(path)(tokens).logits[0, len(prompt_ids) - 1 : -1]
+    if sampling != GREEDY:
+        rows = [
+            adjusted_by_hand(row, sampling, output_ids[:count])
+            for count, row in enumerate(logits.tolist())
+        ]
+        logits = torch.tensor(rows)
     chosen = logits.gather(1, torch.tensor(output_ids)[:, None])[:, 0]
     below_best = logits.amax(dim=1) - chosen
     wrong = (below_best >= TIE).nonzero().flatten().tolist()
