@@ -95,7 +95,8 @@ def plan_logit_adjustments(
     keys, subtracted, repetition = _penalties(adjusted)
     biases = [chunk.request.sampling.logit_bias for chunk in adjusted]
     # A token id is exact in float64, so that one array can hold the pairs.
-    pairs = np.array(list(chain.from_iterable(biases)), np.float64).reshape(-1, 2)
+    flat = chain.from_iterable(chain.from_iterable(biases))
+    pairs = np.fromiter(flat, np.float64).reshape(-1, 2)
     forbidden = [_forbidden_ids(chunk) for chunk in adjusted]
     return LogitAdjustments(
         penalised=cells(keys >> _ROW_SHIFT, keys & _TOKEN_MASK),
