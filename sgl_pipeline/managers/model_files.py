@@ -101,11 +101,14 @@ def model_limits(spec: ModelSpec, context_length: int | None, tokenizer: Any) ->
 
     Args:
         context_length: `--context-length`, or None for the model's own.
-        tokenizer: its EOS id is added to those of config.json and generation_config.json, because
-            chat models often end a turn with a token that only one of the three names.
+        tokenizer: its EOS id, and what upstream's loader calls its additional stop tokens, are
+            added to the EOS ids of config.json and generation_config.json, because chat models
+            often end a turn with a token that only one of these names.
     """
     own_eos = getattr(tokenizer, "eos_token_id", None)
-    eos = spec.eos_token_ids | (frozenset() if own_eos is None else {int(own_eos)})
+    named = set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
+    named |= set() if own_eos is None else {own_eos}
+    eos = spec.eos_token_ids | named
     return ModelLimits(context_length or spec.context_length, spec.vocab_size, eos)
 
 

@@ -63,8 +63,10 @@ def test_a_dtype_that_cannot_be_computed_in_is_refused() -> None:
 def test_eos_ids_are_the_union_of_config_generation_config_and_tokenizer(tmp_path: Path) -> None:
     write_front_model(tmp_path, eos_token_id=[0, 7])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
-    limits = model_limits(read_model_spec(tmp_path), None, byte_tokenizer())
-    assert limits.eos_token_ids == {0, 7, 9, 2}
+    tokenizer = byte_tokenizer()
+    tokenizer.additional_stop_token_ids = {11}
+    limits = model_limits(read_model_spec(tmp_path), None, tokenizer)
+    assert limits.eos_token_ids == {0, 7, 9, 2, 11}
     assert (limits.context_length, limits.vocab_size) == (CONTEXT_LENGTH, VOCAB_SIZE)
 
 
