@@ -61,6 +61,11 @@ class SchedulingArgs:
     max_running_requests: int = 256
     max_queued_requests: int | None = None
     radix_cache: bool = True
+    # By how much more priority than a running request a waiting one takes its place; None: never.
+    preemption_threshold: int | None = None
+    # Seconds after which a request is ended, counted while it waits and since it first ran.
+    waiting_timeout_s: float | None = None
+    running_timeout_s: float | None = None
     # Steps in flight beyond one per stage; more hides scheduling time, fewer keeps tokens fresh.
     extra_steps_in_flight: int = 0
 
@@ -76,6 +81,11 @@ class SchedulingArgs:
         require(
             self.max_queued_requests is None or self.max_queued_requests >= 0,
             f"--max-queued-requests {self.max_queued_requests} must not be negative",
+        )
+        require(
+            self.preemption_threshold is None or self.preemption_threshold >= 0,
+            f"--priority-scheduling-preemption-threshold {self.preemption_threshold} must not be "
+            "negative",
         )
         require(
             0 <= self.extra_steps_in_flight <= 8,

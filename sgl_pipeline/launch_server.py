@@ -105,13 +105,17 @@ def _serve(argv: list[str], run_directory: str) -> None:
     from sglang.srt.entrypoints.http_server import app, launch_server
 
     from sgl_pipeline.managers.front_guard import GuardedTokenizerManager, RouteGuard
+    from sgl_pipeline.managers.load_report import loads_path
 
     app.add_middleware(RouteGuard)
+    tokenizer_manager = functools.partial(
+        GuardedTokenizerManager, loads_path=loads_path(run_directory)
+    )
     try:
         launch_server(
             plan.upstream,
             init_tokenizer_manager_func=functools.partial(
-                init_tokenizer_manager, TokenizerManagerClass=GuardedTokenizerManager
+                init_tokenizer_manager, TokenizerManagerClass=tokenizer_manager
             ),
             run_scheduler_process_func=ChildEntry(_run_scheduler, pipeline_args),
             run_detokenizer_process_func=ChildEntry(_run_detokenizer),

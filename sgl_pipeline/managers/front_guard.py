@@ -10,6 +10,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
+from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotReader
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -37,7 +38,6 @@ REFUSED_ROUTES = {
     "/stop_profile": _PROFILE,
     "/close_session": "sessions",
     "/set_internal_state": "changing scheduler settings at run time",
-    "/v1/loads": "load reports",
 }
 
 
@@ -50,7 +50,25 @@ class RefusedRequestError(ValueError):
 
 
 class GuardedTokenizerManager(TokenizerManager):
-    """Upstream's, with a check in front of it and refusals that also reach streams."""
+    """Upstream's, with a check in front of it and refusals that also reach streams.
+
+    Args:
+        loads_path: the file of `load_report.py`; the rest is upstream's.
+    """
+
+    def __init__(self, server_args: Any, port_args: Any, *, loads_path: str) -> None:
+        super().__init__(server_args, port_args)
+        self.load_snapshot_reader = ShmLoadSnapshotReader(loads_path, dp_size=1)
+
+    async def get_loads(
+        self, include: list[str] | None = None, dp_rank: int | None = None
+    ) -> list[LoadSnapshot]:
+        """As upstream's, which notices an unknown section too late for a 400: a ValueError."""
+        if unknown := set(include or ()) - LoadSnapshot.VALID_SECTIONS:
+            valid = ", ".join(sorted(LoadSnapshot.VALID_SECTIONS))
+            raise ValueError(f"include: {', '.join(sorted(unknown))}; choose from {valid}")
+        loads: list[LoadSnapshot] = await super().get_loads(include, dp_rank)
+        return loads
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """As upstream's. Raises RefusedRequestError, a ValueError, for what is turned away."""

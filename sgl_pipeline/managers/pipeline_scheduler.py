@@ -13,6 +13,7 @@ import zmq
 
 from sgl_pipeline.errors import ProtocolError, RequestError
 from sgl_pipeline.managers.control_requests import ControlDesk
+from sgl_pipeline.managers.load_report import LoadReport
 from sgl_pipeline.managers.sglang_io import AbortRequest, ControlRequest, SglangFront
 from sgl_pipeline.managers.stage_launcher import StageLauncher
 from sgl_pipeline.managers.step_journal import StepJournal
@@ -40,12 +41,14 @@ class PipelineScheduler:
         steps: StepScheduler,
         launcher: StageLauncher,
         journal: StepJournal,
+        loads: LoadReport,
         facts: dict[str, Any],
     ) -> None:
         self._front = front
         self._steps = steps
         self._launcher = launcher
         self._journal = journal
+        self._loads = loads
         self._facts = facts
         self._desk = ControlDesk(front, self)
         self._encoder = StepPlanEncoder()
@@ -69,6 +72,9 @@ class PipelineScheduler:
                 for report in self._launcher.receive():
                     self._on_report(report)
                 self._fill_pipeline()
+                # After the filling: what can run at once has not waited.
+                for request in self._steps.end_overdue(time.monotonic()):
+                    self._front.end(request)
                 self._check_now_and_then()
         except Exception as failure:
             finish = FinishReason("abort", message=str(failure), status_code=500)
@@ -94,7 +100,9 @@ class PipelineScheduler:
 
     def _add(self, request: Request) -> None:
         try:
-            self._steps.add(request)
+            displaced = self._steps.add(request)
+            if displaced is not None:
+                self._front.end(displaced)
         except RequestError as error:
             self._front.refuse(request, error)
         except Exception:
@@ -133,6 +141,7 @@ class PipelineScheduler:
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + CHECK_INTERVAL_S
             self._launcher.check(self._journal.last_steps)
+            self._loads.publish(self._steps, self._journal, now_s)
             self._desk.poll(now_s)
 
     # What `control_requests.ControlDesk` may ask

@@ -18,6 +18,7 @@ from sglang.srt.utils import configure_logger
 
 from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from sgl_pipeline.managers.load_report import LoadReport, loads_path
 from sgl_pipeline.managers.model_files import ModelLimits, load_tokenizer, model_limits
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
 from sgl_pipeline.managers.sglang_io import SglangFront
@@ -80,7 +81,7 @@ def _serve(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     launcher = StageLauncher(args, plan, links, context)
     journal = StepJournal(plan.num_stages, _open_trace(args.trace_path))
-    front = None
+    front = loads = None
     try:
         capacity = launcher.start()
         facts = _facts(args, plan, capacity)
@@ -94,11 +95,14 @@ def _serve(
             num_stages=plan.num_stages,
             context_length=limits.context_length,
         )
+        loads = LoadReport(loads_path(args.run_directory), args.scheduling, capacity)
         pipe_writer.send(_ready_message(args, limits, capacity))
-        PipelineScheduler(front, steps, launcher, journal, facts).run()
+        PipelineScheduler(front, steps, launcher, journal, loads, facts).run()
     finally:
         if front is not None:
             front.close()
+        if loads is not None:
+            loads.close()
         launcher.stop()
         journal.close()
         # Waits a moment for the last answers to leave.

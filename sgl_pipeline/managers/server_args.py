@@ -6,6 +6,8 @@ be honoured ends in a ConfigurationError that names the flag.
 """
 
 import argparse
+import math
+import os
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +137,9 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         ),
         max_queued_requests=options.max_queued_requests,
         radix_cache=not options.disable_radix_cache,
+        preemption_threshold=_preemption_threshold(options),
+        waiting_timeout_s=_timeout_s("SGLANG_REQ_WAITING_TIMEOUT"),
+        running_timeout_s=_timeout_s("SGLANG_REQ_RUNNING_TIMEOUT"),
         extra_steps_in_flight=options.extra_steps_in_flight,
     )
     throttle = ThrottleArgs(
@@ -147,6 +152,24 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
     return PipelineArgs(
         stages=stages, scheduling=scheduling, throttle=throttle, trace_path=options.trace_path
     )
+
+
+def _preemption_threshold(options: argparse.Namespace) -> int | None:
+    if not options.enable_priority_scheduling or options.disable_priority_preemption:
+        return None
+    return int(options.priority_scheduling_preemption_threshold)
+
+
+def _timeout_s(name: str) -> float | None:
+    """Seconds that upstream's environment variable `name` sets; none when it is zero or less."""
+    text = os.environ.get(name, "-1")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise ConfigurationError(f"{name}={text} is no number of seconds")
+    return seconds if seconds > 0 else None
 
 
 def _check_our_side(options: argparse.Namespace) -> None:

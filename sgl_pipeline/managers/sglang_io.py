@@ -21,6 +21,7 @@ from sglang.srt.utils import msgpack_utils
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.control_requests import CONTROL_TYPES
 from sgl_pipeline.managers.model_files import ModelLimits
+from sgl_pipeline.managers.priority_rules import PriorityRules
 from sgl_pipeline.managers.sglang_output import (
     OutputCursor,
     OutputRow,
@@ -77,7 +78,14 @@ class SglangFront:
         self.socket = _connect(context, zmq.PULL, port_args.scheduler_input_ipc_name)
         self._to_detokenizer = _connect(context, zmq.PUSH, port_args.detokenizer_ipc_name)
         self._to_tokenizer = _connect(context, zmq.PUSH, port_args.tokenizer_ipc_name)
-        self._intake = RequestIntake(limits, pool_tokens, tokenizer, server_args.random_seed)
+        priorities = PriorityRules(
+            server_args.enable_priority_scheduling,
+            server_args.schedule_low_priority_values_first,
+            server_args.abort_on_priority_when_disabled,
+        )
+        self._intake = RequestIntake(
+            limits, pool_tokens, tokenizer, server_args.random_seed, priorities
+        )
         self._stream_interval = server_args.stream_interval
         self._cursors: dict[str, OutputCursor] = {}
         # Health checks that the next completed step answers: proof that the stages are alive.
@@ -128,6 +136,11 @@ class SglangFront:
         cursor = self._cursors.pop(request.request_id, None)
         if cursor is not None and (row := cursor.next_row(finish)) is not None:
             self._send_rows([row])
+
+    def end(self, request: Request) -> None:
+        """Ends a live request that the scheduler has finished outside a step."""
+        assert request.finish is not None
+        self.send_finish(request, request.finish)
 
     def refuse(self, request: Request, error: RequestError) -> None:
         """Ends a request that the scheduler did not take, with the error's HTTP status."""

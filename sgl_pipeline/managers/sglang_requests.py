@@ -14,6 +14,7 @@ from typing import Any
 
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.model_files import ModelLimits
+from sgl_pipeline.managers.priority_rules import PriorityRules
 from sgl_pipeline.managers.stop_strings import StopStringCheck
 from sgl_pipeline.requests import Request, SamplingSpec, StopRules
 
@@ -73,21 +74,29 @@ class RequestIntake:
             What can be served at all is checked by `StepScheduler.add`.
         tokenizer: decodes text for stop strings.
         random_seed: `--random-seed`: makes the seeds of requests without one reproducible.
+        priorities: what becomes of their `priority`.
     """
 
     def __init__(
-        self, limits: ModelLimits, pool_tokens: int, tokenizer: Any, random_seed: int | None
+        self,
+        limits: ModelLimits,
+        pool_tokens: int,
+        tokenizer: Any,
+        random_seed: int | None,
+        priorities: PriorityRules,
     ) -> None:
         self._limits = limits
         self._pool_tokens = pool_tokens
         self._tokenizer = tokenizer
+        self._priorities = priorities
         seeds: Random = secrets.SystemRandom() if random_seed is None else Random(random_seed)
         self._draw_seed: Callable[[], int] = lambda: seeds.getrandbits(63)
 
     def build(self, message: Any, now_s: float) -> Request:
         """The request that `message`, a TokenizedGenerateReqInput, asks for.
 
-        Raises RequestError (400) when it is malformed or asks for what is not built.
+        Raises RequestError (400, or 503 for a priority) when it is malformed or asks for what is
+        not built.
         """
         for name in unbuilt_features(message):
             raise RequestError(f"{name}: not supported by this server yet")
@@ -103,6 +112,7 @@ class RequestIntake:
                 check_text=self._check_text(sampling),
             ),
             arrival_s=now_s,
+            priority=self._priorities.priority(message.priority),
             cache_namespace=_namespace(message.extra_key, message.cache_salt),
         )
 

@@ -11,6 +11,8 @@ HONOURED = frozenset(
     model_path revision download_dir load_format dtype context_length device random_seed
     pp_size page_size chunked_prefill_size max_total_tokens mem_fraction_static
     max_running_requests max_queued_requests disable_radix_cache stream_interval sleep_on_idle
+    enable_priority_scheduling schedule_low_priority_values_first abort_on_priority_when_disabled
+    disable_priority_preemption priority_scheduling_preemption_threshold
     """.split()
 )
 
@@ -28,7 +30,7 @@ FRONT = frozenset(
     sampling_defaults preferred_sampling_params allow_auto_truncate
     enable_cache_report return_input_ids return_output_ids batch_notify_size
     stream_response_default_include_usage incremental_streaming_output
-    asr_max_buffer_seconds asr_max_concurrent_sessions
+    asr_max_buffer_seconds asr_max_concurrent_sessions default_priority_value
     log_level log_level_http log_requests log_requests_level log_requests_format
     log_requests_target uvicorn_access_log_exclude_prefixes crash_dump_folder
     gc_warning_threshold_secs gc_threshold soft_watchdog_timeout
@@ -68,7 +70,6 @@ _DEBUG = "it debugs upstream's model runner, which is not used"
 _DEVICE = "stages take the visible devices in order; choose with CUDA_VISIBLE_DEVICES"
 _POLICY = "upstream's scheduler is not used; see --policy and the throttle's options"
 _PREFILL = "prefill is bounded by --chunked-prefill-size and the throttle's options"
-_PRIORITY = "priority scheduling is not built yet"
 _SLIDING = "sliding-window attention is not supported"
 _TIERS = "KV tiers beyond the stages' own pools are not built yet"
 _EVICTION = "the radix cache evicts the least recently used pages first, and nothing else"
@@ -127,9 +128,6 @@ _REFUSED_TEXT = {
         prefill_delayer_token_usage_low_watermark prefill_delayer_forward_passes_buckets
         prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio
         prefill_delayer_max_delay_ms""",
-    _PRIORITY: """enable_priority_scheduling disable_priority_preemption default_priority_value
-        abort_on_priority_when_disabled schedule_low_priority_values_first
-        priority_scheduling_preemption_threshold""",
     _SLIDING: """swa_full_tokens_ratio disable_hybrid_swa_memory swa_prefix_tails
         _swa_full_tokens_ratio_explicitly_set c128_page_size""",
     "state-space models are not supported": "max_mamba_cache_size mamba_full_memory_ratio",

@@ -28,15 +28,23 @@ class Admission:
         pages: RequestPages,
         preemption: Preemption,
         max_running_requests: int,
+        preemption_threshold: int | None = None,
     ) -> None:
         self._waiting = waiting
         self._running = running
         self._pages = pages
         self._preemption = preemption
         self._max_running_requests = max_running_requests
+        self._preemption_threshold = preemption_threshold
+        # Of all requests admitted so far, each counted once.
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
 
     def fill(self, budget: TokenBudget) -> list[Chunk]:
         """The chunks of the next step, decodes first; empty when nothing can run now."""
+        # Before the decodes: afterwards, those that could give way are in this step.
+        if self._preemption_threshold is not None:
+            self._make_room_for_head(self._preemption_threshold)
         chunks = self._decodes(budget.decodes)
         left_tokens = budget.prefill_tokens
         for request in sorted(self._running.prefilling, key=lambda request: request.order):
@@ -68,6 +76,22 @@ class Admission:
         chunks.append(self._schedule(request, length, is_decode=False))
         return length
 
+    def _make_room_for_head(self, threshold: int) -> None:
+        """Retracts requests that the head of the queue outranks by more than `threshold`, the last
+        first, until it could be let in (upstream: schedule_policy.py, preempt_to_schedule)."""
+        head = self._waiting.head()
+        while head is not None and not self._could_admit(head):
+            victim = self._preemption.last_idle()
+            if victim is None or victim.order[0] - head.order[0] <= threshold:
+                return
+            self._preemption.retract(victim)
+
+    def _could_admit(self, head: Request) -> bool:
+        num_running = len(self._running)
+        return num_running < self._max_running_requests and self._pages.fits(
+            head, self._waiting.path_of(head), num_reserved=num_running
+        )
+
     def _admit_next(self) -> Request | None:
         """Lets in the head of the queue if its whole prefill fits, else nobody.
 
@@ -87,6 +111,8 @@ class Admission:
         request.state = RequestState.RUNNING
         if request.num_retractions == 0:
             request.cached_tokens = request.num_computed
+            self.num_prompt_tokens += len(request.prompt_ids)
+            self.num_cached_tokens += request.cached_tokens
         return request
 
     def _schedule(self, request: Request, length: int, *, is_decode: bool) -> Chunk:

@@ -1,8 +1,9 @@
 """Takes pages from the requests that are served last, when one before them needs some.
 
-Used by admission for decodes and by `StepScheduler` when everything stands still. A request is only
-ever retracted for one before it in `Request.order`, so the first one always gets on: no deadlock,
-no livelock. It never touches a request with a step in flight.
+Used by admission, for decodes and for requests of much higher priority, and by `StepScheduler` when
+everything stands still. A request is only ever retracted for one before it in `Request.order`, so
+the first one always gets on: no deadlock, no livelock. It never touches a request with a step in
+flight.
 """
 
 from sgl_pipeline.requests import Request, RequestState
@@ -21,6 +22,7 @@ class Preemption:
         self._waiting = waiting
         self._pages = pages
         self.num_retractions = 0
+        self._retracted: list[Request] = []
 
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Sees to pages for `num_tokens` tokens of `request`, at the cost of later requests.
@@ -28,7 +30,7 @@ class Preemption:
         False when even that was not enough: then it keeps what it has and waits for its turn.
         """
         while not self._pages.extend(request, num_tokens):
-            victim = self._last_idle()
+            victim = self.last_idle()
             if victim is None or victim.order <= request.order:
                 return False
             self.retract(victim)
@@ -36,7 +38,7 @@ class Preemption:
 
     def retract_last(self) -> None:
         """Retracts the last running request in order; none may have a step in flight."""
-        victim = self._last_idle()
+        victim = self.last_idle()
         assert victim is not None
         self.retract(victim)
 
@@ -49,8 +51,15 @@ class Preemption:
         request.prefill_end = request.num_tokens
         request.num_retractions += 1
         self.num_retractions += 1
+        self._retracted.append(request)
         self._waiting.add(request)
 
-    def _last_idle(self) -> Request | None:
+    def take_retracted(self) -> list[Request]:
+        """The requests retracted since the last call."""
+        retracted, self._retracted = self._retracted, []
+        return retracted
+
+    def last_idle(self) -> Request | None:
+        """The running request that is served last, of those without a step in flight."""
         idle = (request for request in self._running if not request.steps_in_flight)
         return max(idle, key=lambda request: request.order, default=None)

@@ -41,6 +41,14 @@ class RequestPages:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache.page_size)
 
+    def fits(self, request: Request, path: RadixNode, num_reserved: int) -> bool:
+        """Whether `try_open` would succeed now."""
+        match = self._cache.match(path)
+        self._cache.lock(match)
+        fits = self._fits_beside(match, request, num_reserved)
+        self._cache.unlock(match)
+        return fits
+
     def try_open(self, request: Request, path: RadixNode, num_reserved: int) -> bool:
         """Gives a waiting request its cached prefix, if its whole prefill fits beside that.
 
@@ -50,15 +58,19 @@ class RequestPages:
         """
         match = self._cache.match(path)
         self._cache.lock(match)
-        num_cached = match.end // self._cache.page_size
-        if self.pages_for(request.prefill_end) - num_cached > self.num_available - num_reserved:
+        if not self._fits_beside(match, request, num_reserved):
             self._cache.unlock(match)
             return False
         self._cache.claim(path)
-        self._holdings[request] = _Holding(match, num_cached, path)
+        self._holdings[request] = _Holding(match, match.end // self._cache.page_size, path)
         request.pages = self._cache.pages_of(match)
         request.num_scheduled = request.num_computed = match.end
         return True
+
+    def _fits_beside(self, match: RadixNode, request: Request, num_reserved: int) -> bool:
+        """`match`, the request's cached prefix, is locked: its pages are not available."""
+        num_missing = self.pages_for(request.prefill_end) - match.end // self._cache.page_size
+        return num_missing <= self.num_available - num_reserved
 
     def reachable_tokens(self, request: Request) -> int:
         """How long the request could get if it took every available page."""

@@ -13,6 +13,7 @@ from sgl_pipeline.errors import ProtocolError, QueueFullError, RequestError
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.requests import FinishReason, Request, RequestState
 from sgl_pipeline.scheduling.admission import Admission
+from sgl_pipeline.scheduling.age_limit import AgeLimit
 from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.preemption import Preemption
 from sgl_pipeline.scheduling.radix_cache import RadixCache
@@ -25,6 +26,15 @@ from sgl_pipeline.throttle import PipelineLoad, Policy
 
 # SGLang's `/health` sends requests whose ids begin like this; a full queue must not fail them.
 HEALTH_CHECK_PREFIX = "HEALTH_CHECK_"
+
+# Upstream's words (scheduler.py, _abort_on_queued_limit and _poll_timeout_aborts).
+DISPLACED = FinishReason(
+    "abort",
+    message="The request is aborted by a higher priority request.",
+    status_code=503,
+)
+WAITED_TOO_LONG = FinishReason("abort", message="Request waiting timeout reached.", status_code=503)
+RAN_TOO_LONG = FinishReason("abort", message="Request running timeout reached.", status_code=503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,34 +79,55 @@ class StepScheduler:
         self._running = RunningRequests()
         self._preemption = Preemption(self._running, self._waiting, self._pages)
         self._admission = Admission(
-            self._waiting, self._running, self._pages, self._preemption, args.max_running_requests
+            self._waiting,
+            self._running,
+            self._pages,
+            self._preemption,
+            args.max_running_requests,
+            args.preemption_threshold,
         )
+        self._waiting_ages = AgeLimit(args.waiting_timeout_s)
+        self._running_ages = AgeLimit(args.running_timeout_s)
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[Microbatch] = deque()
         self._next_step_id = 0
         self._num_arrivals = 0
+        self._lowest_priority = 0
 
     # Requests in and out
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request) -> Request | None:
         """Queues a new request.
 
+        Returns the waiting request of lower priority that was ended because the queue was full.
         Raises RequestError when it could never be served, QueueFullError when too many wait.
         """
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is already being served")
         self.limits.check(request)
-        limit = self._max_queued_requests
-        is_exempt = request.request_id.startswith(HEALTH_CHECK_PREFIX)
-        if limit is not None and len(self._waiting) >= limit and not is_exempt:
-            raise QueueFullError(
-                f"{len(self._waiting)} requests wait already, the limit is {limit}; try again "
-                "later or raise --max-queued-requests"
-            )
+        displaced = self._displace_for(request)
+        self._lowest_priority = min(self._lowest_priority, request.priority)
         request.order = (-request.priority, self._num_arrivals)
         self._num_arrivals += 1
         self._requests[request.request_id] = request
         self._waiting.add(request)
+        self._waiting_ages.start(request, request.arrival_s)
+        return displaced
+
+    def _displace_for(self, request: Request) -> Request | None:
+        """Makes room in a full queue at the cost of the last in it, if that has less priority."""
+        limit = self._max_queued_requests
+        is_exempt = request.request_id.startswith(HEALTH_CHECK_PREFIX)
+        if limit is None or len(self._waiting) < limit or is_exempt:
+            return None
+        # Without priorities nobody is displaced: then an overflow need not look at the queue.
+        last = self._waiting.last() if request.priority > self._lowest_priority else None
+        if last is None or last.priority >= request.priority:
+            raise QueueFullError(
+                f"{len(self._waiting)} requests wait already, the limit is {limit}; try again "
+                "later or raise --max-queued-requests"
+            )
+        return self.abort(last.request_id, DISPLACED)
 
     def abort(self, request_id: str, reason: FinishReason) -> Request | None:
         """Ends a request in whatever state it is; None if it is not (or no longer) served.
@@ -113,12 +144,25 @@ class StepScheduler:
         self._finish(request, reason)
         return request
 
+    def end_overdue(self, now: float) -> list[Request]:
+        """Ends the requests that have waited or run for too long; `Request.finish` says which.
+
+        `now` is the clock of `Request.arrival_s`, in seconds.
+        """
+        ages = ((self._waiting_ages, WAITED_TOO_LONG), (self._running_ages, RAN_TOO_LONG))
+        return [
+            request
+            for age_limit, reason in ages
+            for request in age_limit.overdue(now)
+            if self.abort(request.request_id, reason) is not None
+        ]
+
     # Steps out, results in
 
     def next_microbatch(self, now: float) -> Microbatch | None:
         """The next step; None when the pipeline is full or nothing can run.
 
-        `now` is the caller's clock in seconds. No rule depends on the time yet.
+        `now` is the caller's clock in seconds: ages of requests count from it.
         """
         if len(self._in_flight) >= self._max_in_flight:
             return None
@@ -127,6 +171,7 @@ class StepScheduler:
         while not chunks and not self._in_flight and len(self._running) > 1:
             self._preemption.retract_last()
             chunks = self._decide()
+        self._note_ages(chunks, now)
         if not chunks:
             return None
         released = self._pages.take_released()
@@ -138,6 +183,16 @@ class StepScheduler:
     def _decide(self) -> list[Chunk]:
         self.decided_load = self.load()
         return self._admission.fill(self._policy(self.decided_load))
+
+    def _note_ages(self, chunks: list[Chunk], now: float) -> None:
+        for request in self._preemption.take_retracted():
+            self._waiting_ages.start(request, now)
+        # Prefill chunks come last, and whoever was let in has one.
+        for chunk in reversed(chunks):
+            if chunk.is_decode:
+                break
+            self._waiting_ages.stop(chunk.request)
+            self._running_ages.start(chunk.request, now)
 
     def on_result(self, step_id: int, token_ids: Sequence[int], now: float) -> list[TokenEvent]:
         """Books the oldest step in flight: every stage has run it.
@@ -194,6 +249,8 @@ class StepScheduler:
         request.state = RequestState.FINISHED
         request.finish = reason
         del self._requests[request.request_id]
+        self._waiting_ages.stop(request)
+        self._running_ages.stop(request)
         self._running.drop(request)
         if was_running and request.steps_in_flight == 0:
             self._pages.release(request)
@@ -220,8 +277,18 @@ class StepScheduler:
         return len(self._waiting)
 
     @property
+    def queued_tokens(self) -> int:
+        """Tokens to prefill of all that wait, those that the cache will serve among them."""
+        return self._waiting.num_tokens
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of the prompt tokens since the start that the radix cache has served."""
+        return self._admission.num_cached_tokens / max(1, self._admission.num_prompt_tokens)
 
     @property
     def num_retractions(self) -> int:

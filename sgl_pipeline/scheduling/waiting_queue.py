@@ -27,6 +27,8 @@ class WaitingQueue:
         # Every waiting request that is not parked, and some that have left the queue.
         self._heap: list[tuple[tuple[int, int], Request]] = []
         self._tail_tokens = 0
+        # Tokens to prefill of all that wait, hits or not.
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -44,6 +46,7 @@ class WaitingQueue:
         path = self._cache.want(tokens, request.cache_namespace)
         self._paths[request] = path
         self._tail_tokens += request.prefill_end - path.end
+        self.num_tokens += request.prefill_end
         heapq.heappush(self._heap, (request.order, request))
 
     def discard(self, request: Request) -> None:
@@ -71,6 +74,10 @@ class WaitingQueue:
             self._parked.add(request)
         return None
 
+    def last(self) -> Request | None:
+        """The request that is served last; looks at all of them."""
+        return max(self._paths, key=lambda request: request.order, default=None)
+
     def path_of(self, request: Request) -> RadixNode:
         """Where the radix tree keeps what the request wants."""
         return self._paths[request]
@@ -83,6 +90,7 @@ class WaitingQueue:
     def _forget(self, request: Request) -> RadixNode:
         path = self._paths.pop(request)
         self._tail_tokens -= request.prefill_end - path.end
+        self.num_tokens -= request.prefill_end
         return path
 
     def _return_unparked(self) -> None:

@@ -104,6 +104,35 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
     assert pipeline.trace_path == "trace.jsonl"
 
 
+def test_priority_scheduling_preempts_unless_told_not_to(model: str) -> None:
+    def threshold(*flags: str) -> int | None:
+        plan = parse_command_line(["--model-path", model, *flags])
+        return plan.pipeline.scheduling.preemption_threshold
+
+    enable = "--enable-priority-scheduling"
+    assert threshold() is None
+    assert threshold(enable) == 10  # upstream's default
+    assert threshold(enable, "--priority-scheduling-preemption-threshold", "3") == 3
+    assert threshold(enable, "--disable-priority-preemption") is None
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("2.5", 2.5), ("-1", None), ("0", None)])
+def test_upstreams_timeout_variables_set_seconds(
+    model: str, monkeypatch: pytest.MonkeyPatch, text: str, seconds: float | None
+) -> None:
+    monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", text)
+    scheduling = parse_command_line(["--model-path", model]).pipeline.scheduling
+    assert (scheduling.waiting_timeout_s, scheduling.running_timeout_s) == (seconds, None)
+
+
+def test_a_timeout_that_is_no_number_is_refused(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "5m")
+    with pytest.raises(ConfigurationError, match="SGLANG_REQ_RUNNING_TIMEOUT=5m"):
+        parse_command_line(["--model-path", model])
+
+
 def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
     with pytest.raises(ConfigurationError, match="--config FILE"):
         parse_command_line(["--model-path", model, "--config=settings.yaml"])
@@ -127,6 +156,10 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--cpu-threads-per-stage 0", "--cpu-threads-per-stage 0"),
         ("--device tpu", "--device tpu"),
         ("--served-model-name a:b", "SGLang refuses"),
+        (
+            "--enable-priority-scheduling --priority-scheduling-preemption-threshold -1",
+            "--priority-scheduling-preemption-threshold -1",
+        ),
     ],
 )
 def test_a_value_that_cannot_be_honoured_is_a_clear_error(

@@ -11,13 +11,19 @@ from support.upstream_front import LIMITS, POOL_TOKENS, generate
 
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers import sglang_requests
+from sgl_pipeline.managers.priority_rules import PriorityRules
 from sgl_pipeline.managers.sglang_requests import RequestIntake
 from sgl_pipeline.managers.stop_strings import StopStringCheck
 from sgl_pipeline.requests import Request
 
 
-def intake(random_seed: int | None = None, pool_tokens: int = POOL_TOKENS) -> RequestIntake:
-    return RequestIntake(LIMITS, pool_tokens, byte_tokenizer(), random_seed)
+def intake(
+    random_seed: int | None = None,
+    pool_tokens: int = POOL_TOKENS,
+    priorities: PriorityRules | None = None,
+) -> RequestIntake:
+    rules = priorities or PriorityRules()
+    return RequestIntake(LIMITS, pool_tokens, byte_tokenizer(), random_seed, rules)
 
 
 def build(sampling: Any = None, prompt: Any = "hello", **fields: Any) -> Request:
@@ -143,6 +149,12 @@ def test_different_cache_keys_never_share_a_namespace(first: Any, second: Any) -
     assert namespaces[0] != namespaces[1]
 
 
+def test_a_request_gets_the_priority_that_the_rules_give_it() -> None:
+    message = generate("r1", "hello", priority=7)
+    assert intake().build(message, 0.0).priority == 0
+    assert intake(priorities=PriorityRules(True)).build(message, 0.0).priority == 7
+
+
 @pytest.mark.parametrize(
     ("prompt", "named"),
     [([], "empty"), ([3, VOCAB_SIZE], f"token id {VOCAB_SIZE}"), ([-1], "token id -1")],
@@ -245,7 +257,6 @@ WITHOUT_EFFECT = {
     "disagg_prefill_dp_rank": "only with bootstrap_host",
     "routed_dp_rank": "upstream's front refuses all but the only rank",
     "routing_key": "only with a schedule policy that is refused at start",
-    "priority": "only with priority scheduling, which is refused at start",
     "require_reasoning": "only with a grammar",
     "no_logs": "the scheduler logs no request",
     "num_items_assigned": "only with multimodal input",
@@ -262,6 +273,7 @@ READ = {
     "stream",
     "extra_key",
     "cache_salt",
+    "priority",
 }
 
 SAMPLING_WITHOUT_EFFECT = {

@@ -9,6 +9,7 @@ from sgl_pipeline.args import POLICIES, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.scheduling.step_scheduler import RAN_TOO_LONG, WAITED_TOO_LONG
 from sgl_pipeline.throttle import make_policy
 
 ABORTED = FinishReason("abort", message="the client went away")
@@ -26,6 +27,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         max_prefill_tokens=st.sampled_from([1, 3, 8, 64]),
         max_running=st.sampled_from([1, 3, 16]),
+        preemption_threshold=st.sampled_from([None, 0]),
+        timeouts_s=st.sampled_from([(None, None), (5.0, 9.0)]),
     )
     def start(
         self,
@@ -37,6 +40,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         max_prefill_tokens: int,
         max_running: int,
+        preemption_threshold: int | None,
+        timeouts_s: tuple[float | None, float | None],
     ) -> None:
         throttle = ThrottleArgs(
             policy=policy,
@@ -49,6 +54,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_running_requests=max_running,
             radix_cache=radix_cache,
             extra_steps_in_flight=extra,
+            preemption_threshold=preemption_threshold,
+            waiting_timeout_s=timeouts_s[0],
+            running_timeout_s=timeouts_s[1],
         )
         self.pool_tokens = num_pages * page_size
         self.scheduler = StepScheduler(
@@ -79,6 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             namespace=namespace,
         )
+        request.arrival_s = self.pipeline.now
         try:
             self.scheduler.add(request)
         except RequestError:
@@ -109,6 +118,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.scheduler.requests()))
         assert self.scheduler.abort(request.request_id, ABORTED) is request
 
+    @rule(seconds=st.integers(1, 4))
+    def time_passes(self, seconds: int) -> None:
+        self.pipeline.now += seconds
+        for request in self.scheduler.end_overdue(self.pipeline.now):
+            assert request.finish in (WAITED_TOO_LONG, RAN_TOO_LONG)
+
     @rule()
     def flush(self) -> None:
         assert self.scheduler.flush_cache() == self.scheduler.is_idle
@@ -126,7 +141,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert load.waiting_tokens == 0
         for request in self.added:
             expected = output_when_alone(request)
-            if request.finish is ABORTED:
+            assert request.finish is not None
+            if request.finish.kind == "abort":
                 assert request.output_ids == expected[: len(request.output_ids)]
             else:
                 assert request.output_ids == expected

@@ -28,6 +28,7 @@ def random_pipeline(rng: random.Random, policy: str) -> tuple[VirtualPipeline, i
         max_running_requests=rng.choice([2, 4, 16]),
         radix_cache=rng.random() < 0.7,
         extra_steps_in_flight=rng.randint(0, 1),
+        preemption_threshold=rng.choice([None, 0]),
     )
     num_pages = rng.randint(4, 14)
     scheduler = StepScheduler(

@@ -87,6 +87,7 @@ class VirtualPipeline:
 
     def __init__(self, scheduler: StepScheduler, page_size: int) -> None:
         self.scheduler = scheduler
+        self.now = 0.0
         self.microbatches: list[Microbatch] = []
         self._encoder = StepPlanEncoder()
         self._mirror = RequestMirror()
@@ -99,7 +100,7 @@ class VirtualPipeline:
 
     def schedule(self) -> Microbatch | None:
         """Starts one step, if the scheduler has one."""
-        microbatch = self.scheduler.next_microbatch(0.0)
+        microbatch = self.scheduler.next_microbatch(self.now)
         if microbatch is None:
             return None
         chunks = self._mirror.apply(self._encoder.encode(microbatch))
@@ -117,7 +118,7 @@ class VirtualPipeline:
         step_id, chunks, early_tokens = self._in_flight.popleft()
         late_tokens = self._late.run(chunks)
         assert late_tokens == early_tokens
-        return self.scheduler.on_result(step_id, late_tokens, 0.0)
+        return self.scheduler.on_result(step_id, late_tokens, self.now)
 
     def fill(self) -> None:
         """Starts steps until the pipeline is full or there is nothing to do."""

@@ -51,7 +51,13 @@ class UpstreamFront:
         self._outputs = self._bind(zmq.PULL, "inproc://outputs")
         self._replies = self._bind(zmq.PULL, "inproc://replies")
         self.front = SglangFront(
-            SimpleNamespace(random_seed=random_seed, stream_interval=stream_interval),
+            SimpleNamespace(
+                random_seed=random_seed,
+                stream_interval=stream_interval,
+                enable_priority_scheduling=False,
+                schedule_low_priority_values_first=False,
+                abort_on_priority_when_disabled=False,
+            ),
             SimpleNamespace(
                 scheduler_input_ipc_name="inproc://requests",
                 detokenizer_ipc_name="inproc://outputs",

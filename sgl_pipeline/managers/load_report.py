@@ -1,0 +1,84 @@
+"""What `/v1/loads` tells: how full this server is, for routers and load balancers.
+
+The scheduler process writes a snapshot into a small file in the run directory, which upstream's
+TokenizerManager maps and reads (`front_guard.py` tells it where). Upstream keeps its own file in
+/dev/shm, where it outlives a server that was killed. A report never delays a step: it is written
+between steps, a few times a second.
+"""
+
+import os
+import time
+
+from sglang.srt.managers.load_snapshot import (
+    DisaggregationMetrics,
+    LoadSnapshot,
+    MemoryMetrics,
+    ShmLoadSnapshotWriter,
+)
+
+from sgl_pipeline.args import SchedulingArgs
+from sgl_pipeline.managers.stage_launcher import PipelineCapacity
+from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.scheduling import StepScheduler
+
+_THROUGHPUT_WINDOW_S = 1.0
+_GIB = 2**30
+
+
+def loads_path(run_directory: str) -> str:
+    """The file that the scheduler process writes and upstream's front reads."""
+    return os.path.join(run_directory, "loads")
+
+
+class LoadReport:
+    """The file, and the little that is known only from one report to the next."""
+
+    def __init__(self, path: str, args: SchedulingArgs, capacity: PipelineCapacity) -> None:
+        self._writer = ShmLoadSnapshotWriter(path, dp_size=1, dp_rank=0)
+        self._page_size = args.page_size
+        self._max_running_requests = args.max_running_requests
+        page_bytes = sum(stage.page_bytes for stage in capacity.stages)
+        self._memory = MemoryMetrics(
+            weight_gb=round(sum(stage.weight_bytes for stage in capacity.stages) / _GIB, 3),
+            kv_cache_gb=round(capacity.num_pages * page_bytes / _GIB, 3),
+            graph_gb=0.0,
+            token_capacity=capacity.num_pages * args.page_size,
+        )
+        self._window_start_s = 0.0
+        self._window_start_decodes = 0
+        self._decodes_per_s = 0.0
+
+    def publish(self, steps: StepScheduler, journal: StepJournal, now_s: float) -> None:
+        """Writes how things stand; `now_s` is a monotonic clock."""
+        elapsed_s = now_s - self._window_start_s
+        if elapsed_s >= _THROUGHPUT_WINDOW_S:
+            self._decodes_per_s = (journal.decodes - self._window_start_decodes) / elapsed_s
+            self._window_start_s, self._window_start_decodes = now_s, journal.decodes
+        self._writer.write(self._snapshot(steps, journal))
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _snapshot(self, steps: StepScheduler, journal: StepJournal) -> LoadSnapshot:
+        """Upstream's fields (`load_inquirer.py`, get_loads). Those that only its own scheduler can
+        fill keep upstream's "nothing": utilization, busy time, moments of decode times, queues."""
+        load = steps.load()
+        used_tokens = (load.total_pages - load.free_pages) * self._page_size
+        total_tokens = used_tokens + steps.queued_tokens
+        return LoadSnapshot(
+            timestamp=time.time(),
+            num_running_reqs=steps.num_running,
+            num_waiting_reqs=steps.num_waiting,
+            num_waiting_uncached_tokens=load.waiting_tokens,
+            num_used_tokens=used_tokens,
+            num_total_tokens=total_tokens,
+            num_active_tokens=total_tokens,
+            max_total_num_tokens=load.total_pages * self._page_size,
+            max_running_requests=self._max_running_requests,
+            token_usage=round(1.0 - load.free_share, 4),
+            gen_throughput=round(self._decodes_per_s, 2),
+            cache_hit_rate=round(steps.cache_hit_rate, 4),
+            total_prefill_uncached_tokens=journal.prefill_tokens,
+            memory=self._memory,
+            disaggregation=DisaggregationMetrics(mode="null"),
+        )

@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import pytest
+from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotReader
+from support.pipelines import VirtualPipeline, make_request
+
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.managers.load_report import LoadReport, loads_path
+from sgl_pipeline.managers.stage_launcher import PipelineCapacity
+from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.messages import StageLoaded
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.throttle import make_policy
+
+GIB = 2**30
+
+
+def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) -> None:
+    args = SchedulingArgs(page_size=4, max_running_requests=1)
+    policy = make_policy(ThrottleArgs(policy="sarathi"))
+    steps = StepScheduler(args, policy, num_pages=10, num_stages=1, context_length=100)
+    pipeline = VirtualPipeline(steps, page_size=4)
+    journal = StepJournal(1, None)
+    capacity = PipelineCapacity(10, (stage(GIB // 10), stage(GIB // 10)), "torch")
+    report = LoadReport(loads_path(str(tmp_path)), args, capacity)
+    reader = ShmLoadSnapshotReader(loads_path(str(tmp_path)), dp_size=1)
+
+    def published(now_s: float) -> LoadSnapshot:
+        report.publish(steps, journal, now_s)
+        load = reader.read(0)
+        assert load is not None
+        return load
+
+    assert (published(100.0).num_running_reqs, published(100.0).token_usage) == (0, 0.0)
+    steps.add(make_request("running", [1] * 8, 10))
+    steps.add(make_request("waiting", [1] * 8 + [2] * 6, 10))
+    microbatch = pipeline.schedule()
+    assert microbatch is not None
+    journal.scheduled(microbatch, steps.load(), 0.0, 0.0)
+    pipeline.complete()
+    journal.decodes = 30
+    load = published(102.0)
+    assert (load.num_running_reqs, load.num_waiting_reqs) == (1, 1)
+    assert (load.num_used_tokens, load.num_total_tokens) == (8, 8 + 14)
+    assert load.num_waiting_uncached_tokens == 6
+    assert (load.max_total_num_tokens, load.max_running_requests) == (40, 1)
+    assert load.token_usage == 0.2
+    assert load.gen_throughput == 15.0
+    assert load.total_prefill_uncached_tokens == 8
+    assert load.memory is not None and load.memory.kv_cache_gb == pytest.approx(2.0, abs=0.001)
+    assert load.memory.weight_gb == 1.0
+    pipeline.drain()
+    assert published(103.0).cache_hit_rate == round(8 / 22, 4)
+    reader.close()
+    report.close()
+
+
+def stage(page_bytes: int) -> StageLoaded:
+    return StageLoaded(
+        stage=0, num_pages=10, page_bytes=page_bytes, weight_bytes=GIB // 2, load_seconds=0.0
+    )

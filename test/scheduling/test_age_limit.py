@@ -1,0 +1,31 @@
+from support.pipelines import make_request
+
+from sgl_pipeline.scheduling.age_limit import AgeLimit
+
+
+def test_only_what_is_older_than_the_limit_is_overdue_and_only_once() -> None:
+    ages = AgeLimit(10.0)
+    first, second = make_request("first", [1]), make_request("second", [1])
+    ages.start(first, 0.0)
+    ages.start(second, 5.0)
+    assert ages.overdue(10.0) == []
+    assert ages.overdue(10.5) == [first]
+    assert ages.overdue(10.5) == []
+    assert ages.overdue(100.0) == [second]
+
+
+def test_who_has_left_is_not_overdue_and_a_second_start_does_not_count() -> None:
+    ages = AgeLimit(10.0)
+    left, stayed = make_request("left", [1]), make_request("stayed", [1])
+    ages.start(left, 0.0)
+    ages.start(stayed, 0.0)
+    ages.start(stayed, 9.0)
+    ages.stop(left)
+    ages.stop(left)
+    assert ages.overdue(11.0) == [stayed]
+
+
+def test_without_a_limit_nobody_is_overdue() -> None:
+    ages = AgeLimit(None)
+    ages.start(make_request("r", [1]), 0.0)
+    assert ages.overdue(1e9) == []
