@@ -29,13 +29,6 @@ class StagePlan(msgspec.Struct, frozen=True, array_like=True):
         start = sum(self.layer_counts[:stage])
         return range(start, start + self.layer_counts[stage])
 
-    def stage_of(self, layer: int) -> int:
-        """The stage that runs `layer`."""
-        for stage in range(self.num_stages):
-            if layer in self.layers_of(stage):
-                return stage
-        raise IndexError(f"layer {layer} is not in a plan of {self.num_layers} layers")
-
 
 def even_layer_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Counts that differ by at most one. The remainder goes to the stages before the last, which

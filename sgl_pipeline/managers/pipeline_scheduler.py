@@ -85,29 +85,32 @@ class PipelineScheduler:
 
     def _take(self, message: Request | AbortRequest | ControlRequest) -> None:
         """Handles what the front sent. What goes wrong here ends that request, never the loop."""
-        if isinstance(message, Request):
-            self._add(message)
-        elif isinstance(message, AbortRequest):
-            for request in message.requests:
-                finish = FinishReason("abort", message="aborted by the client")
-                self._steps.abort(request.request_id, finish)
-                self._front.send_finish(request, finish)
-        else:
-            try:
+        try:
+            if isinstance(message, Request):
+                self._add(message)
+            elif isinstance(message, AbortRequest):
+                for request in message.requests:
+                    self._abort(request)
+            else:
                 self._desk.answer(message.message)
-            except Exception:
-                logger.exception("%s could not be answered", type(message.message).__name__)
+        except Exception:
+            logger.exception("a message of the front could not be handled: %r", message)
+            if isinstance(message, Request):
+                self._front.refuse(message, RequestError("internal error; see the log", 500))
 
     def _add(self, request: Request) -> None:
         try:
             displaced = self._steps.add(request)
-            if displaced is not None:
-                self._front.end(displaced)
         except RequestError as error:
             self._front.refuse(request, error)
-        except Exception:
-            logger.exception("request %s could not be queued", request.request_id)
-            self._front.refuse(request, RequestError("internal error; see the server's log", 500))
+        else:
+            if displaced is not None:
+                self._front.end(displaced)
+
+    def _abort(self, request: Request) -> None:
+        finish = FinishReason("abort", message="aborted by the client")
+        self._steps.abort(request.request_id, finish)
+        self._front.send_finish(request, finish)
 
     def _fill_pipeline(self) -> None:
         """Sends steps while there is work and room in the pipeline."""

@@ -76,7 +76,7 @@ def _serve(
     tokenizer = load_tokenizer(server_args)
     spec = read_model_spec(args.stages.model_path)
     limits = model_limits(spec, server_args.context_length, tokenizer)
-    plan = first_stage_plan(args.stages)
+    plan = first_stage_plan(args.stages, spec)
     links = link_addresses(args, torch.cuda.device_count())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     launcher = StageLauncher(args, plan, links, context)

@@ -43,9 +43,10 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     refuse_unsupported(options)
     model_path = find_model(options.model_path, options.revision, options.download_dir)
     served_name = options.served_model_name or options.model_path
-    dtype = resolve_dtype(options.dtype, read_model_spec(model_path).dtype)
+    spec = read_model_spec(model_path)
+    dtype = resolve_dtype(options.dtype, spec.dtype)
     pipeline = _pipeline_args(options, model_path, dtype)
-    first_stage_plan(pipeline.stages)  # what it refuses is refused before anything starts
+    first_stage_plan(pipeline.stages, spec)  # what it refuses is refused before anything starts
 
     for name, value in UPSTREAM_VALUES.items():
         setattr(options, name, value)

@@ -29,7 +29,7 @@ from sgl_pipeline.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.model_spec import ModelSpec
 from sgl_pipeline.stage_plan import StagePlan, parse_layer_partition
 
 logger = logging.getLogger(__name__)
@@ -179,12 +179,11 @@ class StageLauncher:
         return gathered
 
 
-def first_stage_plan(stages: StageArgs) -> StagePlan:
-    """The plan that `--pp` and `--pp-layer-partition` ask for on the model of `stages`.
+def first_stage_plan(stages: StageArgs, spec: ModelSpec) -> StagePlan:
+    """The plan that `--pp` and `--pp-layer-partition` ask for on the model of `spec`.
 
-    Raises ConfigurationError when the model cannot be served, or not so.
+    Raises ConfigurationError when the model cannot be split so.
     """
-    spec = read_model_spec(stages.model_path)
     return parse_layer_partition(
         stages.layer_partition, spec.num_layers, stages.num_stages, spec.head_layers
     )

@@ -41,10 +41,10 @@ def open_weights(
     """The weights of the model directory `path`; `load_format` is `safetensors` or `dummy`."""
     if load_format == "dummy":
         return DummyWeights(dtype, device)
-    if load_format in ("auto", "safetensors"):
+    if load_format == "safetensors":
         return Checkpoint(path, dtype, device)
     raise ConfigurationError(
-        f"--load-format {load_format!r} is not supported; choose from auto, safetensors, dummy"
+        f"load format {load_format!r} is unknown to a stage; known are safetensors and dummy"
     )
 
 

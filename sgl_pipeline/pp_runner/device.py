@@ -13,7 +13,11 @@ import torch
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
-from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention, load_cpu_kernels
+from sgl_pipeline.pp_runner.attention.cpu_attention import (
+    CPU_DTYPES,
+    CpuAttention,
+    load_cpu_kernels,
+)
 from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.kv_pool import kv_page_bytes
@@ -22,7 +26,6 @@ from sgl_pipeline.pp_runner.model_spec import ModelSpec
 # The KV pool on a CPU, unless --max-total-tokens says otherwise: a fixed size and not a share of
 # memory, so that two servers fit side by side.
 DEFAULT_CPU_KV_TOKENS = 32_768
-CPU_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)

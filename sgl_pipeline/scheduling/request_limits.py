@@ -17,11 +17,6 @@ class RequestLimits:
     context_length: int
     pool_tokens: int
 
-    @property
-    def max_request_tokens(self) -> int:
-        """Prompt and new tokens together that are served whatever their shares."""
-        return min(self.context_length, self.pool_tokens)
-
     def check(self, request: Request) -> None:
         """Raises RequestError (400) when the request could not be served even alone."""
         prompt_tokens = len(request.prompt_ids)

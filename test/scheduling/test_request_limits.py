@@ -33,8 +33,3 @@ def test_a_refusal_names_limit_and_knob(
 @pytest.mark.parametrize(("prompt_tokens", "new_tokens"), [(64, 0), (64, 1), (60, 5), (1, 64)])
 def test_what_fits_alone_is_accepted(prompt_tokens: int, new_tokens: int) -> None:
     LIMITS.check(make_request("r", [1] * prompt_tokens, new_tokens))
-
-
-def test_the_largest_request_is_bounded_by_context_and_pool() -> None:
-    assert LIMITS.max_request_tokens == 64
-    assert RequestLimits(context_length=50, pool_tokens=64).max_request_tokens == 50

@@ -29,7 +29,7 @@ _ARGUMENT_TYPES: Sequence[Any] = [  # of sglp_paged_attention, in order
     *(5 * [ctypes.c_int]),  # sizes
     *(ctypes.c_float, ctypes.c_int),  # scale, num_threads
 ]
-_DTYPES = (torch.float32, torch.bfloat16)
+CPU_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class CpuKernels:
@@ -72,7 +72,7 @@ class CpuAttention:
     _layout: PagedLayout | None = None
 
     def __post_init__(self) -> None:
-        assert self.shape.dtype in _DTYPES
+        assert self.shape.dtype in CPU_DTYPES
         assert self.shape.num_query_heads % self.shape.num_kv_heads == 0
 
     def plan(self, layout: PagedLayout) -> None:

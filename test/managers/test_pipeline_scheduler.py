@@ -1,0 +1,168 @@
+"""The loop goes on whatever one message does, and leaves nobody unanswered when it ends."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+from support.pipelines import make_request
+
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.errors import ProtocolError, StageFailure
+from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
+from sgl_pipeline.managers.sglang_io import AbortRequest, ControlRequest
+from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.messages import StageReady, StageReport
+from sgl_pipeline.requests import FinishReason, Request
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.step_plan import StepPlan
+from sgl_pipeline.throttle import make_policy
+
+
+class FakeFront:
+    """Hands out scripted messages, one list a turn, and keeps what is answered."""
+
+    def __init__(self, socket: Any, script: list[list[Any]]) -> None:
+        self.socket = socket
+        self.script = script
+        self.live: dict[str, Request] = {}
+        self.finished: dict[str, FinishReason] = {}
+        self.tokens: list[int] = []
+
+    @property
+    def live_requests(self) -> list[Request]:
+        return list(self.live.values())
+
+    def receive(self) -> list[Any]:
+        messages = self.script.pop(0) if self.script else []
+        self.live |= {m.request_id: m for m in messages if isinstance(m, Request)}
+        return messages
+
+    def send_events(self, events: Any) -> None:
+        for event in events:
+            self.tokens += event.token_ids
+            if event.finish is not None:
+                self.send_finish(event.request, event.finish)
+
+    def send_finish(self, request: Request, finish: FinishReason) -> None:
+        del self.live[request.request_id]
+        self.finished[request.request_id] = finish
+
+    def refuse(self, request: Request, error: Any) -> None:
+        self.send_finish(request, FinishReason("abort", None, str(error), error.status_code))
+
+
+class FakeStages:
+    """One stage that answers every plan at once with token 7; `failure` is what `check` raises."""
+
+    workers = range(1)
+
+    def __init__(self, socket: Any) -> None:
+        self.channel = SimpleNamespace(socket=socket, broadcast=self._run)
+        self.reports: list[Any] = []
+        self.failure: Exception | None = None
+
+    def _run(self, workers: range, plan: StepPlan) -> None:
+        token_ids = tuple(7 for chunk in plan.chunks if chunk.samples)
+        self.reports.append(
+            StageReport(
+                stage=0,
+                step_id=plan.step_id,
+                epoch=0,
+                input_wait_ms=0.0,
+                compute_ms=0.0,
+                token_ids=token_ids,
+            )
+        )
+
+    def receive(self) -> list[Any]:
+        reports, self.reports = self.reports, []
+        return reports
+
+    def check(self, last_steps: Any) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+@pytest.fixture
+def parts():
+    """Front, stages and steps, with sockets on which something always waits to be read."""
+    context = zmq.Context()
+    reader, writer = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    reader.bind("inproc://always-ready")
+    writer.connect("inproc://always-ready")
+    writer.send(b"")
+    idle = context.socket(zmq.PULL)
+    steps = StepScheduler(
+        SchedulingArgs(page_size=4),
+        make_policy(ThrottleArgs()),
+        num_pages=64,
+        num_stages=1,
+        context_length=128,
+    )
+    yield SimpleNamespace(front=FakeFront(reader, []), stages=FakeStages(idle), steps=steps)
+    context.destroy(linger=0)
+
+
+def run(parts: Any, script: list[list[Any]]) -> FakeFront:
+    """Runs the loop over `script`, which should end it."""
+    parts.front.script = script
+    loads = SimpleNamespace(publish=lambda *arguments: None)
+    journal = StepJournal(1, None)
+    loop = PipelineScheduler(parts.front, parts.steps, parts.stages, journal, loads, {})
+    # The desk is upstream's message types; here a control message is a call on the loop.
+    loop._desk = SimpleNamespace(answer=lambda call: call(loop), poll=lambda now_s: None)
+    loop.run()
+    return parts.front
+
+
+SHUT_DOWN = ControlRequest(lambda loop: loop.shut_down())
+WAIT: list[list[Any]] = [[] for _ in range(8)]
+
+
+def test_a_request_is_served_to_its_end(parts):
+    front = run(parts, [[make_request("a", [1, 2, 3], 4)], *WAIT, [SHUT_DOWN]])
+    assert front.tokens == [7, 7, 7, 7]
+    assert front.finished == {"a": FinishReason("length")}
+
+
+def test_a_request_that_breaks_the_queue_gets_a_500_and_the_next_is_served(parts):
+    broken = make_request("broken", [1], 2)
+    broken.prompt_ids = None  # type: ignore[assignment]
+    front = run(parts, [[broken, make_request("a", [1], 2)], *WAIT, [SHUT_DOWN]])
+    assert front.finished["broken"].status_code == 500
+    assert front.finished["a"] == FinishReason("length")
+
+
+def test_a_control_message_that_fails_does_not_end_the_loop(parts):
+    fails = ControlRequest(lambda loop: 1 / 0)
+    front = run(parts, [[fails], [make_request("a", [1], 2)], *WAIT, [SHUT_DOWN]])
+    assert front.finished["a"] == FinishReason("length")
+
+
+def test_an_abort_ends_its_request_alone(parts):
+    first, second = make_request("a", [1], 50), make_request("b", [1], 3)
+    front = run(parts, [[first, second], [AbortRequest((first,))], *WAIT, [SHUT_DOWN]])
+    assert front.finished["a"].message == "aborted by the client"
+    assert front.finished["b"] == FinishReason("length")
+    assert parts.steps.is_idle
+
+
+def test_a_dead_stage_ends_every_live_request_with_an_error_that_names_it(parts):
+    parts.stages.failure = StageFailure(0, 3, "killed by signal 9")
+    with pytest.raises(StageFailure):
+        run(parts, [[make_request("a", [1], 50), make_request("b", [1], 50)]])
+    assert {finish.status_code for finish in parts.front.finished.values()} == {500}
+    assert "stage 0 failed after step 3" in parts.front.finished["b"].message
+
+
+def test_a_stage_that_says_what_it_may_not_ends_every_live_request(parts):
+    parts.stages.reports.append(StageReady(0, "torch"))
+    with pytest.raises(ProtocolError, match="StageReady"):
+        run(parts, [[make_request("a", [1], 50)]])
+    assert parts.front.finished["a"].status_code == 500
+
+
+def test_a_shutdown_answers_who_is_still_being_served(parts):
+    front = run(parts, [[make_request("a", [1], 50)], [SHUT_DOWN]])
+    assert front.finished["a"].status_code == 503
