@@ -123,5 +123,5 @@ def test_dummy_weights_depend_on_the_name_alone(tmp_path):
 
 
 def test_an_unknown_load_format_is_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"gguf.*safetensors, dummy"):
+    with pytest.raises(ConfigurationError, match=r"gguf.*safetensors and dummy"):
         open_weights(tmp_path, "gguf", torch.float32, CPU)
