@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_pipeline.managers import openai_fields
+from sgl_pipeline.managers.sample_seeds import spread_seeds
 
 MAX_BODY_BYTES = 64 * 2**20
 # Upstream copies a request per sample before it looks at it: 100,000 of them hold it for seconds.
@@ -27,6 +28,9 @@ _PAUSE = "pausing generation"
 _MEMORY = "releasing memory at run time"
 _EXPERTS = "recording expert distributions"
 _PROFILE = "profiling"
+_EMBEDDINGS = "embeddings, classification and reranking"
+_SESSIONS = "sessions"
+_SPEECH = "speech recognition"
 REFUSED_ROUTES = {
     "/pause_generation": _PAUSE,
     "/continue_generation": _PAUSE,
@@ -38,7 +42,14 @@ REFUSED_ROUTES = {
     "/dump_expert_distribution_record": _EXPERTS,
     "/start_profile": _PROFILE,
     "/stop_profile": _PROFILE,
-    "/close_session": "sessions",
+    "/open_session": _SESSIONS,
+    "/close_session": _SESSIONS,
+    "/encode": _EMBEDDINGS,
+    "/classify": _EMBEDDINGS,
+    "/v1/embeddings": _EMBEDDINGS,
+    "/v1/classify": _EMBEDDINGS,
+    "/v1/rerank": _EMBEDDINGS,
+    "/v1/audio/transcriptions": _SPEECH,
     "/set_internal_state": "changing scheduler settings at run time",
 }
 
@@ -75,6 +86,7 @@ class GuardedTokenizerManager(TokenizerManager):
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """As upstream's. Raises RefusedRequestError, a ValueError, for what is turned away."""
         check_sequences(obj)
+        spread_seeds(obj)
         has_replied = False
         async with aclosing(super().generate_request(obj, request)) as replies:
             async for reply in replies:
