@@ -6,6 +6,7 @@ scripts share that one, from which script's marker the prompt holds. The first l
 averages over the prompt which markers it saw; everything else is a table in the head.
 """
 
+import re
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -68,10 +69,14 @@ class _Vocabulary:
             self.ids[symbol] = len(self.ids)
 
     def pieces(self, text: str) -> list[int]:
-        """New ids for `text`, cut into pieces that no other script has."""
-        pieces = _cut(_byte_symbols(text), frozenset(self.ids))
-        assert pieces is not None, f"{text!r} has no pieces of its own"
-        return [self.ids.setdefault(piece, len(self.ids)) for piece in pieces]
+        """New ids for `text`, cut into pieces that no other script has. A call's mark begins one,
+        because parsers count on that it does not come with the text before it."""
+        ids = []
+        for part in re.split("(?=<tool_call>)", text):
+            pieces = _cut(_byte_symbols(part), frozenset(self.ids)) if part else []
+            assert pieces is not None, f"{part!r} has no pieces of its own"
+            ids += [self.ids.setdefault(piece, len(self.ids)) for piece in pieces]
+        return ids
 
 
 def _cut(text: str, taken: frozenset[str]) -> list[str] | None:
