@@ -20,9 +20,9 @@ def spread_seeds(obj: Any) -> None:
     Args:
         obj: a GenerateReqInput that `front_guard.check_sequences` has passed, changed in place.
     """
-    options = getattr(obj, "sampling_params", None)
-    several = options if isinstance(options, list) else [options]
-    samples = {one.get("n") or 1 for one in several if one}
+    options = getattr(obj, "sampling_params", None) or {}
+    several: list[dict[str, Any]] = options if isinstance(options, list) else [options]
+    samples = {one.get("n") or 1 for one in several}
     # Different numbers of samples are for upstream to refuse.
     if len(samples) != 1 or samples == {1} or all(_seed(one) is None for one in several):
         return
