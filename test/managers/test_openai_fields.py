@@ -1,11 +1,10 @@
 """No field of OpenAI's requests is accepted and ignored: each is in one of the tables below."""
 
+import asyncio
 import json
 from typing import Any, get_type_hints
 
 import pytest
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
@@ -15,6 +14,8 @@ from sglang.srt.entrypoints.openai.protocol import (
     CompletionRequest,
     ResponsesRequest,
 )
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive, Scope, Send
 
 from sgl_pipeline.managers.front_guard import RouteGuard
 from sgl_pipeline.managers.openai_fields import RULES, ServedFeatures, refusal
@@ -205,21 +206,34 @@ def test_what_is_no_json_object_is_left_to_upstream(body: bytes) -> None:
     assert refusal(COMPLETIONS, body, ALL_BUILT) is None
 
 
-def test_the_guard_refuses_a_body_that_arrives_in_pieces() -> None:
-    app = FastAPI()
+def passed_on(*pieces: bytes) -> tuple[str, int | None]:
+    """What an app behind the guard reads of a body that arrives in `pieces`, and how it ends."""
+    messages = [
+        {"type": "http.request", "body": piece, "more_body": number < len(pieces)}
+        for number, piece in enumerate(pieces, 1)
+    ]
+    read: list[bytes] = []
 
-    @app.post(COMPLETIONS)
-    async def served(body: dict[str, Any]) -> str:
-        return "served"
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (message := await receive())["more_body"]:
+            read.append(message["body"])
+        read.append(message["body"])
 
-    app.add_middleware(RouteGuard, features=ALL_BUILT)
-    client = TestClient(app)
+    async def receive() -> Message:
+        return messages.pop(0)
 
-    def post(*pieces: bytes) -> Any:
-        headers = {"Content-Type": "application/json"}
-        return client.post(COMPLETIONS, content=iter(pieces), headers=headers)
+    async def send(message: Message) -> None:
+        raise AssertionError("the guard itself answers nothing here")
 
-    assert post(b'{"prompt": "x", ', b'"n": 1}').json() == "served"
-    refused = post(b'{"prompt": "x", "best', b'_of": 2}')
-    assert refused.status_code == 400
-    assert refused.json()["detail"].startswith("best_of: ")
+    guarded = RouteGuard(app, ALL_BUILT)
+    try:
+        asyncio.run(guarded({"type": "http", "path": COMPLETIONS}, receive, send))
+    except HTTPException as error:
+        return error.detail, error.status_code
+    return b"".join(read).decode(), None
+
+
+def test_the_guard_reads_a_body_that_arrives_in_pieces() -> None:
+    assert passed_on(b'{"prompt": "x", ', b'"n": 1}') == ('{"prompt": "x", "n": 1}', None)
+    reason, status = passed_on(b'{"prompt": "x", "best', b'_of": ', b"2}")
+    assert reason.startswith("best_of: ") and status == 400
