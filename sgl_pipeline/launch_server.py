@@ -106,8 +106,10 @@ def _serve(argv: list[str], run_directory: str) -> None:
 
     from sgl_pipeline.managers.front_guard import GuardedTokenizerManager, RouteGuard
     from sgl_pipeline.managers.load_report import loads_path
+    from sgl_pipeline.managers.ollama_errors import OllamaErrors
 
-    app.add_middleware(RouteGuard)
+    app.add_middleware(OllamaErrors)
+    app.add_middleware(RouteGuard, features=plan.features)
     tokenizer_manager = functools.partial(
         GuardedTokenizerManager, loads_path=loads_path(run_directory)
     )

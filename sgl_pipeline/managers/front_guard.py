@@ -16,6 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sgl_pipeline.managers import openai_fields
+from sgl_pipeline.managers.sample_seeds import spread_seeds
+
 MAX_BODY_BYTES = 64 * 2**20
 # Upstream copies a request per sample before it looks at it: 100,000 of them hold it for seconds.
 MAX_SAMPLES_PER_PROMPT = 128
@@ -25,6 +28,9 @@ _PAUSE = "pausing generation"
 _MEMORY = "releasing memory at run time"
 _EXPERTS = "recording expert distributions"
 _PROFILE = "profiling"
+_EMBEDDINGS = "embeddings, classification and reranking"
+_SESSIONS = "sessions"
+_SPEECH = "speech recognition"
 REFUSED_ROUTES = {
     "/pause_generation": _PAUSE,
     "/continue_generation": _PAUSE,
@@ -36,7 +42,14 @@ REFUSED_ROUTES = {
     "/dump_expert_distribution_record": _EXPERTS,
     "/start_profile": _PROFILE,
     "/stop_profile": _PROFILE,
-    "/close_session": "sessions",
+    "/open_session": _SESSIONS,
+    "/close_session": _SESSIONS,
+    "/encode": _EMBEDDINGS,
+    "/classify": _EMBEDDINGS,
+    "/v1/embeddings": _EMBEDDINGS,
+    "/v1/classify": _EMBEDDINGS,
+    "/v1/rerank": _EMBEDDINGS,
+    "/v1/audio/transcriptions": _SPEECH,
     "/set_internal_state": "changing scheduler settings at run time",
 }
 
@@ -73,6 +86,7 @@ class GuardedTokenizerManager(TokenizerManager):
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """As upstream's. Raises RefusedRequestError, a ValueError, for what is turned away."""
         check_sequences(obj)
+        spread_seeds(obj)
         has_replied = False
         async with aclosing(super().generate_request(obj, request)) as replies:
             async for reply in replies:
@@ -132,10 +146,12 @@ def _refusal_in(reply: Any) -> RefusedRequestError | None:
 
 
 class RouteGuard:
-    """ASGI middleware: refuses routes that are not built, and bodies that are too large."""
+    """ASGI middleware: refuses routes that are not built, bodies that are too large, and fields
+    that would be ignored (`openai_fields.py`)."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, features: openai_fields.ServedFeatures) -> None:
         self._app = app
+        self._features = features
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -147,17 +163,21 @@ class RouteGuard:
             refusal = JSONResponse({"error": {"message": message}}, HTTPStatus.BAD_REQUEST)
             await refusal(scope, receive, send)
             return
-        num_bytes = 0
+        body = bytearray()
 
-        async def bounded_receive() -> Message:
-            nonlocal num_bytes
+        async def guarded_receive() -> Message:
+            """Raises what upstream's handlers turn into an error reply of the route's own form."""
             message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > MAX_BODY_BYTES:
+            body.extend(message.get("body", b""))
+            if len(body) > MAX_BODY_BYTES:
                 raise HTTPException(
                     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                     f"the request is larger than {MAX_BODY_BYTES} bytes",
                 )
+            if message["type"] == "http.request" and not message.get("more_body", False):
+                if (reason := openai_fields.refusal(path, body, self._features)) is not None:
+                    raise HTTPException(HTTPStatus.BAD_REQUEST, reason)
+                body.clear()
             return message
 
-        await self._app(scope, bounded_receive, send)
+        await self._app(scope, guarded_receive, send)

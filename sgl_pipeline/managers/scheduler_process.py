@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import zmq
-from sglang.srt.runtime_context import publish
+from sglang.srt.runtime_context import get_serving, publish
 from sglang.srt.utils import configure_logger
 
 from sgl_pipeline.args import PipelineArgs
@@ -21,6 +21,7 @@ from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.load_report import LoadReport, loads_path
 from sgl_pipeline.managers.model_files import ModelLimits, load_tokenizer, model_limits
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
+from sgl_pipeline.managers.reasoning_tokens import ReasoningMarks
 from sgl_pipeline.managers.sglang_io import SglangFront
 from sgl_pipeline.managers.stage_launcher import (
     PipelineCapacity,
@@ -76,6 +77,8 @@ def _serve(
     tokenizer = load_tokenizer(server_args)
     spec = read_model_spec(args.stages.model_path)
     limits = model_limits(spec, server_args.context_length, tokenizer)
+    # The published value: upstream has put a parser's name in the place of `auto`.
+    reasoning = ReasoningMarks.of_parser(get_serving().reasoning_parser, tokenizer)
     plan = first_stage_plan(args.stages, spec)
     links = link_addresses(args, torch.cuda.device_count())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -87,7 +90,9 @@ def _serve(
         facts = _facts(args, plan, capacity)
         logger.info("pipeline ready: %s", facts)
         pool_tokens = capacity.num_pages * args.scheduling.page_size
-        front = SglangFront(server_args, port_args, limits, pool_tokens, tokenizer, context)
+        front = SglangFront(
+            server_args, port_args, limits, pool_tokens, tokenizer, reasoning, context
+        )
         steps = StepScheduler(
             args.scheduling,
             make_policy(args.throttle),

@@ -15,6 +15,7 @@ from typing import Any
 from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.model_files import find_model, resolve_dtype
+from sgl_pipeline.managers.openai_fields import ServedFeatures
 from sgl_pipeline.managers.our_flags import add_our_flags, default_of
 from sgl_pipeline.managers.stage_launcher import first_stage_plan
 from sgl_pipeline.managers.upstream_fields import UPSTREAM_VALUES, refusal
@@ -29,6 +30,13 @@ class LaunchPlan:
 
     upstream: Any
     pipeline: PipelineArgs
+
+    @property
+    def features(self) -> ServedFeatures:
+        return ServedFeatures(
+            parses_tool_calls=self.upstream.tool_call_parser is not None,
+            has_completion_template=self.upstream.completion_template is not None,
+        )
 
 
 def parse_command_line(argv: list[str]) -> LaunchPlan:

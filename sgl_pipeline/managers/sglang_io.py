@@ -22,6 +22,7 @@ from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.control_requests import CONTROL_TYPES
 from sgl_pipeline.managers.model_files import ModelLimits
 from sgl_pipeline.managers.priority_rules import PriorityRules
+from sgl_pipeline.managers.reasoning_tokens import ReasoningMarks
 from sgl_pipeline.managers.sglang_output import (
     OutputCursor,
     OutputRow,
@@ -64,6 +65,7 @@ class SglangFront:
         limits: of the model.
         pool_tokens: tokens that the KV pool holds.
         tokenizer: see `model_files.load_tokenizer`.
+        reasoning: what is counted as reasoning.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class SglangFront:
         limits: ModelLimits,
         pool_tokens: int,
         tokenizer: Any,
+        reasoning: ReasoningMarks,
         context: "zmq.Context[zmq.Socket[bytes]]",
     ) -> None:
         self.socket = _connect(context, zmq.PULL, port_args.scheduler_input_ipc_name)
@@ -87,6 +90,7 @@ class SglangFront:
             limits, pool_tokens, tokenizer, server_args.random_seed, priorities
         )
         self._stream_interval = server_args.stream_interval
+        self._reasoning = reasoning
         self._cursors: dict[str, OutputCursor] = {}
         # Health checks that the next completed step answers: proof that the stages are alive.
         self._waiting_health_checks: list[Any] = []
@@ -215,7 +219,9 @@ class SglangFront:
             text = "internal error while the request was read; see the server's log"
             refused.append(refusal_row(request_id, text, 500))
             return
-        self._cursors[request_id] = OutputCursor(request, message, self._stream_interval)
+        self._cursors[request_id] = OutputCursor(
+            request, message, self._stream_interval, self._reasoning.counter(message)
+        )
         received.append(request)
 
     def _matching(self, message: Any) -> tuple[Request, ...]:

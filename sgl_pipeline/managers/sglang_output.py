@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import BatchTokenIDOutput
 
+from sgl_pipeline.managers.reasoning_tokens import ReasoningCounter
 from sgl_pipeline.managers.stop_strings import StopStringCheck
 from sgl_pipeline.requests import FinishReason, Request
 
@@ -37,6 +38,7 @@ class OutputRow:
     no_stop_trim: bool = False
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     cached_tokens: int = 0
     num_retractions: int = 0
 
@@ -44,9 +46,16 @@ class OutputRow:
 class OutputCursor:
     """How much of a request's output has been sent, and how its user wants it sent."""
 
-    def __init__(self, request: Request, message: Any, default_interval: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        message: Any,
+        default_interval: int,
+        reasoning: ReasoningCounter,
+    ) -> None:
         sampling = message.sampling_params
         self.request = request
+        self._reasoning = reasoning
         self._interval = (
             (sampling.stream_interval or default_interval)
             if message.stream
@@ -65,6 +74,7 @@ class OutputCursor:
             return None
         request = self.request
         new_ids = array(_TOKEN_IDS, request.output_ids[self._num_sent :])
+        self._reasoning.add(new_ids)
         # Upstream's Req.init_incremental_detokenize: the first time, the prompt's last tokens lead.
         context = array(_TOKEN_IDS)
         if not self._has_sent:
@@ -82,6 +92,7 @@ class OutputCursor:
             no_stop_trim=self._no_stop_trim,
             prompt_tokens=len(request.prompt_ids),
             completion_tokens=self._num_sent,
+            reasoning_tokens=self._reasoning.count,
             cached_tokens=request.cached_tokens,
             num_retractions=request.num_retractions,
         )
@@ -134,9 +145,10 @@ def output_message(rows: list[OutputRow]) -> BatchTokenIDOutput:
         spaces_between_special_tokens=[row.spaces_between_special_tokens for row in rows],
         no_stop_trim=[row.no_stop_trim for row in rows],
         prompt_tokens=[row.prompt_tokens for row in rows],
-        reasoning_tokens=[0] * len(rows),
+        reasoning_tokens=[row.reasoning_tokens for row in rows],
         completion_tokens=[row.completion_tokens for row in rows],
         cached_tokens=[row.cached_tokens for row in rows],
+        cached_tokens_details=[_cached_tokens_details(row.cached_tokens) for row in rows],
         retraction_counts=[row.num_retractions for row in rows],
         input_token_logprobs_val=None,
         input_token_logprobs_idx=None,
@@ -158,3 +170,8 @@ def output_message(rows: list[OutputRow]) -> BatchTokenIDOutput:
         placeholder_tokens_idx=None,
         placeholder_tokens_val=None,
     )
+
+
+def _cached_tokens_details(cached_tokens: int) -> dict[str, int] | None:
+    """Upstream's breakdown by tier: all in the stages' own pools (output_streamer.py)."""
+    return {"device": cached_tokens, "host": 0} if cached_tokens else None

@@ -24,6 +24,7 @@ from sgl_pipeline.managers.front_guard import (
     RouteGuard,
     check_sequences,
 )
+from sgl_pipeline.managers.openai_fields import ServedFeatures
 
 
 def request(text: Any = "x", **sampling: Any) -> GenerateReqInput:
@@ -135,7 +136,8 @@ def client() -> TestClient:
     async def unreachable() -> None:
         raise AssertionError
 
-    app.add_middleware(RouteGuard)
+    features = ServedFeatures(parses_tool_calls=False, has_completion_template=False)
+    app.add_middleware(RouteGuard, features=features)
     return TestClient(app)
 
 

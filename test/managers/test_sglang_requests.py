@@ -257,7 +257,6 @@ WITHOUT_EFFECT = {
     "disagg_prefill_dp_rank": "only with bootstrap_host",
     "routed_dp_rank": "upstream's front refuses all but the only rank",
     "routing_key": "only with a schedule policy that is refused at start",
-    "require_reasoning": "only with a grammar",
     "no_logs": "the scheduler logs no request",
     "num_items_assigned": "only with multimodal input",
     "encoder_urls": "only with multimodal input",
@@ -274,6 +273,7 @@ READ = {
     "extra_key",
     "cache_salt",
     "priority",
+    "require_reasoning",
 }
 
 SAMPLING_WITHOUT_EFFECT = {

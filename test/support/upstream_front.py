@@ -10,6 +10,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from support.front_model import CONTEXT_LENGTH, TURN_END, VOCAB_SIZE, byte_tokenizer
 
 from sgl_pipeline.managers.model_files import ModelLimits
+from sgl_pipeline.managers.reasoning_tokens import ReasoningMarks
 from sgl_pipeline.managers.sglang_io import SglangFront
 
 POOL_TOKENS = 128
@@ -45,7 +46,12 @@ def generate(
 class UpstreamFront:
     """Binds what upstream binds. `front` is the object under test, connected to it."""
 
-    def __init__(self, stream_interval: int = 1, random_seed: int | None = None) -> None:
+    def __init__(
+        self,
+        stream_interval: int = 1,
+        random_seed: int | None = None,
+        reasoning_parser: str | None = None,
+    ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._requests = self._bind(zmq.PUSH, "inproc://requests")
         self._outputs = self._bind(zmq.PULL, "inproc://outputs")
@@ -66,6 +72,7 @@ class UpstreamFront:
             LIMITS,
             POOL_TOKENS,
             byte_tokenizer(),
+            ReasoningMarks.of_parser(reasoning_parser, byte_tokenizer()),
             self._context,
         )
 

@@ -1,0 +1,45 @@
+"""Ollama's routes answer a bad request with a 400 in Ollama's form.
+
+Installed by `launch_server.py`. Upstream's handlers of these routes let the ValueError of a refused
+request through, which would be a 500 without a word, or a 200 that breaks off.
+"""
+
+from http import HTTPStatus
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_PREFIX = "/api/"
+
+
+class OllamaErrors:
+    """ASGI middleware: holds a reply's head back until its body begins, in case there is none."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(_PREFIX):
+            await self._app(scope, receive, send)
+            return
+        head: Message | None = None
+        has_begun = False
+
+        async def send_with_body(message: Message) -> None:
+            nonlocal head, has_begun
+            if message["type"] == "http.response.start":
+                head = message
+                return
+            if head is not None:
+                has_begun = True
+                await send(head)
+                head = None
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_body)
+        except ValueError as error:
+            if has_begun:
+                raise
+            refusal = JSONResponse({"error": str(error)}, HTTPStatus.BAD_REQUEST)
+            await refusal(scope, receive, send)

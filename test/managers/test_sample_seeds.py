@@ -1,0 +1,79 @@
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sgl_pipeline.managers.sample_seeds import spread_seeds
+
+
+def spread(**fields: Any) -> GenerateReqInput:
+    request = GenerateReqInput(**fields)
+    spread_seeds(request)
+    # What follows in upstream's front must still take it.
+    request.normalize_batch_and_arguments()
+    return request
+
+
+def seeds(request: GenerateReqInput) -> list[Any]:
+    assert isinstance(request.sampling_params, list)
+    return [one["sampling_seed"] for one in request.sampling_params]
+
+
+def test_each_sample_of_a_prompt_gets_the_next_seed() -> None:
+    request = spread(text="a", sampling_params={"n": 3, "sampling_seed": 7, "top_k": 4})
+    assert request.text == ["a"] * 3
+    assert seeds(request) == [7, 8, 9]
+    assert request.parallel_sample_num == 1
+    assert {one["top_k"] for one in request.sampling_params} == {4}
+
+
+def test_samples_stay_in_the_order_of_the_prompts() -> None:
+    request = spread(
+        input_ids=[[1, 2], [3]],
+        sampling_params={"n": 2, "sampling_seed": 0},
+        rid=["x", "y"],
+        cache_salt=["s", "t"],
+    )
+    assert request.input_ids == [[1, 2], [1, 2], [3], [3]]
+    assert seeds(request) == [0, 1, 0, 1]
+    assert request.rid == ["x_0", "x_1", "y_0", "y_1"]
+    assert request.cache_salt == ["s", "s", "t", "t"]
+
+
+def test_the_token_ids_of_one_prompt_are_one_prompt() -> None:
+    assert (
+        spread(input_ids=[5, 6], sampling_params={"n": 2, "sampling_seed": 1}).input_ids
+        == [[5, 6]] * 2
+    )
+
+
+def test_parameters_of_each_prompt_keep_their_own_seed() -> None:
+    request = spread(
+        text=["a", "b"],
+        sampling_params=[{"n": 2, "sampling_seed": 5}, {"n": 2, "temperature": 0.5}],
+    )
+    assert request.text == ["a", "a", "b", "b"]
+    assert seeds(request) == [5, 6, None, None]
+
+
+def test_seeds_wrap_where_upstreams_range_ends() -> None:
+    request = spread(text="a", sampling_params={"n": 2, "sampling_seed": 2**63 - 1})
+    assert seeds(request) == [2**63 - 1, -(2**63)]
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"n": 3}, {"sampling_seed": 3}, {"n": 1, "sampling_seed": 3}]
+)
+def test_what_needs_no_other_seed_is_left_alone(sampling: dict[str, Any]) -> None:
+    request = GenerateReqInput(text="a", sampling_params=sampling)
+    spread_seeds(request)
+    assert request.text == "a" and request.sampling_params is sampling
+
+
+def test_a_seed_that_is_no_number_is_left_for_upstream_to_refuse() -> None:
+    assert seeds(spread(text="a", sampling_params={"n": 2, "sampling_seed": "x"})) == ["x", "x"]
+
+
+def test_a_request_without_a_prompt_is_left_for_upstream_to_refuse() -> None:
+    spread_seeds(GenerateReqInput(sampling_params={"n": 2, "sampling_seed": 1}))
+    spread_seeds(GenerateReqInput(text=[], sampling_params={"n": 2, "sampling_seed": 1}))

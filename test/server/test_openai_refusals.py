@@ -1,0 +1,100 @@
+"""What the OpenAI routes let through to a later station is refused there, by name.
+
+The other refusals are `openai_fields.py`'s; test/managers/test_openai_fields.py walks all fields.
+"""
+
+import pytest
+import requests
+
+pytestmark = pytest.mark.multiproc
+_BOTH = {
+    "stop_regex": ({"stop_regex": "a"}, "stop_regex"),
+    "regex": ({"regex": "a"}, "regex"),
+    "ebnf": ({"ebnf": "root ::= 'a'"}, "ebnf"),
+    "json": ({"response_format": {"type": "json_object"}}, "structured output"),
+    "lora_path": ({"lora_path": "a"}, "LoRA"),
+    "an adapter in the model's name": ({"model": "base:adapter"}, "LoRA"),
+    "watermark": ({"watermark": {"key": "k"}}, "watermark"),
+    "custom_logit_processor": ({"custom_logit_processor": "x"}, "custom logit processor"),
+    "return_hidden_states": ({"return_hidden_states": True}, "hidden states"),
+    "return_routed_experts": ({"return_routed_experts": True}, "return_routed_experts"),
+    "session_id": ({"session_id": "s"}, "sessions"),
+    "routed_dp_rank": ({"routed_dp_rank": 1}, "routed_dp_rank"),
+    "data_parallel_rank": ({"data_parallel_rank": 1}, "routed_dp_rank"),
+}
+_COMPLETIONS = _BOTH | {
+    "logprobs": ({"logprobs": 1}, "log-probabilities"),
+    "json_schema": ({"json_schema": "{}"}, "structured output"),
+}
+_CHAT = _BOTH | {
+    "logprobs": ({"logprobs": True}, "log-probabilities"),
+    "return_sampling_mask": (
+        {"return_sampling_mask": True, "return_meta_info": True},
+        "return_sampling_mask",
+    ),
+    "sampling_logprobs_mode": ({"sampling_logprobs_mode": "support"}, "return_sampling_mask"),
+    "an image": (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}],
+                }
+            ]
+        },
+        "image_url",
+    ),
+}
+_RESPONSES = {
+    "session_id": ({"session_id": "s"}, "sessions"),
+    "logprobs": ({"include": ["message.output_text.logprobs"]}, "log-probabilities"),
+    "json": ({"text": {"format": {"type": "json_object"}}}, "structured output"),
+    "another model": ({"model": "other"}, "does not exist"),
+    "a store that is off": ({"previous_response_id": "resp_1"}, "--enable-response-store"),
+    "the background": ({"background": True}, "--enable-response-store"),
+}
+_ASKED = {
+    "/v1/completions": ({"model": "m", "prompt": "x", "max_tokens": 2}, _COMPLETIONS),
+    "/v1/chat/completions": (
+        {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+        _CHAT,
+    ),
+    "/v1/responses": ({"model": "sgl-pipeline-demo", "input": "x"}, _RESPONSES),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [(path, name) for path, (_, cases) in _ASKED.items() for name in cases]
+)
+def test_what_is_not_built_is_a_4xx_that_names_it(demo_server, path, name):
+    body, cases = _ASKED[path]
+    fields, words = cases[name]
+    response = requests.post(f"{demo_server.url}{path}", json=body | fields, timeout=30)
+    assert 400 <= response.status_code < 500, response.text
+    assert words in response.text
+
+
+@pytest.mark.parametrize("path", _ASKED)
+def test_the_same_requests_without_those_fields_are_served(demo_server, path):
+    response = requests.post(f"{demo_server.url}{path}", json=_ASKED[path][0], timeout=30)
+    assert response.status_code == 200, response.text
+
+
+ROUTES = {
+    "/v1/embeddings": ({"model": "m", "input": "x"}, "embeddings"),
+    "/v1/classify": ({"model": "m", "input": "x"}, "embeddings"),
+    "/v1/rerank": ({"query": "a", "documents": ["b"]}, "embeddings"),
+    "/classify": ({"text": "x"}, "embeddings"),
+    "/encode": ({"text": "x"}, "embeddings"),
+    "/v1/audio/transcriptions": ({}, "speech"),
+    "/v1/score": ({"query": "a", "items": ["b"], "label_token_ids": [1]}, "log-probabilities"),
+    "/open_session": ({"capacity_of_str_len": 10}, "sessions"),
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_route_that_has_no_model_here_is_a_400_that_says_so(demo_server, path):
+    body, words = ROUTES[path]
+    response = requests.post(f"{demo_server.url}{path}", json=body, timeout=30)
+    assert response.status_code == 400, response.text
+    assert words in response.text
