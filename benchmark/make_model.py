@@ -34,7 +34,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """Sizes of a Qwen3-shaped model, by the names of its config.json."""
+    """Sizes of a dense Qwen3-shaped model, by the names of its config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -65,9 +65,13 @@ class Preset:
             "torch_dtype": dtype,
         }
 
+    def mlp_shapes(self) -> Shapes:
+        """The tensors of a layer's feed-forward part."""
+        return _mlp_shapes("mlp", self.hidden_size, self.intermediate_size)
+
     def tensor_shapes(self) -> Shapes:
         """Every tensor of the checkpoint by name, in file order."""
-        hidden, inner = self.hidden_size, self.intermediate_size
+        hidden = self.hidden_size
         query_width = self.num_attention_heads * self.head_dim
         kv_width = self.num_key_value_heads * self.head_dim
         layer_shapes: Shapes = {
@@ -79,9 +83,7 @@ class Preset:
             "self_attn.k_norm.weight": (self.head_dim,),
             "self_attn.o_proj.weight": (hidden, query_width),
             "post_attention_layernorm.weight": (hidden,),
-            "mlp.gate_proj.weight": (inner, hidden),
-            "mlp.up_proj.weight": (inner, hidden),
-            "mlp.down_proj.weight": (hidden, inner),
+            **self.mlp_shapes(),
         }
         shapes: Shapes = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for layer in range(self.num_hidden_layers):
@@ -91,6 +93,35 @@ class Preset:
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparsePreset(Preset):
+    """Sizes of a Qwen3-MoE-shaped model, whose layers are all sparse."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = True
+
+    def config(self, dtype: str) -> dict[str, Any]:
+        names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+        return Preset.config(self, dtype) | names
+
+    def mlp_shapes(self) -> Shapes:
+        shapes: Shapes = {"mlp.gate.weight": (self.num_experts, self.hidden_size)}
+        for expert in range(self.num_experts):
+            prefix = f"mlp.experts.{expert}"
+            shapes |= _mlp_shapes(prefix, self.hidden_size, self.moe_intermediate_size)
+        return shapes
+
+
+def _mlp_shapes(prefix: str, hidden: int, inner: int) -> Shapes:
+    return {
+        f"{prefix}.gate_proj.weight": (inner, hidden),
+        f"{prefix}.up_proj.weight": (inner, hidden),
+        f"{prefix}.down_proj.weight": (hidden, inner),
+    }
 
 
 PRESETS = {
@@ -103,7 +134,20 @@ PRESETS = {
         num_key_value_heads=8,
         head_dim=64,
     ),
-    # Two that start in a moment, for tests: as many layers as the demo model, and few.
+    # A token meets 0.12 B of it: 4 of a layer's 32 experts.
+    "0.34b-moe": SparsePreset(
+        vocab_size=32_000,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=320,
+    ),
+    # Those that start in a moment, for tests: as many layers as the demo model, and few.
     "tiny": Preset(
         vocab_size=512,
         hidden_size=64,
@@ -122,6 +166,18 @@ PRESETS = {
         num_key_value_heads=2,
         head_dim=16,
         tie_word_embeddings=True,
+    ),
+    "tiny-moe": SparsePreset(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
     ),
 }
 

@@ -10,7 +10,12 @@ import pytest
 import torch
 from support.greedy_oracle import count_ties
 from support.local_pipeline import LocalPipeline
-from support.tiny_models import NUM_LAYERS, VOCAB_SIZE, tiny_model
+from support.tiny_models import (
+    NUM_LAYERS,
+    VOCAB_SIZE,
+    same_model_for_transformers,
+    tiny_model,
+)
 
 from sgl_pipeline.args import POLICIES, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.requests import GREEDY, FinishReason, Request, SamplingSpec, StopRules
@@ -41,7 +46,7 @@ def make_requests(
 
 
 def assert_greedy(name: str, requests: list[Request]) -> None:
-    path = tiny_model(name)
+    path = same_model_for_transformers(name)
     ties = sum(
         count_ties(path, request.prompt_ids, request.output_ids, request.sampling)
         for request in requests
@@ -63,6 +68,20 @@ def test_under_every_policy_and_number_of_stages(policy, num_stages):
         assert max(len(microbatch.chunks) for microbatch in pipeline.microbatches) > 1
         chunked = [m for m in pipeline.microbatches if any(c.start for c in m.chunks)]
         assert chunked, "no prompt was cut into chunks"
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral-sharded", "qwen2-moe", "qwen3-moe", "glm", "glm4", "chatglm"]
+)
+@pytest.mark.parametrize("num_stages", SPLITS)
+def test_of_every_model_family(num_stages, name):
+    """Prompts cut into chunks and steps of several requests, on uneven stages too."""
+    layer_counts = SPLITS[num_stages][-1]
+    pipeline = LocalPipeline(tiny_model(name), layer_counts, throttle=ThrottleArgs(**CHUNKED))
+    requests = make_requests(9)
+    pipeline.run(requests)
+    assert_greedy(name, requests)
+    assert any(chunk.start for m in pipeline.microbatches for chunk in m.chunks)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -23,7 +23,7 @@ _LORA = "LoRA adapters are not supported by this server yet"
 _TIERS = "hierarchical KV storage is not supported by this server yet"
 _SPECULATION = "speculative decoding is not supported by this server yet"
 _PROFILE = "profiling is not supported by this server yet; --trace-path writes a record per step"
-_EXPERTS = "mixture-of-experts models are not supported by this server yet"
+_EXPERTS = "expert parallelism is not supported by this server: experts stay with their layer"
 
 
 def _says(reply: Callable[..., Any], message: str, **fields: Any) -> Callable[[Any], Any]:

@@ -184,9 +184,7 @@ def first_stage_plan(stages: StageArgs, spec: ModelSpec) -> StagePlan:
 
     Raises ConfigurationError when the model cannot be split so.
     """
-    return parse_layer_partition(
-        stages.layer_partition, spec.num_layers, stages.num_stages, spec.head_layers
-    )
+    return parse_layer_partition(stages.layer_partition, stages.num_stages, spec.layer_costs())
 
 
 def split_cores(cores: list[int], num_stages: int) -> list[tuple[int, ...]]:

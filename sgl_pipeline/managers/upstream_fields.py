@@ -53,7 +53,8 @@ REFUSED_NAMESPACES = {
     "exec.kernel": "it picks a kernel of upstream's model runner, which is not used; the stages' "
     "own choice is --stage-attention-backend",
     "exec.mamba": "state-space models are not supported",
-    "exec.moe": "mixture-of-experts models are not supported yet",
+    "exec.moe": "it tunes the experts of upstream's model runner, which is not used; a layer's "
+    "experts run on its stage",
     "exec.offload": "offloading weights is not built yet",
     "exec.overlap": "it tunes upstream's model runner, which is not used",
 }

@@ -4,10 +4,12 @@ Built from a `WeightSource` by `StageModel`, run once a step for each layer. Hol
 keys and values live in the `KvPool`, and what leaves a layer is one tensor, the residual stream in
 the model's dtype, so that a stage boundary may lie between any two layers.
 
-Shapes: T rows, H hidden size, Hq query heads, Hkv key/value heads, D head dim, F feed-forward size.
+Shapes: T rows, H hidden size, Hq query heads, Hkv key/value heads, D head dim, of which R are
+rotated.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,19 +18,28 @@ import torch.nn.functional as F
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
 from sgl_pipeline.pp_runner.checkpoint import WeightSource
 from sgl_pipeline.pp_runner.kv_pool import KvPool
-from sgl_pipeline.pp_runner.linear import Linear
+from sgl_pipeline.pp_runner.layer_tensors import LayerTensors
+from sgl_pipeline.pp_runner.mlp import GatedMlp, Mlp
 from sgl_pipeline.pp_runner.model_spec import ModelSpec, RopeSpec
+from sgl_pipeline.pp_runner.moe import SparseMlp
 
 
 class Rotation(NamedTuple):
-    """The angles of a step's rows: `cosine` [T, 1, D], `sine` [T, 1, D / 2], model dtype."""
+    """The angles of a step's rows, in the model's dtype, and which dimensions are pairs.
+
+    `cosine` is [T, 1, D], one where a dimension is not rotated; `sine` [T, 1, R / 2]. A pair is the
+    i-th dimension of `first` and the i-th of `second`.
+    """
 
     cosine: torch.Tensor
     sine: torch.Tensor
+    first: slice
+    second: slice
 
 
 class RotaryEmbedding:
-    """Turns positions into angles (RoFormer, arXiv 2104.09864, in the half-split order of Llama).
+    """Turns positions into angles (RoFormer, arXiv 2104.09864), for pairs of half-heads (Llama) or
+    of neighbours (GLM), of the whole head or its first dimensions.
 
     The angles are computed in fp32 from the positions of each step, so there is no table and no
     longest position; transformers computes the same numbers.
@@ -37,24 +48,32 @@ class RotaryEmbedding:
     def __init__(
         self, rope: RopeSpec, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        rotated = rope.rotated_dims(head_dim)
         self._frequencies = rotary_frequencies(rope, head_dim).to(device)
+        self._head_dim = head_dim
         self._dtype = dtype
+        self._first, self._second = slice(0, rotated // 2), slice(rotated // 2, rotated)
+        if rope.interleaved:
+            self._first, self._second = slice(0, rotated, 2), slice(1, rotated, 2)
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation of rows at `positions` [T] (int64)."""
         angles = (positions[:, None].float() * self._frequencies)[:, None]
-        cosine, sine = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
-        return Rotation(torch.cat((cosine, cosine), dim=-1), sine)
+        sine = angles.sin().to(self._dtype)
+        cosine = sine.new_ones(len(positions), 1, self._head_dim)
+        cosine[..., self._first] = cosine[..., self._second] = angles.cos()
+        return Rotation(cosine, sine, self._first, self._second)
 
 
 def rotary_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """Radians per position of each pair of dimensions, [D / 2] fp32, lowest dimension first.
+    """Radians per position of each pair of dimensions, [R / 2] fp32, lowest dimension first.
 
     `llama3` is what `_compute_llama3_parameters` in transformers' modeling_rope_utils.py does:
     wavelengths that fit `high_freq_factor` times into the original context are kept, those that fit
     less than `low_freq_factor` times are stretched by `factor`, the ones between are interpolated.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    rotated = rope.rotated_dims(head_dim)
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         (factor,) = rope.factors
@@ -68,11 +87,11 @@ def rotary_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates each pair (d, d + D / 2) of `heads` [T, any, D] by its row's angle."""
-    half = heads.shape[-1] // 2
-    rotated = heads * rotation.cosine
-    rotated[..., :half].addcmul_(heads[..., half:], rotation.sine, value=-1.0)
-    rotated[..., half:].addcmul_(heads[..., :half], rotation.sine)
+    """Rotates each pair of dimensions of `heads` [T, any, D] by its row's angle."""
+    cosine, sine, first, second = rotation
+    rotated = heads * cosine
+    rotated[..., first].addcmul_(heads[..., second], sine, value=-1.0)
+    rotated[..., second].addcmul_(heads[..., first], sine)
     return rotated
 
 
@@ -89,10 +108,10 @@ class RmsNorm:
 
 
 class DecoderLayer:
-    """Attention and gated MLP, each behind an RMS norm and added to the residual stream.
+    """Attention and MLP, each behind an RMS norm and added to the residual stream.
 
     Args:
-        spec: the model; says which biases and norms there are.
+        spec: the model; says which biases and norms there are, and what the MLP is.
         layer: model-wide id, which is also the number in the checkpoint's names.
         weights: gives the layer's tensors.
     """
@@ -100,28 +119,21 @@ class DecoderLayer:
     def __init__(self, spec: ModelSpec, layer: int, weights: WeightSource) -> None:
         self.layer = layer
         self._spec = spec
-        tensors = _LayerTensors(f"model.layers.{layer}.", weights)
-        hidden, inner = spec.hidden_size, spec.intermediate_size
+        names, hidden = spec.names, spec.hidden_size
+        tensors = LayerTensors(names.layer.format(layer=layer) + ".", weights)
         query_width, kv_width = (
             num_heads * spec.head_dim for num_heads in (spec.num_query_heads, spec.num_kv_heads)
         )
-        self._attention_norm = tensors.norm("input_layernorm", spec)
+        self._attention_norm = _load_norm(spec, tensors, names.attention_norm)
         self._qkv = tensors.linear(
-            hidden,
-            {
-                "self_attn.q_proj": query_width,
-                "self_attn.k_proj": kv_width,
-                "self_attn.v_proj": kv_width,
-            },
-            spec.qkv_bias,
+            names.qkv, (query_width, kv_width, kv_width), hidden, spec.qkv_bias
         )
-        self._head_norms = tensors.head_norms(spec) if spec.qk_norm else None
-        self._output = tensors.linear(query_width, {"self_attn.o_proj": hidden}, spec.output_bias)
-        self._mlp_norm = tensors.norm("post_attention_layernorm", spec)
-        self._gate_up = tensors.linear(
-            hidden, {"mlp.gate_proj": inner, "mlp.up_proj": inner}, spec.mlp_bias
-        )
-        self._down = tensors.linear(inner, {"mlp.down_proj": hidden}, spec.mlp_bias)
+        self._head_norms = _load_head_norms(spec, tensors) if spec.qk_norm else None
+        self._output = tensors.linear((names.output,), (hidden,), query_width, spec.output_bias)
+        self._attention_output_norm = _load_norm(spec, tensors, names.attention_output_norm)
+        self._mlp_norm = _load_norm(spec, tensors, names.mlp_norm)
+        self._mlp = _load_mlp(spec, tensors, layer)
+        self._mlp_output_norm = _load_norm(spec, tensors, names.mlp_output_norm)
 
     def forward(
         self,
@@ -138,9 +150,8 @@ class DecoderLayer:
         query, key, value = self._query_key_value(self._attention_norm(stream), rotation)
         kv_pool.write(self.layer, slots, key, value)
         attended = attention.attend(query, *kv_pool.pages(self.layer))
-        stream = stream + self._output(attended.flatten(1))
-        gate, up = self._gate_up(self._mlp_norm(stream)).chunk(2, dim=-1)
-        return stream + self._down(F.silu(gate).mul_(up))
+        stream = stream + self._attention_output_norm(self._output(attended.flatten(1)))
+        return stream + self._mlp_output_norm(self._mlp(self._mlp_norm(stream)))
 
     def _query_key_value(
         self, normed: torch.Tensor, rotation: Rotation
@@ -159,33 +170,26 @@ class DecoderLayer:
         return query_key[:, : spec.num_query_heads], query_key[:, spec.num_query_heads :], value
 
 
-class _LayerTensors:
-    """Reads one layer's tensors by the names that they have inside the layer."""
+def _load_norm(
+    spec: ModelSpec, tensors: LayerTensors, name: str | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The norm `name` over the hidden size; where there is none, what leaves rows as they are."""
+    if name is None:
+        return lambda rows: rows
+    return RmsNorm(tensors.weight(name, (spec.hidden_size,)), spec.norm_epsilon)
 
-    def __init__(self, prefix: str, weights: WeightSource) -> None:
-        self._prefix = prefix
-        self._weights = weights
 
-    def linear(self, in_features: int, out_features: dict[str, int], has_bias: bool) -> Linear:
-        """One product for the named projections, stacked along their outputs."""
-        weights, biases = [], []
-        for name, size in out_features.items():
-            weights.append(self._read(f"{name}.weight", (size, in_features)))
-            if has_bias:
-                biases.append(self._read(f"{name}.bias", (size,)))
-        return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
+def _load_head_norms(spec: ModelSpec, tensors: LayerTensors) -> torch.Tensor:
+    """Norm weights of every query head, then of every key head: [Hq + Hkv, D]."""
+    query = tensors.weight(spec.names.query_norm, (spec.head_dim,))
+    key = tensors.weight(spec.names.key_norm, (spec.head_dim,))
+    return torch.cat((query.expand(spec.num_query_heads, -1), key.expand(spec.num_kv_heads, -1)))
 
-    def norm(self, name: str, spec: ModelSpec) -> RmsNorm:
-        """A norm of the residual stream."""
-        return RmsNorm(self._read(f"{name}.weight", (spec.hidden_size,)), spec.norm_epsilon)
 
-    def head_norms(self, spec: ModelSpec) -> torch.Tensor:
-        """Norm weights of every query head, then of every key head: [Hq + Hkv, D]."""
-        query = self._read("self_attn.q_norm.weight", (spec.head_dim,))
-        key = self._read("self_attn.k_norm.weight", (spec.head_dim,))
-        return torch.cat(
-            (query.expand(spec.num_query_heads, -1), key.expand(spec.num_kv_heads, -1))
-        )
-
-    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._weights.read(self._prefix + name, shape)
+def _load_mlp(spec: ModelSpec, tensors: LayerTensors, layer: int) -> Mlp:
+    experts = spec.layer_experts(layer)
+    if experts is not None:
+        return SparseMlp.load(tensors, spec.names, spec.hidden_size, experts)
+    return GatedMlp.load(
+        tensors, spec.names.mlp, spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+    )

@@ -7,7 +7,7 @@ not compute is refused by name, because a model that runs slightly wrong looks l
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +15,11 @@ import torch
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.config_fields import ConfigFields
+from sgl_pipeline.pp_runner.families import FAMILIES, Family, TensorNames
+from sgl_pipeline.stage_plan import LayerCosts
 
 Config = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """How an architecture differs from the plain decoder, and what its config may leave out.
-
-    `bias_fields` are the config fields that switch biases on; `has_window_switch` says that
-    `sliding_window` counts only where `use_sliding_window` and `layer_types` say so.
-    """
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    bias_fields: frozenset[str] = frozenset()
-    has_window_switch: bool = False
-    defaults: Config = field(default_factory=dict)
-
-
-# The defaults are those of transformers' configuration classes.
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(bias_fields=frozenset({"attention_bias", "mlp_bias"})),
-    "MistralForCausalLM": Family(defaults={"sliding_window": 4096}),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, has_window_switch=True),
-    "Qwen3ForCausalLM": Family(
-        qk_norm=True,
-        bias_fields=frozenset({"attention_bias"}),
-        has_window_switch=True,
-        defaults={"head_dim": 128},
-    ),
-}
 
 ROPE_FACTORS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -60,27 +34,63 @@ ROPE_FACTORS: dict[str, tuple[str, ...]] = {
 
 # Fields whose names sound like maths (see below) but which are read here or concern training.
 _KNOWN_FIELDS = frozenset(
-    "attention_bias mlp_bias attention_dropout hidden_act head_dim num_attention_heads rms_norm_eps"
+    "attention_dropout hidden_act head_dim num_attention_heads rms_norm_eps"
     " rope_parameters rope_scaling rope_theta sliding_window use_sliding_window max_window_layers"
     " max_position_embeddings tie_word_embeddings attn_implementation _attn_implementation"
     " _attn_implementation_autoset use_cache chunk_size_feed_forward output_attentions"
     " num_key_value_heads layer_types".split()
 )
+# Tokens of a decode step whose experts are counted when layers are weighed: a server with a few
+# dozen requests. With more rows the layers weigh more against the head, with fewer less.
+DECODE_ROWS = 32
 # An unknown field is refused when its name holds one of these and its value does something.
 _MATHS_WORDS = tuple(
     "activation alibi attention attn bias chunk clip compress embedding expert factor lora moe"
-    " multiplier norm quant residual rope rotary scal sliding soft_cap softcap window".split()
+    " multiplier norm quant residual rope rotary router scal sliding soft_cap softcap topk vision"
+    " window".split()
 )
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """The rotary embedding: base `theta`, and `factors` by their Hugging Face names
-    (`ROPE_FACTORS[kind]`)."""
+    (`ROPE_FACTORS[kind]`).
+
+    The first `rotated_share` of a head's dimensions are rotated, in pairs of neighbours where
+    `interleaved`, else of the two halves.
+    """
 
     theta: float
     kind: str = "default"
     factors: tuple[float, ...] = ()
+    rotated_share: float = 1.0
+    interleaved: bool = False
+
+    def rotated_dims(self, head_dim: int) -> int:
+        """How many of a head's dimensions are rotated."""
+        return int(head_dim * self.rotated_share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSpec:
+    """Mixture-of-experts layers: `layers` are their ids, the other layers are dense.
+
+    Each token goes to `experts_per_token` of `num_experts` MLPs of `inner_size`, whose routing
+    weights sum to one where they are `normalised`. A shared expert of `shared_inner_size` sees
+    every token (Qwen2-MoE); 0 where there is none.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    inner_size: int
+    normalised: bool
+    shared_inner_size: int
+    layers: frozenset[int]
+
+    def active_experts(self, num_rows: int) -> float:
+        """How many experts `num_rows` tokens go to together, where routing is even."""
+        idle_share = 1 - self.experts_per_token / self.num_experts
+        return self.num_experts * (1 - idle_share**num_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,20 +116,39 @@ class ModelSpec:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    experts: ExpertSpec | None
     tied_embeddings: bool
     dtype: str
     eos_token_ids: frozenset[int]
+    names: TensorNames
 
-    @property
-    def layer_weights(self) -> int:
-        """Weights of one layer's matrices (norms and biases are too few to count)."""
-        heads = 2 * self.num_query_heads + 2 * self.num_kv_heads
-        return self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+    def layer_experts(self, layer: int) -> ExpertSpec | None:
+        """The experts of `layer`; None where it is dense."""
+        return self.experts if self.experts and layer in self.experts.layers else None
 
-    @property
-    def head_layers(self) -> float:
-        """What lm_head weighs, in layers: the ratio of the bytes that a decode step reads."""
-        return self.vocab_size * self.hidden_size / self.layer_weights
+    def layer_costs(self) -> LayerCosts:
+        """What layers and head cost a stage, for `--pp-layer-partition auto`.
+
+        A decode step costs the weights it reads, of the experts those that `DECODE_ROWS` tokens go
+        to; a prefill step the weights that a token is multiplied with. Norms and biases are too few
+        to count.
+        """
+        decode, prefill = [], []
+        for layer in range(self.num_layers):
+            experts = self.layer_experts(layer)
+            active = experts.active_experts(DECODE_ROWS) if experts else 0.0
+            per_token = experts.experts_per_token if experts else 0
+            decode.append(self._layer_weights(experts, active))
+            prefill.append(self._layer_weights(experts, per_token))
+        return LayerCosts.in_layers(decode, prefill, self.vocab_size * self.hidden_size)
+
+    def _layer_weights(self, experts: ExpertSpec | None, num_active: float) -> float:
+        """Weights of a layer's matrices, counting `num_active` experts."""
+        attention = (2 * self.num_query_heads + 2 * self.num_kv_heads) * self.head_dim
+        mlp: float = self.intermediate_size
+        if experts is not None:
+            mlp = num_active * experts.inner_size + experts.shared_inner_size
+        return self.hidden_size * (attention + 3 * mlp)
 
     def attention_shape(
         self, page_size: int, dtype: torch.dtype, device: torch.device
@@ -158,35 +187,37 @@ def model_spec(config: Config, generation_config: Config | None = None) -> Model
     """
     architecture = _known_architecture(config)
     family = FAMILIES[architecture]
-    config = {**family.defaults, **config}
-    _refuse_unsupported_fields(config, architecture)
-    num_query_heads = _positive(config, "num_attention_heads")
-    hidden_size = _positive(config, "hidden_size")
-    attention_bias = bool(config.get("attention_bias"))
+    fields = ConfigFields({**family.defaults, **config}, family.spellings)
+    _refuse_unsupported_fields(fields.raw, architecture)
+    num_query_heads = fields.positive("num_attention_heads")
+    hidden_size = fields.positive("hidden_size")
     spec = ModelSpec(
         architecture=architecture,
-        vocab_size=_positive(config, "vocab_size"),
+        vocab_size=fields.positive("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive(config, "intermediate_size"),
-        num_layers=_positive(config, "num_hidden_layers"),
+        intermediate_size=fields.positive("intermediate_size"),
+        num_layers=fields.positive("num_hidden_layers"),
         num_query_heads=num_query_heads,
-        num_kv_heads=_positive(config, "num_key_value_heads", num_query_heads),
-        head_dim=_positive(config, "head_dim", hidden_size // num_query_heads),
-        context_length=_positive(config, "max_position_embeddings"),
-        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_rope_spec(config),
-        qkv_bias=family.qkv_bias or attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias")),
+        num_kv_heads=fields.positive("num_key_value_heads", num_query_heads),
+        head_dim=fields.positive("head_dim", hidden_size // num_query_heads),
+        context_length=fields.positive("max_position_embeddings"),
+        norm_epsilon=fields.number("rms_norm_eps", 1e-6),
+        rope=_rope_spec(fields, family),
+        qkv_bias=family.qkv_bias or bool(fields.get("qkv_bias")),
+        output_bias=bool(fields.get("output_bias")),
+        mlp_bias=bool(fields.get("mlp_bias")),
         qk_norm=family.qk_norm,
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        experts=_expert_spec(fields) if family.experts else None,
+        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
         eos_token_ids=_eos_token_ids(config) | _eos_token_ids(generation_config or {}),
+        names=family.names,
     )
-    if spec.num_query_heads % spec.num_kv_heads or spec.head_dim % 2:
+    if spec.num_query_heads % spec.num_kv_heads or spec.rope.rotated_dims(spec.head_dim) % 2:
         raise ConfigurationError(
             f"config.json: num_attention_heads {spec.num_query_heads} must be a multiple of "
-            f"num_key_value_heads {spec.num_kv_heads}, and head_dim {spec.head_dim} must be even"
+            f"num_key_value_heads {spec.num_kv_heads}, and head_dim {spec.head_dim} must be even "
+            "in its rotated share"
         )
     return spec
 
@@ -221,12 +252,15 @@ def _refuse_unsupported_fields(config: Config, architecture: str) -> None:
         _refuse(config, "layer_types", architecture)
     if config.get("hidden_act", "silu") != "silu":
         _refuse(config, "hidden_act", architecture)
-    for name in ("attention_bias", "mlp_bias"):
-        if config.get(name) and name not in family.bias_fields:
+    for name, needed in family.required.items():
+        if config.get(name) != needed:
             _refuse(config, name, architecture)
+    known = _KNOWN_FIELDS | family.own_fields | {*family.spellings.values(), *family.required}
+    if family.partial_rope:
+        known |= {"partial_rotary_factor"}
     for name, value in config.items():
         sounds_like_maths = any(word in name for word in _MATHS_WORDS)
-        if name not in _KNOWN_FIELDS and sounds_like_maths and not _is_neutral(name, value):
+        if name not in known and sounds_like_maths and not _is_neutral(name, value):
             _refuse(config, name, architecture)
 
 
@@ -256,17 +290,30 @@ def _is_neutral(name: str, value: Any) -> bool:
     return multiplies and value is not True and value == 1
 
 
-def _positive(config: Config, name: str, default: int | None = None) -> int:
-    value = config.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"config.json: {name} is {value!r}, not a positive integer")
-    return value
+def _expert_spec(fields: ConfigFields) -> ExpertSpec:
+    """Which layers are sparse: every `decoder_sparse_step`-th but those of `mlp_only_layers`."""
+    step = fields.positive("decoder_sparse_step", 1)
+    sparse = frozenset(range(step - 1, fields.positive("num_hidden_layers"), step))
+    shared = "shared_expert_intermediate_size"
+    experts = ExpertSpec(
+        num_experts=fields.positive("num_experts"),
+        experts_per_token=fields.positive("num_experts_per_tok"),
+        inner_size=fields.positive("moe_intermediate_size"),
+        normalised=bool(fields.get("norm_topk_prob")),
+        shared_inner_size=fields.positive(shared) if fields.get(shared) else 0,
+        layers=sparse - fields.integers("mlp_only_layers"),
+    )
+    if experts.experts_per_token > experts.num_experts:
+        raise ConfigurationError(
+            f"config.json: num_experts_per_tok {experts.experts_per_token} is more than "
+            f"{fields.spelt('num_experts')} {experts.num_experts}"
+        )
+    return experts
 
 
-def _rope_spec(config: Config) -> RopeSpec:
+def _rope_spec(fields: ConfigFields, family: Family) -> RopeSpec:
     """transformers 5 writes `rope_parameters`; older ones `rope_theta` and `rope_scaling`."""
-    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in parameters.values()):
         raise UnsupportedModelError("config.json: rope_parameters for each layer type")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -275,17 +322,24 @@ def _rope_spec(config: Config) -> RopeSpec:
             f"config.json: rope type {kind!r} is not supported; known are {', '.join(ROPE_FACTORS)}"
         )
     rotated_share = parameters.get("partial_rotary_factor")
-    if rotated_share not in (None, 1):
+    if family.partial_rope and rotated_share is None:
+        rotated_share = fields.get("partial_rotary_factor")
+    rotated_share = 1.0 if rotated_share is None else rotated_share
+    if not isinstance(rotated_share, int | float) or not 0 < rotated_share <= 1:
+        raise ConfigurationError(f"config.json: partial_rotary_factor is {rotated_share!r}")
+    if rotated_share != 1 and not family.partial_rope:
         raise UnsupportedModelError(f"config.json: partial_rotary_factor {rotated_share}, not 1")
-    fallbacks = {"original_max_position_embeddings": config.get("max_position_embeddings")}
+    fallbacks = {"original_max_position_embeddings": fields.get("max_position_embeddings")}
     factors = []
     for name in ROPE_FACTORS[kind]:
         factor = parameters.get(name, fallbacks.get(name))
         if not isinstance(factor, int | float) or factor <= 0:
             raise ConfigurationError(f"config.json: rope type {kind} needs {name}, got {factor!r}")
         factors.append(float(factor))
-    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    return RopeSpec(float(theta), kind, tuple(factors))
+    theta = float(parameters.get("rope_theta") or fields.get("rope_theta") or 10_000.0)
+    # ChatGLM3 stretches the base: modeling_chatglm.py, RotaryEmbedding.forward_impl.
+    theta *= fields.number("rope_ratio", 1.0)
+    return RopeSpec(theta, kind, tuple(factors), float(rotated_share), family.interleaved_rope)
 
 
 def _eos_token_ids(config: Config) -> frozenset[int]:

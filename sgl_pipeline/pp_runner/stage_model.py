@@ -18,10 +18,6 @@ from sgl_pipeline.pp_runner.linear import Linear
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.step_inputs import StepInputs
 
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-FINAL_NORM = "model.norm.weight"
-
 
 class OutputHead:
     """The final norm and lm_head, for the sampled rows only."""
@@ -75,8 +71,7 @@ class StageModel:
         with torch.inference_mode():
             weights = open_weights(path, load_format, dtype, device)
             decoder_layers = {layer: DecoderLayer(spec, layer, weights) for layer in layers}
-            table_shape = (spec.vocab_size, spec.hidden_size)
-            embedding = weights.read(EMBEDDING, table_shape) if is_first else None
+            embedding = _load_embedding(spec, weights) if is_first else None
             head = _load_head(spec, weights, embedding) if is_last else None
             rotary = RotaryEmbedding(spec.rope, spec.head_dim, dtype, device)
         return cls(decoder_layers, rotary, embedding, head, weights.loaded)
@@ -114,12 +109,17 @@ class StageModel:
         return self._head(hidden[inputs.sample_rows])
 
 
+def _load_embedding(spec: ModelSpec, weights: WeightSource) -> torch.Tensor:
+    return weights.read(f"{spec.names.embedding}.weight", (spec.vocab_size, spec.hidden_size))
+
+
 def _load_head(
     spec: ModelSpec, weights: WeightSource, embedding: torch.Tensor | None
 ) -> OutputHead:
     """The head; where it is tied and not in the file, its matrix is the embedding table."""
-    shape = (spec.vocab_size, spec.hidden_size)
-    norm = RmsNorm(weights.read(FINAL_NORM, (spec.hidden_size,)), spec.norm_epsilon)
-    if not spec.tied_embeddings or weights.has(HEAD):
-        return OutputHead(norm, weights.read(HEAD, shape))
-    return OutputHead(norm, weights.read(EMBEDDING, shape) if embedding is None else embedding)
+    norm_weight = weights.read(f"{spec.names.final_norm}.weight", (spec.hidden_size,))
+    norm = RmsNorm(norm_weight, spec.norm_epsilon)
+    head = f"{spec.names.head}.weight"
+    if not spec.tied_embeddings or weights.has(head):
+        return OutputHead(norm, weights.read(head, (spec.vocab_size, spec.hidden_size)))
+    return OutputHead(norm, _load_embedding(spec, weights) if embedding is None else embedding)

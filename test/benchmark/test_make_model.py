@@ -9,7 +9,7 @@ from benchmark.make_model import PRESETS, main, make_model
 from sgl_pipeline.pp_runner.model_spec import model_spec
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-tied"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-tied", "tiny-moe"])
 def test_transformers_and_our_layers_read_the_same_model(tmp_path, name):
     make_model(PRESETS[name], tmp_path / "model", dtype="float32")
     model, report = AutoModelForCausalLM.from_pretrained(
@@ -48,12 +48,15 @@ def test_a_seed_gives_the_same_bytes_and_another_seed_others(tmp_path):
     assert contents[0] == contents[1] != contents[2]
 
 
-def test_the_benchmark_preset_has_the_sizes_it_is_named_after():
-    preset = PRESETS["0.27b"]
-    spec = model_spec(preset.config("bfloat16"))
+def test_the_benchmark_presets_have_the_sizes_they_are_named_after():
+    dense, sparse = (
+        sum(torch.Size(shape).numel() for shape in PRESETS[name].tensor_shapes().values())
+        for name in ("0.27b", "0.34b-moe")
+    )
+    spec = model_spec(PRESETS["0.27b"].config("bfloat16"))
     assert (spec.num_layers, spec.head_dim, spec.vocab_size) == (16, 64, 32_000)
-    num_weights = sum(torch.Size(shape).numel() for shape in preset.tensor_shapes().values())
-    assert num_weights == pytest.approx(0.27e9, rel=0.02)
+    assert dense == pytest.approx(0.27e9, rel=0.02)
+    assert sparse == pytest.approx(0.34e9, rel=0.02)
 
 
 def test_a_directory_that_holds_files_is_left_alone(tmp_path, capsys):

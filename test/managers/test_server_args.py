@@ -6,8 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from support.front_model import write_front_model
+from support.tiny_models import tiny_model
 
 from sgl_pipeline.args import SchedulingArgs, StageArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
@@ -18,6 +20,7 @@ from sgl_pipeline.managers.server_args import (
     refuse_unsupported,
 )
 from sgl_pipeline.managers.upstream_fields import refusal
+from sgl_pipeline.pp_runner.model_spec import read_model_spec
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +183,16 @@ def test_a_config_file_sets_our_flags_too(model: str, tmp_path: Path) -> None:
     path.write_text(f"model-path: {model}\npp: 2\npolicy: greedy-queue\n", encoding="utf-8")
     pipeline = parse_command_line(["--config", str(path)]).pipeline
     assert (pipeline.stages.num_stages, pipeline.throttle.policy) == (2, "greedy-queue")
+
+
+@pytest.mark.parametrize("name", ["chatglm", "glm4", "mixtral-sharded", "qwen2-moe", "qwen3-moe"])
+def test_upstreams_front_reads_the_config_of_every_family(name: str) -> None:
+    path = str(tiny_model(name))
+    plan = parse_command_line(["--model-path", path, "--device", "cpu", "--pp", "4"])
+    config = ModelConfig.from_server_args(plan.upstream)
+    spec = read_model_spec(path)
+    assert (config.context_len, config.vocab_size) == (spec.context_length, spec.vocab_size)
+    assert config.hf_eos_token_id == spec.eos_token_ids
 
 
 def test_a_taken_port_is_named_before_anything_starts() -> None:

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
-from sgl_pipeline.pp_runner.model_spec import RopeSpec, model_spec, read_model_spec
+from sgl_pipeline.pp_runner.model_spec import ExpertSpec, RopeSpec, model_spec, read_model_spec
+from sgl_pipeline.stage_plan import auto_layer_counts
 
 # As transformers 4 wrote them, shortened to what matters; sizes are those of the real models.
 LLAMA_3_1_8B = {
@@ -87,6 +88,134 @@ QWEN_3_0_6B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+QWEN_3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN_1_5_MOE_A2_7B = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}
+GLM_4_9B_0414 = {
+    "architectures": ["Glm4ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": [151329, 151336, 151338, 151348],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151552,
+}
+# The repository's own code, not transformers', defines these fields.
+GLM_4_9B_CHAT = {
+    "architectures": ["ChatGLMModel"],
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "apply_query_key_layer_scaling": True,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "attn_implementation": "sdpa",
+    "bias_dropout_fusion": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "ffn_hidden_size": 13696,
+    "fp32_residual_connection": False,
+    "hidden_dropout": 0.0,
+    "hidden_size": 4096,
+    "kv_channels": 128,
+    "layernorm_epsilon": 1.5625e-07,
+    "model_type": "chatglm",
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_layers": 40,
+    "original_rope": True,
+    "padded_vocab_size": 151552,
+    "post_layer_norm": True,
+    "rmsnorm": True,
+    "rope_ratio": 500,
+    "seq_length": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
 MISTRAL_7B_V0_3 = {
     "architectures": ["MistralForCausalLM"],
     "hidden_act": "silu",
@@ -125,8 +254,10 @@ def test_qwen_3_config_of_transformers_5():
     spec = model_spec(QWEN_3_0_6B)
     assert spec.qk_norm and spec.tied_embeddings and not spec.qkv_bias
     assert (spec.head_dim, spec.dtype, spec.rope) == (128, "bfloat16", RopeSpec(1000000.0))
+    costs = spec.layer_costs()
     # 151936 * 1024 weights against 2 * 1024 * (16 + 8) * 128 + 3 * 1024 * 3072 in a layer.
-    assert spec.head_layers == pytest.approx(155_582_464 / 15_728_640)
+    assert costs.head == pytest.approx(155_582_464 / 15_728_640)
+    assert costs.decode == costs.prefill == (1.0,) * 28
 
 
 def test_mistral_without_a_window_is_a_plain_decoder():
@@ -136,9 +267,132 @@ def test_mistral_without_a_window_is_a_plain_decoder():
     )
 
 
+def test_a_qwen_3_moe_config_of_either_transformers_has_experts_in_every_layer():
+    spec = model_spec(QWEN_3_30B_A3B)
+    assert spec.experts == ExpertSpec(
+        num_experts=128,
+        experts_per_token=8,
+        inner_size=768,
+        normalised=True,
+        shared_inner_size=0,
+        layers=frozenset(range(48)),
+    )
+    assert spec.qk_norm and not spec.qkv_bias
+    renamed = {name: v for name, v in QWEN_3_30B_A3B.items() if name != "num_experts"}
+    assert model_spec({**renamed, "num_local_experts": 128}) == spec
+
+
+def test_qwen_1_5_moe_has_a_shared_expert_and_qkv_biases_unless_it_says_otherwise():
+    spec = model_spec(QWEN_1_5_MOE_A2_7B)
+    assert (spec.experts.inner_size, spec.experts.shared_inner_size) == (1408, 5632)
+    assert spec.qkv_bias and not spec.experts.normalised
+    assert not model_spec({**QWEN_1_5_MOE_A2_7B, "qkv_bias": False}).qkv_bias
+
+
+def test_sparse_layers_are_every_so_many_but_the_named_ones():
+    spec = model_spec({**QWEN_3_30B_A3B, "decoder_sparse_step": 3, "mlp_only_layers": [5, 8]})
+    assert spec.experts.layers == {2, *range(11, 48, 3)}
+    assert spec.layer_experts(2) == spec.experts
+    assert spec.layer_experts(1) is None and spec.layer_experts(5) is None
+
+
+def test_the_experts_of_mixtral_have_the_intermediate_size():
+    experts = model_spec(MIXTRAL_8X7B).experts
+    assert (experts.num_experts, experts.experts_per_token) == (8, 2)
+    assert experts.normalised and experts.inner_size == 14336
+
+
+def test_a_decode_step_reads_more_experts_than_a_token_meets():
+    costs = model_spec({**QWEN_3_30B_A3B, "mlp_only_layers": [0]}).layer_costs()
+    attention, expert = 2 * 2048 * (32 + 4) * 128, 3 * 2048 * 768
+    dense = attention + 3 * 2048 * 6144
+    # 32 tokens with 8 of 128 experts each go to some 112 of them.
+    active = 128 * (1 - (15 / 16) ** 32)
+    sparse_decode, sparse_prefill = attention + active * expert, attention + 8 * expert
+    assert costs.decode[1] / costs.decode[0] == pytest.approx(sparse_decode / dense)
+    assert costs.prefill[1] / costs.prefill[0] == pytest.approx(sparse_prefill / dense)
+    mean_decode = (dense + 47 * sparse_decode) / 48
+    assert costs.head == pytest.approx(151936 * 2048 / mean_decode)
+
+
+def test_auto_gives_the_last_stage_of_a_sparse_model_nearly_as_many_layers_as_the_others():
+    """Its layers are heavy to read; those of a dense model of the same width are not."""
+    sparse = model_spec(QWEN_3_30B_A3B).layer_costs()
+    dense = model_spec({**QWEN_3_30B_A3B, "mlp_only_layers": list(range(48))}).layer_costs()
+    assert auto_layer_counts(sparse, 4) == (12, 12, 12, 12)
+    assert auto_layer_counts(dense, 4)[-1] < 11
+
+
+def test_glm_rotates_the_neighbours_of_half_a_head():
+    spec = model_spec(GLM_4_9B_0414)
+    assert spec.rope == RopeSpec(10000.0, rotated_share=0.5, interleaved=True)
+    assert spec.rope.rotated_dims(spec.head_dim) == 64
+    assert not (spec.qkv_bias or spec.output_bias)
+    with_bias = model_spec({**GLM_4_9B_0414, "attention_bias": True})
+    assert with_bias.qkv_bias and not with_bias.output_bias
+
+
+def test_chatglm_fields_mean_what_glm_calls_otherwise():
+    spec = model_spec(GLM_4_9B_CHAT)
+    assert spec.rope == RopeSpec(5_000_000.0, rotated_share=0.5, interleaved=True)
+    assert (spec.num_layers, spec.num_query_heads, spec.num_kv_heads, spec.head_dim) == (
+        *(40, 32, 2, 128),
+    )
+    assert (spec.vocab_size, spec.intermediate_size, spec.context_length) == (
+        *(151552, 13696, 131072),
+    )
+    assert spec.norm_epsilon == 1.5625e-07
+    assert spec.qkv_bias and not (spec.output_bias or spec.mlp_bias or spec.qk_norm)
+    assert spec.names.head == "transformer.output_layer"
+
+
+def test_errors_name_a_field_as_the_config_spells_it():
+    with pytest.raises(ConfigurationError, match="kv_channels is 0"):
+        model_spec({**GLM_4_9B_CHAT, "kv_channels": 0})
+    with pytest.raises(ConfigurationError, match=r"num_experts_per_tok 9 .* num_local_experts 8"):
+        model_spec({**MIXTRAL_8X7B, "num_experts_per_tok": 9})
+    with pytest.raises(ConfigurationError, match="mlp_only_layers is 'all'"):
+        model_spec({**QWEN_3_30B_A3B, "mlp_only_layers": "all"})
+    with pytest.raises(ConfigurationError, match="rope_ratio is -1"):
+        model_spec({**GLM_4_9B_CHAT, "rope_ratio": -1})
+    with pytest.raises(ConfigurationError, match=r"partial_rotary_factor is 1\.5"):
+        model_spec({**GLM_4_9B_0414, "partial_rotary_factor": 1.5})
+
+
+def test_the_first_chatglm_which_shares_only_the_name_is_refused():
+    config = {
+        "architectures": ["ChatGLMModel"],
+        "hidden_size": 4096,
+        "inner_hidden_size": 16384,
+        "layernorm_epsilon": 1e-05,
+        "max_sequence_length": 2048,
+        "num_attention_heads": 32,
+        "num_layers": 28,
+        "position_encoding_2d": True,
+        "vocab_size": 130528,
+    }
+    with pytest.raises(ConfigurationError, match="multi_query_attention"):
+        model_spec(config)
+
+
 @pytest.mark.parametrize(
     ("base", "changes", "named"),
     [
+        (QWEN_3_30B_A3B, {"shared_expert_intermediate_size": 768}, "shared_expert_intermediate"),
+        (QWEN_3_30B_A3B, {"routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+        (QWEN_3_30B_A3B, {"topk_method": "noaux_tc"}, "topk_method"),
+        (QWEN_3_30B_A3B, {"use_sliding_window": True, "sliding_window": 8}, "sliding_window"),
+        (MIXTRAL_8X7B, {"norm_topk_prob": False}, "norm_topk_prob"),
+        (QWEN_2_5_7B, {"norm_topk_prob": True}, "norm_topk_prob"),
+        (GLM_4_9B_CHAT, {"rmsnorm": False}, "rmsnorm"),
+        (GLM_4_9B_CHAT, {"post_layer_norm": False}, "post_layer_norm"),
+        (GLM_4_9B_CHAT, {"multi_query_attention": False}, "multi_query_attention"),
+        (GLM_4_9B_CHAT, {"add_bias_linear": True}, "add_bias_linear"),
+        (GLM_4_9B_CHAT, {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
+        (GLM_4_9B_CHAT, {"quantization_bit": 4}, "quantization_bit"),
+        (GLM_4_9B_CHAT, {"pre_seq_len": 128}, "pre_seq_len"),
+        (GLM_4_9B_CHAT, {"vision_config": {"hidden_size": 1792}}, "vision_config"),
+        (LLAMA_3_1_8B, {"rope_ratio": 2}, "rope_ratio"),
         (MISTRAL_7B_V0_3, {"sliding_window": 4096}, "sliding_window"),
         (QWEN_2_5_7B, {"use_sliding_window": True}, "sliding_window"),
         (QWEN_3_0_6B, {"layer_types": ["sliding_attention"] * 28}, "layer_types"),

@@ -1,11 +1,18 @@
 """The stage models, chained in one process, against transformers on tiny seeded checkpoints."""
 
+from collections import Counter
 from functools import cache
 
 import pytest
 import torch
 from support.stage_chain import StageChain, new_request
-from support.tiny_models import NUM_LAYERS, TINY_MODELS, VOCAB_SIZE, tiny_model
+from support.tiny_models import (
+    NUM_LAYERS,
+    TINY_MODELS,
+    VOCAB_SIZE,
+    same_model_for_transformers,
+    tiny_model,
+)
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 # Where the reference's two best logits are nearer than this, either token counts as right.
@@ -34,7 +41,7 @@ def prompts() -> list[list[int]]:
 @cache
 def reference_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(
-        tiny_model(name), dtype=dtype, attn_implementation="eager"
+        same_model_for_transformers(name), dtype=dtype, attn_implementation="eager"
     )
 
 
@@ -76,7 +83,7 @@ def test_greedy_tokens_equal_transformers_for_every_split(name):
         assert_same_tokens(chain, name, request)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama3-rope"])
+@pytest.mark.parametrize("name", ["qwen3", "llama3-rope", "chatglm"])
 @pytest.mark.compiler
 def test_compiled_cpu_attention_gives_the_tokens_of_transformers(name):
     chain = StageChain(tiny_model(name), (2, 4), page_size=16, attention="cpu")
@@ -85,18 +92,20 @@ def test_compiled_cpu_attention_gives_the_tokens_of_transformers(name):
     assert_same_tokens(chain, name, request)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-moe", "glm4"])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("chunk_length", [1, 7, 16])
-def test_chunked_prefill_gives_the_tokens_of_whole_prefill(page_size, chunk_length):
-    chain = StageChain(tiny_model("qwen3"), (3, 3), page_size=page_size)
+def test_chunked_prefill_gives_the_tokens_of_whole_prefill(page_size, chunk_length, name):
+    chain = StageChain(tiny_model(name), (3, 3), page_size=page_size)
     request = new_request(prompts()[0])
     chain.generate(request, NUM_NEW_TOKENS, chunk_length)
-    assert_same_tokens(chain, "qwen3", request)
+    assert_same_tokens(chain, name, request)
 
 
+@pytest.mark.parametrize("name", ["llama3-rope", "qwen3-moe"])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_requests_that_share_steps_get_the_tokens_they_get_alone(page_size):
-    chain = StageChain(tiny_model("llama3-rope"), (2, 4), page_size=page_size)
+def test_requests_that_share_steps_get_the_tokens_they_get_alone(page_size, name):
+    chain = StageChain(tiny_model(name), (2, 4), page_size=page_size)
     long, short, late = requests = [new_request(prompt) for prompt in prompts()]
     chain.step((long, 20), (short, 5))
     chain.step((short, 1), (long, 10))
@@ -105,21 +114,24 @@ def test_requests_that_share_steps_get_the_tokens_they_get_alone(page_size):
     while any(len(request.output_ids) < NUM_NEW_TOKENS for request in requests):
         chain.step(*((r, 1) for r in requests if len(r.output_ids) < NUM_NEW_TOKENS))
     for request in requests:
-        assert_same_tokens(chain, "llama3-rope", request)
+        assert_same_tokens(chain, name, request)
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(name):
     # Tolerance: at most 1.5 times the root mean square error of transformers' own bf16 logits,
-    # because the error of random weights depends on the model far more than on who computes it.
+    # because the error of random weights depends on the model far more than on who computes it: a
+    # rounding that sends one token to another expert changes it for good.
     chain = StageChain(tiny_model(name), (3, 3), dtype=torch.bfloat16)
-    request = new_request(prompts()[0])
-    chain.generate(request, 1)
-    exact = next_logits(name, request.prompt_ids)
-    allowed = (next_logits(name, request.prompt_ids, torch.bfloat16) - exact).square().mean()
-    error = (chain.logits[request][0] - exact).square().mean()
-    assert error.sqrt() <= 1.5 * allowed.sqrt()
-    assert error.sqrt() <= 0.1 * exact.square().mean().sqrt()
+    requests = [new_request(prompt) for prompt in prompts()]
+    for request in requests:
+        chain.generate(request, 1)
+    exact = torch.stack([next_logits(name, r.prompt_ids) for r in requests])
+    theirs = torch.stack([next_logits(name, r.prompt_ids, torch.bfloat16) for r in requests])
+    ours = torch.stack([chain.logits[r][0] for r in requests])
+    error = (ours - exact).square().mean().sqrt()
+    assert error <= 1.5 * (theirs - exact).square().mean().sqrt()
+    assert error <= 0.15 * exact.square().mean().sqrt()
 
 
 def test_a_step_without_samples_gives_no_logits():
@@ -145,8 +157,44 @@ def test_a_stage_loads_its_own_tensors_and_no_others(name):
     assert list(chain.stages[1].layers) == [1, 2, 3]
 
 
-def test_dummy_weights_give_one_model_however_it_is_split(tmp_path):
-    (tmp_path / "config.json").write_text((tiny_model("qwen3") / "config.json").read_text())
+def test_a_stage_loads_the_experts_of_its_own_layers_and_no_others():
+    """`qwen3-moe`: layers 0 and 4 are dense, the others have 8 experts of 3 * 48 * 64 weights."""
+    chain = StageChain(tiny_model("qwen3-moe"), (2, 1, 3))
+    experts_per_layer = [
+        Counter(int(name.split(".")[2]) for name in stage.loaded if ".experts." in name)
+        for stage in chain.stages
+    ]
+    assert experts_per_layer == [{1: 24}, {2: 24}, {3: 24, 5: 24}]
+    middle = chain.stages[1].loaded
+    assert sum(size for name, size in middle.items() if ".mlp." in name) == 4 * (
+        8 * 3 * 48 * 64 + 8 * 64
+    )
+
+
+def test_a_stage_of_a_chatglm_checkpoint_loads_its_own_tensors():
+    first, last = StageChain(tiny_model("chatglm"), (2, 4)).stages
+    layer = "transformer.encoder.layers.1."
+    assert {name for name in first.loaded if name.startswith(layer)} == {
+        layer + name
+        for name in (
+            "input_layernorm.weight",
+            "self_attention.query_key_value.weight",
+            "self_attention.query_key_value.bias",
+            "self_attention.dense.weight",
+            "post_attention_layernorm.weight",
+            "mlp.dense_h_to_4h.weight",
+            "mlp.dense_4h_to_h.weight",
+        )
+    }
+    assert {name for name in last.loaded if ".layers." not in name} == {
+        "transformer.encoder.final_layernorm.weight",
+        "transformer.output_layer.weight",
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-moe"])
+def test_dummy_weights_give_one_model_however_it_is_split(tmp_path, name):
+    (tmp_path / "config.json").write_text((tiny_model(name) / "config.json").read_text())
     outputs = []
     for split in ((6,), (2, 3, 1)):
         chain = StageChain(tmp_path, split, load_format="dummy")

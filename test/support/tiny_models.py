@@ -4,22 +4,34 @@ Used by the model tests and the server tests. Random weights in fp32, with wider
 trained model's, so that greedy tokens vary from step to step.
 """
 
+import json
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB_SIZE = 320
@@ -49,6 +61,12 @@ _LLAMA3_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 64,
 }
 _LINEAR_ROPE: dict[str, Any] = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+}
+_SHARED_EXPERT: dict[str, Any] = {**_EXPERTS, "shared_expert_intermediate_size": 80}
 
 # name: (model class, config class, what differs from _SIZES, bytes of a shard or None)
 _VARIANTS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any], int | None]] = {
@@ -64,8 +82,46 @@ _VARIANTS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any], int | No
     "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}, None),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}, None),
     "qwen3-tied-sharded": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}, 200_000),
+    "mixtral-sharded": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}, 200_000),
+    "qwen2-moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig, _SHARED_EXPERT, None),
+    "qwen2-moe-every-other-layer": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {**_SHARED_EXPERT, "decoder_sparse_step": 2, "norm_topk_prob": True, "qkv_bias": False},
+        None,
+    ),
+    "qwen3-moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {**_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0, 4]},
+        None,
+    ),
+    "qwen3-moe-tied": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {**_EXPERTS, "tie_word_embeddings": True},
+        None,
+    ),
+    "glm": (GlmForCausalLM, GlmConfig, {}, None),
+    # The base that ChatGLM's rope_ratio 50 gives.
+    "glm-stretched-rope": (
+        GlmForCausalLM,
+        GlmConfig,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
+        None,
+    ),
+    "glm4": (Glm4ForCausalLM, Glm4Config, {"attention_bias": False}, None),
+    "glm4-tied-other-rope": (
+        Glm4ForCausalLM,
+        Glm4Config,
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {**_LINEAR_ROPE, "partial_rotary_factor": 0.25},
+        },
+        None,
+    ),
 }
-TINY_MODELS = tuple(_VARIANTS)
+TINY_MODELS = (*_VARIANTS, "chatglm")
 
 
 @cache
@@ -81,8 +137,11 @@ def tiny_model(name: str) -> Path:
     Biases and norm weights are random too: transformers starts them at 0 and 1, where a decoder
     that forgets them would pass.
     """
-    model_class, config_class, changes, shard_bytes = _VARIANTS[name]
     directory = Path(_session_directory().name) / name
+    if name == "chatglm":
+        _write_chatglm(directory)
+        return directory
+    model_class, config_class, changes, shard_bytes = _VARIANTS[name]
     torch.manual_seed(TINY_MODELS.index(name))
     model = model_class(config_class(**{**_SIZES, **changes}))
     with torch.no_grad():
@@ -93,3 +152,65 @@ def tiny_model(name: str) -> Path:
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(directory, max_shard_size=shard_bytes or "5GB")
     return directory
+
+
+def same_model_for_transformers(name: str) -> Path:
+    """The checkpoint from which transformers makes the model `name`: it has no ChatGLM class."""
+    return tiny_model("glm-stretched-rope" if name == "chatglm" else name)
+
+
+def _write_chatglm(directory: Path) -> None:
+    """The GLM checkpoint in the names and layout of chatglm3-6b's and glm-4-9b-chat's own."""
+    source = same_model_for_transformers("chatglm")
+    glm = load_file(source / "model.safetensors")
+    chatglm = {
+        "transformer.embedding.word_embeddings.weight": glm["model.embed_tokens.weight"],
+        "transformer.encoder.final_layernorm.weight": glm["model.norm.weight"],
+        "transformer.output_layer.weight": glm["lm_head.weight"],
+        "transformer.rotary_pos_emb.inv_freq": torch.zeros(4),
+    }
+    for layer in range(NUM_LAYERS):
+        own, theirs = f"transformer.encoder.layers.{layer}", f"model.layers.{layer}"
+        for kind in ("weight", "bias"):
+            chatglm[f"{own}.self_attention.query_key_value.{kind}"] = torch.cat(
+                [glm[f"{theirs}.self_attn.{part}_proj.{kind}"] for part in "qkv"]
+            )
+        for own_part, their_part in (
+            ("self_attention.dense", "self_attn.o_proj"),
+            ("mlp.dense_h_to_4h", "mlp.gate_up_proj"),
+            ("mlp.dense_4h_to_h", "mlp.down_proj"),
+            ("input_layernorm", "input_layernorm"),
+            ("post_attention_layernorm", "post_attention_layernorm"),
+        ):
+            chatglm[f"{own}.{own_part}.weight"] = glm[f"{theirs}.{their_part}.weight"]
+    directory.mkdir()
+    save_file(chatglm, directory / "model.safetensors")
+    config = {
+        "architectures": ["ChatGLMModel"],
+        "model_type": "chatglm",
+        "add_bias_linear": False,
+        "add_qkv_bias": True,
+        "apply_query_key_layer_scaling": True,
+        "apply_residual_connection_post_layernorm": False,
+        "attention_softmax_in_fp32": True,
+        "bias_dropout_fusion": True,
+        "eos_token_id": _SIZES["eos_token_id"],
+        "ffn_hidden_size": _SIZES["intermediate_size"],
+        "fp32_residual_connection": False,
+        "hidden_size": _SIZES["hidden_size"],
+        "kv_channels": _SIZES["head_dim"],
+        "layernorm_epsilon": 1.5625e-07,
+        "multi_query_attention": True,
+        "multi_query_group_num": _SIZES["num_key_value_heads"],
+        "num_attention_heads": _SIZES["num_attention_heads"],
+        "num_layers": NUM_LAYERS,
+        "original_rope": True,
+        "padded_vocab_size": VOCAB_SIZE,
+        "post_layer_norm": True,
+        "rmsnorm": True,
+        "rope_ratio": 50,
+        "seq_length": _SIZES["max_position_embeddings"],
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(config))

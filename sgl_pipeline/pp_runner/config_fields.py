@@ -1,0 +1,60 @@
+"""The fields of a model's config.json, whatever a family calls them.
+
+Made by `model_spec.py` for one config. Checks what kind of value a field holds, never what it
+means.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_pipeline.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFields:
+    """`raw` by the names that most families use; `spellings` maps those to this config's own.
+
+    Errors name a field as the config spells it.
+    """
+
+    raw: Mapping[str, Any]
+    spellings: Mapping[str, str]
+
+    def spelt(self, name: str) -> str:
+        """What this config calls the field `name`."""
+        own = self.spellings.get(name, name)
+        return own if own in self.raw else name
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of `name`, or `default` where the config does not have it."""
+        return self.raw.get(self.spelt(name), default)
+
+    def positive(self, name: str, default: int | None = None) -> int:
+        """The positive integer `name`; raises ConfigurationError where it is none."""
+        value = self.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigurationError(
+                f"config.json: {self.spelt(name)} is {value!r}, not a positive integer"
+            )
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """The number above zero `name`; raises ConfigurationError where it is none."""
+        value = self.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ConfigurationError(
+                f"config.json: {self.spelt(name)} is {value!r}, not a number above 0"
+            )
+        return float(value)
+
+    def integers(self, name: str) -> frozenset[int]:
+        """The list of integers `name`, none by default; raises ConfigurationError otherwise."""
+        value = self.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(entry, int) for entry in value):
+            raise ConfigurationError(
+                f"config.json: {self.spelt(name)} is {value!r}, not a list of integers"
+            )
+        return frozenset(value)

@@ -1,0 +1,220 @@
+"""The supported model families: a table of how each differs from the plain decoder.
+
+Read by `model_spec.py`, which turns a config into a `ModelSpec`, and by the layers, which ask for
+their tensors by the names here. A new family is a new entry, where the decoder computes what it
+needs; nothing else in this room knows a family by name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class MlpNames:
+    """A gated MLP's projections inside a layer; a single `gate_up` holds both, gate first."""
+
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """What a checkpoint calls the model's tensors, without `.weight` and `.bias`.
+
+    `{layer}` and `{expert}` stand for numbers; the names from `attention_norm` on are those inside
+    a layer. A single `qkv` holds queries, keys and values one after the other. The norms that end
+    on `output_norm` lie between a block's result and the residual stream; None where there is none.
+    """
+
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    layer: str = "model.layers.{layer}"
+
+    attention_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    output: str = "self_attn.o_proj"
+    attention_output_norm: str | None = None
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: MlpNames = MlpNames()
+    mlp_output_norm: str | None = None
+
+    router: str = "mlp.gate"
+    expert: MlpNames = MlpNames(
+        ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
+        "mlp.experts.{expert}.down_proj",
+    )
+    shared_expert: MlpNames = MlpNames(
+        ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"
+    )
+    shared_expert_gate: str = "mlp.shared_expert_gate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How an architecture differs from the plain decoder, and how its config is to be read.
+
+    Attributes:
+        qkv_bias: queries, keys and values have biases, whatever the config says.
+        interleaved_rope: a rotated pair is two neighbours, not two halves of the head.
+        partial_rope: the config's `partial_rotary_factor` counts.
+        experts: layers may be mixtures of experts.
+        has_window_switch: `sliding_window` counts only where `use_sliding_window` and `layer_types`
+            say so.
+        spellings: what this config calls a field that `model_spec` knows by another name. The
+            family's own spelling wins where a config holds both.
+        own_fields: fields that sound like maths to `model_spec`, and which are read for this
+            family or leave its maths alone.
+        required: fields of which only one value is supported.
+        defaults: values of fields that a config may leave out, by the config's spelling, from the
+            family's configuration class.
+        names: what its checkpoints call the tensors.
+    """
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    interleaved_rope: bool = False
+    partial_rope: bool = False
+    experts: bool = False
+    has_window_switch: bool = False
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    own_fields: frozenset[str] = frozenset()
+    required: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    names: TensorNames = TensorNames()
+
+
+_ALL_ATTENTION_BIASES = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+# Read by `model_spec`, or (the last three) of use in training only.
+_EXPERT_FIELDS = frozenset(
+    "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob"
+    " router_aux_loss_coef router_jitter_noise output_router_logits".split()
+)
+
+_GLM = Family(
+    interleaved_rope=True,
+    partial_rope=True,
+    spellings={"qkv_bias": "attention_bias"},
+    defaults={
+        "attention_bias": True,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-07,
+    },
+    names=TensorNames(mlp=MlpNames(("mlp.gate_up_proj",))),
+)
+_GLM_4 = replace(
+    _GLM,
+    names=replace(
+        _GLM.names,
+        attention_output_norm="post_self_attn_layernorm",
+        mlp_output_norm="post_mlp_layernorm",
+    ),
+)
+# The layout of the modeling_chatglm.py that chatglm3-6b and glm-4-9b-chat are published with, the
+# same as in SGLang's models/chatglm.py. ChatGLM2-6B-32K gives rope_ratio another meaning under the
+# same names, and cannot be told from them.
+_CHATGLM = Family(
+    interleaved_rope=True,
+    partial_rope=True,
+    spellings={
+        "vocab_size": "padded_vocab_size",
+        "num_hidden_layers": "num_layers",
+        "num_key_value_heads": "multi_query_group_num",
+        "head_dim": "kv_channels",
+        "intermediate_size": "ffn_hidden_size",
+        "max_position_embeddings": "seq_length",
+        "rms_norm_eps": "layernorm_epsilon",
+        "qkv_bias": "add_qkv_bias",
+    },
+    own_fields=frozenset(
+        "rope_ratio apply_query_key_layer_scaling attention_softmax_in_fp32 bias_dropout_fusion"
+        " original_rope".split()
+    ),
+    required={
+        "rmsnorm": True,
+        "post_layer_norm": True,
+        "multi_query_attention": True,
+        "pre_seq_len": None,
+    },
+    defaults={
+        "rmsnorm": True,
+        "post_layer_norm": True,
+        "multi_query_attention": False,
+        "multi_query_group_num": 1,
+        "kv_channels": 128,
+        "layernorm_epsilon": 1e-5,
+        "partial_rotary_factor": 0.5,
+    },
+    names=TensorNames(
+        embedding="transformer.embedding.word_embeddings",
+        final_norm="transformer.encoder.final_layernorm",
+        head="transformer.output_layer",
+        layer="transformer.encoder.layers.{layer}",
+        qkv=("self_attention.query_key_value",),
+        output="self_attention.dense",
+        mlp=MlpNames(("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h"),
+    ),
+)
+
+# By the name in `architectures`. The defaults are those of transformers' configuration classes.
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(spellings=_ALL_ATTENTION_BIASES, own_fields=frozenset({"mlp_bias"})),
+    "MistralForCausalLM": Family(defaults={"sliding_window": 4096}),
+    "MixtralForCausalLM": Family(
+        experts=True,
+        spellings={
+            "num_experts": "num_local_experts",
+            "moe_intermediate_size": "intermediate_size",
+        },
+        own_fields=_EXPERT_FIELDS,
+        required={"norm_topk_prob": True},
+        defaults={
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+        names=TensorNames(
+            router="block_sparse_moe.gate",
+            expert=MlpNames(
+                ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
+                "block_sparse_moe.experts.{expert}.w2",
+            ),
+        ),
+    ),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, has_window_switch=True),
+    "Qwen2MoeForCausalLM": Family(
+        experts=True,
+        has_window_switch=True,
+        own_fields=_EXPERT_FIELDS | {"qkv_bias", "shared_expert_intermediate_size"},
+        defaults={
+            "qkv_bias": True,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+    ),
+    "Qwen3ForCausalLM": Family(
+        qk_norm=True,
+        has_window_switch=True,
+        spellings=_ALL_ATTENTION_BIASES,
+        defaults={"head_dim": 128},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm=True,
+        experts=True,
+        has_window_switch=True,
+        spellings={**_ALL_ATTENTION_BIASES, "num_experts": "num_local_experts"},
+        own_fields=_EXPERT_FIELDS,
+        defaults={"num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": _GLM_4,
+    "ChatGLMModel": _CHATGLM,
+    "ChatGLMForConditionalGeneration": _CHATGLM,
+}

@@ -1,0 +1,54 @@
+"""One layer's tensors, read from a `WeightSource` and joined as the layer uses them.
+
+Used by the decoder layer and its MLPs while a stage loads; names are those of `families.py`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from sgl_pipeline.pp_runner.checkpoint import WeightSource
+from sgl_pipeline.pp_runner.linear import Linear
+
+
+class LayerTensors:
+    """The tensors under `prefix`, which ends with a dot."""
+
+    def __init__(self, prefix: str, weights: WeightSource) -> None:
+        self._prefix = prefix
+        self._weights = weights
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor `name`.weight."""
+        return self._weights.read(f"{self._prefix}{name}.weight", shape)
+
+    def stacked_weight(
+        self, names: Sequence[str], out_features: Sequence[int], in_features: int
+    ) -> torch.Tensor:
+        """The named matrices, or the single one that holds them all, one below the other."""
+        sizes = _sizes_in_file(names, out_features)
+        return torch.cat(
+            [
+                self.weight(name, (size, in_features))
+                for name, size in zip(names, sizes, strict=True)
+            ]
+        )
+
+    def linear(
+        self, names: Sequence[str], out_features: Sequence[int], in_features: int, has_bias: bool
+    ) -> Linear:
+        """One product for the named projections, or the single one that holds them all."""
+        bias = None
+        if has_bias:
+            sizes = _sizes_in_file(names, out_features)
+            bias = torch.cat(
+                [
+                    self._weights.read(f"{self._prefix}{name}.bias", (size,))
+                    for name, size in zip(names, sizes, strict=True)
+                ]
+            )
+        return Linear(self.stacked_weight(names, out_features, in_features), bias)
+
+
+def _sizes_in_file(names: Sequence[str], sizes: Sequence[int]) -> Sequence[int]:
+    return [sum(sizes)] if len(names) == 1 else sizes
