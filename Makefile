@@ -5,6 +5,7 @@ PORT ?= 30000
 ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+EXAMPLES ?= 3000
 # An index with PyTorch's CPU builds, where pip's own index has only the CUDA ones.
 TORCH_INDEX ?=
 
@@ -31,6 +32,7 @@ help:
 	@echo 'make setup   create .venv and install the pinned requirements ($(SET) set)'
 	@echo 'make test    set-up, then the tests              PYTEST_ARGS="-k scheduling"'
 	@echo 'make serve   set-up, then the demo server        PORT=31000 ARGS="--pp 2 --policy sarathi"'
+	@echo 'make fuzz    set-up, then thousands of random requests   EXAMPLES=3000'
 	@echo 'make lint    ruff, ruff format and mypy'
 	@echo 'make bench   the serving benchmark               BENCH_ARGS="--rounds 3"'
 	@echo 'make clean   remove build/ and the caches; .venv goes with `make distclean`'
@@ -82,6 +84,10 @@ lint: $(STAMP)
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m mypy
+
+.PHONY: fuzz
+fuzz: $(STAMP) | check-sglang
+	SGL_PIPELINE_FUZZ_EXAMPLES=$(EXAMPLES) $(VENV_PYTHON) -m pytest test/server/test_fuzz.py
 
 .PHONY: bench
 bench: $(STAMP)

@@ -104,12 +104,12 @@ def _serve(argv: list[str], run_directory: str) -> None:
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
     from sglang.srt.entrypoints.http_server import app, launch_server
 
-    from sgl_pipeline.managers.front_guard import GuardedTokenizerManager, RouteGuard
+    from sgl_pipeline.managers.front_guard import GuardedTokenizerManager, guard_routes
     from sgl_pipeline.managers.load_report import loads_path
     from sgl_pipeline.managers.ollama_errors import OllamaErrors
 
     app.add_middleware(OllamaErrors)
-    app.add_middleware(RouteGuard, features=plan.features)
+    guard_routes(app, plan.context_length, plan.features)
     tokenizer_manager = functools.partial(
         GuardedTokenizerManager, loads_path=loads_path(run_directory)
     )

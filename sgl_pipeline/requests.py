@@ -65,7 +65,7 @@ class FinishReason:
 
 
 class StopCheck(Protocol):
-    """A stop rule that needs more than token ids (stop strings: `managers/stop_strings.py`)."""
+    """A stop rule that needs more than token ids (text: `managers/stop_text.py`)."""
 
     def __call__(self, output_ids: list[int]) -> FinishReason | None:
         """Called once for each new output token, with all output ids so far."""

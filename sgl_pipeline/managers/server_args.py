@@ -26,10 +26,14 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """`upstream` is SGLang's ServerArgs, resolved at pp = tp = 1; `pipeline` is all of ours."""
+    """`upstream` is SGLang's ServerArgs, resolved at pp = tp = 1; `pipeline` is all of ours.
+
+    `context_length` is the one in force, in tokens.
+    """
 
     upstream: Any
     pipeline: PipelineArgs
+    context_length: int
 
     @property
     def features(self) -> ServedFeatures:
@@ -66,7 +70,7 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
         upstream.check_server_args()
     except (AssertionError, ValueError, OSError) as error:
         raise ConfigurationError(f"SGLang refuses these arguments: {error}") from error
-    return LaunchPlan(upstream, pipeline)
+    return LaunchPlan(upstream, pipeline, upstream.context_length or spec.context_length)
 
 
 def refuse_unsupported(options: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ from sglang.srt.utils import msgpack_utils
 
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.control_requests import CONTROL_TYPES
+from sgl_pipeline.managers.entrance_checks import MAX_REQUEST_ID_LENGTH
 from sgl_pipeline.managers.model_files import ModelLimits
 from sgl_pipeline.managers.priority_rules import PriorityRules
 from sgl_pipeline.managers.reasoning_tokens import ReasoningMarks
@@ -29,7 +30,7 @@ from sgl_pipeline.managers.sglang_output import (
     output_message,
     refusal_row,
 )
-from sgl_pipeline.managers.sglang_requests import MAX_REQUEST_ID_LENGTH, RequestIntake
+from sgl_pipeline.managers.sglang_requests import RequestIntake
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import TokenEvent
 

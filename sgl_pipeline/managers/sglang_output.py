@@ -12,7 +12,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import BatchTokenIDOutput
 
 from sgl_pipeline.managers.reasoning_tokens import ReasoningCounter
-from sgl_pipeline.managers.stop_strings import StopStringCheck
+from sgl_pipeline.managers.stop_text import StopTextCheck
 from sgl_pipeline.requests import FinishReason, Request
 
 # Prompt tokens that are decoded with the first output tokens, for spaces and split characters
@@ -105,7 +105,7 @@ class OutputCursor:
         if num_unsent < self._interval and not (self._streams and not self._has_sent):
             return False
         check = self.request.stops.check_text
-        return not (isinstance(check, StopStringCheck) and check.ends_in_partial_match)
+        return not (isinstance(check, StopTextCheck) and check.ends_in_partial_match)
 
 
 def refusal_row(request_id: str, message: str, status_code: int | None) -> OutputRow:

@@ -15,14 +15,11 @@ from typing import Any
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.model_files import ModelLimits
 from sgl_pipeline.managers.priority_rules import PriorityRules
-from sgl_pipeline.managers.stop_strings import StopStringCheck
+from sgl_pipeline.managers.stop_regex import StopRegexes
+from sgl_pipeline.managers.stop_text import StopTextCheck, check_stop_strings
 from sgl_pipeline.requests import Request, SamplingSpec, StopRules
 
-MAX_REQUEST_ID_LENGTH = 512
 MAX_NAMESPACE_LENGTH = 4096
-MAX_STOP_STRINGS = 32
-# Of all stop strings of a request together: every token is checked against them.
-MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 # Far beyond any logit, and sums of such numbers stay finite in fp32.
@@ -72,7 +69,7 @@ class RequestIntake:
         limits: of the model.
         pool_tokens: tokens that the KV pool holds; bounds a request that names no maximum.
             What can be served at all is checked by `StepScheduler.add`.
-        tokenizer: decodes text for stop strings.
+        tokenizer: decodes text for stop strings and expressions.
         random_seed: `--random-seed`: makes the seeds of requests without one reproducible.
         priorities: what becomes of their `priority`.
     """
@@ -187,22 +184,12 @@ class RequestIntake:
             raise RequestError(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids, got {len(asked)}")
         return asked if sampling.ignore_eos else asked | self._limits.eos_token_ids
 
-    def _check_text(self, sampling: Any) -> StopStringCheck | None:
-        stops = sampling.stop_strs or []
-        stops = [stops] if isinstance(stops, str) else stops
-        if not stops:
+    def _check_text(self, sampling: Any) -> StopTextCheck | None:
+        strings = check_stop_strings(sampling.stop_strs or [])
+        regexes = StopRegexes(sampling.stop_regex_strs or [])
+        if not strings and not regexes:
             return None
-        if len(stops) > MAX_STOP_STRINGS:
-            raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(stops)}")
-        if not all(stops):
-            raise RequestError("a stop string is empty; name at least one character")
-        num_characters = sum(len(stop) for stop in stops)
-        if num_characters > MAX_STOP_CHARACTERS:
-            raise RequestError(
-                f"the stop strings have {num_characters} characters; together they may have "
-                f"{MAX_STOP_CHARACTERS}"
-            )
-        return StopStringCheck(self._tokenizer, tuple(stops))
+        return StopTextCheck(self._tokenizer, strings, regexes)
 
 
 def unbuilt_features(message: Any) -> Iterator[str]:
@@ -216,8 +203,6 @@ def unbuilt_features(message: Any) -> Iterator[str]:
         value = getattr(sampling, field)
         if value and value != nothing:
             yield name
-    if sampling.stop_regex_strs:
-        yield "stop_regex"
     if sampling.beam_width is not None and sampling.beam_width > 1:
         yield "beam search (beam_width)"
 

@@ -225,7 +225,7 @@ def passed_on(*pieces: bytes) -> tuple[str, int | None]:
     async def send(message: Message) -> None:
         raise AssertionError("the guard itself answers nothing here")
 
-    guarded = RouteGuard(app, ALL_BUILT)
+    guarded = RouteGuard(app, 1000, ALL_BUILT)
     try:
         asyncio.run(guarded({"type": "http", "path": COMPLETIONS}, receive, send))
     except HTTPException as error:

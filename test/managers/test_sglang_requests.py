@@ -13,7 +13,7 @@ from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers import sglang_requests
 from sgl_pipeline.managers.priority_rules import PriorityRules
 from sgl_pipeline.managers.sglang_requests import RequestIntake
-from sgl_pipeline.managers.stop_strings import StopStringCheck
+from sgl_pipeline.managers.stop_text import StopTextCheck
 from sgl_pipeline.requests import Request
 
 
@@ -115,8 +115,9 @@ def test_stop_ids_join_the_eos_ids_unless_those_are_ignored() -> None:
     assert build({"stop_token_ids": [9], "ignore_eos": True}).stops.stop_token_ids == {9}
 
 
-def test_stop_strings_become_a_text_check() -> None:
-    assert isinstance(build({"stop": ["x", "yy"]}).stops.check_text, StopStringCheck)
+def test_stop_strings_and_expressions_become_a_text_check() -> None:
+    assert isinstance(build({"stop": ["x", "yy"]}).stops.check_text, StopTextCheck)
+    assert isinstance(build({"stop_regex": "x|yy"}).stops.check_text, StopTextCheck)
 
 
 def test_without_a_maximum_the_room_is_the_smaller_of_pool_and_context() -> None:
@@ -207,6 +208,12 @@ def test_stop_strings_are_bounded_in_number_and_length(stops: list[str]) -> None
         intake().build(altered(stop_strs=stops), 0.0)
 
 
+@pytest.mark.parametrize("regexes", ["(", [""], ["x" * 300], ["x"] * 33, [7]])
+def test_stop_expressions_are_checked_whatever_the_http_layer_let_through(regexes: Any) -> None:
+    with pytest.raises(RequestError, match="stop_regex"):
+        intake().build(altered(stop_regex_strs=regexes), 0.0)
+
+
 def test_a_namespace_is_bounded() -> None:
     assert "extra_key" in refusal(extra_key="x" * 5000)
 
@@ -234,7 +241,6 @@ def test_a_feature_that_is_not_built_is_refused_by_name(fields: Any, named: str)
         ({"regex": "a"}, "regex"),
         ({"ebnf": "a"}, "ebnf"),
         ({"structural_tag": "{}"}, "structural_tag"),
-        ({"stop_regex": "a+"}, "stop_regex"),
         ({"beam_width": 2}, "beam"),
     ],
 )
