@@ -64,8 +64,6 @@ def compiler() -> Iterator[Waiter]:
 
 
 def mask_after(grammar: xgrammar.CompiledGrammar, text: str) -> list[int]:
-    import numpy as np
-
     matcher = xgrammar.GrammarMatcher(grammar)
     assert matcher.accept_string(text)
     mask = np.zeros((1, 10), np.int32)

@@ -1,4 +1,4 @@
-"""Grammars for the byte vocabulary of `front_model`, with a judge of each that knows no xgrammar."""
+"""Grammars for the byte vocabulary of `front_model`, each with a judge that knows no xgrammar."""
 
 import json
 import re
