@@ -4,7 +4,8 @@ Called by the last stage's `StageRunner`: planned from the step's chunks, applie
 after every other adjustment, so that nothing can bring a forbidden token back. Knows no grammar:
 the scheduler process compiles and matches them, and a plan carries the masks.
 
-Shapes: S sampled rows, V vocabulary size, R rows with a mask, B bytes of a mask.
+Shapes: S sampled rows, V vocabulary size, R rows from the first with a mask to the last, B bytes of
+a mask.
 """
 
 from collections.abc import Sequence
@@ -19,9 +20,10 @@ from sgl_pipeline.step_plan import MirroredChunk
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMasks:
-    """The masks of a step, on the stage's device: bit `i % 8` of byte `i // 8` allows token i."""
+    """The masks of the rows from `first_row` on, on the stage's device: bit `i % 8` of byte
+    `i // 8` allows token i. A row between that has none is given one that allows all."""
 
-    rows: torch.Tensor  # [R] int64
+    first_row: int
     packed: torch.Tensor  # [R, B] uint8, 8 * B >= V
 
     @torch.inference_mode()
@@ -29,7 +31,8 @@ class TokenMasks:
         """Sets what is not allowed to -inf in `logits` [S, V] fp32, in place."""
         bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
         forbidden = (self.packed[:, :, None] & bits).eq(0).flatten(1)[:, : logits.shape[1]]
-        logits[self.rows] = logits[self.rows].masked_fill(forbidden, -torch.inf)
+        rows = logits[self.first_row : self.first_row + len(self.packed)]
+        rows.masked_fill_(forbidden, -torch.inf)
 
 
 def plan_token_masks(chunks: Sequence[MirroredChunk], device: torch.device) -> TokenMasks | None:
@@ -38,8 +41,11 @@ def plan_token_masks(chunks: Sequence[MirroredChunk], device: torch.device) -> T
     rows = [row for row, mask in enumerate(masks) if mask]
     if not rows:
         return None
-    packed = np.frombuffer(b"".join(masks), np.uint8).reshape(len(rows), -1).copy()
-    return TokenMasks(to_device(np.array(rows, np.int64), device), to_device(packed, device))
+    masks = masks[rows[0] : rows[-1] + 1]
+    allows_all = b"\xff" * len(masks[0])
+    joined = bytearray().join(mask or allows_all for mask in masks)
+    packed = np.frombuffer(joined, np.uint8).reshape(len(masks), -1)
+    return TokenMasks(rows[0], to_device(packed, device))
 
 
 def allows_no_other(mask: bytes, token_ids: Sequence[int]) -> bool:

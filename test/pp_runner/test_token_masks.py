@@ -32,21 +32,24 @@ def test_exactly_the_forbidden_tokens_of_masked_rows_become_minus_infinity() -> 
     numbers = random.Random(1)
     allowed = [set(numbers.sample(range(VOCAB_SIZE), k)) for k in (1, 7, 69)]
     chunks = [
+        chunk(b""),
         chunk(packed(allowed[0])),
         chunk(b"", samples=False),
         chunk(b""),
         chunk(packed(allowed[1])),
         chunk(packed(allowed[2])),
+        chunk(b""),
     ]
-    logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     before = logits.tolist()
     masks = plan_token_masks(chunks, CPU)
     assert masks is not None
     masks.apply_to(logits)
-    rows = [allowed[0], set(range(VOCAB_SIZE)), allowed[1], allowed[2]]
-    for row, free in enumerate(rows):
+    free = set(range(VOCAB_SIZE))
+    rows = [free, allowed[0], free, allowed[1], allowed[2], free]
+    for row, tokens in enumerate(rows):
         for token in range(VOCAB_SIZE):
-            expected = before[row][token] if token in free else -math.inf
+            expected = before[row][token] if token in tokens else -math.inf
             assert logits[row, token].item() == expected
 
 
