@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from sgl_pipeline.managers.model_files import DEMO_MODEL
 
-_CLOSING = '}])">,:'
+_CLOSING = '"}])>,:'
 _VOCAB_SIZE = 320
 _HIDDEN_SIZE = 64
 
