@@ -22,7 +22,7 @@ from sgl_pipeline.managers.grammar_compilation import Compilation
 pytestmark = pytest.mark.multiproc
 
 MAX_SECONDS = 4.0
-MAX_MEMORY_MIB = 256
+MAX_MEMORY_MIB = 128
 # Every property may be missing: the grammar has a million transitions.
 EXPLODING = json.dumps(
     {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1000)}}
