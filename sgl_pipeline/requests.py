@@ -71,6 +71,21 @@ class StopCheck(Protocol):
         """Called once for each new output token, with all output ids so far."""
 
 
+class TokenConstraint(Protocol):
+    """A grammar that the output must match (`managers/grammar_constraint.py`).
+
+    It follows the output tokens, which a retraction does not change. Neither method raises.
+    """
+
+    def allowed_tokens_mask(self) -> bytes:
+        """The tokens that may be drawn next: bit `i % 8` of byte `i // 8` stands for token i, over
+        4 * ceil(V / 32) bytes for a vocabulary of V. Empty: any token may be drawn."""
+
+    def accept(self, token_id: int) -> FinishReason | None:
+        """Takes the newest output token. Gives the reason why the request cannot go on: "stop" when
+        the output is complete and ended, "abort" when it cannot be continued by the rules."""
+
+
 @dataclass(frozen=True, slots=True)
 class StopRules:
     """When a request ends. `stop_token_ids` already holds the EOS ids, unless they are ignored."""
@@ -105,6 +120,7 @@ class Request:
     priority: int = 0
     # Requests of different namespaces never share cached pages (SGLang's extra_key, cache_salt).
     cache_namespace: str = ""
+    constraint: TokenConstraint | None = None
 
     # (-priority, arrival number), set by `StepScheduler.add`: the order in which requests are
     # served, and the reverse of that in which they are retracted.

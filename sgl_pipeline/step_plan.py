@@ -37,6 +37,7 @@ class ChunkPlan(msgspec.Struct, frozen=True, array_like=True):
     """One chunk: `length` tokens from position `start` of the request `handle`.
 
     `new_tokens` and `new_pages` are int32 arrays to append to what the stage already holds.
+    `token_mask` says which tokens may be drawn (`requests.TokenConstraint`), if the chunk samples.
     """
 
     handle: int
@@ -45,6 +46,7 @@ class ChunkPlan(msgspec.Struct, frozen=True, array_like=True):
     samples: bool
     new_tokens: bytes = b""
     new_pages: bytes = b""
+    token_mask: bytes = b""
 
 
 class StepPlan(msgspec.Struct, frozen=True, tag=True):
@@ -82,9 +84,8 @@ def running_checksum(previous: int, plan: StepPlan) -> int:
         )
     for chunk in plan.chunks:
         header = b"%d,%d,%d,%d" % (chunk.handle, chunk.start, chunk.length, chunk.samples)
-        checksum = zlib.crc32(
-            chunk.new_pages, zlib.crc32(chunk.new_tokens, zlib.crc32(header, checksum))
-        )
+        for part in (header, chunk.new_tokens, chunk.new_pages, chunk.token_mask):
+            checksum = zlib.crc32(part, checksum)
     return checksum
 
 
@@ -152,7 +153,10 @@ class StepPlanEncoder:
         tokens = array(INT32, request.tokens(sent.num_tokens, request.num_tokens)).tobytes()
         pages = array(INT32, request.pages[sent.num_pages :]).tobytes()
         sent.num_tokens, sent.num_pages = request.num_tokens, len(request.pages)
-        return ChunkPlan(sent.handle, chunk.start, chunk.length, chunk.samples, tokens, pages)
+        mask = b""
+        if chunk.samples and request.constraint is not None:
+            mask = request.constraint.allowed_tokens_mask()
+        return ChunkPlan(sent.handle, chunk.start, chunk.length, chunk.samples, tokens, pages, mask)
 
 
 @dataclass(slots=True, eq=False)
@@ -174,6 +178,7 @@ class MirroredChunk:
     start: int
     length: int
     samples: bool
+    token_mask: bytes = b""
 
 
 class RequestMirror:
@@ -233,4 +238,4 @@ class RequestMirror:
         request = self._requests[chunk.handle]
         request.tokens.frombytes(chunk.new_tokens)
         request.pages.frombytes(chunk.new_pages)
-        return MirroredChunk(request, chunk.start, chunk.length, chunk.samples)
+        return MirroredChunk(request, chunk.start, chunk.length, chunk.samples, chunk.token_mask)

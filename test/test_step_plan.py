@@ -32,6 +32,19 @@ def chunk_of(request: Request, length: int, new_pages: list[int]) -> Chunk:
     return Chunk(request, start, length, is_decode=False, samples=start + length == 3)
 
 
+class CountingConstraint:
+    """Allows token n after n + 1 questions."""
+
+    def __init__(self) -> None:
+        self.num_questions = 0
+
+    def allowed_tokens_mask(self) -> bytes:
+        self.num_questions += 1
+        return bytes([self.num_questions])
+
+    def accept(self, token_id: int) -> None: ...
+
+
 def over_the_wire(plan: StepPlan) -> StepPlan:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
 
@@ -230,3 +243,25 @@ def test_restoring_replaces_what_was_there() -> None:
     assert contents(mirror) == [(3, GREEDY, 1, [], [])]
     with pytest.raises(ProtocolError, match="expects 5"):
         mirror.apply(three_plans()[1])
+
+
+def test_a_mask_is_asked_for_once_for_each_chunk_that_samples_and_reaches_the_stage() -> None:
+    encoder, mirror = StepPlanEncoder(), RequestMirror()
+    request, plain = make_request([1, 2, 3]), make_request([4, 5, 6])
+    request.constraint = CountingConstraint()
+    masks = []
+    for step, length in enumerate((2, 1)):
+        chunks = (chunk_of(request, length, [step]), chunk_of(plain, length, [5 + step]))
+        plan = over_the_wire(encoder.encode(Microbatch(step, 0, chunks)))
+        masks.append([chunk.token_mask for chunk in mirror.apply(plan)])
+    assert masks == [[b"", b""], [b"\x01", b""]]
+
+
+def test_an_altered_mask_is_noticed() -> None:
+    request = make_request([1, 2, 3])
+    request.constraint = CountingConstraint()
+    plan = StepPlanEncoder().encode(Microbatch(0, 0, (chunk_of(request, 3, [1]),)))
+    (chunk,) = plan.chunks
+    altered = msgspec.structs.replace(chunk, token_mask=b"\x03")
+    with pytest.raises(ProtocolError, match="checksum"):
+        RequestMirror().apply(msgspec.structs.replace(plan, chunks=(altered,)))

@@ -12,6 +12,7 @@ from typing import Any
 from sgl_pipeline.args import (
     ATTENTION_BACKENDS,
     POLICIES,
+    GrammarArgs,
     PipelineArgs,
     SchedulingArgs,
     StageArgs,
@@ -88,6 +89,27 @@ OUR_FLAGS = (
         "extra_steps_in_flight",
         "Steps in flight beyond one per stage.",
         int,
+    ),
+    Flag(
+        "--grammar-compile-seconds",
+        GrammarArgs,
+        "compile_seconds",
+        "Longest compile of a request's grammar; a longer one ends that request.",
+        float,
+    ),
+    Flag(
+        "--grammar-compile-memory-mib",
+        GrammarArgs,
+        "compile_memory_mib",
+        "Most memory of such a compile.",
+        int,
+    ),
+    Flag(
+        "--grammar-match-ms-per-token",
+        GrammarArgs,
+        "match_ms_per_token",
+        "Most CPU time to match a grammar, for each token on average.",
+        float,
     ),
     Flag("--trace-path", PipelineArgs, "trace_path", "Writes one JSON line per step to this file."),
 )

@@ -13,13 +13,15 @@ import zmq
 
 from sgl_pipeline.errors import ProtocolError, RequestError
 from sgl_pipeline.managers.control_requests import ControlDesk
+from sgl_pipeline.managers.grammar_queue import GrammarQueue, NoGrammars
+from sgl_pipeline.managers.grammar_spec import ConstrainedRequest
 from sgl_pipeline.managers.load_report import LoadReport
-from sgl_pipeline.managers.sglang_io import AbortRequest, ControlRequest, SglangFront
+from sgl_pipeline.managers.sglang_io import AbortRequest, Received, SglangFront
 from sgl_pipeline.managers.stage_launcher import StageLauncher
 from sgl_pipeline.managers.step_journal import StepJournal
 from sgl_pipeline.messages import FromWorker, StageReport
 from sgl_pipeline.requests import FinishReason, Request
-from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.scheduling import WAITED_TOO_LONG, StepScheduler
 from sgl_pipeline.step_plan import StepPlanEncoder
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class PipelineScheduler:
     """Owns a `StepScheduler` and everything that connects it to the world.
 
     Args:
+        poller: watches whatever may send: the sockets of front and stages are registered here.
         facts: what `/server_info` tells of the pipeline; JSON types only.
     """
 
@@ -40,19 +43,22 @@ class PipelineScheduler:
         front: SglangFront,
         steps: StepScheduler,
         launcher: StageLauncher,
+        grammars: GrammarQueue | NoGrammars,
         journal: StepJournal,
         loads: LoadReport,
+        poller: zmq.Poller,
         facts: dict[str, Any],
     ) -> None:
         self._front = front
         self._steps = steps
         self._launcher = launcher
+        self._grammars = grammars
         self._journal = journal
         self._loads = loads
         self._facts = facts
         self._desk = ControlDesk(front, self)
         self._encoder = StepPlanEncoder()
-        self._poller = zmq.Poller()
+        self._poller = poller
         self._poller.register(front.socket, zmq.POLLIN)
         self._poller.register(launcher.channel.socket, zmq.POLLIN)
         self._next_check_s = 0.0
@@ -69,12 +75,16 @@ class PipelineScheduler:
                 self._poller.poll(POLL_MS)
                 for message in self._front.receive():
                     self._take(message)
+                for request, error in self._grammars.poll():
+                    if error is None:
+                        self._take(request)
+                    else:
+                        self._front.refuse(request, error)
                 for report in self._launcher.receive():
                     self._on_report(report)
                 self._fill_pipeline()
                 # After the filling: what can run at once has not waited.
-                for request in self._steps.end_overdue(time.monotonic()):
-                    self._front.end(request)
+                self._end_overdue(time.monotonic())
                 self._check_now_and_then()
         except Exception as failure:
             finish = FinishReason("abort", message=str(failure), status_code=500)
@@ -83,11 +93,13 @@ class PipelineScheduler:
             for request in self._front.live_requests:
                 self._front.send_finish(request, finish)
 
-    def _take(self, message: Request | AbortRequest | ControlRequest) -> None:
+    def _take(self, message: Received) -> None:
         """Handles what the front sent. What goes wrong here ends that request, never the loop."""
         try:
             if isinstance(message, Request):
                 self._add(message)
+            elif isinstance(message, ConstrainedRequest):
+                self._hold(message)
             elif isinstance(message, AbortRequest):
                 for request in message.requests:
                     self._abort(request)
@@ -95,6 +107,8 @@ class PipelineScheduler:
                 self._desk.answer(message.message)
         except Exception:
             logger.exception("a message of the front could not be handled: %r", message)
+            if isinstance(message, ConstrainedRequest):
+                message = message.request
             if isinstance(message, Request):
                 self._front.refuse(message, RequestError("internal error; see the log", 500))
 
@@ -107,8 +121,28 @@ class PipelineScheduler:
             if displaced is not None:
                 self._front.end(displaced)
 
+    def _hold(self, constrained: ConstrainedRequest) -> None:
+        """Adds a request once its grammar is there."""
+        request = constrained.request
+        try:
+            if not self._grammars.is_known(constrained.grammar):
+                self._steps.check_arrival(request, len(self._grammars))
+            is_ready = self._grammars.add(constrained)
+        except RequestError as error:
+            self._front.refuse(request, error)
+        else:
+            if is_ready:
+                self._add(request)
+
+    def _end_overdue(self, now_s: float) -> None:
+        for request in self._steps.end_overdue(now_s):
+            self._front.end(request)
+        for request in self._grammars.take_overdue(now_s):
+            self._front.send_finish(request, WAITED_TOO_LONG)
+
     def _abort(self, request: Request) -> None:
         finish = FinishReason("abort", message="aborted by the client")
+        self._grammars.discard(request)
         self._steps.abort(request.request_id, finish)
         self._front.send_finish(request, finish)
 
@@ -151,10 +185,11 @@ class PipelineScheduler:
 
     @property
     def is_idle(self) -> bool:
-        return self._steps.is_idle
+        return self._steps.is_idle and not len(self._grammars)
 
     def flush_cache(self) -> None:
         self._steps.flush_cache()
+        self._grammars.clear_cache()
 
     def describe(self) -> dict[str, Any]:
         """Facts for `/server_info`: the pipeline as it was started, and how it is doing."""
@@ -164,6 +199,7 @@ class PipelineScheduler:
             "waiting_tokens": load.waiting_tokens,
             "num_waiting_requests": self._steps.num_waiting,
             "num_running_requests": self._steps.num_running,
+            "num_compiling_requests": len(self._grammars),
             "num_retractions": self._steps.num_retractions,
             "num_steps": load.step_id,
             "prefill_tokens": self._journal.prefill_tokens,

@@ -18,6 +18,10 @@ from sglang.srt.utils import configure_logger
 
 from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from sgl_pipeline.managers.grammar_channel import CompilerSetup
+from sgl_pipeline.managers.grammar_client import GrammarCompilerClient
+from sgl_pipeline.managers.grammar_queue import GrammarQueue, NoGrammars
+from sgl_pipeline.managers.grammar_vocabulary import NoGrammarsError, read_vocabulary
 from sgl_pipeline.managers.load_report import LoadReport, loads_path
 from sgl_pipeline.managers.model_files import ModelLimits, load_tokenizer, model_limits
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
@@ -79,6 +83,8 @@ def _serve(
     limits = model_limits(spec, server_args.context_length, tokenizer)
     # The published value: upstream has put a parser's name in the place of `auto`.
     reasoning = ReasoningMarks.of_parser(get_serving().reasoning_parser, tokenizer)
+    poller = zmq.Poller()
+    grammars = _grammars(args, limits, tokenizer, poller)
     plan = first_stage_plan(args.stages, spec)
     links = link_addresses(args, torch.cuda.device_count())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -102,16 +108,45 @@ def _serve(
         )
         loads = LoadReport(loads_path(args.run_directory), args.scheduling, capacity)
         pipe_writer.send(_ready_message(args, limits, capacity))
-        PipelineScheduler(front, steps, launcher, journal, loads, facts).run()
+        grammars.start()
+        PipelineScheduler(front, steps, launcher, grammars, journal, loads, poller, facts).run()
     finally:
         if front is not None:
             front.close()
         if loads is not None:
             loads.close()
+        grammars.close()
         launcher.stop()
         journal.close()
         # Waits a moment for the last answers to leave.
         context.destroy(linger=500)
+
+
+def _grammars(
+    args: PipelineArgs, limits: ModelLimits, tokenizer: Any, poller: zmq.Poller
+) -> GrammarQueue | NoGrammars:
+    """Structured output, as far as flags and model allow it; its compiler is not started yet."""
+    options = args.grammars
+    if not options.enabled:
+        return NoGrammars("structured output is off: the server runs with --grammar-backend none")
+    try:
+        vocabulary = read_vocabulary(tokenizer, limits, get_serving().reasoning_parser)
+    except NoGrammarsError as error:
+        logger.warning("%s", error)
+        return NoGrammars(str(error))
+    setup = CompilerSetup(
+        vocabulary=vocabulary.tokenizer_info.serialize_json(),
+        any_whitespace=options.any_whitespace,
+        max_whitespace_count=options.max_whitespace_count,
+        max_seconds=options.compile_seconds,
+        max_memory_mib=options.compile_memory_mib,
+    )
+    return GrammarQueue(
+        GrammarCompilerClient(setup, poller),
+        vocabulary,
+        options.match_ms_per_token,
+        args.scheduling.waiting_timeout_s,
+    )
 
 
 def _open_trace(path: str | None) -> TraceWriter | None:

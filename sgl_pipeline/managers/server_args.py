@@ -12,7 +12,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs, ThrottleArgs
+from sgl_pipeline.args import GrammarArgs, PipelineArgs, SchedulingArgs, StageArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.openai_fields import ServedFeatures
@@ -22,6 +22,7 @@ from sgl_pipeline.managers.upstream_fields import UPSTREAM_VALUES, refusal
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+GRAMMAR_BACKENDS = (None, "xgrammar", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +163,20 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         min_prefill_tokens=options.min_prefill_tokens,
         pause_free_share=options.pause_free_share,
     )
+    grammars = GrammarArgs(
+        enabled=options.grammar_backend != "none",
+        any_whitespace=not options.constrained_json_disable_any_whitespace,
+        max_whitespace_count=options.constrained_json_max_whitespace_cnt,
+        compile_seconds=options.grammar_compile_seconds,
+        compile_memory_mib=options.grammar_compile_memory_mib,
+        match_ms_per_token=options.grammar_match_ms_per_token,
+    )
     return PipelineArgs(
-        stages=stages, scheduling=scheduling, throttle=throttle, trace_path=options.trace_path
+        stages=stages,
+        scheduling=scheduling,
+        throttle=throttle,
+        grammars=grammars,
+        trace_path=options.trace_path,
     )
 
 
@@ -191,6 +204,10 @@ def _check_our_side(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--load-format {options.load_format} is not supported; "
             f"choose from {', '.join(LOAD_FORMATS)}"
+        )
+    if options.grammar_backend not in GRAMMAR_BACKENDS:
+        raise ConfigurationError(
+            f"--grammar-backend {options.grammar_backend} is not supported; choose xgrammar or none"
         )
     if options.context_length is not None and options.context_length < 2:
         raise ConfigurationError(f"--context-length {options.context_length} must be at least 2")

@@ -21,6 +21,7 @@ from sglang.srt.utils import msgpack_utils
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.control_requests import CONTROL_TYPES
 from sgl_pipeline.managers.entrance_checks import MAX_REQUEST_ID_LENGTH
+from sgl_pipeline.managers.grammar_spec import ConstrainedRequest, grammar_of
 from sgl_pipeline.managers.model_files import ModelLimits
 from sgl_pipeline.managers.priority_rules import PriorityRules
 from sgl_pipeline.managers.reasoning_tokens import ReasoningMarks
@@ -31,7 +32,7 @@ from sgl_pipeline.managers.sglang_output import (
     refusal_row,
 )
 from sgl_pipeline.managers.sglang_requests import RequestIntake
-from sgl_pipeline.requests import FinishReason, Request
+from sgl_pipeline.requests import FinishReason, Request, RequestState
 from sgl_pipeline.scheduling import TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,9 @@ class ControlRequest:
     """A message about the server, not about a generation: for `control_requests.ControlDesk`."""
 
     message: Any
+
+
+Received = Request | ConstrainedRequest | AbortRequest | ControlRequest
 
 
 class SglangFront:
@@ -102,9 +106,9 @@ class SglangFront:
         """Requests that have been handed out by `receive` and not been finished."""
         return [cursor.request for cursor in self._cursors.values()]
 
-    def receive(self) -> list[Request | AbortRequest | ControlRequest]:
+    def receive(self) -> list[Received]:
         """All that has arrived. Requests that cannot be served have been answered already."""
-        received: list[Request | AbortRequest | ControlRequest] = []
+        received: list[Received] = []
         refused: list[OutputRow] = []
         while True:
             try:
@@ -169,7 +173,7 @@ class SglangFront:
     def _sort(
         self,
         message: Any,
-        received: list[Request | AbortRequest | ControlRequest],
+        received: list[Received],
         refused: list[OutputRow],
     ) -> None:
         if isinstance(message, _GENERATE):
@@ -192,7 +196,7 @@ class SglangFront:
     def _take_generate(
         self,
         message: Any,
-        received: list[Request | AbortRequest | ControlRequest],
+        received: list[Received],
         refused: list[OutputRow],
     ) -> None:
         request_id = message.rid
@@ -207,11 +211,12 @@ class SglangFront:
             # The front refuses duplicates itself; an answer would end the request that runs.
             logger.error("request %s is already being served; its double was dropped", request_id)
             return
-        if request_id.startswith(HEALTH_CHECK_RID_PREFIX) and self._cursors:
+        if request_id.startswith(HEALTH_CHECK_RID_PREFIX) and self._is_running:
             self._waiting_health_checks.append(message)
             return
         try:
             request = self._intake.build(message, time.monotonic())
+            grammar = grammar_of(message)
         except RequestError as error:
             refused.append(refusal_row(request_id, str(error), error.status_code))
             return
@@ -223,7 +228,12 @@ class SglangFront:
         self._cursors[request_id] = OutputCursor(
             request, message, self._stream_interval, self._reasoning.counter(message)
         )
-        received.append(request)
+        received.append(request if grammar is None else ConstrainedRequest(request, grammar))
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether a step must complete soon: one that waits may wait for its grammar."""
+        return any(one.state is RequestState.RUNNING for one in self.live_requests)
 
     def _matching(self, message: Any) -> tuple[Request, ...]:
         """The live requests that an AbortReq names. Upstream matches prefixes; the front names

@@ -54,10 +54,6 @@ _UNBUILT_FIELDS = {
 
 # Fields of SamplingParams, the value that asks for nothing, and what to call the rest.
 _UNBUILT_SAMPLING: dict[str, tuple[Any, str]] = {
-    "json_schema": (None, "structured output (json_schema, response_format, forced tool choice)"),
-    "regex": (None, "structured output (regex)"),
-    "ebnf": (None, "structured output (ebnf)"),
-    "structural_tag": (None, "structured output (structural_tag, forced tool choice)"),
     "watermark": (None, "watermarking"),
 }
 
@@ -90,7 +86,8 @@ class RequestIntake:
         self._draw_seed: Callable[[], int] = lambda: seeds.getrandbits(63)
 
     def build(self, message: Any, now_s: float) -> Request:
-        """The request that `message`, a TokenizedGenerateReqInput, asks for.
+        """The request that `message`, a TokenizedGenerateReqInput, asks for, but for its grammar
+        (`grammar_spec.py`).
 
         Raises RequestError (400, or 503 for a priority) when it is malformed or asks for what is
         not built.

@@ -13,6 +13,7 @@ HONOURED = frozenset(
     max_running_requests max_queued_requests disable_radix_cache stream_interval sleep_on_idle
     enable_priority_scheduling schedule_low_priority_values_first abort_on_priority_when_disabled
     disable_priority_preemption priority_scheduling_preemption_threshold
+    grammar_backend constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
     """.split()
 )
 
@@ -64,7 +65,7 @@ _ONE_TOKENIZER = "one tokenizer and one detokenizer process are supported"
 _QUANTIZATION = "quantised weights and KV are not built yet"
 _WEIGHTS = "weights are read from local safetensors files by each stage; no other source is built"
 _REMOTE_CODE = "code from a model repository is never run; the model must be one of ours"
-_GRAMMARS = "structured output is not built yet"
+_WHITESPACE = "xgrammar has no such pattern; see --constrained-json-max-whitespace-cnt"
 _METRICS = "Prometheus metrics are not built yet; --trace-path writes a record per step"
 _TRACING = "request tracing is not built yet; --trace-path writes a record per step"
 _DEBUG = "it debugs upstream's model runner, which is not used"
@@ -85,8 +86,7 @@ _REFUSED_TEXT = {
     "sessions are not built yet": "enable_streaming_session enable_session_radix_cache",
     "thinking budgets are not built yet": "enable_strict_thinking strip_thinking_cache",
     "nothing in this server stores files": "file_storage_path",
-    _GRAMMARS: """constrained_json_whitespace_pattern constrained_json_disable_any_whitespace
-        constrained_json_max_whitespace_cnt""",
+    _WHITESPACE: "constrained_json_whitespace_pattern",
     _METRICS: """enable_metrics enable_mfu_metrics enable_metrics_for_all_schedulers
         load_snapshot_publish_interval tokenizer_metrics_custom_labels_header
         tokenizer_metrics_allowed_custom_labels extra_metric_labels bucket_time_to_first_token

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from sgl_pipeline.pp_runner.step_inputs import to_device
+from sgl_pipeline.pp_runner.token_masks import allows_no_other
 from sgl_pipeline.step_plan import MirroredChunk
 
 # A cell as one int64 to sort by: which row in the upper half, the token id in the lower.
@@ -43,7 +44,8 @@ class LogitAdjustments:
     2. The logit of a token of the output (again not the prompt) is divided by `repetition_penalty`
        where it is positive, multiplied where it is negative.
     3. `logit_bias` is added.
-    4. Until there are `min_new_tokens` output tokens, those that would stop the request get -inf.
+    4. Until there are `min_new_tokens` output tokens, those that would stop the request get -inf,
+       unless its grammar (`token_masks.py`) allows nothing else: then it is complete and may end.
        SGLang does this first; -inf stays what it is under 1 to 3, so the order is the same, and
        here no earlier rule can make a NaN of it.
 
@@ -116,7 +118,10 @@ def _is_adjusted(chunk: MirroredChunk) -> bool:
 def _forbidden_ids(chunk: MirroredChunk) -> tuple[int, ...]:
     spec = chunk.request.sampling
     num_outputs = chunk.start + chunk.length - chunk.request.prompt_length
-    return spec.masked_token_ids if num_outputs < spec.min_new_tokens else ()
+    if num_outputs >= spec.min_new_tokens:
+        return ()
+    ids = spec.masked_token_ids
+    return () if chunk.token_mask and allows_no_other(chunk.token_mask, ids) else ids
 
 
 def _penalties(chunks: Sequence[MirroredChunk]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

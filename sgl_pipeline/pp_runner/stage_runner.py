@@ -15,6 +15,7 @@ from sgl_pipeline.pp_runner.logit_adjustments import plan_logit_adjustments
 from sgl_pipeline.pp_runner.sampler import Sampler
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
+from sgl_pipeline.pp_runner.token_masks import plan_token_masks
 from sgl_pipeline.step_plan import RequestMirror, StepPlan
 
 
@@ -67,9 +68,10 @@ class StageRunner:
         chunks = self._mirror.apply(plan)
         inputs = build_step_inputs(chunks, self._shape.page_size, self._shape.device)
         self._attention.plan(inputs.layout)
-        adjustments = None
+        adjustments = masks = None
         if self._is_last:
             adjustments = plan_logit_adjustments(chunks, self._shape.device)
+            masks = plan_token_masks(chunks, self._shape.device)
         hidden = None
         if not self._is_first:
             hidden = self._link.receive(plan.step_id, inputs.num_tokens)
@@ -79,6 +81,8 @@ class StageRunner:
         if self._is_last:
             if adjustments is not None:
                 adjustments.apply_to(output)
+            if masks is not None:
+                masks.apply_to(output)
             sampled = self._sampler.sample(output, inputs.sampling, inputs.sample_positions)
             token_ids = tuple(sampled)
         else:

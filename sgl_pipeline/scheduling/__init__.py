@@ -3,6 +3,6 @@
 `managers/` and `simulator/` drive a `StepScheduler` and see nothing else of this room.
 """
 
-from sgl_pipeline.scheduling.step_scheduler import StepScheduler, TokenEvent
+from sgl_pipeline.scheduling.step_scheduler import WAITED_TOO_LONG, StepScheduler, TokenEvent
 
-__all__ = ["StepScheduler", "TokenEvent"]
+__all__ = ["WAITED_TOO_LONG", "StepScheduler", "TokenEvent"]

@@ -5,6 +5,7 @@ nothing itself.
 """
 
 from collections import OrderedDict
+from itertools import takewhile
 
 from sgl_pipeline.requests import Request
 
@@ -22,9 +23,19 @@ class AgeLimit:
         self._started_s: OrderedDict[Request, float] = OrderedDict()
 
     def start(self, request: Request, now: float) -> None:
-        """The time of `request` begins, unless it runs already. `now` never goes back."""
-        if self._limit_s is not None:
-            self._started_s.setdefault(request, now)
+        """The time of `request` began at `now`, unless it runs already."""
+        if self._limit_s is None or request in self._started_s:
+            return
+        # Who was held up on the way here began before others that are here already.
+        younger = [
+            other
+            for other, _ in takewhile(
+                lambda started: started[1] > now, reversed(self._started_s.items())
+            )
+        ]
+        self._started_s[request] = now
+        for other in reversed(younger):
+            self._started_s.move_to_end(other)
 
     def stop(self, request: Request) -> None:
         """`request` has left, if it was here."""

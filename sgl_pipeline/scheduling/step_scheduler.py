@@ -114,6 +114,16 @@ class StepScheduler:
         self._waiting_ages.start(request, request.arrival_s)
         return displaced
 
+    def check_arrival(self, request: Request, num_held: int) -> None:
+        """Raises as `add` does, for a request that its caller keeps for now with `num_held` others.
+
+        Nobody is displaced for it; `add` will look again.
+        """
+        self.limits.check(request)
+        limit = self._max_queued_requests
+        if limit is not None and len(self._waiting) + num_held >= limit:
+            raise _queue_full(len(self._waiting) + num_held, limit)
+
     def _displace_for(self, request: Request) -> Request | None:
         """Makes room in a full queue at the cost of the last in it, if that has less priority."""
         limit = self._max_queued_requests
@@ -123,10 +133,7 @@ class StepScheduler:
         # Without priorities nobody is displaced: then an overflow need not look at the queue.
         last = self._waiting.last() if request.priority > self._lowest_priority else None
         if last is None or last.priority >= request.priority:
-            raise QueueFullError(
-                f"{len(self._waiting)} requests wait already, the limit is {limit}; try again "
-                "later or raise --max-queued-requests"
-            )
+            raise _queue_full(len(self._waiting), limit)
         return self.abort(last.request_id, DISPLACED)
 
     def abort(self, request_id: str, reason: FinishReason) -> Request | None:
@@ -321,3 +328,10 @@ class StepScheduler:
             assert self._pages.pages_for(request.num_scheduled) <= len(request.pages)
         for request in self._running.decoding:
             assert request.steps_in_flight == (request not in self._running.ready)
+
+
+def _queue_full(num_waiting: int, limit: int) -> QueueFullError:
+    return QueueFullError(
+        f"{num_waiting} requests wait already, the limit is {limit}; try again later or raise "
+        "--max-queued-requests"
+    )

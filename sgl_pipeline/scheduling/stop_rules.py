@@ -1,6 +1,7 @@
 """Whether a request ends with the token that it just got.
 
-Called by `StepScheduler.on_result`. Never changes the request.
+Called by `StepScheduler.on_result`. Never changes the request, but for its constraint, which takes
+the token.
 """
 
 from sgl_pipeline.requests import FinishReason, Request
@@ -9,13 +10,19 @@ LENGTH = FinishReason("length")
 
 
 def finish_reason(request: Request) -> FinishReason | None:
-    """Why the request ends now, or None. In SGLang's order: stop string, stop token, length.
+    """Why the request ends now, or None. In SGLang's order: constraint that cannot go on, stop
+    string, stop token, length, constraint that is complete.
 
-    Called after each new output token, and once after the prefill of a request that wants none. A
+    Called once after each new output token, and after the prefill of a request that wants none. A
     stop check that raises ends its own request with status 500.
     """
     stops, output_ids = request.stops, request.output_ids
+    constrained = None
     if output_ids:
+        if request.constraint is not None:
+            constrained = request.constraint.accept(output_ids[-1])
+            if constrained is not None and constrained.kind == "abort":
+                return constrained
         if stops.check_text is not None:
             try:
                 matched_text = stops.check_text(output_ids)
@@ -26,4 +33,4 @@ def finish_reason(request: Request) -> FinishReason | None:
                 return matched_text
         if output_ids[-1] in stops.stop_token_ids:
             return FinishReason("stop", matched=output_ids[-1])
-    return LENGTH if len(output_ids) >= stops.max_new_tokens else None
+    return LENGTH if len(output_ids) >= stops.max_new_tokens else constrained

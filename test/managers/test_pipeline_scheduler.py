@@ -1,14 +1,21 @@
 """The loop goes on whatever one message does, and leaves nobody unanswered when it ends."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
+from support.front_model import byte_tokenizer
+from support.grammars import setup, vocabulary
 from support.pipelines import make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ProtocolError, StageFailure
+from sgl_pipeline.managers.grammar_channel import CompileJob
+from sgl_pipeline.managers.grammar_compilation import Compilation
+from sgl_pipeline.managers.grammar_queue import GrammarQueue
+from sgl_pipeline.managers.grammar_spec import ConstrainedRequest, GrammarSpec
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
 from sgl_pipeline.managers.sglang_io import AbortRequest, ControlRequest
 from sgl_pipeline.managers.step_journal import StepJournal
@@ -17,6 +24,9 @@ from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.step_plan import StepPlan
 from sgl_pipeline.throttle import make_policy
+
+# The stage draws token 7: the grammar is any number of the text that this token stands for.
+SEVENS = f'root ::= "{byte_tokenizer().decode([7])}"*'
 
 
 class FakeFront:
@@ -35,7 +45,10 @@ class FakeFront:
 
     def receive(self) -> list[Any]:
         messages = self.script.pop(0) if self.script else []
-        self.live |= {m.request_id: m for m in messages if isinstance(m, Request)}
+        for message in messages:
+            request = message.request if isinstance(message, ConstrainedRequest) else message
+            if isinstance(request, Request):
+                self.live[request.request_id] = request
         return messages
 
     def send_events(self, events: Any) -> None:
@@ -84,6 +97,29 @@ class FakeStages:
             raise self.failure
 
 
+class FakeCompiler:
+    """Knows one grammar, which it hands out in the turn that `finish` is called."""
+
+    def __init__(self) -> None:
+        self.open_jobs: list[int] = []
+        self._answers: list[Any] = []
+
+    def compile(self, kind: str, text: str) -> int:
+        self.open_jobs.append(len(self.open_jobs) + 1)
+        return self.open_jobs[-1]
+
+    def cancel(self, job_id: int) -> None:
+        self.open_jobs.remove(job_id)
+
+    def finish(self) -> None:
+        job = CompileJob(self.open_jobs.pop(), "ebnf", SEVENS)
+        self._answers.append(Compilation(setup()).run(job))
+
+    def poll(self) -> list[Any]:
+        answers, self._answers = self._answers, []
+        return answers
+
+
 @pytest.fixture
 def parts():
     """Front, stages and steps, with sockets on which something always waits to be read."""
@@ -100,7 +136,14 @@ def parts():
         num_stages=1,
         context_length=128,
     )
-    yield SimpleNamespace(front=FakeFront(reader, []), stages=FakeStages(idle), steps=steps)
+    compiler = FakeCompiler()
+    yield SimpleNamespace(
+        front=FakeFront(reader, []),
+        stages=FakeStages(idle),
+        steps=steps,
+        compiler=compiler,
+        grammars=GrammarQueue(compiler, vocabulary(), 1000.0),
+    )
     context.destroy(linger=0)
 
 
@@ -109,7 +152,9 @@ def run(parts: Any, script: list[list[Any]]) -> FakeFront:
     parts.front.script = script
     loads = SimpleNamespace(publish=lambda *arguments: None)
     journal = StepJournal(1, None)
-    loop = PipelineScheduler(parts.front, parts.steps, parts.stages, journal, loads, {})
+    loop = PipelineScheduler(
+        parts.front, parts.steps, parts.stages, parts.grammars, journal, loads, zmq.Poller(), {}
+    )
     # The desk is upstream's message types; here a control message is a call on the loop.
     loop._desk = SimpleNamespace(answer=lambda call: call(loop), poll=lambda now_s: None)
     loop.run()
@@ -166,3 +211,71 @@ def test_a_stage_that_says_what_it_may_not_ends_every_live_request(parts):
 def test_a_shutdown_answers_who_is_still_being_served(parts):
     front = run(parts, [[make_request("a", [1], 50)], [SHUT_DOWN]])
     assert front.finished["a"].status_code == 503
+
+
+def constrained(name: str, num_tokens: int) -> ConstrainedRequest:
+    return ConstrainedRequest(make_request(name, [1], num_tokens), GrammarSpec("ebnf", SEVENS))
+
+
+def test_a_request_whose_grammar_is_compiled_holds_up_nobody_and_then_runs(parts):
+    finish_order = []
+    parts.front.send_finish, send_finish = (
+        lambda request, finish: (
+            finish_order.append((request.request_id, parts.steps.load().step_id)),
+            send_finish(request, finish),
+        ),
+        parts.front.send_finish,
+    )
+    compile_now = ControlRequest(lambda loop: parts.compiler.finish())
+    plain = [make_request(name, [1], 5) for name in "bcd"]
+    front = run(
+        parts,
+        [[constrained("a", 3), *plain], *WAIT, [compile_now], *WAIT, [SHUT_DOWN]],
+    )
+    # Three requests of five tokens together took the steps that they would take by themselves.
+    assert finish_order == [("b", 5), ("c", 5), ("d", 5), ("a", 8)]
+    assert front.finished["a"] == FinishReason("length")
+    assert front.tokens == [7] * 18
+
+
+def test_an_abort_during_the_compile_ends_request_and_compile(parts):
+    held = constrained("a", 3)
+    front = run(parts, [[held], [AbortRequest((held.request,))], *WAIT, [SHUT_DOWN]])
+    assert front.finished["a"].message == "aborted by the client"
+    assert (parts.compiler.open_jobs, len(parts.grammars)) == ([], 0)
+
+
+def test_a_shutdown_answers_who_waits_for_a_grammar(parts):
+    front = run(parts, [[constrained("a", 3)], [SHUT_DOWN]])
+    assert front.finished["a"].status_code == 503
+
+
+def test_a_full_queue_counts_who_waits_for_a_grammar(parts):
+    parts.steps._max_queued_requests = 2
+    same = [constrained(name, 3) for name in "abc"]
+    front = run(parts, [same, [SHUT_DOWN]])
+    assert "--max-queued-requests" in front.finished["c"].message
+    assert {front.finished[name].message for name in "ab"} == {"the server is shutting down"}
+
+
+def test_a_constrained_request_that_can_never_run_is_refused_before_its_compile(parts):
+    front = run(parts, [[constrained("a", 1000)], [SHUT_DOWN]])
+    assert front.finished["a"].status_code == 400
+    assert "--context-length" in front.finished["a"].message
+
+
+def test_the_waiting_timeout_counts_while_a_grammar_is_compiled(parts):
+    parts.grammars._waiting_timeout_s = 1.0
+    old = constrained("a", 3)
+    old.request.arrival_s = time.monotonic() - 2.0
+    front = run(parts, [[old], *WAIT, [SHUT_DOWN]])
+    assert front.finished["a"].message == "Request waiting timeout reached."
+    assert parts.compiler.open_jobs == []
+
+
+def test_the_server_is_not_idle_while_a_grammar_is_compiled(parts):
+    states = []
+    look = ControlRequest(lambda loop: states.append(loop.is_idle))
+    held = constrained("a", 3)
+    run(parts, [[look], [held], [look], [AbortRequest((held.request,))], [look], [SHUT_DOWN]])
+    assert states == [True, False, True]

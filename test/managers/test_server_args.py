@@ -11,7 +11,7 @@ from sglang.srt.server_args import ServerArgs
 from support.front_model import write_front_model
 from support.tiny_models import tiny_model
 
-from sgl_pipeline.args import SchedulingArgs, StageArgs, ThrottleArgs
+from sgl_pipeline.args import GrammarArgs, SchedulingArgs, StageArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.server_args import (
     _parse,
@@ -79,6 +79,9 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
         --extra-steps-in-flight 1 --stage-attention-backend torch --cpu-threads-per-stage 2
         --trace-path trace.jsonl --page-size 16 --max-total-tokens 999
         --max-running-requests 9 --max-queued-requests 0 --disable-radix-cache
+        --grammar-compile-seconds 3 --grammar-compile-memory-mib 100
+        --grammar-match-ms-per-token 1.5 --grammar-backend none
+        --constrained-json-disable-any-whitespace --constrained-json-max-whitespace-cnt 2
         --dtype bfloat16 --device cpu"""
     pipeline = parse_command_line(["--model-path", model, *flags.split()]).pipeline
     assert pipeline.throttle == ThrottleArgs(
@@ -104,7 +107,21 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
         max_total_tokens=999,
         cpu_threads=2,
     )
+    assert pipeline.grammars == GrammarArgs(
+        enabled=False,
+        any_whitespace=False,
+        max_whitespace_count=2,
+        compile_seconds=3.0,
+        compile_memory_mib=100,
+        match_ms_per_token=1.5,
+    )
     assert pipeline.trace_path == "trace.jsonl"
+
+
+@pytest.mark.parametrize("flags", [[], ["--grammar-backend", "xgrammar"]])
+def test_grammars_are_on_unless_told_otherwise(model: str, flags: list[str]) -> None:
+    pipeline = parse_command_line(["--model-path", model, *flags]).pipeline
+    assert pipeline.grammars == GrammarArgs()
 
 
 def test_priority_scheduling_preempts_unless_told_not_to(model: str) -> None:
@@ -158,6 +175,12 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--stream-interval 0", "--stream-interval 0"),
         ("--cpu-threads-per-stage 0", "--cpu-threads-per-stage 0"),
         ("--device tpu", "--device tpu"),
+        ("--grammar-backend llguidance", "choose xgrammar or none"),
+        ("--constrained-json-whitespace-pattern x", "xgrammar has no such pattern"),
+        ("--constrained-json-max-whitespace-cnt 0", "--constrained-json-max-whitespace-cnt 0"),
+        ("--grammar-compile-seconds 0", "--grammar-compile-seconds 0"),
+        ("--grammar-compile-memory-mib 1", "--grammar-compile-memory-mib 1"),
+        ("--grammar-match-ms-per-token 0", "--grammar-match-ms-per-token 0"),
         ("--served-model-name a:b", "SGLang refuses"),
         (
             "--enable-priority-scheduling --priority-scheduling-preemption-threshold -1",

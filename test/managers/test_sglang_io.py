@@ -10,8 +10,9 @@ from support.front_model import byte_tokenizer
 from support.upstream_front import UpstreamFront, generate
 
 from sgl_pipeline.errors import QueueFullError
+from sgl_pipeline.managers.grammar_spec import GrammarSpec
 from sgl_pipeline.managers.sglang_io import AbortRequest, ControlRequest, rids_of
-from sgl_pipeline.requests import FinishReason, Request
+from sgl_pipeline.requests import FinishReason, Request, RequestState
 from sgl_pipeline.scheduling import TokenEvent
 
 TOKENIZER = byte_tokenizer()
@@ -185,10 +186,26 @@ def test_a_health_check_of_a_busy_server_is_answered_by_the_next_step(
     upstream: UpstreamFront,
 ) -> None:
     request = take(upstream, "r1")
+    request.state = RequestState.RUNNING
     upstream.send(generate("HEALTH_CHECK_1", "x"))
     assert receive(upstream) == []
     emit(upstream, request, "a")
     assert isinstance(upstream.reply(), io_struct.HealthCheckOutput)
+
+
+def test_a_health_check_does_not_wait_for_a_grammar(upstream: UpstreamFront) -> None:
+    upstream.send(generate("r1", "x", sampling={"regex": "a+"}))
+    (constrained,) = receive(upstream)
+    assert constrained.grammar == GrammarSpec("regex", "a+")
+    assert upstream.front.live_requests == [constrained.request]
+    assert take(upstream, "HEALTH_CHECK_1").request_id == "HEALTH_CHECK_1"
+
+
+def test_two_grammars_are_a_400_and_no_request(upstream: UpstreamFront) -> None:
+    upstream.send(generate("r1", "x", sampling={"regex": "a+", "json_schema": "{}"}))
+    assert receive(upstream) == []
+    status_code, message = abort_reason(upstream.output())
+    assert (status_code, message[:11]) == (400, "only one of")
 
 
 # Tokens out

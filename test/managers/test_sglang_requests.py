@@ -237,10 +237,6 @@ def test_a_feature_that_is_not_built_is_refused_by_name(fields: Any, named: str)
 @pytest.mark.parametrize(
     ("sampling", "named"),
     [
-        ({"json_schema": "{}"}, "json_schema"),
-        ({"regex": "a"}, "regex"),
-        ({"ebnf": "a"}, "ebnf"),
-        ({"structural_tag": "{}"}, "structural_tag"),
         ({"beam_width": 2}, "beam"),
     ],
 )
@@ -289,8 +285,6 @@ SAMPLING_WITHOUT_EFFECT = {
     "stop_str_max_len": "derived",
     "stop_regex_max_len": "derived",
     "is_normalized": "derived",
-    "ebnf_full_assistant": "only with ebnf",
-    "custom_params": "only with custom_logit_processor",
 }
 SAMPLING_READ = {
     *("max_new_tokens", "stop_strs", "stop_token_ids", "temperature", "top_p", "top_k", "min_p"),
@@ -298,6 +292,8 @@ SAMPLING_READ = {
     *("stream_interval", "sampling_seed", "stop_regex_strs", "beam_width"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
     "min_new_tokens",
+    # grammar_spec.py
+    *("json_schema", "regex", "ebnf", "ebnf_full_assistant", "structural_tag", "custom_params"),
 }
 
 

@@ -29,3 +29,12 @@ def test_without_a_limit_nobody_is_overdue() -> None:
     ages = AgeLimit(None)
     ages.start(make_request("r", [1]), 0.0)
     assert ages.overdue(1e9) == []
+
+
+def test_who_was_held_up_on_the_way_is_overdue_by_its_own_start() -> None:
+    ages = AgeLimit(10.0)
+    requests = {start: make_request(str(start), [1]) for start in (0.0, 4.0, 7.0, 2.0, 5.0)}
+    for start, request in requests.items():
+        ages.start(request, start)
+    for now in (10.5, 12.5, 14.5, 15.5, 17.5):
+        assert ages.overdue(now) == [requests[now - 10.5]]

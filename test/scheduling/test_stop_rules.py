@@ -60,3 +60,39 @@ def test_without_stop_tokens_only_the_length_counts() -> None:
     request = make_request("r", [1], 2)
     request.output_ids = [2]
     assert finish_reason(request) is None
+
+
+class ScriptedConstraint:
+    """Takes any token and gives what it was made with."""
+
+    def __init__(self, answer: FinishReason | None) -> None:
+        self.answer = answer
+        self.accepted: list[int] = []
+
+    def allowed_tokens_mask(self) -> bytes:
+        return b""
+
+    def accept(self, token_id: int) -> FinishReason | None:
+        self.accepted.append(token_id)
+        return self.answer
+
+
+def finish_under(answer: FinishReason | None, output_ids: list[int], limit: int):
+    request = request_with(output_ids, limit)
+    request.constraint = ScriptedConstraint(answer)
+    finish = finish_reason(request)
+    assert request.constraint.accepted == output_ids[-1:]
+    return finish
+
+
+def test_a_complete_constraint_ends_the_request_after_all_other_reasons() -> None:
+    complete = FinishReason("stop", matched=9)
+    assert finish_under(complete, [7, 9], 10) == complete
+    assert finish_under(complete, [7, 9], 2) == FinishReason("length")
+    assert finish_under(None, [7, 9], 10) is None
+    assert finish_under(None, [], 0) == FinishReason("length")
+
+
+def test_a_constraint_that_cannot_go_on_ends_the_request_before_all_other_reasons() -> None:
+    failed = FinishReason("abort", None, "too slow", 400)
+    assert finish_under(failed, [7, 2], 2) == failed

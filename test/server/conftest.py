@@ -7,11 +7,6 @@ import pytest
 from support.live_server import LiveServer, live_server
 from support.parrot_model import parrot_model
 
-# Structured output is not built yet. When it is: set this, and drop what it makes untrue from
-# test_bad_input.py, test_openai_refusals.py and test_tool_calls.py.
-GRAMMARS_ARE_BUILT = False
-collect_ignore = [] if GRAMMARS_ARE_BUILT else ["test_clients_of_grammars.py"]
-
 
 @pytest.fixture(scope="session")
 def demo_server() -> Iterator[LiveServer]:

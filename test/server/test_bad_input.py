@@ -34,7 +34,18 @@ REFUSED = {
         ["is_normalized"],
     ),
     "neither text nor ids": ({"sampling_params": {}}, ["text", "input_ids"]),
-    "a grammar": ({"text": "x", "sampling_params": {"regex": "a+"}}, ["regex", "not supported"]),
+    "a wrong grammar": (
+        {"text": "x", "sampling_params": {"regex": "(("}},
+        ["regex", "The parenthesis is not closed"],
+    ),
+    "two grammars": (
+        {"text": "x", "sampling_params": {"regex": "a", "json_schema": "{}"}},
+        ["Only one of json_schema, regex, ebnf, or structural_tag"],
+    ),
+    "a schema that is no JSON": (
+        {"text": "x", "sampling_params": {"json_schema": "INVALID"}},
+        ["json_schema is no valid JSON"],
+    ),
     "log-probabilities": ({"text": "x", "return_logprob": True}, ["not supported"]),
     "a penalty out of range": (
         {"text": "x", "sampling_params": {"frequency_penalty": 2.5}},

@@ -1,7 +1,4 @@
-"""What clients ask of structured output; collected once `conftest.GRAMMARS_ARE_BUILT`.
-
-The grammars themselves have tests of their own; here it is the clients' way to them.
-"""
+"""What clients ask of structured output."""
 
 import json
 

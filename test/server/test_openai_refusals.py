@@ -9,9 +9,8 @@ import requests
 pytestmark = pytest.mark.multiproc
 _BOTH = {
     "stop_regex": ({"stop_regex": "a"}, "stop_regex"),
-    "regex": ({"regex": "a"}, "regex"),
-    "ebnf": ({"ebnf": "root ::= 'a'"}, "ebnf"),
-    "json": ({"response_format": {"type": "json_object"}}, "structured output"),
+    "a wrong regex": ({"regex": "(("}, "The parenthesis is not closed"),
+    "a wrong ebnf": ({"ebnf": "root ::= 'a'"}, "Failed to compile ebnf grammar"),
     "lora_path": ({"lora_path": "a"}, "LoRA"),
     "an adapter in the model's name": ({"model": "base:adapter"}, "LoRA"),
     "watermark": ({"watermark": {"key": "k"}}, "watermark"),
@@ -24,7 +23,7 @@ _BOTH = {
 }
 _COMPLETIONS = _BOTH | {
     "logprobs": ({"logprobs": 1}, "log-probabilities"),
-    "json_schema": ({"json_schema": "{}"}, "structured output"),
+    "a wrong json_schema": ({"json_schema": "{"}, "json_schema is no valid JSON"),
 }
 _CHAT = _BOTH | {
     "logprobs": ({"logprobs": True}, "log-probabilities"),
@@ -48,7 +47,6 @@ _CHAT = _BOTH | {
 _RESPONSES = {
     "session_id": ({"session_id": "s"}, "sessions"),
     "logprobs": ({"include": ["message.output_text.logprobs"]}, "log-probabilities"),
-    "json": ({"text": {"format": {"type": "json_object"}}}, "structured output"),
     "another model": ({"model": "other"}, "does not exist"),
     "a store that is off": ({"previous_response_id": "resp_1"}, "--enable-response-store"),
     "the background": ({"background": True}, "--enable-response-store"),

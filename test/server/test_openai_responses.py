@@ -122,7 +122,6 @@ def test_a_response_in_the_background_can_be_cancelled(parrot, parrot_server):
         ({"text": {"verbosity": "low"}}, "text: verbosity"),
         ({"conversation": "c"}, "conversation: "),
         ({"background": True, "store": False}, "store=true"),
-        ({"tools": [WEATHER], "tool_choice": "required"}, "structured output"),
     ],
 )
 def test_what_is_not_built_is_refused(parrot, options, words):

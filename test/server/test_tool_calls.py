@@ -121,12 +121,6 @@ def test_the_result_of_a_call_is_part_of_the_conversation(parrot):
     assert reply.usage.prompt_tokens == len(reply.choices[0].prompt_token_ids)
 
 
-def test_a_forced_call_needs_grammars(parrot):
-    for choice in ("required", {"type": "function", "function": {"name": "get_time"}}):
-        with pytest.raises(openai.BadRequestError, match="structured output"):
-            ask(parrot, "[weather]", tool_choice=choice)
-
-
 def test_what_cannot_be_held_to_one_call_is_refused(parrot):
     with pytest.raises(openai.BadRequestError, match="parallel_tool_calls: "):
         ask(parrot, "[two calls]", parallel_tool_calls=False)

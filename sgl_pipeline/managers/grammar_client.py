@@ -1,0 +1,118 @@
+"""The scheduler process's end of the grammar compiler process: starts it, asks it, reads answers.
+
+Used by `grammar_queue.py`. A compiler process that has died is noticed, everything it owed is
+reported as failed, and the next job starts another one. Nothing here waits.
+"""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import zmq
+
+from sgl_pipeline.managers.grammar_channel import (
+    CancelJob,
+    CompileJob,
+    CompilerSetup,
+    FailedJob,
+    FromCompiler,
+    MessageStream,
+    ToCompiler,
+)
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 2.0
+
+
+class GrammarCompilerClient:
+    """One compiler process, and the jobs that it has not answered.
+
+    Args:
+        poller: gets the stream, so that the loop wakes for an answer.
+    """
+
+    def __init__(self, setup: CompilerSetup, poller: zmq.Poller) -> None:
+        self._setup = setup
+        self._poller = poller
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stream: MessageStream | None = None
+        self._open_jobs: set[int] = set()
+        self._num_jobs = 0
+
+    def start(self) -> None:
+        """Starts the process, unless it runs. It takes seconds to be ready; jobs wait in it."""
+        if self._process is not None:
+            return
+        ours, theirs = socket.socketpair()
+        package_root = str(Path(__file__).resolve().parents[2])
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        paths = [package_root, environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        command = [sys.executable, "-m", "sgl_pipeline.managers.grammar_compiler"]
+        command += ["--socket", str(theirs.fileno()), "--parent", str(os.getpid())]
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+        self._stream = MessageStream(ours, FromCompiler)
+        self._poller.register(self._stream, zmq.POLLIN)
+        self._send(self._setup)
+
+    def compile(self, kind: str, text: str) -> int:
+        """Asks for a compile; returns the id of the job, which `poll` answers once."""
+        self.start()
+        self._num_jobs += 1
+        self._open_jobs.add(self._num_jobs)
+        self._send(CompileJob(self._num_jobs, kind, text))
+        return self._num_jobs
+
+    def cancel(self, job_id: int) -> None:
+        """Nobody waits for this job any more; it is not answered."""
+        self._open_jobs.discard(job_id)
+        self._send(CancelJob(job_id))
+
+    def poll(self) -> list[FromCompiler]:
+        """The answers that have arrived. Never waits."""
+        if self._stream is None:
+            return []
+        try:
+            self._stream.flush()
+            answers = self._stream.receive()
+        except (EOFError, OSError) as error:
+            return self._lost(error)
+        answers = [answer for answer in answers if answer.job_id in self._open_jobs]
+        self._open_jobs.difference_update(answer.job_id for answer in answers)
+        return answers
+
+    def close(self) -> None:
+        """Ends the process; to be called once, at any time."""
+        if self._process is None or self._stream is None:
+            return
+        self._poller.unregister(self._stream)
+        self._stream.close()
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = self._stream = None
+
+    def _send(self, message: ToCompiler) -> None:
+        assert self._stream is not None
+        try:
+            self._stream.send(message)
+        except OSError as error:
+            logger.error("the grammar compiler cannot be reached: %s", error)  # `poll` acts on it
+
+    def _lost(self, error: Exception) -> list[FromCompiler]:
+        logger.error("the grammar compiler process has ended (%s)", error)
+        self.close()
+        message = "the grammar compiler process ended while it had this grammar; try again"
+        lost = [FailedJob(job_id, message, is_final=False) for job_id in sorted(self._open_jobs)]
+        self._open_jobs.clear()
+        return list(lost)

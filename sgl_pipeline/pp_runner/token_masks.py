@@ -1,0 +1,54 @@
+"""Forbids the tokens that a request's grammar does not allow next.
+
+Called by the last stage's `StageRunner`: planned from the step's chunks, applied to the logits
+after every other adjustment, so that nothing can bring a forbidden token back. Knows no grammar:
+the scheduler process compiles and matches them, and a plan carries the masks.
+
+Shapes: S sampled rows, V vocabulary size, R rows from the first with a mask to the last, B bytes of
+a mask.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sgl_pipeline.pp_runner.step_inputs import to_device
+from sgl_pipeline.step_plan import MirroredChunk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenMasks:
+    """The masks of the rows from `first_row` on, on the stage's device: bit `i % 8` of byte
+    `i // 8` allows token i. A row between that has none is given one that allows all."""
+
+    first_row: int
+    packed: torch.Tensor  # [R, B] uint8, 8 * B >= V
+
+    @torch.inference_mode()
+    def apply_to(self, logits: torch.Tensor) -> None:
+        """Sets what is not allowed to -inf in `logits` [S, V] fp32, in place."""
+        bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
+        forbidden = (self.packed[:, :, None] & bits).eq(0).flatten(1)[:, : logits.shape[1]]
+        rows = logits[self.first_row : self.first_row + len(self.packed)]
+        rows.masked_fill_(forbidden, -torch.inf)
+
+
+def plan_token_masks(chunks: Sequence[MirroredChunk], device: torch.device) -> TokenMasks | None:
+    """The masks of a step whose logits' rows are the chunks that sample; None when none has one."""
+    masks = [chunk.token_mask for chunk in chunks if chunk.samples]
+    rows = [row for row, mask in enumerate(masks) if mask]
+    if not rows:
+        return None
+    masks = masks[rows[0] : rows[-1] + 1]
+    allows_all = b"\xff" * len(masks[0])
+    joined = bytearray().join(mask or allows_all for mask in masks)
+    packed = np.frombuffer(joined, np.uint8).reshape(len(masks), -1)
+    return TokenMasks(rows[0], to_device(packed, device))
+
+
+def allows_no_other(mask: bytes, token_ids: Sequence[int]) -> bool:
+    """Whether `mask` allows none but `token_ids`, which are distinct and of the vocabulary."""
+    allowed = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    return bool(allowed.sum() == allowed[list(token_ids)].sum())

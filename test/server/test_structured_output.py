@@ -1,0 +1,124 @@
+"""Grammars on a whole server: SGLang's own kits as they are, tool calls, a grammar that explodes.
+
+The kits check the form of an answer that is expected to end by itself: the model here closes what
+is open as soon as the grammar lets it (`support/closing_model.py`). Of the kits' tests one cannot
+be had from it: `test_ebnf_generate_complex_json`, whose grammar takes any of three fields in any
+number, but which wants to see each once and in order, as a model that reads the prompt would.
+"""
+
+import json
+import re
+import unittest
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import openai
+import pytest
+import requests
+from sglang.test.kits.ebnf_constrained_kit import EBNFConstrainedMixin
+from sglang.test.kits.json_constrained_kit import JSONConstrainedMixin
+from sglang.test.kits.json_mode_kit import JSONModeMixin
+from sglang.test.kits.regex_constrained_kit import RegexConstrainedMixin
+from support.closing_model import write_closing_model
+from support.live_server import LiveServer, live_server, wait_until
+
+pytestmark = pytest.mark.multiproc
+
+MODEL = "closing-model"
+# Every property may be missing: the compile takes seconds and more memory than it may have.
+EXPLODING = json.dumps(
+    {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1000)}}
+)
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    path = write_closing_model(tmp_path_factory.mktemp("model"))
+    with live_server(
+        *("--model-path", str(path), "--served-model-name", MODEL),
+        *("--pp", "2", "--dtype", "float32", "--tool-call-parser", "qwen25"),
+    ) as server:
+        yield server
+
+
+class _Served(unittest.TestCase):
+    """What upstream's mix-ins ask for."""
+
+    model: ClassVar[str] = MODEL
+    base_url: str
+    client: openai.OpenAI
+
+    @pytest.fixture(autouse=True)
+    def _connect(self, server: LiveServer) -> None:
+        self.base_url = server.url
+        self.client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+
+class TestRegex(RegexConstrainedMixin, _Served):
+    pass
+
+
+class TestEbnf(EBNFConstrainedMixin, _Served):
+    test_ebnf_generate_complex_json = None  # see above
+
+
+class TestJson(JSONConstrainedMixin, _Served):
+    pass
+
+
+class TestJsonMode(JSONModeMixin, _Served):
+    pass
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=["any", "named"]
+)
+def test_a_forced_tool_choice_is_a_call_with_arguments_of_the_schema(
+    server: LiveServer, choice: Any
+) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    reply = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is 17 + 25?"}],
+        tools=[TOOL],  # type: ignore[list-item]
+        tool_choice=choice,
+        temperature=0,
+        max_tokens=100,
+    )
+    (call,) = reply.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert call.function.name == "add"
+    arguments = json.loads(call.function.arguments)
+    assert [type(arguments[name]) for name in ("a", "b")] == [int, int]
+
+
+def test_a_complete_grammar_ends_with_the_token_that_ends_it(server: LiveServer) -> None:
+    sampling = {"regex": "[0-9]{3}", "ignore_eos": True, "max_new_tokens": 30}
+    reply = server.generate(text="Count:", sampling_params=sampling).json()
+    assert re.fullmatch("[0-9]{3}", reply["text"])
+    finish = reply["meta_info"]["finish_reason"]
+    assert (finish["type"], type(finish["matched"])) == ("stop", int)
+    assert reply["meta_info"]["completion_tokens"] == len(reply["output_ids"])
+
+
+def test_a_client_that_leaves_ends_its_compile_and_others_are_served_meanwhile(
+    server: LiveServer,
+) -> None:
+    body = {"text": "x", "sampling_params": {"json_schema": EXPLODING}}
+    with pytest.raises(requests.exceptions.ReadTimeout):
+        requests.post(f"{server.url}/generate", json=body, timeout=0.5)
+    reply = server.generate(text="x", sampling_params={"regex": "[a-c]{4}"}).json()
+    assert re.fullmatch("[a-c]{4}", reply["text"])
+    wait_until(lambda: server.facts()["num_compiling_requests"] == 0)
