@@ -84,11 +84,12 @@ class RequestPages:
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Sees to pages for the request's first `num_tokens` tokens; False if too few are left."""
         count = self.pages_for(num_tokens) - len(request.pages)
+        if count <= 0:
+            return True
         if count > self.num_available:
             return False
-        if count > 0:
-            self._pool.free(self._cache.evict(count - self._pool.num_free))
-            request.pages += self._pool.allocate(count)
+        self._pool.free(self._cache.evict(count - self._pool.num_free))
+        request.pages += self._pool.allocate(count)
         return True
 
     def commit(self, request: Request) -> None:

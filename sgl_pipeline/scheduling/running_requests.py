@@ -35,12 +35,6 @@ class RunningRequests:
         self._admitted[request] = None
         self.prefilling[request] = None
 
-    def scheduled(self, request: Request) -> None:
-        """A chunk of the request went into a step; its `num_scheduled` is up to date."""
-        self.ready.pop(request, None)
-        if not request.is_prefilling:
-            self.prefilling.pop(request, None)
-
     def make_ready(self, request: Request) -> None:
         """The request has a new token to decode from, and no step in flight."""
         remaining = request.stops.max_new_tokens - len(request.output_ids)

@@ -6,12 +6,11 @@ clock, draws no random number and sees no tensor; equal calls give equal steps.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from sgl_pipeline.args import ACCOUNTINGS, Accounting, SchedulingArgs
 from sgl_pipeline.errors import ProtocolError, QueueFullError, RequestError
 from sgl_pipeline.microbatch import Chunk, Microbatch
-from sgl_pipeline.requests import FinishReason, Request, RequestState
+from sgl_pipeline.requests import FinishReason, Request, RequestState, TokenEvent
 from sgl_pipeline.scheduling.admission import Admission
 from sgl_pipeline.scheduling.age_limit import AgeLimit
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
@@ -36,15 +35,6 @@ DISPLACED = FinishReason(
 )
 WAITED_TOO_LONG = FinishReason("abort", message="Request waiting timeout reached.", status_code=503)
 RAN_TOO_LONG = FinishReason("abort", message="Request running timeout reached.", status_code=503)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """News of one request: its new output tokens, and why it ended if it did."""
-
-    request: Request
-    token_ids: tuple[int, ...]
-    finish: FinishReason | None
 
 
 class StepScheduler:
