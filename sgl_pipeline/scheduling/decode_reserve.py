@@ -13,7 +13,7 @@ average cancel; the sum here does neither, and so needs no walk over the request
 FIRST_RATIO = 700
 LOWEST_RATIO = 100
 HIGHEST_RATIO = 1000
-RISE_ON_RETRACTION = 50
+RISE_ON_SHORTAGE = 50
 FALL_PER_STEP = 2
 
 
@@ -23,7 +23,7 @@ class DecodeReserve:
     def __init__(self, page_size: int, pipeline_depth: int) -> None:
         self._page_size = page_size
         self._fewest_pages = pipeline_depth
-        self._num_retractions = 0
+        self._num_shortages = 0
         self.ratio = FIRST_RATIO
 
     def pages(self, remaining_output_tokens: int) -> int:
@@ -31,9 +31,9 @@ class DecodeReserve:
         tokens = remaining_output_tokens * self.ratio
         return max(self._fewest_pages, -(-tokens // (1000 * self._page_size)))
 
-    def note_step(self, num_retractions: int) -> None:
-        """A step was decided; `num_retractions` counts all requests retracted since the start."""
-        if num_retractions > self._num_retractions:
-            self.ratio = min(HIGHEST_RATIO, self.ratio + RISE_ON_RETRACTION)
-            self._num_retractions = num_retractions
+    def note_step(self, num_shortages: int) -> None:
+        """A step was decided; `num_shortages` counts the retractions for want of pages so far."""
+        if num_shortages > self._num_shortages:
+            self.ratio = min(HIGHEST_RATIO, self.ratio + RISE_ON_SHORTAGE)
+            self._num_shortages = num_shortages
         self.ratio = max(LOWEST_RATIO, self.ratio - FALL_PER_STEP)

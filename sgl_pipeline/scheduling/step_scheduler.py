@@ -170,7 +170,7 @@ class StepScheduler:
         released = self._pages.take_released()
         microbatch = Microbatch(self._next_step_id, self.epoch, tuple(chunks), released)
         self._next_step_id += 1
-        self._decode_reserve.note_step(self._preemption.num_retractions)
+        self._decode_reserve.note_step(self._preemption.num_shortages)
         self._in_flight.append(microbatch)
         return microbatch
 
