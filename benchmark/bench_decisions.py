@@ -35,7 +35,7 @@ SCENARIOS = (
         pool_share=0.4,
         policy="sarathi",
     ),
-    Scenario(name="three priorities, preemption", num_priorities=3),
+    Scenario(name="three priorities", num_priorities=3),
 )
 
 
