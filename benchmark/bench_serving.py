@@ -8,10 +8,8 @@ one run that is not counted before the one that is. It must never compare runs o
 
 import argparse
 import dataclasses
-import datetime
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -20,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmark.dated_result import RESULTS, save_result
 from benchmark.engines import Engine, EngineFailure, parse_engine, running
-from benchmark.machine import describe_machine, describe_software, usable_cores
+from benchmark.machine import usable_cores
 from benchmark.serving_report import METRICS, Run, comparison_table, cost_table, pipeline_cost
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.trace import StepRecord, read_trace
 
 _ROOT = Path(__file__).resolve().parents[1]
-RESULTS = _ROOT / "benchmark" / "results"
 SCRATCH = _ROOT / "build" / "bench"
 DEFAULT_PRESET = "0.27b"
 
@@ -89,7 +87,7 @@ def _bench(options: argparse.Namespace) -> None:
     tables = [comparison_table(runs, against), cost_table(runs)]
     print("\n" + "\n\n".join(filter(None, tables)))
     if not options.no_save:
-        stem = save_result(RESULTS, options.name, load, model, runs, tables)
+        stem = save_run(RESULTS, options.name, load, model, runs, tables)
         print(f"\nWritten: {stem}.md and .json")
 
 
@@ -175,37 +173,18 @@ def _one_line(run: Run) -> str:
     return ", ".join(f"{head} {run.metrics[name]:.1f}" for name, head in METRICS.items())
 
 
-def save_result(
+def save_run(
     folder: Path, name: str, load: Load, model: Path, runs: list[Run], tables: list[str]
 ) -> Path:
-    """Writes `<date>_<name>.json` and `.md` with all that is needed to measure again.
-
-    Returns the path without its suffix.
-    """
-    now = datetime.datetime.now(datetime.UTC)
-    command = shlex.join(["python", "-m", "benchmark.bench_serving", *sys.argv[1:]])
-    facts: dict[str, Any] = {
-        "date": now.isoformat(timespec="seconds"),
-        "command": command,
-        "machine": describe_machine(),
-        "software": describe_software(),
-        "model": model.name,
+    """Writes the dated result of `runs`; returns its path without suffix."""
+    work = f"{runs[0].input_tokens} tokens in, {runs[0].output_tokens} out a run"
+    facts = {
         # JSON has no infinity.
         "load": {key: str(value) for key, value in dataclasses.asdict(load).items()},
+        "model": {model.name: work, "prefix caches": "off", "figures": "medians (min to max)"},
     }
-    stem = folder / f"{now:%Y-%m-%d_%H%M}_{name}"
-    record = facts | {"runs": [dataclasses.asdict(run) for run in runs]}
-    stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    lines = [f"# {name}, {facts['date']}", "", "```", command, "```", ""]
-    lines += [
-        f"{key}: " + "; ".join(f"{name} {fact}" for name, fact in facts[key].items()) + "  "
-        for key in ("machine", "software", "load")
-    ]
-    work = f"{runs[0].input_tokens} tokens in, {runs[0].output_tokens} out a run"
-    lines += [f"model: {model.name}; {work}; prefix caches off; medians (smallest to largest)", ""]
-    text = "\n".join(lines) + "\n" + "\n\n".join(filter(None, tables)) + "\n"
-    stem.with_suffix(".md").write_text(text, encoding="utf-8")
-    return stem
+    record = {"runs": [dataclasses.asdict(run) for run in runs]}
+    return save_result("bench_serving", name, facts, record, tables, folder)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

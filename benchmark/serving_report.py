@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmark.dated_result import markdown_table
 from sgl_pipeline.trace import StepRecord
 
 # Metric names of `sglang.bench_serving`, and how a table heads them.
@@ -111,7 +112,7 @@ def comparison_table(runs: Sequence[Run], against: str | None) -> str:
         cells = [engine, str(len(of_engine))]
         cells += [str(spread([run.metrics[metric] for run in of_engine])) for metric in METRICS]
         rows.append([*cells, *([f"{ratios[engine]:.2f}"] if against else [])])
-    return _markdown_table(heads, rows)
+    return markdown_table(heads, rows)
 
 
 def cost_table(runs: Sequence[Run]) -> str:
@@ -128,7 +129,7 @@ def cost_table(runs: Sequence[Run]) -> str:
         if run.cost is not None
     ]
     heads = ["run", "steps", "prefill tokens + decodes a step", "scheduler ms a step (mean, p99)"]
-    return _markdown_table([*heads, "idle share of each stage"], rows) if rows else ""
+    return markdown_table([*heads, "idle share of each stage"], rows) if rows else ""
 
 
 def _by_engine(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -136,8 +137,3 @@ def _by_engine(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for run in runs:
         grouped.setdefault(run.engine, []).append(run)
     return grouped
-
-
-def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

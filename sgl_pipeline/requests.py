@@ -162,3 +162,11 @@ class Request:
         if end <= split:
             return self.prompt_ids[start:end]
         return self.prompt_ids[start:split] + self.output_ids[max(0, start - split) : end - split]
+
+
+class TokenEvent(msgspec.Struct, frozen=True):
+    """News of one request: its new output tokens, and why it ended if it did."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    finish: FinishReason | None

@@ -5,13 +5,14 @@ route that sent it, so every type of upstream's dispatch table is here: served, 
 reply that its route waits for. What a reply cannot refuse, `front_guard.py` refuses before it.
 """
 
-import gc
 import logging
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from sglang.srt.managers import io_struct as io
+
+from sgl_pipeline.managers.garbage import collect_at_leisure
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +160,7 @@ class ControlDesk:
             # A label that the front keeps; all that it wants is to know that it was heard.
             self._front.reply(io.UpdateWeightVersionReqOutput(), message)
         elif isinstance(message, io.FreezeGCReq):
-            gc.collect()
-            gc.freeze()
+            collect_at_leisure()
             self._front.forward_to_detokenizer(message)
         elif isinstance(message, io.ConfigureLoggingReq):
             self._configure_logging(message)

@@ -13,6 +13,7 @@ import zmq
 
 from sgl_pipeline.errors import ProtocolError, RequestError
 from sgl_pipeline.managers.control_requests import ControlDesk
+from sgl_pipeline.managers.garbage import collect_at_leisure
 from sgl_pipeline.managers.grammar_queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammar_spec import ConstrainedRequest
 from sgl_pipeline.managers.load_report import LoadReport
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 POLL_MS = 100  # bound on how late a dead stage is noticed
 CHECK_INTERVAL_S = 0.1
+COLLECTION_INTERVAL_S = 60.0
 
 
 class PipelineScheduler:
@@ -62,6 +64,7 @@ class PipelineScheduler:
         self._poller.register(front.socket, zmq.POLLIN)
         self._poller.register(launcher.channel.socket, zmq.POLLIN)
         self._next_check_s = 0.0
+        self._next_collection_s = 0.0
         self._is_shut_down = False
 
     def run(self) -> None:
@@ -180,6 +183,9 @@ class PipelineScheduler:
             self._launcher.check(self._journal.last_steps)
             self._loads.publish(self._steps, self._journal, now_s)
             self._desk.poll(now_s)
+            if self._steps.is_idle and now_s >= self._next_collection_s:
+                self._next_collection_s = now_s + COLLECTION_INTERVAL_S
+                collect_at_leisure()
 
     # What `control_requests.ControlDesk` may ask
 

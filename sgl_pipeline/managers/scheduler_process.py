@@ -18,6 +18,7 @@ from sglang.srt.utils import configure_logger
 
 from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from sgl_pipeline.managers.garbage import postpone_full_collections
 from sgl_pipeline.managers.grammar_channel import CompilerSetup
 from sgl_pipeline.managers.grammar_client import GrammarCompilerClient
 from sgl_pipeline.managers.grammar_queue import GrammarQueue, NoGrammars
@@ -109,6 +110,7 @@ def _serve(
         loads = LoadReport(loads_path(args.run_directory), args.scheduling, capacity)
         pipe_writer.send(_ready_message(args, limits, capacity))
         grammars.start()
+        postpone_full_collections()
         PipelineScheduler(front, steps, launcher, grammars, journal, loads, poller, facts).run()
     finally:
         if front is not None:
@@ -178,6 +180,7 @@ def _facts(args: PipelineArgs, plan: StagePlan, capacity: PipelineCapacity) -> d
         "num_stages": plan.num_stages,
         "layer_partition": list(plan.layer_counts),
         "policy": args.throttle.policy,
+        "accounting": args.scheduling.accounting,
         "page_size": args.scheduling.page_size,
         "total_pages": capacity.num_pages,
         "page_capacity_of_stages": [stage.num_pages for stage in capacity.stages],

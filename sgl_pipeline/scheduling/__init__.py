@@ -3,6 +3,7 @@
 `managers/` and `simulator/` drive a `StepScheduler` and see nothing else of this room.
 """
 
-from sgl_pipeline.scheduling.step_scheduler import WAITED_TOO_LONG, StepScheduler, TokenEvent
+from sgl_pipeline.requests import TokenEvent
+from sgl_pipeline.scheduling.step_scheduler import WAITED_TOO_LONG, StepScheduler
 
 __all__ = ["WAITED_TOO_LONG", "StepScheduler", "TokenEvent"]

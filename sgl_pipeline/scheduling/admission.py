@@ -55,14 +55,17 @@ class Admission:
 
     def _decodes(self, limit: int) -> list[Chunk]:
         chunks: list[Chunk] = []
-        for request in list(self._running.ready):
+        ready = self._running.ready
+        for request in list(ready):
             if len(chunks) == limit:
                 break
             # One further up may have retracted it.
-            if request not in self._running.ready:
-                continue
-            if self._preemption.extend(request, request.num_tokens):
-                chunks.append(self._schedule(request, 1, is_decode=True))
+            if request in ready and self._preemption.extend(request, request.num_scheduled + 1):
+                start = request.num_scheduled
+                request.num_scheduled = start + 1
+                request.steps_in_flight += 1
+                del ready[request]
+                chunks.append(Chunk(request, start, 1, is_decode=True, samples=True))
         return chunks
 
     def _prefill(self, request: Request, left_tokens: int, chunks: list[Chunk]) -> int:
@@ -73,7 +76,13 @@ class Admission:
             return 0
         extended = self._pages.extend(request, request.num_scheduled + length)
         assert extended
-        chunks.append(self._schedule(request, length, is_decode=False))
+        start = request.num_scheduled
+        request.num_scheduled = end = start + length
+        request.steps_in_flight += 1
+        if not request.is_prefilling:
+            del self._running.prefilling[request]
+        samples = end == request.num_tokens and request.stops.max_new_tokens > 0
+        chunks.append(Chunk(request, start, length, is_decode=False, samples=samples))
         return length
 
     def _make_room_for_head(self, threshold: int) -> None:
@@ -114,15 +123,6 @@ class Admission:
             self.num_prompt_tokens += len(request.prompt_ids)
             self.num_cached_tokens += request.cached_tokens
         return request
-
-    def _schedule(self, request: Request, length: int, *, is_decode: bool) -> Chunk:
-        start = request.num_scheduled
-        end = start + length
-        samples = end == request.num_tokens and request.stops.max_new_tokens > 0
-        request.num_scheduled = end
-        request.steps_in_flight += 1
-        self._running.scheduled(request)
-        return Chunk(request, start, length, is_decode=is_decode, samples=samples)
 
 
 def with_tiny_tail(left_tokens: int, remaining_tokens: int) -> int:

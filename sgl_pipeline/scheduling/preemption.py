@@ -22,6 +22,8 @@ class Preemption:
         self._waiting = waiting
         self._pages = pages
         self.num_retractions = 0
+        # Retractions because pages ran out; the others made way for a higher priority.
+        self.num_shortages = 0
         self._retracted: list[Request] = []
 
     def extend(self, request: Request, num_tokens: int) -> bool:
@@ -33,6 +35,7 @@ class Preemption:
             victim = self.last_idle()
             if victim is None or victim.order <= request.order:
                 return False
+            self.num_shortages += 1
             self.retract(victim)
         return True
 
@@ -40,6 +43,7 @@ class Preemption:
         """Retracts the last running request in order; none may have a step in flight."""
         victim = self.last_idle()
         assert victim is not None
+        self.num_shortages += 1
         self.retract(victim)
 
     def retract(self, request: Request) -> None:

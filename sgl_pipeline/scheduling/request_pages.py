@@ -34,6 +34,11 @@ class RequestPages:
         self._released: list[Request] = []
 
     @property
+    def num_free(self) -> int:
+        """Held by nobody, the cache included."""
+        return self._pool.num_free
+
+    @property
     def num_available(self) -> int:
         """Free, or cached and not locked."""
         return self._pool.num_free + self._cache.evictable_pages
@@ -79,11 +84,12 @@ class RequestPages:
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Sees to pages for the request's first `num_tokens` tokens; False if too few are left."""
         count = self.pages_for(num_tokens) - len(request.pages)
+        if count <= 0:
+            return True
         if count > self.num_available:
             return False
-        if count > 0:
-            self._pool.free(self._cache.evict(count - self._pool.num_free))
-            request.pages += self._pool.allocate(count)
+        self._pool.free(self._cache.evict(count - self._pool.num_free))
+        request.pages += self._pool.allocate(count)
         return True
 
     def commit(self, request: Request) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmark import bench_serving
-from benchmark.bench_serving import Load, check_equal_work, main, save_result
+from benchmark import dated_result
+from benchmark.bench_serving import Load, check_equal_work, main, save_run
 from benchmark.engines import EngineFailure
 from benchmark.serving_report import METRICS, Run
 
@@ -51,7 +51,7 @@ def test_a_request_that_makes_no_sense_is_refused_before_a_server_starts(
 
 
 def test_a_result_names_the_command_the_machine_and_every_run(tmp_path: Path) -> None:
-    stem = save_result(tmp_path, "sample", Load(), Path("0.27b"), [RUN], ["| a table |", ""])
+    stem = save_run(tmp_path, "sample", Load(), Path("0.27b"), [RUN], ["| a table |", ""])
     record = json.loads(stem.with_suffix(".json").read_text())
     assert record["command"].startswith("python -m benchmark.bench_serving")
     assert {"cores", "memory"} <= set(record["machine"])
@@ -64,4 +64,4 @@ def test_a_result_names_the_command_the_machine_and_every_run(tmp_path: Path) ->
 
 
 def test_the_results_folder_is_beside_the_benchmark() -> None:
-    assert (bench_serving.RESULTS / "README.md").exists()
+    assert (dated_result.RESULTS / "README.md").exists()

@@ -1,0 +1,143 @@
+"""The load of `bench_decisions`: a queue and a full pipeline that are kept at their size.
+
+Drives a `StepScheduler` alone, with a token for every sample and no stages: what is timed is
+deciding, nothing else. Prompts are drawn from 256 ids, whose integers Python keeps once.
+"""
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.requests import GREEDY, Request, StopRules
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.throttle import make_policy
+
+T = TypeVar("T")
+OPERATIONS = ("next_microbatch", "on_result", "add")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """`waiting` requests behind a pipeline that runs `running` of them.
+
+    Half of the prompts begin with one of `num_prefixes` prefixes of `shared_tokens` tokens. The
+    pool holds `pool_share` of what `running` requests need at their longest.
+    """
+
+    name: str
+    waiting: int = 10_000
+    prompt_tokens: int = 2000
+    shared_tokens: int = 1000
+    num_prefixes: int = 16
+    running: int = 512
+    num_stages: int = 4
+    output_tokens: tuple[int, int] = (50, 350)
+    pool_share: float = 1.5
+    num_priorities: int = 1
+    policy: str = "throttle"
+    page_size: int = 16
+
+
+class Timings:
+    """Seconds of each call, by operation: elapsed, and of this thread's processor time."""
+
+    def __init__(self) -> None:
+        self.elapsed_s: dict[str, list[float]] = {name: [] for name in OPERATIONS}
+        self.processor_s: dict[str, list[float]] = {name: [] for name in OPERATIONS}
+        self.num_retractions = 0
+        self.mean_running = 0.0
+
+    def call(self, operation: str, function: Callable[..., T], *arguments: Any) -> T:
+        elapsed, processor = time.perf_counter(), time.thread_time()
+        result = function(*arguments)
+        self.processor_s[operation].append(time.thread_time() - processor)
+        self.elapsed_s[operation].append(time.perf_counter() - elapsed)
+        return result
+
+    def forget(self, operation: str) -> None:
+        self.elapsed_s[operation].clear()
+        self.processor_s[operation].clear()
+
+
+class DecisionLoad:
+    """A scheduler under the load of `scenario`; the same calls in every run."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._rng = random.Random(scenario.name)
+        self._prefixes = [
+            self._token_ids(scenario.shared_tokens) for _ in range(scenario.num_prefixes)
+        ]
+        self._num_made = 0
+        longest_tokens = scenario.prompt_tokens + scenario.output_tokens[1]
+        num_pages = int(
+            scenario.pool_share * scenario.running * longest_tokens / scenario.page_size
+        )
+        self._scheduler = StepScheduler(
+            SchedulingArgs(
+                page_size=scenario.page_size,
+                max_running_requests=scenario.running,
+                preemption_threshold=0 if scenario.num_priorities > 1 else None,
+            ),
+            make_policy(ThrottleArgs(policy=scenario.policy)),
+            num_pages=num_pages,
+            num_stages=scenario.num_stages,
+            context_length=longest_tokens,
+        )
+        self._in_flight: deque[Microbatch] = deque()
+
+    def measure(self, num_steps: int) -> Timings:
+        """Fills queue and pipeline, then times `num_steps` steps."""
+        timings = Timings()
+        self._refill(timings)
+        # A generation of requests must have come and gone: only then is the cache as full as ever.
+        warm_steps = self._scenario.num_stages * self._scenario.output_tokens[1]
+        for _ in range(warm_steps):
+            self._step(timings)
+        retractions = self._scheduler.num_retractions
+        for operation in OPERATIONS:
+            timings.forget(operation)
+        running = 0
+        for _ in range(num_steps):
+            self._step(timings)
+            running += self._scheduler.num_running
+        timings.num_retractions = self._scheduler.num_retractions - retractions
+        timings.mean_running = running / num_steps
+        return timings
+
+    def _step(self, timings: Timings) -> None:
+        """Fills the pipeline, completes one step, and replaces the requests that ended."""
+        scheduler = self._scheduler
+        while len(self._in_flight) < self._scenario.num_stages:
+            microbatch = timings.call("next_microbatch", scheduler.next_microbatch, 0.0)
+            if microbatch is None:
+                break
+            self._in_flight.append(microbatch)
+        done = self._in_flight.popleft()
+        token_ids = [1] * done.num_samples
+        timings.call("on_result", scheduler.on_result, done.step_id, token_ids, 0.0)
+        self._refill(timings)
+
+    def _refill(self, timings: Timings) -> None:
+        while self._scheduler.num_waiting < self._scenario.waiting:
+            timings.call("add", self._scheduler.add, self._request())
+
+    def _request(self) -> Request:
+        scenario, number = self._scenario, self._num_made
+        self._num_made += 1
+        prompt = self._prefixes[self._rng.randrange(len(self._prefixes))] if number % 2 else []
+        return Request(
+            request_id=str(number),
+            prompt_ids=prompt + self._token_ids(scenario.prompt_tokens - len(prompt)),
+            sampling=GREEDY,
+            stops=StopRules(max_new_tokens=self._rng.randint(*scenario.output_tokens)),
+            priority=self._rng.randrange(scenario.num_priorities),
+        )
+
+    def _token_ids(self, count: int) -> list[int]:
+        return list(self._rng.randbytes(count))

@@ -1,0 +1,23 @@
+"""Keeps Python's cyclic garbage collector from stopping every stage for a tenth of a second.
+
+Used by the scheduler process. A full collection looks at each token id of each waiting prompt:
+0.2 s with ten thousand of them. Nothing that `scheduling/` makes needs one, because it drops no
+cycles; what others drop can wait until the server is idle.
+"""
+
+import gc
+
+_NEVER = 1_000_000_000
+
+
+def postpone_full_collections() -> None:
+    """From now on only young objects are collected, but by `collect_at_leisure`."""
+    collect_at_leisure()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, _NEVER)
+
+
+def collect_at_leisure() -> None:
+    """Collects everything made since the last time, and never looks at what is left again."""
+    gc.collect()
+    gc.freeze()
