@@ -118,7 +118,10 @@ class Admission:
     def _schedule(self, request: Request, length: int, *, is_decode: bool) -> Chunk:
         start = request.num_scheduled
         end = start + length
-        samples = end == request.num_tokens and request.stops.max_new_tokens > 0
+        # Where no token is asked for, the log-probabilities of the next one may be: it is drawn
+        # with them and dropped.
+        draws = request.stops.max_new_tokens > 0 or request.logprobs is not None
+        samples = end == request.num_tokens and draws
         request.num_scheduled = end
         request.steps_in_flight += 1
         self._running.scheduled(request)
