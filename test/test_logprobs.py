@@ -4,6 +4,7 @@ The whole runtime but its processes, in one process, as in `test_token_identity.
 """
 
 import random
+
 import msgspec
 import pytest
 import torch

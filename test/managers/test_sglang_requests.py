@@ -11,10 +11,11 @@ from support.upstream_front import LIMITS, POOL_TOKENS, generate
 
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers import sglang_requests
+from sgl_pipeline.managers.model_files import ModelLimits
 from sgl_pipeline.managers.priority_rules import PriorityRules
 from sgl_pipeline.managers.sglang_requests import RequestIntake
 from sgl_pipeline.managers.stop_strings import StopStringCheck
-from sgl_pipeline.requests import Request
+from sgl_pipeline.requests import LogprobSpec, Request
 
 
 def intake(
@@ -155,6 +156,63 @@ def test_a_request_gets_the_priority_that_the_rules_give_it() -> None:
     assert intake(priorities=PriorityRules(True)).build(message, 0.0).priority == 7
 
 
+def wanted(prompt: str = "hello", sampling: Any = None, **fields: Any) -> LogprobSpec | None:
+    return build(sampling, prompt, return_logprob=True, **fields).logprobs
+
+
+def test_log_probabilities_are_kept_as_asked_and_none_are_the_default() -> None:
+    assert build(top_logprobs_num=5, token_ids_logprob=[3], logprob_start_len=1).logprobs is None
+    assert wanted() == LogprobSpec(5)
+    assert wanted(logprob_start_len=5) == LogprobSpec(5)
+    assert wanted(top_logprobs_num=3, token_ids_logprob=[7, 7, 0], logprob_start_len=2) == (
+        LogprobSpec(2, 3, (7, 7, 0))
+    )
+
+
+def test_a_request_that_only_scores_means_its_whole_prompt_unless_it_names_something() -> None:
+    scoring = {"max_new_tokens": 0}
+    assert wanted(sampling=scoring) == LogprobSpec(0)
+    assert wanted(sampling=scoring, logprob_start_len=3) == LogprobSpec(3)
+    assert wanted(sampling=scoring, token_ids_logprob=[4]) == LogprobSpec(5, 0, (4,))
+    assert wanted(sampling=scoring, top_logprobs_num=4) == LogprobSpec(5, 4)
+    # What upstream's front sends before several samples, to fill the cache.
+    assert wanted(sampling=scoring | {"n": 2}) == LogprobSpec(5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"top_logprobs_num": 129}, "top_logprobs_num .* between 0 and 128"),
+        ({"top_logprobs_num": -1}, "top_logprobs_num"),
+        ({"top_logprobs_num": 10**12}, "top_logprobs_num"),
+        ({"token_ids_logprob": [5, VOCAB_SIZE]}, f"{VOCAB_SIZE} is outside the vocabulary"),
+        ({"token_ids_logprob": [-1]}, "-1 is outside the vocabulary"),
+        ({"token_ids_logprob": [5] * 1025}, "1024 ids, got 1025"),
+        ({"logprob_start_len": 6}, "logprob_start_len must be between 0 and 5, got 6"),
+        ({"logprob_start_len": -2}, "logprob_start_len"),
+        ({"logprob_start_len": -(2**62)}, "logprob_start_len"),
+    ],
+)
+def test_log_probabilities_are_bounded(fields: Any, named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        build(return_logprob=True, **fields)
+
+
+def test_those_of_a_prompt_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_requests, "MAX_PROMPT_LOGPROBS", 20)
+    assert wanted(top_logprobs_num=3, logprob_start_len=0) == LogprobSpec(0, 3)
+    with pytest.raises(RequestError, match=r"25 log-probabilities of the prompt .* at most 20"):
+        wanted(top_logprobs_num=4, logprob_start_len=0)
+
+
+def test_no_more_are_asked_for_than_the_vocabulary_has() -> None:
+    limits = ModelLimits(CONTEXT_LENGTH, 100, LIMITS.eos_token_ids)
+    small = RequestIntake(limits, POOL_TOKENS, byte_tokenizer(), None, PriorityRules())
+    message = generate("r1", [5], return_logprob=True, top_logprobs_num=101)
+    with pytest.raises(RequestError, match="between 0 and 100"):
+        small.build(message, 0.0)
+
+
 @pytest.mark.parametrize(
     ("prompt", "named"),
     [([], "empty"), ([3, VOCAB_SIZE], f"token id {VOCAB_SIZE}"), ([-1], "token id -1")],
@@ -214,7 +272,6 @@ def test_a_namespace_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"return_logprob": True}, "logprobs"),
         ({"return_hidden_states": True}, "return_hidden_states"),
         ({"input_embeds": [[0.5]]}, "input_embeds"),
         ({"session_id": "s"}, "sessions"),
@@ -245,10 +302,7 @@ def test_a_sampling_option_that_is_not_built_is_refused_by_name(sampling: Any, n
 # Fields that do nothing upstream either, at the configuration that this server runs with.
 WITHOUT_EFFECT = {
     "input_text": "the ids are what counts",
-    "logprob_start_len": "only with return_logprob",
-    "top_logprobs_num": "only with return_logprob",
-    "token_ids_logprob": "only with return_logprob",
-    "return_flat_raw_top_logprobs": "only with return_logprob",
+    "return_flat_raw_top_logprobs": "the front flattens what it gets",
     "sampling_logprobs_mode": "only with return_sampling_mask",
     "routed_experts_start_len": "only with return_routed_experts",
     "bootstrap_port": "only with bootstrap_host",
@@ -274,10 +328,10 @@ READ = {
     "cache_salt",
     "priority",
     "require_reasoning",
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
 }
 
 SAMPLING_WITHOUT_EFFECT = {
-    "n": "fanned out by upstream's front",
     "stop": "normalised into stop_strs",
     "stop_regex": "normalised into stop_regex_strs",
     "stop_str_max_len": "derived",
@@ -291,7 +345,7 @@ SAMPLING_READ = {
     *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
     *("stream_interval", "sampling_seed", "stop_regex_strs", "beam_width"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
-    "min_new_tokens",
+    *("min_new_tokens", "n"),
 }
 
 

@@ -1,4 +1,4 @@
-"""transformers as the judge of log-probabilities: one teacher-forced pass over prompt and output."""
+"""transformers as the judge of log-probabilities: one pass over prompt and output."""
 
 from pathlib import Path
 
