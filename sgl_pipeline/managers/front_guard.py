@@ -87,6 +87,7 @@ class GuardedTokenizerManager(TokenizerManager):
         """As upstream's. Raises RefusedRequestError, a ValueError, for what is turned away."""
         check_sequences(obj)
         spread_seeds(obj)
+        check_logprob_lists(obj)
         has_replied = False
         async with aclosing(super().generate_request(obj, request)) as replies:
             async for reply in replies:
@@ -103,8 +104,7 @@ def check_sequences(obj: Any) -> None:
         obj: a GenerateReqInput before upstream has touched it, or another request (not checked).
     """
     options = getattr(obj, "sampling_params", None) or {}
-    prompts = getattr(obj, "text", None) or getattr(obj, "input_ids", None)
-    num_prompts = len(prompts) if isinstance(prompts, list) and _is_several(prompts) else 1
+    num_prompts = _num_prompts(obj) or 1
     num_sequences = 0
     for one in options if isinstance(options, list) else [options] * num_prompts:
         if not isinstance(one, dict):
@@ -125,9 +125,28 @@ def check_sequences(obj: Any) -> None:
         )
 
 
-def _is_several(prompts: list[Any]) -> bool:
-    """Whether a list is one of prompts, and not the token ids of a single one."""
-    return not prompts or not isinstance(prompts[0], int)
+def check_logprob_lists(obj: Any) -> None:
+    """Raises RefusedRequestError when a field of log-probabilities is a list that does not have an
+    entry per prompt: upstream lets it pass, and its front breaks when the answer comes.
+
+    Args:
+        obj: as for `check_sequences`.
+    """
+    num_prompts = _num_prompts(obj)
+    for name in ("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"):
+        values = getattr(obj, name, None)
+        # Flat, it holds the ids that are the same for all prompts.
+        if name == "token_ids_logprob" and not (values and isinstance(values[0], list)):
+            continue
+        if isinstance(values, list) and len(values) != num_prompts:
+            raise _refused(f"{name}: give one value, or one for each of several prompts")
+
+
+def _num_prompts(obj: Any) -> int | None:
+    """How many prompts are given as a list; None where it is one, as text or token ids."""
+    prompts = getattr(obj, "text", None) or getattr(obj, "input_ids", None)
+    is_single = not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int))
+    return None if is_single else len(prompts)
 
 
 def _refused(message: str) -> RefusedRequestError:

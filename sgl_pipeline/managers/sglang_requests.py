@@ -171,7 +171,10 @@ class RequestIntake:
                 raise RequestError(
                     f"token_ids_logprob: {token_id} is outside the vocabulary [0, {vocab_size})"
                 )
-        start = _logprob_start(message, prompt_length)
+        start = message.logprob_start_len
+        if start == -1:  # upstream's default: of the output only
+            start = prompt_length
+        _check_range("logprob_start_len", start, 0, prompt_length)
         num_numbers = (prompt_length - start) * (1 + num_top + len(token_ids))
         if num_numbers > MAX_PROMPT_LOGPROBS:
             raise RequestError(
@@ -248,27 +251,6 @@ def unbuilt_features(message: Any) -> Iterator[str]:
         yield "stop_regex"
     if sampling.beam_width is not None and sampling.beam_width > 1:
         yield "beam search (beam_width)"
-
-
-def _logprob_start(message: Any, prompt_length: int) -> int:
-    """The prompt position from which log-probabilities are told; its length: from none.
-
-    -1, upstream's default, is none as well, but for a request that generates nothing either and
-    asks for nothing else: that one means its whole prompt, and the frontend's
-    `unconditional_likelihood_normalized` counts on it. Several samples (n) tell it from the request
-    with which upstream's front fills the cache before them.
-    """
-    start: int = message.logprob_start_len
-    if start == -1:
-        asks_for_prompt = (
-            message.sampling_params.max_new_tokens == 0
-            and message.sampling_params.n == 1
-            and not message.top_logprobs_num
-            and not message.token_ids_logprob
-        )
-        return 0 if asks_for_prompt else prompt_length
-    _check_range("logprob_start_len", start, 0, prompt_length)
-    return start
 
 
 def _check_sampling(sampling: Any) -> None:

@@ -22,6 +22,7 @@ from sgl_pipeline.managers.front_guard import (
     GuardedTokenizerManager,
     RefusedRequestError,
     RouteGuard,
+    check_logprob_lists,
     check_sequences,
 )
 from sgl_pipeline.managers.openai_fields import ServedFeatures
@@ -64,6 +65,34 @@ def test_sampling_params_per_prompt_are_all_checked() -> None:
         check_sequences(several)
     with pytest.raises(RefusedRequestError, match="object"):
         check_sequences(GenerateReqInput(text="a", sampling_params=["n"]))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "fields"),
+    [
+        ("x", {"return_logprob": [True]}),
+        ("x", {"top_logprobs_num": [1]}),
+        ("x", {"logprob_start_len": [0]}),
+        ("x", {"token_ids_logprob": [[1]]}),
+        (["x", "y"], {"top_logprobs_num": [1]}),
+        (["x", "y"], {"return_logprob": [True] * 3}),
+        (["x", "y"], {"token_ids_logprob": [[1]]}),
+    ],
+)
+def test_lists_of_logprob_options_need_an_entry_per_prompt(prompts: Any, fields: Any) -> None:
+    with pytest.raises(RefusedRequestError, match=next(iter(fields))):
+        check_logprob_lists(GenerateReqInput(text=prompts, **fields))
+
+
+def test_logprob_options_for_all_prompts_or_for_each_pass() -> None:
+    for fields in (
+        {},
+        {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [1, 2, 3]},
+        {"return_logprob": [True, False], "token_ids_logprob": [[1], []]},
+    ):
+        check_logprob_lists(GenerateReqInput(text=["x", "y"], **fields))
+    check_logprob_lists(GenerateReqInput(input_ids=[5, 6], token_ids_logprob=[1, 2, 3]))
+    check_logprob_lists(GenerateReqInput(text="x", token_ids_logprob=[]))
 
 
 def aborted(status_code: int | None) -> dict[str, Any]:

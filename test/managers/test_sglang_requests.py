@@ -169,16 +169,6 @@ def test_log_probabilities_are_kept_as_asked_and_none_are_the_default() -> None:
     )
 
 
-def test_a_request_that_only_scores_means_its_whole_prompt_unless_it_names_something() -> None:
-    scoring = {"max_new_tokens": 0}
-    assert wanted(sampling=scoring) == LogprobSpec(0)
-    assert wanted(sampling=scoring, logprob_start_len=3) == LogprobSpec(3)
-    assert wanted(sampling=scoring, token_ids_logprob=[4]) == LogprobSpec(5, 0, (4,))
-    assert wanted(sampling=scoring, top_logprobs_num=4) == LogprobSpec(5, 4)
-    # What upstream's front sends before several samples, to fill the cache.
-    assert wanted(sampling=scoring | {"n": 2}) == LogprobSpec(5)
-
-
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -332,6 +322,7 @@ READ = {
 }
 
 SAMPLING_WITHOUT_EFFECT = {
+    "n": "fanned out by upstream's front",
     "stop": "normalised into stop_strs",
     "stop_regex": "normalised into stop_regex_strs",
     "stop_str_max_len": "derived",
@@ -345,7 +336,7 @@ SAMPLING_READ = {
     *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
     *("stream_interval", "sampling_seed", "stop_regex_strs", "beam_width"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
-    *("min_new_tokens", "n"),
+    "min_new_tokens",
 }
 
 
