@@ -145,8 +145,9 @@ def check_logprob_lists(obj: Any) -> None:
 def _num_prompts(obj: Any) -> int | None:
     """How many prompts are given as a list; None where it is one, as text or token ids."""
     prompts = getattr(obj, "text", None) or getattr(obj, "input_ids", None)
-    is_single = not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int))
-    return None if is_single else len(prompts)
+    if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
+        return None
+    return len(prompts)
 
 
 def _refused(message: str) -> RefusedRequestError:
