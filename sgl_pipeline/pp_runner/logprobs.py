@@ -82,7 +82,8 @@ class LogprobPlan:
         table = _Table(self, vocab_size)
         if self.drawn.size:
             logits = sampled_logits[to_device(self.drawn, device)]
-            logits /= to_device(self.temperatures, device)[:, None]
+            if (self.temperatures != 1.0).any():
+                logits /= to_device(self.temperatures, device)[:, None]
             table.fill(self.drawn_at, logits, np.array(token_ids, np.int64)[self.drawn])
         rows_at_once = max(1, MAX_LOGITS_BYTES // (4 * vocab_size))
         for start in range(0, self.prompt_rows.size, rows_at_once):
@@ -108,21 +109,21 @@ class _Table:
 
     def fill(self, rows: np.ndarray, logits: torch.Tensor, next_ids: np.ndarray) -> None:
         """Enters the ascending `rows`, whose logits are [len(rows), V] fp32."""
-        logprobs = logits.log_softmax(dim=-1).nan_to_num_(nan=_LOWEST, neginf=_LOWEST)
+        logprobs = logits.log_softmax(dim=-1)
         device = logprobs.device
         chosen = logprobs.gather(1, to_device(next_ids, device)[:, None])
-        self._chosen[rows] = chosen[:, 0].cpu().numpy()
+        self._chosen[rows] = _finite(chosen[:, 0])
         if self._num_ordered:
             top, top_ids = _highest(logprobs, self._num_ordered)
             num_top = self._top.shape[1]
-            self._top[rows] = top[:, :num_top].cpu().numpy()
+            self._top[rows] = _finite(top[:, :num_top])
             self._top_ids[rows] = top_ids[:, :num_top].cpu().numpy()
         if self._of_cells.size:
             cells = np.flatnonzero(np.isin(self._plan.cell_rows, rows))
             local_rows = np.searchsorted(rows, self._plan.cell_rows[cells])
             cell_ids = to_device(self._plan.cell_ids[cells], device)
             of_cells = logprobs[to_device(local_rows, device), cell_ids]
-            self._of_cells[cells] = of_cells.cpu().numpy()
+            self._of_cells[cells] = _finite(of_cells)
 
     def rows_of_chunks(self) -> tuple[LogprobRows, ...]:
         found, first_cell = [], 0
@@ -189,6 +190,11 @@ def plan_logprobs(chunks: Sequence[MirroredChunk]) -> LogprobPlan | None:
         cell_rows=np.concatenate(cell_rows),
         cell_ids=np.concatenate(cell_ids),
     )
+
+
+def _finite(numbers: torch.Tensor) -> np.ndarray:
+    finite: np.ndarray = numbers.nan_to_num(nan=_LOWEST, neginf=_LOWEST).cpu().numpy()
+    return finite
 
 
 def _highest(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
