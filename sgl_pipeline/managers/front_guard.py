@@ -86,8 +86,8 @@ class GuardedTokenizerManager(TokenizerManager):
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """As upstream's. Raises RefusedRequestError, a ValueError, for what is turned away."""
         check_sequences(obj)
-        spread_seeds(obj)
         check_logprob_lists(obj)
+        spread_seeds(obj)
         has_replied = False
         async with aclosing(super().generate_request(obj, request)) as replies:
             async for reply in replies:
