@@ -54,3 +54,7 @@ class Microbatch:
     @property
     def num_samples(self) -> int:
         return sum(chunk.samples for chunk in self.chunks)
+
+    @property
+    def num_logprob_chunks(self) -> int:
+        return sum(chunk.request.logprobs is not None for chunk in self.chunks)

@@ -1,7 +1,7 @@
 """What one user asked for, and how far it has got.
 
 Built by `managers/` (or the simulator), owned and changed by `scheduling/` alone. A `Request` never
-leaves the scheduler process; only its `SamplingSpec` travels to the stages.
+leaves the scheduler process; only its `SamplingSpec` and `LogprobSpec` travel to the stages.
 """
 
 from dataclasses import dataclass, field
@@ -52,6 +52,38 @@ class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 GREEDY = SamplingSpec(temperature=0.0)
+
+# Most of the highest log-probabilities that a position is asked for.
+MAX_TOP_LOGPROBS = 128
+
+
+class LogprobSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Which log-probabilities a request wants. Travels to the last stage, so it is a Struct.
+
+    The logits of position p tell of the token at p + 1. A row is what is told of one position: the
+    log-probability of the token that follows, the `num_top` highest, and those of `token_ids`. Each
+    position from `prompt_start` on gives one, and in any case the prompt's last, which tells of the
+    first output token: for the output alone `prompt_start` is the prompt's length. All ids are of
+    the vocabulary, and the counts are bounded where the spec is made
+    (`managers/sglang_requests.py`).
+    """
+
+    prompt_start: int
+    num_top: int = 0
+    token_ids: tuple[int, ...] = ()
+
+
+class LogprobRows(msgspec.Struct, frozen=True, array_like=True):
+    """The rows of R consecutive positions of one request, as C-ordered arrays in bytes.
+
+    All numbers are finite.
+    """
+
+    num_rows: int
+    chosen: bytes = b""  # float32 [R]: of the token that follows
+    top: bytes = b""  # float32 [R, num_top], highest first
+    top_ids: bytes = b""  # int32 [R, num_top]
+    of_token_ids: bytes = b""  # float32 [R, len(token_ids)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +153,7 @@ class Request:
     # Requests of different namespaces never share cached pages (SGLang's extra_key, cache_salt).
     cache_namespace: str = ""
     constraint: TokenConstraint | None = None
+    logprobs: LogprobSpec | None = None
 
     # (-priority, arrival number), set by `StepScheduler.add`: the order in which requests are
     # served, and the reverse of that in which they are retracted.
@@ -137,6 +170,9 @@ class Request:
     num_retractions: int = 0
     # KV pages in token order; the leading ones may be shared through the radix cache.
     pages: list[int] = field(default_factory=list)
+    # What has come back of the log-probabilities: runs of rows without a gap between them.
+    logprob_runs: list[LogprobRows] = field(default_factory=list)
+    num_logprob_rows: int = 0
     steps_in_flight: int = 0
     finish: FinishReason | None = None
 
@@ -155,6 +191,14 @@ class Request:
     def remaining_prefill(self) -> int:
         """Prompt tokens not yet scheduled; a chunk in flight no longer counts."""
         return max(0, self.prefill_end - self.num_scheduled)
+
+    @property
+    def first_logits_position(self) -> int:
+        """Where the logits begin that are still wanted of a request: a hit in the prefix cache must
+        end there. Without log-probabilities it is the last token to prefill."""
+        if self.logprobs is None:
+            return self.prefill_end - 1
+        return min(self.logprobs.prompt_start, len(self.prompt_ids) - 1) + self.num_logprob_rows
 
     def tokens(self, start: int, end: int) -> list[int]:
         """The token ids of positions `start` to `end` (exclusive) of prompt and output."""

@@ -16,7 +16,7 @@ import msgspec
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.microbatch import Chunk, Microbatch
-from sgl_pipeline.requests import Request, SamplingSpec
+from sgl_pipeline.requests import LogprobSpec, Request, SamplingSpec
 
 INT32 = "i"  # array typecode of token and page ids on the wire
 
@@ -25,12 +25,13 @@ class RequestOpen(msgspec.Struct, frozen=True, array_like=True):
     """A request that the stages have not seen, or see anew after a retraction.
 
     `handle` is unique for the life of the server. `prompt_length` splits the tokens so far into
-    prompt and output.
+    prompt and output. `logprobs.prompt_start` is the first position whose row is still wanted.
     """
 
     handle: int
     sampling: SamplingSpec
     prompt_length: int
+    logprobs: LogprobSpec | None = None
 
 
 class ChunkPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -79,9 +80,10 @@ def running_checksum(previous: int, plan: StepPlan) -> int:
     for opened in plan.opens:
         # A tuple of numbers hashes alike in every process, and 1 like 1.0.
         sampling = hash(msgspec.structs.astuple(opened.sampling))
-        checksum = zlib.crc32(
-            b"%d,%d,%d" % (opened.handle, sampling, opened.prompt_length), checksum
-        )
+        wanted = opened.logprobs
+        logprobs = 0 if wanted is None else hash(msgspec.structs.astuple(wanted))
+        described = (opened.handle, sampling, opened.prompt_length, logprobs)
+        checksum = zlib.crc32(b"%d,%d,%d,%d" % described, checksum)
     for chunk in plan.chunks:
         header = b"%d,%d,%d,%d" % (chunk.handle, chunk.start, chunk.length, chunk.samples)
         for part in (header, chunk.new_tokens, chunk.new_pages, chunk.token_mask):
@@ -136,7 +138,7 @@ class StepPlanEncoder:
         """All that a stage must know to continue with the next plan."""
         opens, contents = [], []
         for request, sent in self._sent.items():
-            opens.append(RequestOpen(sent.handle, request.sampling, len(request.prompt_ids)))
+            opens.append(_open_of(request, sent.handle))
             tokens = array(INT32, request.tokens(0, sent.num_tokens)).tobytes()
             pages = array(INT32, request.pages[: sent.num_pages]).tobytes()
             contents.append(ChunkPlan(sent.handle, sent.num_tokens, 0, False, tokens, pages))
@@ -146,7 +148,7 @@ class StepPlanEncoder:
         handle = self._next_handle
         self._next_handle += 1
         self._sent[request] = _SentState(handle)
-        return RequestOpen(handle, request.sampling, len(request.prompt_ids))
+        return _open_of(request, handle)
 
     def _chunk(self, chunk: Chunk) -> ChunkPlan:
         request, sent = chunk.request, self._sent[chunk.request]
@@ -159,6 +161,13 @@ class StepPlanEncoder:
         return ChunkPlan(sent.handle, chunk.start, chunk.length, chunk.samples, tokens, pages, mask)
 
 
+def _open_of(request: Request, handle: int) -> RequestOpen:
+    logprobs = request.logprobs
+    if logprobs is not None:
+        logprobs = msgspec.structs.replace(logprobs, prompt_start=request.first_logits_position)
+    return RequestOpen(handle, request.sampling, len(request.prompt_ids), logprobs)
+
+
 @dataclass(slots=True, eq=False)
 class MirroredRequest:
     """A stage's copy of a request: int32 token ids (prompt and output) and page ids so far."""
@@ -168,6 +177,7 @@ class MirroredRequest:
     prompt_length: int
     tokens: "array[int]"
     pages: "array[int]"
+    logprobs: LogprobSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +241,12 @@ class RequestMirror:
 
     def _open(self, opened: RequestOpen) -> None:
         self._requests[opened.handle] = MirroredRequest(
-            opened.handle, opened.sampling, opened.prompt_length, array(INT32), array(INT32)
+            opened.handle,
+            opened.sampling,
+            opened.prompt_length,
+            array(INT32),
+            array(INT32),
+            opened.logprobs,
         )
 
     def _extend(self, chunk: ChunkPlan) -> MirroredChunk:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.microbatch import Chunk, Microbatch
-from sgl_pipeline.requests import GREEDY, Request, SamplingSpec, StopRules
+from sgl_pipeline.requests import GREEDY, LogprobSpec, Request, SamplingSpec, StopRules
 from sgl_pipeline.step_plan import (
     ChunkPlan,
     MirrorSnapshot,
@@ -20,8 +20,10 @@ from sgl_pipeline.step_plan import (
 )
 
 
-def make_request(prompt_ids: list[int], sampling: SamplingSpec = GREEDY) -> Request:
-    return Request("r", prompt_ids, sampling, StopRules(max_new_tokens=100))
+def make_request(
+    prompt_ids: list[int], sampling: SamplingSpec = GREEDY, logprobs: LogprobSpec | None = None
+) -> Request:
+    return Request("r", prompt_ids, sampling, StopRules(max_new_tokens=100), logprobs=logprobs)
 
 
 def chunk_of(request: Request, length: int, new_pages: list[int]) -> Chunk:
@@ -50,7 +52,10 @@ def over_the_wire(plan: StepPlan) -> StepPlan:
 
 
 def contents(mirror: RequestMirror) -> list[tuple[Any, ...]]:
-    return [(r.handle, r.sampling, r.prompt_length, list(r.tokens), list(r.pages)) for r in mirror]
+    return [
+        (r.handle, r.sampling, r.prompt_length, list(r.tokens), list(r.pages), r.logprobs)
+        for r in mirror
+    ]
 
 
 def three_plans() -> list[StepPlan]:
@@ -87,7 +92,7 @@ def test_the_mirror_gives_back_chunks_with_all_that_came_before() -> None:
         (0, 1, False, [7], [5]),
         (1, 1, False, [7, 8], [5, 6]),
     ]
-    assert contents(mirror) == [(1, SamplingSpec(seed=5, top_k=3), 1, [7, 8], [5, 6])]
+    assert contents(mirror) == [(1, SamplingSpec(seed=5, top_k=3), 1, [7, 8], [5, 6], None)]
 
 
 def test_a_lost_plan_is_a_protocol_error() -> None:
@@ -122,6 +127,7 @@ def replaced(plan: StepPlan, part: str, **changes: Any) -> StepPlan:
         lambda plan: replaced(plan, "opens", handle=0),
         lambda plan: replaced(plan, "opens", prompt_length=2),
         lambda plan: replaced(plan, "opens", sampling=GREEDY),
+        lambda plan: replaced(plan, "opens", logprobs=LogprobSpec(0)),
         lambda plan: replaced(plan, "chunks", handle=1),
         lambda plan: replaced(plan, "chunks", start=1),
         lambda plan: replaced(plan, "chunks", length=2),
@@ -161,7 +167,37 @@ def test_a_retracted_request_is_closed_and_opened_anew_in_one_plan() -> None:
     plan = encoder.encode(Microbatch(1, 0, (chunk_of(request, 4, [6, 7]),), (request,)))
     assert (plan.closes, plan.opens) == ((0,), (RequestOpen(1, GREEDY, 3),))
     mirror.apply(plan)
-    assert contents(mirror) == [(1, GREEDY, 3, [1, 2, 3, 9], [6, 7])]
+    assert contents(mirror) == [(1, GREEDY, 3, [1, 2, 3, 9], [6, 7], None)]
+
+
+def test_a_request_opened_anew_wants_only_the_log_probabilities_that_are_missing() -> None:
+    encoder, mirror = StepPlanEncoder(), RequestMirror()
+    request = make_request([1, 2, 3, 4], logprobs=LogprobSpec(1, 5, (7,)))
+    mirror.apply(encoder.encode(Microbatch(0, 0, (chunk_of(request, 3, [4]),))))
+    assert next(iter(mirror)).logprobs == request.logprobs
+    request.num_logprob_rows = 2
+    request.pages, request.num_scheduled = [], 0
+    plan = encoder.encode(Microbatch(1, 0, (chunk_of(request, 4, [6]),), (request,)))
+    mirror.apply(over_the_wire(plan))
+    assert next(iter(mirror)).logprobs == LogprobSpec(3, 5, (7,))
+    joined = RequestMirror()
+    joined.restore(encoder.snapshot())
+    assert contents(joined) == contents(mirror)
+
+
+def test_the_row_of_the_first_output_token_is_wanted_wherever_the_prompts_rows_begin() -> None:
+    request = make_request([1, 2, 3], logprobs=LogprobSpec(3))
+    plan = StepPlanEncoder().encode(Microbatch(0, 0, (chunk_of(request, 3, [4]),)))
+    assert plan.opens[0].logprobs == LogprobSpec(2)
+
+
+def test_every_field_of_a_logprob_spec_travels_and_none_can_be_altered() -> None:
+    spec = LogprobSpec(1, 4, (5, 6))
+    request = make_request([1, 2, 3], logprobs=spec)
+    plan = StepPlanEncoder().encode(Microbatch(0, 0, (chunk_of(request, 3, [4]),)))
+    for altered in (LogprobSpec(0, 4, (5, 6)), LogprobSpec(1, 0, (5, 6)), LogprobSpec(1, 4), None):
+        with pytest.raises(ProtocolError, match="checksum"):
+            RequestMirror().apply(replaced(plan, "opens", logprobs=altered))
 
 
 def test_a_request_released_before_it_was_ever_sent_is_not_closed() -> None:
@@ -240,7 +276,7 @@ def test_restoring_replaces_what_was_there() -> None:
     mirror.restore(
         MirrorSnapshot(5, 77, (RequestOpen(3, GREEDY, 1),), (ChunkPlan(3, 0, 0, False),))
     )
-    assert contents(mirror) == [(3, GREEDY, 1, [], [])]
+    assert contents(mirror) == [(3, GREEDY, 1, [], [], None)]
     with pytest.raises(ProtocolError, match="expects 5"):
         mirror.apply(three_plans()[1])
 

@@ -121,6 +121,24 @@ def check_sequences(obj: Any) -> None:
         )
 
 
+def check_logprob_lists(obj: Any) -> None:
+    """Raises RefusedRequestError when a field of log-probabilities is a list that does not have an
+    entry per prompt: upstream lets it pass, and its front breaks when the answer comes.
+
+    Args:
+        obj: as for `check_sequences`.
+    """
+    prompts: Any = getattr(obj, "text", None) or getattr(obj, "input_ids", None)
+    num_prompts = len(prompts) if _is_several(prompts) else None
+    for name in ("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"):
+        values = getattr(obj, name, None)
+        # Flat, it holds the ids that are the same for all prompts.
+        if name == "token_ids_logprob" and not (values and isinstance(values[0], list)):
+            continue
+        if isinstance(values, list) and len(values) != num_prompts:
+            raise _refused(f"{name}: give one value, or one for each of several prompts")
+
+
 def _is_several(prompts: Any) -> bool:
     """Whether these are several prompts, and not the text or the token ids of a single one."""
     return isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))

@@ -26,6 +26,7 @@ from sgl_pipeline.managers.entrance_checks import (
     RefusedRequestError,
     check_decodable,
     check_inputs,
+    check_logprob_lists,
     check_sequences,
     max_prompt_characters,
 )
@@ -113,6 +114,7 @@ class GuardedTokenizerManager(TokenizerManager):
         is_health_check = request is not None and request.url.path in HEALTH_ROUTES
         check_inputs(obj, self.context_len, is_health_check)
         check_sequences(obj)
+        check_logprob_lists(obj)
         spread_seeds(obj)
         has_replied = False
         async with aclosing(super().generate_request(obj, request)) as replies:

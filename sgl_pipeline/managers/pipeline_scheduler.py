@@ -171,7 +171,7 @@ class PipelineScheduler:
         if report.token_ids is not None:
             started = time.perf_counter()
             now_s = time.monotonic()
-            events = self._steps.on_result(report.step_id, report.token_ids, now_s)
+            events = self._steps.on_result(report.step_id, report.token_ids, now_s, report.logprobs)
             self._front.send_events(events)
             self._journal.finished(report.step_id, now_s, (time.perf_counter() - started) * 1e3)
         self._journal.reported(report)

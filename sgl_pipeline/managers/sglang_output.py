@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import BatchTokenIDOutput
 
+from sgl_pipeline.managers.logprob_output import LogprobCursor, LogprobFields, logprob_columns
 from sgl_pipeline.managers.reasoning_tokens import ReasoningCounter
 from sgl_pipeline.managers.stop_text import StopTextCheck
 from sgl_pipeline.requests import FinishReason, Request
@@ -41,6 +42,7 @@ class OutputRow:
     reasoning_tokens: int = 0
     cached_tokens: int = 0
     num_retractions: int = 0
+    logprobs: LogprobFields | None = None
 
 
 class OutputCursor:
@@ -65,6 +67,7 @@ class OutputCursor:
         self._skip_special_tokens = sampling.skip_special_tokens
         self._spaces = sampling.spaces_between_special_tokens
         self._no_stop_trim = sampling.no_stop_trim
+        self._logprobs = None if request.logprobs is None else LogprobCursor(request)
         self._num_sent = 0
         self._has_sent = False
 
@@ -95,6 +98,7 @@ class OutputCursor:
             reasoning_tokens=self._reasoning.count,
             cached_tokens=request.cached_tokens,
             num_retractions=request.num_retractions,
+            logprobs=None if self._logprobs is None else self._logprobs.next_fields(new_ids),
         )
 
     def _is_due(self) -> bool:
@@ -150,18 +154,7 @@ def output_message(rows: list[OutputRow]) -> BatchTokenIDOutput:
         cached_tokens=[row.cached_tokens for row in rows],
         cached_tokens_details=[_cached_tokens_details(row.cached_tokens) for row in rows],
         retraction_counts=[row.num_retractions for row in rows],
-        input_token_logprobs_val=None,
-        input_token_logprobs_idx=None,
-        output_token_logprobs_val=None,
-        output_token_logprobs_idx=None,
-        input_top_logprobs_val=None,
-        input_top_logprobs_idx=None,
-        output_top_logprobs_val=None,
-        output_top_logprobs_idx=None,
-        input_token_ids_logprobs_val=None,
-        input_token_ids_logprobs_idx=None,
-        output_token_ids_logprobs_val=None,
-        output_token_ids_logprobs_idx=None,
+        **logprob_columns([row.logprobs for row in rows]),
         output_token_entropy_val=None,
         output_token_sampling_mask=None,
         output_hidden_states=None,

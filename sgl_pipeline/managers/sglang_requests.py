@@ -17,19 +17,21 @@ from sgl_pipeline.managers.model_files import ModelLimits
 from sgl_pipeline.managers.priority_rules import PriorityRules
 from sgl_pipeline.managers.stop_regex import StopRegexes
 from sgl_pipeline.managers.stop_text import StopTextCheck, check_stop_strings
-from sgl_pipeline.requests import Request, SamplingSpec, StopRules
+from sgl_pipeline.requests import MAX_TOP_LOGPROBS, LogprobSpec, Request, SamplingSpec, StopRules
 
 MAX_NAMESPACE_LENGTH = 4096
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 # Far beyond any logit, and sums of such numbers stay finite in fp32.
 MAX_LOGIT_BIAS = 1e30
+MAX_LOGPROB_TOKEN_IDS = 1024
+# Of a prompt: each number costs the front some microseconds in which it serves nobody else.
+MAX_PROMPT_LOGPROBS = 2**20
 _SEED_MASK = 2**63 - 1
 _MAX_INT32 = 2**31 - 1
 
 # Fields of TokenizedGenerateReqInput that ask for something not built, and what to call it.
 _UNBUILT_FIELDS = {
-    "return_logprob": "log-probabilities (logprobs, return_logprob)",
     "return_sampling_mask": "return_sampling_mask",
     "return_hidden_states": "return_hidden_states",
     "return_routed_experts": "return_routed_experts",
@@ -107,6 +109,7 @@ class RequestIntake:
             ),
             arrival_s=now_s,
             priority=self._priorities.priority(message.priority),
+            logprobs=self._logprobs(message, len(prompt_ids)) if message.return_logprob else None,
             cache_namespace=_namespace(message.extra_key, message.cache_salt),
         )
 
@@ -146,6 +149,34 @@ class RequestIntake:
             min_new_tokens=sampling.min_new_tokens,
             masked_token_ids=self._masked_token_ids(sampling),
         )
+
+    def _logprobs(self, message: Any, prompt_length: int) -> LogprobSpec:
+        vocab_size, num_top = self._limits.vocab_size, message.top_logprobs_num
+        _check_range(
+            "top_logprobs_num (top_logprobs)", num_top, 0, min(MAX_TOP_LOGPROBS, vocab_size)
+        )
+        token_ids = tuple(message.token_ids_logprob or ())
+        if len(token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise RequestError(
+                f"token_ids_logprob may have {MAX_LOGPROB_TOKEN_IDS} ids, got {len(token_ids)}"
+            )
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"token_ids_logprob: {token_id} is outside the vocabulary [0, {vocab_size})"
+                )
+        start = message.logprob_start_len
+        if start == -1:  # upstream's default: of the output only
+            start = prompt_length
+        _check_range("logprob_start_len", start, 0, prompt_length)
+        num_numbers = (prompt_length - start) * (1 + num_top + len(token_ids))
+        if num_numbers > MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                f"{num_numbers} log-probabilities of the prompt are asked for, at most "
+                f"{MAX_PROMPT_LOGPROBS} are given; raise logprob_start_len or lower "
+                "top_logprobs_num"
+            )
+        return LogprobSpec(start, num_top, token_ids)
 
     def _logit_bias(self, asked: dict[str, float]) -> tuple[tuple[int, float], ...]:
         if len(asked) > MAX_LOGIT_BIASES:

@@ -20,7 +20,7 @@ from sgl_pipeline.pp_runner.step_inputs import StepInputs
 
 
 class OutputHead:
-    """The final norm and lm_head, for the sampled rows only."""
+    """The final norm and lm_head, for the rows whose logits are wanted only."""
 
     def __init__(self, norm: RmsNorm, weight: torch.Tensor) -> None:
         self._norm = norm
@@ -95,8 +95,7 @@ class StageModel:
             hidden: the residual stream [T, H] from the stage before, in the model's dtype; None on
                 the first stage.
 
-        Returns the residual stream [T, H] for the next stage, or on the last stage the logits
-        [S, V] in fp32 of `inputs.sample_rows`.
+        Returns the residual stream [T, H]: for the next stage, or on the last one for `logits`.
         """
         if self._embedding is not None:
             hidden = F.embedding(inputs.token_ids, self._embedding)
@@ -104,9 +103,13 @@ class StageModel:
         rotation = self._rotary.at(inputs.positions)
         for layer in self.layers.values():
             hidden = layer.forward(hidden, rotation, inputs.slots, kv_pool, attention)
-        if self._head is None:
-            return hidden
-        return self._head(hidden[inputs.sample_rows])
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V] in fp32 of N rows [N, H] of the residual stream; on the last stage only."""
+        assert self._head is not None, "only the last stage has the head"
+        return self._head(hidden)
 
 
 def _load_embedding(spec: ModelSpec, weights: WeightSource) -> torch.Tensor:

@@ -12,10 +12,12 @@ from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.device import choose_attention_backend, make_attention_backend
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.logit_adjustments import plan_logit_adjustments
+from sgl_pipeline.pp_runner.logprobs import plan_logprobs
 from sgl_pipeline.pp_runner.sampler import Sampler
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.token_masks import plan_token_masks
+from sgl_pipeline.requests import LogprobRows
 from sgl_pipeline.step_plan import RequestMirror, StepPlan
 
 
@@ -68,25 +70,30 @@ class StageRunner:
         chunks = self._mirror.apply(plan)
         inputs = build_step_inputs(chunks, self._shape.page_size, self._shape.device)
         self._attention.plan(inputs.layout)
-        adjustments = masks = None
+        adjustments = masks = logprob_plan = None
         if self._is_last:
             adjustments = plan_logit_adjustments(chunks, self._shape.device)
             masks = plan_token_masks(chunks, self._shape.device)
+            logprob_plan = plan_logprobs(chunks)
         hidden = None
         if not self._is_first:
             hidden = self._link.receive(plan.step_id, inputs.num_tokens)
         started = time.perf_counter()
-        output = self._model.forward(inputs, hidden, self._kv_pool, self._attention)
+        hidden = self._model.forward(inputs, hidden, self._kv_pool, self._attention)
         token_ids = None
+        logprobs: tuple[LogprobRows, ...] = ()
         if self._is_last:
+            logits = self._model.logits(hidden[inputs.sample_rows])
             if adjustments is not None:
-                adjustments.apply_to(output)
+                adjustments.apply_to(logits)
             if masks is not None:
-                masks.apply_to(output)
-            sampled = self._sampler.sample(output, inputs.sampling, inputs.sample_positions)
+                masks.apply_to(logits)
+            sampled = self._sampler.sample(logits, inputs.sampling, inputs.sample_positions)
             token_ids = tuple(sampled)
+            if logprob_plan is not None:
+                logprobs = logprob_plan.compute(self._model.logits, hidden, logits, token_ids)
         else:
-            self._link.send(plan.step_id, output)
+            self._link.send(plan.step_id, hidden)
         finished = time.perf_counter()
         report = StageReport(
             stage=self._stage,
@@ -95,6 +102,7 @@ class StageRunner:
             input_wait_ms=(started - self._free_since) * 1e3,
             compute_ms=(finished - started) * 1e3,
             token_ids=token_ids,
+            logprobs=logprobs,
         )
         self._free_since = finished
         return report

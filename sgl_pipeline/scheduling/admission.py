@@ -81,7 +81,10 @@ class Admission:
         request.steps_in_flight += 1
         if not request.is_prefilling:
             del self._running.prefilling[request]
-        samples = end == request.num_tokens and request.stops.max_new_tokens > 0
+        # Where no token is asked for, the log-probabilities of the next one may be: it is drawn
+        # with them and dropped.
+        draws = request.stops.max_new_tokens > 0 or request.logprobs is not None
+        samples = end == request.num_tokens and draws
         chunks.append(Chunk(request, start, length, is_decode=False, samples=samples))
         return length
 

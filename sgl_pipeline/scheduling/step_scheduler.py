@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from sgl_pipeline.args import ACCOUNTINGS, Accounting, SchedulingArgs
 from sgl_pipeline.errors import ProtocolError, QueueFullError, RequestError
 from sgl_pipeline.microbatch import Chunk, Microbatch
-from sgl_pipeline.requests import FinishReason, Request, RequestState, TokenEvent
+from sgl_pipeline.requests import FinishReason, LogprobRows, Request, RequestState, TokenEvent
 from sgl_pipeline.scheduling.admission import Admission
 from sgl_pipeline.scheduling.age_limit import AgeLimit
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
@@ -195,15 +195,23 @@ class StepScheduler:
             self._waiting_ages.stop(chunk.request)
             self._running_ages.start(chunk.request, now)
 
-    def on_result(self, step_id: int, token_ids: Sequence[int], now: float) -> list[TokenEvent]:
+    def on_result(
+        self,
+        step_id: int,
+        token_ids: Sequence[int],
+        now: float,
+        logprobs: Sequence[LogprobRows] = (),
+    ) -> list[TokenEvent]:
         """Books the oldest step in flight: every stage has run it.
 
         Args:
             step_id: which step it was.
             token_ids: what the last stage drew, one for each chunk that samples, in chunk order.
             now: the caller's clock in seconds.
+            logprobs: the rows of each chunk whose request wants log-probabilities, in chunk order.
 
-        Raises ProtocolError when it is another step's turn or the number of tokens is wrong.
+        Raises ProtocolError when it is another step's turn or the number of tokens or rows is
+        wrong.
         """
         microbatch = self._in_flight[0] if self._in_flight else None
         if microbatch is None or microbatch.step_id != step_id:
@@ -213,11 +221,18 @@ class StepScheduler:
             raise ProtocolError(
                 f"step {step_id} drew {len(token_ids)} tokens, {microbatch.num_samples} are due"
             )
+        if len(logprobs) != microbatch.num_logprob_chunks:
+            raise ProtocolError(
+                f"step {step_id} gave log-probabilities of {len(logprobs)} chunks, "
+                f"{microbatch.num_logprob_chunks} are due"
+            )
         self._in_flight.popleft()
-        drawn = iter(token_ids)
+        drawn, rows = iter(token_ids), iter(logprobs)
         events = []
         for chunk in microbatch.chunks:
             new_ids = (next(drawn),) if chunk.samples else ()
+            if chunk.request.logprobs is not None:
+                _keep_logprobs(chunk, next(rows))
             event = self._book(chunk, new_ids)
             if event is not None:
                 events.append(event)
@@ -237,6 +252,8 @@ class StepScheduler:
             if chunk.end < request.prefill_end:
                 return None
             self._pages.end_prefill(request)
+        if request.stops.max_new_tokens == 0:
+            new_ids = ()
         request.output_ids += new_ids
         finish = finish_reason(request)
         if finish is None:
@@ -322,6 +339,8 @@ class StepScheduler:
             assert request.state is RequestState.RUNNING
             assert request.num_computed <= request.num_scheduled <= request.num_tokens
             assert self._pages.pages_for(request.num_scheduled) <= len(request.pages)
+            if request.logprobs is not None:
+                assert request.num_computed <= request.first_logits_position
         for request in self._running.decoding:
             assert request.steps_in_flight == (request not in self._running.ready)
         assert self._running.remaining_output_tokens == sum(
@@ -335,3 +354,17 @@ def _queue_full(num_waiting: int, limit: int) -> QueueFullError:
         f"{num_waiting} requests wait already, the limit is {limit}; try again later or raise "
         "--max-queued-requests"
     )
+
+
+def _keep_logprobs(chunk: Chunk, rows: LogprobRows) -> None:
+    """Adds what a chunk yielded to what its request has. Raises ProtocolError on a wrong count."""
+    request = chunk.request
+    num_due = max(0, chunk.end - max(chunk.start, request.first_logits_position))
+    if rows.num_rows != num_due:
+        raise ProtocolError(
+            f"request {request.request_id!r} got log-probabilities of {rows.num_rows} positions, "
+            f"{num_due} are due"
+        )
+    if num_due:
+        request.logprob_runs.append(rows)
+        request.num_logprob_rows += num_due

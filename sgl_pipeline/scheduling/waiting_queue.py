@@ -46,8 +46,8 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Enters a request; its `prefill_end` must not change while it waits."""
-        # The last token is always computed, for its logits: a hit ends before it.
-        tokens = request.tokens(0, request.prefill_end - 1)
+        # A hit ends before the first position whose logits are needed: the last, or sooner.
+        tokens = request.tokens(0, request.first_logits_position)
         path = self._cache.want(tokens, request.cache_namespace)
         self._paths[request] = path
         self._tail_tokens += request.prefill_end - path.end

@@ -8,6 +8,7 @@ from sgl_pipeline.managers.entrance_checks import (
     RefusedRequestError,
     check_decodable,
     check_inputs,
+    check_logprob_lists,
     check_sequences,
 )
 
@@ -125,3 +126,31 @@ def test_ids_that_no_tokenizer_decodes_are_refused(tokens: Any) -> None:
         check_decodable(tokens)
     check_decodable([5, [7]])
     check_decodable(None)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "fields"),
+    [
+        ("x", {"return_logprob": [True]}),
+        ("x", {"top_logprobs_num": [1]}),
+        ("x", {"logprob_start_len": [0]}),
+        ("x", {"token_ids_logprob": [[1]]}),
+        (["x", "y"], {"top_logprobs_num": [1]}),
+        (["x", "y"], {"return_logprob": [True] * 3}),
+        (["x", "y"], {"token_ids_logprob": [[1]]}),
+    ],
+)
+def test_lists_of_logprob_options_need_an_entry_per_prompt(prompts: Any, fields: Any) -> None:
+    with pytest.raises(RefusedRequestError, match=next(iter(fields))):
+        check_logprob_lists(GenerateReqInput(text=prompts, **fields))
+
+
+def test_logprob_options_for_all_prompts_or_for_each_pass() -> None:
+    for fields in (
+        {},
+        {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [1, 2, 3]},
+        {"return_logprob": [True, False], "token_ids_logprob": [[1], []]},
+    ):
+        check_logprob_lists(GenerateReqInput(text=["x", "y"], **fields))
+    check_logprob_lists(GenerateReqInput(input_ids=[5, 6], token_ids_logprob=[1, 2, 3]))
+    check_logprob_lists(GenerateReqInput(text="x", token_ids_logprob=[]))

@@ -11,10 +11,11 @@ from support.upstream_front import LIMITS, POOL_TOKENS, generate
 
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers import sglang_requests
+from sgl_pipeline.managers.model_files import ModelLimits
 from sgl_pipeline.managers.priority_rules import PriorityRules
 from sgl_pipeline.managers.sglang_requests import RequestIntake
 from sgl_pipeline.managers.stop_text import StopTextCheck
-from sgl_pipeline.requests import Request
+from sgl_pipeline.requests import LogprobSpec, Request
 
 
 def intake(
@@ -156,6 +157,53 @@ def test_a_request_gets_the_priority_that_the_rules_give_it() -> None:
     assert intake(priorities=PriorityRules(True)).build(message, 0.0).priority == 7
 
 
+def wanted(prompt: str = "hello", sampling: Any = None, **fields: Any) -> LogprobSpec | None:
+    return build(sampling, prompt, return_logprob=True, **fields).logprobs
+
+
+def test_log_probabilities_are_kept_as_asked_and_none_are_the_default() -> None:
+    assert build(top_logprobs_num=5, token_ids_logprob=[3], logprob_start_len=1).logprobs is None
+    assert wanted() == LogprobSpec(5)
+    assert wanted(logprob_start_len=5) == LogprobSpec(5)
+    assert wanted(top_logprobs_num=3, token_ids_logprob=[7, 7, 0], logprob_start_len=2) == (
+        LogprobSpec(2, 3, (7, 7, 0))
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"top_logprobs_num": 129}, "top_logprobs_num .* between 0 and 128"),
+        ({"top_logprobs_num": -1}, "top_logprobs_num"),
+        ({"top_logprobs_num": 10**12}, "top_logprobs_num"),
+        ({"token_ids_logprob": [5, VOCAB_SIZE]}, f"{VOCAB_SIZE} is outside the vocabulary"),
+        ({"token_ids_logprob": [-1]}, "-1 is outside the vocabulary"),
+        ({"token_ids_logprob": [5] * 1025}, "1024 ids, got 1025"),
+        ({"logprob_start_len": 6}, "logprob_start_len must be between 0 and 5, got 6"),
+        ({"logprob_start_len": -2}, "logprob_start_len"),
+        ({"logprob_start_len": -(2**62)}, "logprob_start_len"),
+    ],
+)
+def test_log_probabilities_are_bounded(fields: Any, named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        build(return_logprob=True, **fields)
+
+
+def test_those_of_a_prompt_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_requests, "MAX_PROMPT_LOGPROBS", 20)
+    assert wanted(top_logprobs_num=3, logprob_start_len=0) == LogprobSpec(0, 3)
+    with pytest.raises(RequestError, match=r"25 log-probabilities of the prompt .* at most 20"):
+        wanted(top_logprobs_num=4, logprob_start_len=0)
+
+
+def test_no_more_are_asked_for_than_the_vocabulary_has() -> None:
+    limits = ModelLimits(CONTEXT_LENGTH, 100, LIMITS.eos_token_ids)
+    small = RequestIntake(limits, POOL_TOKENS, byte_tokenizer(), None, PriorityRules())
+    message = generate("r1", [5], return_logprob=True, top_logprobs_num=101)
+    with pytest.raises(RequestError, match="between 0 and 100"):
+        small.build(message, 0.0)
+
+
 @pytest.mark.parametrize(
     ("prompt", "named"),
     [([], "empty"), ([3, VOCAB_SIZE], f"token id {VOCAB_SIZE}"), ([-1], "token id -1")],
@@ -221,7 +269,6 @@ def test_a_namespace_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"return_logprob": True}, "logprobs"),
         ({"return_hidden_states": True}, "return_hidden_states"),
         ({"input_embeds": [[0.5]]}, "input_embeds"),
         ({"session_id": "s"}, "sessions"),
@@ -247,10 +294,7 @@ def test_a_sampling_option_that_is_not_built_is_refused_by_name(sampling: Any, n
 # Fields that do nothing upstream either, at the configuration that this server runs with.
 WITHOUT_EFFECT = {
     "input_text": "the ids are what counts",
-    "logprob_start_len": "only with return_logprob",
-    "top_logprobs_num": "only with return_logprob",
-    "token_ids_logprob": "only with return_logprob",
-    "return_flat_raw_top_logprobs": "only with return_logprob",
+    "return_flat_raw_top_logprobs": "the front flattens what it gets",
     "sampling_logprobs_mode": "only with return_sampling_mask",
     "routed_experts_start_len": "only with return_routed_experts",
     "bootstrap_port": "only with bootstrap_host",
@@ -276,6 +320,7 @@ READ = {
     "cache_salt",
     "priority",
     "require_reasoning",
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
 }
 
 SAMPLING_WITHOUT_EFFECT = {

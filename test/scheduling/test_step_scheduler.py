@@ -3,12 +3,18 @@
 from typing import Any
 
 import pytest
-from support.pipelines import VirtualPipeline, make_request, output_when_alone
+from support.pipelines import (
+    VirtualPipeline,
+    logprobs_of,
+    logprobs_when_alone,
+    make_request,
+    output_when_alone,
+)
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ProtocolError, QueueFullError, RequestError
 from sgl_pipeline.microbatch import Microbatch
-from sgl_pipeline.requests import FinishReason, Request, RequestState
+from sgl_pipeline.requests import FinishReason, LogprobRows, Request, RequestState
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.throttle import make_policy
 
@@ -78,6 +84,29 @@ def test_no_new_tokens_finishes_after_prefill_and_fills_the_cache() -> None:
     add(pipeline, second)
     pipeline.drain()
     assert second.cached_tokens == 3
+
+
+def test_no_new_tokens_but_log_probabilities_draw_one_token_and_drop_it() -> None:
+    pipeline = pipeline_of()
+    request = make_request("scored", [1, 2, 3, 4], max_new_tokens=0, logprob_start=1)
+    add(pipeline, request)
+    (event,) = pipeline.drain()
+    assert (event.token_ids, event.finish) == ((), FinishReason("length"))
+    assert pipeline.microbatches[0].num_samples == 1
+    assert request.output_ids == []
+    assert logprobs_of(request) == logprobs_when_alone(request)
+    assert len(logprobs_of(request)) == 3
+
+
+@pytest.mark.parametrize(("rows", "named"), [([], "0 chunks, 1 are due"), ([2], "2 positions, 3")])
+def test_log_probabilities_of_another_number_are_a_protocol_error(
+    rows: list[int], named: str
+) -> None:
+    pipeline = pipeline_of()
+    add(pipeline, make_request("r", [1, 2, 3], logprob_start=0))
+    pipeline.schedule()
+    with pytest.raises(ProtocolError, match=named):
+        pipeline.scheduler.on_result(0, [3], 0.0, [LogprobRows(count) for count in rows])
 
 
 def test_chunks_of_one_prompt_are_in_flight_in_consecutive_steps() -> None:

@@ -3,7 +3,13 @@
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.pipelines import VirtualPipeline, make_request, output_when_alone
+from support.pipelines import (
+    VirtualPipeline,
+    logprobs_of,
+    logprobs_when_alone,
+    make_request,
+    output_when_alone,
+)
 
 from sgl_pipeline.args import ACCOUNTINGS, POLICIES, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import RequestError
@@ -81,9 +87,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, 1]),
         namespace=st.sampled_from(["", "", "", "other"]),
         stops=st.booleans(),
+        logprob_start=st.sampled_from([None, None, 0, 1, 3, 6, 99]),
     )
     def add(
-        self, prompt_ids: list[int], max_new_tokens: int, priority: int, namespace: str, stops: bool
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        priority: int,
+        namespace: str,
+        stops: bool,
+        logprob_start: int | None,
     ) -> None:
         request = make_request(
             str(len(self.added)),
@@ -92,6 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=frozenset({0} if stops else ()),
             priority=priority,
             namespace=namespace,
+            logprob_start=logprob_start,
         )
         request.arrival_s = self.pipeline.now
         try:
@@ -150,8 +164,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.finish is not None
             if request.finish.kind == "abort":
                 assert request.output_ids == expected[: len(request.output_ids)]
+                rows = logprobs_of(request)
+                assert rows == logprobs_when_alone(request)[: len(rows)]
             else:
                 assert request.output_ids == expected
+                assert logprobs_of(request) == logprobs_when_alone(request)
 
 
 TestSchedulerUnderRandomTraffic = SchedulerMachine.TestCase

@@ -33,8 +33,16 @@ class QueueAndPages:
         self.prefilling: list[Request] = []
         self.num_added = 0
 
-    def add(self, tokens: list[int], priority: int = 0, namespace: str = "") -> Request:
-        request = make_request(str(self.num_added), tokens, namespace=namespace)
+    def add(
+        self,
+        tokens: list[int],
+        priority: int = 0,
+        namespace: str = "",
+        logprob_start: int | None = None,
+    ) -> Request:
+        request = make_request(
+            str(self.num_added), tokens, namespace=namespace, logprob_start=logprob_start
+        )
         request.order = (-priority, self.num_added)
         self.num_added += 1
         self.queue.add(request)
@@ -73,8 +81,15 @@ class QueueAndPages:
     def wanted(self, request: Request) -> set[Prefix]:
         """Each page that the request can share, as the prefix that it ends."""
         tokens = tuple(request.prompt_ids)
-        ends = range(self.page_size, len(tokens), self.page_size)
+        ends = range(self.page_size, self.longest_hit(request) + 1, self.page_size)
         return {(request.cache_namespace, tokens[:end]) for end in ends}
+
+    def longest_hit(self, request: Request) -> int:
+        """A hit leaves the last token, and all whose log-probabilities are wanted."""
+        longest = len(request.prompt_ids) - 1
+        if request.logprobs is not None:
+            longest = min(longest, request.logprobs.prompt_start)
+        return longest // self.page_size * self.page_size
 
     def cached(self) -> set[Prefix]:
         found: set[Prefix] = set()
@@ -100,7 +115,7 @@ class QueueAndPages:
         cached = self.cached()
         claimed = set().union(*(self.wanted(request) for request in self.prefilling))
         shared = set().union(*(self.wanted(request) for request in self.waiting))
-        tails = sum((len(r.prompt_ids) - 1) % self.page_size + 1 for r in self.waiting)
+        tails = sum(len(r.prompt_ids) - self.longest_hit(r) for r in self.waiting)
         if accounting == "radix-unshared":
             missing = sum(len(self.wanted(request) - cached) for request in self.waiting)
             return missing * self.page_size + tails
@@ -120,7 +135,7 @@ class QueueAndPages:
         st.tuples(
             st.sampled_from(["add", "add", "admit", "advance", "advance", "drop", "discard"]),
             st.lists(st.integers(0, 1), min_size=1, max_size=9),
-            st.integers(0, 2),
+            st.integers(0, 4),
         ),
         max_size=40,
     ),
@@ -131,7 +146,12 @@ def test_pending_tokens_and_head_equal_a_brute_force_count(
     both = QueueAndPages(page_size, num_pages)
     for kind, tokens, number in operations:
         if kind == "add":
-            both.add(tokens, priority=number == 2, namespace="salt" if number == 1 else "")
+            both.add(
+                tokens,
+                priority=number == 2,
+                namespace="salt" if number == 1 else "",
+                logprob_start={3: 0, 4: 2}.get(number),
+            )
         elif kind == "admit":
             both.admit()
         elif kind == "discard" and both.waiting:
@@ -236,6 +256,26 @@ def test_discarded_requests_do_not_pile_up() -> None:
     for _ in range(20 * MAX_PARKED_PER_CALL):
         both.discard(both.add([5, 6]))
     assert len(both.queue._heap) <= 2 * MAX_PARKED_PER_CALL
+
+
+def test_a_hit_ends_where_log_probabilities_begin_and_the_rest_is_pending() -> None:
+    both = QueueAndPages(2)
+    first = both.add([1, 2, 3, 4, 5, 6])
+    both.admit()
+    both.advance(first, 6)
+    scored = both.add([1, 2, 3, 4, 5, 6], logprob_start=3)
+    assert both.queue.pending_tokens == 4
+    assert both.admit() is scored
+    assert scored.num_computed == 2
+
+
+def test_a_request_waits_for_no_prefill_beyond_where_its_log_probabilities_begin() -> None:
+    both = QueueAndPages(1)
+    both.add([1, 2, 3, 4])
+    both.admit()
+    waits, goes = both.add([1, 2, 3], logprob_start=1), both.add([1, 2, 3], logprob_start=0)
+    assert both.queue.head() is goes
+    assert waits in both.queue._parked
 
 
 def test_without_radix_cache_whole_prompts_are_pending() -> None:

@@ -46,7 +46,26 @@ REFUSED = {
         {"text": "x", "sampling_params": {"json_schema": "INVALID"}},
         ["json_schema is no valid JSON"],
     ),
-    "log-probabilities": ({"text": "x", "return_logprob": True}, ["not supported"]),
+    "more candidates than there may be": (
+        {"text": "x", "return_logprob": True, "top_logprobs_num": 400},
+        ["top_logprobs", "128", "400"],
+    ),
+    "a log-probability of an unknown token": (
+        {"text": "x", "return_logprob": True, "token_ids_logprob": [320]},
+        ["token_ids_logprob", "320"],
+    ),
+    "log-probabilities from behind the prompt": (
+        {"text": "x", "return_logprob": True, "logprob_start_len": 2},
+        ["logprob_start_len", "between 0 and 1"],
+    ),
+    "log-probabilities from before the prompt": (
+        {"text": "x", "return_logprob": True, "logprob_start_len": -2},
+        ["logprob_start_len", "-2"],
+    ),
+    "a list of numbers of candidates for one prompt": (
+        {"text": "x", "return_logprob": True, "top_logprobs_num": [2]},
+        ["top_logprobs_num", "several prompts"],
+    ),
     "a penalty out of range": (
         {"text": "x", "sampling_params": {"frequency_penalty": 2.5}},
         ["frequency_penalty", "2.5"],

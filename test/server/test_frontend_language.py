@@ -1,4 +1,5 @@
-"""SGLang's frontend language against a live server: everything but `select` and grammars."""
+"""SGLang's frontend language against a live server: everything but `select`
+(`test_logprobs.py`) and grammars."""
 
 import asyncio
 from collections.abc import Iterator

@@ -22,11 +22,9 @@ _BOTH = {
     "data_parallel_rank": ({"data_parallel_rank": 1}, "routed_dp_rank"),
 }
 _COMPLETIONS = _BOTH | {
-    "logprobs": ({"logprobs": 1}, "log-probabilities"),
     "a wrong json_schema": ({"json_schema": "{"}, "json_schema is no valid JSON"),
 }
 _CHAT = _BOTH | {
-    "logprobs": ({"logprobs": True}, "log-probabilities"),
     "return_sampling_mask": (
         {"return_sampling_mask": True, "return_meta_info": True},
         "return_sampling_mask",
@@ -46,7 +44,6 @@ _CHAT = _BOTH | {
 }
 _RESPONSES = {
     "session_id": ({"session_id": "s"}, "sessions"),
-    "logprobs": ({"include": ["message.output_text.logprobs"]}, "log-probabilities"),
     "another model": ({"model": "other"}, "does not exist"),
     "a store that is off": ({"previous_response_id": "resp_1"}, "--enable-response-store"),
     "the background": ({"background": True}, "--enable-response-store"),
@@ -85,7 +82,6 @@ ROUTES = {
     "/classify": ({"text": "x"}, "embeddings"),
     "/encode": ({"text": "x"}, "embeddings"),
     "/v1/audio/transcriptions": ({}, "speech"),
-    "/v1/score": ({"query": "a", "items": ["b"], "label_token_ids": [1]}, "log-probabilities"),
     "/open_session": ({"capacity_of_str_len": 10}, "sessions"),
 }
 

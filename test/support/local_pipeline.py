@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.messages import StageAssignment
+from sgl_pipeline.messages import StageAssignment, StageReport
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.stage_model import StageModel
@@ -82,7 +82,7 @@ class LocalPipeline:
         )
         self.microbatches: list[Microbatch] = []
         self._encoder = StepPlanEncoder()
-        self._in_flight: deque[tuple[int, tuple[int, ...]]] = deque()
+        self._in_flight: deque[StageReport] = deque()
 
     def schedule(self) -> bool:
         """Starts one step; False when the scheduler has none."""
@@ -92,15 +92,14 @@ class LocalPipeline:
         self.microbatches.append(microbatch)
         plan = self._encoder.encode(microbatch)
         reports = [runner.run_step(plan) for runner in self.runners]
-        token_ids = reports[-1].token_ids
-        assert token_ids is not None
-        self._in_flight.append((microbatch.step_id, token_ids))
+        self._in_flight.append(reports[-1])
         return True
 
     def complete(self) -> list[TokenEvent]:
         """Books the oldest step in flight."""
-        step_id, token_ids = self._in_flight.popleft()
-        events = self.scheduler.on_result(step_id, token_ids, 0.0)
+        report = self._in_flight.popleft()
+        assert report.token_ids is not None
+        events = self.scheduler.on_result(report.step_id, report.token_ids, 0.0, report.logprobs)
         self.scheduler.check_invariants()
         return events
 

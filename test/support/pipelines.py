@@ -6,11 +6,12 @@ reused, poisoned or misplaced changes the tokens. It exists twice, as the earlie
 moment at which a stage may run a step, and both must draw the same.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 
 from sgl_pipeline.microbatch import Microbatch
-from sgl_pipeline.requests import GREEDY, Request, StopRules
+from sgl_pipeline.requests import GREEDY, LogprobRows, LogprobSpec, Request, StopRules
 from sgl_pipeline.scheduling import StepScheduler, TokenEvent
 from sgl_pipeline.step_plan import MirroredChunk, RequestMirror, StepPlanEncoder
 
@@ -25,7 +26,9 @@ def make_request(
     stop_token_ids: frozenset[int] = frozenset(),
     priority: int = 0,
     namespace: str = "",
+    logprob_start: int | None = None,
 ) -> Request:
+    """`logprob_start` asks for log-probabilities from that prompt position on."""
     return Request(
         request_id=request_id,
         prompt_ids=list(prompt_ids),
@@ -33,6 +36,7 @@ def make_request(
         stops=StopRules(max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids),
         priority=priority,
         cache_namespace=namespace,
+        logprobs=None if logprob_start is None else LogprobSpec(logprob_start),
     )
 
 
@@ -44,11 +48,16 @@ def draw(fingerprints: Sequence[int]) -> int:
     return hash(tuple(fingerprints)) % VOCABULARY
 
 
+def fingerprints_of(tokens: Sequence[int]) -> list[int]:
+    fingerprints: list[int] = []
+    for token in tokens:
+        fingerprints.append(fingerprint(fingerprints[-1] if fingerprints else 0, token))
+    return fingerprints
+
+
 def output_when_alone(request: Request) -> list[int]:
     """What `request` must yield, from its prompt alone."""
-    fingerprints: list[int] = []
-    for token in request.prompt_ids:
-        fingerprints.append(fingerprint(fingerprints[-1] if fingerprints else 0, token))
+    fingerprints = fingerprints_of(request.prompt_ids)
     output: list[int] = []
     while len(output) < request.stops.max_new_tokens:
         output.append(draw(fingerprints))
@@ -56,6 +65,22 @@ def output_when_alone(request: Request) -> list[int]:
         if output[-1] in request.stops.stop_token_ids:
             break
     return output
+
+
+def logprobs_when_alone(request: Request) -> list[int]:
+    """What must stand in the rows of `request`, which ended by itself: one of each position."""
+    if request.logprobs is None:
+        return []
+    output = output_when_alone(request)
+    fingerprints = fingerprints_of(request.prompt_ids + output[:-1])
+    return fingerprints[min(request.logprobs.prompt_start, len(request.prompt_ids) - 1) :]
+
+
+def logprobs_of(request: Request) -> list[int]:
+    """What has come back to `request`."""
+    found = array("q", b"".join(run.chosen for run in request.logprob_runs)).tolist()
+    assert len(found) == request.num_logprob_rows
+    return found
 
 
 class FakeStage:
@@ -76,6 +101,16 @@ class FakeStage:
             for chunk in chunks
             if chunk.samples
         ]
+
+    def logprobs(self, chunks: Sequence[MirroredChunk]) -> list[LogprobRows]:
+        """A row of a position is its fingerprint."""
+        found = []
+        for chunk in chunks:
+            if (spec := chunk.request.logprobs) is not None:
+                wanted = range(max(chunk.start, spec.prompt_start), chunk.start + chunk.length)
+                row = array("q", [self._kv[self._slot(chunk, position)] for position in wanted])
+                found.append(LogprobRows(len(wanted), row.tobytes()))
+        return found
 
     def _slot(self, chunk: MirroredChunk, position: int) -> tuple[int, int]:
         page, offset = divmod(position, self._page_size)
@@ -118,7 +153,8 @@ class VirtualPipeline:
         step_id, chunks, early_tokens = self._in_flight.popleft()
         late_tokens = self._late.run(chunks)
         assert late_tokens == early_tokens
-        return self.scheduler.on_result(step_id, late_tokens, self.now)
+        logprobs = self._late.logprobs(chunks)
+        return self.scheduler.on_result(step_id, late_tokens, self.now, logprobs)
 
     def fill(self) -> None:
         """Starts steps until the pipeline is full or there is nothing to do."""

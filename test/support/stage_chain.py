@@ -95,7 +95,8 @@ class StageChain:
             hidden = stage.forward(inputs, hidden, pool, self._attention)
         assert hidden is not None
         sampled = [chunk.request for chunk in chunks if chunk.samples]
-        for request, logits in zip(sampled, hidden, strict=True):
+        rows = self.stages[-1].logits(hidden[inputs.sample_rows])
+        for request, logits in zip(sampled, rows, strict=True):
             self.logits.setdefault(request, []).append(logits.clone())
             request.output_ids.append(int(logits.argmax()))
 
