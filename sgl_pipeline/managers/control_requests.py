@@ -96,13 +96,13 @@ _REFUSALS: dict[type, Callable[[Any], Any]] = {
 # RpcReqInput, belong to upstream's offline Engine, which talks to a scheduler on another socket.
 _UNANSWERED = (
     io.CloseSessionReqInput,
-    io.PauseGenerationReqInput,
-    io.ContinueGenerationReqInput,
     io.RpcReqInput,
 )
 
 _SERVED = (
     io.FlushCacheReqInput,
+    io.PauseGenerationReqInput,
+    io.ContinueGenerationReqInput,
     io.GetInternalStateReq,
     io.UpdateWeightVersionReqInput,
     io.FreezeGCReq,
@@ -123,12 +123,14 @@ class Front(Protocol):
 class ControlledServer(Protocol):
     """What the desk may ask of the scheduler process."""
 
-    @property
-    def is_idle(self) -> bool:
-        """No request is waiting or running."""
+    def flush_cache(self) -> bool:
+        """Empties the radix cache; False while requests are served (`StepScheduler`)."""
 
-    def flush_cache(self) -> None:
-        """Empties the radix cache. Called only when idle."""
+    def pause(self, *, retract: bool) -> None:
+        """Starts no step until `resume`; with `retract`, running requests wait again."""
+
+    def resume(self) -> None:
+        """Ends a pause."""
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: stages, layer partition, policy, pages. JSON types only."""
@@ -152,6 +154,13 @@ class ControlDesk:
             self._front.reply(refusal(message), message)
         elif isinstance(message, io.FlushCacheReqInput):
             self._flush(message)
+        elif isinstance(message, io.PauseGenerationReqInput):
+            # Upstream's TokenizerManager holds back new requests; its mode "abort" ends all others
+            # with an AbortReq and never comes here.
+            self._server.pause(retract=message.mode == "retract")
+        elif isinstance(message, io.ContinueGenerationReqInput):
+            # `torch_empty_cache`: the stages allocate their pools once and keep nothing else.
+            self._server.resume()
         elif isinstance(message, io.GetInternalStateReq):
             state = self._server.describe()
             self._front.reply(io.GetInternalStateReqOutput(internal_state=state), message)
@@ -170,30 +179,30 @@ class ControlDesk:
             logger.warning("%s is not supported and was dropped", type(message).__name__)
 
     def poll(self, now_s: float) -> None:
-        """Finishes a waiting flush once the server is idle or its time is over."""
+        """Finishes a waiting flush once it can be done or its time is over."""
         if self._waiting_flush is None:
             return
         message, deadline_s = self._waiting_flush
-        if self._server.is_idle or now_s >= deadline_s:
+        is_flushed = self._server.flush_cache()
+        if is_flushed or now_s >= deadline_s:
             self._waiting_flush = None
-            self._flush_now(message)
+            self._report_flush(message, is_flushed)
 
     def _flush(self, message: Any) -> None:
         if self._waiting_flush is not None:
             reply = io.FlushCacheReqOutput(success=False, message="another flush is waiting")
             self._front.reply(reply, message)
-        elif message.timeout_s and message.timeout_s > 0 and not self._server.is_idle:
+            return
+        is_flushed = self._server.flush_cache()
+        if not is_flushed and message.timeout_s and message.timeout_s > 0:
             wait_s = min(message.timeout_s, MAX_FLUSH_WAIT_S)
             self._waiting_flush = (message, time.monotonic() + wait_s)
         else:
-            self._flush_now(message)
+            self._report_flush(message, is_flushed)
 
-    def _flush_now(self, message: Any) -> None:
-        is_idle = self._server.is_idle
-        if is_idle:
-            self._server.flush_cache()
-        text = "" if is_idle else "requests are waiting or running; the cache was not flushed"
-        self._front.reply(io.FlushCacheReqOutput(success=is_idle, message=text), message)
+    def _report_flush(self, message: Any, is_flushed: bool) -> None:
+        text = "" if is_flushed else "requests are waiting or running; the cache was not flushed"
+        self._front.reply(io.FlushCacheReqOutput(success=is_flushed, message=text), message)
 
     def _configure_logging(self, message: Any) -> None:
         level = (message.log_level or "").upper()

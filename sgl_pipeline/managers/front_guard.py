@@ -24,7 +24,6 @@ MAX_BODY_BYTES = 64 * 2**20
 MAX_SAMPLES_PER_PROMPT = 128
 MAX_SEQUENCES_PER_REQUEST = 16384
 
-_PAUSE = "pausing generation"
 _MEMORY = "releasing memory at run time"
 _EXPERTS = "recording expert distributions"
 _PROFILE = "profiling"
@@ -32,8 +31,6 @@ _EMBEDDINGS = "embeddings, classification and reranking"
 _SESSIONS = "sessions"
 _SPEECH = "speech recognition"
 REFUSED_ROUTES = {
-    "/pause_generation": _PAUSE,
-    "/continue_generation": _PAUSE,
     "/release_memory_occupation": _MEMORY,
     "/resume_memory_occupation": _MEMORY,
     "/slow_down": "slowing down on purpose",

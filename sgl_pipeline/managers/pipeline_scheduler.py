@@ -149,17 +149,20 @@ class PipelineScheduler:
 
     # What `control_requests.ControlDesk` may ask
 
-    @property
-    def is_idle(self) -> bool:
-        return self._steps.is_idle
+    def flush_cache(self) -> bool:
+        return self._steps.flush_cache()
 
-    def flush_cache(self) -> None:
-        self._steps.flush_cache()
+    def pause(self, *, retract: bool) -> None:
+        self._steps.pause(retract=retract)
+
+    def resume(self) -> None:
+        self._steps.resume()
 
     def describe(self) -> dict[str, Any]:
         """Facts for `/server_info`: the pipeline as it was started, and how it is doing."""
         load = self._steps.load()
         return self._facts | {
+            "is_paused": self._steps.is_paused,
             "free_pages": load.free_pages,
             "waiting_tokens": load.waiting_tokens,
             "num_waiting_requests": self._steps.num_waiting,

@@ -57,10 +57,18 @@ class FakeServer:
     def __init__(self) -> None:
         self.is_idle = True
         self.num_flushes = 0
+        self.pauses: list[str] = []
         self.is_shut_down = False
 
-    def flush_cache(self) -> None:
-        self.num_flushes += 1
+    def flush_cache(self) -> bool:
+        self.num_flushes += self.is_idle
+        return self.is_idle
+
+    def pause(self, *, retract: bool) -> None:
+        self.pauses.append("retract" if retract else "in_place")
+
+    def resume(self) -> None:
+        self.pauses.append("resume")
 
     def describe(self) -> dict[str, Any]:
         return {"num_stages": 4}
@@ -167,8 +175,6 @@ def test_a_reply_that_cannot_say_no_has_its_route_refused() -> None:
         io.ResumeMemoryOccupationReqInput: "/resume_memory_occupation",
         io.SlowDownReqInput: "/slow_down",
         io.ExpertDistributionReq: "/start_expert_distribution_record",
-        io.PauseGenerationReqInput: "/pause_generation",
-        io.ContinueGenerationReqInput: "/continue_generation",
         io.CloseSessionReqInput: "/close_session",
         io.SetInternalStateReq: "/set_internal_state",
     }
@@ -205,6 +211,13 @@ def test_a_waiting_flush_fails_when_its_time_is_over(desk: Desk) -> None:
     desk.desk.poll(float("inf"))
     assert [reply.success for reply in desk.front.replies] == [False]
     assert desk.server.num_flushes == 0
+
+
+def test_a_pause_says_whether_running_requests_are_retracted(desk: Desk) -> None:
+    for mode in ("in_place", "retract"):
+        assert desk.ask(io.PauseGenerationReqInput(mode=mode)) is None
+    assert desk.ask(io.ContinueGenerationReqInput()) is None
+    assert desk.server.pauses == ["in_place", "retract", "resume"]
 
 
 def test_server_info_tells_of_the_pipeline(desk: Desk) -> None:

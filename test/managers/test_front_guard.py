@@ -132,7 +132,7 @@ def client() -> TestClient:
     async def echo(request: Request) -> int:
         return len(await request.body())
 
-    @app.post("/pause_generation")
+    @app.post("/slow_down")
     async def unreachable() -> None:
         raise AssertionError
 
@@ -142,9 +142,9 @@ def client() -> TestClient:
 
 
 def test_a_route_that_is_not_built_is_a_400_that_names_the_feature(client: TestClient) -> None:
-    reply = client.post("/pause_generation")
+    reply = client.post("/slow_down")
     assert reply.status_code == 400
-    assert "pausing generation" in reply.json()["error"]["message"]
+    assert "slowing down" in reply.json()["error"]["message"]
 
 
 def test_refused_routes_exist_upstream() -> None:
