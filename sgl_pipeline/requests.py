@@ -122,6 +122,9 @@ class Request:
     # KV pages in token order; the leading ones may be shared through the radix cache.
     pages: list[int] = field(default_factory=list)
     steps_in_flight: int = 0
+    # When its first chunk was scheduled and its first token known, on the clock of `arrival_s`.
+    started_s: float | None = None
+    first_token_s: float | None = None
     finish: FinishReason | None = None
 
     def __post_init__(self) -> None:

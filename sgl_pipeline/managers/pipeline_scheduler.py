@@ -7,7 +7,7 @@ the one poll at the top of the loop.
 
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -16,11 +16,14 @@ from sgl_pipeline.managers.control_requests import ControlDesk
 from sgl_pipeline.managers.load_report import LoadReport
 from sgl_pipeline.managers.sglang_io import AbortRequest, ControlRequest, SglangFront
 from sgl_pipeline.managers.stage_launcher import StageLauncher
-from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.managers.step_journal import StepJournal, request_record
 from sgl_pipeline.messages import FromWorker, StageReport
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.step_plan import StepPlanEncoder
+
+if TYPE_CHECKING:
+    from sgl_pipeline.managers.metrics_report import MetricsReport
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ class PipelineScheduler:
     """Owns a `StepScheduler` and everything that connects it to the world.
 
     Args:
+        metrics: None without `--enable-metrics`.
         facts: what `/server_info` tells of the pipeline; JSON types only.
     """
 
@@ -42,6 +46,7 @@ class PipelineScheduler:
         launcher: StageLauncher,
         journal: StepJournal,
         loads: LoadReport,
+        metrics: "MetricsReport | None",
         facts: dict[str, Any],
     ) -> None:
         self._front = front
@@ -49,6 +54,7 @@ class PipelineScheduler:
         self._launcher = launcher
         self._journal = journal
         self._loads = loads
+        self._metrics = metrics
         self._facts = facts
         self._desk = ControlDesk(front, self)
         self._encoder = StepPlanEncoder()
@@ -136,7 +142,13 @@ class PipelineScheduler:
             now_s = time.monotonic()
             events = self._steps.on_result(report.step_id, report.token_ids, now_s)
             self._front.send_events(events)
-            self._journal.finished(report.step_id, now_s, (time.perf_counter() - started) * 1e3)
+            result_ms = (time.perf_counter() - started) * 1e3
+            ended = tuple(
+                request_record(event.request, now_s) for event in events if event.finish is not None
+            )
+            self._journal.finished(report.step_id, ended, now_s, result_ms)
+            if self._metrics is not None:
+                self._metrics.ended(ended)
         self._journal.reported(report)
 
     def _check_now_and_then(self) -> None:
@@ -144,7 +156,9 @@ class PipelineScheduler:
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + CHECK_INTERVAL_S
             self._launcher.check(self._journal.last_steps)
-            self._loads.publish(self._steps, self._journal, now_s)
+            load = self._loads.publish(self._steps, self._journal, now_s)
+            if self._metrics is not None:
+                self._metrics.publish(load, self._steps, self._journal, now_s)
             self._desk.poll(now_s)
 
     # What `control_requests.ControlDesk` may ask

@@ -38,6 +38,11 @@ class RequestPages:
         """Free, or cached and not locked."""
         return self._pool.num_free + self._cache.evictable_pages
 
+    @property
+    def num_free(self) -> int:
+        """Neither held nor cached."""
+        return self._pool.num_free
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache.page_size)
 

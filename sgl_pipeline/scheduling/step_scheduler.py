@@ -220,6 +220,8 @@ class StepScheduler:
                 break
             self._waiting_ages.stop(chunk.request)
             self._running_ages.start(chunk.request, now)
+            if chunk.request.started_s is None:
+                chunk.request.started_s = now
 
     def on_result(self, step_id: int, token_ids: Sequence[int], now: float) -> list[TokenEvent]:
         """Books the oldest step in flight: every stage has run it.
@@ -244,13 +246,13 @@ class StepScheduler:
         events = []
         for chunk in microbatch.chunks:
             new_ids = (next(drawn),) if chunk.samples else ()
-            event = self._book(chunk, new_ids)
+            event = self._book(chunk, new_ids, now)
             if event is not None:
                 events.append(event)
         self._retract_if_asked()
         return events
 
-    def _book(self, chunk: Chunk, new_ids: tuple[int, ...]) -> TokenEvent | None:
+    def _book(self, chunk: Chunk, new_ids: tuple[int, ...], now: float) -> TokenEvent | None:
         """The commit fence: what `chunk` wrote is now on every stage, and what it drew is known."""
         request = chunk.request
         request.steps_in_flight -= 1
@@ -264,6 +266,8 @@ class StepScheduler:
             if chunk.end < request.prefill_end:
                 return None
             self._pages.end_prefill(request)
+        if request.first_token_s is None:
+            request.first_token_s = now
         request.output_ids += new_ids
         finish = finish_reason(request)
         if finish is None:
@@ -312,6 +316,21 @@ class StepScheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that nobody uses; those of `load().free_pages` beyond them hold the cache."""
+        return self._pages.num_free
+
+    @property
+    def num_decoding_tokens(self) -> int:
+        """Tokens, of prompts and outputs, of all decoding requests; looks at each of them."""
+        return sum(request.num_tokens for request in self._running.decoding)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens since the start that the radix cache has served."""
+        return self._admission.num_cached_tokens
 
     @property
     def cache_hit_rate(self) -> float:

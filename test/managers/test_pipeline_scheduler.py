@@ -109,7 +109,7 @@ def run(parts: Any, script: list[list[Any]]) -> FakeFront:
     parts.front.script = script
     loads = SimpleNamespace(publish=lambda *arguments: None)
     journal = StepJournal(1, None)
-    loop = PipelineScheduler(parts.front, parts.steps, parts.stages, journal, loads, {})
+    loop = PipelineScheduler(parts.front, parts.steps, parts.stages, journal, loads, None, {})
     # The desk is upstream's message types; here a control message is a call on the loop.
     loop._desk = SimpleNamespace(answer=lambda call: call(loop), poll=lambda now_s: None)
     loop.run()

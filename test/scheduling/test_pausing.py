@@ -64,7 +64,10 @@ def test_a_pause_that_retracts_sends_every_request_back_to_the_queue() -> None:
     finish_steps_in_flight(pipeline)
     assert pipeline.scheduler.num_running == 0
     assert {request.state for request in requests} == {RequestState.WAITING}
+    retractions = [request.num_retractions for request in requests]
+    assert max(retractions) == 1
     assert_served_as_alone(pipeline, requests)
+    assert [request.num_retractions for request in requests] == retractions
 
 
 def test_a_pause_in_place_can_become_one_that_retracts() -> None:
