@@ -2,7 +2,7 @@
 
 `ControlDesk` is called by the scheduler process for each. An unanswered one would hang the HTTP
 route that sent it, so every type of upstream's dispatch table is here: served, or refused with the
-reply that its route waits for. What a reply cannot refuse, `front_guard.py` refuses before it.
+reply that its route waits for. What a reply cannot refuse, `route_guard.py` refuses before it.
 """
 
 import gc
@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from sglang.srt.managers import io_struct as io
 
+from sgl_pipeline.managers.profile_desk import ProfileDesk
+
 logger = logging.getLogger(__name__)
 
 # One flush waits at a time, so none may wait for ever.
@@ -22,7 +24,6 @@ _WEIGHTS = "changing weights at run time is not supported by this server yet"
 _LORA = "LoRA adapters are not supported by this server yet"
 _TIERS = "hierarchical KV storage is not supported by this server yet"
 _SPECULATION = "speculative decoding is not supported by this server yet"
-_PROFILE = "profiling is not supported by this server yet; --trace-path writes a record per step"
 _EXPERTS = "expert parallelism is not supported by this server: experts stay with their layer"
 
 
@@ -73,7 +74,6 @@ _REFUSALS: dict[type, Callable[[Any], Any]] = {
     io.PdRoleSwitchReqInput: _says(
         io.PdRoleSwitchReqOutput, "disaggregation is not supported by this server yet"
     ),
-    io.ProfileReq: _says(io.ProfileReqOutput, _PROFILE),
     io.SetInternalStateReq: lambda request: io.SetInternalStateReqOutput(updated=False),
     io.LoadLoRAAdapterReqInput: _lora,
     io.LoadLoRAAdapterFromTensorsReqInput: _lora,
@@ -85,14 +85,14 @@ _REFUSALS: dict[type, Callable[[Any], Any]] = {
     io.AddExternalCorpusReqInput: _says(io.AddExternalCorpusReqOutput, _SPECULATION),
     io.RemoveExternalCorpusReqInput: _says(io.RemoveExternalCorpusReqOutput, _SPECULATION),
     io.ListExternalCorporaReqInput: _says(io.ListExternalCorporaReqOutput, _SPECULATION),
-    # These replies have no room for a refusal; `front_guard.py` refuses their routes.
+    # These replies have no room for a refusal; `route_guard.py` refuses their routes.
     io.ReleaseMemoryOccupationReqInput: lambda request: io.ReleaseMemoryOccupationReqOutput(),
     io.ResumeMemoryOccupationReqInput: lambda request: io.ResumeMemoryOccupationReqOutput(),
     io.SlowDownReqInput: lambda request: io.SlowDownReqOutput(),
     io.ExpertDistributionReq: lambda request: io.ExpertDistributionReqOutput(),
 }
 
-# Nobody waits for an answer to these. Their routes are refused by `front_guard.py`, or, for
+# Nobody waits for an answer to these. Their routes are refused by `route_guard.py`, or, for
 # RpcReqInput, belong to upstream's offline Engine, which talks to a scheduler on another socket.
 _UNANSWERED = (
     io.CloseSessionReqInput,
@@ -103,6 +103,7 @@ _SERVED = (
     io.FlushCacheReqInput,
     io.PauseGenerationReqInput,
     io.ContinueGenerationReqInput,
+    io.ProfileReq,
     io.GetInternalStateReq,
     io.UpdateWeightVersionReqInput,
     io.FreezeGCReq,
@@ -142,9 +143,10 @@ class ControlledServer(Protocol):
 class ControlDesk:
     """Serves or refuses one control message at a time."""
 
-    def __init__(self, front: Front, server: ControlledServer) -> None:
+    def __init__(self, front: Front, server: ControlledServer, profiles: ProfileDesk) -> None:
         self._front = front
         self._server = server
+        self._profiles = profiles
         # A flush that waits for the server to become idle, and until when (monotonic seconds).
         self._waiting_flush: tuple[Any, float] | None = None
 
@@ -161,6 +163,8 @@ class ControlDesk:
         elif isinstance(message, io.ContinueGenerationReqInput):
             # `torch_empty_cache`: the stages allocate their pools once and keep nothing else.
             self._server.resume()
+        elif isinstance(message, io.ProfileReq):
+            self._profiles.answer(message)
         elif isinstance(message, io.GetInternalStateReq):
             state = self._server.describe()
             self._front.reply(io.GetInternalStateReqOutput(internal_state=state), message)

@@ -1,54 +1,25 @@
-"""What is turned away before it reaches the scheduler, through upstream's two official doors.
+"""Upstream's TokenizerManager with checks before it and an end that has a time limit.
 
-`launch_server.py` installs both: `GuardedTokenizerManager`, because a few requests would hold or
-break upstream's own front, and `RouteGuard`, for routes whose replies have no room for a refusal.
-Nothing of upstream is patched, and nothing that works is changed.
+Installed by `launch_server.py` through upstream's official door, because a few requests would hold
+or break upstream's own front; `route_guard.py` is the other door. Nothing of upstream is patched,
+and nothing that works is changed.
 """
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NoReturn
 
 from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotReader
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sgl_pipeline.managers import openai_fields
+from sgl_pipeline.managers.graceful_stop import StopSignals, drain
 from sgl_pipeline.managers.sample_seeds import spread_seeds
 
-MAX_BODY_BYTES = 64 * 2**20
 # Upstream copies a request per sample before it looks at it: 100,000 of them hold it for seconds.
 MAX_SAMPLES_PER_PROMPT = 128
 MAX_SEQUENCES_PER_REQUEST = 16384
-
-_MEMORY = "releasing memory at run time"
-_EXPERTS = "recording expert distributions"
-_PROFILE = "profiling"
-_EMBEDDINGS = "embeddings, classification and reranking"
-_SESSIONS = "sessions"
-_SPEECH = "speech recognition"
-REFUSED_ROUTES = {
-    "/release_memory_occupation": _MEMORY,
-    "/resume_memory_occupation": _MEMORY,
-    "/slow_down": "slowing down on purpose",
-    "/start_expert_distribution_record": _EXPERTS,
-    "/stop_expert_distribution_record": _EXPERTS,
-    "/dump_expert_distribution_record": _EXPERTS,
-    "/start_profile": _PROFILE,
-    "/stop_profile": _PROFILE,
-    "/open_session": _SESSIONS,
-    "/close_session": _SESSIONS,
-    "/encode": _EMBEDDINGS,
-    "/classify": _EMBEDDINGS,
-    "/v1/embeddings": _EMBEDDINGS,
-    "/v1/classify": _EMBEDDINGS,
-    "/v1/rerank": _EMBEDDINGS,
-    "/v1/audio/transcriptions": _SPEECH,
-    "/set_internal_state": "changing scheduler settings at run time",
-}
 
 
 class RefusedRequestError(ValueError):
@@ -60,15 +31,37 @@ class RefusedRequestError(ValueError):
 
 
 class GuardedTokenizerManager(TokenizerManager):
-    """Upstream's, with a check in front of it and refusals that also reach streams.
+    """Upstream's, with a check in front of it, refusals that also reach streams, and an end that
+    has a time limit.
 
     Args:
-        loads_path: the file of `load_report.py`; the rest is upstream's.
+        loads_path: the file of `load_report.py`.
+        drain_timeout_s: how long running requests may go on after a SIGTERM.
+        end_now: ends the whole server with an exit code; the rest is upstream's.
     """
 
-    def __init__(self, server_args: Any, port_args: Any, *, loads_path: str) -> None:
+    def __init__(
+        self,
+        server_args: Any,
+        port_args: Any,
+        *,
+        loads_path: str,
+        drain_timeout_s: float,
+        end_now: Callable[[int], NoReturn],
+    ) -> None:
         super().__init__(server_args, port_args)
         self.load_snapshot_reader = ShmLoadSnapshotReader(loads_path, dp_size=1)
+        self.stop_requested = asyncio.Event()
+        self.end_now = end_now
+        self.signal_handler_class = StopSignals
+        self._drain_timeout_s = drain_timeout_s
+
+    async def sigterm_watchdog(self) -> None:
+        """As upstream's, which goes on at once where no request is left."""
+        await self.stop_requested.wait()
+        if not await drain(self, self._drain_timeout_s):
+            self.end_now(1)
+        await super().sigterm_watchdog()
 
     async def get_loads(
         self, include: list[str] | None = None, dp_rank: int | None = None
@@ -140,41 +133,3 @@ def _refusal_in(reply: Any) -> RefusedRequestError | None:
         return None
     finish["status_code"] = HTTPStatus(finish["status_code"])
     return RefusedRequestError(str(finish.get("message")), finish["status_code"])
-
-
-class RouteGuard:
-    """ASGI middleware: refuses routes that are not built, bodies that are too large, and fields
-    that would be ignored (`openai_fields.py`)."""
-
-    def __init__(self, app: ASGIApp, features: openai_fields.ServedFeatures) -> None:
-        self._app = app
-        self._features = features
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if (feature := REFUSED_ROUTES.get(path)) is not None:
-            message = f"{feature}: not supported by this server yet"
-            refusal = JSONResponse({"error": {"message": message}}, HTTPStatus.BAD_REQUEST)
-            await refusal(scope, receive, send)
-            return
-        body = bytearray()
-
-        async def guarded_receive() -> Message:
-            """Raises what upstream's handlers turn into an error reply of the route's own form."""
-            message = await receive()
-            body.extend(message.get("body", b""))
-            if len(body) > MAX_BODY_BYTES:
-                raise HTTPException(
-                    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                    f"the request is larger than {MAX_BODY_BYTES} bytes",
-                )
-            if message["type"] == "http.request" and not message.get("more_body", False):
-                if (reason := openai_fields.refusal(path, body, self._features)) is not None:
-                    raise HTTPException(HTTPStatus.BAD_REQUEST, reason)
-                body.clear()
-            return message
-
-        await self._app(scope, guarded_receive, send)

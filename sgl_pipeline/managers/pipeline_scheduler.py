@@ -14,10 +14,11 @@ import zmq
 from sgl_pipeline.errors import ProtocolError, RequestError
 from sgl_pipeline.managers.control_requests import ControlDesk
 from sgl_pipeline.managers.load_report import LoadReport
+from sgl_pipeline.managers.profile_desk import ProfileDesk
 from sgl_pipeline.managers.sglang_io import AbortRequest, ControlRequest, SglangFront
 from sgl_pipeline.managers.stage_launcher import StageLauncher
 from sgl_pipeline.managers.step_journal import StepJournal, request_record
-from sgl_pipeline.messages import FromWorker, StageReport
+from sgl_pipeline.messages import FromWorker, ProfileReply, StageReport
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.step_plan import StepPlanEncoder
@@ -56,7 +57,8 @@ class PipelineScheduler:
         self._loads = loads
         self._metrics = metrics
         self._facts = facts
-        self._desk = ControlDesk(front, self)
+        self._profiles = ProfileDesk(front, launcher.channel, launcher.workers)
+        self._desk = ControlDesk(front, self, self._profiles)
         self._encoder = StepPlanEncoder()
         self._poller = zmq.Poller()
         self._poller.register(front.socket, zmq.POLLIN)
@@ -96,7 +98,7 @@ class PipelineScheduler:
                 self._add(message)
             elif isinstance(message, AbortRequest):
                 for request in message.requests:
-                    self._abort(request)
+                    self._abort(request, message.finish)
             else:
                 self._desk.answer(message.message)
         except Exception:
@@ -113,8 +115,7 @@ class PipelineScheduler:
             if displaced is not None:
                 self._front.end(displaced)
 
-    def _abort(self, request: Request) -> None:
-        finish = FinishReason("abort", message="aborted by the client")
+    def _abort(self, request: Request, finish: FinishReason) -> None:
         self._steps.abort(request.request_id, finish)
         self._front.send_finish(request, finish)
 
@@ -135,6 +136,9 @@ class PipelineScheduler:
 
     def _on_report(self, report: FromWorker) -> None:
         """Books a stage's report; the last stage's carries the tokens and completes the step."""
+        if isinstance(report, ProfileReply):
+            self._profiles.on_reply(report)
+            return
         if not isinstance(report, StageReport):
             raise ProtocolError(f"a running stage sent {type(report).__name__}")
         if report.token_ids is not None:

@@ -159,7 +159,11 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         pause_free_share=options.pause_free_share,
     )
     return PipelineArgs(
-        stages=stages, scheduling=scheduling, throttle=throttle, trace_path=options.trace_path
+        stages=stages,
+        scheduling=scheduling,
+        throttle=throttle,
+        trace_path=options.trace_path,
+        drain_timeout_s=options.drain_timeout_s,
     )
 
 

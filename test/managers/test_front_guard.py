@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request
-from fastapi.testclient import TestClient
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.load_snapshot import (
     LoadSnapshot,
@@ -15,16 +13,12 @@ from sglang.srt.managers.load_snapshot import (
 )
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sgl_pipeline.managers import front_guard
 from sgl_pipeline.managers.front_guard import (
     MAX_SAMPLES_PER_PROMPT,
-    REFUSED_ROUTES,
     GuardedTokenizerManager,
     RefusedRequestError,
-    RouteGuard,
     check_sequences,
 )
-from sgl_pipeline.managers.openai_fields import ServedFeatures
 
 
 def request(text: Any = "x", **sampling: Any) -> GenerateReqInput:
@@ -122,41 +116,3 @@ def test_loads_are_read_and_an_unknown_section_is_an_error_in_time(tmp_path: Pat
     with pytest.raises(ValueError, match="include: everything"):
         asyncio.run(manager.get_loads(["everything"]))
     writer.close()
-
-
-@pytest.fixture
-def client() -> TestClient:
-    app = FastAPI()
-
-    @app.post("/generate")
-    async def echo(request: Request) -> int:
-        return len(await request.body())
-
-    @app.post("/slow_down")
-    async def unreachable() -> None:
-        raise AssertionError
-
-    features = ServedFeatures(parses_tool_calls=False, has_completion_template=False)
-    app.add_middleware(RouteGuard, features=features)
-    return TestClient(app)
-
-
-def test_a_route_that_is_not_built_is_a_400_that_names_the_feature(client: TestClient) -> None:
-    reply = client.post("/slow_down")
-    assert reply.status_code == 400
-    assert "slowing down" in reply.json()["error"]["message"]
-
-
-def test_refused_routes_exist_upstream() -> None:
-    from sglang.srt.entrypoints import http_server, v1_loads
-
-    routes = [*http_server.app.routes, *v1_loads.router.routes]
-    assert set(REFUSED_ROUTES) <= {getattr(route, "path", None) for route in routes}
-
-
-def test_a_body_within_the_limit_passes_and_a_larger_one_is_a_413(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(front_guard, "MAX_BODY_BYTES", 1000)
-    assert client.post("/generate", content=b"x" * 1000).json() == 1000
-    assert client.post("/generate", content=b"x" * 1001).status_code == 413

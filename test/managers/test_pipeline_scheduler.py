@@ -142,8 +142,9 @@ def test_a_control_message_that_fails_does_not_end_the_loop(parts):
 
 def test_an_abort_ends_its_request_alone(parts):
     first, second = make_request("a", [1], 50), make_request("b", [1], 3)
-    front = run(parts, [[first, second], [AbortRequest((first,))], *WAIT, [SHUT_DOWN]])
-    assert front.finished["a"].message == "aborted by the client"
+    finish = FinishReason("abort", message="not wanted any more")
+    front = run(parts, [[first, second], [AbortRequest((first,), finish)], *WAIT, [SHUT_DOWN]])
+    assert front.finished["a"] is finish
     assert front.finished["b"] == FinishReason("length")
     assert parts.steps.is_idle
 
