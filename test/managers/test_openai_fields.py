@@ -227,7 +227,7 @@ def passed_on(*pieces: bytes) -> tuple[str, int | None]:
 
     guarded = RouteGuard(app, ALL_BUILT, is_stopping=lambda: False)
     try:
-        asyncio.run(guarded({"type": "http", "path": COMPLETIONS}, receive, send))
+        asyncio.run(guarded({"type": "http", "method": "POST", "path": COMPLETIONS}, receive, send))
     except HTTPException as error:
         return error.detail, error.status_code
     return b"".join(read).decode(), None
