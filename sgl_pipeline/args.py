@@ -217,7 +217,11 @@ class GrammarArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineArgs:
-    """All of it. `run_directory` (mode 0700) holds the sockets; `trace_path` gets StepRecords."""
+    """All of it. `run_directory` (mode 0700) holds the sockets; `trace_path` gets StepRecords.
+
+    `drain_timeout_s`: how long requests may go on after a SIGTERM, by default somewhat less than
+    the 30 s that Kubernetes gives a container.
+    """
 
     stages: StageArgs
     scheduling: SchedulingArgs = field(default_factory=SchedulingArgs)
@@ -225,3 +229,10 @@ class PipelineArgs:
     grammars: GrammarArgs = field(default_factory=GrammarArgs)
     run_directory: str = ""
     trace_path: str | None = None
+    drain_timeout_s: float = 25.0
+
+    def __post_init__(self) -> None:
+        require(
+            0.0 <= self.drain_timeout_s < float("inf"),
+            f"--drain-timeout-s {self.drain_timeout_s} must be a number of seconds, 0 or more",
+        )

@@ -14,11 +14,14 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.process_lifetime import die_with_parent
+
+if TYPE_CHECKING:
+    from sgl_pipeline.managers.run_directory import RunDirectory
 
 _SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 _EXIT_INTERRUPTED = 130
@@ -36,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigurationError as error:
         return _fail(str(error))
     try:
-        _serve(sys.argv[1:] if argv is None else argv, run_directory.path)
+        _serve(sys.argv[1:] if argv is None else argv, run_directory)
     except ConfigurationError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
@@ -91,27 +94,36 @@ def _run_detokenizer(*upstream: Any, **more: Any) -> None:
     run_detokenizer_process(*upstream, **more)
 
 
-def _serve(argv: list[str], run_directory: str) -> None:
-    _set_environment(run_directory)
+def _serve(argv: list[str], run_directory: "RunDirectory") -> None:
+    _set_environment(run_directory.path)
     _prepare_imports()
     from sgl_pipeline.managers.server_args import check_port_is_free, parse_command_line
 
     plan = parse_command_line(argv)
     host, port = plan.upstream.host, plan.upstream.port
     check_port_is_free(host, port)
-    pipeline_args = dataclasses.replace(plan.pipeline, run_directory=run_directory)
+    pipeline_args = dataclasses.replace(plan.pipeline, run_directory=run_directory.path)
 
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
-    from sglang.srt.entrypoints.http_server import app, launch_server
+    from sglang.srt.entrypoints.http_server import app, get_global_state, launch_server
 
-    from sgl_pipeline.managers.front_guard import GuardedTokenizerManager, guard_routes
+    from sgl_pipeline.managers.front_guard import GuardedTokenizerManager
     from sgl_pipeline.managers.load_report import loads_path
     from sgl_pipeline.managers.ollama_errors import OllamaErrors
+    from sgl_pipeline.managers.route_guard import guard_routes
 
     app.add_middleware(OllamaErrors)
-    guard_routes(app, plan.context_length, plan.features)
+    guard_routes(
+        app,
+        plan.context_length,
+        plan.features,
+        is_stopping=lambda: get_global_state().tokenizer_manager.gracefully_exit,
+    )
     tokenizer_manager = functools.partial(
-        GuardedTokenizerManager, loads_path=loads_path(run_directory)
+        GuardedTokenizerManager,
+        loads_path=loads_path(run_directory.path),
+        drain_timeout_s=pipeline_args.drain_timeout_s,
+        end_now=functools.partial(_end_now, run_directory),
     )
     try:
         launch_server(
@@ -167,6 +179,13 @@ def _end_children() -> None:
     for child in multiprocessing.active_children():
         child.kill()
         child.join()
+
+
+def _end_now(run_directory: "RunDirectory", code: int) -> NoReturn:
+    """Ends the whole server from wherever it is, and leaves nothing behind."""
+    _end_children()
+    run_directory.remove()
+    _leave(code)
 
 
 def _leave(code: int) -> NoReturn:

@@ -2,8 +2,9 @@
 
 A worker's life: it connects and says `WorkerHello`; gets a `StageAssignment`; loads its weights and
 says `StageLoaded`; gets a `PoolSize`, the smallest capacity of all stages; allocates, opens its
-links and says `StageReady`. Then a `StageReport` for every `StepPlan`, until `Shutdown` or a
-`WorkerFailed`. Frozen, tagged structs; never pickled.
+links and says `StageReady`. Then a `StageReport` for every `StepPlan`, and a `ProfileReply` for
+`StartProfile` and `StopProfile`, until `Shutdown` or a `WorkerFailed`. Frozen, tagged structs;
+never pickled.
 """
 
 import msgspec
@@ -86,6 +87,32 @@ class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     logprobs: tuple[LogprobRows, ...] = ()
 
 
+class StartProfile(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Record the steps from now on with torch's profiler, until `StopProfile` or for `num_steps`.
+
+    `path` is the gzipped Chrome trace to write; `activities` are of "CPU" and "GPU".
+    """
+
+    path: str
+    activities: tuple[str, ...]
+    with_stack: bool
+    record_shapes: bool
+    num_steps: int | None
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag=True):
+    """End the recording, if there is one, and write it."""
+
+
+class ProfileReply(msgspec.Struct, frozen=True, tag=True):
+    """A recording was started or ended, by request or after its last step. `error` says what went
+    wrong: the stage goes on without it."""
+
+    stage: int
+    is_recording: bool
+    error: str = ""
+
+
 class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
     """A worker cannot go on. `is_configuration` marks what the user can mend with a flag."""
 
@@ -98,5 +125,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Finish and leave."""
 
 
-ToWorker = StageAssignment | PoolSize | StepPlan | MirrorSnapshot | Shutdown
-FromWorker = WorkerHello | StageLoaded | StageReady | StageReport | WorkerFailed
+ToWorker = (
+    StageAssignment | PoolSize | StepPlan | MirrorSnapshot | StartProfile | StopProfile | Shutdown
+)
+FromWorker = WorkerHello | StageLoaded | StageReady | StageReport | ProfileReply | WorkerFailed

@@ -174,6 +174,9 @@ class Request:
     logprob_runs: list[LogprobRows] = field(default_factory=list)
     num_logprob_rows: int = 0
     steps_in_flight: int = 0
+    # When its first chunk was scheduled and its first token known, on the clock of `arrival_s`.
+    started_s: float | None = None
+    first_token_s: float | None = None
     finish: FinishReason | None = None
 
     def __post_init__(self) -> None:

@@ -18,8 +18,24 @@ class StageTiming(msgspec.Struct, frozen=True):
     compute_ms: float
 
 
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that ended by itself: what it was, and how long it took since it arrived."""
+
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    num_retractions: int
+    queue_ms: float  # until its first chunk was scheduled
+    first_token_ms: float  # until its first token was known
+    total_ms: float
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step carried and what it cost. Times are seconds of the producer's clock."""
+    """What one step carried and what it cost. Times are seconds of the producer's clock.
+
+    `ended` are the requests that had their last token in this step.
+    """
 
     step_id: int
     epoch: int
@@ -33,6 +49,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     schedule_ms: float
     result_ms: float
     stages: tuple[StageTiming, ...]
+    ended: tuple[RequestRecord, ...] = ()
 
 
 class TraceWriter:

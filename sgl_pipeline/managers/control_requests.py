@@ -2,7 +2,7 @@
 
 `ControlDesk` is called by the scheduler process for each. An unanswered one would hang the HTTP
 route that sent it, so every type of upstream's dispatch table is here: served, or refused with the
-reply that its route waits for. What a reply cannot refuse, `front_guard.py` refuses before it.
+reply that its route waits for. What a reply cannot refuse, `route_guard.py` refuses before it.
 """
 
 import logging
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from sglang.srt.managers import io_struct as io
 
 from sgl_pipeline.managers.garbage import collect_at_leisure
+from sgl_pipeline.managers.profile_desk import ProfileDesk
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,6 @@ _WEIGHTS = "changing weights at run time is not supported by this server yet"
 _LORA = "LoRA adapters are not supported by this server yet"
 _TIERS = "hierarchical KV storage is not supported by this server yet"
 _SPECULATION = "speculative decoding is not supported by this server yet"
-_PROFILE = "profiling is not supported by this server yet; --trace-path writes a record per step"
 _EXPERTS = "expert parallelism is not supported by this server: experts stay with their layer"
 
 
@@ -74,7 +74,6 @@ _REFUSALS: dict[type, Callable[[Any], Any]] = {
     io.PdRoleSwitchReqInput: _says(
         io.PdRoleSwitchReqOutput, "disaggregation is not supported by this server yet"
     ),
-    io.ProfileReq: _says(io.ProfileReqOutput, _PROFILE),
     io.SetInternalStateReq: lambda request: io.SetInternalStateReqOutput(updated=False),
     io.LoadLoRAAdapterReqInput: _lora,
     io.LoadLoRAAdapterFromTensorsReqInput: _lora,
@@ -86,24 +85,25 @@ _REFUSALS: dict[type, Callable[[Any], Any]] = {
     io.AddExternalCorpusReqInput: _says(io.AddExternalCorpusReqOutput, _SPECULATION),
     io.RemoveExternalCorpusReqInput: _says(io.RemoveExternalCorpusReqOutput, _SPECULATION),
     io.ListExternalCorporaReqInput: _says(io.ListExternalCorporaReqOutput, _SPECULATION),
-    # These replies have no room for a refusal; `front_guard.py` refuses their routes.
+    # These replies have no room for a refusal; `route_guard.py` refuses their routes.
     io.ReleaseMemoryOccupationReqInput: lambda request: io.ReleaseMemoryOccupationReqOutput(),
     io.ResumeMemoryOccupationReqInput: lambda request: io.ResumeMemoryOccupationReqOutput(),
     io.SlowDownReqInput: lambda request: io.SlowDownReqOutput(),
     io.ExpertDistributionReq: lambda request: io.ExpertDistributionReqOutput(),
 }
 
-# Nobody waits for an answer to these. Their routes are refused by `front_guard.py`, or, for
+# Nobody waits for an answer to these. Their routes are refused by `route_guard.py`, or, for
 # RpcReqInput, belong to upstream's offline Engine, which talks to a scheduler on another socket.
 _UNANSWERED = (
     io.CloseSessionReqInput,
-    io.PauseGenerationReqInput,
-    io.ContinueGenerationReqInput,
     io.RpcReqInput,
 )
 
 _SERVED = (
     io.FlushCacheReqInput,
+    io.PauseGenerationReqInput,
+    io.ContinueGenerationReqInput,
+    io.ProfileReq,
     io.GetInternalStateReq,
     io.UpdateWeightVersionReqInput,
     io.FreezeGCReq,
@@ -124,12 +124,14 @@ class Front(Protocol):
 class ControlledServer(Protocol):
     """What the desk may ask of the scheduler process."""
 
-    @property
-    def is_idle(self) -> bool:
-        """No request is waiting or running."""
+    def flush_cache(self) -> bool:
+        """Empties the radix cache; False while requests are served (`StepScheduler`)."""
 
-    def flush_cache(self) -> None:
-        """Empties the radix cache. Called only when idle."""
+    def pause(self, *, retract: bool) -> None:
+        """Starts no step until `resume`; with `retract`, running requests wait again."""
+
+    def resume(self) -> None:
+        """Ends a pause."""
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: stages, layer partition, policy, pages. JSON types only."""
@@ -141,9 +143,10 @@ class ControlledServer(Protocol):
 class ControlDesk:
     """Serves or refuses one control message at a time."""
 
-    def __init__(self, front: Front, server: ControlledServer) -> None:
+    def __init__(self, front: Front, server: ControlledServer, profiles: ProfileDesk) -> None:
         self._front = front
         self._server = server
+        self._profiles = profiles
         # A flush that waits for the server to become idle, and until when (monotonic seconds).
         self._waiting_flush: tuple[Any, float] | None = None
 
@@ -153,6 +156,15 @@ class ControlDesk:
             self._front.reply(refusal(message), message)
         elif isinstance(message, io.FlushCacheReqInput):
             self._flush(message)
+        elif isinstance(message, io.PauseGenerationReqInput):
+            # Upstream's TokenizerManager holds back new requests; its mode "abort" ends all others
+            # with an AbortReq and never comes here.
+            self._server.pause(retract=message.mode == "retract")
+        elif isinstance(message, io.ContinueGenerationReqInput):
+            # `torch_empty_cache`: the stages allocate their pools once and keep nothing else.
+            self._server.resume()
+        elif isinstance(message, io.ProfileReq):
+            self._profiles.answer(message)
         elif isinstance(message, io.GetInternalStateReq):
             state = self._server.describe()
             self._front.reply(io.GetInternalStateReqOutput(internal_state=state), message)
@@ -170,30 +182,30 @@ class ControlDesk:
             logger.warning("%s is not supported and was dropped", type(message).__name__)
 
     def poll(self, now_s: float) -> None:
-        """Finishes a waiting flush once the server is idle or its time is over."""
+        """Finishes a waiting flush once it can be done or its time is over."""
         if self._waiting_flush is None:
             return
         message, deadline_s = self._waiting_flush
-        if self._server.is_idle or now_s >= deadline_s:
+        is_flushed = self._server.flush_cache()
+        if is_flushed or now_s >= deadline_s:
             self._waiting_flush = None
-            self._flush_now(message)
+            self._report_flush(message, is_flushed)
 
     def _flush(self, message: Any) -> None:
         if self._waiting_flush is not None:
             reply = io.FlushCacheReqOutput(success=False, message="another flush is waiting")
             self._front.reply(reply, message)
-        elif message.timeout_s and message.timeout_s > 0 and not self._server.is_idle:
+            return
+        is_flushed = self._server.flush_cache()
+        if not is_flushed and message.timeout_s and message.timeout_s > 0:
             wait_s = min(message.timeout_s, MAX_FLUSH_WAIT_S)
             self._waiting_flush = (message, time.monotonic() + wait_s)
         else:
-            self._flush_now(message)
+            self._report_flush(message, is_flushed)
 
-    def _flush_now(self, message: Any) -> None:
-        is_idle = self._server.is_idle
-        if is_idle:
-            self._server.flush_cache()
-        text = "" if is_idle else "requests are waiting or running; the cache was not flushed"
-        self._front.reply(io.FlushCacheReqOutput(success=is_idle, message=text), message)
+    def _report_flush(self, message: Any, is_flushed: bool) -> None:
+        text = "" if is_flushed else "requests are waiting or running; the cache was not flushed"
+        self._front.reply(io.FlushCacheReqOutput(success=is_flushed, message=text), message)
 
     def _configure_logging(self, message: Any) -> None:
         level = (message.log_level or "").upper()

@@ -48,13 +48,15 @@ class LoadReport:
         self._window_start_decodes = 0
         self._decodes_per_s = 0.0
 
-    def publish(self, steps: StepScheduler, journal: StepJournal, now_s: float) -> None:
-        """Writes how things stand; `now_s` is a monotonic clock."""
+    def publish(self, steps: StepScheduler, journal: StepJournal, now_s: float) -> LoadSnapshot:
+        """Writes how things stand, and returns it; `now_s` is a monotonic clock."""
         elapsed_s = now_s - self._window_start_s
         if elapsed_s >= _THROUGHPUT_WINDOW_S:
             self._decodes_per_s = (journal.decodes - self._window_start_decodes) / elapsed_s
             self._window_start_s, self._window_start_decodes = now_s, journal.decodes
-        self._writer.write(self._snapshot(steps, journal))
+        snapshot = self._snapshot(steps, journal)
+        self._writer.write(snapshot)
+        return snapshot
 
     def close(self) -> None:
         self._writer.close()

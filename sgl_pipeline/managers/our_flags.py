@@ -130,6 +130,13 @@ OUR_FLAGS = (
         float,
     ),
     Flag("--trace-path", PipelineArgs, "trace_path", "Writes one JSON line per step to this file."),
+    Flag(
+        "--drain-timeout-s",
+        PipelineArgs,
+        "drain_timeout_s",
+        "Seconds that running requests may go on after a SIGTERM.",
+        float,
+    ),
 )
 
 

@@ -7,7 +7,7 @@ the one poll at the top of the loop.
 
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -17,13 +17,17 @@ from sgl_pipeline.managers.garbage import collect_at_leisure
 from sgl_pipeline.managers.grammar_queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammar_spec import ConstrainedRequest
 from sgl_pipeline.managers.load_report import LoadReport
+from sgl_pipeline.managers.profile_desk import ProfileDesk
 from sgl_pipeline.managers.sglang_io import AbortRequest, Received, SglangFront
 from sgl_pipeline.managers.stage_launcher import StageLauncher
-from sgl_pipeline.managers.step_journal import StepJournal
-from sgl_pipeline.messages import FromWorker, StageReport
+from sgl_pipeline.managers.step_journal import StepJournal, request_record
+from sgl_pipeline.messages import FromWorker, ProfileReply, StageReport
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import WAITED_TOO_LONG, StepScheduler
 from sgl_pipeline.step_plan import StepPlanEncoder
+
+if TYPE_CHECKING:
+    from sgl_pipeline.managers.metrics_report import MetricsReport
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,7 @@ class PipelineScheduler:
     """Owns a `StepScheduler` and everything that connects it to the world.
 
     Args:
+        metrics: None without `--enable-metrics`.
         poller: watches whatever may send: the sockets of front and stages are registered here.
         facts: what `/server_info` tells of the pipeline; JSON types only.
     """
@@ -48,6 +53,7 @@ class PipelineScheduler:
         grammars: GrammarQueue | NoGrammars,
         journal: StepJournal,
         loads: LoadReport,
+        metrics: "MetricsReport | None",
         poller: zmq.Poller,
         facts: dict[str, Any],
     ) -> None:
@@ -57,8 +63,10 @@ class PipelineScheduler:
         self._grammars = grammars
         self._journal = journal
         self._loads = loads
+        self._metrics = metrics
         self._facts = facts
-        self._desk = ControlDesk(front, self)
+        self._profiles = ProfileDesk(front, launcher.channel, launcher.workers)
+        self._desk = ControlDesk(front, self, self._profiles)
         self._encoder = StepPlanEncoder()
         self._poller = poller
         self._poller.register(front.socket, zmq.POLLIN)
@@ -105,7 +113,7 @@ class PipelineScheduler:
                 self._hold(message)
             elif isinstance(message, AbortRequest):
                 for request in message.requests:
-                    self._abort(request)
+                    self._abort(request, message.finish)
             else:
                 self._desk.answer(message.message)
         except Exception:
@@ -143,8 +151,7 @@ class PipelineScheduler:
         for request in self._grammars.take_overdue(now_s):
             self._front.send_finish(request, WAITED_TOO_LONG)
 
-    def _abort(self, request: Request) -> None:
-        finish = FinishReason("abort", message="aborted by the client")
+    def _abort(self, request: Request, finish: FinishReason) -> None:
         self._grammars.discard(request)
         self._steps.abort(request.request_id, finish)
         self._front.send_finish(request, finish)
@@ -166,6 +173,9 @@ class PipelineScheduler:
 
     def _on_report(self, report: FromWorker) -> None:
         """Books a stage's report; the last stage's carries the tokens and completes the step."""
+        if isinstance(report, ProfileReply):
+            self._profiles.on_reply(report)
+            return
         if not isinstance(report, StageReport):
             raise ProtocolError(f"a running stage sent {type(report).__name__}")
         if report.token_ids is not None:
@@ -173,7 +183,13 @@ class PipelineScheduler:
             now_s = time.monotonic()
             events = self._steps.on_result(report.step_id, report.token_ids, now_s, report.logprobs)
             self._front.send_events(events)
-            self._journal.finished(report.step_id, now_s, (time.perf_counter() - started) * 1e3)
+            result_ms = (time.perf_counter() - started) * 1e3
+            ended = tuple(
+                request_record(event.request, now_s) for event in events if event.finish is not None
+            )
+            self._journal.finished(report.step_id, ended, now_s, result_ms)
+            if self._metrics is not None:
+                self._metrics.ended(ended)
         self._journal.reported(report)
 
     def _check_now_and_then(self) -> None:
@@ -181,7 +197,9 @@ class PipelineScheduler:
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + CHECK_INTERVAL_S
             self._launcher.check(self._journal.last_steps)
-            self._loads.publish(self._steps, self._journal, now_s)
+            load = self._loads.publish(self._steps, self._journal, now_s)
+            if self._metrics is not None:
+                self._metrics.publish(load, self._steps, self._journal, now_s)
             self._desk.poll(now_s)
             if self._steps.is_idle and now_s >= self._next_collection_s:
                 self._next_collection_s = now_s + COLLECTION_INTERVAL_S
@@ -189,18 +207,23 @@ class PipelineScheduler:
 
     # What `control_requests.ControlDesk` may ask
 
-    @property
-    def is_idle(self) -> bool:
-        return self._steps.is_idle and not len(self._grammars)
-
-    def flush_cache(self) -> None:
-        self._steps.flush_cache()
+    def flush_cache(self) -> bool:
+        if len(self._grammars) or not self._steps.flush_cache():
+            return False
         self._grammars.clear_cache()
+        return True
+
+    def pause(self, *, retract: bool) -> None:
+        self._steps.pause(retract=retract)
+
+    def resume(self) -> None:
+        self._steps.resume()
 
     def describe(self) -> dict[str, Any]:
         """Facts for `/server_info`: the pipeline as it was started, and how it is doing."""
         load = self._steps.load()
         return self._facts | {
+            "is_paused": self._steps.is_paused,
             "free_pages": load.free_pages,
             "waiting_tokens": load.waiting_tokens,
             "num_waiting_requests": self._steps.num_waiting,

@@ -9,7 +9,7 @@ import logging
 import signal
 import sys
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import zmq
@@ -40,6 +40,9 @@ from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.trace import TraceWriter
+
+if TYPE_CHECKING:
+    from sgl_pipeline.managers.metrics_report import MetricsReport
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +111,13 @@ def _serve(
             context_length=limits.context_length,
         )
         loads = LoadReport(loads_path(args.run_directory), args.scheduling, capacity)
+        metrics = _open_metrics(args, server_args, limits, capacity)
         pipe_writer.send(_ready_message(args, limits, capacity))
         grammars.start()
         postpone_full_collections()
-        PipelineScheduler(front, steps, launcher, grammars, journal, loads, poller, facts).run()
+        PipelineScheduler(
+            front, steps, launcher, grammars, journal, loads, metrics, poller, facts
+        ).run()
     finally:
         if front is not None:
             front.close()
@@ -158,6 +164,22 @@ def _open_trace(path: str | None) -> TraceWriter | None:
         return TraceWriter(path)
     except OSError as error:
         raise ConfigurationError(f"--trace-path {path}: {error.strerror}") from error
+
+
+def _open_metrics(
+    args: PipelineArgs, server_args: Any, limits: ModelLimits, capacity: PipelineCapacity
+) -> "MetricsReport | None":
+    if not server_args.enable_metrics:
+        return None
+    from sgl_pipeline.managers.metrics_report import MetricsReport
+
+    return MetricsReport(
+        server_args,
+        num_stages=args.stages.num_stages,
+        page_size=args.scheduling.page_size,
+        num_pages=capacity.num_pages,
+        context_length=limits.context_length,
+    )
 
 
 def _ready_message(

@@ -8,7 +8,7 @@ is unpickled, and a message that cannot be read ends one request, never the loop
 import logging
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -49,6 +49,7 @@ class AbortRequest:
     """The front wants these live requests ended. `send_finish` each once it has been done."""
 
     requests: tuple[Request, ...]
+    finish: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ class SglangFront:
                 self._take_generate(one, received, refused)
         elif isinstance(message, io_struct.AbortReq):
             if ended := self._matching(message):
-                received.append(AbortRequest(ended))
+                received.append(AbortRequest(ended, _abort_finish(message.finished_reason or {})))
         elif isinstance(message, _REFUSED_TYPES):
             several = message.batch if isinstance(message, _EMBED_MANY) else [message]
             refused += [
@@ -252,6 +253,12 @@ class SglangFront:
     def _send_rows(self, rows: list[OutputRow]) -> None:
         if rows:
             self._to_detokenizer.send(io_struct.msgpack_encode(output_message(rows)))
+
+
+def _abort_finish(reason: Mapping[str, Any]) -> FinishReason:
+    """Why an AbortReq ends requests: for its own reason, or because the client went away."""
+    message = reason.get("message") or "aborted by the client"
+    return FinishReason("abort", message=message, status_code=reason.get("status_code"))
 
 
 def make_decoder() -> "msgspec.msgpack.Decoder[Any]":

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.requests import Request
 from sgl_pipeline.throttle.load import PipelineLoad
-from sgl_pipeline.trace import StageTiming, StepRecord, TraceWriter
+from sgl_pipeline.trace import RequestRecord, StageTiming, StepRecord, TraceWriter
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +26,15 @@ class _OpenStep:
     schedule_ms: float
     finished_s: float = 0.0
     result_ms: float = 0.0
+    ended: tuple[RequestRecord, ...] = ()
     timings: dict[int, StageTiming] = field(default_factory=dict)
 
 
 class StepJournal:
-    """One server's steps. Without a writer only the totals and `last_steps` are kept."""
+    """One server's steps. Without a writer only the totals and `last_steps` are kept.
+
+    `input_wait_ms` and `compute_ms` hold a total for each stage.
+    """
 
     def __init__(self, num_stages: int, writer: TraceWriter | None) -> None:
         self._num_stages = num_stages
@@ -38,6 +43,8 @@ class StepJournal:
         self.last_steps: dict[int, int] = {}
         self.prefill_tokens = 0
         self.decodes = 0
+        self.input_wait_ms = [0.0] * num_stages
+        self.compute_ms = [0.0] * num_stages
 
     def scheduled(
         self, microbatch: Microbatch, load: PipelineLoad, now_s: float, schedule_ms: float
@@ -48,15 +55,20 @@ class StepJournal:
         if self._writer is not None:
             self._open[microbatch.step_id] = _OpenStep(microbatch, load, now_s, schedule_ms)
 
-    def finished(self, step_id: int, now_s: float, result_ms: float) -> None:
-        """The step's result was applied, before its last stage's report is handed to `reported`."""
+    def finished(
+        self, step_id: int, ended: tuple[RequestRecord, ...], now_s: float, result_ms: float
+    ) -> None:
+        """The step's result was applied, before its last stage's report is handed to `reported`.
+        `ended` are the requests whose last token it brought."""
         if self._writer is not None:
             step = self._open[step_id]
-            step.finished_s, step.result_ms = now_s, result_ms
+            step.ended, step.finished_s, step.result_ms = ended, now_s, result_ms
 
     def reported(self, report: StageReport) -> None:
         """A stage has run its part of a step."""
         self.last_steps[report.stage] = report.step_id
+        self.input_wait_ms[report.stage] += report.input_wait_ms
+        self.compute_ms[report.stage] += report.compute_ms
         if self._writer is None:
             return
         step = self._open[report.step_id]
@@ -93,4 +105,20 @@ class StepJournal:
             schedule_ms=step.schedule_ms,
             result_ms=step.result_ms,
             stages=tuple(step.timings[stage] for stage in range(self._num_stages)),
+            ended=step.ended,
         )
+
+
+def request_record(request: Request, now_s: float) -> RequestRecord:
+    """What is to be told of a request that had its last token at `now_s`."""
+    assert request.started_s is not None and request.first_token_s is not None
+    return RequestRecord(
+        request_id=request.request_id,
+        prompt_tokens=len(request.prompt_ids),
+        cached_tokens=request.cached_tokens,
+        output_tokens=len(request.output_ids),
+        num_retractions=request.num_retractions,
+        queue_ms=(request.started_s - request.arrival_s) * 1e3,
+        first_token_ms=(request.first_token_s - request.arrival_s) * 1e3,
+        total_ms=(now_s - request.arrival_s) * 1e3,
+    )

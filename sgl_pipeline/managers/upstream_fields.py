@@ -14,6 +14,7 @@ HONOURED = frozenset(
     enable_priority_scheduling schedule_low_priority_values_first abort_on_priority_when_disabled
     disable_priority_preemption priority_scheduling_preemption_threshold
     grammar_backend constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
+    enable_metrics extra_metric_labels
     """.split()
 )
 
@@ -35,6 +36,9 @@ FRONT = frozenset(
     log_level log_level_http log_requests log_requests_level log_requests_format
     log_requests_target uvicorn_access_log_exclude_prefixes crash_dump_folder
     gc_warning_threshold_secs gc_threshold soft_watchdog_timeout
+    tokenizer_metrics_custom_labels_header tokenizer_metrics_allowed_custom_labels
+    bucket_time_to_first_token bucket_inter_token_latency bucket_e2e_request_latency
+    prompt_tokens_buckets generation_tokens_buckets
     """.split()
 )
 
@@ -66,7 +70,7 @@ _QUANTIZATION = "quantised weights and KV are not built yet"
 _WEIGHTS = "weights are read from local safetensors files by each stage; no other source is built"
 _REMOTE_CODE = "code from a model repository is never run; the model must be one of ours"
 _WHITESPACE = "xgrammar has no such pattern; see --constrained-json-max-whitespace-cnt"
-_METRICS = "Prometheus metrics are not built yet; --trace-path writes a record per step"
+_METRICS = "only the metrics of --enable-metrics are built; --trace-path writes a record per step"
 _TRACING = "request tracing is not built yet; --trace-path writes a record per step"
 _DEBUG = "it debugs upstream's model runner, which is not used"
 _DEVICE = "stages take the visible devices in order; choose with CUDA_VISIBLE_DEVICES"
@@ -87,11 +91,8 @@ _REFUSED_TEXT = {
     "thinking budgets are not built yet": "enable_strict_thinking strip_thinking_cache",
     "nothing in this server stores files": "file_storage_path",
     _WHITESPACE: "constrained_json_whitespace_pattern",
-    _METRICS: """enable_metrics enable_mfu_metrics enable_metrics_for_all_schedulers
-        load_snapshot_publish_interval tokenizer_metrics_custom_labels_header
-        tokenizer_metrics_allowed_custom_labels extra_metric_labels bucket_time_to_first_token
-        bucket_inter_token_latency bucket_e2e_request_latency prompt_tokens_buckets
-        generation_tokens_buckets decode_log_interval enable_request_time_stats_logging
+    _METRICS: """enable_mfu_metrics enable_metrics_for_all_schedulers
+        load_snapshot_publish_interval decode_log_interval enable_request_time_stats_logging
         kv_events_config load_publish_endpoint enable_forward_pass_metrics
         forward_pass_metrics_worker_id forward_pass_metrics_ipc_name export_metrics_to_file
         export_metrics_to_file_dir stat_loggers show_time_cost""",

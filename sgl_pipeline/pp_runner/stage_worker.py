@@ -24,6 +24,8 @@ from sgl_pipeline.messages import (
     StageAssignment,
     StageLoaded,
     StageReady,
+    StartProfile,
+    StopProfile,
     ToWorker,
     WorkerFailed,
     WorkerHello,
@@ -36,6 +38,7 @@ from sgl_pipeline.pp_runner.device import (
 )
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.process_lifetime import die_with_parent
 from sgl_pipeline.step_plan import StepPlan
@@ -56,11 +59,19 @@ class StageWorker:
     def run(self) -> None:
         """Returns after a `Shutdown`; raises what the process should die of."""
         self._channel.send(WorkerHello(self._worker))
-        runner = self._become_ready(self._expect(StageAssignment))
+        assignment = self._expect(StageAssignment)
+        runner = self._become_ready(assignment)
+        profile = StageProfile(assignment.stage)
         try:
             while not isinstance(message := self._channel.receive(), Shutdown):
                 if isinstance(message, StepPlan):
                     self._channel.send(runner.run_step(message))
+                    if (reply := profile.step_done()) is not None:
+                        self._channel.send(reply)
+                elif isinstance(message, StartProfile):
+                    self._channel.send(profile.start(message))
+                elif isinstance(message, StopProfile):
+                    self._channel.send(profile.stop())
                 elif isinstance(message, MirrorSnapshot):
                     runner.restore(message)
                 else:

@@ -86,6 +86,8 @@ class StepScheduler:
         self._next_step_id = 0
         self._num_arrivals = 0
         self._lowest_priority = 0
+        self._is_paused = False
+        self._retracts_running = False
 
     # Requests in and out
 
@@ -157,14 +159,39 @@ class StepScheduler:
             if self.abort(request.request_id, reason) is not None
         ]
 
+    # Pausing
+
+    def pause(self, *, retract: bool) -> None:
+        """Starts no step until `resume`; those in flight finish, and requests still come and go.
+
+        With `retract`, running requests return to the queue, each with the last of its steps in
+        flight: then the cache can be flushed, and what was computed is computed again.
+        """
+        self._is_paused = True
+        self._retracts_running = self._retracts_running or retract
+        self._retract_if_asked()
+
+    def resume(self) -> None:
+        """Ends a pause, if there is one."""
+        self._is_paused = self._retracts_running = False
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
+
+    def _retract_if_asked(self) -> None:
+        if self._retracts_running:
+            for request in [one for one in self._running if not one.steps_in_flight]:
+                self._preemption.retract(request)
+
     # Steps out, results in
 
     def next_microbatch(self, now: float) -> Microbatch | None:
-        """The next step; None when the pipeline is full or nothing can run.
+        """The next step; None when the pipeline is full or paused, or nothing can run.
 
         `now` is the caller's clock in seconds: ages of requests count from it.
         """
-        if len(self._in_flight) >= self._max_in_flight:
+        if self._is_paused or len(self._in_flight) >= self._max_in_flight:
             return None
         chunks = self._decide()
         # Nothing moves although requests run: they hold the pages that they need from each other.
@@ -194,6 +221,8 @@ class StepScheduler:
                 break
             self._waiting_ages.stop(chunk.request)
             self._running_ages.start(chunk.request, now)
+            if chunk.request.started_s is None:
+                chunk.request.started_s = now
 
     def on_result(
         self,
@@ -233,12 +262,13 @@ class StepScheduler:
             new_ids = (next(drawn),) if chunk.samples else ()
             if chunk.request.logprobs is not None:
                 _keep_logprobs(chunk, next(rows))
-            event = self._book(chunk, new_ids)
+            event = self._book(chunk, new_ids, now)
             if event is not None:
                 events.append(event)
+        self._retract_if_asked()
         return events
 
-    def _book(self, chunk: Chunk, new_ids: tuple[int, ...]) -> TokenEvent | None:
+    def _book(self, chunk: Chunk, new_ids: tuple[int, ...], now: float) -> TokenEvent | None:
         """The commit fence: what `chunk` wrote is now on every stage, and what it drew is known."""
         request = chunk.request
         request.steps_in_flight -= 1
@@ -252,6 +282,8 @@ class StepScheduler:
             if chunk.end < request.prefill_end:
                 return None
             self._pages.end_prefill(request)
+        if request.first_token_s is None:
+            request.first_token_s = now
         if request.stops.max_new_tokens == 0:
             new_ids = ()
         request.output_ids += new_ids
@@ -306,6 +338,21 @@ class StepScheduler:
         return len(self._running)
 
     @property
+    def num_free_pages(self) -> int:
+        """Pages that nobody uses; those of `load().free_pages` beyond them hold the cache."""
+        return self._pages.num_free
+
+    @property
+    def num_decoding_tokens(self) -> int:
+        """Tokens, of prompts and outputs, of all decoding requests; looks at each of them."""
+        return sum(request.num_tokens for request in self._running.decoding)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens since the start that the radix cache has served."""
+        return self._admission.num_cached_tokens
+
+    @property
     def cache_hit_rate(self) -> float:
         """Share of the prompt tokens since the start that the radix cache has served."""
         return self._admission.num_cached_tokens / max(1, self._admission.num_prompt_tokens)
@@ -325,8 +372,10 @@ class StepScheduler:
         return tuple(self._requests.values())
 
     def flush_cache(self) -> bool:
-        """Empties the radix cache; refused (False) while any request is served."""
-        if not self.is_idle:
+        """Empties the radix cache; refused (False) while any request is served. In a pause those
+        that wait do not count: they hold no pages."""
+        is_unused = not self._running and not self._in_flight
+        if not is_unused or (self._waiting and not self._is_paused):
             return False
         self._pages.clear_cache()
         return True

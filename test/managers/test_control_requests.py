@@ -2,7 +2,7 @@ import gc
 import inspect
 import logging
 from collections.abc import Iterator
-from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,10 +10,13 @@ import pytest
 from sglang.srt.managers import io_struct as io
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_control_mixin import _COMMUNICATOR_SPECS
+from support.minimal_messages import minimal_fields
 
 from sgl_pipeline.managers.control_requests import CONTROL_TYPES, ControlDesk
-from sgl_pipeline.managers.front_guard import REFUSED_ROUTES
+from sgl_pipeline.managers.profile_desk import ProfileDesk
+from sgl_pipeline.managers.route_guard import REFUSED_ROUTES
 from sgl_pipeline.managers.sglang_io import make_decoder
+from sgl_pipeline.messages import ProfileReply
 
 # What `sglang_io.py` takes itself.
 GENERATION_TYPES = {
@@ -57,10 +60,18 @@ class FakeServer:
     def __init__(self) -> None:
         self.is_idle = True
         self.num_flushes = 0
+        self.pauses: list[str] = []
         self.is_shut_down = False
 
-    def flush_cache(self) -> None:
-        self.num_flushes += 1
+    def flush_cache(self) -> bool:
+        self.num_flushes += self.is_idle
+        return self.is_idle
+
+    def pause(self, *, retract: bool) -> None:
+        self.pauses.append("retract" if retract else "in_place")
+
+    def resume(self) -> None:
+        self.pauses.append("resume")
 
     def describe(self) -> dict[str, Any]:
         return {"num_stages": 4}
@@ -72,7 +83,12 @@ class FakeServer:
 class Desk:
     def __init__(self) -> None:
         self.front, self.server = FakeFront(), FakeServer()
-        self.desk = ControlDesk(self.front, self.server)
+        profiles = ProfileDesk(self.front, SimpleNamespace(send=self._recorded), range(1))
+        self.desk = ControlDesk(self.front, self.server, profiles)
+        self._profiles = profiles
+
+    def _recorded(self, stage: int, message: Any) -> None:
+        self._profiles.on_reply(ProfileReply(stage, is_recording=True))
 
     def ask(self, message: Any) -> Any:
         """The one reply to `message`, or None when there is none."""
@@ -89,30 +105,6 @@ def desk() -> Iterator[Desk]:
     yield Desk()
     logging.getLogger().setLevel(level)
     gc.unfreeze()
-
-
-def minimal(kind: type) -> Any:
-    """A message with a value for every field that has no default."""
-    values = {
-        field.name: _value(field.type) for field in msgspec.structs.fields(kind) if field.required
-    }
-    return kind(**values)
-
-
-def _value(annotation: Any) -> Any:
-    info = msgspec.inspect.type_info(annotation)
-    if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return next(iter(annotation))
-    simple = {
-        msgspec.inspect.StrType: "x",
-        msgspec.inspect.IntType: 1,
-        msgspec.inspect.FloatType: 1.0,
-        msgspec.inspect.BoolType: True,
-        msgspec.inspect.ListType: [],
-        msgspec.inspect.DictType: {},
-        msgspec.inspect.UnionType: None,
-    }
-    return simple[type(info)]
 
 
 def upstream_types() -> set[type]:
@@ -148,7 +140,7 @@ def test_every_message_of_upstreams_dispatch_table_is_known() -> None:
 
 @pytest.mark.parametrize("kind", CONTROL_TYPES, ids=lambda kind: kind.__name__)
 def test_a_message_gets_the_reply_that_its_route_waits_for(desk: Desk, kind: type) -> None:
-    message = make_decoder().decode(io.msgpack_encode(minimal(kind)))
+    message = make_decoder().decode(io.msgpack_encode(kind(**minimal_fields(kind))))
     reply = desk.ask(message)
     assert type(reply) is (reply_type(kind) or type(None))
     if reply is not None:
@@ -167,8 +159,6 @@ def test_a_reply_that_cannot_say_no_has_its_route_refused() -> None:
         io.ResumeMemoryOccupationReqInput: "/resume_memory_occupation",
         io.SlowDownReqInput: "/slow_down",
         io.ExpertDistributionReq: "/start_expert_distribution_record",
-        io.PauseGenerationReqInput: "/pause_generation",
-        io.ContinueGenerationReqInput: "/continue_generation",
         io.CloseSessionReqInput: "/close_session",
         io.SetInternalStateReq: "/set_internal_state",
     }
@@ -205,6 +195,13 @@ def test_a_waiting_flush_fails_when_its_time_is_over(desk: Desk) -> None:
     desk.desk.poll(float("inf"))
     assert [reply.success for reply in desk.front.replies] == [False]
     assert desk.server.num_flushes == 0
+
+
+def test_a_pause_says_whether_running_requests_are_retracted(desk: Desk) -> None:
+    for mode in ("in_place", "retract"):
+        assert desk.ask(io.PauseGenerationReqInput(mode=mode)) is None
+    assert desk.ask(io.ContinueGenerationReqInput()) is None
+    assert desk.server.pauses == ["in_place", "retract", "resume"]
 
 
 def test_server_info_tells_of_the_pipeline(desk: Desk) -> None:

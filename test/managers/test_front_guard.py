@@ -1,5 +1,4 @@
 import asyncio
-import builtins
 import threading
 from collections.abc import AsyncIterator
 from http import HTTPStatus
@@ -8,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request, WebSocket
-from fastapi.testclient import TestClient
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.load_snapshot import (
     LoadSnapshot,
@@ -17,17 +14,12 @@ from sglang.srt.managers.load_snapshot import (
     ShmLoadSnapshotWriter,
 )
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.utils.auth import add_api_key_middleware
-from starlette.websockets import WebSocketDisconnect
 
 from sgl_pipeline.managers import front_guard
 from sgl_pipeline.managers.entrance_checks import RefusedRequestError
 from sgl_pipeline.managers.front_guard import (
-    REFUSED_ROUTES,
     GuardedTokenizerManager,
-    guard_routes,
 )
-from sgl_pipeline.managers.openai_fields import ServedFeatures
 
 
 def request(text: Any = "x", **sampling: Any) -> GenerateReqInput:
@@ -102,90 +94,6 @@ def test_loads_are_read_and_an_unknown_section_is_an_error_in_time(tmp_path: Pat
     with pytest.raises(ValueError, match="include: everything"):
         asyncio.run(manager.get_loads(["everything"]))
     writer.close()
-
-
-@pytest.fixture
-def client() -> TestClient:
-    app = FastAPI()
-
-    @app.post("/generate")
-    async def echo(request: Request) -> int:
-        return len(await request.body())
-
-    app.post("/v1/chat/completions")(echo)
-
-    @app.post("/pause_generation")
-    async def unreachable() -> None:
-        raise AssertionError
-
-    @app.post("/trip")
-    async def trip(name: str) -> None:
-        raise getattr(builtins, name)("wibble")
-
-    @app.websocket("/v1/realtime")
-    async def open_to_all(socket: WebSocket) -> None:
-        await socket.accept()
-
-    features = ServedFeatures(parses_tool_calls=False, has_completion_template=False)
-    guard_routes(app, context_length=100, features=features)
-    return TestClient(app)
-
-
-def test_a_route_that_is_not_built_is_a_400_that_names_the_feature(client: TestClient) -> None:
-    reply = client.post("/pause_generation")
-    assert reply.status_code == 400
-    assert "pausing generation" in reply.json()["error"]["message"]
-
-
-def test_refused_routes_exist_upstream() -> None:
-    from sglang.srt.entrypoints import http_server, v1_loads
-
-    routes = [*http_server.app.routes, *v1_loads.router.routes]
-    assert set(REFUSED_ROUTES) <= {getattr(route, "path", None) for route in routes}
-
-
-def test_a_body_within_the_limit_passes_and_a_larger_one_is_a_413(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(front_guard, "MAX_BODY_BYTES", 1000)
-    assert client.post("/generate", content=b"x" * 1000).json() == 1000
-    assert client.post("/generate", content=b"x" * 1001).status_code == 413
-
-
-def test_the_body_of_a_conversation_is_bound_to_the_context(client: TestClient) -> None:
-    allowed = 16 * 100 + front_guard.CONVERSATION_OVERHEAD_BYTES
-    assert client.post("/v1/chat/completions", content=b"x" * allowed).json() == allowed
-    assert client.post("/v1/chat/completions", content=b"x" * (allowed + 1)).status_code == 413
-
-
-def test_a_websocket_is_turned_away(client: TestClient) -> None:
-    with pytest.raises(WebSocketDisconnect), client.websocket_connect("/v1/realtime"):
-        pass
-
-
-def test_a_body_that_upstream_trips_over_is_the_clients_mistake(client: TestClient) -> None:
-    for name in ("TypeError", "AttributeError", "IndexError", "KeyError", "AssertionError"):
-        reply = client.post("/trip", params={"name": name})
-        assert reply.status_code == 400
-        assert "cannot be read: wibble" in reply.json()["error"]["message"].replace("'", "")
-    assert client.post("/trip", params={"name": "ValueError"}).status_code == 400
-    with pytest.raises(OSError):
-        client.post("/trip", params={"name": "OSError"})
-
-
-def test_a_key_outside_ascii_is_no_key_and_other_crashes_are_the_servers() -> None:
-    app = FastAPI()
-
-    @app.get("/crash")
-    async def crash() -> None:
-        raise OSError
-
-    app.add_exception_handler(Exception, front_guard.answer_crash)
-    add_api_key_middleware(app, api_key="key", admin_api_key=None)
-    client = TestClient(app, raise_server_exceptions=False)
-    for key, status in ((b"k\xe9y", 401), (b"other", 401), (b"key", 500)):
-        reply = client.get("/crash", headers={"Authorization": b"Bearer " + key})
-        assert reply.status_code == status
 
 
 class _Tokenizer:

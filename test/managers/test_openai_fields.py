@@ -17,8 +17,8 @@ from sglang.srt.entrypoints.openai.protocol import (
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
-from sgl_pipeline.managers.front_guard import RouteGuard
 from sgl_pipeline.managers.openai_fields import RULES, ServedFeatures, refusal
+from sgl_pipeline.managers.route_guard import RouteGuard
 
 ALL_BUILT = ServedFeatures(parses_tool_calls=True, has_completion_template=True)
 NONE_BUILT = ServedFeatures(parses_tool_calls=False, has_completion_template=False)
@@ -225,9 +225,9 @@ def passed_on(*pieces: bytes) -> tuple[str, int | None]:
     async def send(message: Message) -> None:
         raise AssertionError("the guard itself answers nothing here")
 
-    guarded = RouteGuard(app, 1000, ALL_BUILT)
+    guarded = RouteGuard(app, 1000, ALL_BUILT, is_stopping=lambda: False)
     try:
-        asyncio.run(guarded({"type": "http", "path": COMPLETIONS}, receive, send))
+        asyncio.run(guarded({"type": "http", "method": "POST", "path": COMPLETIONS}, receive, send))
     except HTTPException as error:
         return error.detail, error.status_code
     return b"".join(read).decode(), None

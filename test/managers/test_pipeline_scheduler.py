@@ -153,7 +153,15 @@ def run(parts: Any, script: list[list[Any]]) -> FakeFront:
     loads = SimpleNamespace(publish=lambda *arguments: None)
     journal = StepJournal(1, None)
     loop = PipelineScheduler(
-        parts.front, parts.steps, parts.stages, parts.grammars, journal, loads, zmq.Poller(), {}
+        parts.front,
+        parts.steps,
+        parts.stages,
+        parts.grammars,
+        journal,
+        loads,
+        None,
+        zmq.Poller(),
+        {},
     )
     # The desk is upstream's message types; here a control message is a call on the loop.
     loop._desk = SimpleNamespace(answer=lambda call: call(loop), poll=lambda now_s: None)
@@ -187,8 +195,9 @@ def test_a_control_message_that_fails_does_not_end_the_loop(parts):
 
 def test_an_abort_ends_its_request_alone(parts):
     first, second = make_request("a", [1], 50), make_request("b", [1], 3)
-    front = run(parts, [[first, second], [AbortRequest((first,))], *WAIT, [SHUT_DOWN]])
-    assert front.finished["a"].message == "aborted by the client"
+    finish = FinishReason("abort", message="not wanted any more")
+    front = run(parts, [[first, second], [AbortRequest((first,), finish)], *WAIT, [SHUT_DOWN]])
+    assert front.finished["a"] is finish
     assert front.finished["b"] == FinishReason("length")
     assert parts.steps.is_idle
 

@@ -138,10 +138,13 @@ def test_a_request_id_that_is_too_long_is_refused(upstream: UpstreamFront) -> No
     assert abort_reason(upstream.output())[0] == 400
 
 
+BY_CLIENT = FinishReason("abort", message="aborted by the client")
+
+
 def test_an_abort_names_the_live_request_and_no_other(upstream: UpstreamFront) -> None:
     first, _ = take(upstream, "1"), take(upstream, "11")
     upstream.send(io_struct.AbortReq(rid="1"))
-    assert receive(upstream) == [AbortRequest((first,))]
+    assert receive(upstream) == [AbortRequest((first,), BY_CLIENT)]
     upstream.send(io_struct.AbortReq(rid="unknown"))
     assert receive(upstream) == []
 
@@ -149,7 +152,11 @@ def test_an_abort_names_the_live_request_and_no_other(upstream: UpstreamFront) -
 def test_abort_all_names_every_live_request(upstream: UpstreamFront) -> None:
     both = (take(upstream, "a"), take(upstream, "b"))
     upstream.send(io_struct.AbortReq(abort_all=True))
-    assert receive(upstream) == [AbortRequest(both)]
+    assert receive(upstream) == [AbortRequest(both, BY_CLIENT)]
+    reason = {"type": "abort", "message": "shutting down", "status_code": 503}
+    upstream.send(io_struct.AbortReq(abort_all=True, finished_reason=reason))
+    finish = FinishReason("abort", message="shutting down", status_code=503)
+    assert receive(upstream) == [AbortRequest(both, finish)]
 
 
 def test_a_control_message_is_handed_on(upstream: UpstreamFront) -> None:

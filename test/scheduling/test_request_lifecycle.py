@@ -217,3 +217,35 @@ def test_after_a_retraction_the_wait_begins_anew_and_the_run_goes_on() -> None:
     assert [request for request, *_ in finishes(pipeline, 22.5)] == ["urgent"]
     pipeline.drain()
     assert all_pages_are_back(pipeline)
+
+
+# The times of a request
+
+
+def test_a_request_knows_when_it_first_ran_and_when_its_first_token_was_known() -> None:
+    pipeline = pipeline_of()
+    request = make_request("a", [1, 2, 3], 3)
+    pipeline.scheduler.add(request)
+    assert (request.started_s, request.first_token_s) == (None, None)
+    for now in (5.0, 7.0, 9.0):
+        pipeline.now = now
+        pipeline.fill()
+        pipeline.now = now + 1
+        pipeline.complete()
+    assert request.finish is not None
+    assert (request.started_s, request.first_token_s) == (5.0, 6.0)
+
+
+def test_a_retraction_does_not_change_when_a_request_first_ran() -> None:
+    pipeline = pipeline_of()
+    request = make_request("a", [1, 2, 3], 4)
+    pipeline.scheduler.add(request)
+    pipeline.now = 5.0
+    advance(pipeline, 1)
+    pipeline.scheduler.pause(retract=True)
+    pipeline.scheduler.resume()
+    pipeline.now = 8.0
+    advance(pipeline, 3)
+    assert request.num_retractions == 1
+    assert request.finish is not None
+    assert (request.started_s, request.first_token_s) == (5.0, 5.0)

@@ -22,7 +22,7 @@ ABORTED = FinishReason("abort", message="the client went away")
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, aborts, schedules and completes in any order."""
+    """Adds, aborts, schedules, completes, pauses and resumes in any order."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4]),
@@ -144,9 +144,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.scheduler.end_overdue(self.pipeline.now):
             assert request.finish in (WAITED_TOO_LONG, RAN_TOO_LONG)
 
+    @rule(retract=st.booleans())
+    def pause(self, retract: bool) -> None:
+        self.scheduler.pause(retract=retract)
+
+    @precondition(lambda self: self.scheduler.is_paused)
+    @rule()
+    def resume(self) -> None:
+        self.scheduler.resume()
+
     @rule()
     def flush(self) -> None:
-        assert self.scheduler.flush_cache() == self.scheduler.is_idle
+        # In a pause those that wait do not count.
+        is_unused = self.scheduler.is_idle or (
+            self.scheduler.is_paused
+            and not self.scheduler.num_running
+            and not self.pipeline.steps_in_flight
+        )
+        assert self.scheduler.flush_cache() == is_unused
 
     @invariant()
     def pages_are_conserved(self) -> None:
@@ -155,6 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "pipeline"):
             return
+        self.scheduler.resume()
         self.pipeline.drain()
         load = self.scheduler.load()
         assert load.free_pages == load.total_pages

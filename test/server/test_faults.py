@@ -58,17 +58,23 @@ def test_a_client_that_disconnects_mid_stream_frees_its_pages(demo_server):
 
 
 def test_two_servers_run_side_by_side_and_leave_nothing(tmp_path, monkeypatch):
-    """One is stopped by Ctrl-C, the other by SIGTERM; neither disturbs the other."""
+    """Busy as they are, one is stopped by Ctrl-C and the other by a second SIGTERM, at once."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     shared_memory = set(os.listdir("/dev/shm"))
     with live_server("--pp", "2") as first, live_server("--pp", "2") as second:
         answers = [server.generate(**short_request()).json()["text"] for server in (first, second)]
         assert answers[0] == answers[1]
+        lost = [LongRequest(first), LongRequest(second)]
         first_processes = first.descendants()
         stop(first, lambda: first.process.send_signal(signal.SIGINT))
+        assert first.process.returncode == 130
         assert second.generate(**short_request()).status_code == 200
         second_processes = second.descendants()
+        second.process.terminate()
+        wait_until(lambda: second.generate(**short_request()).status_code == 503)
         stop(second, second.process.terminate)
+        assert second.process.returncode == 143
+        assert all(request.join(5) and request.error for request in lost)
         assert_nothing_left(first_processes + second_processes, tmp_path, shared_memory)
     assert "Traceback" not in first.text + second.text
 

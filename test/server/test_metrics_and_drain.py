@@ -1,0 +1,173 @@
+"""Metrics of a live server, and how it ends: one server for both, so the order of tests matters."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+from support.live_server import LiveServer, live_server, wait_until
+
+pytestmark = pytest.mark.multiproc
+
+DRAIN_TIMEOUT_S = 4.0
+HEALTH_TIMEOUT_S = 2
+# The names in SGLang's Grafana board (examples/monitoring/grafana/dashboards/json/
+# sglang-dashboard.json); every one applies to a text server without disaggregation or speculation.
+GRAFANA_BOARD = {
+    "sglang:e2e_request_latency_seconds_bucket",
+    "sglang:e2e_request_latency_seconds_sum",
+    "sglang:e2e_request_latency_seconds_count",
+    "sglang:time_to_first_token_seconds_bucket",
+    "sglang:time_to_first_token_seconds_sum",
+    "sglang:time_to_first_token_seconds_count",
+    "sglang:num_running_reqs",
+    "sglang:gen_throughput",
+    "sglang:cache_hit_rate",
+    "sglang:num_queue_reqs",
+}
+# Further names that SGLang documents (docs: production metrics).
+DOCUMENTED = {
+    "sglang:prompt_tokens_total",
+    "sglang:generation_tokens_total",
+    "sglang:cached_tokens_total",
+    "sglang:num_requests_total",
+    "sglang:token_usage",
+    "sglang:num_used_tokens",
+    "sglang:inter_token_latency_seconds_bucket",
+    "sglang:queue_time_seconds_bucket",
+    "sglang:num_grammar_queue_reqs",
+    "sglang:num_retracted_reqs",
+    "sglang:max_total_num_tokens",
+    "sglang:realtime_tokens_total",
+}
+OURS = {
+    "sgl_pipeline_num_stages",
+    "sgl_pipeline_waiting_tokens",
+    "sgl_pipeline_free_page_share",
+    "sgl_pipeline_steps_in_flight",
+    "sgl_pipeline_steps_total",
+    "sgl_pipeline_step_tokens_total",
+    "sgl_pipeline_stage_compute_seconds_total",
+    "sgl_pipeline_stage_input_wait_seconds_total",
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SGLANG_HEALTH_CHECK_TIMEOUT", str(HEALTH_TIMEOUT_S))
+        yield from started_server()
+
+
+def started_server() -> Iterator[LiveServer]:
+    flags = ("--enable-metrics", "--drain-timeout-s", str(DRAIN_TIMEOUT_S))
+    with live_server("--pp", "2", *flags) as server:
+        yield server
+
+
+class Samples:
+    """One reading of /metrics."""
+
+    def __init__(self, server: LiveServer) -> None:
+        text = requests.get(f"{server.url}/metrics", timeout=30).text
+        families = text_string_to_metric_families(text)
+        self._samples = [sample for family in families for sample in family.samples]
+        self.names = {sample.name for sample in self._samples}
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sum of the samples of that name and labels."""
+        return sum(
+            sample.value
+            for sample in self._samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def labels(self, name: str) -> set[str]:
+        return {label for sample in self._samples if sample.name == name for label in sample.labels}
+
+
+def generate(server: LiveServer, max_new_tokens: int, **body: object) -> requests.Response:
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    return server.generate(text="Repeat after me: one two", sampling_params=sampling, **body)
+
+
+class Client:
+    """One request in a thread of its own."""
+
+    def __init__(self, server: LiveServer, max_new_tokens: int) -> None:
+        self.response: requests.Response | None = None
+        self._thread = threading.Thread(target=self._run, args=(server, max_new_tokens))
+        self._thread.start()
+
+    def join(self) -> requests.Response:
+        self._thread.join(60)
+        assert self.response is not None
+        return self.response
+
+    def _run(self, server: LiveServer, max_new_tokens: int) -> None:
+        self.response = generate(server, max_new_tokens)
+
+
+def test_metrics_have_sglangs_names_and_count_what_was_served(server: LiveServer) -> None:
+    for _ in range(2):
+        assert generate(server, 24, stream=True).status_code == 200
+    steps = server.facts()["num_steps"]
+    wait_until(lambda: Samples(server).value("sgl_pipeline_steps_total") >= steps)
+    samples = Samples(server)
+    assert sorted((GRAFANA_BOARD | DOCUMENTED | OURS) - samples.names) == []
+    facts = server.facts()
+    assert samples.value("sglang:generation_tokens_total") >= 48
+    assert samples.value("sglang:time_to_first_token_seconds_count") >= 2
+    assert samples.value("sglang:queue_time_seconds_count") >= 2
+    assert samples.value("sglang:max_total_num_tokens") == facts["total_pages"] * 16
+    assert samples.value("sgl_pipeline_num_stages") == 2
+    assert samples.value("sgl_pipeline_step_tokens_total", kind="decode") == facts["decodes"]
+    assert samples.value("sgl_pipeline_stage_compute_seconds_total", stage="1") > 0
+    assert {"model_name", "engine_type", "tp_rank"} <= samples.labels("sglang:num_running_reqs")
+
+
+def test_gauges_follow_a_running_request(server: LiveServer) -> None:
+    client = Client(server, 30_000)
+    wait_until(lambda: Samples(server).value("sglang:num_running_reqs") == 1)
+    wait_until(lambda: Samples(server).value("sglang:gen_throughput") > 0)
+    assert Samples(server).value("sglang:num_used_tokens") > 0
+    assert health(server) == 200
+    requests.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=30)
+    client.join()
+    wait_until(lambda: Samples(server).value("sglang:num_running_reqs") == 0)
+
+
+def health(server: LiveServer) -> int:
+    return requests.get(f"{server.url}/health", timeout=30).status_code
+
+
+def test_health_is_good_when_idle_and_fails_in_a_pause_as_upstreams(server: LiveServer) -> None:
+    assert health(server) == 200
+    requests.post(f"{server.url}/pause_generation", json={"mode": "in_place"}, timeout=30)
+    assert health(server) == 503
+    requests.post(f"{server.url}/continue_generation", json={}, timeout=30)
+    assert health(server) == 200
+
+
+def test_a_sigterm_drains(server: LiveServer) -> None:
+    """The last test of this server: a short request ends well, a long one with a 503."""
+    long = Client(server, 32_000)
+    wait_until(lambda: server.facts()["num_running_requests"] == 1)
+    short = Client(server, 200)
+    wait_until(lambda: server.facts()["num_running_requests"] == 2)
+    server.process.terminate()
+    wait_until(lambda: generate(server, 1).status_code == 503)
+    assert health(server) == 503
+    assert requests.get(f"{server.url}/ready", timeout=30).status_code == 503
+    chat = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    refused = requests.post(f"{server.url}/v1/chat/completions", json=chat, timeout=30)
+    assert refused.status_code == 503
+    assert "shutting down" in refused.text
+    assert short.join().status_code == 200
+    ended = long.join()
+    assert ended.status_code == 503
+    assert "shutting down" in ended.text
+    assert server.process.wait(20) == 0
+    assert "did not finish within --drain-timeout-s 4" in server.text
+    assert "Traceback" not in server.text
