@@ -3,10 +3,11 @@
 import gc
 import weakref
 
+import psutil
 import pytest
 import torch
 
-from sgl_pipeline.pp_runner.linear import Linear
+from sgl_pipeline.pp_runner.linear import Linear, pad_rows, padded_row_count
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 
@@ -74,3 +75,30 @@ def test_a_packed_weight_replaces_the_plain_one() -> None:
     del weight
     gc.collect()
     assert alive() is None
+
+
+def test_steps_of_all_sizes_share_few_row_counts() -> None:
+    assert [padded_row_count(n) for n in (0, 1, 4, 5, 63, 64, 65, 129, 300)] == [
+        *(4, 4, 4, 8, 64, 64, 68, 136, 304)
+    ]
+    assert len({padded_row_count(n) for n in range(2049)}) == 96
+    assert all(n <= padded_row_count(n) <= n * 17 / 16 for n in range(64, 2049))
+    assert all(padded_row_count(padded_row_count(n)) == padded_row_count(n) for n in range(2049))
+
+
+def test_padding_adds_rows_of_zeros() -> None:
+    positions = torch.arange(1, 67)
+    assert pad_rows(positions).tolist() == [*range(1, 67), 0, 0]
+    full = torch.ones(8, 3)
+    assert pad_rows(full) is full
+
+
+def test_memory_does_not_grow_with_every_new_number_of_rows() -> None:
+    """oneDNN keeps the kernels of each row count: 0.5 MiB and more for every matrix shape."""
+    linear = Linear(random_weight(512, 128, torch.float32))
+    linear(random_rows(600, 128, torch.float32))
+    resident_bytes = psutil.Process().memory_info().rss
+    for num_rows in range(1, 601):
+        linear(random_rows(num_rows, 128, torch.float32))
+    grown_mib = (psutil.Process().memory_info().rss - resident_bytes) / 2**20
+    assert grown_mib < 100, "one set of kernels for each of 600 row counts is above 300 MiB"
