@@ -104,7 +104,15 @@ class SoakClients:
             for client in set(clients) - pending:
                 client.result()
 
-    async def _client(self, session: aiohttp.ClientSession, mix: RequestMix, end_s: float) -> None:
+    async def _client(
+        self,
+        session: aiohttp.ClientSession,
+        mix: RequestMix,
+        *,
+        starts_after_s: float,
+        end_s: float,
+    ) -> None:
+        await asyncio.sleep(starts_after_s)
         while time.monotonic() < end_s:
             ask = mix.draw()
             try:
