@@ -19,8 +19,8 @@ def install(client: str) -> None:
     print(f"Installing {client} into {directory}", flush=True)
     venv.create(directory, clear=True, with_pip=True)
     requirements = Path(__file__).with_name(f"{client}_requirements.txt")
-    command = [directory / "bin" / "python", "-m", "pip", "install", "-qq", "--no-deps"]
-    subprocess.run([*command, "-r", requirements], check=True)
+    command = [str(directory / "bin" / "python"), "-m", "pip", "install", "-qq", "--no-deps"]
+    subprocess.run([*command, "-r", str(requirements)], check=True)
 
 
 if __name__ == "__main__":

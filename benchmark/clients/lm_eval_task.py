@@ -6,6 +6,7 @@ Written by `run.py` for each run. `generate` is judged by exact match of what th
 
 import json
 from pathlib import Path
+from typing import Any
 
 from benchmark.demo_model.evaluate import held_out_questions
 
@@ -44,16 +45,19 @@ def write_tasks(directory: Path) -> None:
         (directory / f"{name}.yaml").write_text(text, encoding="utf-8")
 
 
-def rows() -> list[dict[str, object]]:
+def rows() -> list[dict[str, Any]]:
     """Questions in the demo model's chat template; the wrong choices are answers to others."""
     questions = held_out_questions(_QUESTIONS_PER_TASK, seed=1)
-    answers = [question.answer for question in questions]
-    return [
-        {
-            "prompt": f"<|user|>{question.text}<|end|><|assistant|>",
-            "answer": question.answer,
-            "choices": [answers[index - 1], question.answer, answers[index - 2]],
-            "label": 1,
-        }
-        for index, question in enumerate(questions)
-    ]
+    answers = list(dict.fromkeys(question.answer for question in questions))
+    found: list[dict[str, Any]] = []
+    for question in questions:
+        place = answers.index(question.answer)
+        found.append(
+            {
+                "prompt": f"<|user|>{question.text}<|end|><|assistant|>",
+                "answer": question.answer,
+                "choices": [answers[place - 1], question.answer, answers[place - 2]],
+                "label": 1,
+            }
+        )
+    return found

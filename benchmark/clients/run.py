@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import requests
 
@@ -161,7 +162,8 @@ def _engine(depth: int, port: int) -> Engine:
 
 
 def _has_prompt_logprobs(url: str) -> bool:
-    body = {"model": MODEL_NAME, "prompt": "ab", "max_tokens": 1, "echo": True, "logprobs": 1}
+    body: dict[str, Any] = {"model": MODEL_NAME, "prompt": "ab", "max_tokens": 1}
+    body |= {"echo": True, "logprobs": 1}
     return requests.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
 
 
