@@ -8,6 +8,7 @@ the demo model, which is never taught a kit's answers.
 import ast
 import dataclasses
 import json
+import random
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,9 +125,13 @@ TestAnthropicMessages = run_of("anthropic_messages_kit", AnthropicMessagesMixin)
 
 def test_cache_hit_kit(demo_server: LiveServer, tmp_path: Path) -> None:
     """Its prompts come from conversations in ShareGPT's format; ours are made up."""
-    turns = [{"value": "Please repeat this sentence: the dog ran home."}, {"value": "Gladly."}]
+    letters = random.Random(1)
+    conversations = [
+        {"conversations": [{"value": "".join(letters.choices("abcdefgh ", k=300))}] * 2}
+        for _ in range(24)
+    ]
     dataset = tmp_path / "conversations.json"
-    dataset.write_text(json.dumps([{"conversations": turns}] * 32), encoding="utf-8")
+    dataset.write_text(json.dumps(conversations), encoding="utf-8")
     result = run_multiturn_cache_hit_test(
         demo_server.url, str(DEMO_MODEL), dataset_path=str(dataset)
     )

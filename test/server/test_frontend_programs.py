@@ -60,7 +60,9 @@ NOT_APPLICABLE: dict[str, str] = {
 def endpoint(demo_server: LiveServer) -> Iterator[None]:
     """The demo server as the language's default backend, set up as upstream's own tests do."""
     before = global_config.default_backend, global_config.enable_parallel_encoding
-    sgl.set_default_backend(sgl.RuntimeEndpoint(demo_server.url))
+    backend = sgl.RuntimeEndpoint(demo_server.url)
+    backend.endpoint = backend  # where upstream's `sgl.Runtime`, which starts a server, has it
+    sgl.set_default_backend(backend)
     # Its route for joining caches is in no server of SGLang's; the texts are joined instead.
     global_config.enable_parallel_encoding = False
     yield
