@@ -1,4 +1,4 @@
-"""Lets many clients ask all sorts of things for minutes, a third of them leaving before the end.
+"""Lets many clients ask all sorts of things for minutes; a third of the requests set out to leave.
 
     python -m benchmark.soak --clients 200 --duration-s 120
 
@@ -77,7 +77,8 @@ class Soak:
         if elapsed_s >= self._next_progress_s:
             self._next_progress_s += _PROGRESS_INTERVAL_S
             state = server_state(self._base_url)
-            told = ", ".join(f"{n} {what}" for what, n in self._clients.tally.outcomes.items())
+            outcomes = self._clients.tally.outcomes.items()
+            told = ", ".join(f"{number} {what}" for what, number in outcomes if number)
             memory = ", ".join(
                 f"{name} {samples[-1][1]:.0f}" for name, samples in self.memory.samples.items()
             )
@@ -184,7 +185,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--clients", type=int, default=200, help="at once (default: 200)")
     add("--duration-s", type=float, default=120.0, help="seconds of load (default: 120)")
-    add("--departing-share", type=float, default=1 / 3, help="of the requests (default: 1/3)")
+    add(
+        "--departing-share",
+        type=float,
+        default=1 / 3,
+        help="of the requests, less the probes (default: 1/3)",
+    )
     add("--warm-up-s", type=float, default=40.0, help="before memory is judged (default: 40)")
     add("--most-growth", type=float, default=0.05, help="share of memory since (default: 0.05)")
     add("--seed", type=int, default=1, help="of the requests (default: 1)")

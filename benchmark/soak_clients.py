@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import aiohttp
 
@@ -32,7 +32,9 @@ _EXAMPLES_KEPT = 10
 class Tally:
     """How the requests ended, and what was wrong with the first that failed."""
 
-    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    outcomes: Counter[Outcome] = field(
+        default_factory=lambda: Counter(dict.fromkeys(get_args(Outcome), 0))
+    )
     failures: list[str] = field(default_factory=list)
 
     def fail(self, ask: Ask, why: str) -> None:
