@@ -172,15 +172,18 @@ def _run_client(name: str, command: list[str], directory: Path) -> None:
     program = CLIENTS_DIRECTORY / name / "bin" / command[0]
     if not program.exists():
         raise ConfigurationError(f"{name} is missing; run python -m benchmark.clients.install")
-    done = subprocess.run(
-        [str(program), *command[1:]],
-        cwd=directory,
-        env=os.environ | _OFFLINE | {"HF_HOME": str(directory / "hugging_face")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_CLIENT_TIMEOUT_S,
-    )
+    try:
+        done = subprocess.run(
+            [str(program), *command[1:]],
+            cwd=directory,
+            env=os.environ | _OFFLINE | {"HF_HOME": str(directory / "hugging_face")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_CLIENT_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise EngineFailure(f"{name} was not done after {_CLIENT_TIMEOUT_S} s") from error
     if done.returncode != 0:
         raise EngineFailure(f"{name} failed:\n{done.stdout[-4000:]}")
 
