@@ -14,11 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from sglang.test import kits
-from sglang.test.kits.anthropic_messages_kit import AnthropicMessagesMixin
-from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
 from sglang.test.kits.basic_decode_correctness_kit import BasicDecodeCorrectnessMixin
 from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
 from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
@@ -41,8 +38,6 @@ _SESSIONS = "sessions are refused"
 
 # Of kits that are run here: the tests that are not, by name.
 NOT_APPLICABLE: dict[str, dict[str, str]] = {
-    "anthropic_messages_kit": {},
-    "basic_api_contract_kit": {},
     "basic_decode_correctness_kit": {
         "test_capital_france": _KNOWLEDGE,
         "test_basic_math": _KNOWLEDGE,
@@ -60,7 +55,9 @@ NOT_APPLICABLE: dict[str, dict[str, str]] = {
 # Kits of which nothing is run here.
 ELSEWHERE: dict[str, str] = {
     "abort_timeout_kit": "run by test_lifecycle.py",
+    "anthropic_messages_kit": "run by test_other_apis.py",
     "attention_unittest": _KERNELS,
+    "basic_api_contract_kit": "run by test_other_apis.py",
     "dsa_metadata_kit": _KERNELS,
     "ebnf_constrained_kit": _GRAMMARS,
     "eval_accuracy_kit": "downloads data sets and asks for knowledge",
@@ -75,7 +72,7 @@ ELSEWHERE: dict[str, str] = {
     "pd_parity_kit": "prefill/decode disaggregation is refused at start",
     "perf_bench_kit": _FIGURES,
     "prefix_cache_branching_kit": _HYBRID + "; a cache of pages hits a request earlier",
-    "reasoning_kit": "needs a model that thinks",
+    "reasoning_kit": "run by test_reasoning.py",
     "regex_constrained_kit": _GRAMMARS,
     "spec_decoding_kit": _SPECULATION,
     "spec_server_kits": _SPECULATION,
@@ -89,15 +86,8 @@ ELSEWHERE: dict[str, str] = {
 @pytest.fixture(scope="class")
 def served_demo(request: pytest.FixtureRequest, demo_server: LiveServer) -> None:
     """Gives a mix-in the attributes that upstream's own server fixtures have."""
-    attributes = {
-        "base_url": demo_server.url,
-        "process": demo_server.process,
-        "model": "sgl-pipeline-demo",
-        "api_key": "none",
-        "client": openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none"),
-    }
-    for name, value in attributes.items():
-        setattr(request.cls, name, value)
+    assert request.cls is not None
+    request.cls.base_url, request.cls.process = demo_server.url, demo_server.process
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +107,8 @@ def run_of(kit: str, mixin: type) -> type[unittest.TestCase]:
     return pytest.mark.usefixtures("served_demo")(case)
 
 
-TestApiContract = run_of("basic_api_contract_kit", BasicAPIContractMixin)
 TestDecodeCorrectness = run_of("basic_decode_correctness_kit", BasicDecodeCorrectnessMixin)
 TestSchedulerStress = run_of("basic_scheduler_stress_kit", BasicSchedulerStressMixin)
-TestAnthropicMessages = run_of("anthropic_messages_kit", AnthropicMessagesMixin)
 
 
 def test_cache_hit_kit(demo_server: LiveServer, tmp_path: Path) -> None:
@@ -149,8 +137,6 @@ def test_every_test_of_every_kit_is_run_or_has_a_reason_not_to_be() -> None:
     defined = defined_tests(Path(kits.__path__[0]))
     assert set(defined) == set(NOT_APPLICABLE) | set(ELSEWHERE)
     run = {
-        "anthropic_messages_kit": collected(TestAnthropicMessages),
-        "basic_api_contract_kit": collected(TestApiContract),
         "basic_decode_correctness_kit": collected(TestDecodeCorrectness),
         "basic_scheduler_stress_kit": collected(TestSchedulerStress),
         "cache_hit_kit": {"run_multiturn_cache_hit_test"},
