@@ -20,7 +20,7 @@ from typing import Any
 
 import requests
 
-from benchmark.clients.install import CLIENTS_DIRECTORY
+from benchmark.clients.install import CLIENTS, CLIENTS_DIRECTORY
 from benchmark.clients.likelihoods import (
     Likelihoods,
     expected_likelihoods,
@@ -28,9 +28,8 @@ from benchmark.clients.likelihoods import (
     served_likelihoods,
 )
 from benchmark.clients.lm_eval_task import CHOOSE, GENERATE, write_tasks
-from benchmark.dated_result import RESULTS, save_dated_result
+from benchmark.dated_result import markdown_table, save_result
 from benchmark.engines import Engine, EngineFailure, running
-from benchmark.serving_report import markdown_table
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 
 MODEL_NAME = "sgl-pipeline-demo"
@@ -77,9 +76,8 @@ def main(argv: list[str] | None = None) -> int:
     print("\n" + table)
     if not options.no_save:
         record = {"outcomes": [asdict(outcome) for outcome in outcomes]}
-        settings = {"clients": {name: _version(name) for name in ("lm_eval", "guidellm")}}
-        name = "benchmark.clients.run"
-        print(save_dated_result(RESULTS, "clients", name, settings, record, table))
+        facts = {"clients": {name: _version(name) for name in CLIENTS}}
+        print(save_result("clients.run", "clients", facts, record, [table]))
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 

@@ -29,7 +29,7 @@ DEMO_MODEL = ROOT / "sgl_pipeline" / "demo_model"
 
 _KNOWLEDGE = "asks what the demo model was never taught"
 _SPECULATION = "speculative decoding is refused at start"
-_GRAMMARS = "grammars are tested in a file of their own"
+_GRAMMARS = "run by test_structured_output.py"
 _HYBRID = "for caches of models with recurrent layers, which are refused at start"
 _IMAGES = "images are refused"
 _FIGURES = "measures speed and judges it by figures of a GPU"
@@ -66,7 +66,7 @@ ELSEWHERE: dict[str, str] = {
     "json_mode_kit": _GRAMMARS,
     "kl_divergence_kit": "downloads a data set; test_token_identity.py holds the cache to equality",
     "lm_eval_kit": "lm-eval itself is run by benchmark/clients",
-    "matched_stop_kit": "stop rules are tested in a file of their own",
+    "matched_stop_kit": "run by test_matched_stop.py",
     "mmmu_vlm_kit": _IMAGES,
     "pause_generation_kit": "pausing generation is refused",
     "pd_parity_kit": "prefill/decode disaggregation is refused at start",
