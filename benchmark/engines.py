@@ -155,13 +155,15 @@ def bind_threads(cores: Sequence[int], num_stages: int) -> str:
 
 
 @contextlib.contextmanager
-def running(engine: Engine, log_path: Path) -> Iterator[None]:
+def running(engine: Engine, log_path: Path) -> Iterator[psutil.Process | None]:
     """Starts the engine, waits until it answers, and leaves no process of it behind.
+
+    Gives its main process, None for one that ran before.
 
     Raises EngineFailure with the end of its log when it does not come up in START_TIMEOUT_S.
     """
     if not engine.command:
-        yield
+        yield None
         return
     if _answers(engine.base_url):
         raise ConfigurationError(f"{engine.base_url} is taken; choose another --port")
@@ -179,7 +181,7 @@ def running(engine: Engine, log_path: Path) -> Iterator[None]:
         )
         try:
             _wait_until_ready(engine, server, log_path)
-            yield
+            yield server
         finally:
             _stop(server)
 

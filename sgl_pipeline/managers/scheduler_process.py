@@ -185,7 +185,8 @@ def _open_metrics(
 def _ready_message(
     args: PipelineArgs, limits: ModelLimits, capacity: PipelineCapacity
 ) -> dict[str, Any]:
-    """What upstream's main process expects (`managers/scheduler.py::get_init_info`)."""
+    """What upstream's main process expects (`managers/scheduler.py::get_init_info`), and for
+    `/server_info` the values that it was not told itself (`upstream_fields.UPSTREAM_VALUES`)."""
     pool_tokens = capacity.num_pages * args.scheduling.page_size
     return {
         "status": "ready",
@@ -193,6 +194,10 @@ def _ready_message(
         "max_req_input_len": min(limits.context_length, pool_tokens) - 1,
         "startup_time": {},
         "hicache_object_layout": None,
+        "page_size": args.scheduling.page_size,
+        "pp_size": args.stages.num_stages,
+        "chunked_prefill_size": args.throttle.max_prefill_tokens,
+        "device": args.stages.device,
     }
 
 

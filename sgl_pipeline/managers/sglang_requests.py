@@ -252,7 +252,8 @@ def _check_sampling(sampling: Any) -> None:
         raise RequestError("repetition_penalty must be above 0 and at most 2")
     fewest, most = sampling.min_new_tokens, sampling.max_new_tokens
     _check_range("min_new_tokens", fewest, 0, _MAX_INT32)
-    if most is not None and fewest > most:
+    # For n > 1 the front first sends the prompt with 0 tokens and all else as it is.
+    if most and fewest > most:
         raise RequestError(f"min_new_tokens {fewest} is above max_new_tokens {most}")
 
 

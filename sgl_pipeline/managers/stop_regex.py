@@ -6,6 +6,7 @@ and the work of one search is bounded by construction.
 """
 
 import re
+import warnings
 from typing import Any
 
 import re2
@@ -106,6 +107,8 @@ def _longest_match(pattern: str) -> int:
     """Bound on the length of a match in characters. Upstream's front computes it too, with
     Python's parser: what that cannot read must be refused here."""
     try:
-        return int(get_max_seq_length(pattern))
+        # It also warns of what might be meant otherwise: of no use in a server's log.
+        with warnings.catch_warnings(action="ignore"):
+            return int(get_max_seq_length(pattern))
     except (re.error, RecursionError, OverflowError) as error:
         raise RequestError(f"stop_regex {pattern!r}: {error}") from None

@@ -4,8 +4,8 @@ Built from a `WeightSource` by `StageModel`, run once a step for each layer. Hol
 keys and values live in the `KvPool`, and what leaves a layer is one tensor, the residual stream in
 the model's dtype, so that a stage boundary may lie between any two layers.
 
-Shapes: T rows, H hidden size, Hq query heads, Hkv key/value heads, D head dim, of which R are
-rotated.
+Shapes: T rows of the step, P rows with their padding, H hidden size, Hq query heads, Hkv key/value
+heads, D head dim, of which R are rotated.
 """
 
 import math
@@ -19,6 +19,7 @@ from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
 from sgl_pipeline.pp_runner.checkpoint import WeightSource
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_tensors import LayerTensors
+from sgl_pipeline.pp_runner.linear import pad_rows
 from sgl_pipeline.pp_runner.mlp import GatedMlp, Mlp
 from sgl_pipeline.pp_runner.model_spec import ModelSpec, RopeSpec
 from sgl_pipeline.pp_runner.moe import SparseMlp
@@ -27,7 +28,7 @@ from sgl_pipeline.pp_runner.moe import SparseMlp
 class Rotation(NamedTuple):
     """The angles of a step's rows, in the model's dtype, and which dimensions are pairs.
 
-    `cosine` is [T, 1, D], one where a dimension is not rotated; `sine` [T, 1, R / 2]. A pair is the
+    `cosine` is [P, 1, D], one where a dimension is not rotated; `sine` [P, 1, R / 2]. A pair is the
     i-th dimension of `first` and the i-th of `second`.
     """
 
@@ -143,24 +144,27 @@ class DecoderLayer:
         kv_pool: KvPool,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """The residual stream [T, H] after this layer; `stream` itself is left as it was.
+        """The residual stream [P, H] after this layer; `stream` itself is left as it was.
 
-        Writes the rows' keys and values into `slots` of the layer's pages.
+        Writes the keys and values of the T rows into `slots` [T] of the layer's pages. The P - T
+        rows of padding (see `pad_rows`) go through the products only.
         """
+        num_tokens = slots.shape[0]
         query, key, value = self._query_key_value(self._attention_norm(stream), rotation)
-        kv_pool.write(self.layer, slots, key, value)
-        attended = attention.attend(query, *kv_pool.pages(self.layer))
-        stream = stream + self._attention_output_norm(self._output(attended.flatten(1)))
+        kv_pool.write(self.layer, slots, key[:num_tokens], value[:num_tokens])
+        attended = attention.attend(query[:num_tokens], *kv_pool.pages(self.layer))
+        output = self._output(pad_rows(attended.flatten(1)))
+        stream = stream + self._attention_output_norm(output)
         return stream + self._mlp_output_norm(self._mlp(self._mlp_norm(stream)))
 
     def _query_key_value(
         self, normed: torch.Tensor, rotation: Rotation
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, Hq, D], [T, Hkv, D] and [T, Hkv, D]; views, whose rows are not contiguous."""
+        """[P, Hq, D], [P, Hkv, D] and [P, Hkv, D]; views, whose rows are not contiguous."""
         spec = self._spec
         heads = self._qkv(normed).unflatten(-1, (-1, spec.head_dim))
         num_rotated = spec.num_query_heads + spec.num_kv_heads
-        # Queries and keys are normed and rotated in one go: [T, Hq + Hkv, D].
+        # Queries and keys are normed and rotated in one go: [P, Hq + Hkv, D].
         query_key, value = heads[:, :num_rotated], heads[:, num_rotated:]
         if self._head_norms is not None:
             query_key = self._head_norms * F.rms_norm(

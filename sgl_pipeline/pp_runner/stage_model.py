@@ -14,7 +14,7 @@ from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
 from sgl_pipeline.pp_runner.checkpoint import WeightSource, open_weights
 from sgl_pipeline.pp_runner.decoder import DecoderLayer, RmsNorm, RotaryEmbedding
 from sgl_pipeline.pp_runner.kv_pool import KvPool
-from sgl_pipeline.pp_runner.linear import Linear
+from sgl_pipeline.pp_runner.linear import Linear, pad_rows
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.step_inputs import StepInputs
 
@@ -100,10 +100,11 @@ class StageModel:
         if self._embedding is not None:
             hidden = F.embedding(inputs.token_ids, self._embedding)
         assert hidden is not None, "a stage after the first needs the residual stream"
-        rotation = self._rotary.at(inputs.positions)
+        stream = pad_rows(hidden)
+        rotation = self._rotary.at(pad_rows(inputs.positions))
         for layer in self.layers.values():
-            hidden = layer.forward(hidden, rotation, inputs.slots, kv_pool, attention)
-        return hidden
+            stream = layer.forward(stream, rotation, inputs.slots, kv_pool, attention)
+        return stream[: inputs.num_tokens]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

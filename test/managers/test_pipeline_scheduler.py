@@ -169,6 +169,7 @@ def run(parts: Any, script: list[list[Any]]) -> FakeFront:
     return parts.front
 
 
+BY_CLIENT = FinishReason("abort", message="aborted by the client")
 SHUT_DOWN = ControlRequest(lambda loop: loop.shut_down())
 WAIT: list[list[Any]] = [[] for _ in range(8)]
 
@@ -249,7 +250,7 @@ def test_a_request_whose_grammar_is_compiled_holds_up_nobody_and_then_runs(parts
 
 def test_an_abort_during_the_compile_ends_request_and_compile(parts):
     held = constrained("a", 3)
-    front = run(parts, [[held], [AbortRequest((held.request,))], *WAIT, [SHUT_DOWN]])
+    front = run(parts, [[held], [AbortRequest((held.request,), BY_CLIENT)], *WAIT, [SHUT_DOWN]])
     assert front.finished["a"].message == "aborted by the client"
     assert (parts.compiler.open_jobs, len(parts.grammars)) == ([], 0)
 
@@ -282,9 +283,12 @@ def test_the_waiting_timeout_counts_while_a_grammar_is_compiled(parts):
     assert parts.compiler.open_jobs == []
 
 
-def test_the_server_is_not_idle_while_a_grammar_is_compiled(parts):
+def test_the_cache_is_not_flushed_while_a_grammar_is_compiled(parts):
     states = []
-    look = ControlRequest(lambda loop: states.append(loop.is_idle))
+    look = ControlRequest(lambda loop: states.append(loop.flush_cache()))
     held = constrained("a", 3)
-    run(parts, [[look], [held], [look], [AbortRequest((held.request,))], [look], [SHUT_DOWN]])
+    run(
+        parts,
+        [[look], [held], [look], [AbortRequest((held.request,), BY_CLIENT)], [look], [SHUT_DOWN]],
+    )
     assert states == [True, False, True]

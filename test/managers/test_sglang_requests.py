@@ -106,6 +106,12 @@ def test_min_new_tokens_masks_stop_and_eos_ids_even_where_those_are_ignored() ->
     assert build({"stop_token_ids": [9]}).sampling.masked_token_ids == ()
 
 
+def test_the_prompt_that_goes_ahead_of_several_samples_may_carry_their_min_new_tokens() -> None:
+    """The front sends it with `max_new_tokens` 0 and everything else as the samples have it."""
+    message = generate("r1", "hello", sampling={"max_new_tokens": 0, "min_new_tokens": 8})
+    assert intake().build(message, 0.0).stops.max_new_tokens == 0
+
+
 def test_min_new_tokens_is_free_where_no_maximum_is_named() -> None:
     message = generate("r1", "hello", sampling={"max_new_tokens": None, "min_new_tokens": 10_000})
     assert intake().build(message, 0.0).sampling.min_new_tokens == 10_000

@@ -264,7 +264,7 @@ def test_a_hit_ends_where_log_probabilities_begin_and_the_rest_is_pending() -> N
     both.admit()
     both.advance(first, 6)
     scored = both.add([1, 2, 3, 4, 5, 6], logprob_start=3)
-    assert both.queue.pending_tokens == 4
+    assert both.pending_tokens() == 4
     assert both.admit() is scored
     assert scored.num_computed == 2
 

@@ -158,3 +158,10 @@ def test_health_and_server_info_tell_of_the_pipeline(demo_server):
     assert facts["num_stages"] == 2
     assert facts["layer_partition"] == [8, 8]
     assert facts["total_pages"] == min(facts["page_capacity_of_stages"])
+
+
+def test_server_info_tells_the_sizes_that_are_in_force(demo_server):
+    """Clients compute expected cache hits from them, as upstream's `cache_hit_kit` does."""
+    info = requests.get(f"{demo_server.url}/server_info", timeout=30).json()
+    sizes = {name: info[name] for name in ("page_size", "pp_size", "chunked_prefill_size")}
+    assert sizes == {"page_size": 16, "pp_size": 2, "chunked_prefill_size": 2048}
