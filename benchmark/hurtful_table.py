@@ -349,7 +349,6 @@ BODIES = (
     _raw("a false gzip", "/generate", b"{}", 400, headers=JSON | {"Content-Encoding": "gzip"}),
 )  # fmt: skip
 
-# Expected once log-probabilities are served: then a part of HURTFUL_REQUESTS.
 LOGPROBS = (
     _generate("more top log-probabilities than the vocabulary", 400, "top_logprobs_num", return_logprob=True, top_logprobs_num=VOCAB_SIZE + 1),
     _generate("a billion top log-probabilities", 400, "top_logprobs_num", return_logprob=True, top_logprobs_num=10**9),
@@ -363,7 +362,6 @@ LOGPROBS = (
     _completion("1,000 log-probabilities of a completion", 400, logprobs=1000),
 )  # fmt: skip
 
-# Expected once grammars are served: then a part of HURTFUL_REQUESTS.
 GRAMMARS = (
     _sampling("two grammars at once", 400, "Only one of", regex="a", ebnf='root ::= "a"'),
     _sampling("a grammar that is not closed", 400, "regex", regex="("),
@@ -382,4 +380,7 @@ GRAMMARS = (
     _sampling("a structural tag that is no tag", 400, "structural_tag", structural_tag="[]"),
 )  # fmt: skip
 
-HURTFUL_REQUESTS = (*PROMPTS, *NUMBERS, *STOPS, *FEATURES, *ROUTES, *BODIES)
+HURTFUL_REQUESTS = (
+    *(*PROMPTS, *NUMBERS, *STOPS, *LOGPROBS, *GRAMMARS),
+    *(*FEATURES, *ROUTES, *BODIES),
+)

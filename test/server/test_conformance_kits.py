@@ -55,6 +55,7 @@ NOT_APPLICABLE: dict[str, dict[str, str]] = {
 # Kits of which nothing is run here.
 ELSEWHERE: dict[str, str] = {
     "abort_timeout_kit": "run by test_lifecycle.py",
+    "pause_generation_kit": "run by test_pause_and_profile.py",
     "anthropic_messages_kit": "run by test_other_apis.py",
     "attention_unittest": _KERNELS,
     "basic_api_contract_kit": "run by test_other_apis.py",
@@ -68,7 +69,6 @@ ELSEWHERE: dict[str, str] = {
     "lm_eval_kit": "lm-eval itself is run by benchmark/clients",
     "matched_stop_kit": "run by test_matched_stop.py",
     "mmmu_vlm_kit": _IMAGES,
-    "pause_generation_kit": "pausing generation is refused",
     "pd_parity_kit": "prefill/decode disaggregation is refused at start",
     "perf_bench_kit": _FIGURES,
     "prefix_cache_branching_kit": _HYBRID + "; a cache of pages hits a request earlier",

@@ -4,9 +4,8 @@
 given its answer by training the demo model on it.
 """
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import sglang as sgl
@@ -16,33 +15,22 @@ from support.live_server import LiveServer
 
 pytestmark = pytest.mark.multiproc
 
-# What the server has of what some programs need. Add "log-probabilities" here when they are served,
-# and the programs that need them are run.
-SERVED_FEATURES: frozenset[str] = frozenset({"grammars"})
-
-
-class Program(NamedTuple):
-    """How a program is called, and the feature that it needs, if any."""
-
-    arguments: Mapping[str, Any] = MappingProxyType({})
-    needs: str | None = None
-
-
 _UNCHECKED = {"check_answer": False}
-PROGRAMS: dict[str, Program] = {
-    "test_mt_bench": Program(),
-    "test_expert_answer": Program(_UNCHECKED),
-    "test_parallel_decoding": Program(),
-    "test_parallel_encoding": Program(_UNCHECKED),
-    "test_stream": Program(),
-    "test_gen_min_new_tokens": Program(),
-    "test_select": Program(_UNCHECKED, needs="log-probabilities"),
-    "test_stream_logprobs": Program(needs="log-probabilities"),
-    "test_regex": Program(needs="grammars"),
-    "test_dtype_gen": Program(needs="grammars"),
+# How each program is called.
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "test_mt_bench": {},
+    "test_expert_answer": _UNCHECKED,
+    "test_parallel_decoding": {},
+    "test_parallel_encoding": _UNCHECKED,
+    "test_stream": {},
+    "test_gen_min_new_tokens": {},
+    "test_select": _UNCHECKED,
+    "test_regex": {},
+    "test_dtype_gen": {},
 }
 _KNOWLEDGE = "asserts what the demo model was never taught"
 _LINE_BREAKS = "its regex for strings allows line breaks, JSON does not; a small model writes some"
+_INCREMENTS = "expects --incremental-streaming-output, without which chunks are cumulative"
 _REMOTE = "speculates for chat APIs that are paid by the token; RuntimeEndpoint does not count them"
 NOT_APPLICABLE: dict[str, str] = {
     "test_few_shot_qa": _KNOWLEDGE,
@@ -51,6 +39,7 @@ NOT_APPLICABLE: dict[str, str] = {
     "test_react": _KNOWLEDGE,
     "test_decode_json_regex": _LINE_BREAKS,
     "test_decode_json": _LINE_BREAKS,
+    "test_stream_logprobs": _INCREMENTS,
     "test_image_qa": "images are refused",
     "test_completion_speculative": _REMOTE,
     "test_chat_completion_speculative": _REMOTE,
@@ -70,13 +59,10 @@ def endpoint(demo_server: LiveServer) -> Iterator[None]:
     global_config.default_backend, global_config.enable_parallel_encoding = before
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name, program in PROGRAMS.items() if program.needs in (None, *SERVED_FEATURES)],
-)
+@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.usefixtures("endpoint")
 def test_program(name: str) -> None:
-    getattr(test_programs, name)(**PROGRAMS[name].arguments)
+    getattr(test_programs, name)(**PROGRAMS[name])
 
 
 def test_every_program_is_run_or_has_a_reason_not_to_be() -> None:
