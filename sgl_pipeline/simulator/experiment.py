@@ -4,7 +4,7 @@ The door of the room: the command line, the figures and the budget search all go
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
@@ -29,14 +29,14 @@ LINKS = {
 
 # Vidur's engine measurements on A100 (cpu_overheads_ms.csv, run 6555c85: medians fitted over 8 to
 # 128 decodes): schedule 0.02 + 0.003 b ms, prepare 0.15 + 0.001 b ms, results 0.04 + 0.030 b ms.
-MEASURED_HOST = {
-    "schedule_step_s": 0.02e-3,
-    "schedule_chunk_s": 0.003e-3,
-    "prepare_step_s": 0.15e-3,
-    "prepare_chunk_s": 0.001e-3,
-    "result_step_s": 0.04e-3,
-    "result_token_s": 0.030e-3,
-}
+MEASURED_HOST = HostCosts(
+    schedule_step_s=0.02e-3,
+    schedule_chunk_s=0.003e-3,
+    prepare_step_s=0.15e-3,
+    prepare_chunk_s=0.001e-3,
+    result_step_s=0.04e-3,
+    result_token_s=0.030e-3,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Cluster:
     layer_counts: tuple[int, ...] = ()
     stage_slowness: tuple[float, ...] = ()
     pool_tokens: int | None = None
-    host: HostCosts = field(default_factory=lambda: HostCosts(**MEASURED_HOST))
+    host: HostCosts = MEASURED_HOST
 
     def __post_init__(self) -> None:
         for name, known in ((self.model, MODELS), (self.device, DEVICES), (self.link, LINKS)):
@@ -77,7 +77,9 @@ class Cluster:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        return self.layer_counts or even_layer_counts(MODELS[self.model].num_layers, self.num_stages)
+        return self.layer_counts or even_layer_counts(
+            MODELS[self.model].num_layers, self.num_stages
+        )
 
     def kv_pool_tokens(self) -> int:
         if self.pool_tokens is not None:

@@ -266,7 +266,6 @@ def _summed(rows: list[Row], points: str, weights: dict[str, float]) -> Grid:
     return Grid.of(((point,), total) for point, total in totals.items())
 
 
-
 def _attention(rows: list[Row], axes: tuple[str, ...]) -> Grid:
     """The rows that have what `axes` name and nothing else."""
     has: Callable[[Row], bool] = lambda row: (  # noqa: E731

@@ -1,4 +1,4 @@
-"""The shapes of the models that can be simulated, and how many KV pages fit beside their weights."""
+"""The shapes of the models that can be simulated, and how much KV fits beside their weights."""
 
 from dataclasses import dataclass
 

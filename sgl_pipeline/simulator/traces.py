@@ -69,7 +69,9 @@ def shared_prefixes(
     return shared
 
 
-def fixed_lengths(num_requests: int, input_tokens: int, output_tokens: int) -> list[SimulatedRequest]:
+def fixed_lengths(
+    num_requests: int, input_tokens: int, output_tokens: int
+) -> list[SimulatedRequest]:
     """Equal requests that share nothing."""
     ids = TokenIds()
     return [

@@ -100,9 +100,7 @@ class VirtualPipeline:
             self._fill(now_s)
             on_progress(len(self._served) - len(self._live), now_s)
         assert self._scheduler.is_idle, "requests are left, but nothing can run"
-        return Simulation(
-            tuple(self._served), tuple(self._steps), self._scheduler.num_retractions
-        )
+        return Simulation(tuple(self._served), tuple(self._steps), self._scheduler.num_retractions)
 
     def _next_event_s(self) -> float:
         arrival_s = self._arrivals[0][0] if self._arrivals else float("inf")
