@@ -5,6 +5,7 @@ that carry the highest rate within a latency target. Everything printed is simul
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -72,6 +73,7 @@ def _tune(options: argparse.Namespace) -> int:
             best = trial if best is None or trial.rate_per_s > best.rate_per_s else best
             print(f"{trial.rate_per_s:8.2f} req/s  {' '.join(server_flags(trial.throttle))}")
         assert best is not None
+        require(best.rate_per_s < math.inf, "all requests at once meet the target; use more")
         print(f"best of {policy}: {best.rate_per_s:.2f} req/s with")
         print("  " + " ".join(server_flags(best.throttle)), flush=True)
     return 0

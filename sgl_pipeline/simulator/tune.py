@@ -5,6 +5,7 @@ One parameter is varied at a time, in the order of `SEARCH_SPACE`, from the defa
 not convex in them, so the result is the best of what was tried and says so.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,11 +66,14 @@ def capacity(
     attainment: Attainment, throttle: ThrottleArgs, needed_share: float, guess_per_s: float = 1.0
 ) -> float:
     """The highest rate at which at least `needed_share` of the requests meet the target, to within
-    RATE_TOLERANCE; 0 when even a hundredth of a request a second is too much."""
+    RATE_TOLERANCE; 0 when even a hundredth of a request a second is too much, infinity when all may
+    come at once."""
 
     def carries(rate_per_s: float) -> bool:
         return attainment(throttle, rate_per_s) >= needed_share
 
+    if carries(math.inf):
+        return math.inf
     low, high = 0.0, guess_per_s or 1.0
     while carries(high):
         low, high = high, high * 2

@@ -27,7 +27,9 @@ def test_a_real_run_at_one_stage_is_predicted_within_five_percent(
     file: str, model: str, tensor_parallel: int
 ) -> None:
     with (DATA / file).open() as lines:
-        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(lines)]
+        rows = [
+            {name: float(value) for name, value in row.items()} for row in csv.DictReader(lines)
+        ]
     ids = TokenIds()
     workload = [
         SimulatedRequest(
