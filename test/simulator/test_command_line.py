@@ -35,9 +35,13 @@ def test_policies_and_rates_make_a_table(
     assert len(records[0].stages) == 4
 
 
-def test_tune_ends_with_flags_for_the_server(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["tune", *SMALL, "--requests", "12", "--policy", "sarathi"]
-    arguments += ["--target-ttft-ms", "200", "--target-tpot-ms", "60"]
+def test_tune_ends_with_flags_for_the_server(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "short.csv"
+    trace.write_text("input_tokens,output_tokens\n" + "900,5\n" * 12)
+    arguments = ["tune", "--model", "Qwen2.5-14B", "--trace", str(trace), "--policy", "sarathi"]
+    arguments += ["--target-ttft-ms", "400", "--target-tpot-ms", "200"]
     assert main(arguments) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.split()[:3] == ["--policy", "sarathi", "--chunked-prefill-size"]
