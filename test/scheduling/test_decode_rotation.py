@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from support.pipelines import VirtualPipeline, make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -16,10 +17,10 @@ ABORTED = FinishReason("abort")
 class Decodes:
     """A full pipeline of endless decodes that can join and leave."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str = "throttle", accounting: str = "radix") -> None:
         scheduler = StepScheduler(
-            SchedulingArgs(page_size=16),
-            make_policy(ThrottleArgs()),
+            SchedulingArgs(page_size=16, accounting=accounting),
+            make_policy(ThrottleArgs(policy=policy)),
             num_pages=4000,
             num_stages=STAGES,
             context_length=10_000,
@@ -61,8 +62,12 @@ def assert_even(counts: list[int]) -> None:
         assert max(window) - min(window) <= 1, counts
 
 
-def test_26_decodes_at_four_stages_run_7_7_6_6() -> None:
-    decodes = Decodes()
+@pytest.mark.parametrize("accounting", ["radix", "naive"])
+@pytest.mark.parametrize(
+    "policy", ["throttle", "throttle-adaptive", "no-wt", "no-ut", "no-threshold"]
+)
+def test_26_decodes_at_four_stages_run_7_7_6_6(policy: str, accounting: str) -> None:
+    decodes = Decodes(policy, accounting)
     decodes.join(26)
     decodes.steps(3 * STAGES)
     counts = decodes.steps(20)
