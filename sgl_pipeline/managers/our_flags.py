@@ -75,8 +75,8 @@ OUR_FLAGS = (
         "--duplicate-prefills",
         SchedulingArgs,
         "duplicate_prefills",
-        "For comparison: a request computes a prefix that another one is computing already, instead "
-        "of waiting for it.",
+        "For comparison: a request computes a prefix that another one is computing already, and "
+        "does not wait for it.",
         bool,
     ),
     Flag(

@@ -106,23 +106,3 @@ def test_every_decode_gets_its_turn_once_a_round() -> None:
     for start in range(len(turns) - STAGES):
         round_ids = [name for step in turns[start : start + STAGES] for name in step]
         assert len(set(round_ids)) == len(round_ids) == 26
-
-
-def test_a_burst_of_prompts_is_spread_over_the_steps() -> None:
-    """Case study: nothing waits, then a burst arrives; T = 3."""
-    args = ThrottleArgs(prefill_spread_steps=3)
-    scheduler = StepScheduler(
-        SchedulingArgs(page_size=16),
-        make_policy(args),
-        num_pages=100_000,
-        num_stages=STAGES,
-        context_length=10_000,
-    )
-    pipeline = VirtualPipeline(scheduler, 16)
-    for number in range(12):
-        scheduler.add(make_request(str(number), [number] * 250, 1))
-    pipeline.drain()
-    tokens = [m.num_prefill_tokens for m in pipeline.microbatches]
-    assert sum(tokens) == 3000
-    assert tokens[:3] == [1000, 667, 445]
-    assert max(tokens) == 1000
