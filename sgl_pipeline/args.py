@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 
 from sgl_pipeline.errors import ConfigurationError
 
-POLICIES = ("throttle", "sarathi", "greedy-queue")
+POLICIES = (
+    "throttle",
+    "throttle-adaptive",
+    "no-wt",
+    "no-ut",
+    "no-threshold",
+    "sarathi",
+    "greedy-queue",
+)
+# What their authors give a step at most; 2048 for all others.
+DEFAULT_MAX_PREFILL_TOKENS = {"throttle-adaptive": 8192}
 ATTENTION_BACKENDS = ("auto", "flashinfer", "cpu", "torch")
 
 
@@ -24,12 +34,12 @@ class ThrottleArgs:
     """How many tokens a microbatch carries (gLLM, SC'25, section 3 and its default values).
 
     `max_prefill_tokens` is also the fixed budget of `sarathi` and `greedy-queue`, which decodes
-    share there.
+    share there. Read it as `prefill_limit`, which knows the policy's own default.
     """
 
     policy: str = "throttle"
     prefill_spread_steps: int = 8  # gLLM #T
-    max_prefill_tokens: int = 2048  # gLLM #MaxP
+    max_prefill_tokens: int | None = None  # gLLM #MaxP; None: as the authors of `policy`
     min_prefill_tokens: int = 32  # gLLM #MinP
     pause_free_share: float = 0.05  # gLLM KVthresh: no prefill while KV_free is below
 
@@ -43,14 +53,48 @@ class ThrottleArgs:
             f"--prefill-spread-steps {self.prefill_spread_steps} must be at least 1",
         )
         require(
-            1 <= self.min_prefill_tokens <= self.max_prefill_tokens,
+            1 <= self.min_prefill_tokens <= self.prefill_limit,
             f"--min-prefill-tokens {self.min_prefill_tokens} must be between 1 and "
-            f"--chunked-prefill-size {self.max_prefill_tokens}",
+            f"--chunked-prefill-size {self.prefill_limit}",
         )
         require(
             0.0 <= self.pause_free_share < 1.0,
             f"--pause-free-share {self.pause_free_share} must be in [0, 1)",
         )
+
+    @property
+    def prefill_limit(self) -> int:
+        """The most prefill tokens of a step."""
+        if self.max_prefill_tokens is not None:
+            return self.max_prefill_tokens
+        return DEFAULT_MAX_PREFILL_TOKENS.get(self.policy, 2048)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accounting:
+    """What the counts that a policy sees take into account; pages are handed out alike under all.
+
+    `hits`: tokens that the prefix cache will serve are not waiting. `shared_once`: of those left,
+    what several requests wait for counts once, and not at all while one of them prefills it.
+    `evictable`: cached pages that nobody uses count as free.
+    """
+
+    hits: bool
+    shared_once: bool
+    evictable: bool
+
+    def __post_init__(self) -> None:
+        assert self.hits or not self.shared_once, "whole prompts cannot be counted once"
+
+
+ACCOUNTINGS = {
+    "radix": Accounting(hits=True, shared_once=True, evictable=True),
+    "radix-unshared": Accounting(hits=True, shared_once=False, evictable=True),
+    "radix-free-list": Accounting(hits=True, shared_once=True, evictable=False),
+    # gLLM's: a prompt waits whole until it is admitted.
+    "gllm": Accounting(hits=False, shared_once=False, evictable=True),
+    "naive": Accounting(hits=False, shared_once=False, evictable=False),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +105,10 @@ class SchedulingArgs:
     max_running_requests: int = 256
     max_queued_requests: int | None = None
     radix_cache: bool = True
+    # Which of ACCOUNTINGS policies are given.
+    accounting: str = "radix"
+    # Every request computes its own prompt at once, even what another one is computing now.
+    duplicate_prefills: bool = False
     # By how much more priority than a running request a waiting one takes its place; None: never.
     preemption_threshold: int | None = None
     # Seconds after which a request is ended, counted while it waits and since it first ran.
@@ -73,6 +121,10 @@ class SchedulingArgs:
         require(
             1 <= self.page_size <= 1024,
             f"--page-size {self.page_size} must be between 1 and 1024",
+        )
+        require(
+            self.accounting in ACCOUNTINGS,
+            f"--accounting {self.accounting!r} is unknown; choose from {', '.join(ACCOUNTINGS)}",
         )
         require(
             self.max_running_requests >= 1,

@@ -12,7 +12,7 @@ from support.greedy_oracle import count_ties
 from support.local_pipeline import LocalPipeline
 from support.tiny_models import NUM_LAYERS, VOCAB_SIZE, tiny_model
 
-from sgl_pipeline.args import POLICIES, SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args import ACCOUNTINGS, POLICIES, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.requests import GREEDY, FinishReason, Request, SamplingSpec, StopRules
 
 SPLITS = {1: [(6,)], 2: [(3, 3), (1, 5)], 4: [(2, 1, 1, 2), (3, 1, 1, 1)]}
@@ -63,6 +63,23 @@ def test_under_every_policy_and_number_of_stages(policy, num_stages):
         assert max(len(microbatch.chunks) for microbatch in pipeline.microbatches) > 1
         chunked = [m for m in pipeline.microbatches if any(c.start for c in m.chunks)]
         assert chunked, "no prompt was cut into chunks"
+
+
+@pytest.mark.parametrize("accounting", ACCOUNTINGS)
+@pytest.mark.parametrize("duplicate_prefills", [False, True])
+def test_however_waiting_tokens_and_pages_are_counted(accounting, duplicate_prefills):
+    pipeline = LocalPipeline(
+        tiny_model("qwen3"),
+        (2, 1, 1, 2),
+        num_pages=80,
+        scheduling=SchedulingArgs(
+            page_size=4, accounting=accounting, duplicate_prefills=duplicate_prefills
+        ),
+        throttle=ThrottleArgs(**CHUNKED),
+    )
+    requests = make_requests(8)
+    pipeline.run(requests)
+    assert_greedy("qwen3", requests)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_pipeline.args import (
+    ACCOUNTINGS,
     ATTENTION_BACKENDS,
     POLICIES,
     PipelineArgs,
@@ -21,7 +22,7 @@ from sgl_pipeline.args import (
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag that sets `field` of the argument section `section`."""
+    """A flag that sets `field` of the argument section `section`; of kind bool, to True."""
 
     name: str
     section: type
@@ -57,9 +58,26 @@ OUR_FLAGS = (
         "--policy",
         ThrottleArgs,
         "policy",
-        "How many tokens a microbatch carries: token throttling (gLLM), a fixed budget "
-        "(Sarathi-Serve), or vLLM's greedy queue.",
+        "How many tokens a microbatch carries: token throttling (gLLM; with a reserve that "
+        "adapts; or without one of its terms), a fixed budget (Sarathi-Serve), or vLLM's greedy "
+        "queue.",
         choices=POLICIES,
+    ),
+    Flag(
+        "--accounting",
+        SchedulingArgs,
+        "accounting",
+        "Waiting tokens and free pages as the policy sees them: exact by the radix tree, or, for "
+        "comparison, without some or all of what it knows.",
+        choices=tuple(ACCOUNTINGS),
+    ),
+    Flag(
+        "--duplicate-prefills",
+        SchedulingArgs,
+        "duplicate_prefills",
+        "For comparison: a request computes a prefix that another one is computing already, and "
+        "does not wait for it.",
+        bool,
     ),
     Flag(
         "--prefill-spread-steps",
@@ -98,6 +116,9 @@ def add_our_flags(parser: argparse.ArgumentParser) -> None:
     ours = parser.add_argument_group("sgl_pipeline")
     ours.add_argument("--pp", dest="pp_size", type=int, help="Pipeline stages, as --pp-size.")
     for flag in OUR_FLAGS:
+        if flag.kind is bool:
+            ours.add_argument(flag.name, action="store_true", help=flag.text)
+            continue
         default = default_of(flag.section, flag.field)
         ours.add_argument(
             flag.name,

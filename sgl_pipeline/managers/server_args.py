@@ -138,6 +138,8 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         ),
         max_queued_requests=options.max_queued_requests,
         radix_cache=not options.disable_radix_cache,
+        accounting=options.accounting,
+        duplicate_prefills=options.duplicate_prefills,
         preemption_threshold=_preemption_threshold(options),
         waiting_timeout_s=_timeout_s("SGLANG_REQ_WAITING_TIMEOUT"),
         running_timeout_s=_timeout_s("SGLANG_REQ_RUNNING_TIMEOUT"),
@@ -146,7 +148,7 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
     throttle = ThrottleArgs(
         policy=options.policy,
         prefill_spread_steps=options.prefill_spread_steps,
-        max_prefill_tokens=_given(options.chunked_prefill_size, ThrottleArgs, "max_prefill_tokens"),
+        max_prefill_tokens=options.chunked_prefill_size,
         min_prefill_tokens=options.min_prefill_tokens,
         pause_free_share=options.pause_free_share,
     )

@@ -45,10 +45,9 @@ class RadixNode:
         return self.pages is not None
 
     @property
-    def pending_tokens(self) -> int:
-        """Its tokens, if waiting requests need them and nobody computes them; otherwise 0."""
-        is_pending = self.pages is None and self.num_waiting and not self.num_prefilling
-        return len(self.tokens) if is_pending else 0
+    def is_pending(self) -> bool:
+        """Waiting requests need it and nobody computes it."""
+        return self.pages is None and self.num_waiting > 0 and not self.num_prefilling
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,9 @@ class RadixCache:
         self.root = RadixNode(parent=None, key=None, tokens=[], end=0, pages=[])
         self.evictable_pages = 0
         self.locked_pages = 0
-        # Wanted by waiting requests, cached nowhere, computed by nobody; shared ones count once.
+        # Wanted by waiting requests and cached nowhere: `missing_tokens` count for each of them,
+        # `pending_tokens` count once, and only those that nobody is computing.
+        self.missing_tokens = 0
         self.pending_tokens = 0
         # Parked requests whose wait is over; the waiting queue takes them from here.
         self.unparked: list[Request] = []
@@ -305,19 +306,26 @@ class RadixCache:
     def _change_demand(self, path: RadixNode, waiting: int = 0, prefilling: int = 0) -> None:
         node = path
         while (parent := node.parent) is not None:
-            self.pending_tokens -= node.pending_tokens
+            self._count_demand(node, -1)
             node.num_waiting += waiting
             node.num_prefilling += prefilling
-            self.pending_tokens += node.pending_tokens
+            self._count_demand(node, 1)
             if not node.num_prefilling:
                 self._unpark(node)
                 if not node.is_cached and not node.num_waiting:
                     del parent.children[node.key]
             node = parent
 
+    def _count_demand(self, node: RadixNode, sign: int) -> None:
+        """Adds what `node` contributes to the counts of wanted tokens, or takes it off."""
+        if node.pages is None:
+            self.missing_tokens += sign * node.num_waiting * len(node.tokens)
+            if node.is_pending:
+                self.pending_tokens += sign * len(node.tokens)
+
     def _fill(self, node: RadixNode, pages: list[int]) -> None:
         assert node.parent is not None
-        self.pending_tokens -= node.pending_tokens
+        self._count_demand(node, -1)
         node.pages = pages
         node.parent.num_cached_children += 1
         self.evictable_pages += len(pages)
@@ -328,7 +336,7 @@ class RadixCache:
         pages, parent = node.pages, node.parent
         assert pages is not None and parent is not None
         node.pages = None
-        self.pending_tokens += node.pending_tokens
+        self._count_demand(node, 1)
         self.evictable_pages -= len(pages)
         parent.num_cached_children -= 1
         if not node.num_waiting and not node.num_prefilling:

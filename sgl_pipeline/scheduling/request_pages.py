@@ -34,6 +34,11 @@ class RequestPages:
         self._released: list[Request] = []
 
     @property
+    def num_free(self) -> int:
+        """Held by nobody, the cache included."""
+        return self._pool.num_free
+
+    @property
     def num_available(self) -> int:
         """Free, or cached and not locked."""
         return self._pool.num_free + self._cache.evictable_pages

@@ -12,15 +12,17 @@ class RunningRequests:
     """Ordered sets (dicts without values, so that every order is deterministic).
 
     `prefilling`: some of the prompt is not scheduled yet. `decoding`: prompt computed, in flight or
-    not. `ready`: decoding and not in flight, the longest ready first. A request whose last prefill
-    chunk is in flight is in none of them.
+    not, with the output tokens that it may still draw. `ready`: decoding and not in flight, the
+    longest ready first. A request whose last prefill chunk is in flight is in none of them.
     """
 
     def __init__(self) -> None:
         self._admitted: dict[Request, None] = {}
         self.prefilling: dict[Request, None] = {}
-        self.decoding: dict[Request, None] = {}
+        self.decoding: dict[Request, int] = {}
         self.ready: dict[Request, None] = {}
+        # Sum over `decoding`.
+        self.remaining_output_tokens = 0
 
     def __len__(self) -> int:
         return len(self._admitted)
@@ -41,10 +43,13 @@ class RunningRequests:
 
     def make_ready(self, request: Request) -> None:
         """The request has a new token to decode from, and no step in flight."""
-        self.decoding[request] = None
+        remaining = request.stops.max_new_tokens - len(request.output_ids)
+        self.remaining_output_tokens += remaining - self.decoding.get(request, 0)
+        self.decoding[request] = remaining
         self.ready[request] = None
 
     def drop(self, request: Request) -> None:
         """The request ended or was retracted."""
-        for members in (self._admitted, self.prefilling, self.decoding, self.ready):
+        self.remaining_output_tokens -= self.decoding.pop(request, 0)
+        for members in (self._admitted, self.prefilling, self.ready):
             members.pop(request, None)

@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sgl_pipeline.args import SchedulingArgs
+from sgl_pipeline.args import ACCOUNTINGS, Accounting, SchedulingArgs
 from sgl_pipeline.errors import ProtocolError, QueueFullError, RequestError
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.requests import FinishReason, Request, RequestState
 from sgl_pipeline.scheduling.admission import Admission
 from sgl_pipeline.scheduling.age_limit import AgeLimit
+from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
 from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.preemption import Preemption
 from sgl_pipeline.scheduling.radix_cache import RadixCache
@@ -52,7 +53,7 @@ class StepScheduler:
     Steps are FIFO through every stage. A decoding request is in at most one step in flight, a
     prefilling one may have consecutive chunks in several. Pages of a step in flight are never freed
     or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under,
-    `decided_load` the load that the newest step was decided from.
+    `decided_load` the load that the newest step was decided from, counted by `args.accounting`.
     """
 
     def __init__(
@@ -69,13 +70,14 @@ class StepScheduler:
         self.limits = RequestLimits(context_length, num_pages * args.page_size)
         self._max_queued_requests = args.max_queued_requests
         self._policy = policy
+        self._accounting = ACCOUNTINGS[args.accounting]
         self._num_pages = num_pages
         # Also the depth over which decodes are shared out: that many steps wait for each other.
         self._max_in_flight = num_stages + args.extra_steps_in_flight
 
         self._cache = RadixCache(args.page_size, enabled=args.radix_cache)
         self._pages = RequestPages(PagePool(num_pages), self._cache)
-        self._waiting = WaitingQueue(self._cache)
+        self._waiting = WaitingQueue(self._cache, parks=not args.duplicate_prefills)
         self._running = RunningRequests()
         self._preemption = Preemption(self._running, self._waiting, self._pages)
         self._admission = Admission(
@@ -86,6 +88,7 @@ class StepScheduler:
             args.max_running_requests,
             args.preemption_threshold,
         )
+        self._decode_reserve = DecodeReserve(args.page_size, self._max_in_flight)
         self._waiting_ages = AgeLimit(args.waiting_timeout_s)
         self._running_ages = AgeLimit(args.running_timeout_s)
         self._requests: dict[str, Request] = {}
@@ -177,11 +180,12 @@ class StepScheduler:
         released = self._pages.take_released()
         microbatch = Microbatch(self._next_step_id, self.epoch, tuple(chunks), released)
         self._next_step_id += 1
+        self._decode_reserve.note_step(self._preemption.num_retractions)
         self._in_flight.append(microbatch)
         return microbatch
 
     def _decide(self) -> list[Chunk]:
-        self.decided_load = self.load()
+        self.decided_load = self.load(self._accounting)
         return self._admission.fill(self._policy(self.decided_load))
 
     def _note_ages(self, chunks: list[Chunk], now: float) -> None:
@@ -257,17 +261,19 @@ class StepScheduler:
 
     # What others may ask
 
-    def load(self) -> PipelineLoad:
-        """The state of the whole system, as policies and status lines see it."""
-        running = self._running
+    def load(self, accounting: Accounting = ACCOUNTINGS["radix"]) -> PipelineLoad:
+        """The state of the whole system: as it is, or counted as a policy shall see it."""
+        running, pages = self._running, self._pages
         unscheduled = sum(request.remaining_prefill for request in running.prefilling)
         return PipelineLoad(
             step_id=self._next_step_id,
             pipeline_depth=self._max_in_flight,
-            waiting_tokens=self._waiting.pending_tokens + unscheduled,
+            waiting_tokens=self._waiting.tokens_to_compute(accounting) + unscheduled,
+            prompts=len(self._waiting) + len(running.prefilling),
             running_decodes=len(running.decoding),
             ready_decodes=len(running.ready),
-            free_pages=self._pages.num_available,
+            free_pages=pages.num_available if accounting.evictable else pages.num_free,
+            reserved_pages=self._decode_reserve.pages(running.remaining_output_tokens),
             total_pages=self._num_pages,
             steps_in_flight=len(self._in_flight),
         )
@@ -321,3 +327,7 @@ class StepScheduler:
             assert self._pages.pages_for(request.num_scheduled) <= len(request.pages)
         for request in self._running.decoding:
             assert request.steps_in_flight == (request not in self._running.ready)
+        assert self._running.remaining_output_tokens == sum(
+            request.stops.max_new_tokens - len(request.output_ids)
+            for request in self._running.decoding
+        )

@@ -7,6 +7,7 @@ whether a request fits.
 
 import heapq
 
+from sgl_pipeline.args import Accounting
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.radix_cache import RadixCache, RadixNode
 
@@ -17,11 +18,13 @@ MAX_PARKED_PER_CALL = 64
 class WaitingQueue:
     """Ordered by `Request.order`, but for requests that are parked.
 
-    A request is parked while another one prefills pages that it needs too: they are computed once.
+    A request is parked while another one prefills pages that it needs too: they are computed once,
+    unless it is told not to park.
     """
 
-    def __init__(self, cache: RadixCache) -> None:
+    def __init__(self, cache: RadixCache, *, parks: bool = True) -> None:
         self._cache = cache
+        self._parks = parks
         self._paths: dict[Request, RadixNode] = {}
         self._parked: set[Request] = set()
         # Every waiting request that is not parked, and some that have left the queue.
@@ -33,11 +36,13 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._paths)
 
-    @property
-    def pending_tokens(self) -> int:
-        """Tokens to compute for all that wait: without hits, shared prefixes counted once, without
-        what a running request is prefilling. Each request counts for at least one token."""
-        return self._tail_tokens + self._cache.pending_tokens
+    def tokens_to_compute(self, accounting: Accounting) -> int:
+        """For all that wait, as `accounting` counts; each request counts for at least one token."""
+        if accounting.shared_once:
+            return self._tail_tokens + self._cache.pending_tokens
+        if accounting.hits:
+            return self._tail_tokens + self._cache.missing_tokens
+        return self.num_tokens
 
     def add(self, request: Request) -> None:
         """Enters a request; its `prefill_end` must not change while it waits."""
@@ -66,7 +71,7 @@ class WaitingQueue:
             if not self._heap:
                 return None
             request = self._heap[0][1]
-            claimed = self._cache.claimed_node(self._paths[request])
+            claimed = self._cache.claimed_node(self._paths[request]) if self._parks else None
             if claimed is None:
                 return request
             heapq.heappop(self._heap)

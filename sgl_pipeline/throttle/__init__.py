@@ -6,9 +6,11 @@ the runtime and in the simulator.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from sgl_pipeline.args import ThrottleArgs
+from sgl_pipeline.throttle.adaptive_throttle import adaptive_throttle
 from sgl_pipeline.throttle.fixed_budget import fixed_budget
 from sgl_pipeline.throttle.greedy_queue import greedy_queue
 from sgl_pipeline.throttle.load import PipelineLoad, TokenBudget
@@ -21,9 +23,13 @@ Policy = Callable[[PipelineLoad], TokenBudget]
 
 def make_policy(args: ThrottleArgs) -> Policy:
     """The policy that `args.policy` names, with the parameters of `args`."""
-    policies = {
-        "throttle": token_throttle,
-        "sarathi": fixed_budget,
-        "greedy-queue": greedy_queue,
+    policies: dict[str, Policy] = {
+        "throttle": partial(token_throttle, args),
+        "throttle-adaptive": partial(adaptive_throttle, args),
+        "no-wt": partial(token_throttle, args, by_waiting=False),
+        "no-ut": partial(token_throttle, args, by_memory=False),
+        "no-threshold": partial(token_throttle, replace(args, pause_free_share=0.0)),
+        "sarathi": partial(fixed_budget, args),
+        "greedy-queue": partial(greedy_queue, args),
     }
-    return partial(policies[args.policy], args)
+    return policies[args.policy]

@@ -10,6 +10,6 @@ from sgl_pipeline.throttle.load import PipelineLoad, TokenBudget
 
 
 def greedy_queue(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:
-    """At most `max_prefill_tokens` rows in all, decodes included."""
-    decodes = min(load.ready_decodes, args.max_prefill_tokens)
-    return TokenBudget(args.max_prefill_tokens - decodes, decodes)
+    """At most `prefill_limit` rows in all, decodes included."""
+    decodes = min(load.ready_decodes, args.prefill_limit)
+    return TokenBudget(args.prefill_limit - decodes, decodes)

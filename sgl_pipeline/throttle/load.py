@@ -12,16 +12,20 @@ class PipelineLoad:
     """A snapshot of the whole system, taken before admission.
 
     `waiting_tokens` are prompt tokens that must still be computed: radix hits and chunks in flight
-    are not among them (gLLM #WP). `running_decodes` counts decoding requests, in flight or not
-    (gLLM #RD); `ready_decodes` those that are not in flight. `free_pages` are free or evictable.
+    are not among them (gLLM #WP); `prompts` counts the requests they belong to. `running_decodes`
+    counts decoding requests, in flight or not (gLLM #RD); `ready_decodes` those that are not in
+    flight. `free_pages` are free or evictable; `reserved_pages` of them the running decodes are
+    expected to need before they end. `args.Accounting` can switch single counts off.
     """
 
     step_id: int
     pipeline_depth: int
     waiting_tokens: int
+    prompts: int
     running_decodes: int
     ready_decodes: int
     free_pages: int
+    reserved_pages: int
     total_pages: int
     steps_in_flight: int
 
@@ -29,6 +33,11 @@ class PipelineLoad:
     def free_share(self) -> float:
         """gLLM KV_free, in [0, 1]."""
         return self.free_pages / self.total_pages
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether something runs without a new prefill, so that pages may come back."""
+        return self.running_decodes > 0 or self.steps_in_flight > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Token throttling: prefill by what waits and what memory is left, decodes in equal shares.
 
-The policy `throttle` (gLLM, SC'25, section 3), chosen in `throttle/__init__.py`. It never counts
-radix hits or free pages itself: `PipelineLoad` brings them counted.
+The policy `throttle` and its ablations (gLLM, SC'25, section 3 and figure 15), chosen in
+`throttle/__init__.py`. It never counts radix hits or free pages itself: `PipelineLoad` brings them
+counted.
 """
 
 from sgl_pipeline.args import ThrottleArgs
@@ -9,22 +10,31 @@ from sgl_pipeline.throttle.decode_balance import balanced_decodes
 from sgl_pipeline.throttle.load import PipelineLoad, TokenBudget
 
 
-def token_throttle(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:
-    """Prefill and decode budgets, independent of each other."""
-    return TokenBudget(_prefill_tokens(args, load), balanced_decodes(load))
+def token_throttle(
+    args: ThrottleArgs, load: PipelineLoad, *, by_waiting: bool = True, by_memory: bool = True
+) -> TokenBudget:
+    """Prefill and decode budgets, independent of each other.
 
+    Prefill is gLLM's eq. 3: max(min(#WP / #T, #MaxP * (KV_free - thresh) / (1 - thresh)), #MinP).
+    Without `by_waiting` the first term is left out, without `by_memory` the second, and #MaxP takes
+    its place (eq. 1).
 
-def _prefill_tokens(args: ThrottleArgs, load: PipelineLoad) -> int:
-    """gLLM eq. 3: max(min(#WP / #T, #MaxP * (KV_free - thresh) / (1 - thresh)), #MinP).
-
-    Below the threshold the paper's formula would still admit #MinP: there the pause wins, and it is
-    lifted only while nothing decodes and nothing is in flight, since then no page would ever come
-    back by itself.
+    Below the threshold the formula would still admit #MinP: there the pause wins.
     """
-    spread = -(-load.waiting_tokens // args.prefill_spread_steps)
-    if load.free_share >= args.pause_free_share:
+    decodes = balanced_decodes(load)
+    is_paused = load.free_share < args.pause_free_share
+    # Lifted while nothing else moves, since then no page would ever come back by itself.
+    if is_paused and load.is_moving:
+        return TokenBudget(0, decodes)
+    tokens = args.prefill_limit
+    if by_memory and not is_paused:
         headroom = (load.free_share - args.pause_free_share) / (1.0 - args.pause_free_share)
-        return max(min(spread, int(args.max_prefill_tokens * headroom)), args.min_prefill_tokens)
-    if load.running_decodes or load.steps_in_flight:
-        return 0
-    return max(min(spread, args.max_prefill_tokens), args.min_prefill_tokens)
+        tokens = int(tokens * headroom)
+    if by_waiting:
+        tokens = min(tokens, spread_tokens(args, load))
+    return TokenBudget(max(tokens, args.min_prefill_tokens), decodes)
+
+
+def spread_tokens(args: ThrottleArgs, load: PipelineLoad) -> int:
+    """#WP / #T, rounded up so that the last tokens do not wait for #MinP to fetch them."""
+    return -(-load.waiting_tokens // args.prefill_spread_steps)

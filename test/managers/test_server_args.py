@@ -76,7 +76,7 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
         --extra-steps-in-flight 1 --stage-attention-backend torch --cpu-threads-per-stage 2
         --trace-path trace.jsonl --page-size 16 --max-total-tokens 999
         --max-running-requests 9 --max-queued-requests 0 --disable-radix-cache
-        --dtype bfloat16 --device cpu"""
+        --accounting gllm --duplicate-prefills --dtype bfloat16 --device cpu"""
     pipeline = parse_command_line(["--model-path", model, *flags.split()]).pipeline
     assert pipeline.throttle == ThrottleArgs(
         policy="sarathi",
@@ -90,6 +90,8 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
         max_running_requests=9,
         max_queued_requests=0,
         radix_cache=False,
+        accounting="gllm",
+        duplicate_prefills=True,
         extra_steps_in_flight=1,
     )
     assert dataclasses.replace(pipeline.stages, model_path="") == StageArgs(
@@ -148,6 +150,7 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--trust-remote-code", "--trust-remote-code"),
         ("--attention-backend triton", "--stage-attention-backend"),
         ("--page-size 0", "--page-size 0"),
+        ("--min-prefill-tokens 0", "between 1 and"),
         ("--chunked-prefill-size -1", "--chunked-prefill-size -1"),
         ("--mem-fraction-static 0.5 --device cpu", "use --max-total-tokens"),
         ("--load-format gguf", "--load-format gguf"),

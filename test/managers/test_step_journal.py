@@ -13,9 +13,11 @@ LOAD = PipelineLoad(
     step_id=0,
     pipeline_depth=2,
     waiting_tokens=9,
+    prompts=1,
     running_decodes=3,
     ready_decodes=1,
     free_pages=3,
+    reserved_pages=2,
     total_pages=4,
     steps_in_flight=0,
 )

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from support.pipelines import VirtualPipeline, make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -16,10 +17,10 @@ ABORTED = FinishReason("abort")
 class Decodes:
     """A full pipeline of endless decodes that can join and leave."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str = "throttle", accounting: str = "radix") -> None:
         scheduler = StepScheduler(
-            SchedulingArgs(page_size=16),
-            make_policy(ThrottleArgs()),
+            SchedulingArgs(page_size=16, accounting=accounting),
+            make_policy(ThrottleArgs(policy=policy)),
             num_pages=4000,
             num_stages=STAGES,
             context_length=10_000,
@@ -61,8 +62,12 @@ def assert_even(counts: list[int]) -> None:
         assert max(window) - min(window) <= 1, counts
 
 
-def test_26_decodes_at_four_stages_run_7_7_6_6() -> None:
-    decodes = Decodes()
+@pytest.mark.parametrize("accounting", ["radix", "naive"])
+@pytest.mark.parametrize(
+    "policy", ["throttle", "throttle-adaptive", "no-wt", "no-ut", "no-threshold"]
+)
+def test_26_decodes_at_four_stages_run_7_7_6_6(policy: str, accounting: str) -> None:
+    decodes = Decodes(policy, accounting)
     decodes.join(26)
     decodes.steps(3 * STAGES)
     counts = decodes.steps(20)
@@ -101,23 +106,3 @@ def test_every_decode_gets_its_turn_once_a_round() -> None:
     for start in range(len(turns) - STAGES):
         round_ids = [name for step in turns[start : start + STAGES] for name in step]
         assert len(set(round_ids)) == len(round_ids) == 26
-
-
-def test_a_burst_of_prompts_is_spread_over_the_steps() -> None:
-    """Case study: nothing waits, then a burst arrives; T = 3."""
-    args = ThrottleArgs(prefill_spread_steps=3)
-    scheduler = StepScheduler(
-        SchedulingArgs(page_size=16),
-        make_policy(args),
-        num_pages=100_000,
-        num_stages=STAGES,
-        context_length=10_000,
-    )
-    pipeline = VirtualPipeline(scheduler, 16)
-    for number in range(12):
-        scheduler.add(make_request(str(number), [number] * 250, 1))
-    pipeline.drain()
-    tokens = [m.num_prefill_tokens for m in pipeline.microbatches]
-    assert sum(tokens) == 3000
-    assert tokens[:3] == [1000, 667, 445]
-    assert max(tokens) == 1000

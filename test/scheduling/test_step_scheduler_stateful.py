@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.pipelines import VirtualPipeline, make_request, output_when_alone
 
-from sgl_pipeline.args import POLICIES, SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args import ACCOUNTINGS, POLICIES, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
@@ -25,6 +25,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra=st.integers(0, 1),
         radix_cache=st.booleans(),
         policy=st.sampled_from(POLICIES),
+        accounting=st.sampled_from(list(ACCOUNTINGS)),
+        duplicate_prefills=st.booleans(),
         max_prefill_tokens=st.sampled_from([1, 3, 8, 64]),
         max_running=st.sampled_from([1, 3, 16]),
         preemption_threshold=st.sampled_from([None, 0]),
@@ -38,6 +40,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra: int,
         radix_cache: bool,
         policy: str,
+        accounting: str,
+        duplicate_prefills: bool,
         max_prefill_tokens: int,
         max_running: int,
         preemption_threshold: int | None,
@@ -53,6 +57,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             page_size=page_size,
             max_running_requests=max_running,
             radix_cache=radix_cache,
+            accounting=accounting,
+            duplicate_prefills=duplicate_prefills,
             extra_steps_in_flight=extra,
             preemption_threshold=preemption_threshold,
             waiting_timeout_s=timeouts_s[0],

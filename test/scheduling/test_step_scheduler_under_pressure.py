@@ -5,7 +5,7 @@ import random
 import pytest
 from support.pipelines import VirtualPipeline, make_request, output_when_alone
 
-from sgl_pipeline.args import POLICIES, SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args import ACCOUNTINGS, POLICIES, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
@@ -27,6 +27,8 @@ def random_pipeline(rng: random.Random, policy: str) -> tuple[VirtualPipeline, i
         page_size=rng.choice([1, 2, 4]),
         max_running_requests=rng.choice([2, 4, 16]),
         radix_cache=rng.random() < 0.7,
+        accounting=rng.choice(list(ACCOUNTINGS)),
+        duplicate_prefills=rng.random() < 0.3,
         extra_steps_in_flight=rng.randint(0, 1),
         preemption_threshold=rng.choice([None, 0]),
     )

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.pipelines import make_request
 
+from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.radix_cache import RadixCache, RadixNode
@@ -16,10 +17,17 @@ Prefix = tuple[str, tuple[int, ...]]
 class QueueAndPages:
     """A queue and the pages of what left it, without a scheduler."""
 
-    def __init__(self, page_size: int, num_pages: int = 60, *, radix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        num_pages: int = 60,
+        *,
+        radix_cache: bool = True,
+        parks: bool = True,
+    ) -> None:
         self.page_size = page_size
         self.cache = RadixCache(page_size, enabled=radix_cache)
-        self.queue = WaitingQueue(self.cache)
+        self.queue = WaitingQueue(self.cache, parks=parks)
         self.pages = RequestPages(PagePool(num_pages), self.cache)
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
@@ -83,11 +91,19 @@ class QueueAndPages:
         visit(self.cache.root, "", ())
         return found
 
-    def brute_force_pending(self) -> int:
+    def pending_tokens(self, accounting: str = "radix") -> int:
+        return self.queue.tokens_to_compute(ACCOUNTINGS[accounting])
+
+    def brute_force_pending(self, accounting: str) -> int:
+        if accounting in ("gllm", "naive"):
+            return sum(len(request.prompt_ids) for request in self.waiting)
         cached = self.cached()
         claimed = set().union(*(self.wanted(request) for request in self.prefilling))
         shared = set().union(*(self.wanted(request) for request in self.waiting))
         tails = sum((len(r.prompt_ids) - 1) % self.page_size + 1 for r in self.waiting)
+        if accounting == "radix-unshared":
+            missing = sum(len(self.wanted(request) - cached) for request in self.waiting)
+            return missing * self.page_size + tails
         return len(shared - cached - claimed) * self.page_size + tails
 
     def brute_force_head(self) -> Request | None:
@@ -126,7 +142,8 @@ def test_pending_tokens_and_head_equal_a_brute_force_count(
                 both.drop(request)
             else:
                 both.advance(request, number + 1)
-        assert both.queue.pending_tokens == both.brute_force_pending()
+        for accounting in ACCOUNTINGS:
+            assert both.pending_tokens(accounting) == both.brute_force_pending(accounting)
         assert both.queue.head() is both.brute_force_head()
         assert len(both.queue) == len(both.waiting)
         both.pages.check_conservation()
@@ -144,7 +161,7 @@ def test_every_waiting_request_counts_for_one_token_even_when_fully_cached() -> 
     both.admit()
     both.advance(first, 3)
     both.add([1, 2, 3])
-    assert both.queue.pending_tokens == 1
+    assert both.pending_tokens() == 1
 
 
 def test_a_request_waits_while_another_one_prefills_its_prefix() -> None:
@@ -170,6 +187,16 @@ def test_a_parked_request_is_free_at_once_when_the_other_one_is_gone() -> None:
     assert second.num_computed == 1
 
 
+def test_nobody_is_parked_when_prefixes_are_computed_by_everyone() -> None:
+    both = QueueAndPages(1, parks=False)
+    first, second = both.add([1, 2, 3, 4]), both.add([1, 2, 9])
+    assert [both.admit(), both.admit()] == [first, second]
+    for request in (first, second):
+        both.advance(request, 3)
+    assert both.cache.cached_pages == 4
+    both.pages.check_conservation()
+
+
 def test_others_overtake_a_parked_request() -> None:
     both = QueueAndPages(1)
     both.add([1, 2, 3])
@@ -187,7 +214,7 @@ def test_a_parked_request_can_be_discarded() -> None:
     both.discard(second)
     both.drop(first)
     assert both.queue.head() is None
-    assert both.queue.pending_tokens == 0
+    assert both.pending_tokens() == 0
     assert both.cache.cached_pages == 0
     assert not both.cache.root.children
 
@@ -215,7 +242,7 @@ def test_without_radix_cache_whole_prompts_are_pending() -> None:
     both = QueueAndPages(1, radix_cache=False)
     both.add([1, 2, 3, 4])
     both.add([1, 2, 3, 4])
-    assert both.queue.pending_tokens == 8
+    assert both.pending_tokens() == 8
     both.admit()
-    assert both.queue.pending_tokens == 4
+    assert both.pending_tokens() == 4
     assert both.queue.head() is not None

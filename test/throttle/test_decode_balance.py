@@ -10,9 +10,11 @@ def share(step_id: int, running: int, ready: int | None = None, depth: int = 4) 
             step_id=step_id,
             pipeline_depth=depth,
             waiting_tokens=0,
+            prompts=0,
             running_decodes=running,
             ready_decodes=running if ready is None else ready,
             free_pages=1,
+            reserved_pages=0,
             total_pages=1,
             steps_in_flight=0,
         )

@@ -15,9 +15,11 @@ def budget(policy: str, ready_decodes: int, max_prefill_tokens: int = 512) -> To
             step_id=3,
             pipeline_depth=4,
             waiting_tokens=5000,
+            prompts=3,
             running_decodes=ready_decodes + 7,
             ready_decodes=ready_decodes,
             free_pages=10,
+            reserved_pages=5,
             total_pages=1000,
             steps_in_flight=3,
         )
@@ -41,18 +43,22 @@ def test_the_greedy_queue_never_exceeds_its_budget() -> None:
     policy=st.sampled_from(POLICIES),
     depth=st.integers(1, 9),
     waiting=st.integers(0, 10**7),
+    prompts=st.integers(0, 3),
     ready=st.integers(0, 300),
     flying=st.integers(0, 300),
     free=st.integers(0, 1000),
+    reserved=st.integers(0, 3000),
     steps=st.tuples(st.integers(0, 100), st.integers(0, 9)),
 )
 def test_every_policy_stays_within_its_bounds_and_never_stalls(
     policy: str,
     depth: int,
     waiting: int,
+    prompts: int,
     ready: int,
     flying: int,
     free: int,
+    reserved: int,
     steps: tuple[int, int],
 ) -> None:
     args = ThrottleArgs(policy=policy)
@@ -60,15 +66,17 @@ def test_every_policy_stays_within_its_bounds_and_never_stalls(
         step_id=steps[0],
         pipeline_depth=depth,
         waiting_tokens=waiting,
+        prompts=prompts,
         running_decodes=ready + flying,
         ready_decodes=ready,
         free_pages=free,
+        reserved_pages=reserved,
         total_pages=1000,
         steps_in_flight=steps[1],
     )
     answer = make_policy(args)(load)
     assert answer == make_policy(args)(load)
-    assert 0 <= answer.prefill_tokens <= args.max_prefill_tokens
+    assert 0 <= answer.prefill_tokens <= args.prefill_limit
     assert 0 <= answer.decodes <= ready
     assert answer.decodes > 0 or ready == 0
     if not load.running_decodes and not load.steps_in_flight:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_pipeline.args import ThrottleArgs
+from sgl_pipeline.args import POLICIES, ThrottleArgs
 from sgl_pipeline.throttle import PipelineLoad, make_policy
 
 ARGS = ThrottleArgs()
@@ -14,9 +14,11 @@ def load(**changes: int) -> PipelineLoad:
         "step_id": 0,
         "pipeline_depth": 4,
         "waiting_tokens": 0,
+        "prompts": 2,
         "running_decodes": 0,
         "ready_decodes": 0,
         "free_pages": 1000,
+        "reserved_pages": 4,
         "total_pages": 1000,
         "steps_in_flight": 0,
     }
@@ -38,7 +40,7 @@ def test_a_share_of_the_waiting_tokens_is_rounded_up() -> None:
 def test_full_free_memory_and_a_huge_queue_give_exactly_the_maximum() -> None:
     for pause in (0.0, 0.05, 0.1, 0.3, 0.7):
         args = ThrottleArgs(pause_free_share=pause)
-        assert prefill_tokens(args, waiting_tokens=10**9) == args.max_prefill_tokens
+        assert prefill_tokens(args, waiting_tokens=10**9) == args.prefill_limit
 
 
 def test_prefill_shrinks_linearly_with_free_memory() -> None:
@@ -59,7 +61,41 @@ def test_prefill_stops_below_kv_threshold(busy: dict[str, int]) -> None:
 
 def test_prefill_goes_on_below_the_threshold_when_nothing_else_moves() -> None:
     assert prefill_tokens(waiting_tokens=800, free_pages=0) == 100
-    assert prefill_tokens(waiting_tokens=10**9, free_pages=0) == ARGS.max_prefill_tokens
+    assert prefill_tokens(waiting_tokens=10**9, free_pages=0) == ARGS.prefill_limit
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_full_memory_and_a_short_queue_give_the_minimum_or_more(policy: str) -> None:
+    tokens = prefill_tokens(ThrottleArgs(policy=policy), waiting_tokens=1)
+    assert ARGS.min_prefill_tokens <= tokens <= ThrottleArgs(policy=policy).prefill_limit
+
+
+def test_without_the_waiting_term_memory_alone_decides() -> None:
+    args = ThrottleArgs(policy="no-wt")
+    assert prefill_tokens(args, waiting_tokens=8) == 2048
+    assert prefill_tokens(args, waiting_tokens=8, free_pages=525) == 1024
+    assert prefill_tokens(args, waiting_tokens=8, free_pages=49, running_decodes=1) == 0
+    assert prefill_tokens(args, waiting_tokens=8, free_pages=49) == 2048
+
+
+def test_without_the_memory_term_what_waits_decides_up_to_the_maximum() -> None:
+    args = ThrottleArgs(policy="no-ut")
+    assert prefill_tokens(args, waiting_tokens=8000, free_pages=50) == 1000
+    assert prefill_tokens(args, waiting_tokens=10**9, free_pages=50) == 2048
+    assert prefill_tokens(args, waiting_tokens=10**9, free_pages=49, running_decodes=1) == 0
+
+
+def test_without_the_threshold_prefill_never_pauses() -> None:
+    args = ThrottleArgs(policy="no-threshold", pause_free_share=0.3)
+    assert prefill_tokens(args, waiting_tokens=10**9) == 2048
+    assert prefill_tokens(args, waiting_tokens=10**9, free_pages=250) == 512
+    assert prefill_tokens(args, waiting_tokens=10**9, free_pages=0, running_decodes=1) == 32
+
+
+def test_the_ablations_leave_the_decodes_as_they_are() -> None:
+    busy = load(waiting_tokens=10**9, free_pages=300, running_decodes=26, ready_decodes=26)
+    for policy in ("throttle", "throttle-adaptive", "no-wt", "no-ut", "no-threshold"):
+        assert make_policy(ThrottleArgs(policy=policy))(busy).decodes == 7
 
 
 def test_prefill_and_decode_budgets_are_independent() -> None:

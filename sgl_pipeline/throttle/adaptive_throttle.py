@@ -1,0 +1,31 @@
+"""Token throttling that keeps room for the running decodes to grow, instead of a fixed share.
+
+The policy `throttle-adaptive` (gLLM's code of 2026, `Scheduler.token_throttling`), chosen in
+`throttle/__init__.py`. How much room that is, and how it adapts, is for `scheduling/` to say: the
+load brings it as `reserved_pages`.
+"""
+
+from sgl_pipeline.args import ThrottleArgs
+from sgl_pipeline.throttle.decode_balance import balanced_decodes
+from sgl_pipeline.throttle.load import PipelineLoad, TokenBudget
+from sgl_pipeline.throttle.token_throttle import spread_tokens
+
+
+def adaptive_throttle(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:
+    """As eq. 3 with the reserve for the threshold, but for what gLLM's code does differently.
+
+    #MinP raises the share of the waiting tokens and never what memory allows, and a single prompt
+    is not spread: alone it delays nobody.
+    """
+    decodes = balanced_decodes(load)
+    headroom_pages = load.free_pages - load.reserved_pages
+    if headroom_pages > 0:
+        tokens = args.prefill_limit * headroom_pages // (load.total_pages - load.reserved_pages)
+        tokens = max(tokens, 1)
+    elif load.is_moving:
+        return TokenBudget(0, decodes)
+    else:
+        tokens = args.prefill_limit
+    if load.prompts > 1:
+        tokens = min(tokens, max(spread_tokens(args, load), args.min_prefill_tokens))
+    return TokenBudget(tokens, decodes)
