@@ -82,6 +82,21 @@ def fixed_lengths(
     ]
 
 
+def thinking(
+    requests: Iterable[SimulatedRequest], mean_think_s: float, random: Random
+) -> list[SimulatedRequest]:
+    """The same conversations, with an exponential pause before each further turn."""
+    return [
+        SimulatedRequest.chain(
+            [
+                replace(turn, think_s=random.expovariate(1.0 / mean_think_s))
+                for turn in request.with_follow_ups()
+            ]
+        )
+        for request in requests
+    ]
+
+
 def _open(path: Path) -> IO[str]:
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8")
@@ -146,30 +161,7 @@ def _conversations(
                 output=ids.fresh(number(row["output_tokens"])),
             )
         )
-    return [_chained(turns) for turns in sessions.values()]
-
-
-def _chained(turns: list[SimulatedRequest]) -> SimulatedRequest:
-    following: SimulatedRequest | None = None
-    for turn in reversed(turns):
-        following = replace(turn, follow_up=following)
-    assert following is not None
-    return following
-
-
-def thinking(
-    requests: Iterable[SimulatedRequest], mean_think_s: float, random: Random
-) -> list[SimulatedRequest]:
-    """The same conversations, with an exponential pause before each further turn."""
-    return [
-        _chained(
-            [
-                replace(turn, think_s=random.expovariate(1.0 / mean_think_s))
-                for turn in request.with_follow_ups()
-            ]
-        )
-        for request in requests
-    ]
+    return [SimulatedRequest.chain(turns) for turns in sessions.values()]
 
 
 def _mooncake(path: Path, lines: Iterable[str], limit: int | None) -> list[SimulatedRequest]:

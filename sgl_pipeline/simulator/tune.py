@@ -54,7 +54,7 @@ def search(start: ThrottleArgs, attainment: Attainment, needed_share: float) -> 
     for name, values in SEARCH_SPACE[start.policy].items():
         for value in values:
             throttle = replace(best.throttle, **{name: value})
-            if throttle == best.throttle or throttle.max_prefill_tokens < start.min_prefill_tokens:
+            if throttle == best.throttle:
                 continue
             trial = Trial(throttle, capacity(attainment, throttle, needed_share, best.rate_per_s))
             yield trial
@@ -94,4 +94,6 @@ def capacity(
 def server_flags(throttle: ThrottleArgs) -> list[str]:
     """The flags that start the server with these parameters."""
     names = ("policy", *SEARCH_SPACE[throttle.policy])
-    return [part for name in names for part in (FLAGS[name], str(getattr(throttle, name)))]
+    values = {name: getattr(throttle, name) for name in names}
+    values["max_prefill_tokens"] = throttle.prefill_limit
+    return [part for name, value in values.items() for part in (FLAGS[name], str(value))]

@@ -4,7 +4,7 @@ Loaded from traces or drawn from distributions by `traces.py`. Token ids are mad
 a run of consecutive ids, and equal ids at equal places are an equal prefix to the radix cache.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from random import Random
@@ -43,6 +43,15 @@ class SimulatedRequest:
 
     def prompt_ids(self) -> list[int]:
         return list(chain.from_iterable(segment.token_ids for segment in self.prompt))
+
+    @classmethod
+    def chain(cls, requests: Sequence["SimulatedRequest"]) -> "SimulatedRequest":
+        """The first of `requests`, each the follow-up of the one before it."""
+        following: SimulatedRequest | None = None
+        for request in reversed(requests):
+            following = replace(request, follow_up=following)
+        assert following is not None, "a chain has at least one request"
+        return following
 
     def with_follow_ups(self) -> Iterator["SimulatedRequest"]:
         """This request and all that come after it."""
