@@ -27,6 +27,11 @@ class Chunk:
     def end(self) -> int:
         return self.start + self.length
 
+    @property
+    def attended_tokens(self) -> int:
+        """Pairs of a row and a token that it attends to: what attention costs grow with."""
+        return self.length * (self.start + self.end + 1) // 2
+
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
@@ -52,3 +57,7 @@ class Microbatch:
     @property
     def num_samples(self) -> int:
         return sum(chunk.samples for chunk in self.chunks)
+
+    @property
+    def attended_tokens(self) -> int:
+        return sum(chunk.attended_tokens for chunk in self.chunks)

@@ -19,12 +19,18 @@ class StageTiming(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step carried and what it cost. Times are seconds of the producer's clock."""
+    """What one step carried and what it cost. Times are seconds of the producer's clock.
+
+    `samples` are the rows that went through the head, `attended_tokens` the pairs of a row and a
+    token that it attends to.
+    """
 
     step_id: int
     epoch: int
     prefill_tokens: int
     decodes: int
+    samples: int
+    attended_tokens: int
     waiting_tokens: int
     running_decodes: int
     free_page_share: float

@@ -85,6 +85,8 @@ class StepJournal:
             epoch=step.microbatch.epoch,
             prefill_tokens=step.microbatch.num_prefill_tokens,
             decodes=step.microbatch.num_decodes,
+            samples=step.microbatch.num_samples,
+            attended_tokens=step.microbatch.attended_tokens,
             waiting_tokens=step.load.waiting_tokens,
             running_decodes=step.load.running_decodes,
             free_page_share=step.load.free_share,

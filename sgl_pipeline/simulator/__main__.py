@@ -16,7 +16,7 @@ import msgspec
 
 from sgl_pipeline.args import POLICIES, SchedulingArgs, ThrottleArgs, require
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.simulator.experiment import LINKS, Cluster, simulate
+from sgl_pipeline.simulator.experiment import LINKS, Cluster, MeasuredPipeline, simulate
 from sgl_pipeline.simulator.kernel_costs import DEVICES
 from sgl_pipeline.simulator.models import MODELS
 from sgl_pipeline.simulator.summary import LatencyTarget, Summary, summarise
@@ -45,12 +45,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """One row for each policy and rate."""
-    cluster, target = _cluster(options), _target(options)
-    print(_describe(options, cluster))
+    pipeline, target = _pipeline(options), _target(options)
+    print(_describe(options, pipeline))
     print(_HEADER)
     for policy in options.policy:
         for rate in options.rate:
-            simulation = _simulate(options, cluster, ThrottleArgs(policy=policy), rate)
+            simulation = _simulate(options, pipeline, ThrottleArgs(policy=policy), rate)
             summary = summarise(simulation, target)
             print(_row(policy, rate, summary), flush=True)
             _write(options, policy, rate, simulation, summary)
@@ -59,12 +59,12 @@ def _run(options: argparse.Namespace) -> int:
 
 def _tune(options: argparse.Namespace) -> int:
     """Each trial, then the best flags."""
-    cluster, target = _cluster(options), _target(options)
+    pipeline, target = _pipeline(options), _target(options)
     require(target is not None, "tune needs --target-ttft-ms and --target-tpot-ms")
-    print(_describe(options, cluster))
+    print(_describe(options, pipeline))
 
     def attainment(throttle: ThrottleArgs, rate_per_s: float) -> float:
-        simulation = _simulate(options, cluster, throttle, rate_per_s)
+        simulation = _simulate(options, pipeline, throttle, rate_per_s)
         return summarise(simulation, target).target_share or 0.0
 
     for policy in options.policy:
@@ -80,7 +80,10 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _simulate(
-    options: argparse.Namespace, cluster: Cluster, throttle: ThrottleArgs, rate_per_s: float
+    options: argparse.Namespace,
+    pipeline: Cluster | MeasuredPipeline,
+    throttle: ThrottleArgs,
+    rate_per_s: float,
 ) -> Simulation:
     workload = _workload(options, rate_per_s)
     scheduling = SchedulingArgs(
@@ -89,7 +92,7 @@ def _simulate(
         radix_cache=not options.disable_radix_cache,
     )
     label = f"{throttle.policy} at {rate_per_s:g} req/s"
-    return simulate(cluster, throttle, scheduling, workload, _progress(label, len(workload)))
+    return simulate(pipeline, throttle, scheduling, workload, _progress(label, len(workload)))
 
 
 def _workload(options: argparse.Namespace, rate_per_s: float) -> list[SimulatedRequest]:
@@ -101,8 +104,12 @@ def _workload(options: argparse.Namespace, rate_per_s: float) -> list[SimulatedR
     return poisson_arrivals(requests, rate_per_s, Random(options.seed))
 
 
-def _cluster(options: argparse.Namespace) -> Cluster:
+def _pipeline(options: argparse.Namespace) -> Cluster | MeasuredPipeline:
+    if options.calibrate is not None:
+        require(options.pool_tokens is not None, "--calibrate needs --pool-tokens")
+        return MeasuredPipeline(trace_path=options.calibrate, pool_tokens=options.pool_tokens)
     return Cluster(
+        pool_tokens=options.pool_tokens,
         model=options.model,
         device=options.device,
         link=options.link,
@@ -117,10 +124,17 @@ def _target(options: argparse.Namespace) -> LatencyTarget | None:
     return LatencyTarget(ttft_ms=options.target_ttft_ms, tpot_ms=options.target_tpot_ms)
 
 
-def _describe(options: argparse.Namespace, cluster: Cluster) -> str:
+def _describe(options: argparse.Namespace, pipeline: Cluster | MeasuredPipeline) -> str:
+    if isinstance(pipeline, Cluster):
+        what = (
+            f"{pipeline.model} on {pipeline.num_stages} x {pipeline.device} over {pipeline.link}, "
+            f"layers {pipeline.layers}"
+        )
+    else:
+        errors = ", ".join(f"{error:.1%}" for error in pipeline.costs().errors)
+        what = f"the pipeline of {pipeline.trace_path} (mean error of step times: {errors})"
     return (
-        f"simulated: {cluster.model} on {cluster.num_stages} x {cluster.device} over "
-        f"{cluster.link}, layers {cluster.layers}, KV pool {cluster.kv_pool_tokens()} tokens; "
+        f"simulated: {what}, KV pool {pipeline.kv_pool_tokens()} tokens; "
         f"{options.requests or 'all'} requests of {options.trace}, {options.arrivals} arrivals"
     )
 
@@ -193,6 +207,13 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="a100-40g-pcie", choices=DEVICES)
     parser.add_argument("--link", default="net73", choices=LINKS)
     parser.add_argument("--pp", type=int, default=4, help="pipeline stages, a card each")
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="take the step times from a trace of our server (--trace-path), not from model, "
+        "device and link",
+    )
+    parser.add_argument("--pool-tokens", type=int, help="tokens that the KV pool holds")
     parser.add_argument("--mem-fraction-static", type=float, default=0.9)
     parser.add_argument("--policy", type=_policies, default=("throttle", "sarathi"))
     parser.add_argument(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.simulator.calibration import FittedCosts, fit_trace
 from sgl_pipeline.simulator.kernel_costs import DEVICES, stage_costs
 from sgl_pipeline.simulator.models import MODELS
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts
@@ -88,19 +89,35 @@ class Cluster:
         return MODELS[self.model].kv_pool_tokens(self.layers, usable)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPipeline:
+    """Our own server as it was recorded: `trace_path` is what `--trace-path` wrote."""
+
+    trace_path: str
+    pool_tokens: int
+
+    def costs(self) -> FittedCosts:
+        return fit_trace(self.trace_path)
+
+    def kv_pool_tokens(self) -> int:
+        return self.pool_tokens
+
+
 def simulate(
-    cluster: Cluster,
+    pipeline: Cluster | MeasuredPipeline,
     throttle: ThrottleArgs,
     scheduling: SchedulingArgs,
     workload: Iterable[SimulatedRequest],
     on_progress: Callable[[int, float], None] = lambda finished, now_s: None,
 ) -> Simulation:
     """Serves `workload` to its end with the runtime's own scheduler and policy."""
+    costs = pipeline.costs()
+    pool_tokens = pipeline.kv_pool_tokens()
     scheduler = StepScheduler(
         scheduling,
         make_policy(throttle),
-        num_pages=cluster.kv_pool_tokens() // scheduling.page_size,
-        num_stages=cluster.num_stages,
-        context_length=cluster.kv_pool_tokens(),
+        num_pages=pool_tokens // scheduling.page_size,
+        num_stages=costs.num_stages,
+        context_length=pool_tokens,
     )
-    return VirtualPipeline(scheduler, cluster.costs()).run(workload, on_progress)
+    return VirtualPipeline(scheduler, costs).run(workload, on_progress)

@@ -39,6 +39,7 @@ class Link:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
     """Processor time per step: a part for the step and a part for each chunk or token in it.
+    `transit_s` is what messages take from the scheduler to the stages and back, together.
 
     `preparation` says where a stage's building of its inputs lies: `hidden` beside its kernels
     (metadata first, gLLM section 3.4), `early` after its last step but before its activations have
@@ -52,6 +53,7 @@ class HostCosts:
     prepare_chunk_s: float = 0.0
     result_step_s: float = 0.0
     result_token_s: float = 0.0
+    transit_s: float = 0.0
     preparation: Literal["hidden", "early", "coupled"] = "hidden"
 
     def schedule_s(self, num_chunks: int) -> float:
@@ -70,6 +72,19 @@ class HostCosts:
         if self.preparation == "early":
             return max(max(free_s, plan_s) + prepare_s, input_s)
         return max(free_s, input_s) + prepare_s
+
+
+class PipelineTiming(Protocol):
+    """All that `virtual_pipeline.py` asks: `PipelineCosts`, or the `FittedCosts` of a real run."""
+
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def link(self) -> Link: ...
+    @property
+    def host(self) -> HostCosts: ...
+    def stage_seconds(self, shape: StepShape) -> tuple[float, ...]:
+        """Compute time of the step on every stage."""
 
 
 @dataclass(frozen=True, slots=True)

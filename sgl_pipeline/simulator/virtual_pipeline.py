@@ -16,7 +16,7 @@ from sgl_pipeline.errors import RequestError
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.requests import GREEDY, Request, StopRules
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.simulator.pipeline_costs import PipelineCosts
+from sgl_pipeline.simulator.pipeline_costs import PipelineTiming
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.throttle import PipelineLoad
@@ -72,7 +72,7 @@ class VirtualPipeline:
         costs: how long everything takes; has as many stages as the scheduler plans for.
     """
 
-    def __init__(self, scheduler: StepScheduler, costs: PipelineCosts) -> None:
+    def __init__(self, scheduler: StepScheduler, costs: PipelineTiming) -> None:
         self._scheduler = scheduler
         self._costs = costs
         self._clocks = [_StageClock() for _ in range(costs.num_stages)]
@@ -195,6 +195,8 @@ class VirtualPipeline:
                 epoch=microbatch.epoch,
                 prefill_tokens=microbatch.num_prefill_tokens,
                 decodes=microbatch.num_decodes,
+                samples=microbatch.num_samples,
+                attended_tokens=microbatch.attended_tokens,
                 waiting_tokens=load.waiting_tokens,
                 running_decodes=load.running_decodes,
                 free_page_share=load.free_share,
@@ -206,4 +208,4 @@ class VirtualPipeline:
             )
             return SimulatedStep(shape, record, tuple(starts), tuple(ends))
 
-        self._in_flight.append((ends[-1], microbatch, finish))
+        self._in_flight.append((ends[-1] + costs.host.transit_s, microbatch, finish))

@@ -47,12 +47,27 @@ def test_tune_ends_with_flags_for_the_server(
     assert last.split()[:3] == ["--policy", "sarathi", "--chunked-prefill-size"]
 
 
+def test_a_recorded_run_takes_the_place_of_kernel_tables(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    steps = str(tmp_path / "steps.jsonl")
+    assert main(["run", *SMALL, "--pp", "2", "--policy", "sarathi", "--trace-path", steps]) == 0
+    table = capsys.readouterr().out.splitlines()
+    again = ["run", *SMALL, "--policy", "sarathi", "--calibrate", steps, "--pool-tokens", "100000"]
+    assert main(again) == 0
+    fitted = capsys.readouterr().out.splitlines()
+    assert "mean error of step times" in fitted[0]
+    measured, predicted = (float(lines[-1].split()[2]) for lines in (table, fitted))
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["run", "--trace", "nowhere"], "there is no trace 'nowhere'"),
         (["run", "--model", "Llama-3.1-70B", "--pp", "2"], "stage 0 needs 70.6 GB"),
         (["run", "--model", "Llama-3.1-8B"], "no kernel times of Llama-3.1-8B"),
+        (["run", "--calibrate", "x"], "--calibrate needs --pool-tokens"),
         (["tune", *SMALL], "needs --target-ttft-ms"),
         (["tune", *SMALL, *LENIENT], "all requests at once meet the target"),
     ],
