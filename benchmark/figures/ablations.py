@@ -19,11 +19,13 @@ from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.simulator.experiment import Cluster
 
 POLICIES = ("throttle", "no-wt", "no-ut", "no-threshold", "throttle-adaptive", "sarathi")
-# (model, card, trace, requests a second): near what throttling carries, where KV runs short.
+# (model, trace, requests a second, share of the card's memory): near what throttling carries, and
+# once with so little memory that KV is what runs short.
 SETTINGS = (
-    ("Qwen2.5-14B", "a100-40g-pcie", "azure_conv", 10.0),
-    ("Qwen2.5-32B", "a100-40g-pcie", "sharegpt", 24.0),
-    ("Qwen2.5-32B", "a100-40g-pcie", "azure_conv", 6.0),
+    ("Qwen2.5-14B", "azure_conv", 10.0, 0.9),
+    ("Qwen2.5-32B", "sharegpt", 24.0, 0.9),
+    ("Qwen2.5-32B", "azure_conv", 6.0, 0.9),
+    ("Qwen2.5-32B", "azure_conv", 6.0, 0.55),
 )
 COLUMNS = (
     ("ttft_ms", "TTFT"),
@@ -35,18 +37,21 @@ COLUMNS = (
 
 def compute(options: Options) -> list[Row]:
     rows = []
-    for model, device, trace, rate in SETTINGS:
-        cluster = Cluster(model=model, device=device, link="net73")
+    for model, trace, rate, memory_share in SETTINGS:
+        cluster = Cluster(
+            model=model, device="a100-40g-pcie", link="net73", memory_share=memory_share
+        )
         workload = poisson(options.trace or trace, rate, options)
         for policy in POLICIES:
             simulation = run(cluster, ThrottleArgs(policy=policy), workload)
-            setting = f"{model}, {options.trace or trace}, {rate:g} req/s"
+            pool = f"{cluster.kv_pool_tokens() / 1000:.0f}k tokens of KV"
+            setting = f"{model}, {options.trace or trace}, {rate:g} req/s, {pool}"
             rows.append({"setting": setting, "policy": policy, **numbers(simulation)})
     return rows
 
 
 def draw(rows: Sequence[Row], canvas: Canvas) -> None:
-    canvas.set_size_inches(12, 4)
+    canvas.set_size_inches(15, 4)
     settings = distinct(rows, "setting")
     for panel, (setting,) in zip(
         canvas.subplots(1, len(settings), squeeze=False)[0], settings, strict=True
@@ -61,7 +66,7 @@ def draw(rows: Sequence[Row], canvas: Canvas) -> None:
         panel.axhline(1.0, color="black", linewidth=0.6)
         panel.set_xticks([place + 0.35 for place in range(len(COLUMNS))], [n for _, n in COLUMNS])
         panel.set_ylabel("relative to throttle")
-        panel.set_title(setting, fontsize=9)
+        panel.set_title(setting, fontsize=8)
     panel.legend(fontsize=7)
 
 
