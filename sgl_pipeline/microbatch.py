@@ -29,6 +29,11 @@ class Chunk(msgspec.Struct, frozen=True):
     def end(self) -> int:
         return self.start + self.length
 
+    @property
+    def attended_tokens(self) -> int:
+        """Pairs of a row and a token that it attends to: what attention costs grow with."""
+        return self.length * (self.start + self.end + 1) // 2
+
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
@@ -58,3 +63,7 @@ class Microbatch:
     @property
     def num_logprob_chunks(self) -> int:
         return sum(chunk.request.logprobs is not None for chunk in self.chunks)
+
+    @property
+    def attended_tokens(self) -> int:
+        return sum(chunk.attended_tokens for chunk in self.chunks)

@@ -10,6 +10,8 @@ from typing import IO
 
 import msgspec
 
+from sgl_pipeline.requests import Request
+
 
 class StageTiming(msgspec.Struct, frozen=True):
     """One stage's share of a step: idle before its input was there, then busy with it."""
@@ -30,17 +32,35 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     first_token_ms: float  # until its first token was known
     total_ms: float
 
+    @classmethod
+    def of(cls, request: Request, now_s: float) -> "RequestRecord":
+        """Of a request that had its last token at `now_s`."""
+        assert request.started_s is not None and request.first_token_s is not None
+        return cls(
+            request_id=request.request_id,
+            prompt_tokens=len(request.prompt_ids),
+            cached_tokens=request.cached_tokens,
+            output_tokens=len(request.output_ids),
+            num_retractions=request.num_retractions,
+            queue_ms=(request.started_s - request.arrival_s) * 1e3,
+            first_token_ms=(request.first_token_s - request.arrival_s) * 1e3,
+            total_ms=(now_s - request.arrival_s) * 1e3,
+        )
+
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What one step carried and what it cost. Times are seconds of the producer's clock.
 
-    `ended` are the requests that had their last token in this step.
+    `samples` are the rows that went through the head, `attended_tokens` the pairs of a row and a
+    token that it attends to; `ended` are the requests that had their last token in this step.
     """
 
     step_id: int
     epoch: int
     prefill_tokens: int
     decodes: int
+    samples: int
+    attended_tokens: int
     waiting_tokens: int
     running_decodes: int
     free_page_share: float

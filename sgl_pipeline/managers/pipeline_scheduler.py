@@ -20,11 +20,12 @@ from sgl_pipeline.managers.load_report import LoadReport
 from sgl_pipeline.managers.profile_desk import ProfileDesk
 from sgl_pipeline.managers.sglang_io import AbortRequest, Received, SglangFront
 from sgl_pipeline.managers.stage_launcher import StageLauncher
-from sgl_pipeline.managers.step_journal import StepJournal, request_record
+from sgl_pipeline.managers.step_journal import StepJournal
 from sgl_pipeline.messages import FromWorker, ProfileReply, StageReport
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import WAITED_TOO_LONG, StepScheduler
 from sgl_pipeline.step_plan import StepPlanEncoder
+from sgl_pipeline.trace import RequestRecord
 
 if TYPE_CHECKING:
     from sgl_pipeline.managers.metrics_report import MetricsReport
@@ -185,7 +186,9 @@ class PipelineScheduler:
             self._front.send_events(events)
             result_ms = (time.perf_counter() - started) * 1e3
             ended = tuple(
-                request_record(event.request, now_s) for event in events if event.finish is not None
+                RequestRecord.of(event.request, now_s)
+                for event in events
+                if event.finish is not None
             )
             self._journal.finished(report.step_id, ended, now_s, result_ms)
             if self._metrics is not None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
-from sgl_pipeline.requests import Request
 from sgl_pipeline.throttle.load import PipelineLoad
 from sgl_pipeline.trace import RequestRecord, StageTiming, StepRecord, TraceWriter
 
@@ -97,6 +96,8 @@ class StepJournal:
             epoch=step.microbatch.epoch,
             prefill_tokens=step.microbatch.num_prefill_tokens,
             decodes=step.microbatch.num_decodes,
+            samples=step.microbatch.num_samples,
+            attended_tokens=step.microbatch.attended_tokens,
             waiting_tokens=step.load.waiting_tokens,
             running_decodes=step.load.running_decodes,
             free_page_share=step.load.free_share,
@@ -107,18 +108,3 @@ class StepJournal:
             stages=tuple(step.timings[stage] for stage in range(self._num_stages)),
             ended=step.ended,
         )
-
-
-def request_record(request: Request, now_s: float) -> RequestRecord:
-    """What is to be told of a request that had its last token at `now_s`."""
-    assert request.started_s is not None and request.first_token_s is not None
-    return RequestRecord(
-        request_id=request.request_id,
-        prompt_tokens=len(request.prompt_ids),
-        cached_tokens=request.cached_tokens,
-        output_tokens=len(request.output_ids),
-        num_retractions=request.num_retractions,
-        queue_ms=(request.started_s - request.arrival_s) * 1e3,
-        first_token_ms=(request.first_token_s - request.arrival_s) * 1e3,
-        total_ms=(now_s - request.arrival_s) * 1e3,
-    )

@@ -22,6 +22,8 @@ def step(step_id: int, scheduler_ms: float, *stages: tuple[float, float]) -> Ste
         epoch=0,
         prefill_tokens=30,
         decodes=step_id,
+        samples=step_id,
+        attended_tokens=step_id,
         waiting_tokens=0,
         running_decodes=0,
         free_page_share=1.0,

@@ -3,7 +3,7 @@
 import pytest
 from support.pipelines import make_request
 
-from sgl_pipeline.managers.step_journal import StepJournal, request_record
+from sgl_pipeline.managers.step_journal import StepJournal
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.throttle import PipelineLoad
@@ -40,7 +40,7 @@ def ended_request() -> RequestRecord:
     request.arrival_s, request.started_s, request.first_token_s = 7.0, 8.0, 8.5
     request.output_ids = [4, 5]
     request.cached_tokens = 1
-    return request_record(request, 10.0)
+    return RequestRecord.of(request, 10.0)
 
 
 def run_step(journal: StepJournal, step_id: int) -> None:

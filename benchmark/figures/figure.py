@@ -1,0 +1,116 @@
+"""What a figure is, and how its numbers are computed: sweeps of simulated runs.
+
+Shared by the files of this folder. Every number that a figure shows is in its rows, so that the
+picture can be drawn again from the JSON alone.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from matplotlib.figure import Figure as Canvas
+
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.simulator.experiment import Cluster, simulate
+from sgl_pipeline.simulator.summary import LatencyTarget, summarise
+from sgl_pipeline.simulator.traces import load_trace
+from sgl_pipeline.simulator.virtual_pipeline import Simulation
+from sgl_pipeline.simulator.workload import SimulatedRequest, poisson_arrivals
+
+Row = dict[str, Any]
+
+# As many requests as KV holds: the papers give memory "the largest value without running out".
+UNBOUNDED = SchedulingArgs(max_running_requests=16384, radix_cache=False)
+
+POLICY_STYLE = {
+    "throttle": {"color": "#0072B2", "marker": "o"},
+    "sarathi": {"color": "#D55E00", "marker": "s"},
+    "greedy-queue": {"color": "#999999", "marker": "^"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """`trace` replaces the figure's own workloads by a user's file; `num_requests` is how many of
+    each workload are served."""
+
+    trace: str | None = None
+    num_requests: int = 1000
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """`claim` is what the paper says, `assumptions` what is not measured; both are printed under
+    the numbers. `conclude` puts the rows into words, computed from them."""
+
+    name: str
+    title: str
+    claim: str
+    compute: Callable[[Options], list[Row]]
+    draw: Callable[[Sequence[Row], Canvas], None]
+    conclude: Callable[[Sequence[Row]], list[str]]
+    assumptions: str = ""
+
+
+def poisson(name: str, rate_per_s: float, options: Options) -> list[SimulatedRequest]:
+    """The first requests of a trace as a Poisson process; the same for every policy."""
+    requests = load_trace(name, options.num_requests)
+    return poisson_arrivals(requests, rate_per_s, Random(options.seed))
+
+
+def run(
+    cluster: Cluster,
+    throttle: ThrottleArgs,
+    workload: Sequence[SimulatedRequest],
+    scheduling: SchedulingArgs = UNBOUNDED,
+) -> Simulation:
+    """A simulation that shows how far it is."""
+    started_s = time.monotonic()
+    shown_s = started_s
+
+    def progress(num_finished: int, now_s: float) -> None:
+        nonlocal shown_s
+        if time.monotonic() - shown_s > 2.0:
+            shown_s = time.monotonic()
+            text = f"  {throttle.policy}: {num_finished} requests, {now_s:.0f} s simulated"
+            print(f"{text:<78}", end="\r", file=sys.stderr, flush=True)
+
+    return simulate(cluster, throttle, scheduling, workload, progress)
+
+
+def numbers(simulation: Simulation, target: LatencyTarget | None = None) -> Row:
+    """The columns that figures share, in the units of their names."""
+    summary = summarise(simulation, target)
+    row = {
+        "output_tokens_per_s": summary.output_tokens_per_s,
+        "total_tokens_per_s": summary.total_tokens_per_s,
+        "ttft_ms": summary.ttft_ms.mean,
+        "ttft_p99_ms": summary.ttft_ms.p99,
+        "tpot_ms": summary.tpot_ms.mean,
+        "tpot_p99_ms": summary.tpot_ms.p99,
+        "e2e_ms": summary.e2e_ms.mean,
+        "bubble_share": summary.bubble_share,
+        "cache_hit_share": summary.cache_hit_share,
+        "num_retractions": summary.num_retractions,
+        "num_failed": summary.num_failed,
+    }
+    return row if target is None else row | {"target_share": summary.target_share}
+
+
+def select(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    """The rows with these values."""
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def distinct(rows: Iterable[Row], *names: str) -> list[tuple[Any, ...]]:
+    """The combinations of these columns, in order of appearance."""
+    return list(dict.fromkeys(tuple(row[name] for name in names) for row in rows))
+
+
+def change(new: Mapping[str, Any], old: Mapping[str, Any], name: str) -> str:
+    """`name` of `new` against that of `old`, as +12 %."""
+    return f"{new[name] / old[name] - 1:+.0%}"

@@ -1,0 +1,1 @@
+"""Serving in virtual time: the real scheduler and policies over stages that only take time."""

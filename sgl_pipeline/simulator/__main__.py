@@ -1,0 +1,258 @@
+"""`python -m sgl_pipeline.simulator`: what a pipeline would do, on the command line.
+
+`run` compares policies over request rates on a trace; `tune` searches for the policy parameters
+that carry the highest rate within a latency target. Everything printed is simulated.
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from sgl_pipeline.args import POLICIES, SchedulingArgs, ThrottleArgs, require
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.simulator.experiment import LINKS, Cluster, MeasuredPipeline, simulate
+from sgl_pipeline.simulator.kernel_costs import DEVICES
+from sgl_pipeline.simulator.models import MODELS
+from sgl_pipeline.simulator.summary import LatencyTarget, Summary, summarise
+from sgl_pipeline.simulator.traces import SHIPPED, load_trace, shared_prefixes
+from sgl_pipeline.simulator.tune import Trial, search, server_flags
+from sgl_pipeline.simulator.virtual_pipeline import Simulation
+from sgl_pipeline.simulator.workload import (
+    SimulatedRequest,
+    poisson_arrivals,
+    scaled_arrivals,
+)
+from sgl_pipeline.trace import TraceWriter
+
+PROGRESS_INTERVAL_S = 0.5
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry of the command; the exit code is 0, or 2 when it cannot be done as asked."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except ConfigurationError as error:
+        print(f"simulator: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    """One row for each policy and rate."""
+    pipeline, target = _pipeline(options), _target(options)
+    print(_describe(options, pipeline))
+    print(_HEADER)
+    for policy in options.policy:
+        for rate in options.rate:
+            simulation = _simulate(options, pipeline, ThrottleArgs(policy=policy), rate)
+            summary = summarise(simulation, target)
+            print(_row(policy, rate, summary), flush=True)
+            _write(options, policy, rate, simulation, summary)
+    return 0
+
+
+def _tune(options: argparse.Namespace) -> int:
+    """Each trial, then the best flags."""
+    pipeline, target = _pipeline(options), _target(options)
+    require(target is not None, "tune needs --target-ttft-ms and --target-tpot-ms")
+    print(_describe(options, pipeline))
+
+    def attainment(throttle: ThrottleArgs, rate_per_s: float) -> float:
+        simulation = _simulate(options, pipeline, throttle, rate_per_s)
+        return summarise(simulation, target).target_share or 0.0
+
+    for policy in options.policy:
+        best: Trial | None = None
+        for trial in search(ThrottleArgs(policy=policy), attainment, options.needed_share):
+            best = trial if best is None or trial.rate_per_s > best.rate_per_s else best
+            print(f"{trial.rate_per_s:8.2f} req/s  {' '.join(server_flags(trial.throttle))}")
+        assert best is not None
+        require(best.rate_per_s < math.inf, "all requests at once meet the target; use more")
+        print(f"best of {policy}: {best.rate_per_s:.2f} req/s with")
+        print("  " + " ".join(server_flags(best.throttle)), flush=True)
+    return 0
+
+
+def _simulate(
+    options: argparse.Namespace,
+    pipeline: Cluster | MeasuredPipeline,
+    throttle: ThrottleArgs,
+    rate_per_s: float,
+) -> Simulation:
+    workload = _workload(options, rate_per_s)
+    scheduling = SchedulingArgs(
+        page_size=options.page_size,
+        max_running_requests=options.max_running_requests,
+        radix_cache=not options.disable_radix_cache,
+    )
+    label = f"{throttle.policy} at {rate_per_s:g} req/s"
+    return simulate(pipeline, throttle, scheduling, workload, _progress(label, len(workload)))
+
+
+def _workload(options: argparse.Namespace, rate_per_s: float) -> list[SimulatedRequest]:
+    requests = load_trace(options.trace, options.requests)
+    if options.hit_rate:
+        requests = shared_prefixes(requests, options.hit_rate, options.sharing_requests)
+    if options.arrivals == "recorded":
+        return scaled_arrivals(requests, rate_per_s)
+    return poisson_arrivals(requests, rate_per_s, Random(options.seed))
+
+
+def _pipeline(options: argparse.Namespace) -> Cluster | MeasuredPipeline:
+    if options.calibrate is not None:
+        require(options.pool_tokens is not None, "--calibrate needs --pool-tokens")
+        return MeasuredPipeline(trace_path=options.calibrate, pool_tokens=options.pool_tokens)
+    return Cluster(
+        pool_tokens=options.pool_tokens,
+        model=options.model,
+        device=options.device,
+        link=options.link,
+        num_stages=options.pp,
+        memory_share=options.mem_fraction_static,
+    )
+
+
+def _target(options: argparse.Namespace) -> LatencyTarget | None:
+    if options.target_ttft_ms is None or options.target_tpot_ms is None:
+        return None
+    return LatencyTarget(ttft_ms=options.target_ttft_ms, tpot_ms=options.target_tpot_ms)
+
+
+def _describe(options: argparse.Namespace, pipeline: Cluster | MeasuredPipeline) -> str:
+    if isinstance(pipeline, Cluster):
+        what = (
+            f"{pipeline.model} on {pipeline.num_stages} x {pipeline.device} over {pipeline.link}, "
+            f"layers {pipeline.layers}"
+        )
+    else:
+        errors = ", ".join(f"{error:.1%}" for error in pipeline.costs().errors)
+        what = f"the pipeline of {pipeline.trace_path} (mean error of step times: {errors})"
+    return (
+        f"simulated: {what}, KV pool {pipeline.kv_pool_tokens()} tokens; "
+        f"{options.requests or 'all'} requests of {options.trace}, {options.arrivals} arrivals"
+    )
+
+
+_HEADER = (
+    "policy             req/s  out tok/s  TTFT mean/p99 ms  TPOT mean/p99 ms  E2E mean ms"
+    "  bubbles   hits  target"
+)
+
+
+def _row(policy: str, rate: float, summary: Summary) -> str:
+    target = "-" if summary.target_share is None else f"{summary.target_share:.1%}"
+    return (
+        f"{policy:17} {rate:6g} {summary.output_tokens_per_s:10.0f} "
+        f"{summary.ttft_ms.mean:9.0f} {summary.ttft_ms.p99:7.0f} "
+        f"{summary.tpot_ms.mean:9.1f} {summary.tpot_ms.p99:7.1f} {summary.e2e_ms.mean:12.0f} "
+        f"{summary.bubble_share:8.1%} {summary.cache_hit_share:6.1%} {target:>7}"
+    )
+
+
+def _write(
+    options: argparse.Namespace, policy: str, rate: float, simulation: Simulation, summary: Summary
+) -> None:
+    """The files asked for: a JSON line for each run, the step records of the last one."""
+    if options.json is not None:
+        line = msgspec.json.encode({"policy": policy, "rate_per_s": rate, "summary": summary})
+        with Path(options.json).open("ab") as file:
+            file.write(line + b"\n")
+    if options.trace_path is not None:
+        writer = TraceWriter(options.trace_path)
+        for step in simulation.steps:
+            writer.write(step.record)
+        writer.close()
+
+
+def _progress(label: str, num_requests: int) -> Callable[[int, float], None]:
+    """Keeps one line of standard error up to date, where that is a terminal."""
+    shown_s = time.monotonic()
+
+    def show(num_finished: int, now_s: float) -> None:
+        nonlocal shown_s
+        if time.monotonic() - shown_s > PROGRESS_INTERVAL_S and sys.stderr.isatty():
+            shown_s = time.monotonic()
+            text = f"{label}: {num_finished} of {num_requests} requests, {now_s:.0f} s simulated"
+            print(f"\r{text:<78}\r", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sgl_pipeline.simulator", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    run = commands.add_parser("run", help="compare policies over request rates")
+    run.set_defaults(command=_run)
+    run.add_argument("--rate", type=_rates, default=(4.0,), help="requests a second: 2,4,8 or inf")
+    run.add_argument("--json", help="appends one JSON line for each row to this file")
+    run.add_argument("--trace-path", help="writes the step records of the last row to this file")
+    tune = commands.add_parser("tune", help="search for the policy's best parameters")
+    tune.set_defaults(command=_tune)
+    tune.add_argument(
+        "--needed-share", type=float, default=0.9, help="of requests that must meet the target"
+    )
+    for command in (run, tune):
+        _add_setting(command)
+    return parser
+
+
+def _add_setting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="Qwen2.5-32B", choices=MODELS)
+    parser.add_argument("--device", default="a100-40g-pcie", choices=DEVICES)
+    parser.add_argument("--link", default="net73", choices=LINKS)
+    parser.add_argument("--pp", type=int, default=4, help="pipeline stages, a card each")
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="take the step times from a trace of our server (--trace-path), not from model, "
+        "device and link",
+    )
+    parser.add_argument("--pool-tokens", type=int, help="tokens that the KV pool holds")
+    parser.add_argument("--mem-fraction-static", type=float, default=0.9)
+    parser.add_argument("--policy", type=_policies, default=("throttle", "sarathi"))
+    parser.add_argument(
+        "--trace",
+        default="azure_conv",
+        help=f"a shipped trace ({', '.join(SHIPPED)}) or a CSV with the columns input_tokens, "
+        "output_tokens and perhaps arrival_s",
+    )
+    parser.add_argument("--requests", type=int, help="take the first so many of the trace")
+    parser.add_argument("--arrivals", choices=("poisson", "recorded"), default="poisson")
+    parser.add_argument("--seed", type=int, default=0, help="of the Poisson arrivals")
+    parser.add_argument(
+        "--hit-rate", type=float, default=0.0, help="share of each prompt that others have too"
+    )
+    parser.add_argument(
+        "--sharing-requests", type=int, default=16, help="requests that share one prefix"
+    )
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--max-running-requests", type=int, default=1024)
+    parser.add_argument("--disable-radix-cache", action="store_true")
+    parser.add_argument("--target-ttft-ms", type=float)
+    parser.add_argument("--target-tpot-ms", type=float)
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    rates = tuple(float(part) for part in text.split(","))
+    if not all(rate > 0 for rate in rates):
+        raise argparse.ArgumentTypeError(f"rates must be above 0, got {text}")
+    return rates
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    policies = tuple(text.split(","))
+    if unknown := set(policies) - set(POLICIES):
+        raise argparse.ArgumentTypeError(
+            f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(POLICIES)}"
+        )
+    return policies
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""One simulated serving run from names: a model on cards behind links, a policy, a workload.
+
+The door of the room: the command line, the figures and the budget search all go through `simulate`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.simulator.calibration import FittedCosts, fit_trace
+from sgl_pipeline.simulator.kernel_costs import DEVICES, stage_costs
+from sgl_pipeline.simulator.models import MODELS
+from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts
+from sgl_pipeline.simulator.virtual_pipeline import Simulation, VirtualPipeline
+from sgl_pipeline.simulator.workload import SimulatedRequest
+from sgl_pipeline.stage_plan import even_layer_counts
+from sgl_pipeline.throttle import make_policy
+
+# Latency and bytes a second. pcie and net73 are gLLM's two machines (section 4.1: 20.79 GB/s and
+# 73.28 Gbps), with the latency of Vidur's a100_dgx inter-node fit; nvlink is that file's intra-node
+# fit.
+LINKS = {
+    "pcie": (27e-6, 20.79e9),
+    "net73": (27e-6, 9.16e9),
+    "nvlink": (14e-6, 317e9),
+    "ideal": (0.0, float("inf")),
+}
+
+# Vidur's engine measurements on A100 (cpu_overheads_ms.csv, run 6555c85: medians fitted over 8 to
+# 128 decodes): schedule 0.02 + 0.003 b ms, prepare 0.15 + 0.001 b ms, results 0.04 + 0.030 b ms.
+MEASURED_HOST = HostCosts(
+    schedule_step_s=0.02e-3,
+    schedule_chunk_s=0.003e-3,
+    prepare_step_s=0.15e-3,
+    prepare_chunk_s=0.001e-3,
+    result_step_s=0.04e-3,
+    result_token_s=0.030e-3,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`num_stages` equal cards, one a stage. `memory_share` of each is for weights and KV; some of
+    the rest is for activations. `pool_tokens` overrides what would fit."""
+
+    model: str
+    device: str
+    link: str = "pcie"
+    num_stages: int = 4
+    tensor_parallel: int = 1
+    memory_share: float = 0.9
+    layer_counts: tuple[int, ...] = ()
+    stage_slowness: tuple[float, ...] = ()
+    pool_tokens: int | None = None
+    host: HostCosts = MEASURED_HOST
+
+    def __post_init__(self) -> None:
+        for name, known in ((self.model, MODELS), (self.device, DEVICES), (self.link, LINKS)):
+            if name not in known:
+                raise ConfigurationError(f"{name!r} is unknown; choose from {', '.join(known)}")
+
+    def costs(self) -> PipelineCosts:
+        model = MODELS[self.model]
+        latency_s, bytes_per_s = LINKS[self.link]
+        return PipelineCosts(
+            stage_costs(DEVICES[self.device], model, self.tensor_parallel),
+            self.layers,
+            Link(
+                latency_s=latency_s,
+                bytes_per_s=bytes_per_s,
+                bytes_per_token=model.hidden_bytes_per_token,
+            ),
+            self.host,
+            self.stage_slowness,
+        )
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.layer_counts or even_layer_counts(
+            MODELS[self.model].num_layers, self.num_stages
+        )
+
+    def kv_pool_tokens(self) -> int:
+        if self.pool_tokens is not None:
+            return self.pool_tokens
+        usable = DEVICES[self.device].memory_bytes * self.memory_share * self.tensor_parallel
+        return MODELS[self.model].kv_pool_tokens(self.layers, usable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPipeline:
+    """Our own server as it was recorded: `trace_path` is what `--trace-path` wrote."""
+
+    trace_path: str
+    pool_tokens: int
+
+    def costs(self) -> FittedCosts:
+        return fit_trace(self.trace_path)
+
+    def kv_pool_tokens(self) -> int:
+        return self.pool_tokens
+
+
+def simulate(
+    pipeline: Cluster | MeasuredPipeline,
+    throttle: ThrottleArgs,
+    scheduling: SchedulingArgs,
+    workload: Iterable[SimulatedRequest],
+    on_progress: Callable[[int, float], None] = lambda finished, now_s: None,
+) -> Simulation:
+    """Serves `workload` to its end with the runtime's own scheduler and policy."""
+    costs = pipeline.costs()
+    pool_tokens = pipeline.kv_pool_tokens()
+    scheduler = StepScheduler(
+        scheduling,
+        make_policy(throttle),
+        num_pages=pool_tokens // scheduling.page_size,
+        num_stages=costs.num_stages,
+        context_length=pool_tokens,
+    )
+    return VirtualPipeline(scheduler, costs).run(workload, on_progress)

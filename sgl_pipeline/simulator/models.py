@@ -1,0 +1,109 @@
+"""The shapes of the models that can be simulated, and how much KV fits beside their weights."""
+
+from dataclasses import dataclass
+
+from sgl_pipeline.errors import ConfigurationError
+
+BYTES_PER_NUMBER = 2  # weights, activations and KV are 16-bit in all tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """As in the models' config.json."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_query_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    vocab_size: int
+    head_dim: int = 128
+
+    @property
+    def layer_weight_bytes(self) -> int:
+        heads = 2 * self.num_query_heads + 2 * self.num_kv_heads
+        numbers = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+        return numbers * BYTES_PER_NUMBER
+
+    @property
+    def end_weight_bytes(self) -> int:
+        """Of the embedding, and of lm_head."""
+        return self.vocab_size * self.hidden_size * BYTES_PER_NUMBER
+
+    @property
+    def kv_bytes_per_layer_token(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * BYTES_PER_NUMBER
+
+    @property
+    def hidden_bytes_per_token(self) -> int:
+        return self.hidden_size * BYTES_PER_NUMBER
+
+    def kv_pool_tokens(self, layer_counts: tuple[int, ...], usable_bytes: float) -> int:
+        """Tokens whose KV fits on every stage, given the bytes each has for weights and KV.
+
+        Raises ConfigurationError when a stage cannot even hold its weights.
+        """
+        tokens = []
+        for stage, count in enumerate(layer_counts):
+            num_ends = (stage == 0) + (stage == len(layer_counts) - 1)
+            weights = count * self.layer_weight_bytes + num_ends * self.end_weight_bytes
+            if usable_bytes <= weights:
+                raise ConfigurationError(
+                    f"stage {stage} needs {weights / 1e9:.1f} GB for {count} layers of "
+                    f"{self.name}, but has {usable_bytes / 1e9:.1f} GB; use more stages"
+                )
+            tokens.append(int((usable_bytes - weights) / (count * self.kv_bytes_per_layer_token)))
+        return min(tokens)
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        ModelShape(
+            name="Qwen2.5-14B",
+            num_layers=48,
+            hidden_size=5120,
+            num_query_heads=40,
+            num_kv_heads=8,
+            intermediate_size=13824,
+            vocab_size=152064,
+        ),
+        ModelShape(
+            name="Qwen2.5-32B",
+            num_layers=64,
+            hidden_size=5120,
+            num_query_heads=40,
+            num_kv_heads=8,
+            intermediate_size=27648,
+            vocab_size=152064,
+        ),
+        ModelShape(
+            name="Qwen3-32B",
+            num_layers=64,
+            hidden_size=5120,
+            num_query_heads=64,
+            num_kv_heads=8,
+            intermediate_size=25600,
+            vocab_size=151936,
+        ),
+        ModelShape(
+            name="Llama-3.1-70B",
+            num_layers=80,
+            hidden_size=8192,
+            num_query_heads=64,
+            num_kv_heads=8,
+            intermediate_size=28672,
+            vocab_size=128256,
+        ),
+        ModelShape(
+            name="Llama-3.1-8B",
+            num_layers=32,
+            hidden_size=4096,
+            num_query_heads=32,
+            num_kv_heads=8,
+            intermediate_size=14336,
+            vocab_size=128256,
+        ),
+    )
+}

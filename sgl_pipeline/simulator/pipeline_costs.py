@@ -1,0 +1,112 @@
+"""How long a step takes on each stage, on the way between them and in the scheduler process.
+
+Put together from a `StageCosts` (kernel tables or a fit of our own stages), a layer split, a link
+and the host's overheads; read by `virtual_pipeline.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from sgl_pipeline.simulator.step_shape import StepShape
+
+
+class StageCosts(Protocol):
+    """Seconds of the parts that a stage may hold."""
+
+    def layer_s(self, shape: StepShape) -> float:
+        """One decoder layer."""
+
+    def embedding_s(self, shape: StepShape) -> float:
+        """What only the first stage does."""
+
+    def tail_s(self, shape: StepShape) -> float:
+        """Final norm, lm_head and sampling: what only the last stage does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Between neighbouring stages. `bytes_per_token` of the residual stream, one row."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = float("inf")
+    bytes_per_token: int = 0
+
+    def transfer_s(self, num_tokens: int) -> float:
+        """How long the link is taken by the rows of one step."""
+        return num_tokens * self.bytes_per_token / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCosts:
+    """Processor time per step: a part for the step and a part for each chunk or token in it.
+    `transit_s` is what messages take from the scheduler to the stages and back, together.
+
+    `preparation` says where a stage's building of its inputs lies: `hidden` beside its kernels
+    (metadata first, gLLM section 3.4), `early` after its last step but before its activations have
+    to be there, or `coupled` to the activations and so on the critical path (vLLM 0.8, ~17 % of its
+    time by gLLM's account).
+    """
+
+    schedule_step_s: float = 0.0
+    schedule_chunk_s: float = 0.0
+    prepare_step_s: float = 0.0
+    prepare_chunk_s: float = 0.0
+    result_step_s: float = 0.0
+    result_token_s: float = 0.0
+    transit_s: float = 0.0
+    preparation: Literal["hidden", "early", "coupled"] = "hidden"
+
+    def schedule_s(self, num_chunks: int) -> float:
+        return self.schedule_step_s + num_chunks * self.schedule_chunk_s
+
+    def prepare_s(self, num_chunks: int) -> float:
+        return self.prepare_step_s + num_chunks * self.prepare_chunk_s
+
+    def result_s(self, num_tokens: int) -> float:
+        return self.result_step_s + num_tokens * self.result_token_s
+
+    def start_s(self, free_s: float, plan_s: float, input_s: float, prepare_s: float) -> float:
+        """When a stage begins to compute: it is free, has the plan, the activations, its inputs."""
+        if self.preparation == "hidden":
+            return max(free_s, plan_s + prepare_s, input_s)
+        if self.preparation == "early":
+            return max(max(free_s, plan_s) + prepare_s, input_s)
+        return max(free_s, input_s) + prepare_s
+
+
+class PipelineTiming(Protocol):
+    """All that `virtual_pipeline.py` asks: `PipelineCosts`, or the `FittedCosts` of a real run."""
+
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def link(self) -> Link: ...
+    @property
+    def host(self) -> HostCosts: ...
+    def stage_seconds(self, shape: StepShape) -> tuple[float, ...]:
+        """Compute time of the step on every stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCosts:
+    """`layer_counts[s]` layers on stage `s`; `stage_slowness[s]` multiplies all its times."""
+
+    stage: StageCosts
+    layer_counts: tuple[int, ...]
+    link: Link = Link()
+    host: HostCosts = HostCosts()
+    stage_slowness: tuple[float, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layer_counts)
+
+    def stage_seconds(self, shape: StepShape) -> tuple[float, ...]:
+        """Compute time of the step on every stage."""
+        layer_s = self.stage.layer_s(shape)
+        seconds = [count * layer_s for count in self.layer_counts]
+        seconds[0] += self.stage.embedding_s(shape)
+        seconds[-1] += self.stage.tail_s(shape)
+        if self.stage_slowness:
+            seconds = [s * slow for s, slow in zip(seconds, self.stage_slowness, strict=True)]
+        return tuple(seconds)

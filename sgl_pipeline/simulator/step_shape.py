@@ -1,0 +1,43 @@
+"""What a step costs depends on: the sizes of its chunks, not on whose they are.
+
+Made from a `Microbatch` for the cost models; the only door between the scheduler's requests and
+the simulated times.
+"""
+
+from dataclasses import dataclass
+
+from sgl_pipeline.microbatch import Microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """`prefills` are pairs (tokens of the chunk, tokens of its request before it).
+
+    `decode_contexts` are the tokens that each decode attends to, its own among them. `num_samples`
+    rows go through the head.
+    """
+
+    prefills: tuple[tuple[int, int], ...]
+    decode_contexts: tuple[int, ...]
+    num_samples: int
+
+    @classmethod
+    def of(cls, microbatch: Microbatch) -> "StepShape":
+        chunks = microbatch.chunks
+        return cls(
+            tuple((chunk.length, chunk.start) for chunk in chunks if not chunk.is_decode),
+            tuple(chunk.end for chunk in chunks if chunk.is_decode),
+            microbatch.num_samples,
+        )
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decode_contexts)
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(length for length, _ in self.prefills)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prefill_tokens + self.num_decodes

@@ -1,0 +1,72 @@
+"""Fits of traces whose costs are known."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.simulator.calibration import FittedCosts, StageFit, fit_trace
+from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link
+from sgl_pipeline.simulator.summary import summarise
+from sgl_pipeline.simulator.traces import load_trace
+from sgl_pipeline.simulator.virtual_pipeline import Simulation, VirtualPipeline
+from sgl_pipeline.simulator.workload import poisson_arrivals
+from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.trace import TraceWriter
+
+TRUE = FittedCosts(
+    (
+        StageFit(4e-3, (1e-4, 1e-4, 2e-4, 3e-4, 3e-4), 2e-9, 0.0),
+        StageFit(5e-3, (1e-4, 1e-4, 2e-4, 3e-4, 3e-4), 2e-9, 5e-5),
+    ),
+    Link(latency_s=4e-4),
+    HostCosts(schedule_step_s=3e-4, result_step_s=2e-4, transit_s=8e-4),
+    (0.0, 0.0),
+)
+
+
+def simulation(costs: FittedCosts, trace: str, rate_per_s: float) -> Simulation:
+    scheduler = StepScheduler(
+        SchedulingArgs(),
+        make_policy(ThrottleArgs()),
+        num_pages=4000,
+        num_stages=2,
+        context_length=16_000,
+    )
+    workload = poisson_arrivals(load_trace(trace, 60), rate_per_s, Random(0))
+    return VirtualPipeline(scheduler, costs).run(workload)
+
+
+def recorded(tmp_path: Path, run: Simulation) -> Path:
+    path = tmp_path / "steps.jsonl"
+    writer = TraceWriter(path)
+    for step in run.steps:
+        writer.write(step.record)
+    writer.close()
+    return path
+
+
+def test_a_fit_predicts_another_load_of_the_pipeline_it_was_taken_from(tmp_path: Path) -> None:
+    fitted = fit_trace(recorded(tmp_path, simulation(TRUE, "sharegpt", 6.0)))
+    assert max(fitted.errors) < 0.01
+    predicted = summarise(simulation(fitted, "azure_conv", 1.0))
+    truth = summarise(simulation(TRUE, "azure_conv", 1.0))
+    assert predicted.ttft_ms.mean == pytest.approx(truth.ttft_ms.mean, rel=0.03)
+    assert predicted.tpot_ms.mean == pytest.approx(truth.tpot_ms.mean, rel=0.03)
+    assert predicted.output_tokens_per_s == pytest.approx(truth.output_tokens_per_s, rel=0.03)
+
+
+def test_no_part_of_a_fit_is_negative(tmp_path: Path) -> None:
+    fitted = fit_trace(recorded(tmp_path, simulation(TRUE, "sharegpt", 6.0)))
+    for stage in fitted.stages:
+        assert min(stage.base_s, *stage.slopes_s, stage.attended_s, stage.sample_s) >= 0.0
+
+
+def test_a_short_trace_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "short.jsonl"
+    path.write_text("")
+    with pytest.raises(ConfigurationError, match="0 steps; at least 200"):
+        fit_trace(path)

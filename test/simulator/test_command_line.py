@@ -1,0 +1,79 @@
+"""`python -m sgl_pipeline.simulator` as a user types it."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sgl_pipeline.simulator.__main__ import main
+from sgl_pipeline.trace import read_trace
+
+LENIENT = ["--target-ttft-ms", "1e6", "--target-tpot-ms", "1e6"]
+SMALL = ["--model", "Qwen2.5-14B", "--requests", "30", "--trace", "sharegpt"]
+
+
+def test_policies_and_rates_make_a_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lines, steps = tmp_path / "runs.jsonl", tmp_path / "steps.jsonl"
+    arguments = ["run", *SMALL, "--rate", "4,inf", "--policy", "throttle,sarathi"]
+    arguments += ["--json", str(lines), "--trace-path", str(steps)]
+    arguments += LENIENT
+    assert main(arguments) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split()[:2] for row in rows] == [
+        ["throttle", "4"],
+        ["throttle", "inf"],
+        ["sarathi", "4"],
+        ["sarathi", "inf"],
+    ]
+    assert all(row.endswith("100.0%") for row in rows)
+    runs = [msgspec.json.decode(line) for line in lines.read_bytes().splitlines()]
+    assert [run["summary"]["num_requests"] for run in runs] == [30] * 4
+    records = list(read_trace(steps))
+    assert len(records) == runs[-1]["summary"]["num_steps"]
+    assert len(records[0].stages) == 4
+
+
+def test_tune_ends_with_flags_for_the_server(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "short.csv"
+    trace.write_text("input_tokens,output_tokens\n" + "900,5\n" * 12)
+    arguments = ["tune", "--model", "Qwen2.5-14B", "--trace", str(trace), "--policy", "sarathi"]
+    arguments += ["--target-ttft-ms", "400", "--target-tpot-ms", "200"]
+    assert main(arguments) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.split()[:3] == ["--policy", "sarathi", "--chunked-prefill-size"]
+
+
+def test_a_recorded_run_takes_the_place_of_kernel_tables(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    steps = str(tmp_path / "steps.jsonl")
+    assert main(["run", *SMALL, "--pp", "2", "--policy", "sarathi", "--trace-path", steps]) == 0
+    table = capsys.readouterr().out.splitlines()
+    again = ["run", *SMALL, "--policy", "sarathi", "--calibrate", steps, "--pool-tokens", "100000"]
+    assert main(again) == 0
+    fitted = capsys.readouterr().out.splitlines()
+    assert "mean error of step times" in fitted[0]
+    measured, predicted = (float(lines[-1].split()[2]) for lines in (table, fitted))
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--trace", "nowhere"], "there is no trace 'nowhere'"),
+        (["run", "--model", "Llama-3.1-70B", "--pp", "2"], "stage 0 needs 70.6 GB"),
+        (["run", "--model", "Llama-3.1-8B"], "no kernel times of Llama-3.1-8B"),
+        (["run", "--calibrate", "x"], "--calibrate needs --pool-tokens"),
+        (["tune", *SMALL], "needs --target-ttft-ms"),
+        (["tune", *SMALL, *LENIENT], "all requests at once meet the target"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
