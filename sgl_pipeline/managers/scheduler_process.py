@@ -196,7 +196,7 @@ def _ready_message(
         "hicache_object_layout": None,
         "page_size": args.scheduling.page_size,
         "pp_size": args.stages.num_stages,
-        "chunked_prefill_size": args.throttle.max_prefill_tokens,
+        "chunked_prefill_size": args.throttle.prefill_limit,
         "device": args.stages.device,
     }
 

@@ -6,17 +6,17 @@ ends the stage.
 
 import os
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sgl_pipeline.messages import ProfileReply, StartProfile
 
 
 class StageProfile:
-    """At most one recording at a time, of one stage."""
+    """At most one recording at a time, of one stage; `has_gpu` says whether it runs on one."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, has_gpu: bool) -> None:
         self._stage = stage
+        self._has_gpu = has_gpu
         self._profiler: profile | None = None
         self._path = ""
         self._steps_left: int | None = None
@@ -26,7 +26,7 @@ class StageProfile:
         if self._profiler is not None:
             return self._reply("a profile is being recorded already")
         activities = [ProfilerActivity.CPU] if "CPU" in request.activities else []
-        if "GPU" in request.activities and torch.cuda.is_available():
+        if "GPU" in request.activities and self._has_gpu:
             activities.append(ProfilerActivity.CUDA)
         if not activities:
             return self._reply("activities: there is no GPU; ask for CPU")

@@ -61,7 +61,7 @@ class StageWorker:
         self._channel.send(WorkerHello(self._worker))
         assignment = self._expect(StageAssignment)
         runner = self._become_ready(assignment)
-        profile = StageProfile(assignment.stage)
+        profile = StageProfile(assignment.stage, assignment.device == "cuda")
         try:
             while not isinstance(message := self._channel.receive(), Shutdown):
                 if isinstance(message, StepPlan):

@@ -30,7 +30,7 @@ def names_of(path: Path) -> set[str]:
 
 def test_a_recording_ends_when_it_is_told_to(tmp_path):
     path = tmp_path / "new" / "a.trace.json.gz"
-    profile = StageProfile(1)
+    profile = StageProfile(1, has_gpu=False)
     assert profile.start(order(path)) == ProfileReply(1, is_recording=True)
     assert run_step(profile) is None
     assert profile.stop() == ProfileReply(1, is_recording=False)
@@ -40,7 +40,7 @@ def test_a_recording_ends_when_it_is_told_to(tmp_path):
 
 def test_a_recording_ends_after_its_last_step(tmp_path):
     path = tmp_path / "a.trace.json.gz"
-    profile = StageProfile(0)
+    profile = StageProfile(0, has_gpu=False)
     profile.start(order(path, num_steps=2))
     assert run_step(profile) is None
     assert run_step(profile) == ProfileReply(0, is_recording=False)
@@ -52,7 +52,7 @@ def test_a_recording_ends_after_its_last_step(tmp_path):
 
 def test_what_cannot_be_written_is_refused_and_the_next_one_is_not(tmp_path):
     (tmp_path / "file").write_text("")
-    profile = StageProfile(0)
+    profile = StageProfile(0, has_gpu=False)
     refused = profile.start(order(tmp_path / "file" / "a.trace.json.gz"))
     assert not refused.is_recording and "file" in refused.error
     assert profile.start(order(tmp_path / "a.trace.json.gz")).is_recording
@@ -62,7 +62,7 @@ def test_what_cannot_be_written_is_refused_and_the_next_one_is_not(tmp_path):
 
 def test_a_trace_that_has_lost_its_directory_is_an_error_and_no_exception(tmp_path):
     path = tmp_path / "gone" / "a.trace.json.gz"
-    profile = StageProfile(0)
+    profile = StageProfile(0, has_gpu=False)
     profile.start(order(path))
     path.unlink()
     path.parent.rmdir()
@@ -72,5 +72,7 @@ def test_a_trace_that_has_lost_its_directory_is_an_error_and_no_exception(tmp_pa
 
 def test_a_gpu_alone_cannot_be_profiled_where_there_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    reply = StageProfile(0).start(order(tmp_path / "a.trace.json.gz", activities=("GPU",)))
+    reply = StageProfile(0, has_gpu=False).start(
+        order(tmp_path / "a.trace.json.gz", activities=("GPU",))
+    )
     assert "no GPU" in reply.error

@@ -104,6 +104,30 @@ def test_a_forced_tool_choice_is_a_call_with_arguments_of_the_schema(
     assert [type(arguments[name]) for name in ("a", "b")] == [int, int]
 
 
+def test_a_forced_tool_call_streams(server: LiveServer) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is 17 + 25?"}],
+        tools=[TOOL],  # type: ignore[list-item]
+        tool_choice="required",
+        temperature=0,
+        max_tokens=100,
+        stream=True,
+    )
+    calls = [
+        call
+        for chunk in stream
+        if chunk.choices
+        for call in chunk.choices[0].delta.tool_calls or ()
+    ]
+    assert [call.function.name for call in calls if call.function and call.function.name] == ["add"]
+    arguments = json.loads(
+        "".join(call.function.arguments or "" for call in calls if call.function)
+    )
+    assert [type(arguments[name]) for name in ("a", "b")] == [int, int]
+
+
 def test_a_complete_grammar_ends_with_the_token_that_ends_it(server: LiveServer) -> None:
     sampling = {"regex": "[0-9]{3}", "ignore_eos": True, "max_new_tokens": 30}
     reply = server.generate(text="Count:", sampling_params=sampling).json()
