@@ -9,7 +9,15 @@ from http import HTTPStatus
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_PREFIX = "/api/"
+
+def is_ollama(path: str) -> bool:
+    """Whether a route is one of Ollama's."""
+    return path.startswith("/api/")
+
+
+def ollama_refusal(message: str) -> JSONResponse:
+    """A 400 in Ollama's form."""
+    return JSONResponse({"error": message}, HTTPStatus.BAD_REQUEST)
 
 
 class OllamaErrors:
@@ -19,7 +27,7 @@ class OllamaErrors:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(_PREFIX):
+        if scope["type"] != "http" or not is_ollama(scope["path"]):
             await self._app(scope, receive, send)
             return
         head: Message | None = None
@@ -38,8 +46,9 @@ class OllamaErrors:
 
         try:
             await self._app(scope, receive, send_with_body)
-        except ValueError as error:
-            if has_begun:
+        except (ValueError, RuntimeError) as error:
+            # After a reply's head, Starlette wraps what its error handlers can no longer answer.
+            refused = error.__cause__ if isinstance(error, RuntimeError) else error
+            if has_begun or not isinstance(refused, ValueError):
                 raise
-            refusal = JSONResponse({"error": str(error)}, HTTPStatus.BAD_REQUEST)
-            await refusal(scope, receive, send)
+            await ollama_refusal(str(refused))(scope, receive, send)

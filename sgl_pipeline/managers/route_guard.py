@@ -24,6 +24,7 @@ from sgl_pipeline.managers.entrance_checks import (
     max_prompt_characters,
 )
 from sgl_pipeline.managers.graceful_stop import SHUTTING_DOWN
+from sgl_pipeline.managers.ollama_errors import is_ollama, ollama_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,8 @@ async def check_json_request(raw_request: Request) -> None:
 
 async def answer_value_error(request: Request, error: Exception) -> JSONResponse:
     """For upstream's routes that let a ValueError about their input escape."""
+    if is_ollama(request.url.path):
+        return ollama_refusal(str(error))
     return _refusal(str(error))
 
 

@@ -6,6 +6,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 
 from sgl_pipeline.managers.ollama_errors import OllamaErrors
+from sgl_pipeline.managers.route_guard import answer_value_error
 
 
 def lines(error_after: int) -> Iterator[bytes]:
@@ -29,6 +30,7 @@ def client() -> TestClient:
         return StreamingResponse(lines(error_after))
 
     app.add_middleware(OllamaErrors)
+    app.add_exception_handler(ValueError, answer_value_error)
     return TestClient(app, raise_server_exceptions=False)
 
 
@@ -49,5 +51,6 @@ def test_an_error_behind_the_first_line_is_no_refusal(client: TestClient) -> Non
         assert reply.status_code == 200
 
 
-def test_other_routes_keep_their_errors(client: TestClient) -> None:
-    assert client.get("/elsewhere").status_code == 500
+def test_other_routes_keep_the_form_of_their_errors(client: TestClient) -> None:
+    reply = client.get("/elsewhere")
+    assert reply.json() == {"error": {"message": "temperature must not be negative"}}

@@ -8,7 +8,7 @@ import requests
 
 pytestmark = pytest.mark.multiproc
 _BOTH = {
-    "stop_regex": ({"stop_regex": "a"}, "stop_regex"),
+    "a wrong stop_regex": ({"stop_regex": "("}, "stop_regex"),
     "a wrong regex": ({"regex": "(("}, "The parenthesis is not closed"),
     "a wrong ebnf": ({"ebnf": "root ::= 'a'"}, "Failed to compile ebnf grammar"),
     "lora_path": ({"lora_path": "a"}, "LoRA"),

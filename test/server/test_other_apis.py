@@ -61,7 +61,8 @@ def test_an_anthropic_stream_adds_up(claude):
         deltas = [event for event in stream if event.type == "input_json"]
         message = stream.get_final_message()
     assert message.content[-1].input == {"city": "Paris", "days": 3}
-    assert len(deltas) > 2 and message.stop_reason == "tool_use"
+    # How many there are depends on how many tokens came at once.
+    assert deltas and message.stop_reason == "tool_use"
 
 
 def test_anthropic_errors_have_its_types(claude):
