@@ -38,34 +38,42 @@ def make(figure: Figure, options: Options, folder: Path) -> Path:
     """Computes and writes one figure; returns the path of its text."""
     started_s = time.monotonic()
     rows = figure.compute(options)
-    seconds = time.monotonic() - started_s
     stem = folder / f"{datetime.now(UTC):%Y-%m-%d_%H%M}_figure_{figure.name}"
-    canvas = Canvas(layout="constrained")
-    figure.draw(rows, canvas)
-    canvas.suptitle(f"{figure.title} (simulated)")
-    canvas.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
-    facts = {
+    record = {
+        "figure": figure.name,
         "command": shlex.join(["python", "-m", "benchmark.figures", *sys.argv[1:]]),
         "machine": describe_machine(),
         "software": describe_software(),
-        "seconds": round(seconds, 1),
+        "seconds": round(time.monotonic() - started_s, 1),
+        "rows": rows,
     }
-    record = {"figure": figure.name, **facts, "rows": rows}
     stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    text = stem.with_suffix(".md")
-    text.write_text(_text(figure, rows, stem.name, facts["command"], seconds))
+    return draw_again(stem.with_suffix(".json"))
+
+
+def draw_again(path: Path) -> Path:
+    """Makes picture and text from the rows in `path`; returns the path of the text."""
+    record = json.loads(path.read_text())
+    figure = known_figures()[record["figure"]]
+    canvas = Canvas(layout="constrained")
+    figure.draw(record["rows"], canvas)
+    canvas.suptitle(f"{figure.title} (simulated)")
+    canvas.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    text = path.with_suffix(".md")
+    text.write_text(_text(figure, record, path.stem))
     return text
 
 
-def _text(figure: Figure, rows: list[Row], stem: str, command: object, seconds: float) -> str:
-    says = "\n".join(f"- {line}" for line in figure.conclude(rows))
+def _text(figure: Figure, record: Row, stem: str) -> str:
+    says = "\n".join(f"- {line}" for line in figure.conclude(record["rows"]))
     assumed = f"\nAssumed: {figure.assumptions}\n" if figure.assumptions else ""
     return (
         f"# {figure.title}\n\n![{figure.title}]({stem}.svg)\n\n"
         "Simulated: the real scheduler and policies in virtual time, stage times from published "
         "kernel measurements\n(`sgl_pipeline/simulator/data/README.md`). No GPU ran.\n"
         f"{assumed}\nThe paper: {figure.claim}\n\nOurs:\n{says}\n\n"
-        f"`{command}` ({seconds:.0f} s); rows, machine and versions in `{stem}.json`.\n"
+        f"`{record['command']}` ({record['seconds']:.0f} s); rows, machine and versions in "
+        f"`{stem}.json`.\n"
     )
 
 
@@ -74,16 +82,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmark.figures", description=__doc__)
     parser.add_argument(
         "names",
-        nargs="+",
-        choices=[*figures, "all"],
+        nargs="*",
         metavar="NAME",
         help=f"{', '.join(figures)}, or all",
+    )
+    parser.add_argument(
+        "--redraw", type=Path, metavar="JSON", help="draw a recorded figure again, compute nothing"
     )
     parser.add_argument("--trace", help="a CSV of your own in place of the figure's workloads")
     parser.add_argument("--requests", type=int, default=1000, help="of each workload")
     parser.add_argument("--seed", type=int, default=0, help="of the Poisson arrivals")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
+    if arguments.redraw is not None:
+        print(draw_again(arguments.redraw))
+        return 0
+    if not arguments.names or set(arguments.names) - {*figures, "all"}:
+        parser.error(f"name figures of {', '.join(figures)}, or all")
     options = Options(trace=arguments.trace, num_requests=arguments.requests, seed=arguments.seed)
     names = list(figures) if "all" in arguments.names else arguments.names
     for number, name in enumerate(names, 1):

@@ -97,6 +97,7 @@ def draw(rows: Sequence[Row], canvas: Canvas) -> None:
         )
         panel.tick_params(axis="x", labelsize=7)
         panel.set_ylabel(f"mean {label} (ms)")
+        panel.set_yscale("log")
     panel.legend(fontsize=8)
 
 

@@ -1,6 +1,7 @@
 """Figure c: throughput at saturation against the number of stages."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from matplotlib.figure import Figure as Canvas
 
@@ -17,6 +18,7 @@ from benchmark.figures.figure import (
 )
 from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.simulator.experiment import Cluster
+from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.virtual_pipeline import Simulation
 
 MODELS = ("Qwen2.5-14B", "Qwen2.5-32B")
@@ -31,11 +33,16 @@ STEADY = (0.25, 0.6)
 
 def compute(options: Options) -> list[Row]:
     rows = []
+    name = options.trace or "azure_conv"
+    trace = load_trace(name)
     for model in MODELS:
         for link in LINKS:
             for stages in STAGES:
                 cluster = Cluster(model=model, device="a100-80g", link=link, num_stages=stages)
-                workload = poisson(options.trace or "azure_conv", RATE_PER_STAGE * stages, options)
+                # `num_requests` for four stages, alike for each stage, as far as the trace goes.
+                count = min(options.num_requests * stages // 4, len(trace))
+                longer = replace(options, num_requests=count)
+                workload = poisson(name, RATE_PER_STAGE * stages, longer)
                 for policy in POLICIES:
                     simulation = run(cluster, ThrottleArgs(policy=policy), workload)
                     setting = {"model": model, "link": link, "stages": stages, "policy": policy}
