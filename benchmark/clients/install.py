@@ -4,6 +4,7 @@ Run once by hand, `python -m benchmark.clients.install` (a few minutes); `run.py
 Each gets the frozen set in `<name>_requirements.txt`. It must never touch `.venv`.
 """
 
+import argparse
 import subprocess
 import sys
 import venv
@@ -24,6 +25,10 @@ def install(client: str) -> None:
 
 
 if __name__ == "__main__":
+    # No options but --help, which must not install.
+    argparse.ArgumentParser(
+        prog="python -m benchmark.clients.install", description=__doc__
+    ).parse_args()
     try:
         for name in CLIENTS:
             install(name)

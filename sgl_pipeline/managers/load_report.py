@@ -13,6 +13,7 @@ from sglang.srt.managers.load_snapshot import (
     DisaggregationMetrics,
     LoadSnapshot,
     MemoryMetrics,
+    QueueMetrics,
     ShmLoadSnapshotWriter,
 )
 
@@ -48,22 +49,32 @@ class LoadReport:
         self._window_start_decodes = 0
         self._decodes_per_s = 0.0
 
-    def publish(self, steps: StepScheduler, journal: StepJournal, now_s: float) -> LoadSnapshot:
-        """Writes how things stand, and returns it; `now_s` is a monotonic clock."""
+    def publish(
+        self, steps: StepScheduler, num_compiling: int, journal: StepJournal, now_s: float
+    ) -> LoadSnapshot:
+        """Writes how things stand, and returns it.
+
+        Args:
+            num_compiling: requests that wait for their grammar; `steps` does not know them.
+            now_s: a monotonic clock.
+        """
         elapsed_s = now_s - self._window_start_s
         if elapsed_s >= _THROUGHPUT_WINDOW_S:
             self._decodes_per_s = (journal.decodes - self._window_start_decodes) / elapsed_s
             self._window_start_s, self._window_start_decodes = now_s, journal.decodes
-        snapshot = self._snapshot(steps, journal)
+        snapshot = self._snapshot(steps, num_compiling, journal)
         self._writer.write(snapshot)
         return snapshot
 
     def close(self) -> None:
         self._writer.close()
 
-    def _snapshot(self, steps: StepScheduler, journal: StepJournal) -> LoadSnapshot:
+    def _snapshot(
+        self, steps: StepScheduler, num_compiling: int, journal: StepJournal
+    ) -> LoadSnapshot:
         """Upstream's fields (`load_inquirer.py`, get_loads). Those that only its own scheduler can
-        fill keep upstream's "nothing": utilization, busy time, moments of decode times, queues."""
+        fill keep upstream's "nothing": utilization, busy time, moments of decode times. Who was
+        retracted waits again, and is counted there."""
         load = steps.load()
         used_tokens = (load.total_pages - load.free_pages) * self._page_size
         total_tokens = used_tokens + steps.queued_tokens
@@ -83,4 +94,11 @@ class LoadReport:
             total_prefill_uncached_tokens=journal.prefill_tokens,
             memory=self._memory,
             disaggregation=DisaggregationMetrics(mode="null"),
+            queues=QueueMetrics(
+                waiting=steps.num_waiting,
+                grammar=num_compiling,
+                paused=0,
+                retracted=0,
+                prealloc_ready=0,
+            ),
         )

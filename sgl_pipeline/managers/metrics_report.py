@@ -73,11 +73,13 @@ class MetricsReport:
     ) -> None:
         """Those of upstream's that mean something here; the others keep upstream's "nothing"."""
         free_pages = steps.num_free_pages
+        assert load.queues is not None
         retracted = self._upstream.num_retracted_reqs_total.labels(**self._upstream.labels)
         self._upstream.log_stats(
             SchedulerStats(
                 num_running_reqs=QueueCount(load.num_running_reqs),
                 num_queue_reqs=QueueCount(load.num_waiting_reqs),
+                num_grammar_queue_reqs=load.queues.grammar,
                 gen_throughput=load.gen_throughput,
                 cache_hit_rate=load.cache_hit_rate,
                 decode_sum_seq_lens=steps.num_decoding_tokens,

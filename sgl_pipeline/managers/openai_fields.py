@@ -95,7 +95,8 @@ def _lacks_logprobs(body: Body, features: ServedFeatures) -> bool:
 
 
 def _lacks_logprobs_include(body: Body, features: ServedFeatures) -> bool:
-    return bool(body.top_logprobs) and "message.output_text.logprobs" not in (body.include or ())
+    included = body.include if isinstance(body.include, list) else ()
+    return bool(body.top_logprobs) and "message.output_text.logprobs" not in included
 
 
 def _wants_best_of_many(body: Body, features: ServedFeatures) -> bool:

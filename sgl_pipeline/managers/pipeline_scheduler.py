@@ -200,7 +200,7 @@ class PipelineScheduler:
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + CHECK_INTERVAL_S
             self._launcher.check(self._journal.last_steps)
-            load = self._loads.publish(self._steps, self._journal, now_s)
+            load = self._loads.publish(self._steps, len(self._grammars), self._journal, now_s)
             if self._metrics is not None:
                 self._metrics.publish(load, self._steps, self._journal, now_s)
             self._desk.poll(now_s)

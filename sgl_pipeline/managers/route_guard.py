@@ -11,8 +11,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+from fastapi import HTTPException
 from sglang.srt.entrypoints.http_server import validate_json_request
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -166,7 +166,7 @@ class RouteGuard:
 
     def _checked(self, path: str, receive: Receive) -> Receive:
         """Gives a request's body. Raises what upstream's handlers turn into an error reply of the
-        route's own form."""
+        route's own form: FastAPI's HTTPException; Starlette's, its base, they do not see."""
         body = bytearray()
         max_bytes = MAX_BODY_BYTES if path in BATCH_ROUTES else self._max_conversation_bytes
 

@@ -9,7 +9,10 @@ from typing import Any
 _NUM_SEEDS = 2**64
 _LOWEST_SEED = -(2**63)
 # Fields of GenerateReqInput that may hold a list with one entry for each prompt.
-_PER_PROMPT = ("lora_path", "extra_key", "cache_salt")
+_PER_PROMPT = (
+    *("extra_key", "cache_salt", "lora_path"),
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
+)
 
 
 def spread_seeds(obj: Any) -> None:
@@ -41,10 +44,16 @@ def spread_seeds(obj: Any) -> None:
         for sample in range(num_samples)
     ]
     for name in _PER_PROMPT:
-        if isinstance(getattr(obj, name), list):
-            setattr(obj, name, _repeat(getattr(obj, name), num_samples))
+        if _is_per_prompt(name, values := getattr(obj, name)):
+            setattr(obj, name, _repeat(values, num_samples))
     if isinstance(obj.rid, list):
         obj.rid = [f"{rid}_{sample}" for rid in obj.rid for sample in range(num_samples)]
+
+
+def _is_per_prompt(name: str, values: Any) -> bool:
+    if name == "token_ids_logprob":  # flat, it holds the ids that are the same for all prompts
+        return isinstance(values, list) and bool(values) and isinstance(values[0], list)
+    return isinstance(values, list)
 
 
 def _seed(options: dict[str, Any]) -> Any:

@@ -134,6 +134,7 @@ class DecoderLayer:
         self._attention_output_norm = _load_norm(spec, tensors, names.attention_output_norm)
         self._mlp_norm = _load_norm(spec, tensors, names.mlp_norm)
         self._mlp = _load_mlp(spec, tensors, layer)
+        self._is_sparse = isinstance(self._mlp, SparseMlp)
         self._mlp_output_norm = _load_norm(spec, tensors, names.mlp_output_norm)
 
     def forward(
@@ -155,7 +156,13 @@ class DecoderLayer:
         attended = attention.attend(query[:num_tokens], *kv_pool.pages(self.layer))
         output = self._output(pad_rows(attended.flatten(1)))
         stream = stream + self._attention_output_norm(output)
-        return stream + self._mlp_output_norm(self._mlp(self._mlp_norm(stream)))
+        normed = self._mlp_norm(stream)
+        if self._is_sparse:
+            # Rows of padding would be routed as well, to experts that nobody else may need.
+            mixed = pad_rows(self._mlp(normed[:num_tokens]))
+        else:
+            mixed = self._mlp(normed)
+        return stream + self._mlp_output_norm(mixed)
 
     def _query_key_value(
         self, normed: torch.Tensor, rotation: Rotation

@@ -214,7 +214,9 @@ class StepScheduler:
 
     def _note_ages(self, chunks: list[Chunk], now: float) -> None:
         for request in self._preemption.take_retracted():
-            self._waiting_ages.start(request, now)
+            # In a pause it may have ended since.
+            if request.state is RequestState.WAITING:
+                self._waiting_ages.start(request, now)
         # Prefill chunks come last, and whoever was let in has one.
         for chunk in reversed(chunks):
             if chunk.is_decode:

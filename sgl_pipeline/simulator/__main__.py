@@ -239,7 +239,10 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
 
 
 def _rates(text: str) -> tuple[float, ...]:
-    rates = tuple(float(part) for part in text.split(","))
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"rates are numbers or inf, got {text}") from None
     if not all(rate > 0 for rate in rates):
         raise argparse.ArgumentTypeError(f"rates must be above 0, got {text}")
     return rates

@@ -101,6 +101,24 @@ def test_a_wrong_grammar_refuses_all_and_is_remembered_one_that_failed_otherwise
     assert not queue.add(constrained("e"))
 
 
+def test_a_grammar_that_cannot_be_used_ends_its_requests_and_nothing_else(
+    compiler, monkeypatch
+) -> None:
+    queue = queue_of(compiler)
+    queue.add(constrained("a"))
+    queue.add(constrained("b", "b+"))
+
+    def fails(*arguments: Any) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("sgl_pipeline.managers.grammar_queue.GrammarConstraint", fails)
+        compiler.finish(1)
+        assert polled(queue) == {"a": "the compiled grammar cannot be used: no room"}
+    compiler.finish(2)
+    assert polled(queue) == {"b": None}
+
+
 def test_a_compile_ends_with_the_last_who_waits_for_it(compiler) -> None:
     queue = queue_of(compiler)
     first, second = constrained("a"), constrained("b")

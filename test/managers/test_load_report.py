@@ -26,7 +26,7 @@ def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) ->
     reader = ShmLoadSnapshotReader(loads_path(str(tmp_path)), dp_size=1)
 
     def published(now_s: float) -> LoadSnapshot:
-        report.publish(steps, journal, now_s)
+        report.publish(steps, 3, journal, now_s)
         load = reader.read(0)
         assert load is not None
         return load
@@ -41,6 +41,7 @@ def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) ->
     journal.decodes = 30
     load = published(102.0)
     assert (load.num_running_reqs, load.num_waiting_reqs) == (1, 1)
+    assert load.queues is not None and (load.queues.waiting, load.queues.grammar) == (1, 3)
     assert (load.num_used_tokens, load.num_total_tokens) == (8, 8 + 14)
     assert load.num_waiting_uncached_tokens == 6
     assert (load.max_total_num_tokens, load.max_running_requests) == (40, 1)

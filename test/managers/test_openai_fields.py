@@ -147,6 +147,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"tool_choice": {"type": "file_search"}}),
     (RESPONSES, {"truncation": "auto"}),
     (RESPONSES, {"top_logprobs": 2}),
+    (RESPONSES, {"top_logprobs": 2, "include": 5}),
     (RESPONSES, {"text": {"verbosity": "high"}}),
     (RESPONSES, {"prompt": {"id": "p"}}),
     (RESPONSES, {"conversation": "c"}),

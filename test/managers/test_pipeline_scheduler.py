@@ -143,6 +143,7 @@ def parts():
         steps=steps,
         compiler=compiler,
         grammars=GrammarQueue(compiler, vocabulary(), 1000.0),
+        reported=[],
     )
     context.destroy(linger=0)
 
@@ -150,7 +151,9 @@ def parts():
 def run(parts: Any, script: list[list[Any]]) -> FakeFront:
     """Runs the loop over `script`, which should end it."""
     parts.front.script = script
-    loads = SimpleNamespace(publish=lambda *arguments: None)
+    loads = SimpleNamespace(
+        publish=lambda steps, num_compiling, *more: parts.reported.append(num_compiling)
+    )
     journal = StepJournal(1, None)
     loop = PipelineScheduler(
         parts.front,
@@ -246,6 +249,11 @@ def test_a_request_whose_grammar_is_compiled_holds_up_nobody_and_then_runs(parts
     assert finish_order == [("b", 5), ("c", 5), ("d", 5), ("a", 8)]
     assert front.finished["a"] == FinishReason("length")
     assert front.tokens == [7] * 18
+
+
+def test_load_reports_count_who_waits_for_a_grammar(parts):
+    run(parts, [[constrained("a", 3), make_request("b", [1], 2)], [SHUT_DOWN]])
+    assert parts.reported[0] == 1
 
 
 def test_an_abort_during_the_compile_ends_request_and_compile(parts):

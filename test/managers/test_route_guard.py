@@ -1,7 +1,8 @@
 import builtins
 
 import pytest
-from fastapi import FastAPI, Request, WebSocket
+from fastapi import FastAPI, HTTPException, Request, WebSocket
+from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 from sglang.srt.utils.auth import add_api_key_middleware
 from starlette.websockets import WebSocketDisconnect
@@ -40,6 +41,11 @@ def client(is_stopping: list[bool]) -> TestClient:
     @app.post("/trip")
     async def trip(name: str) -> None:
         raise getattr(builtins, name)("wibble")
+
+    @app.exception_handler(HTTPException)
+    async def answer_in_own_form(request: Request, error: HTTPException) -> JSONResponse:
+        """In the place of upstream's, which is for FastAPI's exception as well."""
+        return JSONResponse({"own form": error.detail}, error.status_code)
 
     @app.websocket("/v1/realtime")
     async def open_to_all(socket: WebSocket) -> None:
@@ -124,3 +130,12 @@ def test_a_key_outside_ascii_is_no_key_and_other_crashes_are_the_servers() -> No
     for key, status in ((b"k\xe9y", 401), (b"other", 401), (b"key", 500)):
         reply = client.get("/crash", headers={"Authorization": b"Bearer " + key})
         assert reply.status_code == status
+
+
+def test_what_is_refused_for_its_body_is_told_in_the_form_of_the_route(client: TestClient) -> None:
+    reply = client.post("/v1/chat/completions", json={"functions": [{"name": "f"}]})
+    assert reply.status_code == 400
+    assert reply.json() == {"own form": "functions: use tools"}
+    reply = client.post("/v1/chat/completions", content=b" " * 2**20)
+    assert reply.status_code == 413
+    assert "larger than" in reply.json()["own form"]

@@ -77,3 +77,25 @@ def test_a_seed_that_is_no_number_is_left_for_upstream_to_refuse() -> None:
 def test_a_request_without_a_prompt_is_left_for_upstream_to_refuse() -> None:
     spread_seeds(GenerateReqInput(sampling_params={"n": 2, "sampling_seed": 1}))
     spread_seeds(GenerateReqInput(text=[], sampling_params={"n": 2, "sampling_seed": 1}))
+
+
+def test_log_probabilities_asked_for_each_prompt_stay_with_it() -> None:
+    request = spread(
+        text=["a", "b"],
+        sampling_params={"n": 2, "sampling_seed": 1},
+        return_logprob=[True, False],
+        logprob_start_len=[0, -1],
+        top_logprobs_num=[2, 0],
+        token_ids_logprob=[[5, 6], [7]],
+    )
+    assert request.return_logprob == [True, True, False, False]
+    assert request.logprob_start_len == [0, 0, -1, -1]
+    assert request.top_logprobs_num == [2, 2, 0, 0]
+    assert request.token_ids_logprob == [[5, 6], [5, 6], [7], [7]]
+
+
+def test_token_ids_that_are_the_same_for_all_prompts_are_not_taken_for_prompts() -> None:
+    request = spread(
+        text=["a", "b"], sampling_params={"n": 2, "sampling_seed": 1}, token_ids_logprob=[5, 6]
+    )
+    assert request.token_ids_logprob == [[5, 6]] * 4

@@ -10,10 +10,12 @@ from sgl_pipeline.throttle import make_policy
 PAGE_SIZE = 4
 
 
-def paused_midway(*, retract: bool) -> tuple[VirtualPipeline, list[Request]]:
+def paused_midway(
+    *, retract: bool, waiting_timeout_s: float | None = None
+) -> tuple[VirtualPipeline, list[Request]]:
     """Four requests in two stages, some prefilling and some decoding, steps in flight; paused."""
     scheduler = StepScheduler(
-        SchedulingArgs(page_size=PAGE_SIZE),
+        SchedulingArgs(page_size=PAGE_SIZE, waiting_timeout_s=waiting_timeout_s),
         make_policy(ThrottleArgs(max_prefill_tokens=24, min_prefill_tokens=1)),
         num_pages=64,
         num_stages=2,
@@ -109,6 +111,25 @@ def test_requests_come_and_go_in_a_pause() -> None:
     scheduler.check_invariants()
     assert_served_as_alone(pipeline, others)
     assert scheduler.is_idle
+
+
+def test_no_clock_runs_for_a_request_that_ended_in_the_pause_that_retracted_it() -> None:
+    """Else its time would end whoever has its id by then."""
+    pipeline, requests = paused_midway(retract=True, waiting_timeout_s=100.0)
+    scheduler = pipeline.scheduler
+    finish_steps_in_flight(pipeline)
+    retracted = next(request for request in requests if request.num_retractions)
+    scheduler.abort(retracted.request_id, FinishReason("abort"))
+    scheduler.resume()
+    pipeline.drain()
+    pipeline.now += 50.0
+    # Runs at once and for long.
+    namesake = make_request(retracted.request_id, [1, 2, 3], 200)
+    namesake.arrival_s = pipeline.now
+    scheduler.add(namesake)
+    pipeline.fill()
+    pipeline.now += 51.0
+    assert scheduler.end_overdue(pipeline.now) == []
 
 
 def test_a_resume_without_a_pause_changes_nothing() -> None:

@@ -12,10 +12,10 @@ from support.pipelines import (
 )
 
 from sgl_pipeline.args import ACCOUNTINGS, POLICIES, SchedulingArgs, ThrottleArgs
-from sgl_pipeline.errors import RequestError
+from sgl_pipeline.errors import QueueFullError, RequestError
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.scheduling.step_scheduler import RAN_TOO_LONG, WAITED_TOO_LONG
+from sgl_pipeline.scheduling.step_scheduler import DISPLACED, RAN_TOO_LONG, WAITED_TOO_LONG
 from sgl_pipeline.throttle import make_policy
 
 ABORTED = FinishReason("abort", message="the client went away")
@@ -35,6 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         duplicate_prefills=st.booleans(),
         max_prefill_tokens=st.sampled_from([1, 3, 8, 64]),
         max_running=st.sampled_from([1, 3, 16]),
+        max_queued=st.sampled_from([None, None, 2]),
         preemption_threshold=st.sampled_from([None, 0]),
         timeouts_s=st.sampled_from([(None, None), (5.0, 9.0)]),
     )
@@ -50,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         duplicate_prefills: bool,
         max_prefill_tokens: int,
         max_running: int,
+        max_queued: int | None,
         preemption_threshold: int | None,
         timeouts_s: tuple[float | None, float | None],
     ) -> None:
@@ -62,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         args = SchedulingArgs(
             page_size=page_size,
             max_running_requests=max_running,
+            max_queued_requests=max_queued,
             radix_cache=radix_cache,
             accounting=accounting,
             duplicate_prefills=duplicate_prefills,
@@ -71,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             running_timeout_s=timeouts_s[1],
         )
         self.pool_tokens = num_pages * page_size
+        self.max_queued = max_queued
         self.scheduler = StepScheduler(
             args,
             make_policy(throttle),
@@ -88,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         namespace=st.sampled_from(["", "", "", "other"]),
         stops=st.booleans(),
         logprob_start=st.sampled_from([None, None, 0, 1, 3, 6, 99]),
+        constrained=st.booleans(),
     )
     def add(
         self,
@@ -97,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         namespace: str,
         stops: bool,
         logprob_start: int | None,
+        constrained: bool,
     ) -> None:
         request = make_request(
             str(len(self.added)),
@@ -106,14 +112,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             namespace=namespace,
             logprob_start=logprob_start,
+            constrained=constrained,
         )
         request.arrival_s = self.pipeline.now
+        num_waiting = self.scheduler.num_waiting
         try:
-            self.scheduler.add(request)
+            displaced = self.scheduler.add(request)
+        except QueueFullError:
+            assert num_waiting >= (self.max_queued or 0) > 0
         except RequestError:
             assert len(prompt_ids) + max(0, max_new_tokens - 1) > self.pool_tokens
         else:
             self.added.append(request)
+            if displaced is not None:
+                assert displaced.finish is DISPLACED and displaced.priority < priority
 
     @rule()
     def schedule(self) -> None:
@@ -178,6 +190,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.added:
             expected = output_when_alone(request)
             assert request.finish is not None
+            if request.constraint is not None:
+                assert request.constraint.accepted == request.output_ids
             if request.finish.kind == "abort":
                 assert request.output_ids == expected[: len(request.output_ids)]
                 rows = logprobs_of(request)

@@ -62,6 +62,17 @@ def test_a_recorded_run_takes_the_place_of_kernel_tables(
 
 
 @pytest.mark.parametrize(
+    ("rate", "message"), [("4,fast", "rates are numbers or inf"), ("0", "rates must be above 0")]
+)
+def test_a_rate_that_is_none_is_a_usage_error(
+    rate: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "--rate", rate])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["run", "--trace", "nowhere"], "there is no trace 'nowhere'"),

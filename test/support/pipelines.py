@@ -11,7 +11,14 @@ from collections import deque
 from collections.abc import Sequence
 
 from sgl_pipeline.microbatch import Microbatch
-from sgl_pipeline.requests import GREEDY, LogprobRows, LogprobSpec, Request, StopRules
+from sgl_pipeline.requests import (
+    GREEDY,
+    FinishReason,
+    LogprobRows,
+    LogprobSpec,
+    Request,
+    StopRules,
+)
 from sgl_pipeline.scheduling import StepScheduler, TokenEvent
 from sgl_pipeline.step_plan import MirroredChunk, RequestMirror, StepPlanEncoder
 
@@ -27,8 +34,10 @@ def make_request(
     priority: int = 0,
     namespace: str = "",
     logprob_start: int | None = None,
+    constrained: bool = False,
 ) -> Request:
-    """`logprob_start` asks for log-probabilities from that prompt position on."""
+    """`logprob_start` asks for log-probabilities from that prompt position on, `constrained` for a
+    `NoRepeats`."""
     return Request(
         request_id=request_id,
         prompt_ids=list(prompt_ids),
@@ -37,15 +46,40 @@ def make_request(
         priority=priority,
         cache_namespace=namespace,
         logprobs=None if logprob_start is None else LogprobSpec(logprob_start),
+        constraint=NoRepeats() if constrained else None,
     )
+
+
+class NoRepeats:
+    """A `TokenConstraint`: no token twice in a row; complete when the tokens add up to 12."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def allowed_tokens_mask(self) -> bytes:
+        forbidden = self.accepted[-1:]
+        allowed = [token for token in range(VOCABULARY) if token not in forbidden]
+        return sum(1 << token for token in allowed).to_bytes(4, "little")
+
+    def accept(self, token_id: int) -> FinishReason | None:
+        assert token_id in allowed_tokens(self.allowed_tokens_mask())
+        self.accepted.append(token_id)
+        return FinishReason("stop", token_id) if sum(self.accepted) >= 12 else None
+
+
+def allowed_tokens(mask: bytes) -> list[int]:
+    """The tokens of the vocabulary that `mask` allows; all of them where it is empty."""
+    bits = int.from_bytes(mask, "little")
+    return [token for token in range(VOCABULARY) if not mask or bits >> token & 1]
 
 
 def fingerprint(previous: int, token: int) -> int:
     return hash((previous, token))
 
 
-def draw(fingerprints: Sequence[int]) -> int:
-    return hash(tuple(fingerprints)) % VOCABULARY
+def draw(fingerprints: Sequence[int], mask: bytes = b"") -> int:
+    allowed = allowed_tokens(mask)
+    return allowed[hash(tuple(fingerprints)) % len(allowed)]
 
 
 def fingerprints_of(tokens: Sequence[int]) -> list[int]:
@@ -59,10 +93,13 @@ def output_when_alone(request: Request) -> list[int]:
     """What `request` must yield, from its prompt alone."""
     fingerprints = fingerprints_of(request.prompt_ids)
     output: list[int] = []
+    constraint = None if request.constraint is None else NoRepeats()
     while len(output) < request.stops.max_new_tokens:
-        output.append(draw(fingerprints))
+        mask = b"" if constraint is None else constraint.allowed_tokens_mask()
+        output.append(draw(fingerprints, mask))
         fingerprints.append(fingerprint(fingerprints[-1], output[-1]))
-        if output[-1] in request.stops.stop_token_ids:
+        is_complete = constraint is not None and constraint.accept(output[-1]) is not None
+        if is_complete or output[-1] in request.stops.stop_token_ids:
             break
     return output
 
@@ -97,7 +134,10 @@ class FakeStage:
                 token = chunk.request.tokens[position]
                 self._kv[self._slot(chunk, position)] = fingerprint(previous, token)
         return [
-            draw([self._kv[self._slot(chunk, p)] for p in range(chunk.start + chunk.length)])
+            draw(
+                [self._kv[self._slot(chunk, p)] for p in range(chunk.start + chunk.length)],
+                chunk.token_mask,
+            )
             for chunk in chunks
             if chunk.samples
         ]
