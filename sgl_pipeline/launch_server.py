@@ -107,10 +107,10 @@ def _serve(argv: list[str], run_directory: "RunDirectory") -> None:
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
     from sglang.srt.entrypoints.http_server import app, get_global_state, launch_server
 
-    from sgl_pipeline.managers.front_guard import GuardedTokenizerManager
+    from sgl_pipeline.managers.entrance.front_guard import GuardedTokenizerManager
+    from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
+    from sgl_pipeline.managers.entrance.route_guard import guard_routes
     from sgl_pipeline.managers.load_report import loads_path
-    from sgl_pipeline.managers.ollama_errors import OllamaErrors
-    from sgl_pipeline.managers.route_guard import guard_routes
 
     app.add_middleware(OllamaErrors)
     guard_routes(

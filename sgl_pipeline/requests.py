@@ -104,7 +104,7 @@ class StopCheck(Protocol):
 
 
 class TokenConstraint(Protocol):
-    """A grammar that the output must match (`managers/grammar_constraint.py`).
+    """A grammar that the output must match (`managers/grammars/constraint.py`).
 
     It follows the output tokens, which a retraction does not change. Neither method raises.
     """

@@ -10,7 +10,7 @@ from support.local_pipeline import LocalPipeline
 from support.tiny_models import VOCAB_SIZE, tiny_model
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.managers.grammar_constraint import GrammarConstraint
+from sgl_pipeline.managers.grammars.constraint import GrammarConstraint
 from sgl_pipeline.requests import FinishReason, Request, SamplingSpec, StopRules
 
 SPLITS = {1: (6,), 2: (2, 4), 4: (2, 1, 1, 2)}

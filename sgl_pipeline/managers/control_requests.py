@@ -2,7 +2,8 @@
 
 `ControlDesk` is called by the scheduler process for each. An unanswered one would hang the HTTP
 route that sent it, so every type of upstream's dispatch table is here: served, or refused with the
-reply that its route waits for. What a reply cannot refuse, `route_guard.py` refuses before it.
+reply that its route waits for. What a reply cannot refuse, `entrance/route_guard.py`
+refuses before it.
 """
 
 import logging
@@ -85,15 +86,15 @@ _REFUSALS: dict[type, Callable[[Any], Any]] = {
     io.AddExternalCorpusReqInput: _says(io.AddExternalCorpusReqOutput, _SPECULATION),
     io.RemoveExternalCorpusReqInput: _says(io.RemoveExternalCorpusReqOutput, _SPECULATION),
     io.ListExternalCorporaReqInput: _says(io.ListExternalCorporaReqOutput, _SPECULATION),
-    # These replies have no room for a refusal; `route_guard.py` refuses their routes.
+    # These replies have no room for a refusal: `entrance/route_guard.py` refuses their routes.
     io.ReleaseMemoryOccupationReqInput: lambda request: io.ReleaseMemoryOccupationReqOutput(),
     io.ResumeMemoryOccupationReqInput: lambda request: io.ResumeMemoryOccupationReqOutput(),
     io.SlowDownReqInput: lambda request: io.SlowDownReqOutput(),
     io.ExpertDistributionReq: lambda request: io.ExpertDistributionReqOutput(),
 }
 
-# Nobody waits for an answer to these. Their routes are refused by `route_guard.py`, or, for
-# RpcReqInput, belong to upstream's offline Engine, which talks to a scheduler on another socket.
+# Nobody waits for an answer to these. Their routes are refused by `entrance/route_guard.py`, or,
+# for RpcReqInput, belong to upstream's offline Engine, which talks to a scheduler elsewhere.
 _UNANSWERED = (
     io.CloseSessionReqInput,
     io.RpcReqInput,

@@ -14,8 +14,8 @@ import zmq
 from sgl_pipeline.errors import ProtocolError, RequestError
 from sgl_pipeline.managers.control_requests import ControlDesk
 from sgl_pipeline.managers.garbage import collect_at_leisure
-from sgl_pipeline.managers.grammar_queue import GrammarQueue, NoGrammars
-from sgl_pipeline.managers.grammar_spec import ConstrainedRequest
+from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
+from sgl_pipeline.managers.grammars.spec import ConstrainedRequest
 from sgl_pipeline.managers.load_report import LoadReport
 from sgl_pipeline.managers.profile_desk import ProfileDesk
 from sgl_pipeline.managers.sglang_io import AbortRequest, Received, SglangFront

@@ -19,10 +19,10 @@ from sglang.srt.utils import configure_logger
 from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.garbage import postpone_full_collections
-from sgl_pipeline.managers.grammar_channel import CompilerSetup
-from sgl_pipeline.managers.grammar_client import GrammarCompilerClient
-from sgl_pipeline.managers.grammar_queue import GrammarQueue, NoGrammars
-from sgl_pipeline.managers.grammar_vocabulary import NoGrammarsError, read_vocabulary
+from sgl_pipeline.managers.grammars.channel import CompilerSetup
+from sgl_pipeline.managers.grammars.client import GrammarCompilerClient
+from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
+from sgl_pipeline.managers.grammars.vocabulary import NoGrammarsError, read_vocabulary
 from sgl_pipeline.managers.load_report import LoadReport, loads_path
 from sgl_pipeline.managers.model_files import ModelLimits, load_tokenizer, model_limits
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler

@@ -14,8 +14,8 @@ from typing import Any
 
 from sgl_pipeline.args import GrammarArgs, PipelineArgs, SchedulingArgs, StageArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.managers.entrance.openai_fields import ServedFeatures
 from sgl_pipeline.managers.model_files import find_model, resolve_dtype
-from sgl_pipeline.managers.openai_fields import ServedFeatures
 from sgl_pipeline.managers.our_flags import add_our_flags, default_of
 from sgl_pipeline.managers.stage_launcher import first_stage_plan
 from sgl_pipeline.managers.upstream_fields import UPSTREAM_VALUES, refusal

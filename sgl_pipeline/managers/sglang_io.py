@@ -20,8 +20,8 @@ from sglang.srt.utils import msgpack_utils
 
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.control_requests import CONTROL_TYPES
-from sgl_pipeline.managers.entrance_checks import MAX_REQUEST_ID_LENGTH
-from sgl_pipeline.managers.grammar_spec import ConstrainedRequest, grammar_of
+from sgl_pipeline.managers.entrance.request_checks import MAX_REQUEST_ID_LENGTH
+from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, grammar_of
 from sgl_pipeline.managers.model_files import ModelLimits
 from sgl_pipeline.managers.priority_rules import PriorityRules
 from sgl_pipeline.managers.reasoning_tokens import ReasoningMarks

@@ -89,7 +89,7 @@ class RequestIntake:
 
     def build(self, message: Any, now_s: float) -> Request:
         """The request that `message`, a TokenizedGenerateReqInput, asks for, but for its grammar
-        (`grammar_spec.py`).
+        (`grammars/spec.py`).
 
         Raises RequestError (400, or 503 for a priority) when it is malformed or asks for what is
         not built.

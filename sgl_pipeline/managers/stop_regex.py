@@ -1,8 +1,8 @@
 """Stop expressions: `stop_regex`, matched in linear time by RE2.
 
-Compiled twice: by `front_guard.py`, so that a bad one is a 400 before upstream reads it, and by
-`sglang_requests.py` for the check that `stop_text.py` runs on every token. Nothing here backtracks,
-and the work of one search is bounded by construction.
+Compiled twice: by `entrance/front_guard.py`, so that a bad one is a 400 before upstream reads it,
+and by `sglang_requests.py` for the check that `stop_text.py` runs on every token. Nothing here
+backtracks, and the work of one search is bounded by construction.
 """
 
 import re

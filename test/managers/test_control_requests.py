@@ -13,8 +13,8 @@ from sglang.srt.managers.tokenizer_control_mixin import _COMMUNICATOR_SPECS
 from support.minimal_messages import minimal_fields
 
 from sgl_pipeline.managers.control_requests import CONTROL_TYPES, ControlDesk
+from sgl_pipeline.managers.entrance.route_guard import REFUSED_ROUTES
 from sgl_pipeline.managers.profile_desk import ProfileDesk
-from sgl_pipeline.managers.route_guard import REFUSED_ROUTES
 from sgl_pipeline.managers.sglang_io import make_decoder
 from sgl_pipeline.messages import ProfileReply
 

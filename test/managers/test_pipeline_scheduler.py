@@ -12,10 +12,10 @@ from support.pipelines import make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ProtocolError, StageFailure
-from sgl_pipeline.managers.grammar_channel import CompileJob
-from sgl_pipeline.managers.grammar_compilation import Compilation
-from sgl_pipeline.managers.grammar_queue import GrammarQueue
-from sgl_pipeline.managers.grammar_spec import ConstrainedRequest, GrammarSpec
+from sgl_pipeline.managers.grammars.channel import CompileJob
+from sgl_pipeline.managers.grammars.compilation import Compilation
+from sgl_pipeline.managers.grammars.queue import GrammarQueue
+from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, GrammarSpec
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
 from sgl_pipeline.managers.sglang_io import AbortRequest, ControlRequest
 from sgl_pipeline.managers.step_journal import StepJournal

@@ -10,7 +10,7 @@ from support.front_model import byte_tokenizer
 from support.upstream_front import UpstreamFront, generate
 
 from sgl_pipeline.errors import QueueFullError
-from sgl_pipeline.managers.grammar_spec import GrammarSpec
+from sgl_pipeline.managers.grammars.spec import GrammarSpec
 from sgl_pipeline.managers.sglang_io import AbortRequest, ControlRequest, rids_of
 from sgl_pipeline.requests import FinishReason, Request, RequestState
 from sgl_pipeline.scheduling import TokenEvent

@@ -343,7 +343,7 @@ SAMPLING_READ = {
     *("stream_interval", "sampling_seed", "stop_regex_strs", "beam_width"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
     "min_new_tokens",
-    # grammar_spec.py
+    # grammars/spec.py
     *("json_schema", "regex", "ebnf", "ebnf_full_assistant", "structural_tag", "custom_params"),
 }
 

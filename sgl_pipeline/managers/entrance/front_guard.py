@@ -16,15 +16,15 @@ from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotReade
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from starlette.background import BackgroundTask
 
-from sgl_pipeline.managers.entrance_checks import (
+from sgl_pipeline.managers.entrance.graceful_stop import StopSignals, drain
+from sgl_pipeline.managers.entrance.request_checks import (
     MALFORMED,
     RefusedRequestError,
     check_inputs,
     check_logprob_lists,
     check_sequences,
 )
-from sgl_pipeline.managers.graceful_stop import StopSignals, drain
-from sgl_pipeline.managers.sample_seeds import spread_seeds
+from sgl_pipeline.managers.entrance.sample_seeds import spread_seeds
 
 logger = logging.getLogger(__name__)
 

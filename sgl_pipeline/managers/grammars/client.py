@@ -1,6 +1,6 @@
 """The scheduler process's end of the grammar compiler process: starts it, asks it, reads answers.
 
-Used by `grammar_queue.py`. A compiler process that has died is noticed, everything it owed is
+Used by `queue.py`. A compiler process that has died is noticed, everything it owed is
 reported as failed, and the next job starts another one. Nothing here waits.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import zmq
 
-from sgl_pipeline.managers.grammar_channel import (
+from sgl_pipeline.managers.grammars.channel import (
     CancelJob,
     CompileJob,
     CompilerSetup,
@@ -52,7 +52,7 @@ class GrammarCompilerClient:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         paths = [package_root, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        command = [sys.executable, "-m", "sgl_pipeline.managers.grammar_compiler"]
+        command = [sys.executable, "-m", "sgl_pipeline.managers.grammars.compiler"]
         command += ["--socket", str(theirs.fileno()), "--parent", str(os.getpid())]
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]

@@ -5,8 +5,8 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 
-from sgl_pipeline.managers.ollama_errors import OllamaErrors
-from sgl_pipeline.managers.route_guard import answer_value_error
+from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
+from sgl_pipeline.managers.entrance.route_guard import answer_value_error
 
 
 def lines(error_after: int) -> Iterator[bytes]:

@@ -1,7 +1,7 @@
 """The grammar that a request asks for, checked as far as that is cheap.
 
 Used by `sglang_io.py` for every request that names one. What only a compile can find is left to the
-compiler process (`grammar_compiler.py`); nothing here takes more than a walk over the text.
+compiler process (`compiler.py`); nothing here takes more than a walk over the text.
 """
 
 import json
@@ -33,7 +33,7 @@ KIND_OF_FIELD = {
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """`kind` is one of those that `grammar_compilation.py` knows; equal kinds and texts are one
+    """`kind` is one of those that `compilation.py` knows; equal kinds and texts are one
     grammar. Where the model thinks first, it holds from the end of that: `after_reasoning`."""
 
     kind: str

@@ -1,6 +1,6 @@
 """Compiled grammars by kind and text, the least recently used forgotten first.
 
-Used by `grammar_queue.py`. Also remembers why a grammar cannot be compiled, where that is certain.
+Used by `queue.py`. Also remembers why a grammar cannot be compiled, where that is certain.
 """
 
 from collections import OrderedDict

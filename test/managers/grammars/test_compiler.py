@@ -10,14 +10,14 @@ import xgrammar
 import zmq
 from support.grammars import AMBIGUOUS, EXAMPLES, compiled, setup, vocabulary
 
-from sgl_pipeline.managers.grammar_channel import (
+from sgl_pipeline.managers.grammars.channel import (
     CompiledJob,
     CompileJob,
     FailedJob,
     FromCompiler,
 )
-from sgl_pipeline.managers.grammar_client import GrammarCompilerClient
-from sgl_pipeline.managers.grammar_compilation import Compilation
+from sgl_pipeline.managers.grammars.client import GrammarCompilerClient
+from sgl_pipeline.managers.grammars.compilation import Compilation
 
 pytestmark = pytest.mark.multiproc
 

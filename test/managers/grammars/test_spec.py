@@ -8,7 +8,7 @@ from sglang.srt.managers import io_struct
 from support.upstream_front import generate
 
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.managers.grammar_spec import (
+from sgl_pipeline.managers.grammars.spec import (
     MAX_GRAMMAR_CHARACTERS,
     MAX_NESTING,
     GrammarSpec,

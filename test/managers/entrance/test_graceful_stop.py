@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import AbortReq
 
-from sgl_pipeline.managers import graceful_stop
-from sgl_pipeline.managers.graceful_stop import StopSignals, drain
+from sgl_pipeline.managers.entrance import graceful_stop
+from sgl_pipeline.managers.entrance.graceful_stop import StopSignals, drain
 
 
 class FakeManager:

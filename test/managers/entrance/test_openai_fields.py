@@ -17,8 +17,8 @@ from sglang.srt.entrypoints.openai.protocol import (
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
-from sgl_pipeline.managers.openai_fields import RULES, ServedFeatures, refusal
-from sgl_pipeline.managers.route_guard import RouteGuard
+from sgl_pipeline.managers.entrance.openai_fields import RULES, ServedFeatures, refusal
+from sgl_pipeline.managers.entrance.route_guard import RouteGuard
 
 ALL_BUILT = ServedFeatures(parses_tool_calls=True, has_completion_template=True)
 NONE_BUILT = ServedFeatures(parses_tool_calls=False, has_completion_template=False)

@@ -1,6 +1,6 @@
 """The grammar compiler process: compiles each grammar in a child of its own, which can be killed.
 
-Started by `grammar_client.py` as `python -m`; it imports xgrammar once (seconds: torch comes
+Started by `client.py` as `python -m`; it imports xgrammar once (seconds: torch comes
 along), has a single thread, and forks for every compile, so that one which takes too long, too much
 memory or crashes ends alone and costs the next one nothing. It never sees a request, and nobody's
 step waits for it.
@@ -17,7 +17,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from sgl_pipeline.managers.grammar_channel import (
+from sgl_pipeline.managers.grammars.channel import (
     CancelJob,
     CompileJob,
     CompilerSetup,
@@ -26,7 +26,7 @@ from sgl_pipeline.managers.grammar_channel import (
     ToCompiler,
     encode,
 )
-from sgl_pipeline.managers.grammar_compilation import Compilation
+from sgl_pipeline.managers.grammars.compilation import Compilation
 from sgl_pipeline.process_lifetime import die_with_parent
 
 # Compiles at a time: a slow one leaves room for others.
@@ -169,7 +169,7 @@ def limit_memory(max_mib: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m sgl_pipeline.managers.grammar_compiler")
+    parser = argparse.ArgumentParser(prog="python -m sgl_pipeline.managers.grammars.compiler")
     parser.add_argument("--socket", type=int, required=True, help="Inherited file descriptor.")
     parser.add_argument("--parent", type=int, required=True, help="Process to end with.")
     options = parser.parse_args()

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
-from sgl_pipeline.managers.entrance_checks import (
+from sgl_pipeline.managers.entrance.request_checks import (
     MAX_SAMPLES_PER_PROMPT,
     RefusedRequestError,
     check_decodable,

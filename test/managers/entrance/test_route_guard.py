@@ -7,9 +7,9 @@ from fastapi.testclient import TestClient
 from sglang.srt.utils.auth import add_api_key_middleware
 from starlette.websockets import WebSocketDisconnect
 
-from sgl_pipeline.managers import route_guard
-from sgl_pipeline.managers.openai_fields import ServedFeatures
-from sgl_pipeline.managers.route_guard import REFUSED_ROUTES, guard_routes
+from sgl_pipeline.managers.entrance import route_guard
+from sgl_pipeline.managers.entrance.openai_fields import ServedFeatures
+from sgl_pipeline.managers.entrance.route_guard import REFUSED_ROUTES, guard_routes
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from sglang.srt.managers.load_snapshot import (
 )
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sgl_pipeline.managers import front_guard
-from sgl_pipeline.managers.entrance_checks import RefusedRequestError
-from sgl_pipeline.managers.front_guard import (
+from sgl_pipeline.managers.entrance import front_guard
+from sgl_pipeline.managers.entrance.front_guard import (
     GuardedTokenizerManager,
 )
+from sgl_pipeline.managers.entrance.request_checks import RefusedRequestError
 
 
 def request(text: Any = "x", **sampling: Any) -> GenerateReqInput:

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sgl_pipeline.managers.sample_seeds import spread_seeds
+from sgl_pipeline.managers.entrance.sample_seeds import spread_seeds
 
 
 def spread(**fields: Any) -> GenerateReqInput:

@@ -8,13 +8,13 @@ from support.grammars import LIMITS, setup, vocabulary
 from support.pipelines import make_request
 
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.managers.grammar_cache import GrammarCache
-from sgl_pipeline.managers.grammar_channel import CompileJob, FailedJob, FromCompiler
-from sgl_pipeline.managers.grammar_compilation import Compilation
-from sgl_pipeline.managers.grammar_constraint import AfterReasoning, GrammarConstraint
-from sgl_pipeline.managers.grammar_queue import GrammarQueue, NoGrammars
-from sgl_pipeline.managers.grammar_spec import ConstrainedRequest, GrammarSpec
-from sgl_pipeline.managers.grammar_vocabulary import NoGrammarsError, read_vocabulary
+from sgl_pipeline.managers.grammars.cache import GrammarCache
+from sgl_pipeline.managers.grammars.channel import CompileJob, FailedJob, FromCompiler
+from sgl_pipeline.managers.grammars.compilation import Compilation
+from sgl_pipeline.managers.grammars.constraint import AfterReasoning, GrammarConstraint
+from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
+from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, GrammarSpec
+from sgl_pipeline.managers.grammars.vocabulary import NoGrammarsError, read_vocabulary
 from sgl_pipeline.managers.model_files import ModelLimits
 
 
@@ -112,7 +112,7 @@ def test_a_grammar_that_cannot_be_used_ends_its_requests_and_nothing_else(
         raise MemoryError("no room")
 
     with monkeypatch.context() as broken:
-        broken.setattr("sgl_pipeline.managers.grammar_queue.GrammarConstraint", fails)
+        broken.setattr("sgl_pipeline.managers.grammars.queue.GrammarConstraint", fails)
         compiler.finish(1)
         assert polled(queue) == {"a": "the compiled grammar cannot be used: no room"}
     compiler.finish(2)

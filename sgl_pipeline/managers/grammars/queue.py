@@ -11,18 +11,18 @@ from typing import Protocol
 import xgrammar
 
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.managers.grammar_cache import GrammarCache
-from sgl_pipeline.managers.grammar_channel import CompiledJob, FromCompiler
-from sgl_pipeline.managers.grammar_constraint import AfterReasoning, GrammarConstraint
-from sgl_pipeline.managers.grammar_spec import ConstrainedRequest, GrammarSpec
-from sgl_pipeline.managers.grammar_vocabulary import GrammarVocabulary
+from sgl_pipeline.managers.grammars.cache import GrammarCache
+from sgl_pipeline.managers.grammars.channel import CompiledJob, FromCompiler
+from sgl_pipeline.managers.grammars.constraint import AfterReasoning, GrammarConstraint
+from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, GrammarSpec
+from sgl_pipeline.managers.grammars.vocabulary import GrammarVocabulary
 from sgl_pipeline.requests import Request, TokenConstraint
 
 MAX_CACHE_BYTES = 256 * 2**20
 
 
 class Compiler(Protocol):
-    """What compiles (`grammar_client.GrammarCompilerClient`)."""
+    """What compiles (`client.GrammarCompilerClient`)."""
 
     def start(self) -> None: ...
     def compile(self, kind: str, text: str) -> int: ...

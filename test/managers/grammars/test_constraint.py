@@ -10,7 +10,7 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 from support.front_model import END_OF_TEXT, TURN_END, VOCAB_SIZE, byte_tokenizer
 from support.grammars import AMBIGUOUS, EXAMPLES, LIMITS, Example, compiled
 
-from sgl_pipeline.managers.grammar_constraint import AfterReasoning, GrammarConstraint
+from sgl_pipeline.managers.grammars.constraint import AfterReasoning, GrammarConstraint
 from sgl_pipeline.requests import FinishReason
 
 MAX_TOKENS = 60

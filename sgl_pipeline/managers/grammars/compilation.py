@@ -1,4 +1,4 @@
-"""One compile, as the child that `grammar_compiler.py` forks for it does it.
+"""One compile, as the child that `compiler.py` forks for it does it.
 
 Compiles, tries the result out, and serialises it. May take long, allocate much or crash: whoever
 forked bounds all that. Imports xgrammar, never sglang.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import xgrammar
 
-from sgl_pipeline.managers.grammar_channel import (
+from sgl_pipeline.managers.grammars.channel import (
     CompiledJob,
     CompileJob,
     CompilerSetup,

@@ -1,0 +1,1 @@
+"""Between upstream's HTTP server and the scheduler: checks, refusals and the orderly end."""
