@@ -3,8 +3,8 @@
     python -m benchmark.feature_overhead --rounds 5
 
 Equal requests of one kind at a time stream from our server; the kinds take turns within a round, so
-that what the machine does meanwhile hits all alike. A request alone, with everything off, must have the
-same tokens after every round.
+that what the machine does meanwhile hits all alike. A request alone, with everything off, must have
+the same tokens after every round.
 """
 
 import argparse
