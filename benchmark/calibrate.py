@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from benchmark.bench_serving import DEFAULT_PRESET, SCRATCH, MeasuredLoad, make_model, measure
@@ -175,7 +176,7 @@ def _fit_table(costs: FittedCosts, calibration: Sequence[MeasuredLoad], front_ms
         [
             f"stage {stage}",
             f"{fit.base_s * 1e3:.2f} ms",
-            " ".join(f"{slope * 1e6:.0f}" for slope in fit.slopes_s),
+            " ".join(f"{slope * 1e6:.0f}" for slope in accumulate(fit.slopes_s)),
             f"{fit.attended_s * 1e9:.0f} ns, {fit.sample_s * 1e6:.0f} us",
             f"{error:.1%}",
         ]

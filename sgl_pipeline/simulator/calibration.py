@@ -6,7 +6,6 @@ for the machine, the model, the split and the load on the processors of the run 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,8 @@ from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.trace import StepRecord, read_trace
 
-# The rows of a step cost in pieces: reading the weights bounds few rows, computing bounds many.
+# Reading the weights bounds few rows, computing bounds many: a row more never costs less than the
+# last one did. So the slope may only grow at these, and goes on beyond the largest step recorded.
 KNOT_TOKENS = (1.0, 8.0, 32.0, 128.0, 512.0)
 MIN_STEPS = 200
 # The percentile that stands for waiting for nobody: the least of all may be a slip of a clock.
@@ -26,8 +26,8 @@ FIT_PASSES = 4
 
 @dataclass(frozen=True, slots=True)
 class StageFit:
-    """Seconds of a stage: a base, a slope for the rows beyond each knot, and for what is attended
-    to and sampled. None is negative."""
+    """Seconds of a stage: a base, what each row beyond a knot adds to the slope before it, and what
+    is attended to and sampled. None is negative."""
 
     base_s: float
     slopes_s: tuple[float, ...]
@@ -115,9 +115,8 @@ def fit_trace(path: str | Path) -> FittedCosts:
 
 
 def _rows_beyond_knots(num_tokens: int) -> list[float]:
-    """The rows of a step, cut at the knots: 40 rows are 7 + 24 + 8 beyond the first."""
-    edges = [*KNOT_TOKENS, float("inf")]
-    return [min(max(num_tokens - low, 0.0), high - low) for low, high in pairwise(edges)]
+    """Of 40 rows 39, 32 and 8 are beyond the first three knots."""
+    return [max(num_tokens - knot, 0.0) for knot in KNOT_TOKENS]
 
 
 def _fit_stage(records: Sequence[StepRecord], measured_s: np.ndarray) -> StageFit:

@@ -20,8 +20,8 @@ from sgl_pipeline.trace import TraceWriter
 
 TRUE = FittedCosts(
     (
-        StageFit(4e-3, (1e-4, 1e-4, 2e-4, 3e-4, 3e-4), 2e-9, 0.0),
-        StageFit(5e-3, (1e-4, 1e-4, 2e-4, 3e-4, 3e-4), 2e-9, 5e-5),
+        StageFit(4e-3, (1e-4, 0.0, 1e-4, 1e-4, 0.0), 2e-9, 0.0),
+        StageFit(5e-3, (1e-4, 0.0, 1e-4, 1e-4, 0.0), 2e-9, 5e-5),
     ),
     noise=((1.0, 1.0),),
     link=Link(latency_s=4e-4),
@@ -84,10 +84,17 @@ def test_stages_wait_for_the_slow_steps_of_others_as_they_did(tmp_path: Path) ->
     calm = simulation(replace(fitted, noise=((1.0, 1.0),)), "sharegpt", 10.0)
     true_share = bubble_share(truth)
     assert bubble_share(predicted) == pytest.approx(true_share, rel=0.1)
-    assert bubble_share(calm) < 0.7 * true_share
+    assert bubble_share(calm) < 0.75 * true_share
     assert summarise(predicted).tpot_ms.mean == pytest.approx(
-        summarise(truth).tpot_ms.mean, rel=0.03
+        summarise(truth).tpot_ms.mean, rel=0.1
     )
+
+
+def test_steps_larger_than_any_recorded_are_not_free(tmp_path: Path) -> None:
+    small = fit_trace(recorded(tmp_path, simulation(TRUE, "sharegpt", 2.0)))
+    for stage in small.stages:
+        per_row_s = (stage.seconds(2000, 0, 0) - stage.seconds(1000, 0, 0)) / 1000
+        assert per_row_s > 1e-4
 
 
 def test_no_part_of_a_fit_is_negative(tmp_path: Path) -> None:
