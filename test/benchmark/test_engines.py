@@ -51,7 +51,7 @@ def test_ours_gets_its_flags_and_an_empty_prefix_cache(tmp_path: Path) -> None:
     assert engine.label == "ours --pp 4 --policy sarathi"
 
 
-@pytest.mark.parametrize("kind", ["ours", "vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["ours", "sglang"])
 def test_the_prefix_cache_stays_on_where_it_is_wanted(kind: str, tmp_path: Path) -> None:
     off = parse_engine(kind, MODEL, 31000, tmp_path, [0, 1])
     on = parse_engine(kind, MODEL, 31000, tmp_path, [0, 1], prefix_cache=True)
