@@ -113,6 +113,8 @@ def _ours(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
     trace_path = scratch / "trace.jsonl"
     command = [sys.executable, "-m", "sgl_pipeline.launch_server", "--model-path"]
     command += [str(served.model), "--pp", str(served.num_stages), *served.address_flags]
+    # Its request would be in the trace, and may come when the measurement has begun.
+    command += ["--skip-server-warmup"]
     command += [*served.cache_flags("--disable-radix-cache"), "--trace-path", str(trace_path)]
     return Engine(
         label=served.label,
