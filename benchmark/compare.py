@@ -57,7 +57,7 @@ def policies(names: Sequence[str], num_requests: int, requests_per_s: float) -> 
 
 def accountings(names: Sequence[str], num_requests: int, requests_per_s: float) -> Comparison:
     """What the policy is told, where most of a prompt is in the cache."""
-    ours = [f"ours {STAGES} --max-total-tokens 12288 --accounting {name}" for name in names]
+    ours = [f"ours {STAGES} --max-total-tokens 6144 --accounting {name}" for name in names]
     requests = scaled_trace("azure_conv", num_requests, 0.35, 64)
     return Comparison(
         engines=tuple(ours),
