@@ -2,10 +2,11 @@
 
     python -m benchmark.calibrate --trace-path build/calibration.jsonl
 
-Run by hand. A first server is put under loads that make steps of many sizes; its trace is what
-`python -m sgl_pipeline.simulator run --calibrate FILE --pool-tokens N` reads. A second server gets
-other loads; each is simulated with the arrivals and lengths that its own trace recorded, and with
-the first server's fit, which has seen nothing of it.
+Run by hand. Two kinds of loads take turns on one server, since whatever else runs on the machine
+changes with time. The trace of the first kind is what
+`python -m sgl_pipeline.simulator run --calibrate FILE --pool-tokens N` reads. The others, of other
+lengths and rates, are checks: each is simulated with the arrivals and lengths that its own trace
+recorded and with the fit, which has seen nothing of them.
 
 Two comparisons are made: the scheduler's own figures (trace against simulated trace), and the
 clients', whose TTFT holds the front besides (HTTP, tokenizer, detokenizer). The front's share is
@@ -17,13 +18,13 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, zip_longest
 from pathlib import Path
 
 from benchmark.bench_serving import DEFAULT_PRESET, SCRATCH, MeasuredLoad, make_model, measure
 from benchmark.dated_result import markdown_table, save_result
-from benchmark.engines import Engine, parse_engine, running
-from benchmark.loads import ClientLoad, Load, WrittenLoad, scaled_trace, write_workload
+from benchmark.engines import parse_engine, running
+from benchmark.loads import Load, WrittenLoad, scaled_trace, write_workload
 from benchmark.machine import usable_cores
 from benchmark.make_model import PRESETS
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -83,29 +84,27 @@ def _calibrate(options: argparse.Namespace) -> None:
     text = f"ours --pp 2 --max-total-tokens {POOL_TOKENS}"
     engine = parse_engine(text, model, options.port, SCRATCH, usable_cores())
 
-    calibration = _measure_all(engine, model, CALIBRATION_LOADS)
+    checks = _check_loads()
+    taking_turns = chain.from_iterable(zip_longest(CALIBRATION_LOADS, checks))
+    with running(engine, SCRATCH / "calibrate.log"):
+        loads = [WARM_UP, *filter(None, taking_turns)]
+        measured = measure(engine, model, loads, round_number=1)[1:]
+    calibration, checked = measured[0::2], measured[1::2]
     _write_trace(options.trace_path, [record for one in calibration for record in one.records])
     front_ms = statistics.fmean(map(front_ttft_ms, calibration))
     pipeline = MeasuredPipeline(trace_path=str(options.trace_path), pool_tokens=POOL_TOKENS)
     print(f"Written: {options.trace_path}", flush=True)
 
-    loads = _check_loads()
-    checks: list[Check] = []
-    for load, measured in zip(loads, _measure_all(engine, model, loads), strict=True):
-        checks += compare(f"{load.requests_per_s:g} req/s", measured, pipeline, front_ms)
-    tables = [check_table(checks), _fit_table(pipeline.costs(), calibration, front_ms)]
+    results: list[Check] = []
+    for load, one in zip(checks, checked, strict=True):
+        results += compare(f"{load.requests_per_s:g} req/s", one, pipeline, front_ms)
+    tables = [check_table(results), _fit_table(pipeline.costs(), calibration, front_ms)]
     print("\n" + "\n\n".join(tables))
     if not options.no_save:
         facts = {"model": {DEFAULT_PRESET: text}, "front": {"TTFT ms": f"{front_ms:.1f}"}}
-        record = {"checks": [asdict(check) for check in checks]}
+        record = {"checks": [asdict(check) for check in results]}
         stem = save_result("calibrate", "calibration", facts, record, tables)
         print(f"\nWritten: {stem}.md and .json")
-
-
-def _measure_all(engine: Engine, model: Path, loads: Sequence[ClientLoad]) -> list[MeasuredLoad]:
-    """Puts `loads` on one new server, after a load that is not counted."""
-    with running(engine, SCRATCH / "calibrate.log"):
-        return measure(engine, model, [WARM_UP, *loads], round_number=1)[1:]
 
 
 def front_ttft_ms(measured: MeasuredLoad) -> float:

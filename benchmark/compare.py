@@ -57,17 +57,17 @@ def policies(names: Sequence[str], num_requests: int, requests_per_s: float) -> 
 
 def accountings(names: Sequence[str], num_requests: int, requests_per_s: float) -> Comparison:
     """What the policy is told, where most of a prompt is in the cache."""
-    ours = [f"ours {STAGES} --max-total-tokens 6144 --accounting {name}" for name in names]
-    requests = scaled_trace("azure_conv", num_requests, 0.35, 64)
+    ours = [f"ours {STAGES} --max-total-tokens 4096 --accounting {name}" for name in names]
+    requests = scaled_trace("azure_conv", num_requests, 0.35, 48)
     return Comparison(
         engines=tuple(ours),
         against=ours[0],
         prefix_cache=True,
-        requests=tuple(shared_prefixes(requests, hit_rate=0.85, group_size=12)),
+        requests=tuple(shared_prefixes(requests, hit_rate=0.9, group_size=20)),
         requests_per_s=requests_per_s,
         facts={
-            "lengths": "Azure-conv's times 0.35, at most 64 tokens out",
-            "prefixes": "85 % of a prompt, shared by 12 requests",
+            "lengths": "Azure-conv's times 0.35, at most 48 tokens out",
+            "prefixes": "90 % of a prompt, shared by 20 requests",
             "prefix caches": "on, emptied before each run",
         },
     )
@@ -90,7 +90,7 @@ DEFAULTS = {
         names=("sarathi", "throttle", "greedy-queue", "no-wt", "no-ut", "throttle-adaptive"),
         requests_per_s=5.0,
     ),
-    "accountings": Default(make=accountings, names=("gllm", "radix", "naive"), requests_per_s=4.0),
+    "accountings": Default(make=accountings, names=("gllm", "radix", "naive"), requests_per_s=5.0),
 }
 
 
