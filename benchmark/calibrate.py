@@ -6,7 +6,8 @@ Run by hand. Two kinds of loads take turns on one server, since whatever else ru
 changes with time. The trace of the first kind is what
 `python -m sgl_pipeline.simulator run --calibrate FILE --pool-tokens N` reads. The others, of other
 lengths and rates, are checks: each is simulated with the arrivals and lengths that its own trace
-recorded and with the fit, which has seen nothing of them.
+recorded and with the fit, which has seen nothing of them. The machine must be quiet: the share of
+the processors that other processes took is printed.
 
 Two comparisons are made: the scheduler's own figures (trace against simulated trace), and the
 clients', whose TTFT holds the front besides (HTTP, tokenizer, detokenizer). The front's share is
@@ -27,6 +28,7 @@ from benchmark.engines import parse_engine, running
 from benchmark.loads import Load, WrittenLoad, scaled_trace, write_workload
 from benchmark.machine import usable_cores
 from benchmark.make_model import PRESETS
+from benchmark.other_work import ProcessorTimes
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import SglPipelineError
 from sgl_pipeline.simulator.calibration import FittedCosts
@@ -86,9 +88,11 @@ def _calibrate(options: argparse.Namespace) -> None:
 
     checks = _check_loads()
     taking_turns = chain.from_iterable(zip_longest(CALIBRATION_LOADS, checks))
-    with running(engine, SCRATCH / "calibrate.log"):
-        loads = [WARM_UP, *filter(None, taking_turns)]
+    with running(engine, SCRATCH / "calibrate.log") as server:
+        assert server is not None
+        loads, before = [WARM_UP, *filter(None, taking_turns)], ProcessorTimes.now(server)
         measured = measure(engine, model, loads, round_number=1)[1:]
+        others = f"{before.others_share(ProcessorTimes.now(server)):.0%}"
     calibration, checked = measured[0::2], measured[1::2]
     _write_trace(options.trace_path, [record for one in calibration for record in one.records])
     front_ms = statistics.fmean(map(front_ttft_ms, calibration))
@@ -100,8 +104,9 @@ def _calibrate(options: argparse.Namespace) -> None:
         results += compare(f"{load.requests_per_s:g} req/s", one, pipeline, front_ms)
     tables = [check_table(results), _fit_table(pipeline.costs(), calibration, front_ms)]
     print("\n" + "\n\n".join(tables))
+    print(f"\nOther processes took {others} of the processors; predictions need a quiet machine.")
     if not options.no_save:
-        facts = {"model": {DEFAULT_PRESET: text}, "front": {"TTFT ms": f"{front_ms:.1f}"}}
+        facts = {"model": {DEFAULT_PRESET: text}, "processors": {"taken by others": others}}
         record = {"checks": [asdict(check) for check in results]}
         stem = save_result("calibrate", "calibration", facts, record, tables)
         print(f"\nWritten: {stem}.md and .json")
