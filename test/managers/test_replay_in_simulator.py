@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.managers.grammar_queue import NoGrammars
+from sgl_pipeline.managers.grammars.queue import NoGrammars
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
 from sgl_pipeline.managers.step_journal import StepJournal
 from sgl_pipeline.messages import StageReport
