@@ -14,12 +14,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmark.dated_result import RESULTS, save_result
 from benchmark.engines import Engine, EngineFailure, parse_engine, running
+from benchmark.load_client import THEN
+from benchmark.loads import ClientLoad, Load
 from benchmark.machine import usable_cores
 from benchmark.serving_report import METRICS, Run, comparison_table, cost_table, pipeline_cost
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
@@ -28,31 +31,6 @@ from sgl_pipeline.trace import StepRecord, read_trace
 _ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = _ROOT / "build" / "bench"
 DEFAULT_PRESET = "0.27b"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What the clients ask for: prompts of random ids, lengths drawn from [ratio * n, n]."""
-
-    num_requests: int = 64
-    input_tokens: int = 256
-    output_tokens: int = 64
-    range_ratio: float = 0.25
-    seed: int = 1
-    requests_per_s: float = float("inf")
-
-    def client_flags(self) -> list[str]:
-        """The load as `sglang.bench_serving` writes it."""
-        values = {
-            "--dataset-name": "random-ids",
-            "--num-prompts": self.num_requests,
-            "--random-input-len": self.input_tokens,
-            "--random-output-len": self.output_tokens,
-            "--random-range-ratio": self.range_ratio,
-            "--seed": self.seed,
-            "--request-rate": self.requests_per_s,
-        }
-        return [word for flag, value in values.items() for word in (flag, str(value))]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,16 +52,7 @@ def _bench(options: argparse.Namespace) -> None:
     against = options.against or (engines[-1].label if len(engines) > 1 else None)
     if against is not None and against not in [engine.label for engine in engines]:
         raise ConfigurationError(f"--against {against!r} is none of the engines that are measured")
-    runs = []
-    for round_number in range(1, options.rounds + 1):
-        for engine in engines:
-            log = SCRATCH / re.sub(r"[^\w.]+", "_", f"{engine.label}_round_{round_number}.log")
-            with running(engine, log):
-                measure(engine, model, load, round_number)  # the uncounted one
-                run = measure(engine, model, load, round_number)
-            print(f"{engine.label}, round {round_number}: {_one_line(run)}", flush=True)
-            runs.append(run)
-            check_equal_work(runs)
+    runs = measure_rounds(engines, model, load, load, options.rounds)
     tables = [comparison_table(runs, against), cost_table(runs)]
     print("\n" + "\n\n".join(filter(None, tables)))
     if not options.no_save:
@@ -91,38 +60,101 @@ def _bench(options: argparse.Namespace) -> None:
         print(f"\nWritten: {stem}.md and .json")
 
 
-def measure(engine: Engine, model: Path, load: Load, round_number: int) -> Run:
-    """Puts the load on a server that is up.
+def measure_rounds(
+    engines: Sequence[Engine],
+    model: Path,
+    warm_up: ClientLoad,
+    load: ClientLoad,
+    num_rounds: int,
+) -> list[Run]:
+    """Starts each engine afresh in each round, with `warm_up` before the run that counts.
+
+    Raises EngineFailure when a server fails or the work of two runs is not the same.
+    """
+    runs: list[Run] = []
+    for round_number in range(1, num_rounds + 1):
+        for engine in engines:
+            log = SCRATCH / re.sub(r"[^\w.]+", "_", f"{engine.label}_round_{round_number}.log")
+            with running(engine, log):
+                run = measure(engine, model, [warm_up, load], round_number)[-1].run
+            print(f"{engine.label}, round {round_number}: {_one_line(run)}", flush=True)
+            runs.append(run)
+            check_equal_work(runs)
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLoad:
+    """A run as its clients saw it, and its steps as the server wrote them down, where it does."""
+
+    run: Run
+    records: tuple[StepRecord, ...]
+
+
+def measure(
+    engine: Engine, model: Path, loads: Sequence[ClientLoad], round_number: int
+) -> list[MeasuredLoad]:
+    """Puts the loads on a server that is up, one after the other.
 
     Raises EngineFailure when the client fails or not every request is answered.
     """
-    steps_before = len(_trace(engine))
+    steps_before = len(trace_of(engine))
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "result.jsonl"
-        command = [sys.executable, "-m", "benchmark.load_client", *load.client_flags()]
-        command += ["--backend", engine.client_backend, "--base-url", engine.base_url]
-        command += ["--model", str(model), "--tokenizer", str(model), "--disable-tqdm"]
+        common = ["--backend", engine.client_backend, "--base-url", engine.base_url]
+        common += ["--model", str(model), "--tokenizer", str(model), "--disable-tqdm"]
         # A warm-up request would be in the trace; a whole uncounted run comes before instead.
-        command += ["--warmup-requests", "0", "--output-file", str(output)]
+        common += ["--warmup-requests", "0", "--output-file", str(output)]
+        command = [sys.executable, "-m", "benchmark.load_client"]
+        for load in loads:
+            command += [*load.client_flags(), *common, THEN]
         client = subprocess.run(
             command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        if client.returncode != 0 or not output.exists():
+        results = output.read_text().splitlines() if output.exists() else []
+        if client.returncode != 0 or len(results) != len(loads):
             raise EngineFailure(f"{engine.label}: the client failed:\n{client.stdout[-4000:]}")
-        result: dict[str, Any] = json.loads(output.read_text().splitlines()[-1])
+    records = iter(trace_of(engine)[steps_before:])
+    return [
+        _measured(engine, load, round_number, json.loads(result), records)
+        for load, result in zip(loads, results, strict=True)
+    ]
+
+
+def _measured(
+    engine: Engine,
+    load: ClientLoad,
+    round_number: int,
+    result: dict[str, Any],
+    records: Iterator[StepRecord],
+) -> MeasuredLoad:
+    """The run that the client's `result` tells of, whose steps come next in `records`."""
     if result["completed"] != load.num_requests:
         raise EngineFailure(
             f"{engine.label}: {result['completed']} of {load.num_requests} requests were answered"
         )
-    return Run(
+    of_load = take_requests(records, load.num_requests)
+    run = Run(
         engine=engine.label,
         round=round_number,
         input_tokens=result["total_input_tokens"],
         output_tokens=result["total_output_tokens"],
         duration_s=result["duration"],
         metrics={name: result[name] for name in METRICS},
-        cost=pipeline_cost(_trace(engine)[steps_before:]),
+        cost=pipeline_cost(of_load),
     )
+    return MeasuredLoad(run, of_load)
+
+
+def take_requests(records: Iterator[StepRecord], num_requests: int) -> tuple[StepRecord, ...]:
+    """The next steps up to the one with which the last of `num_requests` has ended."""
+    taken = []
+    for record in records:
+        taken.append(record)
+        num_requests -= len(record.ended)
+        if num_requests <= 0:
+            break
+    return tuple(taken)
 
 
 def check_equal_work(runs: list[Run]) -> None:
@@ -163,7 +195,8 @@ def _engines(options: argparse.Namespace, model: Path) -> list[Engine]:
     ]
 
 
-def _trace(engine: Engine) -> list[StepRecord]:
+def trace_of(engine: Engine) -> list[StepRecord]:
+    """The steps that the engine has written down so far; none where it does not."""
     if engine.trace_path is None or not engine.trace_path.exists():
         return []
     return list(read_trace(engine.trace_path))

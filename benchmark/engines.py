@@ -1,8 +1,8 @@
 """The servers that a benchmark compares: how each is started, waited for and ended.
 
 An engine is written `ours --pp 2 --policy sarathi`, `vllm --pp 2` or `sglang --pp 2`; every flag
-but `--pp` is handed on as it stands. Used by `bench_serving.py`, one engine at a time. Prefix
-caches are always off: with them, a repeated load is answered from the cache.
+but `--pp` is handed on as it stands. Used by the benchmarks that start servers, one engine at a
+time. Prefix caches are off unless asked for: with them, a repeated load is answered from the cache.
 """
 
 import argparse
@@ -51,12 +51,21 @@ class Engine:
     trace_path: Path | None = None
 
 
-def parse_engine(text: str, model: Path, port: int, scratch: Path, cores: Sequence[int]) -> Engine:
+def parse_engine(
+    text: str,
+    model: Path,
+    port: int,
+    scratch: Path,
+    cores: Sequence[int],
+    *,
+    prefix_cache: bool = False,
+) -> Engine:
     """The engine that `text` names, serving `model` on the loopback `port`.
 
     Args:
         scratch: directory for the trace of ours.
         cores: ids of the usable cores, split over the stages of the peers; ours splits them itself.
+        prefix_cache: leave the engine's prefix cache on.
 
     Raises:
         ConfigurationError: for an unknown kind, or a peer with more stages than cores.
@@ -71,19 +80,21 @@ def parse_engine(text: str, model: Path, port: int, scratch: Path, cores: Sequen
         raise ConfigurationError(
             f"--engine {text!r} must begin with one of {', '.join(_BUILDERS)}; --pp wants a number"
         ) from None
-    served = _Served(" ".join(words), model, port, parsed.pp, tuple(flags))
+    served = _Served(" ".join(words), model, port, parsed.pp, tuple(flags), prefix_cache)
     return _BUILDERS[parsed.kind](served, scratch, cores)
 
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What every engine is told: the model, where to listen, how many stages, further flags."""
+    """What every engine is told: the model, where to listen, how many stages, further flags, and
+    whether equal prefixes are computed once."""
 
     label: str
     model: Path
     port: int
     num_stages: int
     flags: tuple[str, ...]
+    prefix_cache: bool
 
     @property
     def base_url(self) -> str:
@@ -93,17 +104,23 @@ class _Served:
     def address_flags(self) -> tuple[str, ...]:
         return ("--host", "127.0.0.1", "--port", str(self.port))
 
+    def cache_flags(self, turn_off: str) -> tuple[str, ...]:
+        """`turn_off` unless the prefix cache is wanted; it is on by default in all engines."""
+        return () if self.prefix_cache else (turn_off,)
+
 
 def _ours(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
     trace_path = scratch / "trace.jsonl"
     command = [sys.executable, "-m", "sgl_pipeline.launch_server", "--model-path"]
     command += [str(served.model), "--pp", str(served.num_stages), *served.address_flags]
-    command += ["--disable-radix-cache", "--trace-path", str(trace_path), *served.flags]
+    # Its request would be in the trace, and may come when the measurement has begun.
+    command += ["--skip-server-warmup"]
+    command += [*served.cache_flags("--disable-radix-cache"), "--trace-path", str(trace_path)]
     return Engine(
         label=served.label,
         client_backend="sglang",
         base_url=served.base_url,
-        command=tuple(command),
+        command=(*command, *served.flags),
         trace_path=trace_path,
     )
 
@@ -111,7 +128,8 @@ def _ours(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
 def _vllm(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
     command = [str(VLLM_DIRECTORY / "bin" / "vllm"), "serve", str(served.model)]
     command += ["--pipeline-parallel-size", str(served.num_stages), *served.address_flags]
-    command += ["--dtype", "bfloat16", "--max-model-len", "4096", "--no-enable-prefix-caching"]
+    command += ["--dtype", "bfloat16", "--max-model-len", "4096"]
+    command += served.cache_flags("--no-enable-prefix-caching")
     threads = {"VLLM_CPU_OMP_THREADS_BIND": bind_threads(cores, served.num_stages)}
     return Engine(
         label=served.label,
@@ -126,7 +144,8 @@ def _sglang(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
     command = [sys.executable, "-m", "benchmark.peers.sglang_cpu", "--model-path"]
     command += [str(served.model), "--pp-size", str(served.num_stages), *served.address_flags]
     command += ["--device", "cpu", "--dtype", "bfloat16", "--attention-backend", "torch_native"]
-    command += ["--max-total-tokens", "32768", "--skip-server-warmup", "--disable-radix-cache"]
+    command += ["--max-total-tokens", "32768", "--skip-server-warmup"]
+    command += served.cache_flags("--disable-radix-cache")
     return Engine(
         label=served.label,
         client_backend="sglang",

@@ -24,6 +24,7 @@ def describe_machine() -> dict[str, str]:
     facts = {
         "cores": str(len(usable_cores())),
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "load_average_15_min": f"{os.getloadavg()[2]:.1f}",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
     with contextlib.suppress(OSError):

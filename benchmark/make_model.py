@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 PAD_TOKEN, BEGIN_TOKEN, END_TOKEN = SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>")
 END_ID = SPECIAL_TOKENS.index(END_TOKEN)
 NUM_BYTES = 256
+FIRST_FILLER = len(SPECIAL_TOKENS) + NUM_BYTES
 WEIGHT_DEVIATION = 0.02
 DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 CHAT_TEMPLATE = (
@@ -235,11 +236,10 @@ def write_tokenizer(vocab_size: int, directory: Path) -> None:
     Ids 0 to 2 are special, the next 256 the bytes. The rest stand for texts like `<259>`, which
     encode to that one id again: load generators send decoded random ids and count on their number.
     """
-    first_filler = len(SPECIAL_TOKENS) + NUM_BYTES
-    if vocab_size < first_filler:
-        raise ValueError(f"a byte-level tokenizer needs {first_filler} ids, not {vocab_size}")
+    if vocab_size < FIRST_FILLER:
+        raise ValueError(f"a byte-level tokenizer needs {FIRST_FILLER} ids, not {vocab_size}")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fillers = [f"<{number}>" for number in range(first_filler, vocab_size)]
+    fillers = [f"<{number}>" for number in range(FIRST_FILLER, vocab_size)]
     tokens = [*SPECIAL_TOKENS, *alphabet, *fillers]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -26,7 +26,8 @@ class PipelineCost:
     """What one run cost inside our server, from its trace.
 
     Scheduler time is deciding and encoding a step plus applying its result. A stage is idle while
-    it waits for its input: `stage_idle_shares[s]` = wait / (wait + compute).
+    it waits for its input: `stage_idle_shares[s]` = wait / (wait + compute). `cache_hit_share` is
+    of the prompt tokens of requests that ended.
     """
 
     num_steps: int
@@ -35,6 +36,7 @@ class PipelineCost:
     mean_scheduler_ms: float
     p99_scheduler_ms: float
     stage_idle_shares: tuple[float, ...]
+    cache_hit_share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ def pipeline_cost(records: Sequence[StepRecord]) -> PipelineCost | None:
         waited = sum(record.stages[stage].input_wait_ms for record in records[1:])
         computed = sum(record.stages[stage].compute_ms for record in records[1:])
         shares.append(waited / (waited + computed) if waited + computed else 0.0)
+    ended = [request for record in records for request in record.ended]
     return PipelineCost(
         num_steps=len(records),
         mean_prefill_tokens=statistics.fmean(record.prefill_tokens for record in records),
@@ -91,6 +94,8 @@ def pipeline_cost(records: Sequence[StepRecord]) -> PipelineCost | None:
         mean_scheduler_ms=statistics.fmean(scheduler_ms),
         p99_scheduler_ms=scheduler_ms[int(0.99 * (len(scheduler_ms) - 1))],
         stage_idle_shares=tuple(shares),
+        cache_hit_share=sum(request.cached_tokens for request in ended)
+        / max(1, sum(request.prompt_tokens for request in ended)),
     )
 
 
@@ -124,12 +129,14 @@ def cost_table(runs: Sequence[Run]) -> str:
             f"{run.cost.mean_prefill_tokens:.0f} + {run.cost.mean_decodes:.1f}",
             f"{run.cost.mean_scheduler_ms:.2f}, {run.cost.p99_scheduler_ms:.2f}",
             ", ".join(f"{share:.0%}" for share in run.cost.stage_idle_shares),
+            f"{run.cost.cache_hit_share:.0%}",
         ]
         for run in runs
         if run.cost is not None
     ]
     heads = ["run", "steps", "prefill tokens + decodes a step", "scheduler ms a step (mean, p99)"]
-    return markdown_table([*heads, "idle share of each stage"], rows) if rows else ""
+    heads += ["idle share of each stage", "cache hits"]
+    return markdown_table(heads, rows) if rows else ""
 
 
 def _by_engine(runs: Sequence[Run]) -> dict[str, list[Run]]:

@@ -4,9 +4,8 @@ Each stage gets its own fit, so unequal splits and the head need no model of the
 for the machine, the model, the split and the load on the processors of the run that it came from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +15,19 @@ from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.trace import StepRecord, read_trace
 
-# The rows of a step cost in pieces: reading the weights bounds few rows, computing bounds many.
+# Reading the weights bounds few rows, computing bounds many: a row more never costs less than the
+# last one did. So the slope may only grow at these, and goes on beyond the largest step recorded.
 KNOT_TOKENS = (1.0, 8.0, 32.0, 128.0, 512.0)
 MIN_STEPS = 200
+# The percentile that stands for waiting for nobody: the least of all may be a slip of a clock.
+FLOOR = 5
+FIT_PASSES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class StageFit:
-    """Seconds of a stage: a base, a slope for the rows beyond each knot, and for what is attended
-    to and sampled. None is negative."""
+    """Seconds of a stage: a base, what each row beyond a knot adds to the slope before it, and what
+    is attended to and sampled. None is negative."""
 
     base_s: float
     slopes_s: tuple[float, ...]
@@ -43,10 +46,16 @@ class StageFit:
 
 @dataclass(frozen=True, slots=True)
 class FittedCosts:
-    """A pipeline as it was measured; `errors[s]` is the mean error of stage `s`'s step times, as a
-    share of their mean. Has what `virtual_pipeline.py` asks of its costs."""
+    """A pipeline as it was measured; has what `virtual_pipeline.py` asks of its costs.
+
+    Equal steps take unequal times where processors are shared with the front and the scheduler, and
+    stages wait for each other's slow ones. So the noise is replayed: `noise[k][s]` is what recorded
+    step `k` took on stage `s` over its fit, and simulated steps take these in turn, over and over.
+    `errors[s]` is the mean error of stage `s`'s step times, as a share of their mean.
+    """
 
     stages: tuple[StageFit, ...]
+    noise: tuple[tuple[float, ...], ...]
     link: Link
     host: HostCosts
     errors: tuple[float, ...]
@@ -55,12 +64,14 @@ class FittedCosts:
     def num_stages(self) -> int:
         return len(self.stages)
 
-    def stage_seconds(self, shape: StepShape) -> tuple[float, ...]:
+    def stage_seconds(self, shape: StepShape, step_id: int) -> tuple[float, ...]:
+        """The fit for steps of this shape, times the noise whose turn it is."""
         attended = sum(shape.decode_contexts) + sum(
             length * (2 * before + length + 1) // 2 for length, before in shape.prefills
         )
         return tuple(
-            stage.seconds(shape.num_tokens, attended, shape.num_samples) for stage in self.stages
+            stage.seconds(shape.num_tokens, attended, shape.num_samples) * noise
+            for stage, noise in zip(self.stages, self.noise[step_id % len(self.noise)], strict=True)
         )
 
 
@@ -74,23 +85,38 @@ def fit_trace(path: str | Path) -> FittedCosts:
         raise ConfigurationError(
             f"{path} has {len(records)} steps; at least {MIN_STEPS} of different sizes are needed"
         )
-    fits, errors = [], []
-    for stage in range(len(records[0].stages)):
-        measured_s = np.array([record.stages[stage].compute_ms for record in records]) * 1e-3
-        fit = _fit_stage(records, measured_s)
-        fits.append(fit)
-        predicted_s = [
-            fit.seconds(r.prefill_tokens + r.decodes, r.attended_tokens, r.samples) for r in records
+    measured_s = np.array([[stage.compute_ms for stage in r.stages] for r in records]) * 1e-3
+    fits = [_fit_stage(records, of_stage) for of_stage in measured_s.T]
+    fitted_s = np.array(
+        [
+            [
+                fit.seconds(r.prefill_tokens + r.decodes, r.attended_tokens, r.samples)
+                for fit in fits
+            ]
+            for r in records
         ]
-        errors.append(float(np.abs(predicted_s - measured_s).mean() / measured_s.mean()))
-    hop_s = _hop_s(records)
-    return FittedCosts(tuple(fits), Link(latency_s=hop_s), _host(records, hop_s), tuple(errors))
+    )
+    errors = np.abs(fitted_s - measured_s).mean(axis=0) / measured_s.mean(axis=0)
+    prepare_s = _prepare_s(records)
+    hop_s = _hop_s(records, prepare_s)
+    return FittedCosts(
+        stages=tuple(fits),
+        noise=tuple(map(tuple, (measured_s / fitted_s).tolist())),
+        link=Link(latency_s=hop_s),
+        host=HostCosts(
+            schedule_step_s=_mean_s(record.schedule_ms for record in records),
+            prepare_step_s=prepare_s,
+            result_step_s=_mean_s(record.result_ms for record in records),
+            transit_s=2 * hop_s,
+            preparation="early",
+        ),
+        errors=tuple(errors.tolist()),
+    )
 
 
 def _rows_beyond_knots(num_tokens: int) -> list[float]:
-    """The rows of a step, cut at the knots: 40 rows are 7 + 24 + 8 beyond the first."""
-    edges = [*KNOT_TOKENS, float("inf")]
-    return [min(max(num_tokens - low, 0.0), high - low) for low, high in pairwise(edges)]
+    """Of 40 rows 39, 32 and 8 are beyond the first three knots."""
+    return [max(num_tokens - knot, 0.0) for knot in KNOT_TOKENS]
 
 
 def _fit_stage(records: Sequence[StepRecord], measured_s: np.ndarray) -> StageFit:
@@ -100,11 +126,17 @@ def _fit_stage(records: Sequence[StepRecord], measured_s: np.ndarray) -> StageFi
             for r in records
         ]
     )
-    base_s, *slopes_s, attended_s, sample_s = _non_negative_fit(features, measured_s)
+    # What slows a step grows with it, so shares of its time are fitted, not seconds: the first pass
+    # gives the times to weigh by. It also makes the mean of the noise 1.
+    fitted_s = np.full_like(measured_s, measured_s.mean())
+    for _ in range(FIT_PASSES):
+        coefficients = _non_negative_fit(features / fitted_s[:, None], measured_s / fitted_s)
+        fitted_s = features @ coefficients
+    base_s, *slopes_s, attended_s, sample_s = (float(one) for one in coefficients)
     return StageFit(base_s, tuple(slopes_s), attended_s, sample_s)
 
 
-def _non_negative_fit(features: np.ndarray, values: np.ndarray) -> list[float]:
+def _non_negative_fit(features: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Least squares with coefficients that are not negative: the most negative one is dropped
     until none is."""
     scales = np.maximum(features.max(axis=0), 1e-12)
@@ -116,26 +148,28 @@ def _non_negative_fit(features: np.ndarray, values: np.ndarray) -> list[float]:
         used[np.flatnonzero(used)[solution.argmin()]] = False
     coefficients = np.zeros(features.shape[1])
     coefficients[used] = solution / scales[used]
-    return [float(coefficient) for coefficient in coefficients]
+    return coefficients
 
 
-def _hop_s(records: Sequence[StepRecord]) -> float:
-    """What a step takes beyond its stages' time when it waits for nobody, for each hop: to the
-    first stage, between two, and back."""
+def _prepare_s(records: Sequence[StepRecord]) -> float:
+    """What a stage needs between two steps: its wait when plan and activations are there already,
+    as they often are on the last one."""
+    return float(np.percentile([r.stages[-1].input_wait_ms for r in records], FLOOR)) * 1e-3
+
+
+def _hop_s(records: Sequence[StepRecord], prepare_s: float) -> float:
+    """What a step that waits for nobody takes beyond the processes' work, for each hop: to the
+    first stage, between two, and back. Only the first stage's preparation lies on its way."""
     outside_s = [
         record.finished_s
         - record.scheduled_s
+        - record.schedule_ms * 1e-3
         - sum(timing.compute_ms for timing in record.stages) * 1e-3
         for record in records
     ]
     hops = len(records[0].stages) + 1
-    return max(0.0, float(np.percentile(outside_s, 5))) / hops
+    return max(0.0, float(np.percentile(outside_s, FLOOR)) - prepare_s) / hops
 
 
-def _host(records: Sequence[StepRecord], hop_s: float) -> HostCosts:
-    """The scheduler's own work, and the two hops between it and the stages."""
-    return HostCosts(
-        schedule_step_s=float(np.mean([record.schedule_ms for record in records])) * 1e-3,
-        result_step_s=float(np.mean([record.result_ms for record in records])) * 1e-3,
-        transit_s=2 * hop_s,
-    )
+def _mean_s(values_ms: Iterable[float]) -> float:
+    return float(np.mean(list(values_ms))) * 1e-3

@@ -83,7 +83,7 @@ class PipelineTiming(Protocol):
     def link(self) -> Link: ...
     @property
     def host(self) -> HostCosts: ...
-    def stage_seconds(self, shape: StepShape) -> tuple[float, ...]:
+    def stage_seconds(self, shape: StepShape, step_id: int) -> tuple[float, ...]:
         """Compute time of the step on every stage."""
 
 
@@ -101,8 +101,8 @@ class PipelineCosts:
     def num_stages(self) -> int:
         return len(self.layer_counts)
 
-    def stage_seconds(self, shape: StepShape) -> tuple[float, ...]:
-        """Compute time of the step on every stage."""
+    def stage_seconds(self, shape: StepShape, step_id: int) -> tuple[float, ...]:
+        """Compute time of the step on every stage, the same for equal steps."""
         layer_s = self.stage.layer_s(shape)
         seconds = [count * layer_s for count in self.layer_counts]
         seconds[0] += self.stage.embedding_s(shape)

@@ -180,7 +180,7 @@ class VirtualPipeline:
     ) -> None:
         """Runs a step that leaves the scheduler at `sent_s` through all stages."""
         costs, shape = self._costs, StepShape.of(microbatch)
-        compute_s = costs.stage_seconds(shape)
+        compute_s = costs.stage_seconds(shape, microbatch.step_id)
         starts, ends, timings = [], [], []
         input_s = sent_s
         for stage, clock in enumerate(self._clocks):

@@ -3,13 +3,19 @@
 import dataclasses
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from benchmark import dated_result
-from benchmark.bench_serving import Load, check_equal_work, main, save_run
+from benchmark.bench_serving import check_equal_work, main, save_run, take_requests
 from benchmark.engines import EngineFailure
+from benchmark.loads import Load
 from benchmark.serving_report import METRICS, Run
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.simulator.experiment import Cluster, simulate
+from sgl_pipeline.simulator.traces import fixed_lengths
+from sgl_pipeline.simulator.workload import poisson_arrivals
 
 RUN = Run(
     engine="ours --pp 2",
@@ -61,6 +67,17 @@ def test_a_result_names_the_command_the_machine_and_every_run(tmp_path: Path) ->
     text = stem.with_suffix(".md").read_text()
     assert "| a table |" in text
     assert "100 tokens in, 20 out a run" in text
+
+
+def test_the_steps_of_a_run_are_those_until_its_last_request_has_ended() -> None:
+    pipeline = Cluster(model="Qwen2.5-14B", device="a100-40g-pcie")
+    workload = poisson_arrivals(fixed_lengths(8, 64, 4), 0.5, Random(0))
+    simulation = simulate(pipeline, ThrottleArgs(), SchedulingArgs(), workload)
+    records = iter([step.record for step in simulation.steps])
+    first, second = take_requests(records, 5), take_requests(records, 3)
+    assert [len([one for r in part for one in r.ended]) for part in (first, second)] == [5, 3]
+    assert first[-1].ended and second[-1].ended
+    assert len(first) + len(second) == len(simulation.steps)
 
 
 def test_the_results_folder_is_beside_the_benchmark() -> None:

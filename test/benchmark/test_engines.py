@@ -51,6 +51,15 @@ def test_ours_gets_its_flags_and_an_empty_prefix_cache(tmp_path: Path) -> None:
     assert engine.label == "ours --pp 4 --policy sarathi"
 
 
+@pytest.mark.parametrize("kind", ["ours", "sglang"])
+def test_the_prefix_cache_stays_on_where_it_is_wanted(kind: str, tmp_path: Path) -> None:
+    off = parse_engine(kind, MODEL, 31000, tmp_path, [0, 1])
+    on = parse_engine(kind, MODEL, 31000, tmp_path, [0, 1], prefix_cache=True)
+    (flag,) = set(off.command) - set(on.command)
+    assert "cach" in flag
+    assert [word for word in off.command if word != flag] == list(on.command)
+
+
 def test_the_sglang_peer_binds_a_core_to_each_stage(tmp_path: Path) -> None:
     engine = parse_engine("sglang", MODEL, 31000, tmp_path, [0, 1])
     assert engine.environment == {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}

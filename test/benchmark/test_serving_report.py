@@ -97,4 +97,4 @@ def test_the_cost_table_has_a_row_for_every_traced_run() -> None:
     records = [step(1, 1.0, (0.0, 1.0)), step(2, 1.0, (1.0, 3.0))]
     traced = dataclasses.replace(RUNS[0], cost=pipeline_cost(records))
     rows = cost_table([traced, *RUNS[1:]]).splitlines()[2:]
-    assert rows == ["| ours, round 1 | 2 | 30 + 1.5 | 1.00, 1.00 | 25% |"]
+    assert rows == ["| ours, round 1 | 2 | 30 + 1.5 | 1.00, 1.00 | 25% | 0% |"]

@@ -1,5 +1,6 @@
 """Fits of traces whose costs are known."""
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -10,7 +11,7 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, StageFit, fit_trace
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link
-from sgl_pipeline.simulator.summary import summarise
+from sgl_pipeline.simulator.summary import bubble_share, summarise
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.virtual_pipeline import Simulation, VirtualPipeline
 from sgl_pipeline.simulator.workload import poisson_arrivals
@@ -19,12 +20,19 @@ from sgl_pipeline.trace import TraceWriter
 
 TRUE = FittedCosts(
     (
-        StageFit(4e-3, (1e-4, 1e-4, 2e-4, 3e-4, 3e-4), 2e-9, 0.0),
-        StageFit(5e-3, (1e-4, 1e-4, 2e-4, 3e-4, 3e-4), 2e-9, 5e-5),
+        StageFit(4e-3, (1e-4, 0.0, 1e-4, 1e-4, 0.0), 2e-9, 0.0),
+        StageFit(5e-3, (1e-4, 0.0, 1e-4, 1e-4, 0.0), 2e-9, 5e-5),
     ),
-    Link(latency_s=4e-4),
-    HostCosts(schedule_step_s=3e-4, result_step_s=2e-4, transit_s=8e-4),
-    (0.0, 0.0),
+    noise=((1.0, 1.0),),
+    link=Link(latency_s=4e-4),
+    host=HostCosts(
+        schedule_step_s=3e-4,
+        prepare_step_s=6e-4,
+        result_step_s=2e-4,
+        transit_s=8e-4,
+        preparation="early",
+    ),
+    errors=(0.0, 0.0),
 )
 
 
@@ -57,6 +65,36 @@ def test_a_fit_predicts_another_load_of_the_pipeline_it_was_taken_from(tmp_path:
     assert predicted.ttft_ms.mean == pytest.approx(truth.ttft_ms.mean, rel=0.03)
     assert predicted.tpot_ms.mean == pytest.approx(truth.tpot_ms.mean, rel=0.03)
     assert predicted.output_tokens_per_s == pytest.approx(truth.output_tokens_per_s, rel=0.03)
+
+
+def test_the_work_of_hosts_and_the_hops_are_told_apart(tmp_path: Path) -> None:
+    fitted = fit_trace(recorded(tmp_path, simulation(TRUE, "sharegpt", 6.0)))
+    assert fitted.host.prepare_step_s == pytest.approx(TRUE.host.prepare_step_s, rel=0.01)
+    assert fitted.host.schedule_step_s == pytest.approx(TRUE.host.schedule_step_s, rel=0.01)
+    assert fitted.link.latency_s == pytest.approx(TRUE.link.latency_s, rel=0.05)
+
+
+def test_stages_wait_for_the_slow_steps_of_others_as_they_did(tmp_path: Path) -> None:
+    random = Random(1)
+    slowness = [tuple(random.choice((0.8, 0.9, 0.9, 1.8)) for _ in "ab") for _ in range(997)]
+    uneven = replace(TRUE, noise=tuple(slowness))
+    truth = simulation(uneven, "sharegpt", 10.0)
+    fitted = fit_trace(recorded(tmp_path, simulation(uneven, "sharegpt", 6.0)))
+    predicted = simulation(fitted, "sharegpt", 10.0)
+    calm = simulation(replace(fitted, noise=((1.0, 1.0),)), "sharegpt", 10.0)
+    true_share = bubble_share(truth)
+    assert bubble_share(predicted) == pytest.approx(true_share, rel=0.1)
+    assert bubble_share(calm) < 0.75 * true_share
+    assert summarise(predicted).tpot_ms.mean == pytest.approx(
+        summarise(truth).tpot_ms.mean, rel=0.1
+    )
+
+
+def test_steps_larger_than_any_recorded_are_not_free(tmp_path: Path) -> None:
+    small = fit_trace(recorded(tmp_path, simulation(TRUE, "sharegpt", 2.0)))
+    for stage in small.stages:
+        per_row_s = (stage.seconds(2000, 0, 0) - stage.seconds(1000, 0, 0)) / 1000
+        assert per_row_s > 1e-4
 
 
 def test_no_part_of_a_fit_is_negative(tmp_path: Path) -> None:

