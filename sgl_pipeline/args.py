@@ -217,7 +217,8 @@ class GrammarArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineArgs:
-    """All of it. `run_directory` (mode 0700) holds the sockets; `trace_path` gets StepRecords.
+    """All of it. `run_directory` (mode 0700) holds the sockets; `trace_path` gets StepRecords,
+    `trace_steps` the same as a Chrome trace.
 
     `drain_timeout_s`: how long requests may go on after a SIGTERM, by default somewhat less than
     the 30 s that Kubernetes gives a container.
@@ -229,6 +230,7 @@ class PipelineArgs:
     grammars: GrammarArgs = field(default_factory=GrammarArgs)
     run_directory: str = ""
     trace_path: str | None = None
+    trace_steps: str | None = None
     drain_timeout_s: float = 25.0
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from sgl_pipeline.requests import LogprobRows
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 
 
@@ -72,17 +73,12 @@ class StageReady(msgspec.Struct, frozen=True, tag=True):
 class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One stage ran one step. The last stage adds the sampled token ids, in chunk order, and the
     rows of log-probabilities of each chunk whose request wants any, in chunk order as well.
-
-    `input_wait_ms` is the time from being free to having plan and activations; `compute_ms` from
-    there to the end of the forward pass (and sampling). On a GPU both are the host's times: only
-    the last stage waits for its kernels.
     """
 
     stage: int
     step_id: int
     epoch: int
-    input_wait_ms: float
-    compute_ms: float
+    timing: StageTiming
     token_ids: tuple[int, ...] | None = None
     logprobs: tuple[LogprobRows, ...] = ()
 

@@ -6,18 +6,12 @@ reads these and does not know which produced them.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import msgspec
 
 from sgl_pipeline.requests import Request
-
-
-class StageTiming(msgspec.Struct, frozen=True):
-    """One stage's share of a step: idle before its input was there, then busy with it."""
-
-    input_wait_ms: float
-    compute_ms: float
+from sgl_pipeline.stage_timing import StageTiming
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,10 +43,13 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step carried and what it cost. Times are seconds of the producer's clock.
+    """What one step carried and what it cost. Times are seconds of the producer's clock, the same
+    for scheduler and stages.
 
     `samples` are the rows that went through the head, `attended_tokens` the pairs of a row and a
     token that it attends to; `ended` are the requests that had their last token in this step.
+    `prefill_budget` and `decode_budget` are what the policy allowed, `bound_by` what bound the
+    prefill (`throttle.load.TokenBudget`).
     """
 
     step_id: int
@@ -64,12 +61,26 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     waiting_tokens: int
     running_decodes: int
     free_page_share: float
+    prefill_budget: int
+    decode_budget: int
+    bound_by: str
     scheduled_s: float
     finished_s: float
     schedule_ms: float
     result_ms: float
     stages: tuple[StageTiming, ...]
     ended: tuple[RequestRecord, ...] = ()
+
+
+class StepWriter(Protocol):
+    """Where steps go, in order: a `TraceWriter` or a `chrome_trace.ChromeTraceWriter`. Each method
+    may raise OSError."""
+
+    def write(self, record: StepRecord) -> None: ...
+    def flush(self) -> None:
+        """What was written is in the file from now on."""
+
+    def close(self) -> None: ...
 
 
 class TraceWriter:

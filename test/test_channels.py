@@ -7,6 +7,7 @@ import zmq
 from sgl_pipeline.channels import SchedulerChannel, WorkerChannel
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.messages import PoolSize, Shutdown, StageReport, WorkerHello
+from sgl_pipeline.stage_timing import StageTiming
 
 
 @pytest.fixture
@@ -41,9 +42,8 @@ def test_messages_reach_the_worker_they_are_meant_for(channels):
 
 def test_reports_come_back_equal(channels):
     scheduler, (first, _) = channels
-    report = StageReport(
-        stage=0, step_id=3, epoch=1, input_wait_ms=0.5, compute_ms=2.5, token_ids=(4, 5)
-    )
+    timing = StageTiming(0.5, 0.5, 0.75, 1.0, 2.0, 2.5, 2.5)
+    report = StageReport(stage=0, step_id=3, epoch=1, timing=timing, token_ids=(4, 5))
     first.send(report)
     assert wait_for(scheduler) == report
     assert scheduler.receive() is None

@@ -25,13 +25,13 @@ CLUSTER = Cluster(model="Qwen3-32B", device="h100", link="nvlink", num_stages=NU
 def natural(load: PipelineLoad) -> TokenBudget:
     """vLLM's queue: whatever is ready, in one budget."""
     decodes = min(load.ready_decodes, BUDGET_TOKENS)
-    return TokenBudget(BUDGET_TOKENS - decodes, decodes)
+    return TokenBudget(BUDGET_TOKENS - decodes, decodes, "MaxP")
 
 
 def decodes_capped(load: PipelineLoad) -> TokenBudget:
     """At most CAP decodes a microbatch; prefill as before."""
     decodes = min(load.ready_decodes, CAP)
-    return TokenBudget(BUDGET_TOKENS - decodes, decodes)
+    return TokenBudget(BUDGET_TOKENS - decodes, decodes, "MaxP")
 
 
 def requests_capped(load: PipelineLoad) -> TokenBudget:
@@ -40,7 +40,7 @@ def requests_capped(load: PipelineLoad) -> TokenBudget:
     decodes = min(load.ready_decodes, CAP)
     per_prompt = load.waiting_tokens / max(1, load.prompts)
     prefill = min(BUDGET_TOKENS - decodes, int((CAP - decodes) * per_prompt))
-    return TokenBudget(prefill, decodes)
+    return TokenBudget(prefill, decodes, "MaxP")
 
 
 POLICIES: dict[str, Policy] = {

@@ -5,7 +5,7 @@ process exports the latencies and token counts of requests. Written about once a
 is counted anyway: Prometheus asks less often, and no step waits for it.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import Counter, Gauge
 from sglang.srt.managers.load_snapshot import LoadSnapshot
@@ -15,8 +15,11 @@ from sglang.srt.observability.metrics_collector import (
     SchedulerStats,
 )
 
-from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.args import ACCOUNTINGS
+from sgl_pipeline.managers.step_journal import RECENT_STEPS, StepJournal
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.stage_timing import BUBBLE_CAUSES, bubble_shares
+from sgl_pipeline.throttle import Bound
 from sgl_pipeline.trace import RequestRecord
 
 _INTERVAL_S = 1.0
@@ -107,15 +110,33 @@ class MetricsReport:
         own = self._own
         own.waiting_tokens.set(load.waiting_tokens)
         own.free_page_share.set(load.free_share)
+        naive = steps.load(ACCOUNTINGS["naive"])
+        own.naive_waiting_tokens.set(naive.waiting_tokens)
+        own.naive_free_page_share.set(naive.free_share)
         own.steps_in_flight.set(load.steps_in_flight)
         self._count(own.steps, load.step_id)
         self._count(own.prefill_tokens, journal.prefill_tokens)
         self._count(own.decodes, journal.decodes)
+        if journal.recent:
+            self._publish_recent(journal)
         for stage, (input_wait_ms, compute_ms) in enumerate(
             zip(journal.input_wait_ms, journal.compute_ms, strict=True)
         ):
             self._count(own.stage_input_wait_s[stage], input_wait_ms / 1e3)
             self._count(own.stage_compute_s[stage], compute_ms / 1e3)
+
+    def _publish_recent(self, journal: StepJournal) -> None:
+        """What the newest steps carried, and how their stages spent their time."""
+        own, newest = self._own, journal.recent[-1]
+        own.microbatch_prefill_tokens.set(newest.prefill_tokens)
+        own.microbatch_decodes.set(newest.decodes)
+        own.prefill_budget.set(newest.prefill_budget)
+        own.decode_budget.set(newest.decode_budget)
+        for rule, gauge in own.bound_by.items():
+            gauge.set(rule == newest.bound_by)
+        for gauges, shares in zip(own.bubble_shares, bubble_shares(journal.recent), strict=True):
+            for cause, gauge in gauges.items():
+                gauge.set(getattr(shares, cause))
 
     def _count(self, counter: Any, total: float) -> None:
         """Brings a counter to `total`."""
@@ -147,6 +168,41 @@ class _PipelineMetrics:
         self.free_page_share = _gauge(
             "free_page_share", "Share of the KV pages that is free or evictable.", labels
         )
+        self.naive_waiting_tokens = _gauge(
+            "naive_waiting_tokens", "Prompt tokens not yet scheduled, cached or not.", labels
+        )
+        self.naive_free_page_share = _gauge(
+            "naive_free_page_share", "Share of the KV pages that is free; cached are not.", labels
+        )
+        carried = _labelled_gauge("microbatch_tokens", "Tokens of the newest step.", labels, "kind")
+        self.microbatch_prefill_tokens = carried.labels(**labels, kind="prefill")
+        self.microbatch_decodes = carried.labels(**labels, kind="decode")
+        budget = _labelled_gauge(
+            "microbatch_budget_tokens", "Most that the policy gave the newest step.", labels, "kind"
+        )
+        self.prefill_budget = budget.labels(**labels, kind="prefill")
+        self.decode_budget = budget.labels(**labels, kind="decode")
+        bound = _labelled_gauge(
+            "budget_bound_by",
+            "1 for the rule that bound the newest prefill budget.",
+            labels,
+            "rule",
+        )
+        self.bound_by = {rule: bound.labels(**labels, rule=rule) for rule in get_args(Bound)}
+        bubbles = _labelled_gauge(
+            "stage_bubble_share",
+            f"Share of a stage's time lost to this cause over the newest {RECENT_STEPS} steps.",
+            labels,
+            "stage",
+            "cause",
+        )
+        self.bubble_shares = [
+            {
+                cause: bubbles.labels(**labels, stage=str(stage), cause=cause)
+                for cause in BUBBLE_CAUSES
+            }
+            for stage in range(num_stages)
+        ]
         self.steps_in_flight = _gauge(
             "steps_in_flight", "Steps between first and last stage.", labels
         )
@@ -165,10 +221,16 @@ class _PipelineMetrics:
 
 
 def _gauge(name: str, text: str, labels: dict[str, str]) -> Gauge:
-    gauge = Gauge(
-        f"sgl_pipeline_{name}", text, labelnames=list(labels), multiprocess_mode="mostrecent"
+    return _labelled_gauge(name, text, labels).labels(**labels)
+
+
+def _labelled_gauge(name: str, text: str, labels: dict[str, str], *more: str) -> Gauge:
+    return Gauge(
+        f"sgl_pipeline_{name}",
+        text,
+        labelnames=[*labels, *more],
+        multiprocess_mode="mostrecent",
     )
-    return gauge.labels(**labels)
 
 
 def _counter(name: str, text: str, labels: dict[str, str], *more: str) -> Counter:

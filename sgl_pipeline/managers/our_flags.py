@@ -131,6 +131,12 @@ OUR_FLAGS = (
     ),
     Flag("--trace-path", PipelineArgs, "trace_path", "Writes one JSON line per step to this file."),
     Flag(
+        "--trace-steps",
+        PipelineArgs,
+        "trace_steps",
+        "Writes the steps on all stages to this file, as a Chrome trace for ui.perfetto.dev.",
+    ),
+    Flag(
         "--drain-timeout-s",
         PipelineArgs,
         "drain_timeout_s",

@@ -66,7 +66,7 @@ class PipelineScheduler:
         self._loads = loads
         self._metrics = metrics
         self._facts = facts
-        self._profiles = ProfileDesk(front, launcher.channel, launcher.workers)
+        self._profiles = ProfileDesk(front, launcher.channel, launcher.workers, journal)
         self._desk = ControlDesk(front, self, self._profiles)
         self._encoder = StepPlanEncoder()
         self._poller = poller
@@ -168,9 +168,9 @@ class PipelineScheduler:
             plan = self._encoder.encode(microbatch)
             self._launcher.channel.broadcast(self._launcher.workers, plan)
             schedule_ms = (time.perf_counter() - started) * 1e3
-            load = self._steps.decided_load
-            assert load is not None
-            self._journal.scheduled(microbatch, load, now_s, schedule_ms)
+            load, budget = self._steps.decided_load, self._steps.decided_budget
+            assert load is not None and budget is not None
+            self._journal.scheduled(microbatch, load, budget, now_s, schedule_ms)
 
     def _on_report(self, report: FromWorker) -> None:
         """Books a stage's report; the last stage's carries the tokens and completes the step."""
@@ -236,6 +236,7 @@ class PipelineScheduler:
             "num_steps": load.step_id,
             "prefill_tokens": self._journal.prefill_tokens,
             "decodes": self._journal.decodes,
+            "recent_steps": self._journal.describe_recent(),
         }
 
     def shut_down(self) -> None:

@@ -1,4 +1,5 @@
-"""`/start_profile` and `/stop_profile`: one Chrome trace for each stage, named as upstream's.
+"""`/start_profile` and `/stop_profile`: a Chrome trace of each stage, named as upstream's, and one
+of the steps on all of them, beside those.
 
 Called by `control_requests.py` and, with the stages' replies, by `pipeline_scheduler.py`. A request
 is answered when all stages have answered (upstream:
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 
 from sglang.srt.managers import io_struct as io
 
+from sgl_pipeline.chrome_trace import ChromeTraceWriter
+from sgl_pipeline.managers.step_journal import StepJournal
 from sgl_pipeline.messages import ProfileReply, StartProfile, StopProfile, ToWorker
 
 logger = logging.getLogger(__name__)
@@ -46,10 +49,14 @@ class _Pending:
 class ProfileDesk:
     """Starts and stops the profiles of all stages together."""
 
-    def __init__(self, front: _Front, channel: _Channel, stages: range) -> None:
+    def __init__(
+        self, front: _Front, channel: _Channel, stages: range, journal: StepJournal
+    ) -> None:
         self._front = front
         self._channel = channel
         self._stages = stages
+        self._journal = journal
+        self._steps: ChromeTraceWriter | None = None
         self._recording: set[int] = set()
         self._pending: _Pending | None = None
 
@@ -68,6 +75,7 @@ class ProfileDesk:
             self._recording.add(reply.stage)
         else:
             self._recording.discard(reply.stage)
+            self._end_steps()
         error = f"stage {reply.stage}: {reply.error}" if reply.error else ""
         if error:
             logger.error("profiling: %s", error)
@@ -86,10 +94,28 @@ class ProfileDesk:
             self._refuse(message, text)
         elif (problem := _problem(message)) is not None:
             self._refuse(message, problem)
+        elif (error := self._start_steps(message)) is not None:
+            self._refuse(message, f"{type(error).__name__}: {error}")
         else:
             self._pending = _Pending(message, set(self._stages))
             for stage in self._stages:
                 self._channel.send(stage, self._order(message, stage))
+
+    def _start_steps(self, message: Any) -> OSError | None:
+        path = _path(message, "steps.trace.json")
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            self._steps = ChromeTraceWriter(path)
+        except OSError as error:
+            return error
+        self._journal.add_writer(self._steps)
+        return None
+
+    def _end_steps(self) -> None:
+        """With the last stage's recording."""
+        if self._steps is not None and not self._recording:
+            self._journal.remove_writer(self._steps)
+            self._steps = None
 
     def _stop(self, message: Any) -> None:
         if not self._recording:
@@ -113,18 +139,22 @@ class ProfileDesk:
         self._front.reply(io.ProfileReqOutput(success=False, message=text), message)
 
     def _order(self, message: Any, stage: int) -> StartProfile:
-        directory = message.output_dir or os.environ.get("SGLANG_TORCH_PROFILER_DIR", "/tmp")
-        parts = [message.profile_prefix, message.profile_id, "TP-0"]
-        if len(self._stages) > 1:
-            parts.append(f"PP-{stage}")
-        name = "-".join(part for part in parts if part) + ".trace.json.gz"
+        position = f"TP-0-PP-{stage}" if len(self._stages) > 1 else "TP-0"
         return StartProfile(
-            path=os.path.join(os.path.abspath(os.path.expanduser(directory)), name),
+            path=_path(message, f"{position}.trace.json.gz"),
             activities=tuple(message.activities or sorted(_ACTIVITIES)),
             with_stack=message.with_stack is not False,
             record_shapes=bool(message.record_shapes),
             num_steps=message.num_steps or None,
         )
+
+
+def _path(message: Any, name: str) -> str:
+    """Where the request wants the file that ends in `name`."""
+    directory = message.output_dir or os.environ.get("SGLANG_TORCH_PROFILER_DIR", "/tmp")
+    parts = (message.profile_prefix, message.profile_id, name)
+    folder = os.path.abspath(os.path.expanduser(directory))
+    return os.path.join(folder, "-".join(part for part in parts if part))
 
 
 def _problem(message: Any) -> str | None:

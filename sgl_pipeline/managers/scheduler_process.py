@@ -8,6 +8,7 @@ Started by upstream's `launch_server` in place of its own scheduler (upstream:
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from sglang.srt.runtime_context import get_serving, publish
 from sglang.srt.utils import configure_logger
 
 from sgl_pipeline.args import PipelineArgs
+from sgl_pipeline.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.garbage import postpone_full_collections
 from sgl_pipeline.managers.grammars.channel import CompilerSetup
@@ -39,7 +41,7 @@ from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
-from sgl_pipeline.trace import TraceWriter
+from sgl_pipeline.trace import StepWriter, TraceWriter
 
 if TYPE_CHECKING:
     from sgl_pipeline.managers.metrics_report import MetricsReport
@@ -93,7 +95,7 @@ def _serve(
     links = link_addresses(args, torch.cuda.device_count())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     launcher = StageLauncher(args, plan, links, context)
-    journal = StepJournal(plan.num_stages, _open_trace(args.trace_path))
+    journal = StepJournal(plan.num_stages, _open_traces(args))
     front = loads = None
     try:
         capacity = launcher.start()
@@ -157,13 +159,20 @@ def _grammars(
     )
 
 
-def _open_trace(path: str | None) -> TraceWriter | None:
-    if path is None:
-        return None
-    try:
-        return TraceWriter(path)
-    except OSError as error:
-        raise ConfigurationError(f"--trace-path {path}: {error.strerror}") from error
+def _open_traces(args: PipelineArgs) -> list[StepWriter]:
+    """The files that `--trace-path` and `--trace-steps` name."""
+    kinds: tuple[tuple[str, str | None, Callable[[str], StepWriter]], ...] = (
+        ("--trace-path", args.trace_path, TraceWriter),
+        ("--trace-steps", args.trace_steps, ChromeTraceWriter),
+    )
+    writers = []
+    for flag, path, writer in kinds:
+        if path is not None:
+            try:
+                writers.append(writer(path))
+            except OSError as error:
+                raise ConfigurationError(f"{flag} {path}: {error.strerror}") from error
+    return writers
 
 
 def _open_metrics(

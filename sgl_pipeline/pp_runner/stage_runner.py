@@ -1,7 +1,7 @@
 """One stage with its weights, pages and links: runs one step after the other.
 
 Driven by `stage_worker.py` in a process of its own, and by tests with several stages in one
-process. It never schedules or matches prefixes, and reads a clock only for the timings it reports.
+process. It never schedules or matches prefixes, and reads a clock only for the moments it reports.
 """
 
 import time
@@ -18,6 +18,7 @@ from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.token_masks import plan_token_masks
 from sgl_pipeline.requests import LogprobRows
+from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_plan import RequestMirror, StepPlan
 
 
@@ -56,7 +57,7 @@ class StageRunner:
         self._link = link
         self._sampler = Sampler()
         self._mirror = RequestMirror()
-        self._free_since = time.perf_counter()
+        self._free_s = time.monotonic()
 
     def restore(self, snapshot: MirrorSnapshot) -> None:
         """Takes over the scheduler's view of all open requests."""
@@ -67,6 +68,7 @@ class StageRunner:
 
         Raises ProtocolError when plan or activations are not the ones that come next.
         """
+        plan_s = time.monotonic()
         chunks = self._mirror.apply(plan)
         inputs = build_step_inputs(chunks, self._shape.page_size, self._shape.device)
         self._attention.plan(inputs.layout)
@@ -75,11 +77,13 @@ class StageRunner:
             adjustments = plan_logit_adjustments(chunks, self._shape.device)
             masks = plan_token_masks(chunks, self._shape.device)
             logprob_plan = plan_logprobs(chunks)
+        inputs_s = time.monotonic()
         hidden = None
         if not self._is_first:
             hidden = self._link.receive(plan.step_id, inputs.num_tokens)
-        started = time.perf_counter()
+        activations_s = time.monotonic()
         hidden = self._model.forward(inputs, hidden, self._kv_pool, self._attention)
+        layers_s = done_s = time.monotonic()
         token_ids = None
         logprobs: tuple[LogprobRows, ...] = ()
         if self._is_last:
@@ -92,20 +96,22 @@ class StageRunner:
             token_ids = tuple(sampled)
             if logprob_plan is not None:
                 logprobs = logprob_plan.compute(self._model.logits, hidden, logits, token_ids)
+            done_s = time.monotonic()
         else:
             self._link.send(plan.step_id, hidden)
-        finished = time.perf_counter()
-        report = StageReport(
+        sent_s = time.monotonic()
+        timing = StageTiming(
+            self._free_s, plan_s, inputs_s, activations_s, layers_s, done_s, sent_s
+        )
+        self._free_s = sent_s
+        return StageReport(
             stage=self._stage,
             step_id=plan.step_id,
             epoch=plan.epoch,
-            input_wait_ms=(started - self._free_since) * 1e3,
-            compute_ms=(finished - started) * 1e3,
+            timing=timing,
             token_ids=token_ids,
             logprobs=logprobs,
         )
-        self._free_since = finished
-        return report
 
     def close(self) -> None:
         self._link.close()

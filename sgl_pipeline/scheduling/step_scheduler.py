@@ -22,7 +22,7 @@ from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.stop_rules import finish_reason
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
-from sgl_pipeline.throttle import PipelineLoad, Policy
+from sgl_pipeline.throttle import PipelineLoad, Policy, TokenBudget
 
 # SGLang's `/health` sends requests whose ids begin like this; a full queue must not fail them.
 HEALTH_CHECK_PREFIX = "HEALTH_CHECK_"
@@ -43,7 +43,8 @@ class StepScheduler:
     Steps are FIFO through every stage. A decoding request is in at most one step in flight, a
     prefilling one may have consecutive chunks in several. Pages of a step in flight are never freed
     or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under,
-    `decided_load` the load that the newest step was decided from, counted by `args.accounting`.
+    `decided_load` the load that the newest step was decided from, counted by `args.accounting`, and
+    `decided_budget` what the policy made of it.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class StepScheduler:
     ) -> None:
         self.epoch = 0
         self.decided_load: PipelineLoad | None = None
+        self.decided_budget: TokenBudget | None = None
         self.limits = RequestLimits(context_length, num_pages * args.page_size)
         self._max_queued_requests = args.max_queued_requests
         self._policy = policy
@@ -210,7 +212,8 @@ class StepScheduler:
 
     def _decide(self) -> list[Chunk]:
         self.decided_load = self.load(self._accounting)
-        return self._admission.fill(self._policy(self.decided_load))
+        self.decided_budget = self._policy(self.decided_load)
+        return self._admission.fill(self.decided_budget)
 
     def _note_ages(self, chunks: list[Chunk], now: float) -> None:
         for request in self._preemption.take_retracted():

@@ -65,13 +65,17 @@ class HostCosts:
     def result_s(self, num_tokens: int) -> float:
         return self.result_step_s + num_tokens * self.result_token_s
 
+    def inputs_s(self, free_s: float, plan_s: float, prepare_s: float) -> float:
+        """When a stage could have built its inputs, activations or not."""
+        if self.preparation == "hidden":
+            return max(free_s, plan_s + prepare_s)
+        return max(free_s, plan_s) + prepare_s
+
     def start_s(self, free_s: float, plan_s: float, input_s: float, prepare_s: float) -> float:
         """When a stage begins to compute: it is free, has the plan, the activations, its inputs."""
-        if self.preparation == "hidden":
-            return max(free_s, plan_s + prepare_s, input_s)
-        if self.preparation == "early":
-            return max(max(free_s, plan_s) + prepare_s, input_s)
-        return max(free_s, input_s) + prepare_s
+        if self.preparation == "coupled":
+            return max(free_s, input_s) + prepare_s
+        return max(self.inputs_s(free_s, plan_s, prepare_s), input_s)
 
 
 class PipelineTiming(Protocol):

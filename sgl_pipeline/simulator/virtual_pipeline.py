@@ -19,8 +19,9 @@ from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.pipeline_costs import PipelineTiming
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.workload import SimulatedRequest
-from sgl_pipeline.throttle import PipelineLoad
-from sgl_pipeline.trace import RequestRecord, StageTiming, StepRecord
+from sgl_pipeline.stage_timing import StageTiming
+from sgl_pipeline.throttle import PipelineLoad, TokenBudget
+from sgl_pipeline.trace import RequestRecord, StepRecord
 
 
 @dataclass(slots=True)
@@ -168,15 +169,20 @@ class VirtualPipeline:
 
     def _fill(self, now_s: float) -> None:
         while (microbatch := self._scheduler.next_microbatch(now_s)) is not None:
-            load = self._scheduler.decided_load
-            assert load is not None
+            load, budget = self._scheduler.decided_load, self._scheduler.decided_budget
+            assert load is not None and budget is not None
             schedule_s = self._costs.host.schedule_s(len(microbatch.chunks))
             now_s += schedule_s
-            self._send(microbatch, load, now_s, schedule_s)
+            self._send(microbatch, load, budget, now_s, schedule_s)
         self._scheduler_free_s = now_s
 
     def _send(
-        self, microbatch: Microbatch, load: PipelineLoad, sent_s: float, schedule_s: float
+        self,
+        microbatch: Microbatch,
+        load: PipelineLoad,
+        budget: TokenBudget,
+        sent_s: float,
+        schedule_s: float,
     ) -> None:
         """Runs a step that leaves the scheduler at `sent_s` through all stages."""
         costs, shape = self._costs, StepShape.of(microbatch)
@@ -187,7 +193,17 @@ class VirtualPipeline:
             prepare_s = costs.host.prepare_s(len(microbatch.chunks))
             start_s = costs.host.start_s(clock.free_s, sent_s, input_s, prepare_s)
             end_s = start_s + compute_s[stage]
-            timings.append(StageTiming((start_s - clock.free_s) * 1e3, compute_s[stage] * 1e3))
+            timings.append(
+                StageTiming(
+                    free_s=clock.free_s,
+                    plan_s=max(clock.free_s, sent_s),
+                    inputs_s=costs.host.inputs_s(clock.free_s, sent_s, prepare_s),
+                    activations_s=start_s,
+                    layers_s=end_s,
+                    done_s=end_s,
+                    sent_s=end_s,
+                )
+            )
             starts.append(start_s)
             ends.append(end_s)
             clock.free_s = end_s
@@ -207,6 +223,9 @@ class VirtualPipeline:
                 waiting_tokens=load.waiting_tokens,
                 running_decodes=load.running_decodes,
                 free_page_share=load.free_share,
+                prefill_budget=budget.prefill_tokens,
+                decode_budget=budget.decodes,
+                bound_by=budget.bound_by,
                 scheduled_s=sent_s - schedule_s,
                 finished_s=finished_s,
                 schedule_ms=schedule_s * 1e3,

@@ -7,7 +7,7 @@ load brings it as `reserved_pages`.
 
 from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.throttle.decode_balance import balanced_decodes
-from sgl_pipeline.throttle.load import PipelineLoad, TokenBudget
+from sgl_pipeline.throttle.load import Bound, PipelineLoad, TokenBudget
 from sgl_pipeline.throttle.token_throttle import spread_tokens
 
 
@@ -23,9 +23,13 @@ def adaptive_throttle(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:
         tokens = args.prefill_limit * headroom_pages // (load.total_pages - load.reserved_pages)
         tokens = max(tokens, 1)
     elif load.is_moving:
-        return TokenBudget(0, decodes)
+        return TokenBudget(0, decodes, "pause")
     else:
         tokens = args.prefill_limit
+    bound_by: Bound = "UT" if tokens < args.prefill_limit else "MaxP"
     if load.prompts > 1:
-        tokens = min(tokens, max(spread_tokens(args, load), args.min_prefill_tokens))
-    return TokenBudget(tokens, decodes)
+        spread = spread_tokens(args, load)
+        if max(spread, args.min_prefill_tokens) < tokens:
+            tokens = max(spread, args.min_prefill_tokens)
+            bound_by = "WT" if tokens == spread else "MinP"
+    return TokenBudget(tokens, decodes, bound_by)

@@ -11,4 +11,4 @@ from sgl_pipeline.throttle.load import PipelineLoad, TokenBudget
 def fixed_budget(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:
     """Every ready decode, however many; prefill gets what they leave of `prefill_limit`."""
     left_tokens = max(0, args.prefill_limit - load.ready_decodes)
-    return TokenBudget(left_tokens, load.ready_decodes)
+    return TokenBudget(left_tokens, load.ready_decodes, "MaxP")

@@ -12,4 +12,4 @@ from sgl_pipeline.throttle.load import PipelineLoad, TokenBudget
 def greedy_queue(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:
     """At most `prefill_limit` rows in all, decodes included."""
     decodes = min(load.ready_decodes, args.prefill_limit)
-    return TokenBudget(args.prefill_limit - decodes, decodes)
+    return TokenBudget(args.prefill_limit - decodes, decodes, "MaxP")

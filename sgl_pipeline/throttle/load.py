@@ -5,6 +5,11 @@
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+# The term of gLLM's eq. 3 that a prefill budget equals: #WP / #T, the share of free memory, #MinP,
+# none because of the pause, or #MaxP, which is also the fixed budget of other policies.
+Bound = Literal["WT", "UT", "MinP", "pause", "MaxP"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +47,9 @@ class PipelineLoad:
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """Upper bounds for one microbatch; less is used where pages or requests run out."""
+    """Upper bounds for one microbatch; less is used where pages or requests run out. `bound_by` is
+    what made `prefill_tokens` what it is."""
 
     prefill_tokens: int
     decodes: int
+    bound_by: Bound

@@ -7,7 +7,7 @@ counted.
 
 from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.throttle.decode_balance import balanced_decodes
-from sgl_pipeline.throttle.load import PipelineLoad, TokenBudget
+from sgl_pipeline.throttle.load import Bound, PipelineLoad, TokenBudget
 
 
 def token_throttle(
@@ -25,14 +25,17 @@ def token_throttle(
     is_paused = load.free_share < args.pause_free_share
     # Lifted while nothing else moves, since then no page would ever come back by itself.
     if is_paused and load.is_moving:
-        return TokenBudget(0, decodes)
-    tokens = args.prefill_limit
+        return TokenBudget(0, decodes, "pause")
+    terms: dict[Bound, int] = {"MaxP": args.prefill_limit}
     if by_memory and not is_paused:
         headroom = (load.free_share - args.pause_free_share) / (1.0 - args.pause_free_share)
-        tokens = int(tokens * headroom)
+        terms["UT"] = int(args.prefill_limit * headroom)
     if by_waiting:
-        tokens = min(tokens, spread_tokens(args, load))
-    return TokenBudget(max(tokens, args.min_prefill_tokens), decodes)
+        terms["WT"] = spread_tokens(args, load)
+    bound_by = min(terms, key=terms.__getitem__)
+    if terms[bound_by] < args.min_prefill_tokens:
+        return TokenBudget(args.min_prefill_tokens, decodes, "MinP")
+    return TokenBudget(terms[bound_by], decodes, bound_by)
 
 
 def spread_tokens(args: ThrottleArgs, load: PipelineLoad) -> int:

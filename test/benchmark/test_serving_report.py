@@ -13,7 +13,8 @@ from benchmark.serving_report import (
     spread,
     throughput_ratios,
 )
-from sgl_pipeline.trace import StageTiming, StepRecord
+from sgl_pipeline.stage_timing import StageTiming
+from sgl_pipeline.trace import StepRecord
 
 
 def step(step_id: int, scheduler_ms: float, *stages: tuple[float, float]) -> StepRecord:
@@ -27,12 +28,19 @@ def step(step_id: int, scheduler_ms: float, *stages: tuple[float, float]) -> Ste
         waiting_tokens=0,
         running_decodes=0,
         free_page_share=1.0,
+        prefill_budget=30,
+        decode_budget=step_id,
+        bound_by="WT",
         scheduled_s=0.0,
         finished_s=0.0,
         schedule_ms=scheduler_ms / 2,
         result_ms=scheduler_ms / 2,
-        stages=tuple(StageTiming(wait, compute) for wait, compute in stages),
+        stages=tuple(timing(wait_ms * 1e-3, compute_ms * 1e-3) for wait_ms, compute_ms in stages),
     )
+
+
+def timing(wait_s: float, compute_s: float) -> StageTiming:
+    return StageTiming(0.0, 0.0, 0.0, wait_s, *[wait_s + compute_s] * 3)
 
 
 def run_of(engine: str, round_number: int, throughput: float) -> Run:

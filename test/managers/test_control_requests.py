@@ -16,6 +16,7 @@ from sgl_pipeline.managers.control_requests import CONTROL_TYPES, ControlDesk
 from sgl_pipeline.managers.entrance.route_guard import REFUSED_ROUTES
 from sgl_pipeline.managers.profile_desk import ProfileDesk
 from sgl_pipeline.managers.sglang_io import make_decoder
+from sgl_pipeline.managers.step_journal import StepJournal
 from sgl_pipeline.messages import ProfileReply
 
 # What `sglang_io.py` takes itself.
@@ -83,7 +84,8 @@ class FakeServer:
 class Desk:
     def __init__(self) -> None:
         self.front, self.server = FakeFront(), FakeServer()
-        profiles = ProfileDesk(self.front, SimpleNamespace(send=self._recorded), range(1))
+        channel = SimpleNamespace(send=self._recorded)
+        profiles = ProfileDesk(self.front, channel, range(1), StepJournal(1))
         self.desk = ControlDesk(self.front, self.server, profiles)
         self._profiles = profiles
 

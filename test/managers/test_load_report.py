@@ -20,7 +20,7 @@ def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) ->
     policy = make_policy(ThrottleArgs(policy="sarathi"))
     steps = StepScheduler(args, policy, num_pages=10, num_stages=1, context_length=100)
     pipeline = VirtualPipeline(steps, page_size=4)
-    journal = StepJournal(1, None)
+    journal = StepJournal(1)
     capacity = PipelineCapacity(10, (stage(GIB // 10), stage(GIB // 10)), "torch")
     report = LoadReport(loads_path(str(tmp_path)), args, capacity)
     reader = ShmLoadSnapshotReader(loads_path(str(tmp_path)), dp_size=1)
@@ -36,7 +36,7 @@ def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) ->
     steps.add(make_request("waiting", [1] * 8 + [2] * 6, 10))
     microbatch = pipeline.schedule()
     assert microbatch is not None
-    journal.scheduled(microbatch, steps.load(), 0.0, 0.0)
+    journal.scheduled(microbatch, steps.load(), steps.decided_budget, 0.0, 0.0)
     pipeline.complete()
     journal.decodes = 30
     load = published(102.0)

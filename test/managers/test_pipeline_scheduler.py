@@ -22,6 +22,7 @@ from sgl_pipeline.managers.step_journal import StepJournal
 from sgl_pipeline.messages import StageReady, StageReport
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_plan import StepPlan
 from sgl_pipeline.throttle import make_policy
 
@@ -82,8 +83,7 @@ class FakeStages:
                 stage=0,
                 step_id=plan.step_id,
                 epoch=0,
-                input_wait_ms=0.0,
-                compute_ms=0.0,
+                timing=StageTiming(*[0.0] * 7),
                 token_ids=token_ids,
             )
         )
@@ -154,7 +154,7 @@ def run(parts: Any, script: list[list[Any]]) -> FakeFront:
     loads = SimpleNamespace(
         publish=lambda steps, num_compiling, *more: parts.reported.append(num_compiling)
     )
-    journal = StepJournal(1, None)
+    journal = StepJournal(1)
     loop = PipelineScheduler(
         parts.front,
         parts.steps,

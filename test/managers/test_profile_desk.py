@@ -1,12 +1,16 @@
 """A profile is answered when all stages have answered; what goes wrong is told, and undone."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.managers import io_struct as io
+from support.step_records import run_step
 
 from sgl_pipeline.managers.profile_desk import ProfileDesk
+from sgl_pipeline.managers.step_journal import StepJournal
 from sgl_pipeline.messages import ProfileReply, StartProfile, StopProfile
 
 STOP = io.ProfileReq(req_type=io.ProfileReqType.STOP_PROFILE)
@@ -16,11 +20,12 @@ class Desk:
     """A desk of two stages; `sent` holds what each was told."""
 
     def __init__(self) -> None:
+        self.journal = StepJournal(2)
         self.replies: list[io.ProfileReqOutput] = []
         self.sent: dict[int, list[Any]] = {0: [], 1: []}
         front = SimpleNamespace(reply=lambda message, to: self.replies.append(message))
         channel = SimpleNamespace(send=lambda stage, message: self.sent[stage].append(message))
-        self.desk = ProfileDesk(front, channel, range(2))
+        self.desk = ProfileDesk(front, channel, range(2), self.journal)
 
     def ask(self, message: Any) -> None:
         self.desk.answer(message)
@@ -39,16 +44,18 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Desk:
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    """Without a word about where to, it writes to `tmp_path`."""
+    monkeypatch.setenv("SGLANG_TORCH_PROFILER_DIR", str(tmp_path))
     return Desk()
 
 
 def test_files_are_named_as_upstreams_and_lie_where_they_were_asked_for(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    desk: Desk, tmp_path: Path
 ) -> None:
     desk.ask(
         io.ProfileReq(
-            output_dir="/traces",
+            output_dir=str(tmp_path / "traces"),
             profile_id="12.5",
             profile_prefix="decode",
             num_steps=3,
@@ -58,16 +65,39 @@ def test_files_are_named_as_upstreams_and_lie_where_they_were_asked_for(
     )
     (order,) = desk.sent[1]
     assert order == StartProfile(
-        path="/traces/decode-12.5-TP-0-PP-1.trace.json.gz",
+        path=f"{tmp_path}/traces/decode-12.5-TP-0-PP-1.trace.json.gz",
         activities=("CPU",),
         with_stack=False,
         record_shapes=False,
         num_steps=3,
     )
-    monkeypatch.setenv("SGLANG_TORCH_PROFILER_DIR", "/by/environment")
     other = Desk()
     other.ask(io.ProfileReq(profile_id="7"))
-    assert other.sent[0][0].path == "/by/environment/7-TP-0-PP-0.trace.json.gz"
+    assert other.sent[0][0].path == f"{tmp_path}/7-TP-0-PP-0.trace.json.gz"
+
+
+def test_the_steps_that_end_while_a_stage_records_are_written_beside_its_trace(
+    desk: Desk, tmp_path: Path
+) -> None:
+    run_step(desk.journal, 0)
+    desk.start()
+    run_step(desk.journal, 1)
+    desk.stage_says(0, is_recording=False)
+    run_step(desk.journal, 2)
+    desk.stage_says(1, is_recording=False)
+    run_step(desk.journal, 3)
+    events = json.loads((tmp_path / "1-steps.trace.json").read_text())
+    names = {event["name"] for event in events}
+    assert {"step 1", "step 2"} <= names and not {"step 0", "step 3"} & names
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_any_stage_records(
+    desk: Desk, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    desk.ask(io.ProfileReq(profile_id="1", output_dir=str(tmp_path / "file")))
+    assert not desk.last().success and "FileExistsError" in desk.last().message
+    assert desk.sent == {0: [], 1: []}
 
 
 def test_a_start_and_a_stop_are_answered_by_the_last_stage(desk: Desk) -> None:

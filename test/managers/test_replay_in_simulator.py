@@ -27,6 +27,7 @@ from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
+from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_plan import StepPlan
 from sgl_pipeline.throttle import make_policy
 
@@ -124,8 +125,7 @@ class SlowStages:
                     stage=stage,
                     step_id=microbatch.step_id,
                     epoch=0,
-                    input_wait_ms=0.0,
-                    compute_ms=0.0,
+                    timing=StageTiming(*[0.0] * 7),
                     token_ids=tokens if stage == NUM_STAGES - 1 else None,
                 )
                 for stage in self.workers
@@ -194,7 +194,7 @@ def run_the_loop(
         steps,
         stages,
         NoGrammars("none here"),
-        StepJournal(NUM_STAGES, None),
+        StepJournal(NUM_STAGES),
         SimpleNamespace(publish=lambda *arguments: None),
         None,
         zmq.Poller(),

@@ -77,7 +77,7 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
     flags = """--pp 2 --pp-layer-partition 3,1 --policy sarathi --prefill-spread-steps 5
         --min-prefill-tokens 7 --chunked-prefill-size 100 --pause-free-share 0.2
         --extra-steps-in-flight 1 --stage-attention-backend torch --cpu-threads-per-stage 2
-        --trace-path trace.jsonl --page-size 16 --max-total-tokens 999
+        --trace-path trace.jsonl --trace-steps steps.json --page-size 16 --max-total-tokens 999
         --max-running-requests 9 --max-queued-requests 0 --disable-radix-cache
         --grammar-compile-seconds 3 --grammar-compile-memory-mib 100
         --grammar-match-ms-per-token 1.5 --grammar-backend none
@@ -117,7 +117,7 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
         compile_memory_mib=100,
         match_ms_per_token=1.5,
     )
-    assert pipeline.trace_path == "trace.jsonl"
+    assert (pipeline.trace_path, pipeline.trace_steps) == ("trace.jsonl", "steps.json")
 
 
 @pytest.mark.parametrize("flags", [[], ["--grammar-backend", "xgrammar"]])

@@ -8,6 +8,8 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 from support.live_server import LiveServer, live_server, wait_until
 
+from sgl_pipeline.stage_timing import BUBBLE_CAUSES
+
 pytestmark = pytest.mark.multiproc
 
 DRAIN_TIMEOUT_S = 4.0
@@ -45,6 +47,10 @@ OURS = {
     "sgl_pipeline_num_stages",
     "sgl_pipeline_waiting_tokens",
     "sgl_pipeline_free_page_share",
+    "sgl_pipeline_naive_waiting_tokens",
+    "sgl_pipeline_naive_free_page_share",
+    "sgl_pipeline_microbatch_tokens",
+    "sgl_pipeline_microbatch_budget_tokens",
     "sgl_pipeline_steps_in_flight",
     "sgl_pipeline_steps_total",
     "sgl_pipeline_step_tokens_total",
@@ -124,7 +130,24 @@ def test_metrics_have_sglangs_names_and_count_what_was_served(server: LiveServer
     assert samples.value("sgl_pipeline_num_stages") == 2
     assert samples.value("sgl_pipeline_step_tokens_total", kind="decode") == facts["decodes"]
     assert samples.value("sgl_pipeline_stage_compute_seconds_total", stage="1") > 0
+    assert samples.value("sgl_pipeline_budget_bound_by") == 1
+    told = facts["recent_steps"]["stages"]
+    # Written when the last step has come back, which the count of steps does not tell.
+    wait_until(lambda: bubbles(Samples(server)) == [pytest.approx(stage) for stage in told])
+    # Nothing runs: the prompt's pages are cached, free for those who know.
+    naive, exact = (f"sgl_pipeline_{kind}free_page_share" for kind in ("naive_", ""))
+    assert samples.value(naive) < samples.value(exact) == 1
     assert {"model_name", "engine_type", "tp_rank"} <= samples.labels("sglang:num_running_reqs")
+
+
+def bubbles(samples: Samples) -> list[dict[str, float]]:
+    """The gauges of each stage, and what they leave of its time."""
+    name = "sgl_pipeline_stage_bubble_share"
+    stages = [
+        {cause: samples.value(name, stage=stage, cause=cause) for cause in BUBBLE_CAUSES}
+        for stage in ("0", "1")
+    ]
+    return [{"busy": 1 - sum(shares.values())} | shares for shares in stages]
 
 
 def test_gauges_follow_a_running_request(server: LiveServer) -> None:

@@ -106,7 +106,10 @@ def test_every_stage_writes_a_trace_of_the_steps_asked_for(
     # It is over by itself, on both stages.
     wait_until(lambda: "not in progress" in post(demo_server, "stop_profile").text)
     files = sorted((tmp_path / "traces").iterdir())
-    assert [file.name for file in files] == [f"p-TP-0-PP-{n}.trace.json.gz" for n in range(2)]
+    stages = [f"p-TP-0-PP-{n}.trace.json.gz" for n in range(2)]
+    assert [file.name for file in files] == [*stages, "p-steps.trace.json"]
+    tracks = {event["tid"] for event in json.loads(files.pop().read_text())}
+    assert tracks == {0, 1, 2}
     for file in files:
         with gzip.open(file) as trace:
             names = [event.get("name") for event in json.load(trace)["traceEvents"]]
@@ -118,5 +121,5 @@ def test_a_profile_that_cannot_be_written_is_a_400_and_the_server_goes_on(
 ) -> None:
     (tmp_path / "file").write_text("")
     refused = post(demo_server, "start_profile", output_dir=str(tmp_path / "file"))
-    assert refused.status_code == 400 and "stage 0" in refused.text
+    assert refused.status_code == 400 and "FileExistsError" in refused.text
     assert demo_server.generate(text="a").status_code == 200

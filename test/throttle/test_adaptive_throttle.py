@@ -1,12 +1,16 @@
 """The reserve for growing decodes in place of the threshold, by hand."""
 
 from sgl_pipeline.args import ThrottleArgs
-from sgl_pipeline.throttle import PipelineLoad, make_policy
+from sgl_pipeline.throttle import PipelineLoad, TokenBudget, make_policy
 
 ARGS = ThrottleArgs(policy="throttle-adaptive")
 
 
 def prefill_tokens(args: ThrottleArgs = ARGS, **changes: int) -> int:
+    return budget(args, **changes).prefill_tokens
+
+
+def budget(args: ThrottleArgs = ARGS, **changes: int) -> TokenBudget:
     """Of four stages with a long queue, all of whose 1000 pages are free, with `changes`."""
     values = {
         "step_id": 0,
@@ -20,7 +24,7 @@ def prefill_tokens(args: ThrottleArgs = ARGS, **changes: int) -> int:
         "total_pages": 1000,
         "steps_in_flight": 3,
     }
-    return make_policy(args)(PipelineLoad(**(values | changes))).prefill_tokens
+    return make_policy(args)(PipelineLoad(**(values | changes)))
 
 
 def test_the_maximum_is_that_of_gllms_code_unless_set() -> None:
@@ -55,3 +59,11 @@ def test_several_prompts_are_spread_and_a_single_one_is_not() -> None:
     assert prefill_tokens(waiting_tokens=8000, prompts=2) == 1000
     assert prefill_tokens(waiting_tokens=8, prompts=2) == ARGS.min_prefill_tokens
     assert prefill_tokens(waiting_tokens=8000, prompts=1) == 8192
+
+
+def test_a_budget_tells_which_term_bound_it() -> None:
+    assert budget().bound_by == "MaxP"
+    assert budget(free_pages=600).bound_by == "UT"
+    assert budget(waiting_tokens=8000).bound_by == "WT"
+    assert budget(waiting_tokens=8).bound_by == "MinP"
+    assert budget(free_pages=200, reserved_pages=200).bound_by == "pause"

@@ -28,15 +28,15 @@ def budget(policy: str, ready_decodes: int, max_prefill_tokens: int = 512) -> To
 
 @pytest.mark.parametrize("policy", ["sarathi", "greedy-queue"])
 def test_decodes_come_first_and_prefill_gets_the_rest(policy: str) -> None:
-    assert budget(policy, ready_decodes=100) == TokenBudget(412, 100)
+    assert budget(policy, ready_decodes=100) == TokenBudget(412, 100, "MaxP")
 
 
 def test_sarathi_takes_every_ready_decode_whatever_the_budget() -> None:
-    assert budget("sarathi", ready_decodes=600) == TokenBudget(0, 600)
+    assert budget("sarathi", ready_decodes=600) == TokenBudget(0, 600, "MaxP")
 
 
 def test_the_greedy_queue_never_exceeds_its_budget() -> None:
-    assert budget("greedy-queue", ready_decodes=600) == TokenBudget(0, 512)
+    assert budget("greedy-queue", ready_decodes=600) == TokenBudget(0, 512, "MaxP")
 
 
 @given(

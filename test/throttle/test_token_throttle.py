@@ -106,6 +106,19 @@ def test_prefill_and_decode_budgets_are_independent() -> None:
     assert {(b.prefill_tokens, b.decodes) for b in budgets} == {(1000, 0), (1000, 10)}
 
 
+def test_a_budget_tells_which_term_bound_it() -> None:
+    def bound_by(policy: str = "throttle", **changes: int) -> str:
+        return make_policy(ThrottleArgs(policy=policy))(load(**changes)).bound_by
+
+    assert bound_by(waiting_tokens=8000) == "WT"
+    assert bound_by(waiting_tokens=8000, free_pages=200) == "UT"
+    assert bound_by(waiting_tokens=10**9) == "MaxP"
+    assert bound_by(waiting_tokens=8) == bound_by(waiting_tokens=10**9, free_pages=51) == "MinP"
+    assert bound_by(waiting_tokens=10**9, free_pages=49, running_decodes=1) == "pause"
+    assert bound_by("no-wt", waiting_tokens=8, free_pages=900) == "UT"
+    assert bound_by("no-ut", waiting_tokens=8000, free_pages=60) == "WT"
+
+
 def test_a_burst_is_spread_over_the_steps() -> None:
     """Case study T = 3: each step takes a third of what still waits, none takes a peak."""
     args = ThrottleArgs(prefill_spread_steps=3)

@@ -1,0 +1,95 @@
+"""Steps as a Chrome trace, which chrome://tracing and ui.perfetto.dev show: a track for the
+scheduler and one for each stage.
+
+Written by `managers/` (`--trace-steps`, and beside the profiles of `/start_profile`). The format is
+the JSON array of "Trace Event Format" (Google, 2016): ph X is a span, ts and dur in microseconds.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from sgl_pipeline.trace import StepRecord
+
+_PROCESS = 1
+_END = b"\n]\n"
+
+
+class ChromeTraceWriter:
+    """A `trace.StepWriter`. After each `flush` the file is whole, whatever ends the process."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._file: IO[bytes] = Path(path).open("wb")  # noqa: SIM115 - closed by `close`
+        self._encoder = msgspec.json.Encoder()
+        self._num_tracks = 0
+        self._file.write(b"[" + self._encoder.encode(_name("process_name", "sgl_pipeline", 0)))
+        self._file.write(_END)
+
+    def write(self, record: StepRecord) -> None:
+        self._file.seek(-len(_END), 2)
+        for event in (*self._new_tracks(record), *_events(record)):
+            self._file.write(b",\n" + self._encoder.encode(event))
+        self._file.write(_END)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _new_tracks(self, record: StepRecord) -> Iterator[dict[str, Any]]:
+        """Names for the tracks that appear for the first time: all, in the first record."""
+        tracks = ["scheduler", *(f"stage {stage}" for stage in range(len(record.stages)))]
+        for track in range(self._num_tracks, len(tracks)):
+            yield _name("thread_name", tracks[track], track)
+        self._num_tracks = max(self._num_tracks, len(tracks))
+
+
+def _events(record: StepRecord) -> Iterator[dict[str, Any]]:
+    """The spans of one step. What a stage does before it computes is left out where it takes none
+    of its time: those spans are its bubbles."""
+    carried = {"prefill_tokens": record.prefill_tokens, "decodes": record.decodes}
+    decided = {
+        "waiting_tokens": record.waiting_tokens,
+        "free_page_share": record.free_page_share,
+        "prefill_budget": record.prefill_budget,
+        "decode_budget": record.decode_budget,
+        "bound_by": record.bound_by,
+    }
+    step = f"step {record.step_id}"
+    schedule_end_s = record.scheduled_s + record.schedule_ms * 1e-3
+    result_end_s = record.finished_s + record.result_ms * 1e-3
+    yield _span(f"schedule {step}", 0, record.scheduled_s, schedule_end_s, carried | decided)
+    yield _span(f"book {step}", 0, record.finished_s, result_end_s, {"ended": len(record.ended)})
+    for track, timing in enumerate(record.stages, 1):
+        decided_s = max(timing.free_s, record.scheduled_s)
+        spans = (
+            ("metadata", decided_s, timing.inputs_s),
+            ("activations", timing.inputs_s, timing.activations_s),
+            (step, timing.activations_s, timing.done_s),
+            ("send", timing.done_s, timing.sent_s),
+        )
+        for name, start_s, end_s in spans:
+            if end_s > start_s:
+                yield _span(name, track, start_s, end_s, carried if name == step else {})
+
+
+def _span(
+    name: str, track: int, start_s: float, end_s: float, args: dict[str, Any]
+) -> dict[str, Any]:
+    start_us, end_us = start_s * 1e6, end_s * 1e6
+    return {
+        "name": name,
+        "ph": "X",
+        "ts": start_us,
+        "dur": end_us - start_us,
+        "pid": _PROCESS,
+        "tid": track,
+        "args": args,
+    }
+
+
+def _name(kind: str, name: str, track: int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": _PROCESS, "tid": track, "args": {"name": name}}

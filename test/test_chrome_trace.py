@@ -1,0 +1,68 @@
+"""The Chrome trace is whole at any moment, and its spans are those of the steps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from support.step_records import run_step
+
+from sgl_pipeline.chrome_trace import ChromeTraceWriter
+from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.stage_timing import StageTiming
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    events = json.loads(path.read_text())
+    for event in events:
+        assert isinstance(event["name"], str) and isinstance(event["args"], dict)
+        assert {event["pid"]} == {1} and isinstance(event["tid"], int)
+        assert event["ph"] in ("X", "M")
+        if event["ph"] == "X":
+            assert event["ts"] >= 0 and event["dur"] >= 0
+    return events
+
+
+def test_the_file_is_whole_after_each_step(tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    journal = StepJournal(2, [writer := ChromeTraceWriter(path)])
+    writer.flush()
+    assert len(events_of(path)) == 1
+    sizes = []
+    for step_id in range(3):
+        run_step(journal, step_id)
+        sizes.append(len(events_of(path)))
+    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 0
+    journal.close()
+    assert len(events_of(path)) == sizes[2]
+
+
+def test_each_stage_has_a_track_with_what_it_did_when(tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    journal = StepJournal(2)
+    run_step(journal, 0)
+    second = StageTiming(11.0, 12.0, 12.25, 12.75, 13.0, 13.5, 13.625)
+    record = msgspec.structs.replace(
+        journal.recent[0], scheduled_s=11.5, stages=(journal.recent[0].stages[0], second)
+    )
+    writer = ChromeTraceWriter(path)
+    writer.write(record)
+    writer.close()
+    events = events_of(path)
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {0: "scheduler", 1: "stage 0", 2: "stage 1"}
+    spans = [
+        (e["name"], e["ts"] / 1e6, e["dur"] / 1e6)
+        for e in events
+        if (e["tid"], e["ph"]) == (2, "X")
+    ]
+    assert spans == [
+        ("metadata", 11.5, 0.75),
+        ("activations", 12.25, 0.5),
+        ("step 0", 12.75, 0.75),
+        ("send", 13.5, 0.125),
+    ]
+    (decided,) = (e for e in events if e["name"] == "schedule step 0")
+    assert decided["args"]["bound_by"] == "MinP" and decided["args"]["prefill_tokens"] == 5
+    (computed,) = (e for e in events if e["name"] == "step 0" and e["tid"] == 1)
+    assert computed["args"] == {"prefill_tokens": 5, "decodes": 1}
