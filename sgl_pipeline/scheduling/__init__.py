@@ -4,6 +4,7 @@
 """
 
 from sgl_pipeline.requests import TokenEvent
-from sgl_pipeline.scheduling.step_scheduler import WAITED_TOO_LONG, StepScheduler
+from sgl_pipeline.scheduling.age_limit import WAITED_TOO_LONG
+from sgl_pipeline.scheduling.step_scheduler import StepScheduler
 
 __all__ = ["WAITED_TOO_LONG", "StepScheduler", "TokenEvent"]

@@ -1,13 +1,18 @@
 """Which requests have been somewhere for too long: the oldest is looked at, and nobody else.
 
-Used by `StepScheduler`, once for waiting and once for running requests. It reads no clock and ends
-nothing itself.
+Used by `StepScheduler` as `RequestAges`. It reads no clock and ends nothing itself.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from itertools import takewhile
 
-from sgl_pipeline.requests import Request
+from sgl_pipeline.microbatch import Chunk
+from sgl_pipeline.requests import FinishReason, Request, RequestState
+
+# Upstream's words (scheduler.py, _poll_timeout_aborts).
+WAITED_TOO_LONG = FinishReason("abort", message="Request waiting timeout reached.", status_code=503)
+RAN_TOO_LONG = FinishReason("abort", message="Request running timeout reached.", status_code=503)
 
 
 class AgeLimit:
@@ -51,3 +56,40 @@ class AgeLimit:
             del self._started_s[request]
             overdue.append(request)
         return overdue
+
+
+class RequestAges:
+    """How long each request has waited and run, against the limit of either, in seconds."""
+
+    def __init__(self, waiting_timeout_s: float | None, running_timeout_s: float | None) -> None:
+        self._waiting = AgeLimit(waiting_timeout_s)
+        self._running = AgeLimit(running_timeout_s)
+
+    def waits(self, request: Request, since: float) -> None:
+        """`request` is in the queue."""
+        self._waiting.start(request, since)
+
+    def retracted(self, requests: Sequence[Request], now: float) -> None:
+        """`requests` went back to the queue; in a pause some may have ended since."""
+        for request in requests:
+            if request.state is RequestState.WAITING:
+                self._waiting.start(request, now)
+
+    def scheduled(self, chunks: Sequence[Chunk], now: float) -> None:
+        """A step takes `chunks`: prefill comes last, and whoever was let in has some."""
+        for chunk in reversed(chunks):
+            if chunk.is_decode:
+                break
+            self._waiting.stop(chunk.request)
+            self._running.start(chunk.request, now)
+            if chunk.request.started_s is None:
+                chunk.request.started_s = now
+
+    def ended(self, request: Request) -> None:
+        self._waiting.stop(request)
+        self._running.stop(request)
+
+    def overdue(self, now: float) -> list[tuple[Request, FinishReason]]:
+        """Takes out the requests whose time is over, and says why each ends."""
+        waited = [(request, WAITED_TOO_LONG) for request in self._waiting.overdue(now)]
+        return waited + [(request, RAN_TOO_LONG) for request in self._running.overdue(now)]

@@ -12,8 +12,9 @@ from sgl_pipeline.errors import ProtocolError, QueueFullError, RequestError
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.requests import FinishReason, LogprobRows, Request, RequestState, TokenEvent
 from sgl_pipeline.scheduling.admission import Admission
-from sgl_pipeline.scheduling.age_limit import AgeLimit
+from sgl_pipeline.scheduling.age_limit import RequestAges
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
+from sgl_pipeline.scheduling.logprob_rows import keep_logprobs
 from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.preemption import Preemption
 from sgl_pipeline.scheduling.radix_cache import RadixCache
@@ -27,14 +28,12 @@ from sgl_pipeline.throttle import PipelineLoad, Policy, TokenBudget
 # SGLang's `/health` sends requests whose ids begin like this; a full queue must not fail them.
 HEALTH_CHECK_PREFIX = "HEALTH_CHECK_"
 
-# Upstream's words (scheduler.py, _abort_on_queued_limit and _poll_timeout_aborts).
+# Upstream's words (scheduler.py, _abort_on_queued_limit).
 DISPLACED = FinishReason(
     "abort",
     message="The request is aborted by a higher priority request.",
     status_code=503,
 )
-WAITED_TOO_LONG = FinishReason("abort", message="Request waiting timeout reached.", status_code=503)
-RAN_TOO_LONG = FinishReason("abort", message="Request running timeout reached.", status_code=503)
 
 
 class StepScheduler:
@@ -81,8 +80,7 @@ class StepScheduler:
             args.preemption_threshold,
         )
         self._decode_reserve = DecodeReserve(args.page_size, self._max_in_flight)
-        self._waiting_ages = AgeLimit(args.waiting_timeout_s)
-        self._running_ages = AgeLimit(args.running_timeout_s)
+        self._ages = RequestAges(args.waiting_timeout_s, args.running_timeout_s)
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[Microbatch] = deque()
         self._next_step_id = 0
@@ -108,7 +106,7 @@ class StepScheduler:
         self._num_arrivals += 1
         self._requests[request.request_id] = request
         self._waiting.add(request)
-        self._waiting_ages.start(request, request.arrival_s)
+        self._ages.waits(request, request.arrival_s)
         return displaced
 
     def check_arrival(self, request: Request, num_held: int) -> None:
@@ -153,11 +151,9 @@ class StepScheduler:
 
         `now` is the clock of `Request.arrival_s`, in seconds.
         """
-        ages = ((self._waiting_ages, WAITED_TOO_LONG), (self._running_ages, RAN_TOO_LONG))
         return [
             request
-            for age_limit, reason in ages
-            for request in age_limit.overdue(now)
+            for request, reason in self._ages.overdue(now)
             if self.abort(request.request_id, reason) is not None
         ]
 
@@ -200,7 +196,8 @@ class StepScheduler:
         while not chunks and not self._in_flight and len(self._running) > 1:
             self._preemption.retract_last()
             chunks = self._decide()
-        self._note_ages(chunks, now)
+        self._ages.retracted(self._preemption.take_retracted(), now)
+        self._ages.scheduled(chunks, now)
         if not chunks:
             return None
         released = self._pages.take_released()
@@ -214,20 +211,6 @@ class StepScheduler:
         self.decided_load = self.load(self._accounting)
         self.decided_budget = self._policy(self.decided_load)
         return self._admission.fill(self.decided_budget)
-
-    def _note_ages(self, chunks: list[Chunk], now: float) -> None:
-        for request in self._preemption.take_retracted():
-            # In a pause it may have ended since.
-            if request.state is RequestState.WAITING:
-                self._waiting_ages.start(request, now)
-        # Prefill chunks come last, and whoever was let in has one.
-        for chunk in reversed(chunks):
-            if chunk.is_decode:
-                break
-            self._waiting_ages.stop(chunk.request)
-            self._running_ages.start(chunk.request, now)
-            if chunk.request.started_s is None:
-                chunk.request.started_s = now
 
     def on_result(
         self,
@@ -266,7 +249,7 @@ class StepScheduler:
         for chunk in microbatch.chunks:
             new_ids = (next(drawn),) if chunk.samples else ()
             if chunk.request.logprobs is not None:
-                _keep_logprobs(chunk, next(rows))
+                keep_logprobs(chunk, next(rows))
             event = self._book(chunk, new_ids, now)
             if event is not None:
                 events.append(event)
@@ -304,8 +287,7 @@ class StepScheduler:
         request.state = RequestState.FINISHED
         request.finish = reason
         del self._requests[request.request_id]
-        self._waiting_ages.stop(request)
-        self._running_ages.stop(request)
+        self._ages.ended(request)
         self._running.drop(request)
         if was_running and request.steps_in_flight == 0:
             self._pages.release(request)
@@ -408,17 +390,3 @@ def _queue_full(num_waiting: int, limit: int) -> QueueFullError:
         f"{num_waiting} requests wait already, the limit is {limit}; try again later or raise "
         "--max-queued-requests"
     )
-
-
-def _keep_logprobs(chunk: Chunk, rows: LogprobRows) -> None:
-    """Adds what a chunk yielded to what its request has. Raises ProtocolError on a wrong count."""
-    request = chunk.request
-    num_due = max(0, chunk.end - max(chunk.start, request.first_logits_position))
-    if rows.num_rows != num_due:
-        raise ProtocolError(
-            f"request {request.request_id!r} got log-probabilities of {rows.num_rows} positions, "
-            f"{num_due} are due"
-        )
-    if num_due:
-        request.logprob_runs.append(rows)
-        request.num_logprob_rows += num_due
