@@ -2,20 +2,19 @@
 
     python -m benchmark.hurtful_requests --url http://127.0.0.1:30000
 
-The server runs the demo model (`make serve`). Prints, and with `--output` writes, the inter-token
-times of the stream, quiet and beside the table of `hurtful_table.py`, and the slowest answers.
+The server runs the demo model (`make serve`). Prints the inter-token times of the stream, quiet and
+beside the table of `hurtful_table.py`, and the slowest answer.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import requests
 
+from benchmark.dated_result import markdown_table, save_result
 from benchmark.hurtful_table import HURTFUL_REQUESTS
 from benchmark.neighbour import Neighbour
 
@@ -74,17 +73,38 @@ def _pace(gaps_ms: list[float]) -> dict[str, float]:
     }
 
 
+def _table(record: dict[str, Any]) -> str:
+    """The stream's pace, and the two limits that a run is held to."""
+    rows = [
+        [f"the stream, {when}", *(str(record[when][name]) for name in ("p50_ms", "p99_ms"))]
+        for when in ("quiet", "beside")
+    ]
+    slowest, seconds = next(iter(record["slowest_answers_s"].items()))
+    return "\n\n".join(
+        (
+            markdown_table(["time between tokens, ms", "p50", "p99"], rows),
+            f"{record['requests']} requests; p99 beside them {record['p99_ratio']} times the quiet "
+            f"one (at most {MAX_P99_RATIO}); slowest answer {seconds} s (at most {MAX_ANSWER_S}): "
+            f"{slowest}; texts equal: {record['same_texts']}; faults: {len(record['faults'])}; "
+            f"passed: {record['passed']}",
+        )
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--url", default="http://127.0.0.1:30000")
-    parser.add_argument("--output", type=Path, help="also written here, as JSON")
+    parser.add_argument("--save", action="store_true", help="as a dated result")
     options = parser.parse_args()
     requests.get(options.url + "/health", timeout=30).raise_for_status()
     record = measure(options.url)
-    text = json.dumps(record, indent=2)
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text + "\n")
+    table = _table(record)
+    print(table)
+    for reason, fault in record["faults"].items():
+        print(f"{reason}: {fault}")
+    if options.save:
+        name = "hurtful_requests"
+        print(f"Written: {save_result(name, name, {}, record, [table])}.md and .json")
     return 0 if record["passed"] else 1
 
 
