@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure as Canvas
 
 from benchmark.figures.figure import (
+    COLUMNS,
     Figure,
     Options,
     Row,
@@ -26,12 +27,6 @@ SETTINGS = (
     ("Qwen2.5-32B", "sharegpt", 24.0, 0.9),
     ("Qwen2.5-32B", "azure_conv", 6.0, 0.9),
     ("Qwen2.5-32B", "azure_conv", 6.0, 0.55),
-)
-COLUMNS = (
-    ("ttft_ms", "TTFT"),
-    ("tpot_ms", "TPOT"),
-    ("e2e_ms", "E2E"),
-    ("output_tokens_per_s", "throughput"),
 )
 
 

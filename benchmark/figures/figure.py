@@ -25,6 +25,14 @@ Row = dict[str, Any]
 # As many requests as KV holds: the papers give memory "the largest value without running out".
 UNBOUNDED = SchedulingArgs(max_running_requests=16384, radix_cache=False)
 
+# What figures compare run by run, and how they call it.
+COLUMNS = (
+    ("ttft_ms", "TTFT"),
+    ("tpot_ms", "TPOT"),
+    ("e2e_ms", "E2E"),
+    ("output_tokens_per_s", "throughput"),
+)
+
 POLICY_STYLE = {
     "throttle": {"color": "#0072B2", "marker": "o"},
     "sarathi": {"color": "#D55E00", "marker": "s"},

@@ -7,6 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure as Canvas
 
 from benchmark.figures.figure import (
+    COLUMNS,
     Figure,
     Options,
     Row,
@@ -35,12 +36,6 @@ PAPER_NAMES = {
     "pause_free_share": "KVthresh",
     "min_prefill_tokens": "#MinP",
 }
-COLUMNS = (
-    ("ttft_ms", "TTFT"),
-    ("tpot_ms", "TPOT"),
-    ("e2e_ms", "E2E"),
-    ("output_tokens_per_s", "throughput"),
-)
 
 
 def compute(options: Options) -> list[Row]:

@@ -69,19 +69,6 @@ def shared_prefixes(
     return shared
 
 
-def fixed_lengths(
-    num_requests: int, input_tokens: int, output_tokens: int
-) -> list[SimulatedRequest]:
-    """Equal requests that share nothing."""
-    ids = TokenIds()
-    return [
-        SimulatedRequest(
-            arrival_s=0.0, prompt=(ids.fresh(input_tokens),), output=ids.fresh(output_tokens)
-        )
-        for _ in range(num_requests)
-    ]
-
-
 def thinking(
     requests: Iterable[SimulatedRequest], mean_think_s: float, random: Random
 ) -> list[SimulatedRequest]:
