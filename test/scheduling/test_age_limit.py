@@ -1,6 +1,7 @@
 from support.pipelines import make_request
 
-from sgl_pipeline.scheduling.age_limit import AgeLimit
+from sgl_pipeline.microbatch import Chunk
+from sgl_pipeline.scheduling.age_limit import AgeLimit, RequestAges
 
 
 def test_only_what_is_older_than_the_limit_is_overdue_and_only_once() -> None:
@@ -38,3 +39,15 @@ def test_who_was_held_up_on_the_way_is_overdue_by_its_own_start() -> None:
         ages.start(request, start)
     for now in (10.5, 12.5, 14.5, 15.5, 17.5):
         assert ages.overdue(now) == [requests[now - 10.5]]
+
+
+def test_a_request_that_ended_has_no_clock_left_of_either_kind() -> None:
+    ages = RequestAges(1.0, 1.0)
+    waited, ran = make_request("a", [1]), make_request("b", [1])
+    for request in (waited, ran):
+        ages.waits(request, 0.0)
+    ages.scheduled([Chunk(ran, 0, 1, is_decode=False, samples=True)], 0.0)
+    assert len(ages.overdue(0.5)) == 0
+    ages.ended(waited)
+    ages.ended(ran)
+    assert ages.overdue(9.0) == []
