@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from support.workloads import fixed_lengths
 
 from benchmark import dated_result
 from benchmark.bench_serving import check_equal_work, main, save_run, take_requests
@@ -14,7 +15,6 @@ from benchmark.loads import Load
 from benchmark.serving_report import METRICS, Run
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.simulator.experiment import Cluster, simulate
-from sgl_pipeline.simulator.traces import fixed_lengths
 from sgl_pipeline.simulator.workload import poisson_arrivals
 
 RUN = Run(

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from support.workloads import fixed_lengths
 from tokenizers import Tokenizer
 
 from benchmark.loads import MIN_TOKENS, WrittenLoad, scaled_trace, write_workload
 from benchmark.make_model import write_tokenizer
-from sgl_pipeline.simulator.traces import fixed_lengths, shared_prefixes
+from sgl_pipeline.simulator.traces import shared_prefixes
 from sgl_pipeline.simulator.workload import SimulatedRequest
 
 VOCAB_SIZE = 1000

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from support.workloads import fixed_lengths
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.simulator.traces import (
@@ -17,24 +18,9 @@ from sgl_pipeline.simulator.traces import (
     thinking,
 )
 from sgl_pipeline.simulator.workload import (
-    SimulatedRequest,
-    TokenIds,
     poisson_arrivals,
     scaled_arrivals,
 )
-
-
-def fixed_lengths(
-    num_requests: int, input_tokens: int, output_tokens: int
-) -> list[SimulatedRequest]:
-    """Equal requests that share nothing."""
-    ids = TokenIds()
-    return [
-        SimulatedRequest(
-            arrival_s=0.0, prompt=(ids.fresh(input_tokens),), output=ids.fresh(output_tokens)
-        )
-        for _ in range(num_requests)
-    ]
 
 
 @pytest.mark.parametrize(
