@@ -12,6 +12,7 @@ from typing import Any
 from sgl_pipeline.args import (
     ACCOUNTINGS,
     ATTENTION_BACKENDS,
+    LAYER_KERNELS,
     POLICIES,
     GrammarArgs,
     PipelineArgs,
@@ -47,6 +48,13 @@ OUR_FLAGS = (
         "attention_backend",
         "Attention kernels of the stages.",
         choices=ATTENTION_BACKENDS,
+    ),
+    Flag(
+        "--stage-kernels",
+        StageArgs,
+        "layer_kernels",
+        "Kernels of the stages for norms, rotary embedding, KV writes and the MLP's gate.",
+        choices=LAYER_KERNELS,
     ),
     Flag(
         "--cpu-threads-per-stage",
