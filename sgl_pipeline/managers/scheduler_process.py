@@ -8,10 +8,11 @@ Started by upstream's `launch_server` in place of its own scheduler (upstream:
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+import setproctitle
 import torch
 import zmq
 from sglang.srt.runtime_context import get_serving, publish
@@ -48,9 +49,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PROCESS_TITLE = "sgl_pipeline::scheduler"  # in the manner of upstream's sglang::detokenizer
+
 
 def run_scheduler_process(
     args: PipelineArgs,
+    stage_pids: Sequence[int],
     server_args: Any,
     port_args: Any,
     gpu_id: int,
@@ -62,17 +66,19 @@ def run_scheduler_process(
     """Serves until shut down; ends the process with exit code 1 when it cannot go on.
 
     Args:
-        args: ours; the rest is what upstream hands to its scheduler. The ranks are all zero,
-            because upstream is resolved at one process.
+        args: ours; what follows the next is what upstream hands to its scheduler. The ranks are
+            all zero, because upstream is resolved at one process.
+        stage_pids: process ids of the stage workers, by number.
         pipe_writer: gets the ready message that upstream's main process waits for.
     """
+    setproctitle.setproctitle(PROCESS_TITLE)
     publish(server_args, role="scheduler")
     configure_logger(server_args, prefix=" scheduler")
     # Leave through the `finally` that stops the stages, and not with 0: upstream's watchdog takes
     # that for a scheduler that was told to go, and would leave a front without one.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        _serve(args, server_args, port_args, pipe_writer)
+        _serve(args, stage_pids, server_args, port_args, pipe_writer)
     except SglPipelineError as error:
         logger.error("%s", error)
         sys.exit(1)
@@ -82,7 +88,11 @@ def run_scheduler_process(
 
 
 def _serve(
-    args: PipelineArgs, server_args: Any, port_args: Any, pipe_writer: "Connection[Any, Any]"
+    args: PipelineArgs,
+    stage_pids: Sequence[int],
+    server_args: Any,
+    port_args: Any,
+    pipe_writer: "Connection[Any, Any]",
 ) -> None:
     tokenizer = load_tokenizer(server_args)
     spec = read_model_spec(args.stages.model_path)
@@ -94,7 +104,7 @@ def _serve(
     plan = first_stage_plan(args.stages, spec)
     links = link_addresses(args, torch.cuda.device_count())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    launcher = StageLauncher(args, plan, links, context)
+    launcher = StageLauncher(args, plan, links, stage_pids, context)
     journal = StepJournal(plan.num_stages, _open_traces(args))
     front = loads = None
     try:

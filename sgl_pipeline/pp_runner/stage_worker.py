@@ -1,13 +1,10 @@
-"""The stage process: connects, loads what it is assigned, runs step plans until told to stop.
+"""The stage worker: connects, loads what it is assigned, runs step plans until told to stop.
 
-Started by `managers/stage_launcher.py` as `python -m sgl_pipeline.pp_runner.stage_worker`; it
-connects to the scheduler by address and learns its position from a `StageAssignment`. It is the
-conversation only: a step itself is run by `stage_runner.py`.
+Run by `stage_process.py`. It connects to the scheduler by address and learns its position from a
+`StageAssignment`. It is the conversation only: a step itself is run by `stage_runner.py`.
 """
 
-import argparse
 import logging
-import sys
 import time
 import traceback
 from typing import TypeVar
@@ -41,7 +38,6 @@ from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
-from sgl_pipeline.process_lifetime import die_with_parent
 from sgl_pipeline.step_plan import StepPlan
 
 Message = TypeVar("Message", bound=ToWorker)
@@ -125,29 +121,21 @@ class StageWorker:
         return message
 
 
-def main() -> int:
-    """Entry of the worker process; the exit code is 0 after a Shutdown, else 1."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--address", required=True, help="ZeroMQ address of the scheduler")
-    parser.add_argument("--worker", required=True, type=int, help="number of this worker")
-    parser.add_argument("--parent", type=int, help="process id of the parent to end with")
-    options = parser.parse_args()
-    if options.parent is not None:
-        die_with_parent(options.parent)
-    logging.basicConfig(format=f"[worker {options.worker}] %(message)s", level=logging.INFO)
+def run_worker(address: str, worker: int) -> int:
+    """Serves the scheduler at `address` until told to stop, or tells it why that cannot be.
+
+    Returns the exit code of the process: 0 after a Shutdown, else 1.
+    """
+    logging.basicConfig(format=f"[worker {worker}] %(message)s", level=logging.INFO)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with WorkerChannel(context, options.address, options.worker) as channel:
+    with WorkerChannel(context, address, worker) as channel:
         try:
-            StageWorker(channel, options.worker).run()
+            StageWorker(channel, worker).run()
         except Exception as error:
             is_configuration = isinstance(error, ConfigurationError)
             if not is_configuration:
                 traceback.print_exc()
             text = str(error) if is_configuration else f"{type(error).__name__}: {error}"
-            channel.send(WorkerFailed(options.worker, text, is_configuration))
+            channel.send(WorkerFailed(worker, text, is_configuration))
             return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
