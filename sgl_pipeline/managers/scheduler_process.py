@@ -34,13 +34,11 @@ from sgl_pipeline.managers.sglang_io import SglangFront
 from sgl_pipeline.managers.stage_launcher import (
     PipelineCapacity,
     StageLauncher,
-    first_stage_plan,
     link_addresses,
 )
 from sgl_pipeline.managers.step_journal import StepJournal
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.trace import StepWriter, TraceWriter
 
@@ -101,15 +99,14 @@ def _serve(
     reasoning = ReasoningMarks.of_parser(get_serving().reasoning_parser, tokenizer)
     poller = zmq.Poller()
     grammars = _grammars(args, limits, tokenizer, poller)
-    plan = first_stage_plan(args.stages, spec)
     links = link_addresses(args, torch.cuda.device_count())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    launcher = StageLauncher(args, plan, links, stage_pids, context)
-    journal = StepJournal(plan.num_stages, _open_traces(args))
+    launcher = StageLauncher(args, spec, links, stage_pids, context)
+    journal = StepJournal(args.stages.num_stages, _open_traces(args))
     front = loads = None
     try:
         capacity = launcher.start()
-        facts = _facts(args, plan, capacity)
+        facts = _facts(args, capacity)
         logger.info("pipeline ready: %s", facts)
         pool_tokens = capacity.num_pages * args.scheduling.page_size
         front = SglangFront(
@@ -119,7 +116,7 @@ def _serve(
             args.scheduling,
             make_policy(args.throttle),
             num_pages=capacity.num_pages,
-            num_stages=plan.num_stages,
+            num_stages=args.stages.num_stages,
             context_length=limits.context_length,
         )
         loads = LoadReport(loads_path(args.run_directory), args.scheduling, capacity)
@@ -220,11 +217,15 @@ def _ready_message(
     }
 
 
-def _facts(args: PipelineArgs, plan: StagePlan, capacity: PipelineCapacity) -> dict[str, Any]:
+def _facts(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, Any]:
     """What `/server_info` tells of the pipeline as it was started."""
+    predicted_ms = capacity.predicted_ms
     return {
-        "num_stages": plan.num_stages,
-        "layer_partition": list(plan.layer_counts),
+        "num_stages": capacity.plan.num_stages,
+        "layer_partition": list(capacity.plan.layer_counts),
+        "predicted_step_ms_of_stages": (
+            [round(stage_ms, 3) for stage_ms in predicted_ms] if predicted_ms else None
+        ),
         "policy": args.throttle.policy,
         "accounting": args.scheduling.accounting,
         "page_size": args.scheduling.page_size,

@@ -18,6 +18,8 @@ from sgl_pipeline.errors import ConfigurationError, StageFailure
 from sgl_pipeline.managers.stage_processes import stage_address, stage_cores, stage_threads
 from sgl_pipeline.messages import (
     FromWorker,
+    MeasureCosts,
+    MeasuredCosts,
     PoolSize,
     Shutdown,
     StageAssignment,
@@ -28,7 +30,15 @@ from sgl_pipeline.messages import (
 )
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
 from sgl_pipeline.process_lifetime import WatchedProcess
-from sgl_pipeline.stage_plan import StagePlan, parse_layer_partition
+from sgl_pipeline.stage_plan import (
+    TYPICAL_STEP,
+    StagePlan,
+    agreed_costs,
+    balanced_layer_counts,
+    even_layer_counts,
+    parse_layer_partition,
+    stage_times_ms,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +49,11 @@ Message = TypeVar("Message", bound=FromWorker)
 
 @dataclass(frozen=True, slots=True)
 class PipelineCapacity:
-    """What the ready pipeline has: pages (the minimum over stages) and each stage's load report."""
+    """What the ready pipeline has: its plan, pages (the minimum over stages) and each stage's load
+    report. `predicted_ms` is what a typical step takes each stage, where that was measured."""
 
+    plan: StagePlan
+    predicted_ms: tuple[float, ...] | None
     num_pages: int
     stages: tuple[StageLoaded, ...]
     attention_backend: str
@@ -50,19 +63,20 @@ class StageLauncher:
     """The stages of one server, each filled by the worker of the same number.
 
     Args:
+        spec: of the model, as the stages will read it.
         pids: of the worker processes, by number.
     """
 
     def __init__(
         self,
         args: PipelineArgs,
-        plan: StagePlan,
+        spec: ModelSpec,
         links: tuple[str, ...],
         pids: Sequence[int],
         context: "zmq.Context[zmq.Socket[bytes]]",
     ) -> None:
         self._args = args
-        self._plan = plan
+        self._spec = spec
         self._links = links
         self._processes = [WatchedProcess(pid) for pid in pids]
         self.channel = SchedulerChannel(context, stage_address(args.run_directory))
@@ -70,7 +84,7 @@ class StageLauncher:
 
     @property
     def workers(self) -> range:
-        return range(self._plan.num_stages)
+        return range(self._args.stages.num_stages)
 
     def start(self) -> PipelineCapacity:
         """Hands out the stages and returns once every one is ready to take step plans.
@@ -78,17 +92,18 @@ class StageLauncher:
         Raises ConfigurationError for what a flag can mend, StageFailure for anything else.
         """
         self._gather(WorkerHello)
-        threads = stage_threads(self._plan.num_stages, self._args.stages.cpu_threads)
-        cores = stage_cores(self._plan.num_stages)
-        for stage in self.workers:
-            self.channel.send(stage, self._assignment(stage, threads[stage], cores[stage]))
+        plan, predicted_ms = first_stage_plan(self._args.stages, self._spec), None
+        if plan is None:
+            plan, predicted_ms = self._plan_by_time()
+        for assignment in self._assignments(plan):
+            self.channel.send(assignment.stage, assignment)
         loaded = tuple(sorted(self._gather(StageLoaded), key=lambda report: report.stage))
         num_pages = min(report.num_pages for report in loaded)
         self.channel.broadcast(self.workers, PoolSize(num_pages))
         ready = self._gather(StageReady)
         for notice in {stage.notice for stage in ready} - {""}:
             logger.warning("%s", notice)
-        return PipelineCapacity(num_pages, loaded, ready[0].attention_backend)
+        return PipelineCapacity(plan, predicted_ms, num_pages, loaded, ready[0].attention_backend)
 
     def receive(self) -> Iterator[FromWorker]:
         """Messages that have arrived. A WorkerFailed is kept as the reason for `check`."""
@@ -129,28 +144,54 @@ class StageLauncher:
         self._processes.clear()
         self.channel.close()
 
-    def _assignment(self, stage: int, threads: int, cores: tuple[int, ...]) -> StageAssignment:
-        stages: StageArgs = self._args.stages
-        return StageAssignment(
-            stage=stage,
-            plan=self._plan,
-            model_path=stages.model_path,
-            load_format=stages.load_format,
-            dtype=stages.dtype,
-            device=stages.device,
-            attention_backend=stages.attention_backend,
-            page_size=self._args.scheduling.page_size,
-            max_total_tokens=stages.max_total_tokens,
-            memory_fraction=stages.memory_fraction,
-            links=self._links,
-            cpu_threads=threads,
-            cpu_cores=cores,
+    def _plan_by_time(self) -> tuple[StagePlan, tuple[float, ...]]:
+        """The plan whose slowest stage takes least, and each stage's milliseconds."""
+        even = even_layer_counts(self._spec.num_layers, len(self.workers))
+        for assignment in self._assignments(StagePlan(0, even)):
+            self.channel.send(assignment.stage, MeasureCosts(assignment))
+        measured = sorted(self._gather(MeasuredCosts), key=lambda report: report.worker)
+        costs = agreed_costs([report.costs for report in measured])
+        counts = balanced_layer_counts(costs)
+        predicted_ms = stage_times_ms(costs, counts)
+        logger.info(
+            "layer split %s: %s should take the stages %s ms, %.2f of it for the head; the slowest "
+            "of an even split %.2f ms",
+            ",".join(map(str, counts)),
+            TYPICAL_STEP,
+            ", ".join(f"{stage_ms:.2f}" for stage_ms in predicted_ms),
+            costs[-1].head_ms,
+            max(stage_times_ms(costs, even)),
         )
+        return StagePlan(0, counts), predicted_ms
+
+    def _assignments(self, plan: StagePlan) -> list[StageAssignment]:
+        """What each worker is told under `plan`."""
+        stages: StageArgs = self._args.stages
+        threads = stage_threads(plan.num_stages, stages.cpu_threads)
+        cores = stage_cores(plan.num_stages)
+        return [
+            StageAssignment(
+                stage=stage,
+                plan=plan,
+                model_path=stages.model_path,
+                load_format=stages.load_format,
+                dtype=stages.dtype,
+                device=stages.device,
+                attention_backend=stages.attention_backend,
+                page_size=self._args.scheduling.page_size,
+                max_total_tokens=stages.max_total_tokens,
+                memory_fraction=stages.memory_fraction,
+                links=self._links,
+                cpu_threads=threads[stage],
+                cpu_cores=cores[stage],
+            )
+            for stage in self.workers
+        ]
 
     def _gather(self, kind: type[Message]) -> list[Message]:
         """One message of `kind` from every worker."""
         gathered: list[Message] = []
-        while len(gathered) < self._plan.num_stages:
+        while len(gathered) < len(self.workers):
             if not self.channel.socket.poll(200):
                 self.check({})
             gathered += [message for message in self.receive() if isinstance(message, kind)]
@@ -159,12 +200,13 @@ class StageLauncher:
         return gathered
 
 
-def first_stage_plan(stages: StageArgs, spec: ModelSpec) -> StagePlan:
-    """The plan that `--pp` and `--pp-layer-partition` ask for on the model of `spec`.
+def first_stage_plan(stages: StageArgs, spec: ModelSpec) -> StagePlan | None:
+    """The plan that `--pp` and `--pp-layer-partition` ask for on the model of `spec`; None where
+    the workers' times will decide.
 
     Raises ConfigurationError when the model cannot be split so.
     """
-    return parse_layer_partition(stages.layer_partition, stages.num_stages, spec.layer_costs())
+    return parse_layer_partition(stages.layer_partition, stages.num_stages, spec.num_layers)
 
 
 def link_addresses(args: PipelineArgs, num_gpus: int) -> tuple[str, ...]:

@@ -15,6 +15,8 @@ import zmq
 from sgl_pipeline.channels import WorkerChannel
 from sgl_pipeline.errors import ConfigurationError, ProtocolError
 from sgl_pipeline.messages import (
+    MeasureCosts,
+    MeasuredCosts,
     MirrorSnapshot,
     PoolSize,
     Shutdown,
@@ -35,6 +37,7 @@ from sgl_pipeline.pp_runner.device import (
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.stage_costs import measure_stage_costs
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
@@ -53,7 +56,7 @@ class StageWorker:
     def run(self) -> None:
         """Returns after a `Shutdown`; raises what the process should die of."""
         self._channel.send(WorkerHello(self._worker))
-        assignment = self._expect(StageAssignment)
+        assignment = self._be_assigned()
         runner = self._become_ready(assignment)
         profile = StageProfile(assignment.stage, assignment.device == "cuda")
         try:
@@ -72,6 +75,14 @@ class StageWorker:
                     raise ProtocolError(f"a ready stage received {type(message).__name__}")
         finally:
             runner.close()
+
+    def _be_assigned(self) -> StageAssignment:
+        message = self._receive()
+        if isinstance(message, MeasureCosts):
+            costs = measure_stage_costs(message.assignment)
+            self._channel.send(MeasuredCosts(self._worker, costs))
+            message = self._receive()
+        return self._checked(message, StageAssignment)
 
     def _become_ready(self, assignment: StageAssignment) -> StageRunner:
         started = time.perf_counter()
@@ -111,9 +122,15 @@ class StageWorker:
         return runner
 
     def _expect(self, kind: type[Message]) -> Message:
+        return self._checked(self._receive(), kind)
+
+    def _receive(self) -> ToWorker | None:
         message = self._channel.receive()
         if isinstance(message, Shutdown):
             raise SystemExit(0)
+        return message
+
+    def _checked(self, message: ToWorker | None, kind: type[Message]) -> Message:
         if not isinstance(message, kind):
             raise ProtocolError(
                 f"worker {self._worker} expected {kind.__name__}, got {type(message).__name__}"
