@@ -41,7 +41,7 @@ _MOST_TABLE_BYTES = 64 * 2**20
 # Read before each call: a stage's other layers would have put this one's weights out of the caches.
 _CACHE_BYTES = 64 * 2**20
 _MOST_ROUNDS, _FEWEST_ROUNDS = 7, 3
-_TIME_LIMIT_S = 0.5
+_TIME_LIMIT_S = 0.3
 # Odd, so that the rows of a matrix (of a router, say) differ although they repeat it.
 _PATTERN_LENGTH = 1_000_003
 
