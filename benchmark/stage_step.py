@@ -54,17 +54,18 @@ def measure_steps(dtype: torch.dtype, rounds: int) -> list[Row]:
     """Steps of the stage with head, without sampling; the limit is that of reading weights and keys
     once, or of the products' arithmetic."""
     stages = {name: _StageUnderTest(kernels, dtype) for name, kernels in competitors().items()}
-    spec = next(iter(stages.values())).spec
+    stage = next(iter(stages.values()))
+    spec = stage.spec
     bytes_per_ms = read_bytes_per_ms(rounds)
     rate = max(flops_per_ms(kernels, dtype, rounds) for kernels in competitors().values())
-    layer_weights = len(LAYERS) * spec.layer_costs().decode[0]
     head_weights = spec.vocab_size * spec.hidden_size
+    layer_weights = stage.weight_bytes // dtype.itemsize - head_weights
     table = []
     for name, chunks in STEPS.items():
         inputs = random_inputs(chunks)
         hidden = torch.randn(inputs.num_tokens, spec.hidden_size).to(dtype)
         row = take_turns(
-            {kind: partial(stage.step, inputs, hidden) for kind, stage in stages.items()}, rounds
+            {kind: partial(each.step, inputs, hidden) for kind, each in stages.items()}, rounds
         )
         row["compiled_to_torch"] = row["compiled_ms"] / row["torch_ms"]
         kv_numbers = 2 * len(LAYERS) * int(inputs.layout.kv_lengths.sum())
@@ -113,6 +114,7 @@ class _StageUnderTest:
 
     def __init__(self, kernels: LayerKernels, dtype: torch.dtype) -> None:
         self.spec, self._model = _load(kernels, dtype)
+        self.weight_bytes = self._model.weight_bytes
         shape = self.spec.attention_shape(PAGE_SIZE, dtype, CPU)
         self._attention = CpuAttention(shape, load_cpu_kernels())
         longest = max(
