@@ -1,30 +1,32 @@
-"""Measures the CPU kernels of one layer against plain torch and against what the machine can do.
+"""Measures the CPU kernels of a stage against plain torch and against what the machine can do.
 
 Run by hand, `python -m benchmark.kernels_cpu [--dtype float32] [--json FILE]`; nothing imports it.
-Competitors take turns within each round, on one thread, and CPU time is counted, so that other
-work on the machine costs them alike; quote the ratios, not the milliseconds.
+Competitors take turns within each round, on one thread, and CPU time is counted (`turns.py`); quote
+the ratios, not the milliseconds. The columns `compiled` are `--stage-kernels cpu`, `onednn` is what
+`--stage-kernels torch` multiplies with, `plain` is F.linear.
 
 Sizes are those of the 0.27b preset (hidden 1024, 16 query and 8 KV heads of 64, 3072 inner).
 """
 
 import argparse
 import json
+import os
 import platform
-import statistics
-import time
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from benchmark.stage_step import competitors, measure_operations, measure_steps
+from benchmark.turns import Row, flops_per_ms, print_table, read_bytes_per_ms, take_turns
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
-from sgl_pipeline.pp_runner.linear import Linear
+from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout
 
 NUM_LAYERS = 8  # of one stage: together they do not fit the caches
@@ -38,7 +40,6 @@ MATRICES = {  # name: (out, in)
 }
 WEIGHTS_PER_LAYER = sum(rows * columns for rows, columns in MATRICES.values())
 
-Row = dict[str, Any]
 Tensors = Mapping[str, torch.Tensor]
 Case = tuple[str, Sequence[tuple[int, int]]]  # name, and (start, length) of each chunk
 ATTENTION_CASES: list[Case] = [
@@ -52,67 +53,44 @@ ATTENTION_CASES: list[Case] = [
 ]
 
 
-def take_turns(competitors: Mapping[str, Callable[[], object]], rounds: int) -> Row:
-    """Milliseconds of CPU time of each: `name_ms` the median, `name_spread` its relative
-    interquartile range. One uncounted round comes first."""
-    times: dict[str, list[float]] = {name: [] for name in competitors}
-    for counted in range(-1, rounds):
-        for name, call in competitors.items():
-            start = time.thread_time()
-            call()
-            if counted >= 0:
-                times[name].append((time.thread_time() - start) * 1e3)
-    row: Row = {}
-    for name, measured in times.items():
-        low, middle, high = statistics.quantiles(measured, n=4)
-        row[f"{name}_ms"] = middle
-        row[f"{name}_spread"] = (high - low) / middle
-    return row
-
-
-def read_bytes_per_ms(rounds: int) -> float:
-    """How fast one core reads memory: a sum over 256 MiB."""
-    numbers = torch.ones(64 * 2**20)
-    return numbers.nbytes / take_turns({"sum": numbers.sum}, rounds)["sum_ms"]
-
-
-def flops_per_ms(dtype: torch.dtype, rounds: int) -> float:
-    """What one core computes in a large matrix product of `dtype`."""
-    linear = Linear(torch.ones(4096, 1024, dtype=dtype))
-    row = take_turns({"product": partial(linear, torch.ones(512, 1024, dtype=dtype))}, rounds)
-    return 2 * 512 * 4096 * 1024 / row["product_ms"]
-
-
 def measure_linear(dtype: torch.dtype, rounds: int) -> list[Row]:
-    """All matrices of a stage: F.linear, `Linear`, and the limit of memory or arithmetic."""
+    """All matrices of a stage: ours, oneDNN's, F.linear, and the limit of memory or arithmetic."""
     weights = {
         name: [(torch.randn(shape) / 32).to(dtype) for _ in range(NUM_LAYERS)]
         for name, shape in MATRICES.items()
     }
-    packed = {name: [Linear(weight) for weight in copies] for name, copies in weights.items()}
+    compiled, onednn = (
+        {name: [kernels.linear(weight) for weight in copies] for name, copies in weights.items()}
+        for kernels in competitors().values()
+    )
+    plain = {
+        name: [partial(F.linear, weight=weight) for weight in copies]
+        for name, copies in weights.items()
+    }
     num_weights = NUM_LAYERS * WEIGHTS_PER_LAYER
     reading_ms = num_weights * dtype.itemsize / read_bytes_per_ms(rounds)
-    rate = flops_per_ms(dtype, rounds)
+    rate = max(flops_per_ms(kernels, dtype, rounds) for kernels in competitors().values())
 
-    def run_plain(inputs: Tensors) -> None:
+    def run(linears: Mapping[str, Sequence[Linear]], inputs: Tensors) -> None:
         for layer in range(NUM_LAYERS):
             for name in MATRICES:
-                F.linear(inputs[name], weights[name][layer])
+                linears[name][layer](inputs[name])
 
-    def run_packed(inputs: Tensors) -> None:
-        for layer in range(NUM_LAYERS):
-            for name in MATRICES:
-                packed[name][layer](inputs[name])
-
+    kinds: dict[str, Mapping[str, Sequence[Linear]]] = {
+        "compiled": compiled,
+        "onednn": onednn,
+        "plain": plain,
+    }
     table = []
-    for num_rows in (1, 2, 4, 8, 16, 32, 64, 256):
+    for num_rows in (1, 4, 8, 16, 32, 64, 128, 256, 512):
         inputs = {
             name: torch.randn(num_rows, shape[1]).to(dtype) for name, shape in MATRICES.items()
         }
-        row = take_turns(
-            {"plain": partial(run_plain, inputs), "packed": partial(run_packed, inputs)}, rounds
-        )
-        row["packed_to_plain"] = row["packed_ms"] / row["plain_ms"]
+        calls: dict[str, Callable[[], object]] = {
+            kind: partial(run, linears, inputs) for kind, linears in kinds.items()
+        }
+        row = take_turns(calls, rounds)
+        row["compiled_to_onednn"] = row["compiled_ms"] / row["onednn_ms"]
         row["limit_ms"] = max(reading_ms, 2 * num_rows * num_weights / rate)
         table.append({"rows": num_rows, **row})
     return table
@@ -182,22 +160,6 @@ def random_layout(chunks: Sequence[tuple[int, int]]) -> PagedLayout:
     )
 
 
-def print_table(title: str, table: Sequence[Row]) -> None:
-    """Markdown, times to three digits, spreads in per cent."""
-    columns = list(table[0])
-    print(f"\n{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for row in table:
-        cells = [
-            f"{value:.0%}"
-            if name.endswith("_spread")
-            else f"{value:.3g}"
-            if isinstance(value, float)
-            else str(value)
-            for name, value in row.items()
-        ]
-        print(f"| {' | '.join(cells)} |")
-
-
 def main() -> None:
     """Reads the flags, measures, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -205,10 +167,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="measurements of each number")
     parser.add_argument("--json", type=Path, help="also write the tables here")
     args = parser.parse_args()
+    _in_huge_pages()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     dtype = getattr(torch, args.dtype)
     tables = {
+        f"steps of a stage, {args.dtype}": measure_steps(dtype, args.rounds),
+        f"operations of {NUM_LAYERS} layers, {args.dtype}": measure_operations(dtype, args.rounds),
         f"matrices of {NUM_LAYERS} layers, {args.dtype}": measure_linear(dtype, args.rounds),
         f"attention of {NUM_LAYERS} layers, {args.dtype}": measure_attention(dtype, args.rounds),
     }
@@ -217,6 +182,13 @@ def main() -> None:
     if args.json is not None:
         about = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
         args.json.write_text(json.dumps({**about, "tables": tables}, indent=1) + "\n")
+
+
+def _in_huge_pages() -> None:
+    """Starts over, once, with the memory that `managers/stage_launcher.py` gives to stages."""
+    if "GLIBC_TUNABLES" not in os.environ:
+        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+        os.execv(sys.executable, [sys.executable, "-m", "benchmark.kernels_cpu", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ OUR_FLAGS = (
         "--stage-kernels",
         StageArgs,
         "layer_kernels",
-        "Kernels of the stages for norms, rotary embedding, KV writes and the MLP's gate.",
+        "Kernels of the stages for all but the attention: products, norms, rotary embedding, "
+        "KV writes, the MLP's gate.",
         choices=LAYER_KERNELS,
     ),
     Flag(

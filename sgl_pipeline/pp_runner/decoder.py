@@ -4,7 +4,7 @@ Built from a `WeightSource` by `StageModel`, run once a step for each layer. Hol
 keys and values live in the `KvPool`, and what leaves a layer is one tensor, the residual stream in
 the model's dtype, so that a stage boundary may lie between any two layers.
 
-Shapes: T rows of the step, P rows with their padding, H hidden size, Hq query heads, Hkv key/value
+Shapes: T rows of the step, H hidden size, Hq query heads, Hkv key/value
 heads, D head dim.
 """
 
@@ -20,7 +20,6 @@ from sgl_pipeline.pp_runner.layer_kernels.backend import (
     Rotation,
 )
 from sgl_pipeline.pp_runner.layer_tensors import LayerTensors
-from sgl_pipeline.pp_runner.linear import pad_rows
 from sgl_pipeline.pp_runner.mlp import GatedMlp, Mlp
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.moe import SparseMlp
@@ -33,7 +32,7 @@ class DecoderLayer:
         spec: the model; says which biases and norms there are, and what the MLP is.
         layer: model-wide id, which is also the number in the checkpoint's names.
         weights: gives the layer's tensors.
-        kernels: compute what lies between the products.
+        kernels: compute all but the attention.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class DecoderLayer:
         self.layer = layer
         self._kernels = kernels
         names, hidden = spec.names, spec.hidden_size
-        tensors = LayerTensors(names.layer.format(layer=layer) + ".", weights)
+        tensors = LayerTensors(names.layer.format(layer=layer) + ".", weights, kernels)
         query_width, kv_width = (
             num_heads * spec.head_dim for num_heads in (spec.num_query_heads, spec.num_kv_heads)
         )
@@ -54,8 +53,7 @@ class DecoderLayer:
         self._output = tensors.linear((names.output,), (hidden,), query_width, spec.output_bias)
         self._attention_output_norm = _load_output_norm(spec, tensors, names.attention_output_norm)
         self._mlp_norm = load_norm(spec, tensors, names.mlp_norm)
-        self._mlp = _load_mlp(spec, tensors, layer, kernels)
-        self._is_sparse = isinstance(self._mlp, SparseMlp)
+        self._mlp = _load_mlp(spec, tensors, layer)
         self._mlp_output_norm = _load_output_norm(spec, tensors, names.mlp_output_norm)
 
     def forward(
@@ -66,24 +64,18 @@ class DecoderLayer:
         kv_pool: KvPool,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """The residual stream [P, H] after this layer; `stream` itself is left as it was.
+        """The residual stream [T, H] after this layer; `stream` itself is left as it was.
 
-        Writes the keys and values of the T rows into `slots` [T] of the layer's pages. The P - T
-        rows of padding (see `pad_rows`) go through the products only.
+        Writes the keys and values of the rows into `slots` [T] of the layer's pages.
         """
-        num_tokens, kernels = slots.shape[0], self._kernels
-        pages = kv_pool.pages(self.layer)
+        kernels, pages = self._kernels, kv_pool.pages(self.layer)
         qkv = self._qkv(kernels.norm(stream, self._attention_norm))
         query = kernels.place_heads(qkv, self._head_norms, rotation, slots, pages)
-        output = self._output(pad_rows(attention.attend(query, *pages).flatten(1)))
+        output = self._output(attention.attend(query, *pages).flatten(1))
         if self._attention_output_norm is not None:
             output = kernels.norm(output, self._attention_output_norm)
         stream, normed = kernels.add_norm(stream, output, self._mlp_norm)
-        if self._is_sparse:
-            # Rows of padding would be routed as well, to experts that nobody else may need.
-            mixed = pad_rows(self._mlp(normed[:num_tokens]))
-        else:
-            mixed = self._mlp(normed)
+        mixed = self._mlp(normed)
         if self._mlp_output_norm is not None:
             mixed = kernels.norm(mixed, self._mlp_output_norm)
         return stream + mixed
@@ -106,10 +98,10 @@ def _load_head_norms(spec: ModelSpec, tensors: LayerTensors) -> HeadNorms:
     return HeadNorms(query, key, spec.norm_epsilon)
 
 
-def _load_mlp(spec: ModelSpec, tensors: LayerTensors, layer: int, kernels: LayerKernels) -> Mlp:
+def _load_mlp(spec: ModelSpec, tensors: LayerTensors, layer: int) -> Mlp:
     experts = spec.layer_experts(layer)
     if experts is not None:
-        return SparseMlp.load(tensors, spec.names, spec.hidden_size, experts, kernels)
+        return SparseMlp.load(tensors, spec.names, spec.hidden_size, experts)
     return GatedMlp.load(
-        tensors, spec.names.mlp, spec.hidden_size, spec.intermediate_size, kernels, spec.mlp_bias
+        tensors, spec.names.mlp, spec.hidden_size, spec.intermediate_size, spec.mlp_bias
     )

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import torch
 
 from sgl_pipeline.pp_runner.checkpoint import WeightSource
-from sgl_pipeline.pp_runner.linear import Linear
+from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, Linear
 
 
 class LayerTensors:
-    """The tensors under `prefix`, which ends with a dot."""
+    """The tensors under `prefix`, which ends with a dot; `kernels` are to multiply with them."""
 
-    def __init__(self, prefix: str, weights: WeightSource) -> None:
+    def __init__(self, prefix: str, weights: WeightSource, kernels: LayerKernels) -> None:
+        self.kernels = kernels
         self._prefix = prefix
         self._weights = weights
 
@@ -47,7 +48,7 @@ class LayerTensors:
                     for name, size in zip(names, sizes, strict=True)
                 ]
             )
-        return Linear(self.stacked_weight(names, out_features, in_features), bias)
+        return self.kernels.linear(self.stacked_weight(names, out_features, in_features), bias)
 
 
 def _sizes_in_file(names: Sequence[str], sizes: Sequence[int]) -> Sequence[int]:

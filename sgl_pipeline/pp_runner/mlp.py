@@ -8,9 +8,8 @@ from typing import Protocol
 import torch
 
 from sgl_pipeline.pp_runner.families import MlpNames
-from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
+from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, Linear
 from sgl_pipeline.pp_runner.layer_tensors import LayerTensors
-from sgl_pipeline.pp_runner.linear import Linear
 
 
 class Mlp(Protocol):
@@ -41,14 +40,13 @@ class GatedMlp:
         names: MlpNames,
         hidden_size: int,
         inner_size: int,
-        kernels: LayerKernels,
         has_bias: bool = False,
     ) -> "GatedMlp":
         """Reads the MLP that the checkpoint calls `names`."""
         return cls(
             tensors.linear(names.gate_up, (inner_size, inner_size), hidden_size, has_bias),
             tensors.linear((names.down,), (hidden_size,), inner_size, has_bias),
-            kernels,
+            tensors.kernels,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

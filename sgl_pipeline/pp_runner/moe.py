@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from sgl_pipeline.pp_runner.families import MlpNames, TensorNames
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
+from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
 from sgl_pipeline.pp_runner.layer_tensors import LayerTensors
-from sgl_pipeline.pp_runner.linear import Linear
 from sgl_pipeline.pp_runner.mlp import GatedMlp
 from sgl_pipeline.pp_runner.model_spec import ExpertSpec
 
@@ -41,7 +41,7 @@ class Router:
 
     def __init__(self, spec: ExpertSpec, weight: torch.Tensor) -> None:
         self._spec = spec
-        self._linear = Linear(weight.float())
+        self._linear = TorchLinear(weight.float())
 
     def __call__(self, x: torch.Tensor) -> Routing:
         """The routing of rows `x` [T, H]."""
@@ -72,18 +72,11 @@ class SeparateExperts:
 
     @classmethod
     def load(
-        cls,
-        tensors: LayerTensors,
-        names: MlpNames,
-        hidden_size: int,
-        spec: ExpertSpec,
-        kernels: LayerKernels,
+        cls, tensors: LayerTensors, names: MlpNames, hidden_size: int, spec: ExpertSpec
     ) -> "SeparateExperts":
         return cls(
             [
-                GatedMlp.load(
-                    tensors, _expert_names(names, e), hidden_size, spec.inner_size, kernels
-                )
+                GatedMlp.load(tensors, _expert_names(names, e), hidden_size, spec.inner_size)
                 for e in range(spec.num_experts)
             ]
         )
@@ -114,12 +107,7 @@ class StackedExperts:
 
     @classmethod
     def load(
-        cls,
-        tensors: LayerTensors,
-        names: MlpNames,
-        hidden_size: int,
-        spec: ExpertSpec,
-        kernels: LayerKernels,
+        cls, tensors: LayerTensors, names: MlpNames, hidden_size: int, spec: ExpertSpec
     ) -> "StackedExperts":
         """Copies one expert after the other into its place: the stack is the only whole copy."""
         stacks: list[torch.Tensor] = []
@@ -137,7 +125,7 @@ class StackedExperts:
             for stack, weight in zip(stacks, weights, strict=True):
                 stack[e] = weight
         gate_up, down = stacks
-        return cls(gate_up, down, kernels)
+        return cls(gate_up, down, tensors.kernels)
 
     def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         inner = self._kernels.gate(F.grouped_mm(rows, self._gate_up, offs=ends))
@@ -157,26 +145,21 @@ class SparseMlp:
 
     @classmethod
     def load(
-        cls,
-        tensors: LayerTensors,
-        names: TensorNames,
-        hidden_size: int,
-        spec: ExpertSpec,
-        kernels: LayerKernels,
+        cls, tensors: LayerTensors, names: TensorNames, hidden_size: int, spec: ExpertSpec
     ) -> "SparseMlp":
         gates = [tensors.weight(names.router, (spec.num_experts, hidden_size))]
         shared_expert = None
         if spec.shared_inner_size:
             gates.append(tensors.weight(names.shared_expert_gate, (1, hidden_size)))
             shared_expert = GatedMlp.load(
-                tensors, names.shared_expert, hidden_size, spec.shared_inner_size, kernels
+                tensors, names.shared_expert, hidden_size, spec.shared_inner_size
             )
         on_cpu = gates[0].device.type == "cpu"
         experts = SeparateExperts if on_cpu else StackedExperts
         return cls(
             spec,
             Router(spec, torch.cat(gates)),
-            experts.load(tensors, names.expert, hidden_size, spec, kernels),
+            experts.load(tensors, names.expert, hidden_size, spec),
             shared_expert,
         )
 

@@ -28,7 +28,6 @@ from sgl_pipeline.pp_runner.device import (
 )
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, RmsNorm
-from sgl_pipeline.pp_runner.linear import pad_rows
 from sgl_pipeline.pp_runner.model_spec import ModelSpec, read_model_spec
 from sgl_pipeline.pp_runner.rotary import RotaryEmbedding
 from sgl_pipeline.pp_runner.sampler import Sampler
@@ -117,8 +116,8 @@ def _layer_call(
         pages.fill_(0.5)  # untouched pages would share one page of memory
     decoder_layer = DecoderLayer(spec, layer, weights, kernels)
     rotary = RotaryEmbedding(spec.rope, spec.head_dim, weights.device)
-    rotation = rotary.at(pad_rows(inputs.positions))
-    stream = pad_rows(weights.read("", (inputs.num_tokens, spec.hidden_size)))
+    rotation = rotary.at(inputs.positions)
+    stream = weights.read("", (inputs.num_tokens, spec.hidden_size))
     return lambda: decoder_layer.forward(stream, rotation, inputs.slots, kv_pool, attention)
 
 

@@ -15,7 +15,6 @@ from sgl_pipeline.pp_runner.checkpoint import WeightSource, open_weights
 from sgl_pipeline.pp_runner.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, RmsNorm
-from sgl_pipeline.pp_runner.linear import Linear, pad_rows
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.rotary import RotaryEmbedding
 from sgl_pipeline.pp_runner.step_inputs import StepInputs
@@ -26,7 +25,7 @@ class OutputHead:
 
     def __init__(self, norm: RmsNorm, weight: torch.Tensor, kernels: LayerKernels) -> None:
         self._norm = norm
-        self._linear = Linear(weight)
+        self._linear = kernels.linear(weight)
         self._kernels = kernels
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -106,11 +105,10 @@ class StageModel:
         if self._embedding is not None:
             hidden = F.embedding(inputs.token_ids, self._embedding)
         assert hidden is not None, "a stage after the first needs the residual stream"
-        stream = pad_rows(hidden)
         rotation = self._rotary.at(inputs.positions)
         for layer in self.layers.values():
-            stream = layer.forward(stream, rotation, inputs.slots, kv_pool, attention)
-        return stream[: inputs.num_tokens]
+            hidden = layer.forward(hidden, rotation, inputs.slots, kv_pool, attention)
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

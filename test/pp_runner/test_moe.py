@@ -60,7 +60,7 @@ def expert_spec(*, normalised: bool = True, shared: bool = True, per_token: int 
 
 
 def load(spec: ExpertSpec, weights: RandomWeights) -> SparseMlp:
-    return SparseMlp.load(LayerTensors("", weights), NAMES, HIDDEN, spec, TorchKernels())
+    return SparseMlp.load(LayerTensors("", weights, TorchKernels()), NAMES, HIDDEN, spec)
 
 
 def rows(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -131,7 +131,7 @@ def test_stacked_experts_compute_what_separate_ones_do(dtype):
     spec = expert_spec()
     separate, stacked = (
         kind.load(
-            LayerTensors("", RandomWeights(dtype)), NAMES.expert, HIDDEN, spec, TorchKernels()
+            LayerTensors("", RandomWeights(dtype), TorchKernels()), NAMES.expert, HIDDEN, spec
         )
         for kind in (SeparateExperts, StackedExperts)
     )
@@ -149,7 +149,7 @@ def test_loaded_experts_keep_one_copy_of_their_weights(kind):
     """None of the tensors as they were read is left: their packed or stacked copies are."""
     weights = RandomWeights(keep=False)
     experts = kind.load(
-        LayerTensors("", weights), NAMES.expert, HIDDEN, expert_spec(), TorchKernels()
+        LayerTensors("", weights, TorchKernels()), NAMES.expert, HIDDEN, expert_spec()
     )
     gc.collect()
     assert len(weights.storages) == 3 * NUM_EXPERTS

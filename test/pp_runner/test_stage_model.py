@@ -15,8 +15,6 @@ from support.tiny_models import (
 )
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sgl_pipeline.pp_runner.moe import SeparateExperts
-
 # Where the reference's two best logits are nearer than this, either token counts as right.
 TIE = 1e-4
 NUM_NEW_TOKENS = 12
@@ -117,19 +115,6 @@ def test_requests_that_share_steps_get_the_tokens_they_get_alone(page_size, name
         chain.step(*((r, 1) for r in requests if len(r.output_ids) < NUM_NEW_TOKENS))
     for request in requests:
         assert_same_tokens(chain, name, request)
-
-
-def test_rows_of_padding_go_to_no_expert(monkeypatch):
-    chain = StageChain(tiny_model("qwen3-moe-tied"), (3, 3))
-    run, counts = SeparateExperts.__call__, []
-    monkeypatch.setattr(
-        SeparateExperts,
-        "__call__",
-        lambda self, rows, ends: counts.append(len(rows)) or run(self, rows, ends),
-    )
-    chain.step((new_request(prompts()[0]), 1), (new_request(prompts()[1]), 5))
-    experts_per_token = chain.spec.layer_experts(0).experts_per_token
-    assert counts == [6 * experts_per_token] * NUM_LAYERS
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)

@@ -19,7 +19,7 @@ from sgl_pipeline.pp_runner.cpu_kernels.build import (
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 _DIRECTORY = Path(__file__).parent
-_SOURCES = tuple(_DIRECTORY / name for name in ("attention.cpp", "elementwise.cpp"))
+_SOURCES = tuple(_DIRECTORY / name for name in ("attention.cpp", "elementwise.cpp", "products.cpp"))
 _HEADERS = (_DIRECTORY / "vectors.h",)
 _INT, _INT64, _FLOAT, _POINTER = (
     ctypes.c_int,
@@ -36,6 +36,9 @@ _ARGUMENT_TYPES: dict[str, list[Any]] = {
         *(*4 * [_POINTER], _INT),
     ],
     "sglp_gate": [_INT, _INT64, _INT, *2 * [_POINTER], _INT],
+    "sglp_has_products": [],
+    "sglp_pack_weight": [*2 * [_INT64], *2 * [_POINTER]],
+    "sglp_product": [*3 * [_INT64], *4 * [_POINTER], _INT],
 }
 
 
@@ -57,17 +60,24 @@ class CpuKernels:
         for name, function in functions.items():
             function.argtypes = _ARGUMENT_TYPES[name]
             function.restype = None
+        functions["sglp_has_products"].restype = ctypes.c_int
         self.paged_attention = functions["sglp_paged_attention"]
         self.rms_norm = functions["sglp_rms_norm"]
         self.place_heads = functions["sglp_place_heads"]
         self.gate = functions["sglp_gate"]
+        self.pack_weight = functions["sglp_pack_weight"]
+        self.product = functions["sglp_product"]
+        # Whether the last two can be called: they need bf16 instructions.
+        self.has_products = bool(functions["sglp_has_products"]())
 
 
-def load_cpu_kernels(cache_directory: Path | None = None) -> CpuKernels:
+def load_cpu_kernels(*extra_flags: str) -> CpuKernels:
     """The kernels, compiled for this machine by the first caller (some seconds) and cached.
 
+    `extra_flags` of the compiler can forbid instructions that the machine has.
     Raises KernelBuildError when there is no compiler, it fails, or the cache cannot be used.
     """
-    cache_directory = cache_directory or default_cache_directory()
-    library = build_library("cpu_kernels", _SOURCES, _HEADERS, find_compiler(), cache_directory)
-    return CpuKernels(library)
+    compiler = [*find_compiler(), *extra_flags]
+    return CpuKernels(
+        build_library("cpu_kernels", _SOURCES, _HEADERS, compiler, default_cache_directory())
+    )

@@ -1,8 +1,8 @@
-"""What every backend offers to the decoder layers for the work between their products.
+"""What every backend offers to the decoder layers: all of their work but the attention.
 
 Implemented by `torch_kernels` and `compiled_kernels`; chosen in `pp_runner/device.py`. Shapes: T
-rows of the step, P rows with their padding (`linear.pad_rows`), H hidden size, F feed-forward size,
-Hq query heads, Hkv key/value heads, D head dim, of which R are rotated, N pages, S page size.
+rows of the step, H hidden size, F feed-forward size, Hq query heads, Hkv key/value heads, D head
+dim, of which R are rotated, N pages, S page size.
 """
 
 from typing import NamedTuple, Protocol
@@ -35,19 +35,33 @@ class Rotation(NamedTuple):
     interleaved: bool
 
 
-class LayerKernels(Protocol):
-    """Norms, heads and the gate of a layer. Tensors are in the model's dtype and contiguous.
+class Linear(Protocol):
+    """A matrix product with a weight of its own."""
 
-    No argument is written to but the pages. A row's result depends on nothing but that row.
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`x @ weight.T + bias` [T, out] for `x` [T, in], in its dtype."""
+
+
+class LayerKernels(Protocol):
+    """Products, norms, heads and the gate of a layer. Tensors are in the model's dtype and
+    contiguous.
+
+    No argument is written to but the pages.
     """
 
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """The product with `weight` [out, in] and `bias` [out], if any.
+
+        The caller drops its reference to `weight`, which may be kept in another layout.
+        """
+
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
-        """The normed `rows` [P, H]."""
+        """The normed `rows` [T, H]."""
 
     def add_norm(
         self, stream: torch.Tensor, added: torch.Tensor, norm: RmsNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`stream + added` [P, H], and that sum, as the dtype holds it, normed."""
+        """`stream + added` [T, H], and that sum, as the dtype holds it, normed."""
 
     def place_heads(
         self,
@@ -57,7 +71,7 @@ class LayerKernels(Protocol):
         slots: torch.Tensor,
         pages: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """The first T rows of `qkv` [P, (Hq + 2 Hkv) * D] on their way to the attention.
+        """The rows of `qkv` [T, (Hq + 2 Hkv) * D] on their way to the attention.
 
         Norms the heads of queries and keys, if there are `norms`, rotates them, and writes keys and
         values of row t into slot `slots[t]` (int64 [T], unique) of the layer's key and value
@@ -67,4 +81,4 @@ class LayerKernels(Protocol):
         """
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up` [P, F] of `gate_up` [P, 2 F], gate first."""
+        """`silu(gate) * up` [T, F] of `gate_up` [T, 2 F], gate first."""

@@ -1,4 +1,4 @@
-"""The layer kernels on CPU cores, compiled from `cpu_kernels/elementwise.cpp`.
+"""The layer kernels on CPU cores, compiled from `cpu_kernels/`.
 
 Chosen by `pp_runner/device.py`. Hands raw pointers to C++, so it must never pass a tensor on whose
 shape, type or layout was not checked.
@@ -7,7 +7,9 @@ shape, type or layout was not checked.
 import torch
 
 from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, CpuKernels
-from sgl_pipeline.pp_runner.layer_kernels.backend import HeadNorms, RmsNorm, Rotation
+from sgl_pipeline.pp_runner.layer_kernels.backend import HeadNorms, Linear, RmsNorm, Rotation
+from sgl_pipeline.pp_runner.layer_kernels.compiled_linear import CompiledLinear
+from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
 
 
 class CompiledKernels:
@@ -15,10 +17,17 @@ class CompiledKernels:
 
     Every result is computed in fp32 and rounded once, where torch rounds after each operation; so
     in bf16 it is within half a unit in the last place of the exact one, and torch's is not.
+    A row's result is bitwise the same in any microbatch.
     """
 
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """By our own product in bf16 where the machine has the instructions, else by torch's."""
+        if weight.dtype == torch.bfloat16 and self._kernels.has_products:
+            return CompiledLinear(self._kernels, weight, bias)
+        return TorchLinear(weight, bias)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         """See `LayerKernels.norm`."""
@@ -50,9 +59,9 @@ class CompiledKernels:
         _check(qkv.dtype, qkv, keys, values, *(norms[:2] if norms else ()))
         _check(torch.float32, cosine, sine)
         _check(torch.int64, slots)
-        assert qkv.shape[0] >= num_rows and values.shape == keys.shape
+        assert qkv.shape[0] == num_rows and values.shape == keys.shape
         assert qkv.shape[1] == (num_query_heads + 2 * num_kv_heads) * head_dim
-        assert cosine.shape == sine.shape and cosine.shape[0] >= num_rows
+        assert cosine.shape == sine.shape and cosine.shape[0] == num_rows
         assert norms is None or norms.query.shape == norms.key.shape == (head_dim,)
         query = qkv.new_empty(num_rows, num_query_heads, head_dim)
         self._kernels.place_heads(

@@ -7,11 +7,15 @@ dtype where transformers does.
 import torch
 import torch.nn.functional as F
 
-from sgl_pipeline.pp_runner.layer_kernels.backend import HeadNorms, RmsNorm, Rotation
+from sgl_pipeline.pp_runner.layer_kernels.backend import HeadNorms, Linear, RmsNorm, Rotation
+from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
 
 
 class TorchKernels:
     """The `LayerKernels` of any device and dtype; see there."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return TorchLinear(weight, bias)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         return F.rms_norm(rows, norm.weight.shape, norm.weight, norm.epsilon)
@@ -31,7 +35,7 @@ class TorchKernels:
         pages: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         num_kv_heads, head_dim = pages[0].shape[2:]
-        heads = qkv[: len(slots)].unflatten(1, (-1, head_dim))
+        heads = qkv.unflatten(1, (-1, head_dim))
         num_query_heads = heads.shape[1] - 2 * num_kv_heads
         query, key, value = heads.split((num_query_heads, num_kv_heads, num_kv_heads), dim=1)
         if norms is not None:

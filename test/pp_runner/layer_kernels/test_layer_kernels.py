@@ -5,15 +5,14 @@ to within half a unit in the last place (2^-8 of the size); torch rounds after e
 most four times here, and what it adds may cancel.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.instruction_sets import INSTRUCTION_SETS, kernels_for
 
-from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
 from sgl_pipeline.pp_runner.layer_kernels.backend import (
     HeadNorms,
     LayerKernels,
@@ -25,12 +24,10 @@ from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 
 EPSILON = 1e-6
 PAGE_SIZE = 4
-LEAVES: dict[str, Callable[[], LayerKernels]] = {
-    "torch": TorchKernels,
-    "compiled": lambda: CompiledKernels(load_cpu_kernels()),
-}
+LEAVES = ["torch", *(f"compiled {name}" for name in INSTRUCTION_SETS)]
 every_leaf = pytest.mark.parametrize(
-    "leaf", ["torch", pytest.param("compiled", marks=pytest.mark.compiler)]
+    "leaf",
+    [LEAVES[0], *(pytest.param(leaf, marks=pytest.mark.compiler) for leaf in LEAVES[1:])],
 )
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 sizes = st.sampled_from([1, 7, 16, 40, 64, 100, 128, 1000])
@@ -44,10 +41,15 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+def kernels_of(leaf: str) -> LayerKernels:
+    kind, _, instructions = leaf.partition(" ")
+    return TorchKernels() if kind == "torch" else CompiledKernels(kernels_for(instructions))
+
+
 def tolerance(leaf: str, dtype: torch.dtype) -> float:
     if dtype == torch.float32:
         return 1e-5
-    return 2.0**-8 * (1.001 if leaf == "compiled" else 4)
+    return 2.0**-8 * (4 if leaf == "torch" else 1.001)
 
 
 def assert_near(
@@ -77,7 +79,7 @@ def exact_norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_norm_and_add_norm(
     leaf: str, num_rows: int, size: int, dtype: torch.dtype, seed: int
 ) -> None:
-    kernels = LEAVES[leaf]()
+    kernels = kernels_of(leaf)
     stream, added = (random(seed + i, num_rows, size, dtype=dtype) for i in range(2))
     norm = RmsNorm(random(seed + 2, size, dtype=dtype), EPSILON)
     assert_near(leaf, kernels.norm(stream, norm), exact_norm(stream, norm.weight), dtype)
@@ -92,13 +94,13 @@ def test_norm_and_add_norm(
 def test_gate(leaf: str, num_rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
     gate_up = random(seed, num_rows, 2 * size, dtype=dtype) * 10
     gate, up = gate_up.double().chunk(2, dim=-1)
-    assert_near(leaf, LEAVES[leaf]().gate(gate_up), gate / (1 + (-gate).exp()) * up, dtype)
+    assert_near(leaf, kernels_of(leaf).gate(gate_up), gate / (1 + (-gate).exp()) * up, dtype)
 
 
 @every_leaf
 def test_a_gate_that_is_far_from_zero_or_no_number(leaf: str) -> None:
     gate = torch.tensor([-1e30, -200.0, -90.0, 0.0, 90.0, 1e30, torch.inf, torch.nan])
-    gated = LEAVES[leaf]().gate(torch.cat((gate, torch.ones(8)))[None])[0]
+    gated = kernels_of(leaf).gate(torch.cat((gate, torch.ones(8)))[None])[0]
     expected = torch.tensor([0.0, 0.0, 0.0, 0.0, 90.0, 1e30, torch.inf, torch.nan])
     torch.testing.assert_close(gated, expected, equal_nan=True)
 
@@ -128,7 +130,7 @@ def heads_problem(
     dtype: torch.dtype,
     seed: int = 0,
 ) -> Problem:
-    """With three rows of padding, and pages that hold 7 everywhere."""
+    """With pages that hold 7 everywhere."""
     (num_query_heads, num_kv_heads), (head_dim, rotated) = heads, dims
     width = (num_query_heads + 2 * num_kv_heads) * head_dim
     angles = random(seed + 1, num_rows, rotated // 2, dtype=torch.float32) * 5
@@ -137,7 +139,7 @@ def heads_problem(
     norms = [random(seed + i, head_dim, dtype=dtype) for i in (2, 3)]
     page_shape = (num_pages, PAGE_SIZE, num_kv_heads, head_dim)
     return Problem(
-        random(seed, num_rows + 3, width, dtype=dtype),
+        random(seed, num_rows, width, dtype=dtype),
         HeadNorms(norms[0], norms[1], EPSILON) if has_norms else None,
         Rotation(angles.cos(), angles.sin(), interleaved),
         torch.randperm(num_pages * PAGE_SIZE, generator=generator)[:num_rows],
@@ -161,8 +163,8 @@ def exact_rotation(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 def assert_placed(leaf: str, problem: Problem, query: torch.Tensor) -> None:
     """The queries, what the slots hold now, and that the rest of the pages holds what it did."""
     qkv, norms, rotation, slots, pages = problem
-    num_rows, (num_kv_heads, head_dim) = len(slots), pages[0].shape[2:]
-    heads = qkv[:num_rows].unflatten(1, (-1, head_dim)).double()
+    num_kv_heads, head_dim = pages[0].shape[2:]
+    heads = qkv.unflatten(1, (-1, head_dim)).double()
     exact_query, exact_key, value = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
     if norms is not None:
         exact_query = exact_norm(exact_query, norms.query)
@@ -199,7 +201,7 @@ def test_place_heads(
     seed: int,
 ) -> None:
     problem = heads_problem(num_rows, heads, dims, interleaved, has_norms, dtype, seed)
-    assert_placed(leaf, problem, LEAVES[leaf]().place_heads(*problem))
+    assert_placed(leaf, problem, kernels_of(leaf).place_heads(*problem))
 
 
 @every_leaf
@@ -209,7 +211,7 @@ def test_a_row_is_bitwise_the_same_in_every_microbatch(
     leaf: str, dtype: torch.dtype, num_threads: int
 ) -> None:
     torch.set_num_threads(num_threads)
-    kernels = LEAVES[leaf]()
+    kernels = kernels_of(leaf)
     stream, added = (random(i, 70, 1000, dtype=dtype) for i in range(2))
     norm = RmsNorm(random(2, 1000, dtype=dtype), EPSILON)
     problem = heads_problem(70, (4, 2), (64, 64), False, True, dtype)
@@ -228,13 +230,13 @@ def test_a_row_is_bitwise_the_same_in_every_microbatch(
 @pytest.mark.compiler
 def test_in_bf16_the_compiled_kernels_are_nearer_to_the_truth_than_torch() -> None:
     """Mean square errors: one rounding each, where torch has two or more."""
-    compiled, plain = LEAVES["compiled"](), LEAVES["torch"]()
+    compiled, plain = kernels_of("compiled native"), kernels_of("torch")
     gate_up = random(0, 50, 512, dtype=torch.bfloat16)
     gate, up = gate_up.double().chunk(2, dim=-1)
     exact_gated = gate / (1 + (-gate).exp()) * up
     problem = heads_problem(50, (4, 2), (64, 64), False, True, torch.bfloat16)
     assert problem.norms is not None
-    heads = problem.qkv[:50, :256].double().unflatten(1, (4, 64))
+    heads = problem.qkv[:, :256].double().unflatten(1, (4, 64))
     exact_query = exact_rotation(exact_norm(heads, problem.norms.query), problem.rotation)
     for exact, run in (
         (exact_gated, lambda kernels: kernels.gate(gate_up)),

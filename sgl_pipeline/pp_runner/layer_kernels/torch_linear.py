@@ -1,7 +1,7 @@
-"""One matrix product of the decoder, with its weight in the layout that this machine likes best.
+"""Matrix products by torch, on a CPU with the weight in oneDNN's blocked layout.
 
-Built by the decoder layers when their weights arrive and called once per step and layer. Must never
-keep two copies of a weight.
+Built by the layers when their weights arrive and called once per step and layer. Must never keep
+two copies of a weight.
 """
 
 import torch
@@ -16,14 +16,11 @@ _FEWEST_ROWS = 4
 _ROW_COUNTS_PER_DOUBLING = 16
 
 
-class Linear:
+class TorchLinear:
     """`x @ weight.T + bias`, for rows x [T, in] in the weight's dtype and on its device.
 
     On a CPU, fp32 and bf16 weights are repacked once into oneDNN's blocked layout
     (`torch.ops.mkldnn`, what torch.compile uses for frozen weights); elsewhere this is F.linear.
-    At 1, 8, 32 and 256 rows, bf16 then takes 0.66, 0.66, 0.78 and 0.96 of F.linear's time, fp32
-    0.89, 0.50, 0.63 and 0.80: one core of an AVX-512 EPYC, the matrices of the 0.27b preset, by
-    `benchmark/kernels_cpu.py`.
     The caller drops its reference to `weight`: where it is packed, only the packed copy stays.
 
     Args:
@@ -42,19 +39,16 @@ class Linear:
         if not self.is_packed:
             return F.linear(x, self._weight, self._bias)
         y = torch.ops.mkldnn._linear_pointwise(
-            pad_rows(x), self._weight, self._bias, "none", [], ""
+            _pad_rows(x), self._weight, self._bias, "none", [], ""
         )
         return y[: x.shape[0]]
 
 
-def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """On a CPU `x` with rows of zeros added, up to a row count that many steps share; else `x`.
-
-    A `Linear` does this to its input by itself; who does it once for several saves the copies.
-    """
+def _pad_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` with rows of zeros added, up to a row count that many steps share."""
     num_rows = x.shape[0]
     missing = padded_row_count(num_rows) - num_rows
-    if missing == 0 or x.device.type != "cpu":
+    if missing == 0:
         return x
     return torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
 

@@ -1,0 +1,340 @@
+// Products of bf16 rows with a packed bf16 weight, on AMX tiles or with AVX-512's bf16 instruction.
+//
+// Called from packed_linear.py through ctypes; knows nothing of torch. Where few rows meet a large
+// weight the time is that of reading the weight, so it lies in memory in the order in which it is
+// read, and is asked for one panel ahead. Sums are fp32, over the inputs in ascending order for
+// every row alike: a row's result is bitwise the same in any microbatch.
+//
+// Packed, a weight [out, in] is a row of blocks of 16 outputs: [out / 16, in / 2, 16, 2], both
+// padded with zeros. 32 inputs of a block are one tile of 1 KiB; a pair of blocks is a panel.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "vectors.h"
+
+#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+constexpr int kBlock = 16;  // outputs of a block, rows of a tile
+constexpr int kTileInputs = 32;
+constexpr int kTile = kBlock * kTileInputs;  // elements of a tile, of rows or of a weight
+constexpr int kGroupRows = 2 * kBlock;       // rows that share the loads of a panel
+// What stays in the L2 cache: packed rows, and a number of panels.
+constexpr int64_t kPackedRowsBytes = 1 << 20;
+constexpr int64_t kPanelsBytes = 1 << 18;
+
+int64_t tiles_of(int64_t size, int tile) { return (size + tile - 1) / tile; }
+
+struct Product {
+  int64_t num_rows;
+  int64_t inputs;
+  int64_t outputs;
+  const BFloat16* rows;    // [num_rows, inputs]
+  const BFloat16* weight;  // packed
+  const BFloat16* bias;    // [outputs] or null
+  BFloat16* out;           // [num_rows, outputs]
+
+  int64_t input_tiles() const { return tiles_of(inputs, kTileInputs); }
+  int64_t blocks() const { return tiles_of(outputs, kBlock); }
+  int64_t panels() const { return tiles_of(blocks(), 2); }
+  const BFloat16* block(int64_t index) const {
+    return weight + std::min(index, blocks() - 1) * input_tiles() * kTile;
+  }
+};
+
+// Sixteen rows from `first` on as tiles [inputs / 32, 16, 32], zeros where there are none.
+void pack_rows(const Product& product, int64_t first, BFloat16* packed) {
+  const int64_t whole_tiles = product.inputs / kTileInputs;
+  const __mmask32 tail = (1u << product.inputs % kTileInputs) - 1;
+  for (int64_t row = 0; row < kBlock; ++row) {
+    const bool exists = first + row < product.num_rows;
+    const BFloat16* source = product.rows + (first + row) * product.inputs;
+    BFloat16* target = packed + row * kTileInputs;
+    for (int64_t tile = 0; tile < product.input_tiles(); ++tile) {
+      const __mmask32 kept = !exists ? 0 : tile < whole_tiles ? ~0u : tail;
+      const __m512i piece = _mm512_maskz_loadu_epi16(kept, source + tile * kTileInputs);
+      _mm512_store_si512(target + tile * kTile, piece);
+    }
+  }
+}
+
+// Two blocks of a weight, and the two that will be wanted next: some lines of each of their tiles
+// are asked for, into the L2 cache.
+struct Panel {
+  const BFloat16* blocks[2];
+  const BFloat16* next[2];
+  int64_t tiles;
+  int first_line;
+  int end_line;
+
+  void prefetch(int64_t tile) const {
+    for (int line = first_line; line < end_line; ++line)
+      for (const BFloat16* block : next) __builtin_prefetch(block + tile * kTile + line * 32, 0, 2);
+  }
+
+  // For the `part`-th of `parts` that share the work of asking.
+  void share_prefetch(int part, int parts) {
+    constexpr int kLines = kTile * 2 / 64;
+    first_line = kLines * part / parts;
+    end_line = kLines * (part + 1) / parts;
+  }
+};
+
+// The sums of up to 32 rows with a panel: [32, 32].
+typedef float Sums[kGroupRows][2 * kBlock];
+
+#if defined(__AMX_BF16__)
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// Static, as the compiler does not know that the instruction reads all of it.
+const TileConfig kTileConfig;
+
+void open_tiles() { _tile_loadconfig(&kTileConfig); }
+void close_tiles() { _tile_release(); }
+
+template <bool kSecondTile>
+void multiply(const BFloat16* rows, const Panel& panel, Sums& sums) {
+  const BFloat16* second = rows + panel.tiles * kTile;
+  _tile_zero(0);
+  _tile_zero(1);
+  if (kSecondTile) _tile_zero(2);
+  if (kSecondTile) _tile_zero(3);
+  for (int64_t tile = 0; tile < panel.tiles; ++tile) {
+    panel.prefetch(tile);
+    _tile_loadd(4, rows + tile * kTile, 64);
+    _tile_loadd(6, panel.blocks[0] + tile * kTile, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, panel.blocks[1] + tile * kTile, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    if (!kSecondTile) continue;
+    _tile_loadd(5, second + tile * kTile, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, &sums[0][0], sizeof(sums[0]));
+  _tile_stored(1, &sums[0][kBlock], sizeof(sums[0]));
+  if (kSecondTile) _tile_stored(2, &sums[kBlock][0], sizeof(sums[0]));
+  if (kSecondTile) _tile_stored(3, &sums[kBlock][kBlock], sizeof(sums[0]));
+}
+
+void multiply_amx(const BFloat16* rows, int num_rows, const Panel& panel, Sums& sums) {
+  if (num_rows > kBlock)
+    multiply<true>(rows, panel, sums);
+  else
+    multiply<false>(rows, panel, sums);
+}
+#endif
+
+inline __m512bh load_pairs(const BFloat16* source) {
+  return bit_cast<__m512bh>(_mm512_loadu_si512(source));
+}
+inline __m512bh broadcast_pair(const BFloat16* source) {
+  int32_t pair;
+  std::memcpy(&pair, source, sizeof(pair));
+  return bit_cast<__m512bh>(_mm512_set1_epi32(pair));
+}
+
+template <int kRows>
+void multiply_rows(const BFloat16* rows, const Panel& panel,
+                   float (*sums)[2 * kBlock]) {
+  __m512 totals[kRows][2];
+  for (auto& row : totals) row[0] = row[1] = _mm512_setzero_ps();
+  for (int64_t tile = 0; tile < panel.tiles; ++tile) {
+    panel.prefetch(tile);
+    const BFloat16* first = panel.blocks[0] + tile * kTile;
+    const BFloat16* second = panel.blocks[1] + tile * kTile;
+    for (int pair = 0; pair < kTileInputs / 2; ++pair) {
+      const __m512bh weights[2] = {load_pairs(first + pair * 32), load_pairs(second + pair * 32)};
+#pragma GCC unroll 12
+      for (int row = 0; row < kRows; ++row) {
+        const __m512bh x = broadcast_pair(rows + tile * kTile + row * kTileInputs + pair * 2);
+        totals[row][0] = _mm512_dpbf16_ps(totals[row][0], x, weights[0]);
+        totals[row][1] = _mm512_dpbf16_ps(totals[row][1], x, weights[1]);
+      }
+    }
+  }
+  for (int row = 0; row < kRows; ++row)
+    for (int block = 0; block < 2; ++block)
+      _mm512_storeu_ps(&sums[row][block * kBlock], totals[row][block]);
+}
+
+void multiply_avx512(const BFloat16* rows, int num_rows, Panel panel, Sums& sums) {
+  for (int row = 0; row < num_rows; row += 8) {
+    const BFloat16* first = rows + row / kBlock * panel.tiles * kTile + row % kBlock * kTileInputs;
+    const int left = num_rows - row;
+    if (left > 4)
+      multiply_rows<8>(first, panel, &sums[row]);
+    else if (left > 2)
+      multiply_rows<4>(first, panel, &sums[row]);
+    else
+      multiply_rows<2>(first, panel, &sums[row]);
+    panel.end_line = 0;
+  }
+}
+
+// Adds the bias, rounds and stores what belongs to a row of the result.
+void finish(const Product& product, int64_t first_row, int num_rows, int64_t panel,
+            const Sums& sums) {
+  const int64_t begin = panel * 2 * kBlock;
+  const int count = std::min<int64_t>(2 * kBlock, product.outputs - begin);
+  BFloat16 bias[2 * kBlock] = {};
+  if (product.bias != nullptr) std::memcpy(bias, product.bias + begin, count * 2);
+  const Vec biases[2] = {load(bias), load(bias + kBlock)};
+  const __mmask32 kept = count == 32 ? ~0u : (1u << count) - 1;
+  for (int row = 0; row < num_rows; ++row) {
+    const auto low = bit_cast<__m512>(load(&sums[row][0]) + biases[0]);
+    const auto high = bit_cast<__m512>(load(&sums[row][kBlock]) + biases[1]);
+    _mm512_mask_storeu_epi16(product.out + (first_row + row) * product.outputs + begin, kept,
+                             bit_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+  }
+}
+
+// Which rows, held packed, meet which panels.
+struct Work {
+  int64_t first_row;
+  int64_t end_row;
+  const BFloat16* packed;
+  int64_t first_panel;
+  int64_t num_panels;  // they stay in the L2 cache while all rows meet them
+};
+
+template <typename Multiply>
+void run(const Product& product, const Work& work, const Multiply& multiply) {
+  const int parts = tiles_of(work.end_row - work.first_row, kGroupRows);
+  const int64_t end_panel = std::min(work.first_panel + work.num_panels, product.panels());
+  alignas(64) Sums sums;
+  for (int part = 0; part < parts; ++part) {
+    const int64_t row = work.first_row + int64_t{part} * kGroupRows;
+    const int num_rows = std::min<int64_t>(kGroupRows, work.end_row - row);
+    const BFloat16* rows =
+        work.packed + (row - work.first_row) * product.input_tiles() * kTileInputs;
+    for (int64_t index = work.first_panel; index < end_panel; ++index) {
+      const int64_t next = index + work.num_panels;
+      Panel panel{{product.block(2 * index), product.block(2 * index + 1)},
+                  {product.block(2 * next), product.block(2 * next + 1)},
+                  product.input_tiles(),
+                  0,
+                  0};
+      panel.share_prefetch(part, parts);
+      multiply(rows, num_rows, panel, sums);
+      finish(product, row, num_rows, index, sums);
+    }
+  }
+}
+
+bool use_amx() {
+#if defined(__AMX_BF16__)
+  // A process has to ask the kernel for the tiles (arch_prctl(2), ARCH_REQ_XCOMP_PERM, XTILEDATA).
+  static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return granted;
+#else
+  return false;
+#endif
+}
+
+// Memory of the calling thread that keeps its size from call to call, aligned as tiles want it.
+BFloat16* workspace(int64_t bytes) {
+  struct Line {
+    alignas(64) char bytes[64];
+  };
+  thread_local std::vector<Line> lines;
+  if (bytes > static_cast<int64_t>(lines.size() * sizeof(Line)))
+    lines.resize(tiles_of(bytes, sizeof(Line)));
+  return reinterpret_cast<BFloat16*>(lines.data());
+}
+
+void run_product(const Product& product, int num_threads) {
+  const int64_t row_bytes = product.input_tiles() * kTileInputs * 2;
+  const int64_t rows_at_once =
+      std::max<int64_t>(2, kPackedRowsBytes / row_bytes / kGroupRows) * kGroupRows;
+  const int64_t packed_rows =
+      std::min(tiles_of(product.num_rows, kBlock) * kBlock, rows_at_once);
+  // Several panels for each visit to a row of the result, whose memory is far from the next row's.
+  const int64_t own_panels = tiles_of(product.panels(), num_threads);
+  const int64_t panels_at_once =
+      product.num_rows <= kGroupRows
+          ? 1
+          : std::max<int64_t>(1, std::min(kPanelsBytes / (row_bytes * 2 * kBlock), own_panels));
+  BFloat16* const packed = workspace(packed_rows * row_bytes);
+  const bool amx = use_amx();
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  {
+#if defined(__AMX_BF16__)
+    if (amx) open_tiles();
+#endif
+    for (int64_t first = 0; first < product.num_rows; first += rows_at_once) {
+      const int64_t end = std::min(first + rows_at_once, product.num_rows);
+#pragma omp for
+      for (int64_t row = first; row < end; row += kBlock)
+        pack_rows(product, row, packed + (row - first) * row_bytes / 2);
+#pragma omp for
+      for (int64_t panel = 0; panel < product.panels(); panel += panels_at_once) {
+        const Work work{first, end, packed, panel, panels_at_once};
+#if defined(__AMX_BF16__)
+        if (amx) {
+          run(product, work, multiply_amx);
+          continue;
+        }
+#endif
+        run(product, work, multiply_avx512);
+      }
+    }
+#if defined(__AMX_BF16__)
+    if (amx) close_tiles();
+#endif
+  }
+}
+
+}  // namespace
+
+extern "C" int sglp_has_products() { return 1; }
+
+extern "C" void sglp_pack_weight(int64_t outputs, int64_t inputs, const void* weight,
+                                 void* packed) {
+  const Product product{0, inputs, outputs, nullptr, nullptr, nullptr, nullptr};
+  const auto* source = static_cast<const BFloat16*>(weight);
+  auto* target = static_cast<BFloat16*>(packed);
+  for (int64_t block = 0; block < product.blocks(); ++block)
+    for (int64_t pair = 0; pair < product.input_tiles() * kTileInputs / 2; ++pair)
+      for (int64_t output = block * kBlock; output < (block + 1) * kBlock; ++output)
+        for (int64_t input = 2 * pair; input < 2 * pair + 2; ++input) {
+          const bool inside = output < outputs && input < inputs;
+          *target++ = inside ? source[output * inputs + input] : BFloat16{0};
+        }
+}
+
+extern "C" void sglp_product(int64_t num_rows, int64_t inputs, int64_t outputs, const void* rows,
+                             const void* weight, const void* bias, void* out, int num_threads) {
+  const Product product{num_rows,
+                        inputs,
+                        outputs,
+                        static_cast<const BFloat16*>(rows),
+                        static_cast<const BFloat16*>(weight),
+                        static_cast<const BFloat16*>(bias),
+                        static_cast<BFloat16*>(out)};
+  run_product(product, num_threads);
+}
+
+#else
+
+extern "C" int sglp_has_products() { return 0; }
+extern "C" void sglp_pack_weight(int64_t, int64_t, const void*, void*) {}
+extern "C" void sglp_product(int64_t, int64_t, int64_t, const void*, const void*, const void*,
+                             void*, int) {}
+
+#endif

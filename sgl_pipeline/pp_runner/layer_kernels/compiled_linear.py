@@ -1,0 +1,60 @@
+"""Matrix products in bf16 on CPU cores, compiled from `cpu_kernels/products.cpp`.
+
+Built by `CompiledKernels` where the machine has instructions for them. Hands raw pointers to C++,
+so it must never pass a tensor on whose shape, type or layout was not checked. Never keeps two
+copies of a weight.
+"""
+
+import torch
+
+from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels
+
+# The packed layout: blocks of outputs, each of tiles of inputs, both padded with zeros.
+_BLOCK_OUTPUTS, _TILE_INPUTS = 16, 32
+
+
+class CompiledLinear:
+    """`x @ weight.T + bias` in bf16, summed in fp32 and rounded once; see `Linear`.
+
+    A row's result is bitwise the same in any microbatch and on any number of threads.
+
+    Args:
+        kernels: of a library that `has_products`.
+        weight: [out, in], bf16.
+        bias: [out] in bf16, or None.
+    """
+
+    def __init__(
+        self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        assert kernels.has_products
+        assert weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        self.out_features, self.in_features = weight.shape
+        assert bias is None or (bias.shape == (self.out_features,) and bias.dtype == weight.dtype)
+        self._kernels = kernels
+        self._bias = None if bias is None else bias.contiguous()
+        num_blocks = -(-self.out_features // _BLOCK_OUTPUTS)
+        num_tiles = -(-self.in_features // _TILE_INPUTS)
+        self._packed = weight.new_empty(num_blocks, num_tiles, _BLOCK_OUTPUTS * _TILE_INPUTS)
+        plain = weight.contiguous()
+        kernels.pack_weight(
+            self.out_features, self.in_features, plain.data_ptr(), self._packed.data_ptr()
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns [T, out] for `x` [T, in]."""
+        x = x.contiguous()
+        assert x.dim() == 2 and x.shape[1] == self.in_features
+        assert x.dtype == torch.bfloat16 and x.device.type == "cpu"
+        y = x.new_empty(x.shape[0], self.out_features)
+        self._kernels.product(
+            x.shape[0],
+            self.in_features,
+            self.out_features,
+            x.data_ptr(),
+            self._packed.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return y

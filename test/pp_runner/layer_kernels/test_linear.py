@@ -1,0 +1,173 @@
+"""Products against fp64, and the row independence that the scheduler relies on."""
+
+import gc
+import weakref
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.instruction_sets import every_instruction_set, kernels_for
+
+from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
+from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
+from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+from sgl_pipeline.pp_runner.layer_kernels.compiled_linear import CompiledLinear
+from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
+from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear, padded_row_count
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def random_weight(out_features: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(out_features * 7919 + in_features)
+    return (torch.randn(out_features, in_features, generator=generator) / in_features**0.5).to(
+        dtype
+    )
+
+
+def random_rows(num_rows: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_rows)
+    return torch.randn(num_rows, in_features, generator=generator).to(dtype)
+
+
+def assert_product(
+    linear: Linear, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor
+) -> None:
+    y, tolerance = linear(x), TOLERANCE[x.dtype]
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert y.dtype == x.dtype
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 33])
+def test_result_of_torch_is_the_product(num_rows: int, with_bias: bool, dtype: torch.dtype) -> None:
+    weight, x = random_weight(72, 40, dtype), random_rows(num_rows, 40, dtype)
+    bias = random_rows(1, 72, dtype)[0] if with_bias else None
+    assert_product(TorchLinear(weight, bias), weight, bias, x)
+
+
+def compiled_linear(
+    instructions: str, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> CompiledLinear:
+    kernels = kernels_for(instructions)
+    if not kernels.has_products:
+        pytest.skip("no bf16 instructions")
+    return CompiledLinear(kernels, weight, bias)
+
+
+@pytest.mark.compiler
+@every_instruction_set
+@settings(max_examples=60, deadline=None)
+@given(
+    num_rows=st.one_of(st.integers(0, 70), st.sampled_from([600, 1100])),
+    in_features=st.sampled_from([1, 2, 31, 32, 40, 100, 1024]),
+    out_features=st.sampled_from([1, 15, 16, 17, 72, 300]),
+    with_bias=st.booleans(),
+)
+def test_result_of_the_compiled_kernel_is_the_product(
+    instructions: str, num_rows: int, in_features: int, out_features: int, with_bias: bool
+) -> None:
+    weight = random_weight(out_features, in_features, torch.bfloat16)
+    bias = random_rows(1, out_features, torch.bfloat16)[0] if with_bias else None
+    x = random_rows(num_rows, in_features, torch.bfloat16)
+    assert_product(compiled_linear(instructions, weight, bias), weight, bias, x)
+
+
+def assert_rows_independent(linear: Linear, x: torch.Tensor) -> None:
+    whole = linear(x)
+    for start, length in [(0, 1), (5, 1), (0, 2), (3, 3), (7, 4), (1, 8), (20, 31), (2, 100)]:
+        part = linear(x[start : start + length])
+        assert torch.equal(part, whole[start : start + length]), (start, length)
+
+
+every_shape = pytest.mark.parametrize(
+    "shape", [(96, 64), (64, 3072), (2048, 1024), (1000, 192)], ids=str
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_shape
+def test_a_row_of_torch_is_bitwise_the_same_in_every_microbatch(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """But for bf16 on a machine with AMX tiles: there oneDNN splits the sums of a large matrix by
+    the number of rows, and a row may differ in its last bit."""
+    linear = TorchLinear(random_weight(*shape, dtype))
+    x = random_rows(130, shape[1], dtype)
+    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        torch.testing.assert_close(linear(x[1:9]), linear(x)[1:9], rtol=2.0**-7, atol=2.0**-7)
+    else:
+        assert_rows_independent(linear, x)
+
+
+@pytest.mark.compiler
+@every_instruction_set
+@every_shape
+def test_a_row_of_the_compiled_kernel_is_bitwise_the_same_in_every_microbatch(
+    instructions: str, shape: tuple[int, int]
+) -> None:
+    linear = compiled_linear(instructions, random_weight(*shape, torch.bfloat16))
+    assert_rows_independent(linear, random_rows(130, shape[1], torch.bfloat16))
+    alone = linear(random_rows(700, shape[1], torch.bfloat16))
+    torch.set_num_threads(3)
+    assert torch.equal(linear(random_rows(700, shape[1], torch.bfloat16)), alone)
+
+
+@pytest.mark.compiler
+def test_what_the_compiled_kernels_do_not_multiply_goes_to_torch() -> None:
+    kernels = CompiledKernels(load_cpu_kernels())
+    assert isinstance(kernels.linear(random_weight(8, 8, torch.float32)), TorchLinear)
+    old_machine = CompiledKernels(kernels_for("without AVX-512"))
+    assert isinstance(old_machine.linear(random_weight(8, 8, torch.bfloat16)), TorchLinear)
+
+
+def test_rows_need_not_be_contiguous() -> None:
+    weight = random_weight(24, 16, torch.float32)
+    x = random_rows(6, 32, torch.float32)[:, :16]
+    torch.testing.assert_close(TorchLinear(weight)(x), x @ weight.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("leaf", ["torch", pytest.param("compiled", marks=pytest.mark.compiler)])
+def test_a_packed_weight_replaces_the_plain_one(leaf: str, dtype: torch.dtype) -> None:
+    kernels = TorchKernels() if leaf == "torch" else CompiledKernels(load_cpu_kernels())
+    weight = random_weight(64, 64, dtype)
+    alive = weakref.ref(weight.untyped_storage())
+    linear = kernels.linear(weight)
+    if isinstance(linear, TorchLinear) and not linear.is_packed:
+        pytest.skip("oneDNN has no bf16 here")
+    del weight
+    gc.collect()
+    assert alive() is None
+
+
+def test_steps_of_all_sizes_share_few_row_counts() -> None:
+    assert [padded_row_count(n) for n in (0, 1, 4, 5, 63, 64, 65, 129, 300)] == [
+        *(4, 4, 4, 8, 64, 64, 68, 136, 304)
+    ]
+    assert len({padded_row_count(n) for n in range(2049)}) == 96
+    assert all(n <= padded_row_count(n) <= n * 17 / 16 for n in range(64, 2049))
+    assert all(padded_row_count(padded_row_count(n)) == padded_row_count(n) for n in range(2049))
+
+
+def test_memory_does_not_grow_with_every_new_number_of_rows() -> None:
+    """oneDNN keeps the kernels of each row count: 0.5 MiB and more for every matrix shape."""
+    linear = TorchLinear(random_weight(512, 128, torch.float32))
+    linear(random_rows(600, 128, torch.float32))
+    resident_bytes = psutil.Process().memory_info().rss
+    for num_rows in range(1, 601):
+        linear(random_rows(num_rows, 128, torch.float32))
+    grown_mib = (psutil.Process().memory_info().rss - resident_bytes) / 2**20
+    assert grown_mib < 100, "one set of kernels for each of 600 row counts is above 300 MiB"
