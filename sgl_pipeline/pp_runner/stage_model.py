@@ -68,12 +68,26 @@ class StageModel:
 
         Raises CheckpointError that names file and tensor when one does not fit the spec.
         """
+        weights = open_weights(path, load_format, dtype, device)
+        rotary = RotaryEmbedding(spec.rope, spec.head_dim, dtype, device)
+        return cls.build(spec, weights, rotary, layers=layers, is_first=is_first, is_last=is_last)
+
+    @classmethod
+    def build(
+        cls,
+        spec: ModelSpec,
+        weights: WeightSource,
+        rotary: RotaryEmbedding,
+        *,
+        layers: Iterable[int],
+        is_first: bool,
+        is_last: bool,
+    ) -> "StageModel":
+        """The same from any source of weights, whose dtype and device `rotary` must share."""
         with torch.inference_mode():
-            weights = open_weights(path, load_format, dtype, device)
             decoder_layers = {layer: DecoderLayer(spec, layer, weights) for layer in layers}
             embedding = _load_embedding(spec, weights) if is_first else None
             head = _load_head(spec, weights, embedding) if is_last else None
-            rotary = RotaryEmbedding(spec.rope, spec.head_dim, dtype, device)
         return cls(decoder_layers, rotary, embedding, head, weights.loaded)
 
     @property
