@@ -89,6 +89,11 @@ class Bench:
                     what = f"timing stage {stage} of {depth} of {model}"
                     if self.within_budget(what, needed_s=20.0):
                         self._time_stage(model, StagePlace(spec_of(model), plan, stage))
+            what = f"timing {model} in one stage without graphs"
+            if self.device.type == "cuda" and self.within_budget(what, needed_s=20.0):
+                plan = StagePlan(0, (spec_of(model).num_layers,))
+                place = StagePlace(spec_of(model), plan, 0)
+                self._time_stage(model, place, FEW_STEPS, graphs="off")
 
     def run_pipelines(self) -> None:
         """The smallest model in processes: one stage, then each depth with each link."""
@@ -122,12 +127,15 @@ class Bench:
             print("    " + " | ".join(check.cells()), flush=True)
         self.checks += checks
 
-    def _time_stage(self, model: str, place: StagePlace) -> None:
+    def _time_stage(
+        self, model: str, place: StagePlace, steps: Sequence[Step] = (), graphs: str = "auto"
+    ) -> None:
         assert self.limits is not None
         release_memory()
         num_pages = self._pages_that_fit(place)
-        steps = [step for step in self.steps if step.num_pages(PAGE_SIZE) <= num_pages]
-        too_large = [step.name for step in self.steps if step not in steps]
+        wanted = steps or self.steps
+        steps = [step for step in wanted if step.num_pages(PAGE_SIZE) <= num_pages]
+        too_large = [step.name for step in wanted if step not in steps]
         if too_large:
             self.skipped.append(f"{model}, {place.plan.num_stages} stages: {', '.join(too_large)}")
         if not steps:
@@ -137,6 +145,7 @@ class Bench:
             self.device,
             num_pages=max(step.num_pages(PAGE_SIZE) for step in steps),
             max_rows=max(step.num_rows for step in steps),
+            graphs=graphs,
         )
         for step in steps:
             if self.deadline_s < time.monotonic():
@@ -149,6 +158,7 @@ class Bench:
                     "stages": place.plan.num_stages,
                     "stage": place.stage,
                     "layers": place.num_layers,
+                    "graphs": graphs,
                     "kind": step.kind,
                     "step": step.name,
                     "rows": step.num_rows,
@@ -196,13 +206,24 @@ def texts_of(bench: Bench) -> list[str]:
 
 def step_table(rows: Sequence[Row]) -> str:
     """Step times of one model's stages, as shares of kernels and limits."""
-    heads = ["stage", "layers", "step", "step ms", "kernels", "limit", "of bytes", "of FLOPs"]
+    heads = [
+        "stage",
+        "layers",
+        "graphs",
+        "step",
+        "step ms",
+        "kernels",
+        "limit",
+        "of bytes",
+        "of FLOPs",
+    ]
     return markdown_table(
         heads,
         [
             [
                 f"{row['stage']} of {row['stages']}",
                 str(row["layers"]),
+                row["graphs"],
                 row["step"],
                 f"{row['step_ms']:.3f}",
                 _share(row["kernels_ms"], row["step_ms"]),

@@ -21,6 +21,7 @@ POLICIES = (
 # What their authors give a step at most; 2048 for all others.
 DEFAULT_MAX_PREFILL_TOKENS = {"throttle-adaptive": 8192}
 ATTENTION_BACKENDS = ("auto", "flashinfer", "cpu", "torch")
+STAGE_GRAPHS = ("auto", "off")
 
 
 def require(condition: bool, message: str) -> None:
@@ -156,6 +157,7 @@ class StageArgs:
     dtype: str
     device: str = "cpu"
     attention_backend: str = "auto"
+    graphs: str = "auto"
     max_total_tokens: int | None = None
     memory_fraction: float = 0.88
     cpu_threads: int | None = None
@@ -166,6 +168,10 @@ class StageArgs:
             self.attention_backend in ATTENTION_BACKENDS,
             f"--stage-attention-backend {self.attention_backend!r} is unknown; choose from "
             f"{', '.join(ATTENTION_BACKENDS)}",
+        )
+        require(
+            self.graphs in STAGE_GRAPHS,
+            f"--stage-graphs {self.graphs!r} is unknown; choose from {', '.join(STAGE_GRAPHS)}",
         )
         require(
             self.max_total_tokens is None or self.max_total_tokens >= 1,

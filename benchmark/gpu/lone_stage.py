@@ -64,7 +64,7 @@ class StagePlace:
         return self.stage == self.plan.num_stages - 1
 
     def assignment(
-        self, device: torch.device, dtype: torch.dtype, page_size: int, backend: str
+        self, device: torch.device, dtype: torch.dtype, page_size: int, backend: str, graphs: str
     ) -> StageAssignment:
         return StageAssignment(
             stage=self.stage,
@@ -74,6 +74,7 @@ class StagePlace:
             dtype=str(dtype).removeprefix("torch."),
             device=device.type,
             attention_backend=backend,
+            graphs=graphs,
             page_size=page_size,
             max_total_tokens=None,
             memory_fraction=0.88,
@@ -88,7 +89,7 @@ class LoneStage:
 
     Args:
         max_rows: the most rows of a step.
-        backend: as `--stage-attention-backend`.
+        backend, graphs: as `--stage-attention-backend` and `--stage-graphs`.
         model: weights to use in place of the dummy ones.
     """
 
@@ -102,6 +103,7 @@ class LoneStage:
         dtype: torch.dtype = torch.bfloat16,
         page_size: int = 16,
         backend: str = "auto",
+        graphs: str = "auto",
         model: StageModel | None = None,
     ) -> None:
         self.place = place
@@ -120,7 +122,7 @@ class LoneStage:
         )
         self.link = StandInLink(ActivationShape(place.spec.hidden_size, dtype, device), max_rows)
         self.runner = StageRunner(
-            place.assignment(device, dtype, page_size, backend),
+            place.assignment(device, dtype, page_size, backend, graphs),
             self.model,
             place.spec.attention_shape(page_size, dtype, device),
             num_pages,

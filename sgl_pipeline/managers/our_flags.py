@@ -13,6 +13,7 @@ from sgl_pipeline.args import (
     ACCOUNTINGS,
     ATTENTION_BACKENDS,
     POLICIES,
+    STAGE_GRAPHS,
     GrammarArgs,
     PipelineArgs,
     SchedulingArgs,
@@ -47,6 +48,13 @@ OUR_FLAGS = (
         "attention_backend",
         "Attention kernels of the stages.",
         choices=ATTENTION_BACKENDS,
+    ),
+    Flag(
+        "--stage-graphs",
+        StageArgs,
+        "graphs",
+        "CUDA graphs of the stages on a GPU: auto or off; a CPU has none.",
+        choices=STAGE_GRAPHS,
     ),
     Flag(
         "--cpu-threads-per-stage",

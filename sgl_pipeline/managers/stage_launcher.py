@@ -159,6 +159,7 @@ class StageLauncher:
             dtype=stages.dtype,
             device=stages.device,
             attention_backend=stages.attention_backend,
+            graphs=stages.graphs,
             page_size=self._args.scheduling.page_size,
             max_total_tokens=stages.max_total_tokens,
             memory_fraction=stages.memory_fraction,

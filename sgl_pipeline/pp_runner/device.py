@@ -4,6 +4,7 @@ Called once by the stage worker, before and after it loads its weights. The only
 whether there is a GPU; it never changes what the model computes.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,14 @@ from sgl_pipeline.pp_runner.attention.cpu_attention import (
 )
 from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
-from sgl_pipeline.pp_runner.kv_pool import kv_page_bytes
+from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder
+from sgl_pipeline.pp_runner.cuda.graphed_layers import GraphedLayers, graph_memory_bytes
+from sgl_pipeline.pp_runner.kv_pool import KvPool, kv_page_bytes
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
+
+logger = logging.getLogger(__name__)
 
 # The KV pool on a CPU, unless --max-total-tokens says otherwise: a fixed size and not a share of
 # memory, so that two servers fit side by side.
@@ -119,6 +126,33 @@ def make_attention_backend(choice: BackendChoice, shape: AttentionShape) -> Atte
     return FlashInferAttention(shape)
 
 
+def uses_graphs(name: str, attention: BackendChoice) -> bool:
+    """Whether `--stage-graphs name` means CUDA graphs, which hold no other attention than
+    FlashInfer's."""
+    return name == "auto" and attention.name == "flashinfer"
+
+
+def make_step_layers(
+    with_graphs: bool,
+    epoch: int,
+    model: StageModel,
+    kv_pool: KvPool,
+    attention: AttentionBackend,
+    shape: AttentionShape,
+) -> StepLayers:
+    """The layers of `model` on the pages of `kv_pool`; graphs are those of `epoch` at first."""
+    if not with_graphs:
+        return EagerLayers(model, kv_pool, attention)
+    assert isinstance(attention, FlashInferAttention)
+    recorder = CudaGraphRecorder(shape.device)
+    layers = GraphedLayers(model, kv_pool, attention, shape, recorder)
+    free_bytes, _ = torch.cuda.mem_get_info(shape.device)
+    layers.capture_all(epoch)
+    taken_bytes = free_bytes - torch.cuda.mem_get_info(shape.device)[0]
+    logger.info("the graphs took %d MiB of GPU memory", taken_bytes / 2**20)
+    return layers
+
+
 def _require_cpu_dtype(dtype: torch.dtype) -> None:
     if dtype not in CPU_DTYPES:
         raise ConfigurationError(
@@ -143,6 +177,10 @@ def kv_page_capacity(
     page_bytes = kv_page_bytes(shape, num_layers)
     if device.type == "cuda":
         room_bytes = _cuda_room_bytes(assignment, device)
+        if uses_graphs(
+            assignment.graphs, choose_attention_backend(assignment.attention_backend, shape)
+        ):
+            room_bytes -= graph_memory_bytes(shape, spec, num_layers) + page_bytes
     else:
         # All stages measure before any allocates, and all take from the same memory.
         room_bytes = _cpu_room_bytes() * num_layers // assignment.plan.num_layers

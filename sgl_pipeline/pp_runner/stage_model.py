@@ -44,8 +44,10 @@ class StageModel:
         embedding: torch.Tensor | None,
         head: OutputHead | None,
         loaded: dict[str, int],
+        hidden_size: int,
     ) -> None:
         self.layers = layers
+        self.hidden_size = hidden_size
         self.loaded = loaded
         self._rotary = rotary
         self._embedding = embedding
@@ -88,7 +90,12 @@ class StageModel:
             decoder_layers = {layer: DecoderLayer(spec, layer, weights) for layer in layers}
             embedding = _load_embedding(spec, weights) if is_first else None
             head = _load_head(spec, weights, embedding) if is_last else None
-        return cls(decoder_layers, rotary, embedding, head, weights.loaded)
+        return cls(decoder_layers, rotary, embedding, head, weights.loaded, spec.hidden_size)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage begins with token ids."""
+        return self._embedding is not None
 
     @property
     def weight_bytes(self) -> int:
