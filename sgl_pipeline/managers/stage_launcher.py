@@ -201,4 +201,4 @@ def link_addresses(args: PipelineArgs, num_gpus: int) -> tuple[str, ...]:
     boundaries = range(args.stages.num_stages - 1)
     if args.stages.device == "cuda" and num_gpus >= args.stages.num_stages:
         return tuple(f"nccl:{args.run_directory}/rendezvous" for _ in boundaries)
-    return tuple(f"ipc://{args.run_directory}/link-{boundary}" for boundary in boundaries)
+    return tuple(f"unix:{args.run_directory}/link-{boundary}" for boundary in boundaries)

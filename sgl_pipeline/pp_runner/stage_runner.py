@@ -7,7 +7,6 @@ process. It never schedules or matches prefixes, and reads a clock only for the 
 import time
 
 from sgl_pipeline.messages import MirrorSnapshot, StageAssignment, StageReport
-from sgl_pipeline.pp_runner.activation_link import ActivationLink
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.device import (
     choose_attention_backend,
@@ -16,6 +15,7 @@ from sgl_pipeline.pp_runner.device import (
     uses_graphs,
 )
 from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.links.activation_link import ActivationLink
 from sgl_pipeline.pp_runner.logit_adjustments import plan_logit_adjustments
 from sgl_pipeline.pp_runner.logprobs import plan_logprobs
 from sgl_pipeline.pp_runner.sampler import Sampler

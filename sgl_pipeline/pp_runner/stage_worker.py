@@ -30,12 +30,13 @@ from sgl_pipeline.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from sgl_pipeline.pp_runner.activation_link import ActivationShape, open_activation_link
 from sgl_pipeline.pp_runner.device import (
     kv_page_capacity,
     open_device,
     pin_threads,
 )
+from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
+from sgl_pipeline.pp_runner.links.open_link import open_activation_link
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
@@ -49,10 +50,7 @@ Message = TypeVar("Message", bound=ToWorker)
 class StageWorker:
     """The worker's side of the conversation in `messages.py`."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], channel: WorkerChannel, worker: int
-    ) -> None:
-        self._context = context
+    def __init__(self, channel: WorkerChannel, worker: int) -> None:
         self._channel = channel
         self._worker = worker
 
@@ -109,10 +107,7 @@ class StageWorker:
         )
         num_pages = self._expect(PoolSize).num_pages
         link = open_activation_link(
-            self._context,
-            ActivationShape(spec.hidden_size, dtype, device),
-            assignment.links,
-            stage,
+            ActivationShape(spec.hidden_size, dtype, device), assignment.links, stage
         )
         runner = StageRunner(assignment, model, shape, num_pages, link)
         choice = runner.attention_backend
@@ -143,7 +138,7 @@ def main() -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with WorkerChannel(context, options.address, options.worker) as channel:
         try:
-            StageWorker(context, channel, options.worker).run()
+            StageWorker(channel, options.worker).run()
         except Exception as error:
             is_configuration = isinstance(error, ConfigurationError)
             if not is_configuration:

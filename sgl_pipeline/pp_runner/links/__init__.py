@@ -1,0 +1,1 @@
+"""The ways of the residual stream from one stage to the next."""

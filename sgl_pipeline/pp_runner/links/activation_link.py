@@ -1,0 +1,43 @@
+"""What every activation link offers to the stage runner.
+
+Implemented by `host_link` (one host: CPU stages, and several stages on one GPU) and
+`distributed_link` (a GPU for each stage); chosen in `open_link.py`. The stage runner receives a
+step's rows from upstream before it runs its layers and sends the result downstream. What crosses is
+exactly the [T, hidden] tensor that would go from layer to layer inside a stage.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationShape:
+    """What one row of the residual stream is."""
+
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden_size * self.dtype.itemsize
+
+
+class ActivationLink(Protocol):
+    """One stage's door to its two neighbours."""
+
+    def send(self, step_id: int, hidden: torch.Tensor) -> None:
+        """Hands `hidden` [T, hidden] to the downstream stage without waiting for it."""
+
+    def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
+        """Waits for the [num_rows, hidden] tensor of `step_id` from the upstream stage.
+
+        It may be written to by nobody, and is valid until the next `receive`. A HostLink raises
+        ProtocolError when another step's rows arrive, or another number of them; a DistributedLink
+        sends rows alone and trusts their order.
+        """
+
+    def close(self) -> None:
+        """Closes the link. To be called when no step is in flight."""

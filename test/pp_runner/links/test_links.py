@@ -1,0 +1,154 @@
+"""Activations arrive whole, in order and bit for bit, over each kind of link."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
+from sgl_pipeline.pp_runner.links.host_link import HostLink
+from sgl_pipeline.pp_runner.links.open_link import open_activation_link
+
+CPU = torch.device("cpu")
+
+
+def host_links(tmp_path: Path, dtype: torch.dtype) -> list[HostLink]:
+    """Those of three stages in a row."""
+    shape = ActivationShape(8, dtype, CPU)
+    links = tuple(f"unix:{tmp_path}/link-{boundary}" for boundary in range(2))
+    opened = [open_activation_link(shape, links, stage) for stage in range(3)]
+    assert all(isinstance(link, HostLink) for link in opened)
+    return opened
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_cross_two_boundaries_bit_for_bit_and_in_order(tmp_path, dtype):
+    first, middle, last = host_links(tmp_path, dtype)
+    sent = [torch.randn(rows, 8).to(dtype) for rows in (1, 5, 300)]
+    for step_id, hidden in enumerate(sent):
+        first.send(step_id, hidden)
+    for step_id, hidden in enumerate(sent):
+        middle.send(step_id, middle.receive(step_id, len(hidden)))
+    for step_id, hidden in enumerate(sent):
+        assert torch.equal(last.receive(step_id, len(hidden)), hidden)
+    for link in (first, middle, last):
+        link.close()
+
+
+def test_a_view_with_strides_is_sent_as_what_it_shows(tmp_path):
+    first, middle, _ = host_links(tmp_path, torch.float32)
+    wide = torch.randn(4, 16)
+    first.send(0, wide[:, ::2])
+    assert torch.equal(middle.receive(0, 4), wide[:, ::2])
+
+
+@pytest.mark.parametrize(("step_id", "num_rows"), [(1, 4), (0, 3)])
+def test_another_steps_rows_are_a_protocol_error(tmp_path, step_id, num_rows):
+    first, middle, _ = host_links(tmp_path, torch.float32)
+    first.send(0, torch.randn(4, 8))
+    with pytest.raises(ProtocolError, match="received 4 rows of step 0"):
+        middle.receive(step_id, num_rows)
+
+
+def test_buffers_are_shared_by_the_steps_that_fit_them(tmp_path):
+    first, middle, _ = host_links(tmp_path, torch.float32)
+    addresses = set()
+    for step_id, num_rows in enumerate((3, 64, 1, 50, 17)):
+        first.send(step_id, torch.full((num_rows, 8), float(step_id)))
+        rows = middle.receive(step_id, num_rows)
+        assert torch.equal(rows, torch.full((num_rows, 8), float(step_id)))
+        addresses.add(rows.data_ptr())
+    # A buffer is on its way back while the next step is written to another.
+    assert len(addresses) == 2
+
+
+def test_rows_stay_as_they_are_until_the_next_are_asked_for(tmp_path):
+    first, middle, _ = host_links(tmp_path, torch.float32)
+    first.send(0, torch.zeros(4, 8))
+    held = middle.receive(0, 4)
+    for step_id in range(1, 6):
+        first.send(step_id, torch.ones(4, 8))
+    assert torch.equal(held, torch.zeros(4, 8))
+
+
+def test_steps_of_known_sizes_open_no_more_descriptors(tmp_path):
+    first, middle, _ = host_links(tmp_path, torch.float32)
+    counts = []
+    for step_id in range(40):
+        num_rows = 64 * (step_id % 10 + 1)
+        first.send(step_id, torch.ones(num_rows, 8))
+        middle.receive(step_id, num_rows)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[-1] == counts[20]
+
+
+def test_what_is_sent_to_a_neighbour_that_is_gone_is_dropped(tmp_path):
+    first, middle, _ = host_links(tmp_path, torch.float32)
+    first.send(0, torch.ones(4, 8))
+    middle.receive(0, 4)
+    middle.close()
+    for step_id in range(1, 4):
+        first.send(step_id, torch.ones(4, 8))
+
+
+WAITING_STAGE = """
+import sys, torch
+from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
+from sgl_pipeline.pp_runner.links.open_link import open_activation_link
+path = sys.argv[1]
+shape = ActivationShape(8, torch.float32, torch.device("cpu"))
+first, last = (open_activation_link(shape, (f"unix:{path}",), stage) for stage in (1, 0))
+last.send(0, torch.ones(1, 8))
+first.receive(0, 1)
+last.close()
+print("the neighbour is gone", flush=True)
+first.receive(1, 1)
+print("received", flush=True)
+"""
+
+
+@pytest.mark.multiproc
+def test_a_stage_whose_neighbour_is_gone_waits_to_be_ended(tmp_path):
+    command = [sys.executable, "-c", WAITING_STAGE, str(tmp_path / "link")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stage:
+        assert stage.stdout is not None
+        assert stage.stdout.readline() == "the neighbour is gone\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            stage.wait(0.5)
+        stage.terminate()
+        assert stage.stdout.read() == ""
+    assert stage.returncode == -signal.SIGTERM
+
+
+GLOO_STAGE = """
+import sys, torch
+from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
+from sgl_pipeline.pp_runner.links.open_link import open_activation_link
+stage, path = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+link = open_activation_link(
+    ActivationShape(8, torch.bfloat16, torch.device("cpu")), (f"gloo:{path}",), stage
+)
+for step_id, rows in enumerate((1, 5, 300)):
+    expected = torch.arange(rows * 8).reshape(rows, 8).to(torch.bfloat16) + step_id
+    if stage == 0:
+        link.send(step_id, expected)
+    else:
+        assert torch.equal(link.receive(step_id, rows), expected)
+link.close()
+"""
+
+
+@pytest.mark.multiproc
+def test_distributed_link_carries_rows_between_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    command = [sys.executable, "-c", GLOO_STAGE]
+    stages = [
+        subprocess.Popen([*command, str(stage), str(tmp_path / "rendezvous")]) for stage in (0, 1)
+    ]
+    assert [process.wait(120) for process in stages] == [0, 0]
