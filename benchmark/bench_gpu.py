@@ -33,7 +33,7 @@ from sgl_pipeline.stage_plan import StagePlan, auto_layer_counts
 
 PAGE_SIZE = 16
 DEPTHS = (1, 2, 4)
-LINKS = ("ipc",)
+LINKS = {"cuda": ("host", "cuda-ipc"), "cpu": ("host",)}
 # Of the card's memory, for weights and pages of a stage under test.
 _MEMORY_SHARE = 0.8
 _SMALL_SCRIPT = Script(num_requests=8, prompt_tokens=32, num_rounds=4, num_groups=4)
@@ -100,7 +100,7 @@ class Bench:
         model = self.models[0]
         reference: PipelineRun | None = None
         for depth in self.depths:
-            for link in LINKS if depth > 1 else LINKS[:1]:
+            for link in LINKS[self.device.type][: None if depth > 1 else 1]:
                 what = f"running {depth} stage processes of {model}, link {link}"
                 if not self.within_budget(what, needed_s=60.0):
                     continue

@@ -22,6 +22,7 @@ POLICIES = (
 DEFAULT_MAX_PREFILL_TOKENS = {"throttle-adaptive": 8192}
 ATTENTION_BACKENDS = ("auto", "flashinfer", "cpu", "torch")
 STAGE_GRAPHS = ("auto", "off")
+STAGE_LINKS = ("auto", "host", "cuda-ipc", "nccl")
 
 
 def require(condition: bool, message: str) -> None:
@@ -158,6 +159,7 @@ class StageArgs:
     device: str = "cpu"
     attention_backend: str = "auto"
     graphs: str = "auto"
+    link: str = "auto"
     max_total_tokens: int | None = None
     memory_fraction: float = 0.88
     cpu_threads: int | None = None
@@ -172,6 +174,14 @@ class StageArgs:
         require(
             self.graphs in STAGE_GRAPHS,
             f"--stage-graphs {self.graphs!r} is unknown; choose from {', '.join(STAGE_GRAPHS)}",
+        )
+        require(
+            self.link in STAGE_LINKS,
+            f"--stage-link {self.link!r} is unknown; choose from {', '.join(STAGE_LINKS)}",
+        )
+        require(
+            self.device == "cuda" or self.link in ("auto", "host"),
+            f"--stage-link {self.link} needs --device cuda, this is {self.device}",
         )
         require(
             self.max_total_tokens is None or self.max_total_tokens >= 1,

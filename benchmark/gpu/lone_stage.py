@@ -14,7 +14,7 @@ import torch
 from benchmark.gpu.limits import synchronize
 from benchmark.gpu.shapes import Step
 from sgl_pipeline.messages import StageAssignment, StageReport
-from sgl_pipeline.pp_runner.activation_link import ActivationShape
+from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_runner import StageRunner

@@ -21,7 +21,7 @@ import zmq
 
 from benchmark.gpu.shapes import MODELS, spec_of
 from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs
-from sgl_pipeline.managers.stage_launcher import StageLauncher, first_stage_plan
+from sgl_pipeline.managers.stage_launcher import StageLauncher, first_stage_plan, link_addresses
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.step_plan import INT32, ChunkPlan, RequestOpen, StepPlan, running_checksum
@@ -136,22 +136,23 @@ def run_pipeline(
                 load_format="dummy",
                 dtype="bfloat16",
                 device=device,
+                link=link,
                 max_total_tokens=script.total_tokens(page_size),
                 memory_fraction=memory_fraction,
             ),
             run_directory=directory,
         )
-        with _stages(args, model, link) as launcher:
+        with _stages(args, model) as launcher:
             start_s = time.perf_counter() - started
             return _drive(launcher, script, page_size, spec_of(model).vocab_size, start_s)
 
 
 @contextmanager
-def _stages(args: PipelineArgs, model: str, link: str) -> Iterator[StageLauncher]:
-    boundaries = range(args.stages.num_stages - 1)
-    links = tuple(f"{link}://{args.run_directory}/link-{boundary}" for boundary in boundaries)
+def _stages(args: PipelineArgs, model: str) -> Iterator[StageLauncher]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    launcher = StageLauncher(args, first_stage_plan(args.stages, spec_of(model)), links, context)
+    launcher = StageLauncher(
+        args, first_stage_plan(args.stages, spec_of(model)), link_addresses(args, 1), context
+    )
     try:
         launcher.start()
         yield launcher

@@ -14,6 +14,7 @@ from sgl_pipeline.args import (
     ATTENTION_BACKENDS,
     POLICIES,
     STAGE_GRAPHS,
+    STAGE_LINKS,
     GrammarArgs,
     PipelineArgs,
     SchedulingArgs,
@@ -55,6 +56,14 @@ OUR_FLAGS = (
         "graphs",
         "CUDA graphs of the stages on a GPU: auto or off; a CPU has none.",
         choices=STAGE_GRAPHS,
+    ),
+    Flag(
+        "--stage-link",
+        StageArgs,
+        "link",
+        "How rows go from stage to stage: host (shared memory), cuda-ipc (stages that share one "
+        "GPU), nccl (a GPU each); auto is nccl where there are as many GPUs as stages, else host.",
+        choices=STAGE_LINKS,
     ),
     Flag(
         "--cpu-threads-per-stage",
