@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
-from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention, load_cpu_kernels
+from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
+from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
 from sgl_pipeline.pp_runner.linear import Linear
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout
 

@@ -23,6 +23,7 @@ DEFAULT_MAX_PREFILL_TOKENS = {"throttle-adaptive": 8192}
 ATTENTION_BACKENDS = ("auto", "flashinfer", "cpu", "torch")
 STAGE_GRAPHS = ("auto", "off")
 STAGE_LINKS = ("auto", "host", "cuda-ipc", "nccl")
+LAYER_KERNELS = ("auto", "cpu", "torch")
 
 
 def require(condition: bool, message: str) -> None:
@@ -160,6 +161,7 @@ class StageArgs:
     attention_backend: str = "auto"
     graphs: str = "auto"
     link: str = "auto"
+    layer_kernels: str = "auto"
     max_total_tokens: int | None = None
     memory_fraction: float = 0.88
     cpu_threads: int | None = None
@@ -182,6 +184,11 @@ class StageArgs:
         require(
             self.device == "cuda" or self.link in ("auto", "host"),
             f"--stage-link {self.link} needs --device cuda, this is {self.device}",
+        )
+        require(
+            self.layer_kernels in LAYER_KERNELS,
+            f"--stage-kernels {self.layer_kernels!r} is unknown; choose from "
+            f"{', '.join(LAYER_KERNELS)}",
         )
         require(
             self.max_total_tokens is None or self.max_total_tokens >= 1,

@@ -38,6 +38,7 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     dtype: str
     device: str
     attention_backend: str
+    layer_kernels: str
     graphs: str = "auto"
     page_size: int
     max_total_tokens: int | None
@@ -64,12 +65,13 @@ class PoolSize(msgspec.Struct, frozen=True, tag=True):
 
 
 class StageReady(msgspec.Struct, frozen=True, tag=True):
-    """The pool is allocated and the links are open. `attention_backend` is the one in use; the
-    `notice`, if any, is for the user and told once, however many stages send it."""
+    """The pool is allocated and the links are open. `attention_backend` and `layer_kernels` are
+    those in use; `notices` are for the user and told once, however many stages send them."""
 
     stage: int
     attention_backend: str
-    notice: str = ""
+    layer_kernels: str
+    notices: tuple[str, ...] = ()
 
 
 class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -5,7 +5,7 @@ import torch
 
 from sgl_pipeline.errors import KernelBuildError
 from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim
-from sgl_pipeline.pp_runner.attention.cpu_build import find_compiler
+from sgl_pipeline.pp_runner.cpu_kernels.build import find_compiler
 
 install_torchvision_shim()
 torch.set_num_threads(1)

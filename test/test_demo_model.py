@@ -35,6 +35,7 @@ def answers(num_stages: int, policy: str) -> list[Reply]:
         num_pages=1024,
         throttle=ThrottleArgs(policy=policy, max_prefill_tokens=256),
         attention_backend="auto",
+        layer_kernels="auto",
     )
     stops = StopRules(max_new_tokens=96, stop_token_ids=frozenset({END}))
     requests = [

@@ -76,6 +76,7 @@ def test_they_equal_transformers_at_every_depth_and_are_the_same_bits(throttle):
             layer_counts,
             throttle=ThrottleArgs(**throttle),
             attention_backend="cpu",
+            layer_kernels="cpu",
         )
         served[num_stages] = make_requests(12)
         pipeline.run(served[num_stages])
@@ -83,7 +84,8 @@ def test_they_equal_transformers_at_every_depth_and_are_the_same_bits(throttle):
         assert (len(prefills) > len(set(prefills))) == (throttle is CHUNKED)
     assert_all("qwen3", served[1])
     plain = make_requests(12, wanted=False)
-    LocalPipeline(tiny_model("qwen3"), (6,), attention_backend="cpu").run(plain)
+    whole = LocalPipeline(tiny_model("qwen3"), (6,), attention_backend="cpu", layer_kernels="cpu")
+    whole.run(plain)
     for num_stages in SPLITS:
         for request, first, alone in zip(served[num_stages], served[1], plain, strict=True):
             assert request.output_ids == alone.output_ids

@@ -21,6 +21,11 @@ from sgl_pipeline.args import ACCOUNTINGS, POLICIES, SchedulingArgs, ThrottleArg
 from sgl_pipeline.requests import GREEDY, FinishReason, Request, SamplingSpec, StopRules
 
 SPLITS = {1: [(6,)], 2: [(3, 3), (1, 5)], 4: [(2, 1, 1, 2), (3, 1, 1, 1)]}
+# Every compiled kernel on, and off.
+KERNELS = {"torch": ("torch", "torch"), "compiled": ("cpu", "cpu")}
+with_and_without_kernels = pytest.mark.parametrize(
+    "kernels", ["torch", pytest.param("compiled", marks=pytest.mark.compiler)]
+)
 # Small budgets, so that prompts of a few dozen tokens are cut into chunks.
 CHUNKED = {"max_prefill_tokens": 24, "min_prefill_tokens": 4, "prefill_spread_steps": 3}
 
@@ -71,13 +76,20 @@ def test_under_every_policy_and_number_of_stages(policy, num_stages):
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral-sharded", "qwen2-moe", "qwen3-moe", "glm", "glm4", "chatglm"]
+    "name", ["qwen2-tied", "mixtral-sharded", "qwen2-moe", "qwen3-moe", "glm", "glm4", "chatglm"]
 )
 @pytest.mark.parametrize("num_stages", SPLITS)
-def test_of_every_model_family(num_stages, name):
+@with_and_without_kernels
+def test_of_every_model_family(kernels, num_stages, name):
     """Prompts cut into chunks and steps of several requests, on uneven stages too."""
-    layer_counts = SPLITS[num_stages][-1]
-    pipeline = LocalPipeline(tiny_model(name), layer_counts, throttle=ThrottleArgs(**CHUNKED))
+    attention_backend, layer_kernels = KERNELS[kernels]
+    pipeline = LocalPipeline(
+        tiny_model(name),
+        SPLITS[num_stages][-1],
+        throttle=ThrottleArgs(**CHUNKED),
+        attention_backend=attention_backend,
+        layer_kernels=layer_kernels,
+    )
     requests = make_requests(9)
     pipeline.run(requests)
     assert_greedy(name, requests)
@@ -103,10 +115,9 @@ def test_however_waiting_tokens_and_pages_are_counted(accounting, duplicate_pref
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("radix_cache", [True, False])
-@pytest.mark.parametrize(
-    "attention_backend", ["torch", pytest.param("cpu", marks=pytest.mark.compiler)]
-)
-def test_with_and_without_radix_hits(page_size, radix_cache, attention_backend):
+@with_and_without_kernels
+def test_with_and_without_radix_hits(page_size, radix_cache, kernels):
+    attention_backend, layer_kernels = KERNELS[kernels]
     scheduling = SchedulingArgs(page_size=page_size, radix_cache=radix_cache)
     pipeline = LocalPipeline(
         tiny_model("llama3-rope"),
@@ -114,6 +125,7 @@ def test_with_and_without_radix_hits(page_size, radix_cache, attention_backend):
         num_pages=1024 // page_size,
         scheduling=scheduling,
         attention_backend=attention_backend,
+        layer_kernels=layer_kernels,
     )
     first, second = make_requests(8), make_requests(8)
     pipeline.run(first)

@@ -11,12 +11,11 @@ from functools import partial
 
 import torch
 
-from benchmark.gpu.lone_stage import LoneStage, StagePlace
+from benchmark.gpu.lone_stage import LoneStage, StagePlace, kernels_for
 from benchmark.gpu.shapes import Extent, Step, decode_step, mixed_step, prefill_step
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.checkpoint import DummyWeights
-from sgl_pipeline.pp_runner.decoder import RotaryEmbedding
 from sgl_pipeline.pp_runner.device import choose_attention_backend, make_attention_backend
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.sampler import Sampler
@@ -129,22 +128,27 @@ def check_stage(spec: ModelSpec, name: str, device: torch.device, backend: str) 
         replace(spec, num_layers=_CHECKED_LAYERS), StagePlan(0, (_CHECKED_LAYERS,)), 0
     )
     layers = range(_CHECKED_LAYERS)
-    exact_model = StageModel.build(
-        place.spec,
-        UpcastWeights(device),
-        RotaryEmbedding(spec.rope, spec.head_dim, torch.float32, device),
-        layers=layers,
-        is_first=True,
-        is_last=True,
-    )
-    stage_of = partial(LoneStage, place, device, num_pages=1024, max_rows=1024)
-    exact = stage_of(dtype=torch.float32, backend="torch", model=exact_model)
-    plain = stage_of(backend="torch")
-    # From graphs, where the device has them, and kernel by kernel.
-    fast = {
-        graphs: stage_of(backend=backend, graphs=graphs, model=plain.model)
-        for graphs in ("auto", "off")
+    models = {
+        dtype: StageModel.build(
+            place.spec,
+            weights,
+            device=device,
+            kernels=kernels_for(device, dtype, "torch"),
+            layers=layers,
+            is_first=True,
+            is_last=True,
+        )
+        for dtype, weights in (
+            (torch.float32, UpcastWeights(device)),
+            (torch.bfloat16, DummyWeights(torch.bfloat16, device)),
+        )
     }
+    stage_of = partial(LoneStage, place, device, num_pages=1024, max_rows=1024)
+    exact, plain = (
+        stage_of(dtype=dtype, backend="torch", model=model) for dtype, model in models.items()
+    )
+    # From graphs, where the device has them, and kernel by kernel.
+    fast = {graphs: stage_of(backend=backend, graphs=graphs) for graphs in ("auto", "off")}
     checks = []
     for step in (prefill_step(300), decode_step(6, 200), mixed_step(5, 100, 77)):
         expected = _logits(exact, step)

@@ -14,6 +14,8 @@ import torch
 from benchmark.gpu.limits import synchronize
 from benchmark.gpu.shapes import Step
 from sgl_pipeline.messages import StageAssignment, StageReport
+from sgl_pipeline.pp_runner.device import choose_layer_kernels, make_layer_kernels
+from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.stage_model import StageModel
@@ -28,6 +30,11 @@ from sgl_pipeline.step_plan import (
     StepPlan,
     running_checksum,
 )
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype, name: str = "auto") -> LayerKernels:
+    """What `--stage-kernels name` means."""
+    return make_layer_kernels(choose_layer_kernels(name, dtype, device))
 
 
 class StandInLink:
@@ -78,6 +85,7 @@ class StagePlace:
             page_size=page_size,
             max_total_tokens=None,
             memory_fraction=0.88,
+            layer_kernels="auto",
             links=(),
             cpu_threads=1,
             cpu_cores=(),
@@ -118,6 +126,7 @@ class LoneStage:
             is_last=place.is_last,
             dtype=dtype,
             device=device,
+            kernels=kernels_for(device, dtype),
             load_format="dummy",
         )
         self.link = StandInLink(ActivationShape(place.spec.hidden_size, dtype, device), max_rows)

@@ -12,6 +12,7 @@ from typing import Any
 from sgl_pipeline.args import (
     ACCOUNTINGS,
     ATTENTION_BACKENDS,
+    LAYER_KERNELS,
     POLICIES,
     STAGE_GRAPHS,
     STAGE_LINKS,
@@ -64,6 +65,13 @@ OUR_FLAGS = (
         "How rows go from stage to stage: host (shared memory), cuda-ipc (stages that share one "
         "GPU), nccl (a GPU each); auto is nccl where there are as many GPUs as stages, else host.",
         choices=STAGE_LINKS,
+    ),
+    Flag(
+        "--stage-kernels",
+        StageArgs,
+        "layer_kernels",
+        "Kernels of the stages for norms, rotary embedding, KV writes and the MLP's gate.",
+        choices=LAYER_KERNELS,
     ),
     Flag(
         "--cpu-threads-per-stage",

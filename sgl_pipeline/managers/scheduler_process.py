@@ -226,4 +226,5 @@ def _facts(args: PipelineArgs, plan: StagePlan, capacity: PipelineCapacity) -> d
         "dtype": args.stages.dtype,
         "device": args.stages.device,
         "stage_attention_backend": capacity.attention_backend,
+        "stage_kernels": capacity.layer_kernels,
     }

@@ -46,6 +46,7 @@ class PipelineCapacity:
     num_pages: int
     stages: tuple[StageLoaded, ...]
     attention_backend: str
+    layer_kernels: str
 
 
 class StageLauncher:
@@ -86,9 +87,10 @@ class StageLauncher:
         num_pages = min(report.num_pages for report in loaded)
         self.channel.broadcast(self.workers, PoolSize(num_pages))
         ready = self._gather(StageReady)
-        for notice in {stage.notice for stage in ready} - {""}:
+        for notice in dict.fromkeys(notice for stage in ready for notice in stage.notices):
             logger.warning("%s", notice)
-        return PipelineCapacity(num_pages, loaded, ready[0].attention_backend)
+        first = ready[0]
+        return PipelineCapacity(num_pages, loaded, first.attention_backend, first.layer_kernels)
 
     def receive(self) -> Iterator[FromWorker]:
         """Messages that have arrived. A WorkerFailed is kept as the reason for `check`."""
@@ -160,6 +162,7 @@ class StageLauncher:
             device=stages.device,
             attention_backend=stages.attention_backend,
             graphs=stages.graphs,
+            layer_kernels=stages.layer_kernels,
             page_size=self._args.scheduling.page_size,
             max_total_tokens=stages.max_total_tokens,
             memory_fraction=stages.memory_fraction,

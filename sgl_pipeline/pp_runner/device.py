@@ -1,4 +1,4 @@
-"""What the machine offers a stage: device, cores, attention backend, room for KV pages.
+"""What the machine offers a stage: device, cores, kernels, room for KV pages.
 
 Called once by the stage worker, before and after it loads its weights. The only file that asks
 whether there is a GPU; it never changes what the model computes.
@@ -14,16 +14,16 @@ import torch
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
-from sgl_pipeline.pp_runner.attention.cpu_attention import (
-    CPU_DTYPES,
-    CpuAttention,
-    load_cpu_kernels,
-)
+from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
+from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, load_cpu_kernels
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder
 from sgl_pipeline.pp_runner.cuda.graphed_layers import GraphedLayers, graph_memory_bytes
 from sgl_pipeline.pp_runner.kv_pool import KvPool, kv_page_bytes
+from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
+from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
@@ -75,7 +75,7 @@ def pin_threads(num_threads: int, cores: tuple[int, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """An attention backend by name; `notice` tells the user why it is not the fast one, if so."""
+    """Kernels by name; `notice` tells the user why they are not the fast ones, if so."""
 
     name: str
     notice: str = ""
@@ -92,7 +92,7 @@ def choose_attention_backend(name: str, shape: AttentionShape) -> BackendChoice:
         return BackendChoice("flashinfer")
     if name == "auto":
         try:
-            _require_cpu_dtype(dtype)
+            _require_cpu_dtype(dtype, "--stage-attention-backend")
             load_cpu_kernels()
         except ConfigurationError as error:
             return BackendChoice(
@@ -100,7 +100,7 @@ def choose_attention_backend(name: str, shape: AttentionShape) -> BackendChoice:
             )
         return BackendChoice("cpu")
     if name == "cpu":
-        _require_cpu_dtype(dtype)
+        _require_cpu_dtype(dtype, "--stage-attention-backend")
     needed = {"flashinfer": "cuda", "cpu": "cpu", "torch": device}.get(name)
     if needed is None:
         raise ConfigurationError(
@@ -153,11 +153,42 @@ def make_step_layers(
     return layers
 
 
-def _require_cpu_dtype(dtype: torch.dtype) -> None:
+def choose_layer_kernels(name: str, dtype: torch.dtype, device: torch.device) -> BackendChoice:
+    """The layer kernels that `--stage-kernels name` means for a model of `dtype` on `device`.
+
+    `auto` is `cpu` on a CPU, or with a notice `torch` where that cannot be built, and `torch`
+    elsewhere. Raises ConfigurationError for kernels that cannot run there.
+    """
+    if name == "torch" or (name == "auto" and device.type != "cpu"):
+        return BackendChoice("torch")
+    if name == "cpu" and device.type != "cpu":
+        raise ConfigurationError(
+            f"--stage-kernels cpu needs --device cpu, this is {device.type}; choose auto or torch"
+        )
+    if name not in ("auto", "cpu"):
+        raise ConfigurationError(
+            f"--stage-kernels {name!r} is unknown; choose from auto, cpu, torch"
+        )
+    try:
+        _require_cpu_dtype(dtype, "--stage-kernels")
+        load_cpu_kernels()
+    except ConfigurationError as error:
+        if name == "cpu":
+            raise
+        return BackendChoice("torch", f"layers run in plain torch, which is slower: {error}")
+    return BackendChoice("cpu")
+
+
+def make_layer_kernels(choice: BackendChoice) -> LayerKernels:
+    """The kernels that `choose_layer_kernels` chose."""
+    return CompiledKernels(load_cpu_kernels()) if choice.name == "cpu" else TorchKernels()
+
+
+def _require_cpu_dtype(dtype: torch.dtype, flag: str) -> None:
     if dtype not in CPU_DTYPES:
         raise ConfigurationError(
-            f"the compiled CPU attention has no {dtype} kernel; use --dtype float32 or bfloat16, "
-            "or --stage-attention-backend torch"
+            f"there is no compiled CPU kernel for {dtype}; use --dtype float32 or bfloat16, "
+            f"or {flag} torch"
         )
 
 

@@ -1,6 +1,6 @@
 """The keys and values of a stage's layers, in pages that all stages number alike.
 
-Owned by the stage worker, written by the decoder layers, read by the attention backends. Knows
+Owned by the stage worker, written by the layer kernels, read by the attention backends. Knows
 nothing of requests: which page belongs to whom is the scheduler's business alone.
 """
 
@@ -84,12 +84,3 @@ class KvPool:
         """Key pages and value pages of `layer`, each [N, S, Hkv, D] (NHD layout), the padding page
         last."""
         return self._pages[layer]
-
-    def write(
-        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        """Puts row t of `keys` and `values` [T, Hkv, D] into slot `slots[t]` (int64 [T], unique),
-        which is offset `slots[t] % S` of page `slots[t] // S`."""
-        key_pages, value_pages = self._pages[layer]
-        key_pages.flatten(0, 1).index_copy_(0, slots, keys)
-        value_pages.flatten(0, 1).index_copy_(0, slots, values)

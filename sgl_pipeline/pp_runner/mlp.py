@@ -6,9 +6,9 @@ Shapes: T rows, H hidden size, F feed-forward size.
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from sgl_pipeline.pp_runner.families import MlpNames
+from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_tensors import LayerTensors
 from sgl_pipeline.pp_runner.linear import Linear
 
@@ -26,11 +26,13 @@ class GatedMlp:
     Args:
         gate_up: to [T, 2 F], gate first.
         down: back to [T, H].
+        kernels: compute what lies between the two.
     """
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, kernels: LayerKernels) -> None:
         self._gate_up = gate_up
         self._down = down
+        self._kernels = kernels
 
     @classmethod
     def load(
@@ -39,19 +41,15 @@ class GatedMlp:
         names: MlpNames,
         hidden_size: int,
         inner_size: int,
+        kernels: LayerKernels,
         has_bias: bool = False,
     ) -> "GatedMlp":
         """Reads the MLP that the checkpoint calls `names`."""
         return cls(
             tensors.linear(names.gate_up, (inner_size, inner_size), hidden_size, has_bias),
             tensors.linear((names.down,), (hidden_size,), inner_size, has_bias),
+            kernels,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(gated(self._gate_up(x)))
-
-
-def gated(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` [T, F] of `gate_up` [T, 2 F]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+        return self._down(self._kernels.gate(self._gate_up(x)))

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.pp_runner.families import MlpNames, TensorNames
+from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_tensors import LayerTensors
 from sgl_pipeline.pp_runner.linear import Linear
-from sgl_pipeline.pp_runner.mlp import GatedMlp, gated
+from sgl_pipeline.pp_runner.mlp import GatedMlp
 from sgl_pipeline.pp_runner.model_spec import ExpertSpec
 
 
@@ -71,11 +72,18 @@ class SeparateExperts:
 
     @classmethod
     def load(
-        cls, tensors: LayerTensors, names: MlpNames, hidden_size: int, spec: ExpertSpec
+        cls,
+        tensors: LayerTensors,
+        names: MlpNames,
+        hidden_size: int,
+        spec: ExpertSpec,
+        kernels: LayerKernels,
     ) -> "SeparateExperts":
         return cls(
             [
-                GatedMlp.load(tensors, _expert_names(names, e), hidden_size, spec.inner_size)
+                GatedMlp.load(
+                    tensors, _expert_names(names, e), hidden_size, spec.inner_size, kernels
+                )
                 for e in range(spec.num_experts)
             ]
         )
@@ -96,15 +104,22 @@ class StackedExperts:
     Args:
         gate_up: [E, 2 F, H].
         down: [E, H, F].
+        kernels: compute what lies between the two.
     """
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, kernels: LayerKernels) -> None:
+        self._kernels = kernels
         self._gate_up = gate_up.transpose(1, 2)
         self._down = down.transpose(1, 2)
 
     @classmethod
     def load(
-        cls, tensors: LayerTensors, names: MlpNames, hidden_size: int, spec: ExpertSpec
+        cls,
+        tensors: LayerTensors,
+        names: MlpNames,
+        hidden_size: int,
+        spec: ExpertSpec,
+        kernels: LayerKernels,
     ) -> "StackedExperts":
         """Copies one expert after the other into its place: the stack is the only whole copy."""
         stacks: list[torch.Tensor] = []
@@ -121,10 +136,11 @@ class StackedExperts:
             ]
             for stack, weight in zip(stacks, weights, strict=True):
                 stack[e] = weight
-        return cls(*stacks)
+        gate_up, down = stacks
+        return cls(gate_up, down, kernels)
 
     def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        inner = gated(F.grouped_mm(rows, self._gate_up, offs=ends))
+        inner = self._kernels.gate(F.grouped_mm(rows, self._gate_up, offs=ends))
         return F.grouped_mm(inner, self._down, offs=ends)
 
 
@@ -141,21 +157,26 @@ class SparseMlp:
 
     @classmethod
     def load(
-        cls, tensors: LayerTensors, names: TensorNames, hidden_size: int, spec: ExpertSpec
+        cls,
+        tensors: LayerTensors,
+        names: TensorNames,
+        hidden_size: int,
+        spec: ExpertSpec,
+        kernels: LayerKernels,
     ) -> "SparseMlp":
         gates = [tensors.weight(names.router, (spec.num_experts, hidden_size))]
         shared_expert = None
         if spec.shared_inner_size:
             gates.append(tensors.weight(names.shared_expert_gate, (1, hidden_size)))
             shared_expert = GatedMlp.load(
-                tensors, names.shared_expert, hidden_size, spec.shared_inner_size
+                tensors, names.shared_expert, hidden_size, spec.shared_inner_size, kernels
             )
         on_cpu = gates[0].device.type == "cpu"
         experts = SeparateExperts if on_cpu else StackedExperts
         return cls(
             spec,
             Router(spec, torch.cat(gates)),
-            experts.load(tensors, names.expert, hidden_size, spec),
+            experts.load(tensors, names.expert, hidden_size, spec, kernels),
             shared_expert,
         )
 

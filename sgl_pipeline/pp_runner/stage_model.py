@@ -12,23 +12,26 @@ import torch.nn.functional as F
 
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
 from sgl_pipeline.pp_runner.checkpoint import WeightSource, open_weights
-from sgl_pipeline.pp_runner.decoder import DecoderLayer, RmsNorm, RotaryEmbedding
+from sgl_pipeline.pp_runner.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, RmsNorm
 from sgl_pipeline.pp_runner.linear import Linear, pad_rows
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.rotary import RotaryEmbedding
 from sgl_pipeline.pp_runner.step_inputs import StepInputs
 
 
 class OutputHead:
     """The final norm and lm_head, for the rows whose logits are wanted only."""
 
-    def __init__(self, norm: RmsNorm, weight: torch.Tensor) -> None:
+    def __init__(self, norm: RmsNorm, weight: torch.Tensor, kernels: LayerKernels) -> None:
         self._norm = norm
         self._linear = Linear(weight)
+        self._kernels = kernels
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] in fp32 of the residual stream's `rows` [S, H]; S may be 0."""
-        return self._linear(self._norm(rows)).float()
+        return self._linear(self._kernels.norm(rows, self._norm)).float()
 
 
 class StageModel:
@@ -64,6 +67,7 @@ class StageModel:
         is_last: bool,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: LayerKernels,
         load_format: str = "safetensors",
     ) -> "StageModel":
         """Reads the tensors of `layers`, and of embedding or head where the stage has them.
@@ -71,25 +75,36 @@ class StageModel:
         Raises CheckpointError that names file and tensor when one does not fit the spec.
         """
         weights = open_weights(path, load_format, dtype, device)
-        rotary = RotaryEmbedding(spec.rope, spec.head_dim, dtype, device)
-        return cls.build(spec, weights, rotary, layers=layers, is_first=is_first, is_last=is_last)
+        return cls.build(
+            spec,
+            weights,
+            device=device,
+            kernels=kernels,
+            layers=layers,
+            is_first=is_first,
+            is_last=is_last,
+        )
 
     @classmethod
     def build(
         cls,
         spec: ModelSpec,
         weights: WeightSource,
-        rotary: RotaryEmbedding,
         *,
+        device: torch.device,
+        kernels: LayerKernels,
         layers: Iterable[int],
         is_first: bool,
         is_last: bool,
     ) -> "StageModel":
-        """The same from any source of weights, whose dtype and device `rotary` must share."""
+        """The same from any source of weights, which lie on `device`."""
         with torch.inference_mode():
-            decoder_layers = {layer: DecoderLayer(spec, layer, weights) for layer in layers}
+            decoder_layers = {
+                layer: DecoderLayer(spec, layer, weights, kernels) for layer in layers
+            }
             embedding = _load_embedding(spec, weights) if is_first else None
-            head = _load_head(spec, weights, embedding) if is_last else None
+            head = _load_head(spec, weights, embedding, kernels) if is_last else None
+            rotary = RotaryEmbedding(spec.rope, spec.head_dim, device)
         return cls(decoder_layers, rotary, embedding, head, weights.loaded, spec.hidden_size)
 
     @property
@@ -122,7 +137,7 @@ class StageModel:
             hidden = F.embedding(inputs.token_ids, self._embedding)
         assert hidden is not None, "a stage after the first needs the residual stream"
         stream = pad_rows(hidden)
-        rotation = self._rotary.at(pad_rows(inputs.positions))
+        rotation = self._rotary.at(inputs.positions)
         for layer in self.layers.values():
             stream = layer.forward(stream, rotation, inputs.slots, kv_pool, attention)
         return stream[: inputs.num_tokens]
@@ -139,12 +154,17 @@ def _load_embedding(spec: ModelSpec, weights: WeightSource) -> torch.Tensor:
 
 
 def _load_head(
-    spec: ModelSpec, weights: WeightSource, embedding: torch.Tensor | None
+    spec: ModelSpec,
+    weights: WeightSource,
+    embedding: torch.Tensor | None,
+    kernels: LayerKernels,
 ) -> OutputHead:
     """The head; where it is tied and not in the file, its matrix is the embedding table."""
     norm_weight = weights.read(f"{spec.names.final_norm}.weight", (spec.hidden_size,))
     norm = RmsNorm(norm_weight, spec.norm_epsilon)
     head = f"{spec.names.head}.weight"
     if not spec.tied_embeddings or weights.has(head):
-        return OutputHead(norm, weights.read(head, (spec.vocab_size, spec.hidden_size)))
-    return OutputHead(norm, _load_embedding(spec, weights) if embedding is None else embedding)
+        matrix = weights.read(head, (spec.vocab_size, spec.hidden_size))
+    else:
+        matrix = _load_embedding(spec, weights) if embedding is None else embedding
+    return OutputHead(norm, matrix, kernels)

@@ -31,7 +31,9 @@ from sgl_pipeline.messages import (
     WorkerHello,
 )
 from sgl_pipeline.pp_runner.device import (
+    choose_layer_kernels,
     kv_page_capacity,
+    make_layer_kernels,
     open_device,
     pin_threads,
 )
@@ -84,6 +86,7 @@ class StageWorker:
         dtype = getattr(torch, assignment.dtype)
         spec = read_model_spec(assignment.model_path)
         stage, plan = assignment.stage, assignment.plan
+        kernels = choose_layer_kernels(assignment.layer_kernels, dtype, device)
         model = StageModel.load(
             spec,
             assignment.model_path,
@@ -92,6 +95,7 @@ class StageWorker:
             is_last=stage == plan.num_stages - 1,
             dtype=dtype,
             device=device,
+            kernels=make_layer_kernels(kernels),
             load_format=assignment.load_format,
         )
         shape = spec.attention_shape(assignment.page_size, dtype, device)
@@ -110,8 +114,9 @@ class StageWorker:
             ActivationShape(spec.hidden_size, dtype, device), assignment.links, stage
         )
         runner = StageRunner(assignment, model, shape, num_pages, link)
-        choice = runner.attention_backend
-        self._channel.send(StageReady(stage, choice.name, choice.notice))
+        attention = runner.attention_backend
+        notices = tuple(choice.notice for choice in (attention, kernels) if choice.notice)
+        self._channel.send(StageReady(stage, attention.name, kernels.name, notices))
         return runner
 
     def _expect(self, kind: type[Message]) -> Message:

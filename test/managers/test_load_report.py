@@ -21,7 +21,7 @@ def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) ->
     steps = StepScheduler(args, policy, num_pages=10, num_stages=1, context_length=100)
     pipeline = VirtualPipeline(steps, page_size=4)
     journal = StepJournal(1)
-    capacity = PipelineCapacity(10, (stage(GIB // 10), stage(GIB // 10)), "torch")
+    capacity = PipelineCapacity(10, (stage(GIB // 10), stage(GIB // 10)), "torch", "torch")
     report = LoadReport(loads_path(str(tmp_path)), args, capacity)
     reader = ShmLoadSnapshotReader(loads_path(str(tmp_path)), dp_size=1)
 

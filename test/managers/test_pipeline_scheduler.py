@@ -215,7 +215,7 @@ def test_a_dead_stage_ends_every_live_request_with_an_error_that_names_it(parts)
 
 
 def test_a_stage_that_says_what_it_may_not_ends_every_live_request(parts):
-    parts.stages.reports.append(StageReady(0, "torch"))
+    parts.stages.reports.append(StageReady(0, "torch", "torch"))
     with pytest.raises(ProtocolError, match="StageReady"):
         run(parts, [[make_request("a", [1], 50)]])
     assert parts.front.finished["a"].status_code == 500

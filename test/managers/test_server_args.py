@@ -76,7 +76,8 @@ def test_the_three_pipeline_flags_mean_stages_and_upstream_runs_at_one(
 def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
     flags = """--pp 2 --pp-layer-partition 3,1 --policy sarathi --prefill-spread-steps 5
         --min-prefill-tokens 7 --chunked-prefill-size 100 --pause-free-share 0.2
-        --extra-steps-in-flight 1 --stage-attention-backend torch --cpu-threads-per-stage 2
+        --extra-steps-in-flight 1 --stage-attention-backend torch --stage-kernels torch
+        --cpu-threads-per-stage 2
         --trace-path trace.jsonl --trace-steps steps.json --page-size 16 --max-total-tokens 999
         --max-running-requests 9 --max-queued-requests 0 --disable-radix-cache
         --grammar-compile-seconds 3 --grammar-compile-memory-mib 100
@@ -106,6 +107,7 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
         model_path="",
         dtype="bfloat16",
         attention_backend="torch",
+        layer_kernels="torch",
         max_total_tokens=999,
         cpu_threads=2,
     )

@@ -14,11 +14,15 @@ from sgl_pipeline.pp_runner.device import (
     DEFAULT_CPU_KV_TOKENS,
     BackendChoice,
     choose_attention_backend,
+    choose_layer_kernels,
     kv_page_capacity,
     make_attention_backend,
+    make_layer_kernels,
     open_device,
     pin_threads,
 )
+from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model_spec import model_spec
 from sgl_pipeline.stage_plan import StagePlan
 
@@ -50,6 +54,7 @@ def assignment(max_total_tokens: int | None, page_size: int = 16) -> StageAssign
         dtype="float32",
         device="cpu",
         attention_backend="auto",
+        layer_kernels="auto",
         page_size=page_size,
         max_total_tokens=max_total_tokens,
         memory_fraction=0.8,
@@ -99,6 +104,35 @@ def test_the_compiled_kernels_refuse_fp16_and_auto_goes_to_torch():
 
 def test_torch_is_made_when_asked_for():
     assert isinstance(make_attention_backend(BackendChoice("torch"), shape()), TorchAttention)
+
+
+@pytest.mark.compiler
+def test_layer_kernels_are_compiled_on_a_cpu_and_torch_elsewhere():
+    for name in ("auto", "cpu"):
+        choice = choose_layer_kernels(name, torch.bfloat16, CPU)
+        assert choice == BackendChoice("cpu")
+        assert isinstance(make_layer_kernels(choice), CompiledKernels)
+    for choice in (
+        choose_layer_kernels("torch", torch.bfloat16, CPU),
+        choose_layer_kernels("auto", torch.bfloat16, CUDA),
+    ):
+        assert choice == BackendChoice("torch")
+        assert isinstance(make_layer_kernels(choice), TorchKernels)
+
+
+def test_layer_kernels_that_cannot_be_had_are_named(monkeypatch):
+    with pytest.raises(ConfigurationError, match="cpu needs --device cpu, this is cuda"):
+        choose_layer_kernels("cpu", torch.bfloat16, CUDA)
+    with pytest.raises(ConfigurationError, match="'triton' is unknown; choose from auto"):
+        choose_layer_kernels("triton", torch.float32, CPU)
+    with pytest.raises(ConfigurationError, match=r"float16.*--stage-kernels torch"):
+        choose_layer_kernels("cpu", torch.float16, CPU)
+    assert "float16" in choose_layer_kernels("auto", torch.float16, CPU).notice
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigurationError, match="no-such-compiler"):
+        choose_layer_kernels("cpu", torch.float32, CPU)
+    choice = choose_layer_kernels("auto", torch.float32, CPU)
+    assert choice.name == "torch" and "no-such-compiler" in choice.notice
 
 
 def test_devices_that_are_not_there_are_refused():

@@ -1,4 +1,4 @@
-"""Pages by model-wide layer id: where a row goes, and layers that come and go."""
+"""Pages by model-wide layer id: their bytes, and layers that come and go."""
 
 import pytest
 import torch
@@ -19,26 +19,6 @@ def pool(layers: range = range(4, 6)) -> KvPool:
         dtype=torch.float32,
         device=CPU,
     )
-
-
-def test_a_row_lands_in_its_slot_of_its_layer_alone():
-    kv_pool = pool()
-    keys, values = torch.full((2, 2, 4), 1.0), torch.full((2, 2, 4), 2.0)
-    kv_pool.write(5, torch.tensor([7, 0]), keys, values)
-    key_pages, value_pages = kv_pool.pages(5)
-    assert key_pages.shape == value_pages.shape == (5, 3, 2, 4)
-    for pages, number in ((key_pages, 1.0), (value_pages, 2.0)):
-        assert (pages[2, 1] == number).all() and (pages[0, 0] == number).all()
-        assert pages.sum() == number * 2 * 8
-    assert not any(pages.any() for pages in kv_pool.pages(4))
-
-
-def test_rows_may_be_views_that_are_not_contiguous():
-    kv_pool = pool()
-    heads = torch.arange(2 * 6 * 4, dtype=torch.float32).view(2, 6, 4)
-    kv_pool.write(4, torch.tensor([3, 4]), heads[:, 2:4], heads[:, 4:])
-    assert torch.equal(kv_pool.pages(4)[0][1, :2], heads[:, 2:4])
-    assert torch.equal(kv_pool.pages(4)[1][1, :2], heads[:, 4:])
 
 
 def test_bytes_are_those_of_all_layers_pages():

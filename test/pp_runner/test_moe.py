@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.pp_runner.families import TensorNames
+from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.layer_tensors import LayerTensors
 from sgl_pipeline.pp_runner.model_spec import ExpertSpec
 from sgl_pipeline.pp_runner.moe import Router, SeparateExperts, SparseMlp, StackedExperts
@@ -59,7 +60,7 @@ def expert_spec(*, normalised: bool = True, shared: bool = True, per_token: int 
 
 
 def load(spec: ExpertSpec, weights: RandomWeights) -> SparseMlp:
-    return SparseMlp.load(LayerTensors("", weights), NAMES, HIDDEN, spec)
+    return SparseMlp.load(LayerTensors("", weights), NAMES, HIDDEN, spec, TorchKernels())
 
 
 def rows(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -129,7 +130,9 @@ def test_stacked_experts_compute_what_separate_ones_do(dtype):
     """`StackedExperts` is what a GPU runs; `grouped_mm` has a slow form for CPUs."""
     spec = expert_spec()
     separate, stacked = (
-        kind.load(LayerTensors("", RandomWeights(dtype)), NAMES.expert, HIDDEN, spec)
+        kind.load(
+            LayerTensors("", RandomWeights(dtype)), NAMES.expert, HIDDEN, spec, TorchKernels()
+        )
         for kind in (SeparateExperts, StackedExperts)
     )
     x = rows(11, dtype)
@@ -145,7 +148,9 @@ def test_stacked_experts_compute_what_separate_ones_do(dtype):
 def test_loaded_experts_keep_one_copy_of_their_weights(kind):
     """None of the tensors as they were read is left: their packed or stacked copies are."""
     weights = RandomWeights(keep=False)
-    experts = kind.load(LayerTensors("", weights), NAMES.expert, HIDDEN, expert_spec())
+    experts = kind.load(
+        LayerTensors("", weights), NAMES.expert, HIDDEN, expert_spec(), TorchKernels()
+    )
     gc.collect()
     assert len(weights.storages) == 3 * NUM_EXPERTS
     assert [storage for storage in weights.storages if storage() is not None] == []

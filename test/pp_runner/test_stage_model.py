@@ -85,10 +85,10 @@ def test_greedy_tokens_equal_transformers_for_every_split(name):
         assert_same_tokens(chain, name, request)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama3-rope", "chatglm"])
+@pytest.mark.parametrize("name", ["qwen3", "llama3-rope", "glm4", "chatglm"])
 @pytest.mark.compiler
-def test_compiled_cpu_attention_gives_the_tokens_of_transformers(name):
-    chain = StageChain(tiny_model(name), (2, 4), page_size=16, attention="cpu")
+def test_compiled_kernels_give_the_tokens_of_transformers(name):
+    chain = StageChain(tiny_model(name), (2, 4), page_size=16, attention="cpu", kernels="cpu")
     request = new_request(prompts()[0])
     chain.generate(request, NUM_NEW_TOKENS, chunk_length=10)
     assert_same_tokens(chain, name, request)
@@ -133,11 +133,12 @@ def test_rows_of_padding_go_to_no_expert(monkeypatch):
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(name):
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("cpu", marks=pytest.mark.compiler)])
+def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kernels, name):
     # Tolerance: at most 1.5 times the root mean square error of transformers' own bf16 logits,
     # because the error of random weights depends on the model far more than on who computes it: a
     # rounding that sends one token to another expert changes it for good.
-    chain = StageChain(tiny_model(name), (3, 3), dtype=torch.bfloat16)
+    chain = StageChain(tiny_model(name), (3, 3), dtype=torch.bfloat16, kernels=kernels)
     requests = [new_request(prompt) for prompt in prompts()]
     for request in requests:
         chain.generate(request, 1)

@@ -14,6 +14,7 @@ import torch
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.messages import StageAssignment, StageReport
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.pp_runner.device import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
@@ -56,6 +57,7 @@ class LocalPipeline:
         throttle: ThrottleArgs | None = None,
         dtype: str = "float32",
         attention_backend: str = "torch",
+        layer_kernels: str = "torch",
     ) -> None:
         scheduling = scheduling or SchedulingArgs()
         plan = StagePlan(0, tuple(layer_counts))
@@ -69,6 +71,7 @@ class LocalPipeline:
                 page_size=scheduling.page_size,
                 dtype=dtype,
                 attention_backend=attention_backend,
+                layer_kernels=layer_kernels,
                 link=QueueLink(queues[stage], queues[stage + 1]),
             )
             for stage in range(plan.num_stages)
@@ -126,6 +129,7 @@ def _open_stage(
     page_size: int,
     dtype: str,
     attention_backend: str,
+    layer_kernels: str,
     link: QueueLink,
 ) -> StageRunner:
     spec = read_model_spec(model_path)
@@ -138,6 +142,7 @@ def _open_stage(
         dtype=dtype,
         device="cpu",
         attention_backend=attention_backend,
+        layer_kernels=layer_kernels,
         page_size=page_size,
         max_total_tokens=None,
         memory_fraction=0.5,
@@ -153,6 +158,7 @@ def _open_stage(
         is_last=stage == plan.num_stages - 1,
         dtype=torch_dtype,
         device=device,
+        kernels=make_layer_kernels(choose_layer_kernels(layer_kernels, torch_dtype, device)),
     )
     shape = spec.attention_shape(page_size, torch_dtype, device)
     return StageRunner(assignment, model, shape, num_pages, link)

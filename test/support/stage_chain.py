@@ -11,7 +11,12 @@ from pathlib import Path
 import torch
 
 from sgl_pipeline.microbatch import Chunk, Microbatch
-from sgl_pipeline.pp_runner.device import choose_attention_backend, make_attention_backend
+from sgl_pipeline.pp_runner.device import (
+    choose_attention_backend,
+    choose_layer_kernels,
+    make_attention_backend,
+    make_layer_kernels,
+)
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.stage_model import StageModel
@@ -44,6 +49,7 @@ class StageChain:
         num_pages: int = 256,
         load_format: str = "safetensors",
         attention: str = "torch",
+        kernels: str = "torch",
     ) -> None:
         self.spec = read_model_spec(path)
         self.logits: dict[Request, list[torch.Tensor]] = {}
@@ -61,6 +67,7 @@ class StageChain:
                 is_last=stage == plan.num_stages - 1,
                 dtype=dtype,
                 device=CPU,
+                kernels=make_layer_kernels(choose_layer_kernels(kernels, dtype, CPU)),
                 load_format=load_format,
             )
             for stage in range(plan.num_stages)

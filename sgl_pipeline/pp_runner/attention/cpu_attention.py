@@ -1,62 +1,16 @@
-"""Paged attention on CPU cores, by the compiled kernels of `cpu_kernels.cpp`.
+"""Paged attention on CPU cores, by the compiled kernels of `cpu_kernels/attention.cpp`.
 
-Chosen and built by `pp_runner/device.py`, which turns a KernelBuildError into the torch path. Hands
+Chosen by `pp_runner/device.py`, which turns a KernelBuildError into the torch path. Hands
 raw pointers to C++, so it must never pass a tensor on whose shape, type or layout was not checked.
 """
 
-import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from sgl_pipeline.errors import KernelBuildError
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.attention.cpu_build import (
-    build_library,
-    default_cache_directory,
-    find_compiler,
-)
+from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, CpuKernels
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout
-
-_SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
-_HEADERS = (Path(__file__).with_name("cpu_vectors.h"),)
-_ARGUMENT_TYPES: Sequence[Any] = [  # of sglp_paged_attention, in order
-    *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int64),  # is_bf16, query and its row stride
-    *(7 * [ctypes.c_void_p]),  # pages, out and the layout's four arrays
-    *(5 * [ctypes.c_int]),  # sizes
-    *(ctypes.c_float, ctypes.c_int),  # scale, num_threads
-]
-CPU_DTYPES = (torch.float32, torch.bfloat16)
-
-
-class CpuKernels:
-    """The functions of `cpu_kernels.cpp`, loaded from a compiled library.
-
-    Raises KernelBuildError when the file is not a library of ours.
-    """
-
-    def __init__(self, library: Path) -> None:
-        try:
-            # torch's OpenMP runtime is in the process already, so both share one pool of threads.
-            self.paged_attention = ctypes.CDLL(str(library)).sglp_paged_attention
-        except (OSError, AttributeError) as error:
-            raise KernelBuildError(
-                f"the compiled kernels in {library} do not load: {error}; delete the file"
-            ) from error
-        self.paged_attention.argtypes = _ARGUMENT_TYPES
-        self.paged_attention.restype = None
-
-
-def load_cpu_kernels(cache_directory: Path | None = None) -> CpuKernels:
-    """The kernels, compiled for this machine by the first caller (a few seconds) and cached.
-
-    Raises KernelBuildError when there is no compiler, it fails, or the cache cannot be used.
-    """
-    cache_directory = cache_directory or default_cache_directory()
-    return CpuKernels(build_library(_SOURCE, _HEADERS, find_compiler(), cache_directory))
 
 
 @dataclass(slots=True)

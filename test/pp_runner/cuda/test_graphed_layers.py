@@ -21,8 +21,8 @@ from sgl_pipeline.pp_runner.cuda.graphed_layers import (
     GraphedLayers,
     graph_memory_bytes,
 )
-from sgl_pipeline.pp_runner.decoder import RotaryEmbedding
 from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model_spec import model_spec
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
@@ -91,7 +91,8 @@ def make_stage(is_first: bool = True, device: torch.device = CPU) -> Stage:
     model = StageModel.build(
         SPEC,
         DummyWeights(torch.bfloat16, device),
-        RotaryEmbedding(SPEC.rope, SPEC.head_dim, torch.bfloat16, device),
+        device=device,
+        kernels=TorchKernels(),
         layers=range(NUM_LAYERS),
         is_first=is_first,
         is_last=False,

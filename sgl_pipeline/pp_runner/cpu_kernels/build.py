@@ -1,6 +1,6 @@
-"""Compiles a C++ source once for this machine and keeps the library in the user's cache.
+"""Compiles C++ sources once for this machine and keeps the library in the user's cache.
 
-Called by `cpu_attention` when a stage starts; several stages may call at once. Must never hand out
+Called by `library.py` when a stage starts; several stages may call at once. Must never hand out
 a library that somebody else could have written, or one built for another CPU or compiler.
 """
 
@@ -38,11 +38,15 @@ def find_compiler() -> list[str]:
 
 
 def build_library(
-    source: Path, headers: Sequence[Path], compiler: Sequence[str], cache_directory: Path
+    name: str,
+    sources: Sequence[Path],
+    headers: Sequence[Path],
+    compiler: Sequence[str],
+    cache_directory: Path,
 ) -> Path:
-    """The shared library of `source`, compiled now unless the cache holds it.
+    """The shared library `name` of `sources`, compiled now unless the cache holds it.
 
-    Its name carries a hash of the source, the headers of ours that it includes, the flags and the
+    Its name carries a hash of the sources, the headers of ours that they include, the flags and the
     compiler's predefined macros, which tell its version and the instruction sets that
     -march=native stands for here.
 
@@ -50,17 +54,17 @@ def build_library(
     """
     macros = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
     hashed = hashlib.sha256()
-    texts = [path.read_bytes() for path in (source, *headers)]
+    texts = [path.read_bytes() for path in (*sources, *headers)]
     for part in (*texts, shlex.join([*compiler, *_FLAGS]).encode(), macros):
         hashed.update(hashlib.sha256(part).digest())
     try:
         _make_private(cache_directory)
-        library = cache_directory / f"{source.stem}-{hashed.hexdigest()[:24]}.so"
+        library = cache_directory / f"{name}-{hashed.hexdigest()[:24]}.so"
         # Whoever comes second waits for the first one's library instead of compiling it again.
         with open(cache_directory / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
-                _compile(source, compiler, library)
+                _compile(sources, compiler, library)
     except OSError as error:
         raise KernelBuildError(
             f"the cache of compiled kernels cannot be used: {error}; point XDG_CACHE_HOME elsewhere"
@@ -68,10 +72,10 @@ def build_library(
     return library
 
 
-def _compile(source: Path, compiler: Sequence[str], library: Path) -> None:
+def _compile(sources: Sequence[Path], compiler: Sequence[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         built = Path(directory) / library.name
-        _run([*compiler, *_FLAGS, str(source), "-o", str(built)])
+        _run([*compiler, *_FLAGS, *map(str, sources), "-o", str(built)])
         os.replace(built, library)  # a library is there whole or not at all
 
 

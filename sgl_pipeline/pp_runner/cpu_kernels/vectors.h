@@ -1,7 +1,7 @@
-// Vectors of fp32 numbers as wide as this machine's registers, for cpu_kernels.cpp.
+// Vectors of fp32 numbers as wide as this machine's registers, for the kernels beside it.
 //
 // Written with the vector extensions of GCC and Clang, so that one text serves AVX-512, AVX2 and
-// 128-bit machines. Nothing here knows of attention.
+// 128-bit machines. Nothing here knows what they are for.
 
 #pragma once
 
@@ -55,18 +55,6 @@ inline To bit_cast(const From& from) {
 
 inline Vec broadcast(float value) { return Vec{} + value; }
 
-inline float to_float(float value) { return value; }
-inline float to_float(BFloat16 value) { return bit_cast<float>(uint32_t{value.bits} << 16); }
-
-inline void assign(float& target, float value) { target = value; }
-
-// Rounds to nearest, ties to even; a NaN stays one.
-inline void assign(BFloat16& target, float value) {
-  const uint32_t bits = bit_cast<uint32_t>(value);
-  const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  target.bits = value != value ? 0x7fc0 : static_cast<uint16_t>(rounded >> 16);
-}
-
 inline Vec load(const float* source) {
   Vec vec;
   std::memcpy(&vec, source, sizeof(vec));
@@ -85,16 +73,46 @@ inline Vec load(const BFloat16* source) {
 #endif
 }
 
+// The first `count` elements, at most kWidth; zeros in the places after them.
+template <typename T>
+inline Vec load(const T* source, int count) {
+  if (count == kWidth) return load(source);
+  T padded[kWidth] = {};
+  std::memcpy(padded, source, count * sizeof(T));
+  return load(padded);
+}
+
 // `count` elements as vectors, the last one padded with zeros.
 template <typename T>
 inline void widen(const T* source, int count, Vec* target) {
   int done = 0;
   for (; done + kWidth <= count; done += kWidth) target[done / kWidth] = load(source + done);
-  if (done < count) {
-    float tail[kWidth] = {};
-    for (int i = done; i < count; ++i) tail[i - done] = to_float(source[i]);
-    target[done / kWidth] = load(tail);
-  }
+  if (done < count) target[done / kWidth] = load(source + done, count - done);
+}
+
+inline void store(float* target, Vec vec) { std::memcpy(target, &vec, sizeof(vec)); }
+
+// Rounds to nearest, ties to even; a NaN stays one.
+inline void store(BFloat16* target, Vec vec) {
+  const IntVec bits = bit_cast<IntVec>(vec);
+  const IntVec odd = (bits >> 16) & 1;
+  const IntVec rounded = vec != vec ? IntVec{} + 0x7fc0 : ((bits + 0x7fff + odd) >> 16) & 0xffff;
+#if defined(__AVX512F__)  // as in load
+  constexpr __mmask16 all = 0xffff;
+  const auto halves = _mm512_maskz_cvtepi32_epi16(all, bit_cast<__m512i>(rounded));
+#else
+  const HalfVec halves = __builtin_convertvector(rounded, HalfVec);
+#endif
+  std::memcpy(target, &halves, sizeof(halves));
+}
+
+// Stores the first `count` elements, at most kWidth.
+template <typename T>
+inline void store(T* target, Vec vec, int count) {
+  if (count == kWidth) return store(target, vec);
+  T padded[kWidth];
+  store(padded, vec);
+  std::memcpy(target, padded, count * sizeof(T));
 }
 
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
@@ -106,9 +124,9 @@ inline float largest(Vec vec) {
 }
 
 inline float total(Vec vec) {
-  float result = vec[0];
-  for (int i = 1; i < kWidth; ++i) result += vec[i];
-  return result;
+#pragma GCC unroll 4
+  for (int count = kWidth; count > 1; count /= 2) vec = EVEN(vec, vec) + ODD(vec, vec);
+  return vec[0];
 }
 
 // The totals of kWidth vectors, as one vector. Each is added up in the same order wherever it

@@ -13,7 +13,7 @@
 #include <limits>
 #include <vector>
 
-#include "cpu_vectors.h"
+#include "vectors.h"
 
 // Keeps a hot loop's registers to itself.
 #define NOINLINE __attribute__((noinline))
@@ -305,11 +305,10 @@ class Attention {
     for (int lane = 0; lane < item.num_heads * lanes_of_head(item); ++lane) {
       Vec* vecs = &scratch.outputs[lane * scratch.vectors];
       const float weight = total(scratch.sums[lane]);
-      for (int v = 0; v < scratch.vectors; ++v) vecs[v] /= weight;
-      const float* numbers = reinterpret_cast<const float*>(vecs);
       T* target = out_ + (row_of(item, lane) * step_.num_query_heads + query_head_of(item, lane)) *
                              step_.head_dim;
-      for (int d = 0; d < step_.head_dim; ++d) assign(target[d], numbers[d]);
+      for (int v = 0; v < scratch.vectors; ++v)
+        store(target + v * kWidth, vecs[v] / weight, std::min(kWidth, step_.head_dim - v * kWidth));
     }
   }
 

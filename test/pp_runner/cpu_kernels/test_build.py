@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sgl_pipeline.errors import KernelBuildError
-from sgl_pipeline.pp_runner.attention.cpu_build import (
+from sgl_pipeline.pp_runner.cpu_kernels.build import (
     build_library,
     default_cache_directory,
     find_compiler,
@@ -53,8 +53,8 @@ def test_a_second_build_is_the_cached_one(
     source: Path, cache: Path, counting_compiler: tuple[list[str], Path]
 ) -> None:
     compiler, log = counting_compiler
-    first = build_library(source, [], compiler, cache)
-    assert build_library(source, [], compiler, cache) == first
+    first = build_library("tiny", [source], [], compiler, cache)
+    assert build_library("tiny", [source], [], compiler, cache) == first
     assert log.read_text() == "once\n"
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
@@ -62,18 +62,18 @@ def test_a_second_build_is_the_cached_one(
 def test_another_source_or_compiler_is_another_library(
     source: Path, cache: Path, counting_compiler: tuple[list[str], Path]
 ) -> None:
-    first = build_library(source, [], find_compiler(), cache)
-    assert build_library(source, [], counting_compiler[0], cache) != first
+    first = build_library("tiny", [source], [], find_compiler(), cache)
+    assert build_library("tiny", [source], [], counting_compiler[0], cache) != first
     source.write_text(TINY_SOURCE.replace("42", "43"))
-    assert build_library(source, [], find_compiler(), cache) != first
+    assert build_library("tiny", [source], [], find_compiler(), cache) != first
 
 
 def test_another_header_is_another_library(source: Path, cache: Path) -> None:
     header = source.with_name("tiny.h")
     header.write_text("// one")
-    first = build_library(source, [header], find_compiler(), cache)
+    first = build_library("tiny", [source], [header], find_compiler(), cache)
     header.write_text("// two")
-    assert build_library(source, [header], find_compiler(), cache) != first
+    assert build_library("tiny", [source], [header], find_compiler(), cache) != first
 
 
 @pytest.mark.multiproc
@@ -84,9 +84,9 @@ def test_stages_that_start_at_once_compile_once_and_all_load_it(
     program = (
         "import ctypes, sys\n"
         "from pathlib import Path\n"
-        "from sgl_pipeline.pp_runner.attention.cpu_build import build_library\n"
+        "from sgl_pipeline.pp_runner.cpu_kernels.build import build_library\n"
         "source, compiler, cache = sys.argv[1:]\n"
-        "library = build_library(Path(source), [], [compiler], Path(cache))\n"
+        "library = build_library('tiny', [Path(source)], [], [compiler], Path(cache))\n"
         "print(ctypes.CDLL(str(library)).answer())\n"
     )
     command = [sys.executable, "-c", program, str(source), *compiler, str(cache)]
@@ -103,7 +103,7 @@ def test_stages_that_start_at_once_compile_once_and_all_load_it(
 def test_a_compiler_error_is_shown_and_leaves_nothing_behind(source: Path, cache: Path) -> None:
     source.write_text("this is not C++\n")
     with pytest.raises(KernelBuildError, match="this is not C"):
-        build_library(source, [], find_compiler(), cache)
+        build_library("tiny", [source], [], find_compiler(), cache)
     assert [path.name for path in cache.iterdir()] == ["lock"]
 
 
@@ -123,13 +123,13 @@ def test_a_cache_that_others_may_write_is_refused(source: Path, cache: Path) -> 
     cache.mkdir(parents=True)
     cache.chmod(0o770)
     with pytest.raises(KernelBuildError, match="chmod 700"):
-        build_library(source, [], find_compiler(), cache)
+        build_library("tiny", [source], [], find_compiler(), cache)
 
 
 def test_a_cache_that_cannot_be_made_is_named(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(KernelBuildError, match="XDG_CACHE_HOME"):
-        build_library(source, [], find_compiler(), tmp_path / "file" / "cache")
+        build_library("tiny", [source], [], find_compiler(), tmp_path / "file" / "cache")
 
 
 def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:

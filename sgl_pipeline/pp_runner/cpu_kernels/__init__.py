@@ -1,0 +1,1 @@
+"""C++ for CPU cores: the sources, how they are compiled here, and the functions they export."""

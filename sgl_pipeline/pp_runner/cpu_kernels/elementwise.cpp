@@ -1,0 +1,226 @@
+// What a decoder layer does between its products, each in one pass over its rows, fp32 and bf16.
+//
+// Called from compiled_kernels.py through ctypes; knows nothing of torch. All arithmetic is fp32
+// and every result is rounded once, as it is stored; only the residual stream is rounded before it
+// is normed, because the rounded one is what the next layer adds to. A row's result depends on
+// nothing but that row: bitwise the same in any microbatch and on any number of threads.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+// Below this many elements a step is done before a second thread would have started.
+constexpr int64_t kElementsWorthThreads = 1 << 15;
+
+// Calls run(row) for all rows, on several threads where that pays.
+template <typename Run>
+void for_rows(int64_t num_rows, int64_t row_size, int num_threads, const Run& run) {
+  const bool parallel = num_threads > 1 && num_rows * row_size >= kElementsWorthThreads;
+#pragma omp parallel for num_threads(num_threads) if (parallel)
+  for (int64_t row = 0; row < num_rows; ++row) run(row);
+}
+
+// Calls run(offset, count) for each vector of a row; count is kWidth but for the last one.
+template <typename Run>
+inline void for_vectors(int size, const Run& run) {
+  int offset = 0;
+  for (; offset + kWidth <= size; offset += kWidth) run(offset, kWidth);
+  if (offset < size) run(offset, size - offset);
+}
+
+inline float inverse_root_mean(Vec squares, int size, float epsilon) {
+  return 1.0f / std::sqrt(total(squares) / size + epsilon);
+}
+
+template <typename T>
+void norm_row(const T* row, const T* weight, T* normed, int size, float epsilon) {
+  Vec squares{};
+  for_vectors(size, [&](int offset, int count) {
+    const Vec x = load(row + offset, count);
+    squares += x * x;
+  });
+  const float scale = inverse_root_mean(squares, size, epsilon);
+  for_vectors(size, [&](int offset, int count) {
+    store(normed + offset, load(row + offset, count) * scale * load(weight + offset, count), count);
+  });
+}
+
+template <typename T>
+void add_row(const T* row, const T* added, T* sum, int size) {
+  for_vectors(size, [&](int offset, int count) {
+    store(sum + offset, load(row + offset, count) + load(added + offset, count), count);
+  });
+}
+
+// silu(gate) * up, silu(x) = x / (1 + exp(-x)): the exponential is taken where it is at most 1.
+template <typename T>
+void gate_row(const T* gate, const T* up, T* gated, int size) {
+  for_vectors(size, [&](int offset, int count) {
+    const Vec x = load(gate + offset, count);
+    const Vec small = exp_nonpositive(x < 0.0f ? x : -x);
+    const Vec sigmoid = (x < 0.0f ? small : broadcast(1.0f)) / (1.0f + small);
+    store(gated + offset, x * sigmoid * load(up + offset, count), count);
+  });
+}
+
+// The sizes and places of a step's heads: see sglp_place_heads.
+struct Heads {
+  int num_query;
+  int num_kv;
+  int head_dim;
+  int rotated_dims;
+  bool interleaved;
+  float epsilon;
+
+  int row_size() const { return (num_query + 2 * num_kv) * head_dim; }
+};
+
+// Rotates each pair of dimensions; a pair is two neighbours, or one of each half.
+inline void rotate(float* __restrict head, const float* __restrict cosine,
+                   const float* __restrict sine, const Heads& heads) {
+  const int pairs = heads.rotated_dims / 2;
+  const int step = heads.interleaved ? 2 : 1;
+  float* __restrict partner = head + (heads.interleaved ? 1 : pairs);
+  for (int pair = 0; pair < pairs; ++pair) {
+    const float first = head[pair * step], second = partner[pair * step];
+    head[pair * step] = first * cosine[pair] - second * sine[pair];
+    partner[pair * step] = second * cosine[pair] + first * sine[pair];
+  }
+}
+
+// One query or key head: normed where there is a weight, then rotated. `buffer` holds a head.
+template <typename T>
+void place_head(const T* source, const T* norm_weight, const float* cosine, const float* sine,
+                const Heads& heads, float* buffer, T* target) {
+  const int size = heads.head_dim;
+  float scale = 1.0f;
+  if (norm_weight != nullptr) {
+    Vec squares{};
+    for_vectors(size, [&](int offset, int count) {
+      const Vec x = load(source + offset, count);
+      squares += x * x;
+    });
+    scale = inverse_root_mean(squares, size, heads.epsilon);
+  }
+  for_vectors(size, [&](int offset, int count) {
+    Vec x = load(source + offset, count);
+    if (norm_weight != nullptr) x = x * scale * load(norm_weight + offset, count);
+    store(buffer + offset, x, count);
+  });
+  rotate(buffer, cosine, sine, heads);
+  for_vectors(size, [&](int offset, int count) {
+    store(target + offset, load(buffer + offset, count), count);
+  });
+}
+
+template <typename T>
+void place_row(const T* row, const T* query_norm, const T* key_norm, const float* cosine,
+               const float* sine, const Heads& heads, float* buffer, T* query, T* key, T* value) {
+  const int size = heads.head_dim;
+  for (int head = 0; head < heads.num_query; ++head)
+    place_head(row + head * size, query_norm, cosine, sine, heads, buffer, query + head * size);
+  row += heads.num_query * size;
+  for (int head = 0; head < heads.num_kv; ++head)
+    place_head(row + head * size, key_norm, cosine, sine, heads, buffer, key + head * size);
+  std::memcpy(value, row + heads.num_kv * size, heads.num_kv * size * sizeof(T));
+}
+
+template <typename T>
+void place_heads(int64_t num_rows, const Heads& heads, const void* qkv, const void* query_norm,
+                 const void* key_norm, const float* cosine, const float* sine,
+                 const int64_t* slots, void* query, void* key_pages, void* value_pages,
+                 int num_threads) {
+  const int64_t query_size = heads.num_query * heads.head_dim;
+  const int64_t kv_size = heads.num_kv * heads.head_dim;
+  const int64_t pairs = heads.rotated_dims / 2;
+  for_rows(num_rows, heads.row_size(), num_threads, [&](int64_t row) {
+    thread_local std::vector<float> buffer;
+    buffer.resize(heads.head_dim);
+    place_row(static_cast<const T*>(qkv) + row * heads.row_size(),
+              static_cast<const T*>(query_norm), static_cast<const T*>(key_norm),
+              cosine + row * pairs, sine + row * pairs, heads, buffer.data(),
+              static_cast<T*>(query) + row * query_size,
+              static_cast<T*>(key_pages) + slots[row] * kv_size,
+              static_cast<T*>(value_pages) + slots[row] * kv_size);
+  });
+}
+
+template <typename T>
+void norm_rows(int64_t num_rows, int size, const T* rows, const T* added, const T* weight,
+               float epsilon, T* sums, T* normed, int num_threads) {
+  for_rows(num_rows, size, num_threads, [&](int64_t row) {
+    const int64_t begin = row * size;
+    const T* source = rows + begin;
+    if (added != nullptr) {
+      add_row(source, added + begin, sums + begin, size);
+      source = sums + begin;
+    }
+    norm_row(source, weight, normed + begin, size, epsilon);
+  });
+}
+
+template <typename T>
+void gate_rows(int64_t num_rows, int size, const T* gate_up, T* gated, int num_threads) {
+  for_rows(num_rows, size, num_threads, [&](int64_t row) {
+    const T* gate = gate_up + row * 2 * size;
+    gate_row(gate, gate + size, gated + row * size, size);
+  });
+}
+
+template <typename T>
+const T* as(const void* pointer) {
+  return static_cast<const T*>(pointer);
+}
+template <typename T>
+T* as(void* pointer) {
+  return static_cast<T*>(pointer);
+}
+
+}  // namespace
+
+// All tensors below are contiguous and of one type, bf16 or fp32, unless their type says otherwise.
+
+// normed = rms_norm(rows) * weight; where `added` is given, sums = rows + added, and of these.
+// rows, added, sums, normed [num_rows, size], weight [size].
+extern "C" void sglp_rms_norm(int is_bf16, int64_t num_rows, int size, const void* rows,
+                              const void* added, const void* weight, float epsilon, void* sums,
+                              void* normed, int num_threads) {
+  if (is_bf16)
+    norm_rows<BFloat16>(num_rows, size, as<BFloat16>(rows), as<BFloat16>(added),
+                        as<BFloat16>(weight), epsilon, as<BFloat16>(sums), as<BFloat16>(normed),
+                        num_threads);
+  else
+    norm_rows<float>(num_rows, size, as<float>(rows), as<float>(added), as<float>(weight), epsilon,
+                     as<float>(sums), as<float>(normed), num_threads);
+}
+
+// Rows of qkv [T, (Hq + 2 Hkv) * D] to query [T, Hq, D] and into slots [T] of the pages
+// [N, S, Hkv, D]. Queries and keys are normed by query_norm and key_norm [D], where given, and
+// their first rotated_dims dimensions rotated by cosine and sine [T, rotated_dims / 2].
+extern "C" void sglp_place_heads(int is_bf16, int64_t num_rows, int num_query_heads,
+                                 int num_kv_heads, int head_dim, int rotated_dims, int interleaved,
+                                 const void* qkv, const void* query_norm, const void* key_norm,
+                                 float epsilon, const float* cosine, const float* sine,
+                                 const int64_t* slots, void* query, void* key_pages,
+                                 void* value_pages, int num_threads) {
+  const Heads heads{num_query_heads, num_kv_heads,     head_dim,
+                    rotated_dims,    interleaved != 0, epsilon};
+  const auto run = is_bf16 ? place_heads<BFloat16> : place_heads<float>;
+  run(num_rows, heads, qkv, query_norm, key_norm, cosine, sine, slots, query, key_pages,
+      value_pages, num_threads);
+}
+
+// gated [num_rows, size] = silu(gate) * up of gate_up [num_rows, 2 * size].
+extern "C" void sglp_gate(int is_bf16, int64_t num_rows, int size, const void* gate_up, void* gated,
+                          int num_threads) {
+  if (is_bf16)
+    gate_rows<BFloat16>(num_rows, size, as<BFloat16>(gate_up), as<BFloat16>(gated), num_threads);
+  else
+    gate_rows<float>(num_rows, size, as<float>(gate_up), as<float>(gated), num_threads);
+}

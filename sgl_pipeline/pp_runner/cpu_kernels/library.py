@@ -1,0 +1,73 @@
+"""The compiled functions of this directory's C++ sources, as Python calls them.
+
+Used by the CPU leaves of `attention/` and `layer_kernels/`. Knows the functions' argument types and
+nothing else: who passes a pointer has checked the tensor behind it.
+"""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_pipeline.errors import KernelBuildError
+from sgl_pipeline.pp_runner.cpu_kernels.build import (
+    build_library,
+    default_cache_directory,
+    find_compiler,
+)
+
+CPU_DTYPES = (torch.float32, torch.bfloat16)
+_DIRECTORY = Path(__file__).parent
+_SOURCES = tuple(_DIRECTORY / name for name in ("attention.cpp", "elementwise.cpp"))
+_HEADERS = (_DIRECTORY / "vectors.h",)
+_INT, _INT64, _FLOAT, _POINTER = (
+    ctypes.c_int,
+    ctypes.c_int64,
+    ctypes.c_float,
+    ctypes.c_void_p,
+)
+# In the order of the definitions, which say what each one is.
+_ARGUMENT_TYPES: dict[str, list[Any]] = {
+    "sglp_paged_attention": [_INT, _POINTER, _INT64, *7 * [_POINTER], *5 * [_INT], _FLOAT, _INT],
+    "sglp_rms_norm": [_INT, _INT64, _INT, *3 * [_POINTER], _FLOAT, *2 * [_POINTER], _INT],
+    "sglp_place_heads": [
+        *(_INT, _INT64, *5 * [_INT], *3 * [_POINTER], _FLOAT, *2 * [_POINTER]),
+        *(*4 * [_POINTER], _INT),
+    ],
+    "sglp_gate": [_INT, _INT64, _INT, *2 * [_POINTER], _INT],
+}
+
+
+class CpuKernels:
+    """The functions of a compiled library, by name without the prefix.
+
+    Raises KernelBuildError when the file is not a library of ours.
+    """
+
+    def __init__(self, library: Path) -> None:
+        try:
+            # torch's OpenMP runtime is in the process already, so both share one pool of threads.
+            loaded = ctypes.CDLL(str(library))
+            functions = {name: getattr(loaded, name) for name in _ARGUMENT_TYPES}
+        except (OSError, AttributeError) as error:
+            raise KernelBuildError(
+                f"the compiled kernels in {library} do not load: {error}; delete the file"
+            ) from error
+        for name, function in functions.items():
+            function.argtypes = _ARGUMENT_TYPES[name]
+            function.restype = None
+        self.paged_attention = functions["sglp_paged_attention"]
+        self.rms_norm = functions["sglp_rms_norm"]
+        self.place_heads = functions["sglp_place_heads"]
+        self.gate = functions["sglp_gate"]
+
+
+def load_cpu_kernels(cache_directory: Path | None = None) -> CpuKernels:
+    """The kernels, compiled for this machine by the first caller (some seconds) and cached.
+
+    Raises KernelBuildError when there is no compiler, it fails, or the cache cannot be used.
+    """
+    cache_directory = cache_directory or default_cache_directory()
+    library = build_library("cpu_kernels", _SOURCES, _HEADERS, find_compiler(), cache_directory)
+    return CpuKernels(library)

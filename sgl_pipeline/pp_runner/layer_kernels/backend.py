@@ -1,0 +1,70 @@
+"""What every backend offers to the decoder layers for the work between their products.
+
+Implemented by `torch_kernels` and `compiled_kernels`; chosen in `pp_runner/device.py`. Shapes: T
+rows of the step, P rows with their padding (`linear.pad_rows`), H hidden size, F feed-forward size,
+Hq query heads, Hkv key/value heads, D head dim, of which R are rotated, N pages, S page size.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class RmsNorm(NamedTuple):
+    """Root mean square norm (arXiv 1910.07467) over the last dimension, times `weight` [H]."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+
+class HeadNorms(NamedTuple):
+    """The norms of every query head and every key head, by their weights [D]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    epsilon: float
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding (arXiv 2104.09864) of a step's rows: `cosine` and `sine` [T, R / 2] fp32
+    of each pair's angle. Pairs are neighbours where `interleaved`, else the i-th of the first R / 2
+    dimensions and the i-th of the next R / 2."""
+
+    cosine: torch.Tensor
+    sine: torch.Tensor
+    interleaved: bool
+
+
+class LayerKernels(Protocol):
+    """Norms, heads and the gate of a layer. Tensors are in the model's dtype and contiguous.
+
+    No argument is written to but the pages. A row's result depends on nothing but that row.
+    """
+
+    def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+        """The normed `rows` [P, H]."""
+
+    def add_norm(
+        self, stream: torch.Tensor, added: torch.Tensor, norm: RmsNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`stream + added` [P, H], and that sum, as the dtype holds it, normed."""
+
+    def place_heads(
+        self,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        rotation: Rotation,
+        slots: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """The first T rows of `qkv` [P, (Hq + 2 Hkv) * D] on their way to the attention.
+
+        Norms the heads of queries and keys, if there are `norms`, rotates them, and writes keys and
+        values of row t into slot `slots[t]` (int64 [T], unique) of the layer's key and value
+        `pages` [N, S, Hkv, D], which is offset `slots[t] % S` of page `slots[t] // S`.
+
+        Returns the queries [T, Hq, D].
+        """
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` [P, F] of `gate_up` [P, 2 F], gate first."""

@@ -1,0 +1,124 @@
+"""The layer kernels on CPU cores, compiled from `cpu_kernels/elementwise.cpp`.
+
+Chosen by `pp_runner/device.py`. Hands raw pointers to C++, so it must never pass a tensor on whose
+shape, type or layout was not checked.
+"""
+
+import torch
+
+from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, CpuKernels
+from sgl_pipeline.pp_runner.layer_kernels.backend import HeadNorms, RmsNorm, Rotation
+
+
+class CompiledKernels:
+    """The `LayerKernels` of a CPU stage, for fp32 and bf16, on `torch.get_num_threads()` threads.
+
+    Every result is computed in fp32 and rounded once, where torch rounds after each operation; so
+    in bf16 it is within half a unit in the last place of the exact one, and torch's is not.
+    """
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        self._kernels = kernels
+
+    def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+        """See `LayerKernels.norm`."""
+        normed = torch.empty_like(rows)
+        self._rms_norm(rows, None, norm, None, normed)
+        return normed
+
+    def add_norm(
+        self, stream: torch.Tensor, added: torch.Tensor, norm: RmsNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `LayerKernels.add_norm`."""
+        assert added.shape == stream.shape
+        sums, normed = torch.empty_like(stream), torch.empty_like(stream)
+        self._rms_norm(stream, added, norm, sums, normed)
+        return sums, normed
+
+    def place_heads(
+        self,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        rotation: Rotation,
+        slots: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """See `LayerKernels.place_heads`."""
+        (keys, values), (cosine, sine, interleaved) = pages, rotation
+        num_rows, (num_kv_heads, head_dim) = slots.shape[0], keys.shape[2:]
+        num_query_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        _check(qkv.dtype, qkv, keys, values, *(norms[:2] if norms else ()))
+        _check(torch.float32, cosine, sine)
+        _check(torch.int64, slots)
+        assert qkv.shape[0] >= num_rows and values.shape == keys.shape
+        assert qkv.shape[1] == (num_query_heads + 2 * num_kv_heads) * head_dim
+        assert cosine.shape == sine.shape and cosine.shape[0] >= num_rows
+        assert norms is None or norms.query.shape == norms.key.shape == (head_dim,)
+        query = qkv.new_empty(num_rows, num_query_heads, head_dim)
+        self._kernels.place_heads(
+            qkv.dtype == torch.bfloat16,
+            num_rows,
+            num_query_heads,
+            num_kv_heads,
+            head_dim,
+            2 * cosine.shape[1],
+            interleaved,
+            qkv.data_ptr(),
+            norms.query.data_ptr() if norms else None,
+            norms.key.data_ptr() if norms else None,
+            norms.epsilon if norms else 0.0,
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            slots.data_ptr(),
+            query.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return query
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `LayerKernels.gate`."""
+        _check(gate_up.dtype, gate_up)
+        num_rows, width = gate_up.shape
+        assert width % 2 == 0
+        gated = gate_up.new_empty(num_rows, width // 2)
+        self._kernels.gate(
+            gate_up.dtype == torch.bfloat16,
+            num_rows,
+            width // 2,
+            gate_up.data_ptr(),
+            gated.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return gated
+
+    def _rms_norm(
+        self,
+        rows: torch.Tensor,
+        added: torch.Tensor | None,
+        norm: RmsNorm,
+        sums: torch.Tensor | None,
+        normed: torch.Tensor,
+    ) -> None:
+        _check(rows.dtype, rows, norm.weight, *(() if added is None else (added,)))
+        num_rows, size = rows.shape
+        assert norm.weight.shape == (size,)
+        self._kernels.rms_norm(
+            rows.dtype == torch.bfloat16,
+            num_rows,
+            size,
+            rows.data_ptr(),
+            None if added is None else added.data_ptr(),
+            norm.weight.data_ptr(),
+            norm.epsilon,
+            None if sums is None else sums.data_ptr(),
+            normed.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+
+def _check(dtype: torch.dtype, *tensors: torch.Tensor) -> None:
+    assert dtype in CPU_DTYPES or dtype == torch.int64
+    for tensor in tensors:
+        assert tensor.dtype == dtype and tensor.is_contiguous() and tensor.device.type == "cpu"

@@ -1,0 +1,59 @@
+"""The reference layer kernels: plain torch on any device, what the others are tested against.
+
+Chosen with `--stage-kernels torch`, or where nothing faster is to be had. Rounds to the model's
+dtype where transformers does.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from sgl_pipeline.pp_runner.layer_kernels.backend import HeadNorms, RmsNorm, Rotation
+
+
+class TorchKernels:
+    """The `LayerKernels` of any device and dtype; see there."""
+
+    def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+        return F.rms_norm(rows, norm.weight.shape, norm.weight, norm.epsilon)
+
+    def add_norm(
+        self, stream: torch.Tensor, added: torch.Tensor, norm: RmsNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        stream = stream + added
+        return stream, self.norm(stream, norm)
+
+    def place_heads(
+        self,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        rotation: Rotation,
+        slots: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        num_kv_heads, head_dim = pages[0].shape[2:]
+        heads = qkv[: len(slots)].unflatten(1, (-1, head_dim))
+        num_query_heads = heads.shape[1] - 2 * num_kv_heads
+        query, key, value = heads.split((num_query_heads, num_kv_heads, num_kv_heads), dim=1)
+        if norms is not None:
+            query = norms.query * F.rms_norm(query, (head_dim,), None, norms.epsilon)
+            key = norms.key * F.rms_norm(key, (head_dim,), None, norms.epsilon)
+        for store, rows in zip(pages, (rotate(key, rotation), value), strict=True):
+            store.flatten(0, 1).index_copy_(0, slots, rows)
+        return rotate(query, rotation)
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+
+def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotates each pair of dimensions of `heads` [T, any, D] by its row's angle."""
+    cosine, sine = (values.to(heads.dtype)[:, None] for values in (rotation.cosine, rotation.sine))
+    pairs = cosine.shape[-1]
+    first, second = slice(0, pairs), slice(pairs, 2 * pairs)
+    if rotation.interleaved:
+        first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    rotated = heads.clone(memory_format=torch.contiguous_format)
+    rotated[..., first].mul_(cosine).addcmul_(heads[..., second], sine, value=-1.0)
+    rotated[..., second].mul_(cosine).addcmul_(heads[..., first], sine)
+    return rotated

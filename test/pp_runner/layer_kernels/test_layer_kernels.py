@@ -1,0 +1,244 @@
+"""Both leaves of the layer kernels against the definitions in fp64, and rows that are independent.
+
+Tolerances: an fp32 result may be off by 1e-5 of its size. In bf16 the compiled kernels round once,
+to within half a unit in the last place (2^-8 of the size); torch rounds after each operation, at
+most four times here, and what it adds may cancel.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
+from sgl_pipeline.pp_runner.layer_kernels.backend import (
+    HeadNorms,
+    LayerKernels,
+    RmsNorm,
+    Rotation,
+)
+from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
+
+EPSILON = 1e-6
+PAGE_SIZE = 4
+LEAVES: dict[str, Callable[[], LayerKernels]] = {
+    "torch": TorchKernels,
+    "compiled": lambda: CompiledKernels(load_cpu_kernels()),
+}
+every_leaf = pytest.mark.parametrize(
+    "leaf", ["torch", pytest.param("compiled", marks=pytest.mark.compiler)]
+)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+sizes = st.sampled_from([1, 7, 16, 40, 64, 100, 128, 1000])
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tolerance(leaf: str, dtype: torch.dtype) -> float:
+    if dtype == torch.float32:
+        return 1e-5
+    return 2.0**-8 * (1.001 if leaf == "compiled" else 4)
+
+
+def assert_near(
+    leaf: str, actual: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, size: float = 0.0
+) -> None:
+    """`size`: of the numbers that were added up, where the sum may be much smaller."""
+    assert actual.dtype == dtype
+    allowed = tolerance(leaf, dtype)
+    rounded_sums = size if leaf == "torch" or dtype == torch.float32 else size * 1e-5
+    torch.testing.assert_close(
+        actual.double(), exact, rtol=allowed, atol=allowed * rounded_sums + 1e-6
+    )
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def exact_norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = rows.double()
+    return x / (x.square().mean(dim=-1, keepdim=True) + EPSILON).sqrt() * weight.double()
+
+
+@every_leaf
+@settings(max_examples=50, deadline=None)
+@given(num_rows=st.integers(0, 20), size=sizes, dtype=dtypes, seed=st.integers(0, 1000))
+def test_norm_and_add_norm(
+    leaf: str, num_rows: int, size: int, dtype: torch.dtype, seed: int
+) -> None:
+    kernels = LEAVES[leaf]()
+    stream, added = (random(seed + i, num_rows, size, dtype=dtype) for i in range(2))
+    norm = RmsNorm(random(seed + 2, size, dtype=dtype), EPSILON)
+    assert_near(leaf, kernels.norm(stream, norm), exact_norm(stream, norm.weight), dtype)
+    sums, normed = kernels.add_norm(stream, added, norm)
+    assert torch.equal(sums, stream + added)
+    assert_near(leaf, normed, exact_norm(sums, norm.weight), dtype)
+
+
+@every_leaf
+@settings(max_examples=50, deadline=None)
+@given(num_rows=st.integers(0, 20), size=sizes, dtype=dtypes, seed=st.integers(0, 1000))
+def test_gate(leaf: str, num_rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
+    gate_up = random(seed, num_rows, 2 * size, dtype=dtype) * 10
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_near(leaf, LEAVES[leaf]().gate(gate_up), gate / (1 + (-gate).exp()) * up, dtype)
+
+
+@every_leaf
+def test_a_gate_that_is_far_from_zero_or_no_number(leaf: str) -> None:
+    gate = torch.tensor([-1e30, -200.0, -90.0, 0.0, 90.0, 1e30, torch.inf, torch.nan])
+    gated = LEAVES[leaf]().gate(torch.cat((gate, torch.ones(8)))[None])[0]
+    expected = torch.tensor([0.0, 0.0, 0.0, 0.0, 90.0, 1e30, torch.inf, torch.nan])
+    torch.testing.assert_close(gated, expected, equal_nan=True)
+
+
+class Problem(NamedTuple):
+    """Arguments of `place_heads`, and the sizes that they were made from."""
+
+    qkv: torch.Tensor
+    norms: HeadNorms | None
+    rotation: Rotation
+    slots: torch.Tensor
+    pages: tuple[torch.Tensor, torch.Tensor]
+
+    def rows(self, start: int, end: int) -> "Problem":
+        """The same pages, but some of the rows."""
+        cosine, sine, interleaved = self.rotation
+        rotation = Rotation(cosine[start:end], sine[start:end], interleaved)
+        return Problem(self.qkv[start:end], self.norms, rotation, self.slots[start:end], self.pages)
+
+
+def heads_problem(
+    num_rows: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    interleaved: bool,
+    has_norms: bool,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> Problem:
+    """With three rows of padding, and pages that hold 7 everywhere."""
+    (num_query_heads, num_kv_heads), (head_dim, rotated) = heads, dims
+    width = (num_query_heads + 2 * num_kv_heads) * head_dim
+    angles = random(seed + 1, num_rows, rotated // 2, dtype=torch.float32) * 5
+    num_pages = num_rows // PAGE_SIZE + 2
+    generator = torch.Generator().manual_seed(seed)
+    norms = [random(seed + i, head_dim, dtype=dtype) for i in (2, 3)]
+    page_shape = (num_pages, PAGE_SIZE, num_kv_heads, head_dim)
+    return Problem(
+        random(seed, num_rows + 3, width, dtype=dtype),
+        HeadNorms(norms[0], norms[1], EPSILON) if has_norms else None,
+        Rotation(angles.cos(), angles.sin(), interleaved),
+        torch.randperm(num_pages * PAGE_SIZE, generator=generator)[:num_rows],
+        (torch.full(page_shape, 7.0, dtype=dtype), torch.full(page_shape, 7.0, dtype=dtype)),
+    )
+
+
+def exact_rotation(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Pair by pair, as complex numbers."""
+    cosine, sine, interleaved = rotation
+    pairs = cosine.shape[1]
+    turned = heads.clone()
+    for pair in range(pairs):
+        first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + pairs)
+        turn = torch.complex(cosine[:, pair].double(), sine[:, pair].double())[:, None]
+        result = torch.complex(heads[..., first], heads[..., second]) * turn
+        turned[..., first], turned[..., second] = result.real, result.imag
+    return turned
+
+
+def assert_placed(leaf: str, problem: Problem, query: torch.Tensor) -> None:
+    """The queries, what the slots hold now, and that the rest of the pages holds what it did."""
+    qkv, norms, rotation, slots, pages = problem
+    num_rows, (num_kv_heads, head_dim) = len(slots), pages[0].shape[2:]
+    heads = qkv[:num_rows].unflatten(1, (-1, head_dim)).double()
+    exact_query, exact_key, value = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
+    if norms is not None:
+        exact_query = exact_norm(exact_query, norms.query)
+        exact_key = exact_norm(exact_key, norms.key)
+    kept = [store.flatten(0, 1) for store in pages]
+    for actual, exact in ((query, exact_query), (kept[0][slots], exact_key)):
+        size = float(exact.abs().max()) if exact.numel() else 0.0
+        assert_near(leaf, actual, exact_rotation(exact, rotation), qkv.dtype, size)
+    assert torch.equal(kept[1][slots].double(), value)
+    others = torch.ones(len(kept[0]), dtype=torch.bool)
+    others[slots] = False
+    assert all((store[others] == 7).all() for store in kept)
+
+
+@every_leaf
+@settings(max_examples=80, deadline=None)
+@given(
+    num_rows=st.integers(0, 20),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 3), (8, 1)]),
+    dims=st.sampled_from([(8, 8), (8, 4), (40, 20), (64, 64), (64, 32), (80, 80), (128, 128)]),
+    interleaved=st.booleans(),
+    has_norms=st.booleans(),
+    dtype=dtypes,
+    seed=st.integers(0, 1000),
+)
+def test_place_heads(
+    leaf: str,
+    num_rows: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    interleaved: bool,
+    has_norms: bool,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    problem = heads_problem(num_rows, heads, dims, interleaved, has_norms, dtype, seed)
+    assert_placed(leaf, problem, LEAVES[leaf]().place_heads(*problem))
+
+
+@every_leaf
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_is_bitwise_the_same_in_every_microbatch(
+    leaf: str, dtype: torch.dtype, num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    kernels = LEAVES[leaf]()
+    stream, added = (random(i, 70, 1000, dtype=dtype) for i in range(2))
+    norm = RmsNorm(random(2, 1000, dtype=dtype), EPSILON)
+    problem = heads_problem(70, (4, 2), (64, 64), False, True, dtype)
+    query = kernels.place_heads(*problem)
+    placed = [store.clone() for store in problem.pages]
+    normed, gated = kernels.add_norm(stream, added, norm)[1], kernels.gate(stream)
+    torch.set_num_threads(1)
+    for start, end in [(0, 1), (3, 4), (5, 20), (20, 69)]:
+        rows = slice(start, end)
+        assert torch.equal(kernels.add_norm(stream[rows], added[rows], norm)[1], normed[rows])
+        assert torch.equal(kernels.gate(stream[rows]), gated[rows])
+        assert torch.equal(kernels.place_heads(*problem.rows(start, end)), query[rows])
+    assert all(map(torch.equal, problem.pages, placed))
+
+
+@pytest.mark.compiler
+def test_in_bf16_the_compiled_kernels_are_nearer_to_the_truth_than_torch() -> None:
+    """Mean square errors: one rounding each, where torch has two or more."""
+    compiled, plain = LEAVES["compiled"](), LEAVES["torch"]()
+    gate_up = random(0, 50, 512, dtype=torch.bfloat16)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    exact_gated = gate / (1 + (-gate).exp()) * up
+    problem = heads_problem(50, (4, 2), (64, 64), False, True, torch.bfloat16)
+    assert problem.norms is not None
+    heads = problem.qkv[:50, :256].double().unflatten(1, (4, 64))
+    exact_query = exact_rotation(exact_norm(heads, problem.norms.query), problem.rotation)
+    for exact, run in (
+        (exact_gated, lambda kernels: kernels.gate(gate_up)),
+        (exact_query, lambda kernels: kernels.place_heads(*problem)),
+    ):
+        ours, theirs = ((run(k).double() - exact).square().mean() for k in (compiled, plain))
+        assert ours < 0.7 * theirs
