@@ -23,7 +23,7 @@ DEFAULT_MAX_PREFILL_TOKENS = {"throttle-adaptive": 8192}
 ATTENTION_BACKENDS = ("auto", "flashinfer", "cpu", "torch")
 STAGE_GRAPHS = ("auto", "off")
 STAGE_LINKS = ("auto", "host", "cuda-ipc", "nccl")
-LAYER_KERNELS = ("auto", "cpu", "torch")
+LAYER_KERNELS = ("auto", "flashinfer", "cpu", "torch")
 
 
 def require(condition: bool, message: str) -> None:

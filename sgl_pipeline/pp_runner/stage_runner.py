@@ -12,6 +12,7 @@ from sgl_pipeline.pp_runner.device import (
     choose_attention_backend,
     make_attention_backend,
     make_step_layers,
+    make_upload,
     uses_graphs,
 )
 from sgl_pipeline.pp_runner.kv_pool import KvPool
@@ -64,6 +65,7 @@ class StageRunner:
         self._layers = make_step_layers(
             has_graphs, assignment.plan.epoch, model, kv_pool, attention, attention_shape
         )
+        self._upload = make_upload(attention_shape.device)
         self._link = link
         self._sampler = Sampler()
         self._mirror = RequestMirror()
@@ -80,7 +82,7 @@ class StageRunner:
         """
         plan_s = time.monotonic()
         chunks = self._mirror.apply(plan)
-        inputs = build_step_inputs(chunks, self._shape.page_size, self._shape.device)
+        inputs = build_step_inputs(chunks, self._shape.page_size, self._shape.device, self._upload)
         self._layers.plan(plan.epoch, inputs)
         adjustments = masks = logprob_plan = None
         if self._is_last:

@@ -25,16 +25,15 @@ class EmulatedGraph(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        held = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        held = _tensors(result)
 
         def again() -> None:
-            fresh = tree_leaves(func(*args, **kwargs))
-            for kept, new in zip(held, fresh, strict=True):
+            for kept, new in zip(held, _tensors(func(*args, **kwargs)), strict=True):
                 if kept.layout == torch.strided:
                     kept.copy_(new)
 
         self._launches.append(again)
-        taken = {_memory(leaf) for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        taken = {_memory(leaf) for leaf in _tensors((args, kwargs))}
         self._made += [leaf for leaf in held if _memory(leaf) not in taken]
         return result
 
@@ -53,6 +52,10 @@ class EmulatedGraph(TorchDispatchMode):
         self.num_replays += 1
         for launch in self._launches:
             launch()
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Stand-ins for FlashInfer's wrappers, on a CPU.
+"""Stand-ins for FlashInfer's wrappers and functions, on a CPU.
 
 They compute attention from nothing but the arguments of plan and run, as FlashInfer's documentation
 defines them, so a wrong index array is a wrong result.
@@ -189,3 +189,73 @@ class Fakes:
         )
         self.graph_decodes[num_rows] = wrapper
         return wrapper
+
+
+class FakeFlashInferFunctions:
+    """FlashInfer's functions by their documentation, in fp64 with one rounding."""
+
+    def __init__(self) -> None:
+        self.cos_sin_tables: list[torch.Tensor] = []
+
+    def rmsnorm(self, input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        assert len(input), "a launch without a block fails"
+        assert input.stride(-1) == 1
+        x = input.double()
+        normed = x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * weight.double()
+        return normed.to(input.dtype)
+
+    def silu_and_mul(self, input: torch.Tensor) -> torch.Tensor:
+        assert len(input), "a launch without a block fails"
+        gate, up = input.double().chunk(2, dim=-1)
+        return (torch.nn.functional.silu(gate) * up).to(input.dtype)
+
+    def apply_rope_with_cos_sin_cache(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        head_size: int,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert cos_sin_cache.dtype == torch.float32
+        assert cos_sin_cache.is_contiguous()
+        assert positions.is_contiguous()
+        self.cos_sin_tables.append(cos_sin_cache)
+        table = cos_sin_cache[positions.long()].double()[:, None]
+        cosine, sine = table.chunk(2, dim=-1)
+        pairs = cosine.shape[-1]
+
+        def rotated(heads: torch.Tensor) -> torch.Tensor:
+            assert heads.view(len(heads), -1, head_size).shape == heads.shape
+            turned = heads.double()
+            first, second = turned[..., :pairs], turned[..., pairs : 2 * pairs]
+            if not is_neox:
+                first, second = turned[..., 0 : 2 * pairs : 2], turned[..., 1 : 2 * pairs : 2]
+            first_turned = first * cosine - second * sine
+            second.copy_(second * cosine + first * sine)
+            first.copy_(first_turned)
+            return turned.to(heads.dtype)
+
+        return rotated(query), rotated(key)
+
+    def append_paged_kv_cache(
+        self,
+        append_key: torch.Tensor,
+        append_value: torch.Tensor,
+        batch_indices: torch.Tensor,
+        positions: torch.Tensor,
+        paged_kv_cache: Pages,
+        kv_indices: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_last_page_len: torch.Tensor,
+    ) -> None:
+        tables = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+        assert all(table.dtype == torch.int32 and table.is_contiguous() for table in tables)
+        assert len(kv_indptr) == len(kv_last_page_len) + 1
+        page_size = paged_kv_cache[0].shape[1]
+        assert (positions < (len(kv_indices) - 1) * page_size + kv_last_page_len[-1]).all()
+        first_pages = kv_indptr[batch_indices.long()].long()
+        pages = kv_indices[first_pages + positions // page_size].long()
+        for store, rows in zip(paged_kv_cache, (append_key, append_value), strict=True):
+            store[pages, (positions % page_size).long()] = rows

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from support.emulated_graphs import EmulatedRecorder
-from support.fake_flashinfer import Fakes
+from support.fake_flashinfer import FakeFlashInferFunctions, Fakes
 
 from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
 from sgl_pipeline.pp_runner.checkpoint import DummyWeights
@@ -22,6 +22,8 @@ from sgl_pipeline.pp_runner.cuda.graphed_layers import (
     graph_memory_bytes,
 )
 from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
+from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import FlashInferKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model_spec import model_spec
 from sgl_pipeline.pp_runner.stage_model import StageModel
@@ -86,13 +88,15 @@ class Stage:
         return rows.to(self.device, torch.bfloat16)
 
 
-def make_stage(is_first: bool = True, device: torch.device = CPU) -> Stage:
+def make_stage(
+    is_first: bool = True, device: torch.device = CPU, kernels: LayerKernels | None = None
+) -> Stage:
     shape = SPEC.attention_shape(PAGE_SIZE, torch.bfloat16, device)
     model = StageModel.build(
         SPEC,
         DummyWeights(torch.bfloat16, device),
         device=device,
-        kernels=TorchKernels(),
+        kernels=kernels or TorchKernels(),
         layers=range(NUM_LAYERS),
         is_first=is_first,
         is_last=False,
@@ -153,6 +157,11 @@ def test_every_kind_of_step_is_the_same_from_graphs(is_first: bool, at_once: boo
     if at_once:
         stage.graphed.capture_all(0)
     serve(stage)
+
+
+def test_flashinfers_layer_kernels_run_from_graphs_too() -> None:
+    """They keep a step's tables from the first layer to the last."""
+    serve(make_stage(kernels=FlashInferKernels(FakeFlashInferFunctions)))
 
 
 def test_recording_touches_no_request() -> None:
@@ -221,6 +230,6 @@ def test_real_graphs_on_a_gpu(is_first: bool) -> None:
     pytest.importorskip("flashinfer")
     if not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
-    stage = make_stage(is_first, torch.device("cuda"))
+    stage = make_stage(is_first, torch.device("cuda"), FlashInferKernels())
     stage.graphed.capture_all(0)
     serve(stage)
