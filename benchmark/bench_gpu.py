@@ -29,7 +29,7 @@ from benchmark.gpu.limits import CardLimits, measure_limits, release_memory
 from benchmark.gpu.lone_stage import LoneStage, StagePlace
 from benchmark.gpu.pipelines import PipelineRun, Script, run_pipeline
 from benchmark.gpu.shapes import FEW_STEPS, MODELS, STEPS, Step, spec_of, step_work
-from sgl_pipeline.stage_plan import StagePlan, auto_layer_counts
+from sgl_pipeline.stage_plan import StagePlan, even_layer_counts
 
 PAGE_SIZE = 16
 DEPTHS = (1, 2, 4)
@@ -84,7 +84,7 @@ class Bench:
         """The first model's depths, then the next one's."""
         for model in self.models:
             for depth in self.depths:
-                plan = StagePlan(0, auto_layer_counts(spec_of(model).layer_costs(), depth))
+                plan = StagePlan(0, even_layer_counts(spec_of(model).num_layers, depth))
                 for stage in sorted({0, depth // 2, depth - 1} if depth > 1 else {0}):
                     what = f"timing stage {stage} of {depth} of {model}"
                     if self.within_budget(what, needed_s=20.0):

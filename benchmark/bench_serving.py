@@ -7,6 +7,7 @@ one run that is not counted before the one that is. It must never compare runs o
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import re
@@ -14,8 +15,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +68,37 @@ def measure_rounds(
     warm_up: ClientLoad,
     load: ClientLoad,
     num_rounds: int,
+    keep_up: Collection[Engine] = (),
 ) -> list[Run]:
-    """Starts each engine afresh in each round, with `warm_up` before the run that counts.
+    """Lets the engines take turns; each start is followed by `warm_up`, which does not count.
+
+    Args:
+        keep_up: engines, at ports of their own, that are started once; the others are started
+            afresh for each of their turns. Turns then follow each other sooner, so that a drift of
+            the machine's speed meets all alike. They must be idle while they have nothing to do.
 
     Raises EngineFailure when a server fails or the work of two runs is not the same.
     """
     runs: list[Run] = []
-    for round_number in range(1, num_rounds + 1):
-        for engine in engines:
-            log = SCRATCH / re.sub(r"[^\w.]+", "_", f"{engine.label}_round_{round_number}.log")
-            with running(engine, log):
-                run = measure(engine, model, [warm_up, load], round_number)[-1].run
+    with contextlib.ExitStack() as up:
+        for engine in keep_up:
+            up.enter_context(running(engine, _log_path(engine)))
+            measure(engine, model, [warm_up], round_number=0)
+        for round_number, engine in product(range(1, num_rounds + 1), engines):
+            if engine in keep_up:
+                run = measure(engine, model, [load], round_number)[-1].run
+            else:
+                with running(engine, _log_path(engine)):
+                    run = measure(engine, model, [warm_up, load], round_number)[-1].run
             print(f"{engine.label}, round {round_number}: {_one_line(run)}", flush=True)
             runs.append(run)
             check_equal_work(runs)
     return runs
+
+
+def _log_path(engine: Engine) -> Path:
+    """Where the output of the engine's latest start goes."""
+    return SCRATCH / re.sub(r"[^\w.]+", "_", f"{engine.label}.log")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,39 +2,38 @@
 
     python -m benchmark.calibrate --trace-path build/calibration.jsonl
 
-Run by hand. Two kinds of loads take turns on one server, since whatever else runs on the machine
-changes with time. The trace of the first kind is what
-`python -m sgl_pipeline.simulator run --calibrate FILE --pool-tokens N` reads. The others, of other
-lengths and rates, are checks: each is simulated with the arrivals and lengths that its own trace
-recorded and with the fit, which has seen nothing of them. The machine must be quiet: the share of
-the processors that other processes took is printed.
+Run by hand, some four minutes a round. Two kinds of loads take turns on one server. The trace of
+the first kind is what `python -m sgl_pipeline.simulator run --calibrate FILE --pool-tokens N`
+reads. The others, of other lengths and rates, are checks: each is simulated with the arrivals and
+lengths that its own trace recorded, and with a fit that has seen nothing of it, only the first kind
+of the same round: the speed of a shared machine drifts. Medians over the rounds are compared. The
+machine must be quiet: the share of the processors that other processes took is printed.
 
 Two comparisons are made: the scheduler's own figures (trace against simulated trace), and the
 clients', whose TTFT holds the front besides (HTTP, tokenizer, detokenizer). The front's share is
-the mean difference of the two in the calibration loads, added to every prediction as a constant.
+the mean difference of the two in the round's calibration loads, added to its predictions.
 """
 
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain, zip_longest
 from pathlib import Path
 
 from benchmark.bench_serving import DEFAULT_PRESET, SCRATCH, MeasuredLoad, make_model, measure
 from benchmark.dated_result import markdown_table, save_result
-from benchmark.engines import parse_engine, running
+from benchmark.engines import Engine, parse_engine, running
 from benchmark.loads import Load, WrittenLoad, scaled_trace, write_workload
 from benchmark.machine import usable_cores
 from benchmark.make_model import PRESETS
 from benchmark.other_work import ProcessorTimes
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import SglPipelineError
-from sgl_pipeline.simulator.calibration import FittedCosts
 from sgl_pipeline.simulator.experiment import MeasuredPipeline, simulate
 from sgl_pipeline.simulator.recorded_run import recorded_requests, run_figures
-from sgl_pipeline.trace import StepRecord, TraceWriter
+from sgl_pipeline.trace import TraceWriter
 
 POOL_TOKENS = 32_768
 WARM_UP = Load(num_requests=24, input_tokens=256, output_tokens=24, seed=7)
@@ -51,17 +50,34 @@ CHECK_REQUESTS = 48
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One figure of one load, measured and predicted."""
+    """One figure of one load: `measured[r]` and `predicted[r]` in round `r`."""
 
     load: str
     figure: str
-    measured: float
-    predicted: float
+    measured: tuple[float, ...]
+    predicted: tuple[float, ...]
 
     @property
     def error(self) -> float:
-        """The prediction's excess over the measurement, as a share of it."""
-        return self.predicted / self.measured - 1.0
+        """The median prediction's excess over the median measurement, as a share of it."""
+        return statistics.median(self.predicted) / statistics.median(self.measured) - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The runs of a round, and the pipeline as its calibration loads show it."""
+
+    calibration: tuple[MeasuredLoad, ...]
+    checked: tuple[MeasuredLoad, ...]
+    pipeline: MeasuredPipeline
+
+    @property
+    def front_ms(self) -> float:
+        """What a first token takes outside the scheduler, on average."""
+        return statistics.fmean(
+            one.run.metrics["mean_ttft_ms"] - run_figures(one.records).mean_ttft_ms
+            for one in self.calibration
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.calibrate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--trace-path", type=Path, default=SCRATCH / "calibration.jsonl")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--port", type=int, default=31900, help="loopback port of the server")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args(argv)
@@ -87,22 +104,16 @@ def _calibrate(options: argparse.Namespace) -> None:
     engine = parse_engine(text, model, options.port, SCRATCH, usable_cores())
 
     checks = _check_loads()
-    taking_turns = chain.from_iterable(zip_longest(CALIBRATION_LOADS, checks))
     with running(engine, SCRATCH / "calibrate.log") as server:
         assert server is not None
-        loads, before = [WARM_UP, *filter(None, taking_turns)], ProcessorTimes.now(server)
-        measured = measure(engine, model, loads, round_number=1)[1:]
+        measure(engine, model, [WARM_UP], round_number=0)
+        before = ProcessorTimes.now(server)
+        rounds = [_measure_round(engine, model, checks, number) for number in range(options.rounds)]
         others = f"{before.others_share(ProcessorTimes.now(server)):.0%}"
-    calibration, checked = measured[0::2], measured[1::2]
-    _write_trace(options.trace_path, [record for one in calibration for record in one.records])
-    front_ms = statistics.fmean(map(front_ttft_ms, calibration))
-    pipeline = MeasuredPipeline(trace_path=str(options.trace_path), pool_tokens=POOL_TOKENS)
+    _write_trace(options.trace_path, chain.from_iterable(one.calibration for one in rounds))
     print(f"Written: {options.trace_path}", flush=True)
-
-    results: list[Check] = []
-    for load, one in zip(checks, checked, strict=True):
-        results += compare(f"{load.requests_per_s:g} req/s", one, pipeline, front_ms)
-    tables = [check_table(results), _fit_table(pipeline.costs(), calibration, front_ms)]
+    results = list(chain.from_iterable(_check(load, n, rounds) for n, load in enumerate(checks)))
+    tables = [check_table(results), _fit_table(rounds)]
     print("\n" + "\n\n".join(tables))
     print(f"\nOther processes took {others} of the processors; predictions need a quiet machine.")
     if not options.no_save:
@@ -112,9 +123,17 @@ def _calibrate(options: argparse.Namespace) -> None:
         print(f"\nWritten: {stem}.md and .json")
 
 
-def front_ttft_ms(measured: MeasuredLoad) -> float:
-    """What a first token takes outside the scheduler, on average."""
-    return measured.run.metrics["mean_ttft_ms"] - run_figures(measured.records).mean_ttft_ms
+def _measure_round(
+    engine: Engine, model: Path, checks: Sequence[WrittenLoad], number: int
+) -> Round:
+    loads = filter(None, chain.from_iterable(zip_longest(CALIBRATION_LOADS, checks)))
+    measured = tuple(measure(engine, model, list(loads), number))
+    calibration = measured[0::2]
+    path = SCRATCH / f"calibration_round_{number}.jsonl"
+    _write_trace(path, calibration)
+    print(f"round {number + 1} is measured", flush=True)
+    pipeline = MeasuredPipeline(trace_path=str(path), pool_tokens=POOL_TOKENS)
+    return Round(calibration, measured[1::2], pipeline)
 
 
 def _check_loads() -> list[WrittenLoad]:
@@ -128,17 +147,32 @@ def _check_loads() -> list[WrittenLoad]:
     ]
 
 
-def _write_trace(path: Path, records: Sequence[StepRecord]) -> None:
+def _write_trace(path: Path, loads: Iterable[MeasuredLoad]) -> None:
     writer = TraceWriter(path)
-    for record in records:
-        writer.write(record)
+    for load in loads:
+        for record in load.records:
+            writer.write(record)
     writer.close()
 
 
+def _check(load: WrittenLoad, number: int, rounds: Sequence[Round]) -> list[Check]:
+    """Holds the predictions for a check load against its runs in all rounds."""
+    pairs = [compare(one.checked[number], one.pipeline, one.front_ms) for one in rounds]
+    return [
+        Check(
+            f"{load.requests_per_s:g} req/s",
+            figure,
+            tuple(of_round[figure][0] for of_round in pairs),
+            tuple(of_round[figure][1] for of_round in pairs),
+        )
+        for figure in pairs[0]
+    ]
+
+
 def compare(
-    load: str, measured: MeasuredLoad, pipeline: MeasuredPipeline, front_ms: float
-) -> list[Check]:
-    """Simulates the recorded requests of a run and holds the figures against it."""
+    measured: MeasuredLoad, pipeline: MeasuredPipeline, front_ms: float
+) -> dict[str, tuple[float, float]]:
+    """Simulates the recorded requests of a run: its figures, measured and predicted."""
     simulation = simulate(
         pipeline,
         ThrottleArgs(),
@@ -152,48 +186,45 @@ def compare(
         "mean TTFT ms": (figures.mean_ttft_ms, predicted.mean_ttft_ms),
         "mean TPOT ms": (figures.mean_tpot_ms, predicted.mean_tpot_ms),
         "client: total tok/s": (clients["total_throughput"], predicted.total_tokens_per_s),
-        "client: mean TTFT ms": (
-            clients["mean_ttft_ms"],
-            predicted.mean_ttft_ms + front_ms,
-        ),
+        "client: mean TTFT ms": (clients["mean_ttft_ms"], predicted.mean_ttft_ms + front_ms),
         "client: mean TPOT ms": (clients["mean_tpot_ms"], predicted.mean_tpot_ms),
     }
     for stage, idle in enumerate(zip(figures.idle_shares, predicted.idle_shares, strict=True)):
         pairs[f"idle % of stage {stage}"] = (idle[0] * 100, idle[1] * 100)
-    return [Check(load, figure, *values) for figure, values in pairs.items()]
+    return pairs
 
 
 def check_table(checks: Sequence[Check]) -> str:
-    """Markdown: one row for each figure of each load."""
+    """Markdown: one row for each figure of each load, medians with the least and the largest."""
     rows = [
-        [one.load, one.figure, f"{one.measured:.1f}", f"{one.predicted:.1f}", f"{one.error:+.1%}"]
+        [one.load, one.figure, _spread(one.measured), _spread(one.predicted), f"{one.error:+.1%}"]
         for one in checks
     ]
     return markdown_table(["load", "figure", "measured", "predicted", "error"], rows)
 
 
-def _fit_table(costs: FittedCosts, calibration: Sequence[MeasuredLoad], front_ms: float) -> str:
-    """Markdown: what the fit says of each stage and of the hosts."""
-    num_steps = sum(len(one.records) for one in calibration)
-    host = costs.host
-    rows = [
-        [
-            f"stage {stage}",
-            f"{fit.base_s * 1e3:.2f} ms",
-            " ".join(f"{slope * 1e6:.0f}" for slope in accumulate(fit.slopes_s)),
-            f"{fit.attended_s * 1e9:.0f} ns, {fit.sample_s * 1e6:.0f} us",
-            f"{error:.1%}",
-        ]
-        for stage, (fit, error) in enumerate(zip(costs.stages, costs.errors, strict=True))
-    ]
-    heads = ["fit", "base", "us a row beyond each knot", "attended token, sample", "mean error"]
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+def _fit_table(rounds: Sequence[Round]) -> str:
+    """Markdown: what the fits say of each stage and of the hosts."""
+    rows = []
+    for number, one in enumerate(rounds, 1):
+        costs = one.pipeline.costs()
+        for stage, (fit, error) in enumerate(zip(costs.stages, costs.errors, strict=True)):
+            slopes = " ".join(f"{slope * 1e6:.0f}" for slope in accumulate(fit.slopes_s))
+            attended = f"{fit.attended_s * 1e9:.0f} ns, {fit.sample_s * 1e6:.0f} us"
+            base = f"{fit.base_s * 1e3:.2f} ms"
+            rows.append([f"{number}", f"{stage}", base, slopes, attended, f"{error:.1%}"])
+    heads = ["round", "stage", "base", "us a row beyond each knot", "attended token, sample"]
+    host, link = costs.host, costs.link
     text = (
-        f"Fitted to {num_steps} steps. Scheduling {host.schedule_step_s * 1e3:.2f} ms, results "
+        f"In the last round: scheduling {host.schedule_step_s * 1e3:.2f} ms, results "
         f"{host.result_step_s * 1e3:.2f} ms, preparing {host.prepare_step_s * 1e3:.2f} ms a step; "
-        f"a hop {costs.link.latency_s * 1e3:.2f} ms; the front's share of TTFT "
-        f"{front_ms:.1f} ms."
+        f"a hop {link.latency_s * 1e3:.2f} ms; the front's share of TTFT {one.front_ms:.1f} ms."
     )
-    return markdown_table(heads, rows) + "\n\n" + text
+    return markdown_table([*heads, "mean error of a step"], rows) + "\n\n" + text
 
 
 if __name__ == "__main__":

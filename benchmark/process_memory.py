@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-_STAGE_MODULE = "sgl_pipeline.pp_runner.stage_worker"
+_STAGE_MODULE = "sgl_pipeline.pp_runner.stage_process"
 _SMALLEST_MIB = 64.0  # below are the janitor and Python's resource tracker
 
 
@@ -66,6 +66,6 @@ def _name(process: psutil.Process, server: psutil.Process) -> str:
         return f"stage {words[words.index('--worker') + 1]}"
     if "detokenizer" in " ".join(words):
         return "detokenizer"
-    if any(_STAGE_MODULE in child.cmdline() for child in process.children()):
+    if "::scheduler" in " ".join(words):
         return "scheduler"
     return f"process {process.pid}"

@@ -83,16 +83,17 @@ def _cpu_shares(processes: Sequence[psutil.Process], seconds: float) -> dict[str
 
 
 def _kind(process: psutil.Process) -> str:
-    """What a process is, by its command line; upstream renames the detokenizer."""
+    """What a process is, by its command line, which some of them have replaced by a title."""
     line = " ".join(process.cmdline())
     kinds = {
         "launch_server": "HTTP server and TokenizerManager (SGLang)",
-        "stage_worker": "stage",
-        "grammar_compiler": "grammar compiler",
+        "stage_process": "stage",
+        "grammars.compiler": "grammar compiler",
         "resource_tracker": "Python's resource tracker",
-        "spawn_main": "scheduler",
+        "::scheduler": "scheduler",
+        "::detokenizer": "detokenizer (SGLang)",
     }
-    return next((kind for word, kind in kinds.items() if word in line), "detokenizer (SGLang)")
+    return next((kind for word, kind in kinds.items() if word in line), "unknown")
 
 
 def main() -> None:

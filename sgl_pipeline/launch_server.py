@@ -1,19 +1,21 @@
 """The entry: `python -m sgl_pipeline.launch_server --pp 4`.
 
-Starts upstream's server with our scheduler process in the place of its own, and sees to it that all
-of it goes away again. Never imports sglang or torch at its top: every spawned child runs this
-module again before it does anything else.
+Starts the stage workers, then upstream's server with our scheduler process in the place of its own,
+and sees to it that all of it goes away again. Never imports sglang or torch at its top: they come
+after the workers have been started, and a spawned child runs this module again before it does
+anything else.
 """
 
 import dataclasses
 import functools
+import gc
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sgl_pipeline.args import PipelineArgs
@@ -22,6 +24,7 @@ from sgl_pipeline.process_lifetime import die_with_parent
 
 if TYPE_CHECKING:
     from sgl_pipeline.managers.run_directory import RunDirectory
+    from sgl_pipeline.managers.stage_processes import StageProcesses
 
 _SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 _EXIT_INTERRUPTED = 130
@@ -33,19 +36,21 @@ def main(argv: list[str] | None = None) -> int:
         supported = " or ".join(f"{major}.{minor}" for major, minor in _SUPPORTED_PYTHONS)
         return _fail(f"Python {supported} is needed, this is {sys.version.split()[0]}")
     from sgl_pipeline.managers.run_directory import RunDirectory
+    from sgl_pipeline.managers.stage_processes import StageProcesses
 
     try:
         run_directory = RunDirectory()
     except ConfigurationError as error:
         return _fail(str(error))
+    stages = StageProcesses(run_directory.path)
     try:
-        _serve(sys.argv[1:] if argv is None else argv, run_directory)
+        _serve(sys.argv[1:] if argv is None else argv, run_directory, stages)
     except ConfigurationError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     finally:
-        _end_children()
+        _end_children(stages)
         run_directory.remove()
     return 0
 
@@ -56,16 +61,23 @@ def run_and_exit() -> NoReturn:
 
 
 class ChildEntry:
-    """A function for a child process that readies the process while it is being unpickled.
+    """A function for a child process of upstream's, forked or spawned.
 
-    The arguments that follow it are upstream's, and unpickling those already imports sglang.
+    A spawned one is readied while this is being unpickled: the arguments that follow it are
+    upstream's, and unpickling those already imports sglang.
     """
 
-    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+    def __init__(
+        self, function: Callable[..., None], *arguments: Any, parent_pid: int | None = None
+    ) -> None:
+        self._parent_pid = parent_pid or os.getpid()
         self._function = function
         self._arguments = arguments
 
     def __call__(self, *arguments: Any, **more: Any) -> None:
+        die_with_parent(self._parent_pid)
+        # A fork has upstream's handler, which ends the main process's descendants.
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         try:
             self._function(*self._arguments, *arguments, **more)
         except SystemExit as ending:
@@ -73,19 +85,21 @@ class ChildEntry:
         _leave(0)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _enter_child, (os.getpid(), self._function, *self._arguments)
+        return _enter_child, (self._parent_pid, self._function, *self._arguments)
 
 
 def _enter_child(parent_pid: int, function: Callable[..., None], *arguments: Any) -> ChildEntry:
     die_with_parent(parent_pid)
     _prepare_imports()
-    return ChildEntry(function, *arguments)
+    return ChildEntry(function, *arguments, parent_pid=parent_pid)
 
 
-def _run_scheduler(pipeline_args: PipelineArgs, *upstream: Any, **more: Any) -> None:
+def _run_scheduler(
+    pipeline_args: PipelineArgs, stage_pids: Sequence[int], *upstream: Any, **more: Any
+) -> None:
     from sgl_pipeline.managers.scheduler_process import run_scheduler_process
 
-    run_scheduler_process(pipeline_args, *upstream, **more)
+    run_scheduler_process(pipeline_args, stage_pids, *upstream, **more)
 
 
 def _run_detokenizer(*upstream: Any, **more: Any) -> None:
@@ -94,8 +108,10 @@ def _run_detokenizer(*upstream: Any, **more: Any) -> None:
     run_detokenizer_process(*upstream, **more)
 
 
-def _serve(argv: list[str], run_directory: "RunDirectory") -> None:
+def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcesses") -> None:
     _set_environment(run_directory.path)
+    stages.start_unchecked(argv)
+    gc.disable()  # SGLang's imports make millions of objects, and hardly any garbage
     _prepare_imports()
     from sgl_pipeline.managers.server_args import check_port_is_free, parse_command_line
 
@@ -103,9 +119,10 @@ def _serve(argv: list[str], run_directory: "RunDirectory") -> None:
     host, port = plan.upstream.host, plan.upstream.port
     check_port_is_free(host, port)
     pipeline_args = dataclasses.replace(plan.pipeline, run_directory=run_directory.path)
+    stages.start(pipeline_args.stages.num_stages, pipeline_args.stages.cpu_threads)
 
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
-    from sglang.srt.entrypoints.http_server import app, get_global_state, launch_server
+    from sglang.srt.entrypoints.http_server import app, get_global_state
 
     from sgl_pipeline.managers.entrance.front_guard import GuardedTokenizerManager
     from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
@@ -123,21 +140,35 @@ def _serve(argv: list[str], run_directory: "RunDirectory") -> None:
         GuardedTokenizerManager,
         loads_path=loads_path(run_directory.path),
         drain_timeout_s=pipeline_args.drain_timeout_s,
-        end_now=functools.partial(_end_now, run_directory),
+        end_now=functools.partial(_end_now, run_directory, stages),
     )
+    # Never look at all that again, and in the forks leave it on the pages that they share.
+    gc.freeze()
+    gc.enable()
     try:
-        launch_server(
+        _upstream_launcher(pipeline_args)(
             plan.upstream,
             init_tokenizer_manager_func=functools.partial(
                 init_tokenizer_manager, TokenizerManagerClass=tokenizer_manager
             ),
-            run_scheduler_process_func=ChildEntry(_run_scheduler, pipeline_args),
+            run_scheduler_process_func=ChildEntry(_run_scheduler, pipeline_args, stages.pids),
             run_detokenizer_process_func=ChildEntry(_run_detokenizer),
             launch_callback=functools.partial(_announce, plan.upstream, pipeline_args),
         )
     except RuntimeError as error:
         # Upstream's word for a scheduler that did not come up; that one has said why.
         raise ConfigurationError(f"the server did not start: {error}") from error
+
+
+def _upstream_launcher(pipeline_args: PipelineArgs) -> Callable[..., None]:
+    """What starts upstream's server, with forked children where that is safe."""
+    if pipeline_args.stages.device == "cuda":
+        from sglang.srt.entrypoints.http_server import launch_server
+
+        return launch_server
+    from sgl_pipeline.managers.forked_children import launch_server_forking
+
+    return launch_server_forking
 
 
 def _set_environment(run_directory: str) -> None:
@@ -172,18 +203,19 @@ def _announce(server_args: Any, pipeline_args: PipelineArgs) -> None:
     )
 
 
-def _end_children() -> None:
-    """Kills what is left of the scheduler and the detokenizer; stages follow the scheduler."""
+def _end_children(stages: "StageProcesses") -> None:
+    """Kills what is left of the scheduler, the detokenizer and the stages."""
     # Upstream's watchdog answers a child's end with SIGQUIT to this process.
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     for child in multiprocessing.active_children():
         child.kill()
         child.join()
+    stages.close()
 
 
-def _end_now(run_directory: "RunDirectory", code: int) -> NoReturn:
+def _end_now(run_directory: "RunDirectory", stages: "StageProcesses", code: int) -> NoReturn:
     """Ends the whole server from wherever it is, and leaves nothing behind."""
-    _end_children()
+    _end_children(stages)
     run_directory.remove()
     _leave(code)
 

@@ -1,7 +1,8 @@
 """What travels between the scheduler and a stage worker, besides the plans of `step_plan.py`.
 
-A worker's life: it connects and says `WorkerHello`; gets a `StageAssignment`; loads its weights and
-says `StageLoaded`; gets a `PoolSize`, the smallest capacity of all stages; allocates, opens its
+A worker's life: it connects and says `WorkerHello`; answers `MeasureCosts`, which comes where the
+layers are to be split by time, with `MeasuredCosts`; gets a `StageAssignment`; loads its weights
+and says `StageLoaded`; gets a `PoolSize`, the smallest capacity of all stages; allocates, opens its
 links and says `StageReady`. Then a `StageReport` for every `StepPlan`, and a `ProfileReply` for
 `StartProfile` and `StopProfile`, until `Shutdown` or a `WorkerFailed`. Frozen, tagged structs;
 never pickled.
@@ -10,7 +11,7 @@ never pickled.
 import msgspec
 
 from sgl_pipeline.requests import LogprobRows
-from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.stage_plan import StageCosts, StagePlan
 from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 
@@ -46,6 +47,20 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     links: tuple[str, ...]
     cpu_threads: int
     cpu_cores: tuple[int, ...]
+
+
+class MeasureCosts(msgspec.Struct, frozen=True, tag=True):
+    """Time the parts of a model before the stages are handed out. `assignment` is what the worker
+    would get if all stages had equally many layers."""
+
+    assignment: StageAssignment
+
+
+class MeasuredCosts(msgspec.Struct, frozen=True, tag=True):
+    """What a typical step would take this worker."""
+
+    worker: int
+    costs: StageCosts
 
 
 class StageLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -126,6 +141,21 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 ToWorker = (
-    StageAssignment | PoolSize | StepPlan | MirrorSnapshot | StartProfile | StopProfile | Shutdown
+    MeasureCosts
+    | StageAssignment
+    | PoolSize
+    | StepPlan
+    | MirrorSnapshot
+    | StartProfile
+    | StopProfile
+    | Shutdown
 )
-FromWorker = WorkerHello | StageLoaded | StageReady | StageReport | ProfileReply | WorkerFailed
+FromWorker = (
+    WorkerHello
+    | MeasuredCosts
+    | StageLoaded
+    | StageReady
+    | StageReport
+    | ProfileReply
+    | WorkerFailed
+)

@@ -1,13 +1,17 @@
 """How the processes of one server end together.
 
 Every process that the server starts calls `die_with_parent` first, so that none outlives its
-parent however that one ended, `kill -9` included. Linux does the work (`prctl`); nothing here
-watches, waits or cleans up files: that is `managers/run_directory.py`.
+parent however that one ended, `kill -9` included; a `WatchedProcess` is how one notices the end of
+another that is not its child. Linux does the work (`prctl`, `pidfd`); nothing here cleans up files:
+that is `managers/run_directory.py`.
 """
 
+import contextlib
 import ctypes
 import os
+import select
 import signal
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -29,3 +33,41 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     # It may have ended before the call above.
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
+
+
+class WatchedProcess:
+    """A process of the same user, child or not, that is or may be running.
+
+    Args:
+        pid: of a process that its parent has not waited for yet.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._descriptor = os.pidfd_open(pid)
+
+    def wait(self, timeout_s: float = 0.0) -> bool:
+        """Whether it has ended, or does so within `timeout_s`."""
+        poller = select.poll()
+        poller.register(self._descriptor, select.POLLIN)
+        return bool(poller.poll(timeout_s * 1000))
+
+    def kill(self) -> None:
+        """Ends it at once, if it is still there."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def end(self) -> str:
+        """How it ended, in words; to be asked after it did."""
+        try:
+            stat = Path(f"/proc/{self._pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return "its process ended"
+        # The last field, `exit_code` of proc(5); the name in parentheses may hold anything.
+        code = os.waitstatus_to_exitcode(int(stat.rpartition(")")[2].split()[-1]))
+        reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return f"its process ended, {reason}"
+
+    def close(self) -> None:
+        """Stops watching it."""
+        os.close(self._descriptor)

@@ -5,9 +5,11 @@ their model-wide index for ever; a stage owns one contiguous run of them, which 
 between two moves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from statistics import fmean
+from math import inf
+from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,83 +46,110 @@ def even_layer_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-class LayerCosts(msgspec.Struct, frozen=True):
-    """What each layer adds to a stage's decode step and prefill step, and lm_head to the last
-    stage's decode step; all in units of the model's mean layer."""
+class TypicalStep(NamedTuple):
+    """A step as a busy server runs it: `decodes` requests with `context_tokens` each before the
+    token that they add, and `prompt_tokens` of one more, which does not sample yet."""
 
-    decode: tuple[float, ...]
-    prefill: tuple[float, ...]
-    head: float
+    decodes: int
+    context_tokens: int
+    prompt_tokens: int
 
-    @classmethod
-    def in_layers(
-        cls, decode: Sequence[float], prefill: Sequence[float], head: float
-    ) -> "LayerCosts":
-        """From costs in any units; `head` in that of `decode`."""
-        decode_unit, prefill_unit = fmean(decode), fmean(prefill)
-        return cls(
-            tuple(cost / decode_unit for cost in decode),
-            tuple(cost / prefill_unit for cost in prefill),
-            head / decode_unit,
+    def __str__(self) -> str:
+        return f"{self.decodes} decodes and {self.prompt_tokens} prompt tokens"
+
+
+# Token throttling mixes both kinds of tokens in every step. As many of a prompt for each one drawn
+# as in Azure's conversation trace (4.5), the middle of the traces in `simulator/data`: the head has
+# a fifth of the rows that a layer has.
+TYPICAL_STEP = TypicalStep(decodes=32, context_tokens=512, prompt_tokens=144)
+# Workers whose times differ by less are taken for equal: what is measured for a moment is noisy.
+SPEED_TOLERANCE = 0.15
+
+
+class StageCosts(msgspec.Struct, frozen=True, array_like=True):
+    """Milliseconds that a `TYPICAL_STEP` takes one worker: in each layer of the model, in the
+    embedding, and in the head with the sampler."""
+
+    layers_ms: tuple[float, ...]
+    embedding_ms: float
+    head_ms: float
+
+    def scaled(self, factor: float) -> "StageCosts":
+        """The costs of a worker that takes `factor` as long."""
+        return StageCosts(
+            tuple(factor * layer_ms for layer_ms in self.layers_ms),
+            factor * self.embedding_ms,
+            factor * self.head_ms,
         )
 
 
-def auto_layer_counts(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
-    """Counts for a load of decodes and prefill alike. Every stage keeps at least one layer.
-
-    A decode step is bound by the weights it reads, lm_head's among them; in a prefill step the head
-    has few rows and costs next to nothing. The sum of both steps' slowest stages is minimised, so
-    that a large vocabulary takes layers off the last stage, but fewer than decodes alone would.
-    However many layers the last stage has, the others share theirs so that the slowest of them,
-    decode and prefill together, is as fast as can be.
-    """
-    num_layers = len(costs.decode)
-    if num_stages == 1:
-        return (num_layers,)
-    both_steps = [sum(pair) for pair in zip(costs.decode, costs.prefill, strict=True)]
-    candidates = []
-    for num_upstream, upstream in _balanced_splits(both_steps, num_stages - 1).items():
-        last = num_layers - num_upstream
-        if last < 1:
-            continue
-        counts = (*upstream, last)
-        decode, prefill = _run_costs(costs.decode, counts), _run_costs(costs.prefill, counts)
-        decode[-1] += costs.head
-        # Ties go to the more even split.
-        cost = _comparable(max(decode) + max(prefill))
-        candidates.append((cost, max(counts) - min(counts), last, counts))
-    return min(candidates)[-1]
+def agreed_costs(measured: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
+    """The workers' costs with less noise: their medians, times how slow a worker's layers are
+    where that differs by more than `SPEED_TOLERANCE` from the median."""
+    typical = StageCosts(
+        tuple(median(times) for times in zip(*(own.layers_ms for own in measured), strict=True)),
+        median(own.embedding_ms for own in measured),
+        median(own.head_ms for own in measured),
+    )
+    slowness = [sum(own.layers_ms) / sum(typical.layers_ms) for own in measured]
+    return tuple(
+        typical.scaled(1.0 if abs(slow - 1.0) <= SPEED_TOLERANCE else slow) for slow in slowness
+    )
 
 
-def _balanced_splits(costs: Sequence[float], num_runs: int) -> dict[int, tuple[int, ...]]:
-    """For each number of first layers, the lengths of `num_runs` runs of which the dearest is as
-    cheap as can be: the linear partition problem, by dynamic programming.
+def stage_times_ms(costs: Sequence[StageCosts], layer_counts: Sequence[int]) -> tuple[float, ...]:
+    """What a step takes each stage, of the worker with the same place in `costs`."""
+    ends = list(accumulate(layer_counts))
+    return tuple(
+        _run_ms(costs, stage, end - count, end)
+        for stage, (end, count) in enumerate(zip(ends, layer_counts, strict=True))
+    )
 
-    Ties go to equal runs (the least sum of squares), then to longer runs first.
-    """
-    before = [0.0, *accumulate(costs)]
-    # The end of the runs so far: (their dearest's cost, sum of squares, their lengths).
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for _ in range(num_runs):
+
+def balanced_layer_counts(costs: Sequence[StageCosts]) -> tuple[int, ...]:
+    """The split, of at least one layer a stage, whose slowest stage takes least; of several such,
+    the most even one (the least sum of squares of the stages' times), then longer runs first."""
+    fastest = _cheapest_split(costs, max)
+    slowest_ms = max(stage_times_ms(costs, fastest))
+
+    def add_square(total: float, stage_ms: float) -> float:
+        return total + stage_ms**2 if _comparable(stage_ms) <= _comparable(slowest_ms) else inf
+
+    return _cheapest_split(costs, add_square)
+
+
+def _cheapest_split(
+    costs: Sequence[StageCosts], add: Callable[[float, float], float]
+) -> tuple[int, ...]:
+    """The linear partition problem, by dynamic programming: `add(total, stage_ms)` is what the
+    stages up to one cost together, when those before it cost `total`."""
+    num_layers, num_stages = len(costs[0].layers_ms), len(costs)
+    # The end of the runs so far: what they cost, and their lengths.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage in range(num_stages):
+        most = num_layers - (num_stages - 1 - stage)
+        ends = range(stage + 1, most + 1) if stage < num_stages - 1 else [num_layers]
         longer = {}
-        for end in range(1, len(before)):
-            options = []
-            for start, (dearest, squares, lengths) in best.items():
-                if start < end:
-                    cost = before[end] - before[start]
-                    key = (_comparable(max(dearest, cost)), _comparable(squares + cost**2))
-                    options.append((*key, -start, (*lengths, end - start)))
-            if options:
-                dearest, squares, _, lengths = min(options)
-                longer[end] = (dearest, squares, lengths)
+        for end in ends:
+            cost, negative_start = min(
+                (_comparable(add(total, _run_ms(costs, stage, start, end))), -start)
+                for start, (total, _) in best.items()
+                if start < end
+            )
+            longer[end] = (cost, (*best[-negative_start][1], end + negative_start))
         best = longer
-    return {end: lengths for end, (_, _, lengths) in best.items()}
+    return best[num_layers][1]
 
 
-def _run_costs(costs: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """The sum of each of the consecutive runs of `lengths`."""
-    ends = list(accumulate(lengths))
-    return [sum(costs[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+def _run_ms(costs: Sequence[StageCosts], stage: int, start: int, end: int) -> float:
+    """What the layers from `start` to before `end`, and what else it has, take `stage`."""
+    own = costs[stage]
+    total_ms = sum(own.layers_ms[start:end])
+    if stage == 0:
+        total_ms += own.embedding_ms
+    if stage == len(costs) - 1:
+        total_ms += own.head_ms
+    return total_ms
 
 
 def _comparable(cost: float) -> float:
@@ -128,20 +157,20 @@ def _comparable(cost: float) -> float:
     return round(cost, 9)
 
 
-def parse_layer_partition(text: str, num_stages: int, costs: LayerCosts) -> StagePlan:
-    """The plan of epoch 0 for `--pp-layer-partition auto|even|a,b,..`, for layers of `costs`.
+def parse_layer_partition(text: str, num_stages: int, num_layers: int) -> StagePlan | None:
+    """The plan of epoch 0 for `--pp-layer-partition auto|even|a,b,..`; None where it is `auto`,
+    which needs costs that are yet to be measured, and there is a choice.
 
     Raises ConfigurationError when there are more stages than layers or the counts do not fit.
     """
-    num_layers = len(costs.decode)
     if num_stages > num_layers:
         raise ConfigurationError(
             f"--pp {num_stages} is more than the model's {num_layers} layers; "
             f"use --pp {num_layers} or less"
         )
-    if text == "auto":
-        return StagePlan(0, auto_layer_counts(costs, num_stages))
-    if text == "even":
+    if text == "auto" and 1 < num_stages < num_layers:
+        return None
+    if text in ("auto", "even"):
         return StagePlan(0, even_layer_counts(num_layers, num_stages))
     return StagePlan(0, _explicit_layer_counts(text, num_layers, num_stages))
 

@@ -2,8 +2,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
+
+from sgl_pipeline.process_lifetime import WatchedProcess
 
 # A parent that starts a child, which says its pid once it is bound to the parent's life.
 PARENT = """
@@ -45,3 +49,52 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
         [sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=False
     )
     assert (result.returncode, result.stdout) == (1, "")
+
+
+# Starts a child that does as it is told, says its pid, and leaves it unwaited for.
+GRANDPARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import os; os._exit(3)", "its process ended, exit code 3"),
+        ("import os; os.kill(os.getpid(), 9)", "its process ended, killed by signal 9"),
+    ],
+)
+def test_the_end_of_a_process_that_is_no_child_is_noticed_and_named(code: str, words: str) -> None:
+    with grandchild(code) as pid:
+        watched = WatchedProcess(pid)
+        assert watched.wait(timeout_s=30)
+        assert watched.end() == words
+        watched.kill()  # does no harm
+        watched.close()
+
+
+@pytest.mark.multiproc
+def test_a_process_that_is_no_child_can_be_ended() -> None:
+    with grandchild("import time; time.sleep(600)") as pid:
+        watched = WatchedProcess(pid)
+        assert not watched.wait()
+        watched.kill()
+        assert watched.wait(timeout_s=30)
+        assert watched.end() == "its process ended, killed by signal 9"
+        watched.close()
+
+
+@contextmanager
+def grandchild(code: str) -> Iterator[int]:
+    """The process id of a process that runs `code`."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", GRANDPARENT, code], stdout=subprocess.PIPE, text=True
+    )
+    with parent:
+        assert parent.stdout is not None
+        yield int(parent.stdout.readline())
+        parent.kill()

@@ -21,7 +21,8 @@ import zmq
 
 from benchmark.gpu.shapes import MODELS, spec_of
 from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs
-from sgl_pipeline.managers.stage_launcher import StageLauncher, first_stage_plan, link_addresses
+from sgl_pipeline.managers.stage_launcher import StageLauncher, link_addresses
+from sgl_pipeline.managers.stage_processes import StageProcesses
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.step_plan import INT32, ChunkPlan, RequestOpen, StepPlan, running_checksum
@@ -132,6 +133,7 @@ def run_pipeline(
         args = PipelineArgs(
             stages=StageArgs(
                 num_stages=num_stages,
+                layer_partition="even",
                 model_path=directory,
                 load_format="dummy",
                 dtype="bfloat16",
@@ -150,14 +152,15 @@ def run_pipeline(
 @contextmanager
 def _stages(args: PipelineArgs, model: str) -> Iterator[StageLauncher]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    launcher = StageLauncher(
-        args, first_stage_plan(args.stages, spec_of(model)), link_addresses(args, 1), context
-    )
+    processes = StageProcesses(args.run_directory)
+    processes.start(args.stages.num_stages, args.stages.cpu_threads)
+    launcher = StageLauncher(args, spec_of(model), link_addresses(args, 1), processes.pids, context)
     try:
         launcher.start()
         yield launcher
     finally:
         launcher.stop()
+        processes.close()
         context.destroy(linger=0)
 
 

@@ -41,7 +41,7 @@ OUR_FLAGS = (
         "--pp-layer-partition",
         StageArgs,
         "layer_partition",
-        "Layers of each stage: auto (weighs decode and prefill steps alike), even, or counts such "
+        "Layers of each stage: auto (by times measured at the start), even, or counts such "
         "as 5,4,4,3.",
     ),
     Flag(

@@ -36,16 +36,21 @@ class RunDirectory:
             )
         # It gets its name only when it is held: a sweep takes a free lock for a dead server's.
         unnamed = os.path.join(self.path, f"{_LOCK}.new")
-        self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         os.rename(unnamed, os.path.join(self.path, _LOCK))
-        self._alive = _start_janitor(self.path)
+        self._held = [lock, _start_janitor(self.path)]
+        # They stand for the life of this process, not of its forks.
+        os.register_at_fork(after_in_child=self._let_go)
 
     def remove(self) -> None:
         """Removes it now, and lets the janitor go. To be called once."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-        os.close(self._alive)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        while self._held:
+            os.close(self._held.pop())
 
 
 def sweep_stale(parent: str) -> None:

@@ -8,10 +8,11 @@ Started by upstream's `launch_server` in place of its own scheduler (upstream:
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+import setproctitle
 import torch
 import zmq
 from sglang.srt.runtime_context import get_serving, publish
@@ -33,13 +34,11 @@ from sgl_pipeline.managers.sglang_io import SglangFront
 from sgl_pipeline.managers.stage_launcher import (
     PipelineCapacity,
     StageLauncher,
-    first_stage_plan,
     link_addresses,
 )
 from sgl_pipeline.managers.step_journal import StepJournal
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.trace import StepWriter, TraceWriter
 
@@ -48,9 +47,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PROCESS_TITLE = "sgl_pipeline::scheduler"  # in the manner of upstream's sglang::detokenizer
+
 
 def run_scheduler_process(
     args: PipelineArgs,
+    stage_pids: Sequence[int],
     server_args: Any,
     port_args: Any,
     gpu_id: int,
@@ -62,17 +64,19 @@ def run_scheduler_process(
     """Serves until shut down; ends the process with exit code 1 when it cannot go on.
 
     Args:
-        args: ours; the rest is what upstream hands to its scheduler. The ranks are all zero,
-            because upstream is resolved at one process.
+        args: ours; what follows the next is what upstream hands to its scheduler. The ranks are
+            all zero, because upstream is resolved at one process.
+        stage_pids: process ids of the stage workers, by number.
         pipe_writer: gets the ready message that upstream's main process waits for.
     """
+    setproctitle.setproctitle(PROCESS_TITLE)
     publish(server_args, role="scheduler")
     configure_logger(server_args, prefix=" scheduler")
     # Leave through the `finally` that stops the stages, and not with 0: upstream's watchdog takes
     # that for a scheduler that was told to go, and would leave a front without one.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        _serve(args, server_args, port_args, pipe_writer)
+        _serve(args, stage_pids, server_args, port_args, pipe_writer)
     except SglPipelineError as error:
         logger.error("%s", error)
         sys.exit(1)
@@ -82,7 +86,11 @@ def run_scheduler_process(
 
 
 def _serve(
-    args: PipelineArgs, server_args: Any, port_args: Any, pipe_writer: "Connection[Any, Any]"
+    args: PipelineArgs,
+    stage_pids: Sequence[int],
+    server_args: Any,
+    port_args: Any,
+    pipe_writer: "Connection[Any, Any]",
 ) -> None:
     tokenizer = load_tokenizer(server_args)
     spec = read_model_spec(args.stages.model_path)
@@ -91,15 +99,14 @@ def _serve(
     reasoning = ReasoningMarks.of_parser(get_serving().reasoning_parser, tokenizer)
     poller = zmq.Poller()
     grammars = _grammars(args, limits, tokenizer, poller)
-    plan = first_stage_plan(args.stages, spec)
     links = link_addresses(args, torch.cuda.device_count())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    launcher = StageLauncher(args, plan, links, context)
-    journal = StepJournal(plan.num_stages, _open_traces(args))
+    launcher = StageLauncher(args, spec, links, stage_pids, context)
+    journal = StepJournal(args.stages.num_stages, _open_traces(args))
     front = loads = None
     try:
         capacity = launcher.start()
-        facts = _facts(args, plan, capacity)
+        facts = _facts(args, capacity)
         logger.info("pipeline ready: %s", facts)
         pool_tokens = capacity.num_pages * args.scheduling.page_size
         front = SglangFront(
@@ -109,7 +116,7 @@ def _serve(
             args.scheduling,
             make_policy(args.throttle),
             num_pages=capacity.num_pages,
-            num_stages=plan.num_stages,
+            num_stages=args.stages.num_stages,
             context_length=limits.context_length,
         )
         loads = LoadReport(loads_path(args.run_directory), args.scheduling, capacity)
@@ -210,11 +217,15 @@ def _ready_message(
     }
 
 
-def _facts(args: PipelineArgs, plan: StagePlan, capacity: PipelineCapacity) -> dict[str, Any]:
+def _facts(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, Any]:
     """What `/server_info` tells of the pipeline as it was started."""
+    predicted_ms = capacity.predicted_ms
     return {
-        "num_stages": plan.num_stages,
-        "layer_partition": list(plan.layer_counts),
+        "num_stages": capacity.plan.num_stages,
+        "layer_partition": list(capacity.plan.layer_counts),
+        "predicted_step_ms_of_stages": (
+            [round(stage_ms, 3) for stage_ms in predicted_ms] if predicted_ms else None
+        ),
         "policy": args.throttle.policy,
         "accounting": args.scheduling.accounting,
         "page_size": args.scheduling.page_size,

@@ -1,17 +1,13 @@
-"""Starts the stage workers, brings them to readiness together, and notices when one dies.
+"""Brings the stage workers to readiness together, and notices when one dies.
 
-Called by the scheduler process. Workers are plain child processes that know only an address, so
-they import torch but never sglang. This file decides nothing about requests.
+Called by the scheduler process. Workers know only an address; the main process has started them
+(`stage_processes.py`). This file decides nothing about requests.
 """
 
 import logging
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import zmq
@@ -19,8 +15,11 @@ import zmq
 from sgl_pipeline.args import PipelineArgs, StageArgs, require
 from sgl_pipeline.channels import SchedulerChannel
 from sgl_pipeline.errors import ConfigurationError, StageFailure
+from sgl_pipeline.managers.stage_processes import stage_address, stage_cores, stage_threads
 from sgl_pipeline.messages import (
     FromWorker,
+    MeasureCosts,
+    MeasuredCosts,
     PoolSize,
     Shutdown,
     StageAssignment,
@@ -30,7 +29,16 @@ from sgl_pipeline.messages import (
     WorkerHello,
 )
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
-from sgl_pipeline.stage_plan import StagePlan, parse_layer_partition
+from sgl_pipeline.process_lifetime import WatchedProcess
+from sgl_pipeline.stage_plan import (
+    TYPICAL_STEP,
+    StagePlan,
+    agreed_costs,
+    balanced_layer_counts,
+    even_layer_counts,
+    parse_layer_partition,
+    stage_times_ms,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +49,11 @@ Message = TypeVar("Message", bound=FromWorker)
 
 @dataclass(frozen=True, slots=True)
 class PipelineCapacity:
-    """What the ready pipeline has: pages (the minimum over stages) and each stage's load report."""
+    """What the ready pipeline has: its plan, pages (the minimum over stages) and each stage's load
+    report. `predicted_ms` is what a typical step takes each stage, where that was measured."""
 
+    plan: StagePlan
+    predicted_ms: tuple[float, ...] | None
     num_pages: int
     stages: tuple[StageLoaded, ...]
     attention_backend: str
@@ -50,39 +61,43 @@ class PipelineCapacity:
 
 
 class StageLauncher:
-    """The stage processes of one server."""
+    """The stages of one server, each filled by the worker of the same number.
+
+    Args:
+        spec: of the model, as the stages will read it.
+        pids: of the worker processes, by number.
+    """
 
     def __init__(
         self,
         args: PipelineArgs,
-        plan: StagePlan,
+        spec: ModelSpec,
         links: tuple[str, ...],
+        pids: Sequence[int],
         context: "zmq.Context[zmq.Socket[bytes]]",
     ) -> None:
         self._args = args
-        self._plan = plan
+        self._spec = spec
         self._links = links
-        self._address = f"ipc://{args.run_directory}/stages"
-        self.channel = SchedulerChannel(context, self._address)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes = [WatchedProcess(pid) for pid in pids]
+        self.channel = SchedulerChannel(context, stage_address(args.run_directory))
         self._failures: dict[int, WorkerFailed] = {}
 
     @property
     def workers(self) -> range:
-        return range(self._plan.num_stages)
+        return range(self._args.stages.num_stages)
 
     def start(self) -> PipelineCapacity:
-        """Starts all workers and returns once every stage is ready to take step plans.
+        """Hands out the stages and returns once every one is ready to take step plans.
 
         Raises ConfigurationError for what a flag can mend, StageFailure for anything else.
         """
-        core_sets = split_cores(sorted(os.sched_getaffinity(0)), self._plan.num_stages)
-        threads = [self._args.stages.cpu_threads or max(1, len(cores)) for cores in core_sets]
-        for worker in self.workers:
-            self._processes.append(self._spawn(worker, threads[worker]))
         self._gather(WorkerHello)
-        for stage in self.workers:
-            self.channel.send(stage, self._assignment(stage, threads[stage], core_sets[stage]))
+        plan, predicted_ms = first_stage_plan(self._args.stages, self._spec), None
+        if plan is None:
+            plan, predicted_ms = self._plan_by_time()
+        for assignment in self._assignments(plan):
+            self.channel.send(assignment.stage, assignment)
         loaded = tuple(sorted(self._gather(StageLoaded), key=lambda report: report.stage))
         num_pages = min(report.num_pages for report in loaded)
         self.channel.broadcast(self.workers, PoolSize(num_pages))
@@ -90,7 +105,9 @@ class StageLauncher:
         for notice in dict.fromkeys(notice for stage in ready for notice in stage.notices):
             logger.warning("%s", notice)
         first = ready[0]
-        return PipelineCapacity(num_pages, loaded, first.attention_backend, first.layer_kernels)
+        return PipelineCapacity(
+            plan, predicted_ms, num_pages, loaded, first.attention_backend, first.layer_kernels
+        )
 
     def receive(self) -> Iterator[FromWorker]:
         """Messages that have arrived. A WorkerFailed is kept as the reason for `check`."""
@@ -111,14 +128,13 @@ class StageLauncher:
                 raise ConfigurationError(f"stage {worker}: {failure.message}")
             raise StageFailure(worker, last_steps.get(worker), failure.message)
         for worker, process in enumerate(self._processes):
-            if (code := process.poll()) is not None:
+            if process.wait(timeout_s=0):
                 # What it said before it ended explains more than its exit code.
                 for _ in self.receive():
                     pass
                 if worker in self._failures:
                     return self.check(last_steps)
-                reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-                raise StageFailure(worker, last_steps.get(worker), f"its process ended, {reason}")
+                raise StageFailure(worker, last_steps.get(worker), process.end())
         return None
 
     def stop(self) -> None:
@@ -126,55 +142,62 @@ class StageLauncher:
         self.channel.broadcast(self.workers, Shutdown())
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            if not process.wait(max(0.0, deadline - time.monotonic())):
                 process.kill()
-                process.wait()
+            process.close()
         self._processes.clear()
         self.channel.close()
 
-    def _spawn(self, worker: int, threads: int) -> subprocess.Popen[bytes]:
-        package_root = str(Path(__file__).resolve().parents[2])
-        environment = dict(os.environ)
-        # OpenMP reads these before torch can be told; spinning threads would starve the neighbours.
-        environment |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        # Weights in huge pages: a fifth off a step of few rows, which is bound by reading them.
-        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-        # All stages are on this host; the libraries would listen on its outer interfaces too.
-        environment |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-        paths = [package_root, environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        module = "sgl_pipeline.pp_runner.stage_worker"
-        command = [sys.executable, "-m", module]
-        command += ["--address", self._address, "--worker", str(worker)]
-        command += ["--parent", str(os.getpid())]
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-
-    def _assignment(self, stage: int, threads: int, cores: tuple[int, ...]) -> StageAssignment:
-        stages: StageArgs = self._args.stages
-        return StageAssignment(
-            stage=stage,
-            plan=self._plan,
-            model_path=stages.model_path,
-            load_format=stages.load_format,
-            dtype=stages.dtype,
-            device=stages.device,
-            attention_backend=stages.attention_backend,
-            graphs=stages.graphs,
-            layer_kernels=stages.layer_kernels,
-            page_size=self._args.scheduling.page_size,
-            max_total_tokens=stages.max_total_tokens,
-            memory_fraction=stages.memory_fraction,
-            links=self._links,
-            cpu_threads=threads,
-            cpu_cores=cores,
+    def _plan_by_time(self) -> tuple[StagePlan, tuple[float, ...]]:
+        """The plan whose slowest stage takes least, and each stage's milliseconds."""
+        even = even_layer_counts(self._spec.num_layers, len(self.workers))
+        for assignment in self._assignments(StagePlan(0, even)):
+            self.channel.send(assignment.stage, MeasureCosts(assignment))
+        measured = sorted(self._gather(MeasuredCosts), key=lambda report: report.worker)
+        costs = agreed_costs([report.costs for report in measured])
+        counts = balanced_layer_counts(costs)
+        predicted_ms = stage_times_ms(costs, counts)
+        logger.info(
+            "layer split %s: %s should take the stages %s ms, %.2f of it for the head; the slowest "
+            "of an even split %.2f ms",
+            ",".join(map(str, counts)),
+            TYPICAL_STEP,
+            ", ".join(f"{stage_ms:.2f}" for stage_ms in predicted_ms),
+            costs[-1].head_ms,
+            max(stage_times_ms(costs, even)),
         )
+        return StagePlan(0, counts), predicted_ms
+
+    def _assignments(self, plan: StagePlan) -> list[StageAssignment]:
+        """What each worker is told under `plan`."""
+        stages: StageArgs = self._args.stages
+        threads = stage_threads(plan.num_stages, stages.cpu_threads)
+        cores = stage_cores(plan.num_stages)
+        return [
+            StageAssignment(
+                stage=stage,
+                plan=plan,
+                model_path=stages.model_path,
+                load_format=stages.load_format,
+                dtype=stages.dtype,
+                device=stages.device,
+                attention_backend=stages.attention_backend,
+                graphs=stages.graphs,
+                layer_kernels=stages.layer_kernels,
+                page_size=self._args.scheduling.page_size,
+                max_total_tokens=stages.max_total_tokens,
+                memory_fraction=stages.memory_fraction,
+                links=self._links,
+                cpu_threads=threads[stage],
+                cpu_cores=cores[stage],
+            )
+            for stage in self.workers
+        ]
 
     def _gather(self, kind: type[Message]) -> list[Message]:
         """One message of `kind` from every worker."""
         gathered: list[Message] = []
-        while len(gathered) < self._plan.num_stages:
+        while len(gathered) < len(self.workers):
             if not self.channel.socket.poll(200):
                 self.check({})
             gathered += [message for message in self.receive() if isinstance(message, kind)]
@@ -183,20 +206,13 @@ class StageLauncher:
         return gathered
 
 
-def first_stage_plan(stages: StageArgs, spec: ModelSpec) -> StagePlan:
-    """The plan that `--pp` and `--pp-layer-partition` ask for on the model of `spec`.
+def first_stage_plan(stages: StageArgs, spec: ModelSpec) -> StagePlan | None:
+    """The plan that `--pp` and `--pp-layer-partition` ask for on the model of `spec`; None where
+    the workers' times will decide.
 
     Raises ConfigurationError when the model cannot be split so.
     """
-    return parse_layer_partition(stages.layer_partition, stages.num_stages, spec.layer_costs())
-
-
-def split_cores(cores: list[int], num_stages: int) -> list[tuple[int, ...]]:
-    """The cores of each stage: equal runs, or none (no pinning) where stages outnumber cores."""
-    if num_stages > len(cores):
-        return [()] * num_stages
-    bounds = [stage * len(cores) // num_stages for stage in range(num_stages + 1)]
-    return [tuple(cores[bounds[s] : bounds[s + 1]]) for s in range(num_stages)]
+    return parse_layer_partition(stages.layer_partition, stages.num_stages, spec.num_layers)
 
 
 def link_addresses(args: PipelineArgs, num_gpus: int) -> tuple[str, ...]:

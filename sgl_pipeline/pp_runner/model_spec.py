@@ -17,7 +17,6 @@ from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.config_fields import ConfigFields
 from sgl_pipeline.pp_runner.families import FAMILIES, Family, TensorNames
-from sgl_pipeline.stage_plan import LayerCosts
 
 Config = Mapping[str, Any]
 
@@ -40,9 +39,6 @@ _KNOWN_FIELDS = frozenset(
     " _attn_implementation_autoset use_cache chunk_size_feed_forward output_attentions"
     " num_key_value_heads layer_types".split()
 )
-# Tokens of a decode step whose experts are counted when layers are weighed: a server with a few
-# dozen requests. With more rows the layers weigh more against the head, with fewer less.
-DECODE_ROWS = 32
 # An unknown field is refused when its name holds one of these and its value does something.
 _MATHS_WORDS = tuple(
     "activation alibi attention attn bias chunk clip compress embedding expert factor lora moe"
@@ -87,11 +83,6 @@ class ExpertSpec:
     shared_inner_size: int
     layers: frozenset[int]
 
-    def active_experts(self, num_rows: int) -> float:
-        """How many experts `num_rows` tokens go to together, where routing is even."""
-        idle_share = 1 - self.experts_per_token / self.num_experts
-        return self.num_experts * (1 - idle_share**num_rows)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -125,30 +116,6 @@ class ModelSpec:
     def layer_experts(self, layer: int) -> ExpertSpec | None:
         """The experts of `layer`; None where it is dense."""
         return self.experts if self.experts and layer in self.experts.layers else None
-
-    def layer_costs(self) -> LayerCosts:
-        """What layers and head cost a stage, for `--pp-layer-partition auto`.
-
-        A decode step costs the weights it reads, of the experts those that `DECODE_ROWS` tokens go
-        to; a prefill step the weights that a token is multiplied with. Norms and biases are too few
-        to count.
-        """
-        decode, prefill = [], []
-        for layer in range(self.num_layers):
-            experts = self.layer_experts(layer)
-            active = experts.active_experts(DECODE_ROWS) if experts else 0.0
-            per_token = experts.experts_per_token if experts else 0
-            decode.append(self._layer_weights(experts, active))
-            prefill.append(self._layer_weights(experts, per_token))
-        return LayerCosts.in_layers(decode, prefill, self.vocab_size * self.hidden_size)
-
-    def _layer_weights(self, experts: ExpertSpec | None, num_active: float) -> float:
-        """Weights of a layer's matrices, counting `num_active` experts."""
-        attention = (2 * self.num_query_heads + 2 * self.num_kv_heads) * self.head_dim
-        mlp: float = self.intermediate_size
-        if experts is not None:
-            mlp = num_active * experts.inner_size + experts.shared_inner_size
-        return self.hidden_size * (attention + 3 * mlp)
 
     def attention_shape(
         self, page_size: int, dtype: torch.dtype, device: torch.device

@@ -1,13 +1,10 @@
-"""The stage process: connects, loads what it is assigned, runs step plans until told to stop.
+"""The stage worker: connects, loads what it is assigned, runs step plans until told to stop.
 
-Started by `managers/stage_launcher.py` as `python -m sgl_pipeline.pp_runner.stage_worker`; it
-connects to the scheduler by address and learns its position from a `StageAssignment`. It is the
-conversation only: a step itself is run by `stage_runner.py`.
+Run by `stage_process.py`. It connects to the scheduler by address and learns its position from a
+`StageAssignment`. It is the conversation only: a step itself is run by `stage_runner.py`.
 """
 
-import argparse
 import logging
-import sys
 import time
 import traceback
 from typing import TypeVar
@@ -18,6 +15,8 @@ import zmq
 from sgl_pipeline.channels import WorkerChannel
 from sgl_pipeline.errors import ConfigurationError, ProtocolError
 from sgl_pipeline.messages import (
+    MeasureCosts,
+    MeasuredCosts,
     MirrorSnapshot,
     PoolSize,
     Shutdown,
@@ -40,10 +39,10 @@ from sgl_pipeline.pp_runner.device import (
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.stage_costs import measure_stage_costs
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
-from sgl_pipeline.process_lifetime import die_with_parent
 from sgl_pipeline.step_plan import StepPlan
 
 Message = TypeVar("Message", bound=ToWorker)
@@ -59,7 +58,7 @@ class StageWorker:
     def run(self) -> None:
         """Returns after a `Shutdown`; raises what the process should die of."""
         self._channel.send(WorkerHello(self._worker))
-        assignment = self._expect(StageAssignment)
+        assignment = self._be_assigned()
         runner = self._become_ready(assignment)
         profile = StageProfile(assignment.stage, assignment.device == "cuda")
         try:
@@ -78,6 +77,14 @@ class StageWorker:
                     raise ProtocolError(f"a ready stage received {type(message).__name__}")
         finally:
             runner.close()
+
+    def _be_assigned(self) -> StageAssignment:
+        message = self._receive()
+        if isinstance(message, MeasureCosts):
+            costs = measure_stage_costs(message.assignment)
+            self._channel.send(MeasuredCosts(self._worker, costs))
+            message = self._receive()
+        return self._checked(message, StageAssignment)
 
     def _become_ready(self, assignment: StageAssignment) -> StageRunner:
         started = time.perf_counter()
@@ -120,9 +127,15 @@ class StageWorker:
         return runner
 
     def _expect(self, kind: type[Message]) -> Message:
+        return self._checked(self._receive(), kind)
+
+    def _receive(self) -> ToWorker | None:
         message = self._channel.receive()
         if isinstance(message, Shutdown):
             raise SystemExit(0)
+        return message
+
+    def _checked(self, message: ToWorker | None, kind: type[Message]) -> Message:
         if not isinstance(message, kind):
             raise ProtocolError(
                 f"worker {self._worker} expected {kind.__name__}, got {type(message).__name__}"
@@ -130,29 +143,21 @@ class StageWorker:
         return message
 
 
-def main() -> int:
-    """Entry of the worker process; the exit code is 0 after a Shutdown, else 1."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--address", required=True, help="ZeroMQ address of the scheduler")
-    parser.add_argument("--worker", required=True, type=int, help="number of this worker")
-    parser.add_argument("--parent", type=int, help="process id of the parent to end with")
-    options = parser.parse_args()
-    if options.parent is not None:
-        die_with_parent(options.parent)
-    logging.basicConfig(format=f"[worker {options.worker}] %(message)s", level=logging.INFO)
+def run_worker(address: str, worker: int) -> int:
+    """Serves the scheduler at `address` until told to stop, or tells it why that cannot be.
+
+    Returns the exit code of the process: 0 after a Shutdown, else 1.
+    """
+    logging.basicConfig(format=f"[worker {worker}] %(message)s", level=logging.INFO)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with WorkerChannel(context, options.address, options.worker) as channel:
+    with WorkerChannel(context, address, worker) as channel:
         try:
-            StageWorker(channel, options.worker).run()
+            StageWorker(channel, worker).run()
         except Exception as error:
             is_configuration = isinstance(error, ConfigurationError)
             if not is_configuration:
                 traceback.print_exc()
             text = str(error) if is_configuration else f"{type(error).__name__}: {error}"
-            channel.send(WorkerFailed(options.worker, text, is_configuration))
+            channel.send(WorkerFailed(worker, text, is_configuration))
             return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

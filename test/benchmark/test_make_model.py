@@ -49,13 +49,14 @@ def test_a_seed_gives_the_same_bytes_and_another_seed_others(tmp_path):
 
 
 def test_the_benchmark_presets_have_the_sizes_they_are_named_after():
-    dense, sparse = (
+    dense, wide, sparse = (
         sum(torch.Size(shape).numel() for shape in PRESETS[name].tensor_shapes().values())
-        for name in ("0.27b", "0.34b-moe")
+        for name in ("0.27b", "0.52b-152k", "0.34b-moe")
     )
     spec = model_spec(PRESETS["0.27b"].config("bfloat16"))
     assert (spec.num_layers, spec.head_dim, spec.vocab_size) == (16, 64, 32_000)
     assert dense == pytest.approx(0.27e9, rel=0.02)
+    assert wide == pytest.approx(0.52e9, rel=0.02)
     assert sparse == pytest.approx(0.34e9, rel=0.02)
 
 

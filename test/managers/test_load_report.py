@@ -10,6 +10,7 @@ from sgl_pipeline.managers.stage_launcher import PipelineCapacity
 from sgl_pipeline.managers.step_journal import StepJournal
 from sgl_pipeline.messages import StageLoaded
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
 
 GIB = 2**30
@@ -21,7 +22,8 @@ def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) ->
     steps = StepScheduler(args, policy, num_pages=10, num_stages=1, context_length=100)
     pipeline = VirtualPipeline(steps, page_size=4)
     journal = StepJournal(1)
-    capacity = PipelineCapacity(10, (stage(GIB // 10), stage(GIB // 10)), "torch", "torch")
+    stages = (stage(GIB // 10), stage(GIB // 10))
+    capacity = PipelineCapacity(StagePlan(0, (1, 1)), None, 10, stages, "torch", "torch")
     report = LoadReport(loads_path(str(tmp_path)), args, capacity)
     reader = ShmLoadSnapshotReader(loads_path(str(tmp_path)), dp_size=1)
 

@@ -1,22 +1,10 @@
-"""How stages share the cores, and which link joins them."""
+"""Which link joins the stages."""
 
 import pytest
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.managers.stage_launcher import link_addresses, split_cores
-
-
-@pytest.mark.parametrize(
-    ("num_cores", "num_stages", "sizes"),
-    [(2, 2, [1, 1]), (8, 3, [2, 3, 3]), (5, 1, [5]), (2, 4, [0, 0, 0, 0])],
-)
-def test_cores_are_split_over_the_stages_or_not_pinned_at_all(num_cores, num_stages, sizes):
-    cores = list(range(10, 10 + num_cores))
-    split = split_cores(cores, num_stages)
-    assert [len(own) for own in split] == sizes
-    if num_stages <= num_cores:
-        assert [core for own in split for core in own] == cores
+from sgl_pipeline.managers.stage_launcher import link_addresses
 
 
 def links_of(device: str, num_gpus: int, link: str = "auto") -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Starts a whole server, as a user would, and tells its processes apart.
 
-Used by test/server/. A server takes 15 to 30 seconds to come up on two cores, so tests share one
+Used by test/server/. A server takes about ten seconds to come up on two cores, so tests share one
 where they can (see test/server/conftest.py).
 """
 
@@ -49,21 +49,19 @@ class LiveServer:
     def stages(self) -> list[psutil.Process]:
         """The stage processes, in pipeline order."""
         stages = [
-            p for p in self.descendants() if "sgl_pipeline.pp_runner.stage_worker" in p.cmdline()
+            p for p in self.descendants() if "sgl_pipeline.pp_runner.stage_process" in p.cmdline()
         ]
         return sorted(stages, key=lambda p: int(p.cmdline()[p.cmdline().index("--worker") + 1]))
 
     def scheduler(self) -> psutil.Process:
-        """The scheduler process: the parent of the stages."""
-        parent = self.stages()[0].parent()
-        assert parent is not None
-        return parent
+        return self._titled("sgl_pipeline::scheduler")
 
     def detokenizer(self) -> psutil.Process:
-        """The child of the main process that is neither the scheduler nor a resource tracker."""
-        named = [p for p in self.descendants() if "detokenizer" in " ".join(p.cmdline())]
-        assert len(named) == 1
-        return named[0]
+        return self._titled("sglang::detokenizer")
+
+    def _titled(self, title: str) -> psutil.Process:
+        (process,) = [p for p in self.descendants() if title in " ".join(p.cmdline())]
+        return process
 
     def facts(self) -> dict:
         """The scheduler's part of /server_info."""

@@ -26,7 +26,6 @@ from sgl_pipeline.managers.grammars.channel import (
     ToCompiler,
     encode,
 )
-from sgl_pipeline.managers.grammars.compilation import Compilation
 from sgl_pipeline.process_lifetime import die_with_parent
 
 # Compiles at a time: a slow one leaves room for others.
@@ -52,6 +51,9 @@ class GrammarCompiler:
 
     def __init__(self, stream: MessageStream, setup: CompilerSetup) -> None:
         self._stream = stream
+        # Imports xgrammar: not before this process is bound to the life of its parent.
+        from sgl_pipeline.managers.grammars.compilation import Compilation
+
         self._setup = setup
         self._compilation = Compilation(setup)
         self._waiting: deque[CompileJob] = deque()

@@ -1,0 +1,29 @@
+"""The entry of a stage worker: `python -m sgl_pipeline.pp_runner.stage_process`.
+
+Started by `managers/stage_processes.py`, at the very start of a server. Binds its life to the
+parent's before it imports torch, which takes seconds in which Ctrl-C or a wrong flag may end the
+server; hence nothing heavy at the top. What a worker does is `stage_worker.py`.
+"""
+
+import argparse
+import sys
+
+from sgl_pipeline.process_lifetime import die_with_parent
+
+
+def main() -> int:
+    """Runs the worker; the exit code is 0 after a Shutdown, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--address", required=True, help="ZeroMQ address of the scheduler")
+    parser.add_argument("--worker", required=True, type=int, help="number of this worker")
+    parser.add_argument("--parent", type=int, help="process id of the parent to end with")
+    options = parser.parse_args()
+    if options.parent is not None:
+        die_with_parent(options.parent)
+    from sgl_pipeline.pp_runner.stage_worker import run_worker
+
+    return run_worker(options.address, options.worker)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
