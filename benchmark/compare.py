@@ -27,6 +27,8 @@ from sgl_pipeline.simulator.traces import shared_prefixes
 from sgl_pipeline.simulator.workload import SimulatedRequest
 
 STAGES = "--pp 2"
+# Measured anew by each start, splits could differ between servers.
+SPLIT = "--pp-layer-partition 9,7"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +132,7 @@ def _compare(options: argparse.Namespace) -> None:
         for rate in (comparison.requests_per_s, float("inf"))
     )
     own = [f"{flags} --max-total-tokens {options.pool_tokens}" for flags in comparison.ours]
-    texts = [*(f"ours {STAGES} {flags}" for flags in own), *comparison.peers]
+    texts = [*(f"ours {STAGES} {flags} {SPLIT}" for flags in own), *comparison.peers]
     engines = [
         parse_engine(
             text, model, port, SCRATCH, usable_cores(), prefix_cache=comparison.prefix_cache

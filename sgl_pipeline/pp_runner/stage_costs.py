@@ -23,6 +23,8 @@ from sgl_pipeline.pp_runner.device import (
     make_layer_kernels,
     open_device,
     pin_threads,
+    release_memory,
+    wait_for_device,
 )
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, RmsNorm
@@ -55,8 +57,7 @@ def measure_stage_costs(assignment: StageAssignment) -> StageCosts:
     pin_threads(assignment.cpu_threads, assignment.cpu_cores)
     device = open_device(assignment.device, assignment.stage)
     costs = _measure(assignment, device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # of what was made up; the weights need the room
+    release_memory(device)  # of what was made up; the weights need the room
     return costs
 
 
@@ -171,18 +172,13 @@ def _median_ms(
             break
         for name, call in calls.items():
             others.sum()
-            _finish(device)
+            wait_for_device(device)
             start_s = clock()
             call()
-            _finish(device)
+            wait_for_device(device)
             if number > 0:
                 times_ms[name].append((clock() - start_s) * 1e3)
     return {name: median(times) for name, times in times_ms.items()}
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _runs_on_one_thread(assignment: StageAssignment) -> bool:
