@@ -102,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rate", type=float, help="requests a second (default: near saturation)")
     parser.add_argument("--pool-tokens", type=int, default=16_384, help="KV pool of ours")
+    parser.add_argument("--flags", default="", help="further flags for all servers of ours")
     parser.add_argument("--port", type=int, default=31900, help="loopback port of the servers")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args(argv)
@@ -131,8 +132,9 @@ def _compare(options: argparse.Namespace) -> None:
         )
         for rate in (comparison.requests_per_s, float("inf"))
     )
-    own = [f"{flags} --max-total-tokens {options.pool_tokens}" for flags in comparison.ours]
-    texts = [*(f"ours {STAGES} {flags} {SPLIT}" for flags in own), *comparison.peers]
+    common = f"--max-total-tokens {options.pool_tokens} {SPLIT} {options.flags}"
+    own = [f"ours {STAGES} {flags} {common}" for flags in comparison.ours]
+    texts = [*own, *comparison.peers]
     engines = [
         parse_engine(
             text, model, port, SCRATCH, usable_cores(), prefix_cache=comparison.prefix_cache

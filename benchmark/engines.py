@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import psutil
 
@@ -188,6 +191,8 @@ def running(engine: Engine, log_path: Path) -> Iterator[psutil.Process | None]:
         raise ConfigurationError(f"{engine.base_url} is taken; choose another --port")
     if engine.trace_path is not None:
         engine.trace_path.unlink(missing_ok=True)
+    # Ended by a time limit, a benchmark must not leave its servers behind either.
+    signal.signal(signal.SIGTERM, _exit_in_order)
     with log_path.open("wb") as log:
         server = psutil.Popen(
             engine.command,
@@ -203,6 +208,10 @@ def running(engine: Engine, log_path: Path) -> Iterator[psutil.Process | None]:
             yield server
         finally:
             _stop(server)
+
+
+def _exit_in_order(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _wait_until_ready(engine: Engine, server: psutil.Popen, log_path: Path) -> None:

@@ -21,7 +21,9 @@ POLICIES = (
 # What their authors give a step at most; 2048 for all others.
 DEFAULT_MAX_PREFILL_TOKENS = {"throttle-adaptive": 8192}
 ATTENTION_BACKENDS = ("auto", "flashinfer", "cpu", "torch")
-LAYER_KERNELS = ("auto", "cpu", "torch")
+STAGE_GRAPHS = ("auto", "off")
+STAGE_LINKS = ("auto", "host", "cuda-ipc", "nccl")
+LAYER_KERNELS = ("auto", "flashinfer", "cpu", "torch")
 
 
 def require(condition: bool, message: str) -> None:
@@ -157,6 +159,8 @@ class StageArgs:
     dtype: str
     device: str = "cpu"
     attention_backend: str = "auto"
+    graphs: str = "auto"
+    link: str = "auto"
     layer_kernels: str = "auto"
     max_total_tokens: int | None = None
     memory_fraction: float = 0.88
@@ -168,6 +172,18 @@ class StageArgs:
             self.attention_backend in ATTENTION_BACKENDS,
             f"--stage-attention-backend {self.attention_backend!r} is unknown; choose from "
             f"{', '.join(ATTENTION_BACKENDS)}",
+        )
+        require(
+            self.graphs in STAGE_GRAPHS,
+            f"--stage-graphs {self.graphs!r} is unknown; choose from {', '.join(STAGE_GRAPHS)}",
+        )
+        require(
+            self.link in STAGE_LINKS,
+            f"--stage-link {self.link!r} is unknown; choose from {', '.join(STAGE_LINKS)}",
+        )
+        require(
+            self.device == "cuda" or self.link in ("auto", "host"),
+            f"--stage-link {self.link} needs --device cuda, this is {self.device}",
         )
         require(
             self.layer_kernels in LAYER_KERNELS,

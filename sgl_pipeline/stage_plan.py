@@ -59,7 +59,7 @@ class TypicalStep(NamedTuple):
 
 
 # Token throttling mixes both kinds of tokens in every step. As many of a prompt for each one drawn
-# as in Azure's conversation trace (4.5), the middle of the traces in `simulator/data`: the head has
+# as in Azure's conversation trace (4.5; those in `simulator/data` have 1.4 to 73): the head has
 # a fifth of the rows that a layer has.
 TYPICAL_STEP = TypicalStep(decodes=32, context_tokens=512, prompt_tokens=144)
 # Workers whose times differ by less are taken for equal: what is measured for a moment is noisy.

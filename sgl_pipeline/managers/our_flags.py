@@ -14,6 +14,8 @@ from sgl_pipeline.args import (
     ATTENTION_BACKENDS,
     LAYER_KERNELS,
     POLICIES,
+    STAGE_GRAPHS,
+    STAGE_LINKS,
     GrammarArgs,
     PipelineArgs,
     SchedulingArgs,
@@ -48,6 +50,21 @@ OUR_FLAGS = (
         "attention_backend",
         "Attention kernels of the stages.",
         choices=ATTENTION_BACKENDS,
+    ),
+    Flag(
+        "--stage-graphs",
+        StageArgs,
+        "graphs",
+        "CUDA graphs of the stages on a GPU: auto or off; a CPU has none.",
+        choices=STAGE_GRAPHS,
+    ),
+    Flag(
+        "--stage-link",
+        StageArgs,
+        "link",
+        "How rows go from stage to stage: host (shared memory), cuda-ipc (stages that share one "
+        "GPU), nccl (a GPU each); auto is nccl where there are as many GPUs as stages, else host.",
+        choices=STAGE_LINKS,
     ),
     Flag(
         "--stage-kernels",

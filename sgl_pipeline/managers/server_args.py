@@ -140,6 +140,8 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         dtype=dtype,
         device=device,
         attention_backend=options.stage_attention_backend,
+        graphs=options.stage_graphs,
+        link=options.stage_link,
         layer_kernels=options.stage_kernels,
         max_total_tokens=options.max_total_tokens,
         memory_fraction=_given(options.mem_fraction_static, StageArgs, "memory_fraction"),

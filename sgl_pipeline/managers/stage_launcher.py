@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import zmq
 
-from sgl_pipeline.args import PipelineArgs, StageArgs
+from sgl_pipeline.args import PipelineArgs, StageArgs, require
 from sgl_pipeline.channels import SchedulerChannel
 from sgl_pipeline.errors import ConfigurationError, StageFailure
 from sgl_pipeline.managers.stage_processes import stage_address, stage_cores, stage_threads
@@ -182,6 +182,7 @@ class StageLauncher:
                 dtype=stages.dtype,
                 device=stages.device,
                 attention_backend=stages.attention_backend,
+                graphs=stages.graphs,
                 layer_kernels=stages.layer_kernels,
                 page_size=self._args.scheduling.page_size,
                 max_total_tokens=stages.max_total_tokens,
@@ -215,8 +216,27 @@ def first_stage_plan(stages: StageArgs, spec: ModelSpec) -> StagePlan | None:
 
 
 def link_addresses(args: PipelineArgs, num_gpus: int) -> tuple[str, ...]:
-    """One address for each stage boundary: NCCL where every stage has a GPU, else host memory."""
-    boundaries = range(args.stages.num_stages - 1)
-    if args.stages.device == "cuda" and num_gpus >= args.stages.num_stages:
+    """One address for each stage boundary, of the link that `--stage-link` means.
+
+    Raises ConfigurationError where the GPUs do not allow it.
+    """
+    num_stages, link = args.stages.num_stages, args.stages.link
+    boundaries = range(num_stages - 1)
+    has_gpu_each = args.stages.device == "cuda" and num_gpus >= num_stages
+    if link == "auto":
+        link = "nccl" if has_gpu_each else "host"
+    if link == "nccl":
+        require(
+            has_gpu_each,
+            f"--stage-link nccl needs a GPU for each of the {num_stages} stages, there are "
+            f"{num_gpus}; use --stage-link host",
+        )
         return tuple(f"nccl:{args.run_directory}/rendezvous" for _ in boundaries)
-    return tuple(f"unix:{args.run_directory}/link-{boundary}" for boundary in boundaries)
+    if link == "cuda-ipc":
+        require(
+            num_gpus == 1,
+            f"--stage-link cuda-ipc is for stages that share one GPU, there are {num_gpus}; set "
+            "CUDA_VISIBLE_DEVICES to one, or use --stage-link auto",
+        )
+    kind = {"host": "unix", "cuda-ipc": "cuda-ipc"}[link]
+    return tuple(f"{kind}:{args.run_directory}/link-{boundary}" for boundary in boundaries)

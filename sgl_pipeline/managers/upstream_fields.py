@@ -54,7 +54,8 @@ REFUSED_NAMESPACES = {
     "sampling do not depend on the microbatch here",
     "exec.dllm": "diffusion language models are not supported",
     "exec.features": "it switches a feature of upstream's model runner, which is not used",
-    "exec.graph": "CUDA graphs and torch.compile are not built yet",
+    "exec.graph": "it steers the graphs of upstream's model runner, which is not used; the stages' "
+    "own are switched by --stage-graphs, and torch.compile is not built",
     "exec.kernel": "it picks a kernel of upstream's model runner, which is not used; the stages' "
     "own choice is --stage-attention-backend",
     "exec.mamba": "state-space models are not supported",

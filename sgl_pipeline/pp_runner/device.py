@@ -4,6 +4,7 @@ Called once by the stage worker, before and after it loads its weights. The only
 whether there is a GPU; it never changes what the model computes.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,23 @@ from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, load_cpu_kernels
-from sgl_pipeline.pp_runner.kv_pool import kv_page_bytes
+from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder
+from sgl_pipeline.pp_runner.cuda.graphed_layers import GraphedLayers, graph_memory_bytes
+from sgl_pipeline.pp_runner.cuda.input_staging import CopyBesideKernels, InputStaging
+from sgl_pipeline.pp_runner.kv_pool import KvPool, kv_page_bytes
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import (
+    FLASHINFER_DTYPES,
+    FlashInferKernels,
+)
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.step_inputs import Upload
+from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
+
+logger = logging.getLogger(__name__)
 
 # The KV pool on a CPU, unless --max-total-tokens says otherwise: a fixed size and not a share of
 # memory, so that two servers fit side by side.
@@ -131,22 +144,62 @@ def make_attention_backend(choice: BackendChoice, shape: AttentionShape) -> Atte
     return FlashInferAttention(shape)
 
 
+def uses_graphs(name: str, attention: BackendChoice) -> bool:
+    """Whether `--stage-graphs name` means CUDA graphs, which hold no other attention than
+    FlashInfer's."""
+    return name == "auto" and attention.name == "flashinfer"
+
+
+def make_step_layers(
+    with_graphs: bool,
+    epoch: int,
+    model: StageModel,
+    kv_pool: KvPool,
+    attention: AttentionBackend,
+    shape: AttentionShape,
+) -> StepLayers:
+    """The layers of `model` on the pages of `kv_pool`; graphs are those of `epoch` at first."""
+    if not with_graphs:
+        return EagerLayers(model, kv_pool, attention)
+    assert isinstance(attention, FlashInferAttention)
+    recorder = CudaGraphRecorder(shape.device)
+    layers = GraphedLayers(model, kv_pool, attention, shape, recorder)
+    free_bytes, _ = torch.cuda.mem_get_info(shape.device)
+    layers.capture_all(epoch)
+    taken_bytes = free_bytes - torch.cuda.mem_get_info(shape.device)[0]
+    logger.info("the graphs took %d MiB of GPU memory", taken_bytes / 2**20)
+    return layers
+
+
 def choose_layer_kernels(name: str, dtype: torch.dtype, device: torch.device) -> BackendChoice:
     """The layer kernels that `--stage-kernels name` means for a model of `dtype` on `device`.
 
-    `auto` is `cpu` on a CPU, or with a notice `torch` where that cannot be built, and `torch`
-    elsewhere. Raises ConfigurationError for kernels that cannot run there.
+    `auto` is `cpu` on a CPU, or with a notice `torch` where that cannot be built; on a GPU it is
+    `flashinfer`, or `torch` for a dtype that has no kernel there. Raises ConfigurationError for
+    kernels that cannot run there.
     """
-    if name == "torch" or (name == "auto" and device.type != "cpu"):
+    on_cpu = device.type == "cpu"
+    if name == "auto" and not on_cpu:
+        name = "flashinfer" if dtype in FLASHINFER_DTYPES else "torch"
+    if name == "torch":
         return BackendChoice("torch")
-    if name == "cpu" and device.type != "cpu":
+    if name not in ("auto", "cpu", "flashinfer"):
         raise ConfigurationError(
-            f"--stage-kernels cpu needs --device cpu, this is {device.type}; choose auto or torch"
+            f"--stage-kernels {name!r} is unknown; choose from auto, flashinfer, cpu, torch"
         )
-    if name not in ("auto", "cpu"):
+    if on_cpu is (name == "flashinfer"):
+        needed = "cuda" if on_cpu else "cpu"
         raise ConfigurationError(
-            f"--stage-kernels {name!r} is unknown; choose from auto, cpu, torch"
+            f"--stage-kernels {name} needs --device {needed}, this is {device.type}; choose auto "
+            "or torch"
         )
+    if name == "flashinfer":
+        if dtype not in FLASHINFER_DTYPES:
+            raise ConfigurationError(
+                f"flashinfer has no layer kernels for {dtype}; use --dtype bfloat16 or float16, or "
+                "--stage-kernels torch"
+            )
+        return BackendChoice("flashinfer")
     try:
         _require_cpu_dtype(dtype, "--stage-kernels")
         load_cpu_kernels()
@@ -158,8 +211,18 @@ def choose_layer_kernels(name: str, dtype: torch.dtype, device: torch.device) ->
 
 
 def make_layer_kernels(choice: BackendChoice) -> LayerKernels:
-    """The kernels that `choose_layer_kernels` chose."""
-    return CompiledKernels(load_cpu_kernels()) if choice.name == "cpu" else TorchKernels()
+    """The kernels that `choose_layer_kernels` chose.
+
+    Raises ConfigurationError when they cannot be had on this machine.
+    """
+    if choice.name == "cpu":
+        return CompiledKernels(load_cpu_kernels())
+    return FlashInferKernels() if choice.name == "flashinfer" else TorchKernels()
+
+
+def make_upload(device: torch.device) -> Upload | None:
+    """How a step's index tensors come to `device`; None where they need not move."""
+    return InputStaging(CopyBesideKernels(device)) if device.type == "cuda" else None
 
 
 def _require_cpu_dtype(dtype: torch.dtype, flag: str) -> None:
@@ -186,6 +249,10 @@ def kv_page_capacity(
     page_bytes = kv_page_bytes(shape, num_layers)
     if device.type == "cuda":
         room_bytes = _cuda_room_bytes(assignment, device)
+        if uses_graphs(
+            assignment.graphs, choose_attention_backend(assignment.attention_backend, shape)
+        ):
+            room_bytes -= graph_memory_bytes(shape, spec, num_layers) + page_bytes
     else:
         # All stages measure before any allocates, and all take from the same memory.
         room_bytes = _cpu_room_bytes() * num_layers // assignment.plan.num_layers

@@ -27,6 +27,8 @@ class KvPool:
         layers: model-wide ids of the layers that the stage runs first.
         num_pages: pages of each layer, the same for all.
         page_size: tokens in a page.
+        has_padding_page: whether each layer has one page more, `padding_page`, which belongs to no
+            request: rows that only fill up a step write there.
     """
 
     def __init__(
@@ -39,8 +41,11 @@ class KvPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        has_padding_page: bool = False,
     ) -> None:
-        self._page_shape = (num_pages, page_size, num_kv_heads, head_dim)
+        self.num_pages = num_pages
+        self._has_padding_page = has_padding_page
+        self._page_shape = (num_pages + has_padding_page, page_size, num_kv_heads, head_dim)
         self._dtype = dtype
         self._device = device
         self._pages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -57,6 +62,12 @@ class KvPool:
         """Memory of all pages of all layers here."""
         return sum(keys.nbytes + values.nbytes for keys, values in self._pages.values())
 
+    @property
+    def padding_page(self) -> int:
+        """Its id."""
+        assert self._has_padding_page, "a pool without a padding page"
+        return self.num_pages
+
     def add_layer(self, layer: int) -> None:
         """Allocates the pages of `layer`, zeroed."""
         assert layer not in self._pages, f"layer {layer} has its pages already"
@@ -70,5 +81,6 @@ class KvPool:
         del self._pages[layer]
 
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key pages and value pages of `layer`, each [N, S, Hkv, D] (NHD layout)."""
+        """Key pages and value pages of `layer`, each [N, S, Hkv, D] (NHD layout), the padding page
+        last."""
         return self._pages[layer]

@@ -4,6 +4,10 @@ Called by the last stage's worker after the forward pass. A row's token depends 
 `SamplingSpec` and its position alone, never on the rows beside it or on what was drawn before: the
 random number is a hash of (seed, position), so nothing has to be kept, moved or restored.
 
+On a GPU nothing comes back to the host before the drawn token ids do. FlashInfer's samplers are not
+used: their random numbers follow from a row's place in the microbatch (`curand_init(seed, row,
+offset)` in 0.6.18 and 0.7.2), so that a token would change with its neighbours.
+
 Shapes: S sampled rows, V vocabulary size, C candidates.
 """
 
@@ -13,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from sgl_pipeline.pp_runner.step_inputs import to_device
 from sgl_pipeline.requests import SamplingSpec
 
 # Rows with a top-k up to here look at this many candidates and save the sort of the vocabulary. One
@@ -49,7 +54,7 @@ class Sampler:
         for num_candidates, rows in _rows_to_draw(sampling, logits.shape[1]).items():
             specs = [sampling[row] for row in rows]
             uniforms = uniform_numbers([spec.seed for spec in specs], positions.numpy()[rows])
-            row_indices = torch.tensor(rows, device=logits.device)
+            row_indices = to_device(np.array(rows), logits.device)
             token_ids[row_indices] = _draw(logits[row_indices], specs, num_candidates, uniforms)
         return token_ids.tolist()
 
@@ -95,36 +100,42 @@ def _draw(
     logits: torch.Tensor, specs: list[SamplingSpec], num_sorted: int, uniforms: np.ndarray
 ) -> torch.Tensor:
     """Token ids [S] of rows that all sort `num_sorted` candidates (0: draw in vocabulary order)."""
-    device = logits.device
-
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
-
-    probabilities = _probabilities(logits, column([spec.temperature for spec in specs]))
+    vocab_size = logits.shape[1]
+    # Rounding may carry the whole mass past 1.0, where top_p = 1.0 must still cut nothing.
+    parameters = [
+        (
+            spec.temperature,
+            spec.min_p,
+            spec.top_p if spec.top_p < 1.0 else math.inf,
+            spec.top_k or vocab_size,
+        )
+        for spec in specs
+    ]
+    # One copy for all parameters, each a column [S, 1] there.
+    table = to_device(np.column_stack((parameters, uniforms)), logits.device)
+    temperatures, min_ps, top_ps, top_ks, shares = table[:, :, None].unbind(1)
+    probabilities = _probabilities(logits, temperatures)
     highest = probabilities.amax(dim=-1, keepdim=True)
     candidate_ids = None
-    if num_sorted == logits.shape[1]:
+    if num_sorted == vocab_size:
         probabilities, candidate_ids = torch.sort(
             probabilities, dim=-1, descending=True, stable=True
         )
     elif num_sorted:
         probabilities, candidate_ids = probabilities.topk(num_sorted, dim=-1)
 
-    is_kept = probabilities >= column([spec.min_p for spec in specs]) * highest
+    is_kept = probabilities >= min_ps * highest
     if candidate_ids is not None:
         mass_before = probabilities.cumsum(dim=-1, dtype=torch.float64) - probabilities
-        ranks = torch.arange(probabilities.shape[1], device=device)
-        # Rounding may carry the whole mass past 1.0, where top_p = 1.0 must still cut nothing.
-        top_ps = [spec.top_p if spec.top_p < 1.0 else math.inf for spec in specs]
-        is_kept &= mass_before <= column(top_ps)
-        is_kept &= ranks < column([spec.top_k or logits.shape[1] for spec in specs])
+        ranks = torch.arange(probabilities.shape[1], device=logits.device)
+        is_kept &= mass_before <= top_ps
+        is_kept &= ranks < top_ks
 
     # Inverse of the distribution function: the first candidate whose cumulated mass is above a
     # uniform share of the whole. That share stays below the whole, so a kept candidate is found.
     mass = (probabilities * is_kept).cumsum(dim=-1, dtype=torch.float64)
     whole = mass[:, -1:]
-    share = torch.from_numpy(uniforms).to(device)[:, None] * whole
-    share = torch.minimum(share, torch.nextafter(whole, torch.zeros_like(whole)))
+    share = torch.minimum(shares * whole, torch.nextafter(whole, torch.zeros_like(whole)))
     chosen = torch.searchsorted(mass, share, right=True)
     if candidate_ids is not None:
         chosen = candidate_ids.gather(1, chosen)

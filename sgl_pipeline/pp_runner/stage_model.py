@@ -46,8 +46,10 @@ class StageModel:
         embedding: torch.Tensor | None,
         head: OutputHead | None,
         loaded: dict[str, int],
+        hidden_size: int,
     ) -> None:
         self.layers = layers
+        self.hidden_size = hidden_size
         self.loaded = loaded
         self._rotary = rotary
         self._embedding = embedding
@@ -71,15 +73,43 @@ class StageModel:
 
         Raises CheckpointError that names file and tensor when one does not fit the spec.
         """
+        weights = open_weights(path, load_format, dtype, device)
+        return cls.build(
+            spec,
+            weights,
+            device=device,
+            kernels=kernels,
+            layers=layers,
+            is_first=is_first,
+            is_last=is_last,
+        )
+
+    @classmethod
+    def build(
+        cls,
+        spec: ModelSpec,
+        weights: WeightSource,
+        *,
+        device: torch.device,
+        kernels: LayerKernels,
+        layers: Iterable[int],
+        is_first: bool,
+        is_last: bool,
+    ) -> "StageModel":
+        """The same from any source of weights, which lie on `device`."""
         with torch.inference_mode():
-            weights = open_weights(path, load_format, dtype, device)
             decoder_layers = {
                 layer: DecoderLayer(spec, layer, weights, kernels) for layer in layers
             }
             embedding = _load_embedding(spec, weights) if is_first else None
             head = _load_head(spec, weights, embedding, kernels) if is_last else None
             rotary = RotaryEmbedding(spec.rope, spec.head_dim, device)
-        return cls(decoder_layers, rotary, embedding, head, weights.loaded)
+        return cls(decoder_layers, rotary, embedding, head, weights.loaded, spec.hidden_size)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage begins with token ids."""
+        return self._embedding is not None
 
     @property
     def weight_bytes(self) -> int:

@@ -8,7 +8,13 @@ import time
 
 from sgl_pipeline.messages import MirrorSnapshot, StageAssignment, StageReport
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.device import choose_attention_backend, make_attention_backend
+from sgl_pipeline.pp_runner.device import (
+    choose_attention_backend,
+    make_attention_backend,
+    make_step_layers,
+    make_upload,
+    uses_graphs,
+)
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.links.activation_link import ActivationLink
 from sgl_pipeline.pp_runner.logit_adjustments import plan_logit_adjustments
@@ -44,8 +50,9 @@ class StageRunner:
         self.attention_backend = choose_attention_backend(
             assignment.attention_backend, attention_shape
         )
-        self._attention = make_attention_backend(self.attention_backend, attention_shape)
-        self._kv_pool = KvPool(
+        attention = make_attention_backend(self.attention_backend, attention_shape)
+        has_graphs = uses_graphs(assignment.graphs, self.attention_backend)
+        kv_pool = KvPool(
             assignment.plan.layers_of(assignment.stage),
             num_pages=num_pages,
             page_size=attention_shape.page_size,
@@ -53,7 +60,12 @@ class StageRunner:
             head_dim=attention_shape.head_dim,
             dtype=attention_shape.dtype,
             device=attention_shape.device,
+            has_padding_page=has_graphs,
         )
+        self._layers = make_step_layers(
+            has_graphs, assignment.plan.epoch, model, kv_pool, attention, attention_shape
+        )
+        self._upload = make_upload(attention_shape.device)
         self._link = link
         self._sampler = Sampler()
         self._mirror = RequestMirror()
@@ -70,8 +82,8 @@ class StageRunner:
         """
         plan_s = time.monotonic()
         chunks = self._mirror.apply(plan)
-        inputs = build_step_inputs(chunks, self._shape.page_size, self._shape.device)
-        self._attention.plan(inputs.layout)
+        inputs = build_step_inputs(chunks, self._shape.page_size, self._shape.device, self._upload)
+        self._layers.plan(plan.epoch, inputs)
         adjustments = masks = logprob_plan = None
         if self._is_last:
             adjustments = plan_logit_adjustments(chunks, self._shape.device)
@@ -82,7 +94,7 @@ class StageRunner:
         if not self._is_first:
             hidden = self._link.receive(plan.step_id, inputs.num_tokens)
         activations_s = time.monotonic()
-        hidden = self._model.forward(inputs, hidden, self._kv_pool, self._attention)
+        hidden = self._layers.run(inputs, hidden)
         layers_s = done_s = time.monotonic()
         token_ids = None
         logprobs: tuple[LogprobRows, ...] = ()

@@ -4,7 +4,7 @@ Built by the stage worker from the plan alone, before the activations arrive. Ne
 state. Shapes: T tokens (rows) of the step, C chunks, P page references, S sampled rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,10 +59,21 @@ class StepInputs:
         return self.token_ids.numel()
 
 
+# Brings arrays to the stage's device.
+Upload = Callable[[Sequence[np.ndarray]], Sequence[torch.Tensor]]
+
+
 def build_step_inputs(
-    chunks: Sequence[MirroredChunk], page_size: int, device: torch.device
+    chunks: Sequence[MirroredChunk],
+    page_size: int,
+    device: torch.device,
+    upload: Upload | None = None,
 ) -> StepInputs:
-    """The inputs of a step with at least one chunk, rows in chunk order."""
+    """The inputs of a step with at least one chunk, rows in chunk order.
+
+    Args:
+        upload: brings the tensors to `device`; by default each for itself.
+    """
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     lengths = np.array([chunk.length for chunk in chunks], np.int64)
     ends = starts + lengths
@@ -78,10 +89,14 @@ def build_step_inputs(
     slots = page_of_row.astype(np.int64) * page_size + positions % page_size
 
     samples = np.array([chunk.samples for chunk in chunks], bool)
+    upload = upload or (lambda arrays: [to_device(array, device) for array in arrays])
+    token_ids = np.concatenate([_token_ids(chunk) for chunk in chunks])
+    arrays = (token_ids, positions, slots, query_indptr[1:][samples] - 1)
+    on_device = upload(arrays)
     return StepInputs(
-        token_ids=to_device(np.concatenate([_token_ids(chunk) for chunk in chunks]), device),
-        positions=to_device(positions, device),
-        slots=to_device(slots, device),
+        token_ids=on_device[0],
+        positions=on_device[1],
+        slots=on_device[2],
         layout=PagedLayout(
             page_size=page_size,
             num_decodes=_leading_ones(lengths),
@@ -91,7 +106,7 @@ def build_step_inputs(
             last_page_lengths=_int32(ends - (page_counts - 1) * page_size),
             kv_lengths=_int32(ends),
         ),
-        sample_rows=to_device(query_indptr[1:][samples] - 1, device),
+        sample_rows=on_device[3],
         sample_positions=torch.from_numpy(ends[samples]),
         sampling=tuple(chunk.request.sampling for chunk in chunks if chunk.samples),
     )

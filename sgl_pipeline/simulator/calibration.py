@@ -5,7 +5,7 @@ for the machine, the model, the split and the load on the processors of the run 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +74,16 @@ class FittedCosts:
             for stage, noise in zip(self.stages, self.noise[step_id % len(self.noise)], strict=True)
         )
 
+    def slowed_by(self, factor: float) -> "FittedCosts":
+        """The same pipeline on a machine whose stages take `factor` times as long."""
+        noise = tuple(tuple(factor * one for one in step) for step in self.noise)
+        return replace(self, noise=noise)
+
+    def slowness_of(self, records: Sequence[StepRecord]) -> float:
+        """How long the stages took in another run, over what the fit says of its steps."""
+        measured_s = sum(stage.compute_ms for r in records for stage in r.stages) * 1e-3
+        return measured_s / sum(sum(_fitted_s(self.stages, record)) for record in records)
+
 
 def fit_trace(path: str | Path) -> FittedCosts:
     """The costs of the run that wrote `path`.
@@ -87,15 +97,7 @@ def fit_trace(path: str | Path) -> FittedCosts:
         )
     measured_s = np.array([[stage.compute_ms for stage in r.stages] for r in records]) * 1e-3
     fits = [_fit_stage(records, of_stage) for of_stage in measured_s.T]
-    fitted_s = np.array(
-        [
-            [
-                fit.seconds(r.prefill_tokens + r.decodes, r.attended_tokens, r.samples)
-                for fit in fits
-            ]
-            for r in records
-        ]
-    )
+    fitted_s = np.array([_fitted_s(fits, record) for record in records])
     errors = np.abs(fitted_s - measured_s).mean(axis=0) / measured_s.mean(axis=0)
     prepare_s = _prepare_s(records)
     hop_s = _hop_s(records, prepare_s)
@@ -112,6 +114,12 @@ def fit_trace(path: str | Path) -> FittedCosts:
         ),
         errors=tuple(errors.tolist()),
     )
+
+
+def _fitted_s(fits: Sequence[StageFit], record: StepRecord) -> list[float]:
+    """What the fits say of a recorded step."""
+    num_tokens = record.prefill_tokens + record.decodes
+    return [fit.seconds(num_tokens, record.attended_tokens, record.samples) for fit in fits]
 
 
 def _rows_beyond_knots(num_tokens: int) -> list[float]:

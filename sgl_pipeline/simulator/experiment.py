@@ -91,13 +91,15 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPipeline:
-    """Our own server as it was recorded: `trace_path` is what `--trace-path` wrote."""
+    """Our own server as it was recorded: `trace_path` is what `--trace-path` wrote. Its stages take
+    `slowness` times as long as they did then."""
 
     trace_path: str
     pool_tokens: int
+    slowness: float = 1.0
 
     def costs(self) -> FittedCosts:
-        return fit_trace(self.trace_path)
+        return fit_trace(self.trace_path).slowed_by(self.slowness)
 
     def kv_pool_tokens(self) -> int:
         return self.pool_tokens

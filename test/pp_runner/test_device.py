@@ -107,22 +107,29 @@ def test_torch_is_made_when_asked_for():
 
 
 @pytest.mark.compiler
-def test_layer_kernels_are_compiled_on_a_cpu_and_torch_elsewhere():
+def test_layer_kernels_are_compiled_on_a_cpu_and_flashinfers_on_a_gpu():
     for name in ("auto", "cpu"):
         choice = choose_layer_kernels(name, torch.bfloat16, CPU)
         assert choice == BackendChoice("cpu")
         assert isinstance(make_layer_kernels(choice), CompiledKernels)
     for choice in (
         choose_layer_kernels("torch", torch.bfloat16, CPU),
-        choose_layer_kernels("auto", torch.bfloat16, CUDA),
+        choose_layer_kernels("auto", torch.float32, CUDA),
     ):
         assert choice == BackendChoice("torch")
         assert isinstance(make_layer_kernels(choice), TorchKernels)
+    for name in ("auto", "flashinfer"):
+        choice = choose_layer_kernels(name, torch.bfloat16, CUDA)
+        assert choice == BackendChoice("flashinfer")
 
 
 def test_layer_kernels_that_cannot_be_had_are_named(monkeypatch):
     with pytest.raises(ConfigurationError, match="cpu needs --device cpu, this is cuda"):
         choose_layer_kernels("cpu", torch.bfloat16, CUDA)
+    with pytest.raises(ConfigurationError, match="flashinfer needs --device cuda, this is cpu"):
+        choose_layer_kernels("flashinfer", torch.bfloat16, CPU)
+    with pytest.raises(ConfigurationError, match=r"no layer kernels for torch.float32.*torch"):
+        choose_layer_kernels("flashinfer", torch.float32, CUDA)
     with pytest.raises(ConfigurationError, match="'triton' is unknown; choose from auto"):
         choose_layer_kernels("triton", torch.float32, CPU)
     with pytest.raises(ConfigurationError, match=r"float16.*--stage-kernels torch"):

@@ -108,3 +108,9 @@ def test_a_short_trace_is_refused(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(ConfigurationError, match="0 steps; at least 200"):
         fit_trace(path)
+
+
+def test_a_slower_run_of_the_same_pipeline_tells_by_how_much(tmp_path: Path) -> None:
+    fit = fit_trace(recorded(tmp_path, simulation(TRUE, "sharegpt", 20.0)))
+    slower = simulation(TRUE.slowed_by(1.3), "azure_conv", 5.0)
+    assert fit.slowness_of([step.record for step in slower.steps]) == pytest.approx(1.3, rel=0.05)

@@ -6,61 +6,31 @@ the wrappers are fed is tested on CPU, the kernels themselves are untested on ha
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.step_inputs import PagedLayout
+from sgl_pipeline.pp_runner.attention.flashinfer_graph import GraphDecodeAttention
+from sgl_pipeline.pp_runner.attention.flashinfer_parts import (
+    FlashInferParts,
+    Wrapper,
+    plan_decodes,
+)
+from sgl_pipeline.pp_runner.step_inputs import PagedLayout, to_device
 
 _WORKSPACE_BYTES = 128 * 2**20  # FlashInfer's recommendation, for partial results of split keys
+MAX_GRAPH_DECODES = 256  # the most rows of a decode graph
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128, 256)
 # Up to here a decode kernel on the CUDA cores keeps up with the memory; above it, tensor cores.
 _LARGEST_GROUP_WITHOUT_TENSOR_CORES = 2
 
 
-class Wrapper(Protocol):
-    """What we use of FlashInfer's two paged wrappers."""
-
-    def plan(self, *args: torch.Tensor | int, **options: Any) -> None:
-        """Takes the host arrays of a step and copies them to the device."""
-
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
-        *,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        """Attention of the planned step, written to `out`."""
-
-
-class Event(Protocol):
-    """What we use of torch.cuda.Event."""
-
-    def record(self) -> None:
-        """Marks this point of the current stream."""
-
-    def synchronize(self) -> None:
-        """Waits for the stream to pass the mark; returns at once when there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlashInferParts:
-    """The objects that touch the GPU; tests put recorders in their place."""
-
-    prefill: Wrapper
-    decode: Wrapper
-    planned: Event
-
-
 def open_flashinfer(shape: AttentionShape) -> FlashInferParts:
     """FlashInfer's wrappers on the device of `shape`.
 
-    Both share one workspace: their kernels follow each other on one stream.
+    All share one workspace: their kernels follow each other on one stream.
 
     Raises ConfigurationError when flashinfer is not installed.
     """
@@ -71,15 +41,43 @@ def open_flashinfer(shape: AttentionShape) -> FlashInferParts:
             f"flashinfer cannot be imported ({error}); install requirements for CUDA, or choose "
             "--stage-attention-backend torch"
         ) from error
-    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
+    workspace = torch.zeros(workspace_bytes(shape), dtype=torch.uint8, device=shape.device)
     group = shape.num_query_heads // shape.num_kv_heads
+    use_tensor_cores = group > _LARGEST_GROUP_WITHOUT_TENSOR_CORES
+
+    def open_graph_decode(num_rows: int, indices: torch.Tensor) -> Wrapper:
+        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=use_tensor_cores,
+            paged_kv_indptr_buffer=torch.zeros(
+                num_rows + 1, dtype=torch.int32, device=shape.device
+            ),
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=torch.zeros(
+                num_rows, dtype=torch.int32, device=shape.device
+            ),
+        )
+
     return FlashInferParts(
         prefill=flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD"),
         decode=flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=group > _LARGEST_GROUP_WITHOUT_TENSOR_CORES
+            workspace, "NHD", use_tensor_cores=use_tensor_cores
         ),
-        planned=torch.cuda.Event(),
+        open_event=torch.cuda.Event,
+        open_graph_decode=open_graph_decode,
     )
+
+
+def workspace_bytes(shape: AttentionShape) -> int:
+    """What the wrappers share. A decode graph on tensor cores always splits the keys, and reserves
+    fp32 results for whole tiles of 16 or 64 rows, the query heads of one KV head being rows."""
+    group = shape.num_query_heads // shape.num_kv_heads
+    tile_rows = 16 if group <= 16 else 64
+    num_tiles = -(-MAX_GRAPH_DECODES * group // tile_rows) + MAX_GRAPH_DECODES
+    partial_results = shape.num_query_heads * num_tiles * tile_rows * (shape.head_dim + 1) * 4
+    return max(_WORKSPACE_BYTES, partial_results + 2**20)
 
 
 class FlashInferAttention:
@@ -109,8 +107,28 @@ class FlashInferAttention:
             )
         self._shape = shape
         self._parts = open_parts(shape)
+        self._planned = self._parts.open_event()
         self._num_decodes = 0
         self._num_rows = 0
+
+    def decode_for_graph(
+        self, num_rows: int, padding_page: int, indices: torch.Tensor
+    ) -> GraphDecodeAttention:
+        """Decode attention that a CUDA graph can hold, for steps of up to `num_rows` decodes.
+
+        Args:
+            padding_page: read by the rows that a step lacks.
+            indices: [any] int32 on the device, for the page references of a step; all that are
+                made may share it, for their plans follow each other.
+        """
+        return GraphDecodeAttention(
+            self._shape,
+            self._parts.open_graph_decode(num_rows, indices),
+            self._parts.open_event(),
+            num_rows,
+            padding_page,
+            indices.numel(),
+        )
 
     def plan(self, layout: PagedLayout) -> None:
         """Plans both wrappers from the host arrays. See `AttentionBackend.plan`.
@@ -118,51 +136,53 @@ class FlashInferAttention:
         A wrapper's plan is copied to the GPU out of one pinned buffer, asynchronously. It may be
         written again only when the copy of the step before is done.
         """
-        self._parts.planned.synchronize()
-        self._num_decodes = layout.num_decodes
+        self._planned.synchronize()
+        self._num_decodes = decodes = layout.num_decodes
         self._num_rows = int(layout.query_indptr[-1])
-        if self._num_decodes > 0:
-            self._plan_decodes(layout)
-        if self._num_rows > self._num_decodes:
-            self._plan_prefills(layout)
-        self._parts.planned.record()
+        page_indices = to_device(layout.page_indices.numpy(), self._shape.device)
+        num_decode_pages = int(layout.page_indptr[decodes])
+        if decodes > 0:
+            plan_decodes(
+                self._parts.decode,
+                self._shape,
+                layout.page_indptr[: decodes + 1],
+                page_indices[:num_decode_pages],
+                layout.last_page_lengths[:decodes],
+            )
+        if self._num_rows > decodes:
+            self._plan_prefills(layout, page_indices[num_decode_pages:])
+        self._planned.record()
 
     def attend(
         self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        assert query.shape[0] == self._num_rows, "attend before plan"
         query = query.contiguous()
         out = torch.empty_like(query)
+        self.attend_into(query, key_pages, value_pages, out)
+        return out
+
+    def attend_into(
+        self,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """The same, written to `out` [T, Hq, D]; it and `query` are contiguous."""
+        assert query.shape[0] == self._num_rows, "attend before plan"
         pages, decodes = (key_pages, value_pages), self._num_decodes
         if decodes > 0:
             self._parts.decode.run(query[:decodes], pages, out=out[:decodes])
         if self._num_rows > decodes:
             self._parts.prefill.run(query[decodes:], pages, out=out[decodes:])
-        return out
 
-    def _plan_decodes(self, layout: PagedLayout) -> None:
+    def _plan_prefills(self, layout: PagedLayout, page_indices: torch.Tensor) -> None:
         decodes, shape = layout.num_decodes, self._shape
-        self._parts.decode.plan(
-            layout.page_indptr[: decodes + 1],
-            layout.page_indices[: int(layout.page_indptr[decodes])],
-            layout.last_page_lengths[:decodes],
-            shape.num_query_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.page_size,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
-            sm_scale=shape.scale,
-        )
-
-    def _plan_prefills(self, layout: PagedLayout) -> None:
-        decodes, shape = layout.num_decodes, self._shape
-        first_page = layout.page_indptr[decodes]
         self._parts.prefill.plan(
             layout.query_indptr[decodes:] - decodes,
-            layout.page_indptr[decodes:] - first_page,
-            layout.page_indices[int(first_page) :],
+            layout.page_indptr[decodes:] - layout.page_indptr[decodes],
+            page_indices,
             layout.last_page_lengths[decodes:],
             shape.num_query_heads,
             shape.num_kv_heads,

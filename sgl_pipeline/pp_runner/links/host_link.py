@@ -141,7 +141,7 @@ class _Inbox:
         self._give_back()
         news, descriptors, *_ = socket.recv_fds(self._socket, _NEWS.size, 1)
         if not news:
-            _wait_for_the_end()
+            wait_for_the_end()
         sent_step_id, number, sent_rows = _NEWS.unpack(news)
         for descriptor in descriptors:
             self._buffers[number] = _Buffer.map(number, descriptor, self._shape)
@@ -169,7 +169,7 @@ class _Inbox:
         self._in_use = None
 
 
-def _wait_for_the_end() -> NoReturn:
+def wait_for_the_end() -> NoReturn:
     """For a stage whose neighbour is gone: to fail as well would hide who was the first to."""
     while True:
         signal.pause()

@@ -1,16 +1,12 @@
-"""What FlashInfer's wrappers are fed, checked on CPU; and on a GPU, what comes out of them.
+"""What FlashInfer's wrappers are fed, checked on CPU; and on a GPU, what comes out of them."""
 
-On CPU, stand-ins compute attention from nothing but the arguments of plan and run, as FlashInfer's
-documentation defines them, so a wrong index array is a wrong result.
-"""
-
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fake_flashinfer import Fakes
 from support.paged_attention import (
     ChunkExtent,
     attention_shape,
@@ -19,145 +15,10 @@ from support.paged_attention import (
 )
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.flashinfer_attention import (
     FlashInferAttention,
-    FlashInferParts,
+    workspace_bytes,
 )
-
-Pages = tuple[torch.Tensor, torch.Tensor]
-
-
-def attention_of_indices(
-    q: torch.Tensor,
-    pages: Pages,
-    qo_indptr: list[int],
-    kv_indptr: list[int],
-    indices: torch.Tensor,
-    last_page_len: list[int],
-    sm_scale: float,
-) -> torch.Tensor:
-    """FlashInfer's tutorial on the KV layout: the last row of a request sees all of its keys."""
-    out = torch.empty_like(q)
-    group, page_size = q.shape[1] // pages[0].shape[2], pages[0].shape[1]
-    for request, last in enumerate(last_page_len):
-        own = indices[kv_indptr[request] : kv_indptr[request + 1]].long()
-        length = (len(own) - 1) * page_size + last
-        keys, values = (
-            store[own].flatten(0, 1)[:length].repeat_interleave(group, dim=1).double()
-            for store in pages
-        )
-        rows = q[qo_indptr[request] : qo_indptr[request + 1]].double()
-        scores = torch.einsum("thd,khd->htk", rows, keys) * sm_scale
-        hidden = torch.ones(len(rows), length).triu(length - len(rows) + 1).bool()
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-        out[qo_indptr[request] : qo_indptr[request + 1]] = torch.einsum(
-            "htk,khd->thd", weights, values
-        ).to(q.dtype)
-    return out
-
-
-@dataclass
-class Recorder:
-    """Stands in for the event and keeps the order of calls."""
-
-    calls: list[str] = field(default_factory=list)
-
-    def record(self) -> None:
-        self.calls.append("record")
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")
-
-
-@dataclass
-class FakeDecodeWrapper:
-    recorder: Recorder
-    arrays: tuple[torch.Tensor, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def plan(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        **options: Any,
-    ) -> None:
-        self.recorder.calls.append("plan decode")
-        self.arrays = (indptr, indices, last_page_len)
-        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        self.options = {"sizes": sizes, **options}
-
-    def run(self, q: torch.Tensor, paged_kv_cache: Pages, *, out: torch.Tensor) -> torch.Tensor:
-        self.recorder.calls.append("run decode")
-        indptr, indices, last_page_len = self.arrays
-        assert len(q) == len(last_page_len)
-        result = attention_of_indices(
-            q,
-            paged_kv_cache,
-            list(range(len(q) + 1)),
-            indptr.tolist(),
-            indices,
-            last_page_len.tolist(),
-            self.options["sm_scale"],
-        )
-        return out.copy_(result)
-
-
-@dataclass
-class FakePrefillWrapper:
-    recorder: Recorder
-    arrays: tuple[torch.Tensor, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        **options: Any,
-    ) -> None:
-        self.recorder.calls.append("plan prefill")
-        self.arrays = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        sizes = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
-        self.options = {"sizes": sizes, **options}
-
-    def run(self, q: torch.Tensor, paged_kv_cache: Pages, *, out: torch.Tensor) -> torch.Tensor:
-        self.recorder.calls.append("run prefill")
-        qo_indptr, kv_indptr, indices, last_page_len = self.arrays
-        assert int(qo_indptr[-1]) == len(q)
-        result = attention_of_indices(
-            q,
-            paged_kv_cache,
-            qo_indptr.tolist(),
-            kv_indptr.tolist(),
-            indices,
-            last_page_len.tolist(),
-            self.options["sm_scale"],
-        )
-        return out.copy_(result)
-
-
-class Fakes:
-    """A FlashInferAttention on stand-ins, which stay in reach."""
-
-    def __init__(self, shape: AttentionShape) -> None:
-        self.recorder = Recorder()
-        self.prefill = FakePrefillWrapper(self.recorder)
-        self.decode = FakeDecodeWrapper(self.recorder)
-        self.attention = FlashInferAttention(shape, self.open)
-
-    def open(self, shape: AttentionShape) -> FlashInferParts:
-        return FlashInferParts(self.prefill, self.decode, self.recorder)
 
 
 @settings(max_examples=60, deadline=None)
@@ -228,6 +89,59 @@ def test_a_shape_without_a_kernel_is_refused_by_name(head_dim: int, dtype: torch
     shape = attention_shape(2, 2, head_dim, 16, dtype)
     with pytest.raises(ConfigurationError, match=f"head_dim {head_dim}.*attention-backend torch"):
         Fakes(shape)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    decodes=st.lists(st.integers(0, 70), min_size=1, max_size=6),
+    page_size=st.sampled_from([1, 16]),
+)
+def test_a_decode_graph_is_filled_up_with_rows_that_touch_nobody(
+    decodes: list[int], page_size: int
+) -> None:
+    """The problem's last two pages hold NaN: the padding page must be finite, as in the pool."""
+    problem = random_problem(
+        [ChunkExtent(start, 1) for start in decodes],
+        attention_shape(4, 2, 64, page_size, torch.bfloat16),
+    )
+    num_pages = len(problem.key_pages)
+    pages = [
+        torch.cat((store, torch.zeros_like(store[:1])))
+        for store in (problem.key_pages, problem.value_pages)
+    ]
+    indices = torch.zeros(200 + 6, dtype=torch.int32)
+    fakes = Fakes(problem.shape)
+    graph = fakes.attention.decode_for_graph(6, num_pages, indices)
+    if not graph.fits(problem.layout):
+        assert problem.layout.page_indices.numel() + 6 - len(decodes) > 206
+        return
+    graph.plan(problem.layout)
+    query = torch.cat((problem.query, torch.randn(6, 4, 64)))[:6].bfloat16()
+    out = graph.attend(query, *pages)
+    assert out.isfinite().all()
+    torch.testing.assert_close(
+        out[: len(decodes)].double(), exact_attention(problem), rtol=2.0**-7, atol=2.0**-7
+    )
+
+
+def test_a_decode_graph_takes_decodes_alone_and_no_more_than_its_rows() -> None:
+    shape = attention_shape(2, 2, 64, 16, torch.bfloat16)
+    graph = Fakes(shape).attention.decode_for_graph(2, 9, torch.zeros(8, dtype=torch.int32))
+    for chunks, fits in (
+        ([ChunkExtent(20, 1)], True),
+        ([ChunkExtent(20, 1)] * 2, True),
+        ([ChunkExtent(20, 1)] * 3, False),
+        ([ChunkExtent(20, 2)], False),
+        ([ChunkExtent(5 * 16, 1)] * 2, False),  # twelve page references
+    ):
+        assert graph.fits(random_problem(chunks, shape).layout) is fits
+
+
+def test_the_workspace_holds_the_partial_results_of_a_whole_graph() -> None:
+    """64 query heads over 8: 256 rows are 128 tiles of 16, and a last one for each row."""
+    shape = attention_shape(64, 8, 128, 16, torch.bfloat16)
+    assert workspace_bytes(shape) >= 64 * (128 + 255) * 16 * 129 * 4
+    assert workspace_bytes(attention_shape(4, 4, 64, 16, torch.bfloat16)) == 128 * 2**20
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Both leaves of the layer kernels against the definitions in fp64, and rows that are independent.
+"""All leaves of the layer kernels against the definitions in fp64, and rows that are independent.
 
 Tolerances: an fp32 result may be off by 1e-5 of its size. In bf16 the compiled kernels round once,
 to within half a unit in the last place (2^-8 of the size); torch rounds after each operation, at
@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fake_flashinfer import FakeFlashInferFunctions
 from support.instruction_sets import INSTRUCTION_SETS, kernels_for
 
 from sgl_pipeline.pp_runner.layer_kernels.backend import (
@@ -20,14 +21,15 @@ from sgl_pipeline.pp_runner.layer_kernels.backend import (
     Rotation,
 )
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import FlashInferKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 
 EPSILON = 1e-6
 PAGE_SIZE = 4
-LEAVES = ["torch", *(f"compiled {name}" for name in INSTRUCTION_SETS)]
+COMPILED = [f"compiled {name}" for name in INSTRUCTION_SETS]
 every_leaf = pytest.mark.parametrize(
     "leaf",
-    [LEAVES[0], *(pytest.param(leaf, marks=pytest.mark.compiler) for leaf in LEAVES[1:])],
+    ["torch", "flashinfer", *(pytest.param(leaf, marks=pytest.mark.compiler) for leaf in COMPILED)],
 )
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 sizes = st.sampled_from([1, 7, 16, 40, 64, 100, 128, 1000])
@@ -42,14 +44,17 @@ def one_thread():
 
 
 def kernels_of(leaf: str) -> LayerKernels:
-    kind, _, instructions = leaf.partition(" ")
-    return TorchKernels() if kind == "torch" else CompiledKernels(kernels_for(instructions))
+    if leaf == "torch":
+        return TorchKernels()
+    if leaf == "flashinfer":
+        return FlashInferKernels(FakeFlashInferFunctions)
+    return CompiledKernels(kernels_for(leaf.removeprefix("compiled ")))
 
 
 def tolerance(leaf: str, dtype: torch.dtype) -> float:
     if dtype == torch.float32:
         return 1e-5
-    return 2.0**-8 * (4 if leaf == "torch" else 1.001)
+    return 2.0**-8 * (1.001 if leaf in COMPILED else 4)
 
 
 def assert_near(
@@ -58,7 +63,7 @@ def assert_near(
     """`size`: of the numbers that were added up, where the sum may be much smaller."""
     assert actual.dtype == dtype
     allowed = tolerance(leaf, dtype)
-    rounded_sums = size if leaf == "torch" or dtype == torch.float32 else size * 1e-5
+    rounded_sums = size if leaf not in COMPILED or dtype == torch.float32 else size * 1e-5
     torch.testing.assert_close(
         actual.double(), exact, rtol=allowed, atol=allowed * rounded_sums + 1e-6
     )
@@ -244,3 +249,66 @@ def test_in_bf16_the_compiled_kernels_are_nearer_to_the_truth_than_torch() -> No
     ):
         ours, theirs = ((run(k).double() - exact).square().mean() for k in (compiled, plain))
         assert ours < 0.7 * theirs
+
+
+def test_flashinfer_is_told_of_a_step_once_and_of_the_next_anew() -> None:
+    library = FakeFlashInferFunctions()
+    kernels = FlashInferKernels(lambda: library)
+    first, second = (
+        heads_problem(5, (4, 2), (64, 64), False, True, torch.bfloat16, seed) for seed in (0, 9)
+    )
+    for problem in (first, first, second):
+        assert_placed("flashinfer", problem, kernels.place_heads(*problem))
+    tables = [id(table) for table in library.cos_sin_tables]
+    assert tables[0] == tables[1] != tables[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dims", "interleaved", "has_norms"),
+    [
+        ((16, 8), (128, 128), False, True),
+        ((32, 8), (128, 128), False, False),
+        ((40, 8), (128, 128), False, True),
+        ((4, 2), (64, 64), False, False),
+        ((32, 2), (128, 64), True, False),
+    ],
+)
+def test_flashinfer_against_the_definitions_on_a_gpu(
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    interleaved: bool,
+    has_norms: bool,
+    dtype: torch.dtype,
+) -> None:
+    pytest.importorskip("flashinfer")
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+    cuda = torch.device("cuda")
+    kernels = FlashInferKernels()
+    for num_rows in (1, 17, 300):
+        problem = heads_problem(num_rows, heads, dims, interleaved, has_norms, dtype)
+        on_gpu = Problem(
+            problem.qkv.to(cuda),
+            None
+            if problem.norms is None
+            else HeadNorms(problem.norms.query.to(cuda), problem.norms.key.to(cuda), EPSILON),
+            Rotation(problem.rotation.cosine.to(cuda), problem.rotation.sine.to(cuda), interleaved),
+            problem.slots.to(cuda),
+            (problem.pages[0].to(cuda), problem.pages[1].to(cuda)),
+        )
+        query = kernels.place_heads(*on_gpu).cpu()
+        for store, found in zip(problem.pages, on_gpu.pages, strict=True):
+            store.copy_(found)
+        assert_placed("flashinfer", problem, query)
+        stream, added = (random(i, num_rows, 4096, dtype=dtype) for i in range(2))
+        norm = RmsNorm(random(2, 4096, dtype=dtype), EPSILON)
+        sums, normed = kernels.add_norm(
+            stream.to(cuda), added.to(cuda), RmsNorm(norm.weight.to(cuda), EPSILON)
+        )
+        assert torch.equal(sums.cpu(), stream + added)
+        assert_near("flashinfer", normed.cpu(), exact_norm(sums.cpu(), norm.weight), dtype)
+        gate, up = stream.double().chunk(2, dim=-1)
+        gated = kernels.gate(stream.to(cuda)).cpu()
+        assert_near("flashinfer", gated, gate / (1 + (-gate).exp()) * up, dtype)

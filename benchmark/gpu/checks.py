@@ -1,0 +1,210 @@
+"""Is what the GPU computes right? The fast paths against plain torch in higher precision.
+
+Called by `bench_gpu.py` before it measures. Each check gives the largest error and its bound; a
+NaN passes nothing. Untested on hardware.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from benchmark.gpu.lone_stage import LoneStage, StagePlace, kernels_for
+from benchmark.gpu.shapes import Extent, Step, decode_step, mixed_step, prefill_step
+from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
+from sgl_pipeline.pp_runner.checkpoint import DummyWeights
+from sgl_pipeline.pp_runner.device import choose_attention_backend, make_attention_backend
+from sgl_pipeline.pp_runner.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.sampler import Sampler
+from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.step_inputs import PagedLayout
+from sgl_pipeline.requests import SamplingSpec
+from sgl_pipeline.stage_plan import StagePlan
+
+# A row of attention: bf16 has 8 bits, and both weights and result are rounded to it.
+ATTENTION_BOUND = 2e-2
+# A stage in bf16 against one in fp32: at most this much worse than plain torch in bf16 does.
+STAGE_FACTOR = 1.5
+TOKEN_SHARE_BOUND = 0.99
+_CHECKED_LAYERS = 4
+_CHECKED_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison; `error` must not exceed `bound`."""
+
+    name: str
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound
+
+    def cells(self) -> list[str]:
+        return [self.name, f"{self.error:.2e}", f"{self.bound:.2e}", "ok" if self.passed else "BAD"]
+
+
+def random_layout(chunks: Sequence[Extent], page_size: int, seed: int) -> PagedLayout:
+    """The layout of `chunks` (those of one row first) on shuffled pages."""
+    lengths = torch.tensor([chunk.length for chunk in chunks])
+    ends = torch.tensor([chunk.start + chunk.length for chunk in chunks])
+    page_counts = (ends + page_size - 1) // page_size
+    zero = torch.zeros(1, dtype=torch.int64)
+    order = torch.randperm(int(page_counts.sum()), generator=torch.Generator().manual_seed(seed))
+    return PagedLayout(
+        page_size=page_size,
+        num_decodes=sum(chunk.length == 1 for chunk in chunks),
+        query_indptr=torch.cat((zero, lengths.cumsum(0))).int(),
+        page_indptr=torch.cat((zero, page_counts.cumsum(0))).int(),
+        page_indices=order.int(),
+        last_page_lengths=(ends - (page_counts - 1) * page_size).int(),
+        kv_lengths=ends.int(),
+    )
+
+
+def check_attention(shape: AttentionShape, name: str, backend: str, rounds: int = 6) -> Check:
+    """`backend` against `TorchAttention`, which computes in fp32, on random paged layouts.
+
+    The error is that of the worst row: |difference| / |reference|.
+    """
+    attention = make_attention_backend(choose_attention_backend(backend, shape), shape)
+    reference = TorchAttention(shape)
+    rng = random.Random(0)
+    worst = 0.0
+    for seed in range(rounds):
+        decodes = [Extent(rng.randrange(0, 3000), 1) for _ in range(rng.choice((0, 1, 7, 40)))]
+        prefills = [
+            Extent(rng.choice((0, rng.randrange(1, 1000))), rng.randrange(2, 400))
+            for _ in range(rng.choice((0, 1, 3)) if decodes else 2)
+        ]
+        layout = random_layout([*decodes, *prefills], shape.page_size, seed)
+        num_rows = int(layout.query_indptr[-1])
+        page_shape = (layout.page_indices.numel(), shape.page_size)
+        keys, values = (
+            torch.randn(*page_shape, shape.num_kv_heads, shape.head_dim, device=shape.device).to(
+                shape.dtype
+            )
+            for _ in range(2)
+        )
+        query = torch.randn(
+            num_rows, shape.num_query_heads, shape.head_dim, device=shape.device
+        ).to(shape.dtype)
+        outputs = []
+        for one in (attention, reference):
+            one.plan(layout)
+            outputs.append(one.attend(query, keys, values).float().flatten(1))
+        out, expected = outputs
+        errors = (out - expected).norm(dim=1) / expected.norm(dim=1)
+        worst = max(worst, _highest(errors))
+    return Check(f"attention, {name}", worst, ATTENTION_BOUND)
+
+
+class UpcastWeights:
+    """The dummy weights of a bf16 model, as fp32 numbers of the same value."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._rounded = DummyWeights(torch.bfloat16, device)
+        self.loaded = self._rounded.loaded
+
+    def has(self, name: str) -> bool:
+        return False
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._rounded.read(name, shape).float()
+
+
+def check_stage(spec: ModelSpec, name: str, device: torch.device, backend: str) -> list[Check]:
+    """A whole model of few layers, from token ids to logits: prefill, decodes and a mix.
+
+    The judge is the same model in fp32 with attention in torch; the yardstick plain torch in bf16,
+    which the fast path may exceed by `STAGE_FACTOR`. The error is that of the worst row's logits.
+    """
+    place = StagePlace(
+        replace(spec, num_layers=_CHECKED_LAYERS), StagePlan(0, (_CHECKED_LAYERS,)), 0
+    )
+    layers = range(_CHECKED_LAYERS)
+    models = {
+        dtype: StageModel.build(
+            place.spec,
+            weights,
+            device=device,
+            kernels=kernels_for(device, dtype, "torch"),
+            layers=layers,
+            is_first=True,
+            is_last=True,
+        )
+        for dtype, weights in (
+            (torch.float32, UpcastWeights(device)),
+            (torch.bfloat16, DummyWeights(torch.bfloat16, device)),
+        )
+    }
+    stage_of = partial(LoneStage, place, device, num_pages=1024, max_rows=1024)
+    exact, plain = (
+        stage_of(dtype=dtype, backend="torch", model=model) for dtype, model in models.items()
+    )
+    # From graphs, where the device has them, and kernel by kernel.
+    fast = {graphs: stage_of(backend=backend, graphs=graphs) for graphs in ("auto", "off")}
+    checks = []
+    for step in (prefill_step(300), decode_step(6, 200), mixed_step(5, 100, 77)):
+        expected = _logits(exact, step)
+        bound = STAGE_FACTOR * _row_error(_logits(plain, step), expected)
+        for graphs, stage in fast.items():
+            error = _row_error(_logits(stage, step), expected)
+            checks.append(Check(f"stage, {name}, graphs {graphs}, {step.name}", error, bound))
+    return checks
+
+
+def check_sampler(device: torch.device, vocab_size: int = 151_936, rows: int = 64) -> Check:
+    """Tokens drawn on the device against those drawn on the CPU; the error is the share that
+    differs, which rounding at a boundary between two tokens may make a little more than 0."""
+    logits = 4 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0))
+    specs = [
+        SamplingSpec(
+            temperature=(0.0, 0.7, 1.0, 1.3)[row % 4],
+            top_k=(0, 40, 500)[row % 3],
+            top_p=(1.0, 0.9)[row % 2],
+            min_p=(0.0, 0.02)[row % 5 == 0],
+            seed=row,
+        )
+        for row in range(rows)
+    ]
+    positions = torch.arange(rows)
+    on_cpu, on_device = (
+        Sampler().sample(logits.to(where), specs, positions) for where in ("cpu", device)
+    )
+    different = sum(one != other for one, other in zip(on_cpu, on_device, strict=True)) / rows
+    return Check("sampler against the CPU's, share of tokens", different, 1 - TOKEN_SHARE_BOUND)
+
+
+def _logits(stage: LoneStage, step: Step) -> torch.Tensor:
+    """Logits [C, L] of each chunk's last row, for L tokens of the vocabulary, less their mean; all
+    that comes before the step is prefilled first.
+
+    They travel as log-probabilities do, which differ from logits by one number a row.
+    """
+    vocab_size = stage.place.spec.vocab_size
+    token_ids = tuple(range(0, vocab_size, -(-vocab_size // _CHECKED_TOKENS)))
+    history = tuple(Extent(0, chunk.start + chunk.length) for chunk in step.chunks)
+    stage.prepare(Step("history", "prefill", history), 1)
+    stage.run()
+    stage.prepare(step, 1, logprob_ids=token_ids)
+    rows = [
+        torch.frombuffer(bytearray(rows.of_token_ids), dtype=torch.float32)
+        for rows in stage.run().logprobs
+    ]
+    logprobs = torch.stack(rows)
+    return logprobs - logprobs.mean(dim=1, keepdim=True)
+
+
+def _row_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return _highest((found - expected).norm(dim=1) / expected.norm(dim=1))
+
+
+def _highest(errors: torch.Tensor) -> float:
+    """The largest of `errors`; infinite where one is not a number."""
+    return float(errors.nan_to_num(nan=float("inf")).max())

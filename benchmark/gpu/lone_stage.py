@@ -1,0 +1,206 @@
+"""One stage of a model by itself: the real `StageRunner`, fed one step again and again.
+
+Its neighbours are stood in for by a link that has the rows of upstream ready and drops what goes
+downstream, so that times are those of the stage alone. Untested on hardware.
+"""
+
+import time
+from array import array
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from benchmark.gpu.limits import synchronize
+from benchmark.gpu.shapes import Step
+from sgl_pipeline.messages import StageAssignment, StageReport
+from sgl_pipeline.pp_runner.device import choose_layer_kernels, make_layer_kernels
+from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
+from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
+from sgl_pipeline.pp_runner.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.requests import GREEDY, LogprobSpec, SamplingSpec
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.step_plan import (
+    INT32,
+    ChunkPlan,
+    MirrorSnapshot,
+    RequestOpen,
+    StepPlan,
+    running_checksum,
+)
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype, name: str = "auto") -> LayerKernels:
+    """What `--stage-kernels name` means."""
+    return make_layer_kernels(choose_layer_kernels(name, dtype, device))
+
+
+class StandInLink:
+    """An `ActivationLink` to nobody; `rows` is what comes from upstream, random and fixed."""
+
+    def __init__(self, shape: ActivationShape, max_rows: int) -> None:
+        self.rows = torch.randn(max_rows, shape.hidden_size, device=shape.device).to(shape.dtype)
+        self.sent: torch.Tensor | None = None
+
+    def send(self, step_id: int, hidden: torch.Tensor) -> None:
+        self.sent = hidden
+
+    def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
+        return self.rows[:num_rows]
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """Stage `stage` of a model whose layers are split as `plan` says."""
+
+    spec: ModelSpec
+    plan: StagePlan
+    stage: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.plan.layer_counts[self.stage]
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.plan.num_stages - 1
+
+    def assignment(
+        self, device: torch.device, dtype: torch.dtype, page_size: int, backend: str, graphs: str
+    ) -> StageAssignment:
+        return StageAssignment(
+            stage=self.stage,
+            plan=self.plan,
+            model_path="",
+            load_format="dummy",
+            dtype=str(dtype).removeprefix("torch."),
+            device=device.type,
+            attention_backend=backend,
+            graphs=graphs,
+            page_size=page_size,
+            max_total_tokens=None,
+            memory_fraction=0.88,
+            layer_kernels="auto",
+            links=(),
+            cpu_threads=1,
+            cpu_cores=(),
+        )
+
+
+class LoneStage:
+    """A stage with random weights and a pool of `num_pages`.
+
+    Args:
+        max_rows: the most rows of a step.
+        backend, graphs: as `--stage-attention-backend` and `--stage-graphs`.
+        model: weights to use in place of the dummy ones.
+    """
+
+    def __init__(
+        self,
+        place: StagePlace,
+        device: torch.device,
+        *,
+        num_pages: int,
+        max_rows: int,
+        dtype: torch.dtype = torch.bfloat16,
+        page_size: int = 16,
+        backend: str = "auto",
+        graphs: str = "auto",
+        model: StageModel | None = None,
+    ) -> None:
+        self.place = place
+        self.device = device
+        self._num_pages = num_pages
+        self._page_size = page_size
+        self.model = model or StageModel.load(
+            place.spec,
+            "",
+            layers=place.plan.layers_of(place.stage),
+            is_first=place.stage == 0,
+            is_last=place.is_last,
+            dtype=dtype,
+            device=device,
+            kernels=kernels_for(device, dtype),
+            load_format="dummy",
+        )
+        self.link = StandInLink(ActivationShape(place.spec.hidden_size, dtype, device), max_rows)
+        self.runner = StageRunner(
+            place.assignment(device, dtype, page_size, backend, graphs),
+            self.model,
+            place.spec.attention_shape(page_size, dtype, device),
+            num_pages,
+            self.link,
+        )
+        self._plans: list[StepPlan] = []
+
+    def prepare(
+        self,
+        step: Step,
+        repeats: int,
+        sampling: SamplingSpec = GREEDY,
+        logprob_ids: tuple[int, ...] = (),
+    ) -> None:
+        """Opens the requests of `step`, on shuffled pages that none of them share, and makes
+        `repeats` plans of it. Each chunk's last row tells the log-probabilities of `logprob_ids`.
+        """
+        order = torch.randperm(self._num_pages, generator=torch.Generator().manual_seed(0)).tolist()
+        opens, contents, chunks = [], [], []
+        for handle, extent in enumerate(step.chunks):
+            end = extent.start + extent.length
+            num_pages = -(-end // self._page_size)
+            pages = array(INT32, [order.pop() for _ in range(num_pages)]).tobytes()
+            token_ids = (torch.arange(end) * 31 + handle * 7) % self.place.spec.vocab_size
+            tokens = array(INT32, token_ids.tolist()).tobytes()
+            logprobs = LogprobSpec(end - 1, 0, logprob_ids) if logprob_ids else None
+            opens.append(RequestOpen(handle, sampling, end, logprobs))
+            contents.append(ChunkPlan(handle, end, 0, False, tokens, pages))
+            chunks.append(ChunkPlan(handle, extent.start, extent.length, True))
+        self.runner.restore(MirrorSnapshot(0, 0, tuple(opens), tuple(contents)))
+        self._plans = []
+        checksum = 0
+        for step_id in range(repeats):
+            plan = StepPlan(step_id, self.place.plan.epoch, 0, (), (), tuple(chunks))
+            checksum = running_checksum(checksum, plan)
+            self._plans.append(msgspec.structs.replace(plan, checksum=checksum))
+        self._plans.reverse()
+
+    def run(self) -> StageReport:
+        """The next of the prepared repeats; does not wait for the device."""
+        return self.runner.run_step(self._plans.pop())
+
+    def time_steps(self, step: Step, warmups: int = 3, repeats: int = 20) -> float:
+        """Milliseconds of a step among `repeats` that follow each other without a pause."""
+        self.prepare(step, warmups + repeats)
+        for _ in range(warmups):
+            self.run()
+        synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            self.run()
+        synchronize(self.device)
+        return (time.perf_counter() - start) * 1e3 / repeats
+
+    def kernel_ms(self, step: Step, repeats: int = 3) -> float | None:
+        """Milliseconds of all kernels and copies of a step added up, by torch's profiler; None on a
+        CPU. The rest of a step's time the device idles, where kernels do not overlap."""
+        if self.device.type != "cuda":
+            return None
+        self.prepare(step, 1 + repeats)
+        self.run()
+        synchronize(self.device)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(repeats):
+                self.run()
+            synchronize(self.device)
+        on_device = [
+            event.time_range.elapsed_us()
+            for event in profile.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        return sum(on_device) / 1e3 / repeats

@@ -1,0 +1,65 @@
+"""Records the kernels that a piece of code launches, to launch them all at once later.
+
+Used by `captured_step.py`. The only file that touches CUDA graphs; tests put an emulation in its
+place. Untested on hardware.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+
+class Graph(Protocol):
+    """Recorded kernels."""
+
+    def replay(self) -> None:
+        """Launches them on the current stream, on the memory that they were recorded with."""
+
+
+class GraphRecorder(Protocol):
+    """Records one graph at a time."""
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Recording, and the warming up before it, happens inside; the device is idle around it."""
+        yield
+
+    def begin(self) -> None:
+        """From here on kernels are recorded and do not run."""
+
+    def end(self) -> Graph:
+        """Up to here; the graph of what was launched since `begin`."""
+
+
+class CudaGraphRecorder:
+    """The recorder of a GPU.
+
+    All graphs take their memory from one pool, which is right as long as they never run at the same
+    time. Other threads may allocate during a recording (NCCL has one that does).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._recording: torch.cuda.CUDAGraph | None = None
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.synchronize(self._device)
+
+    def begin(self) -> None:
+        assert self._recording is None, "a recording within a recording"
+        self._recording = torch.cuda.CUDAGraph()
+        self._recording.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> Graph:
+        assert self._recording is not None, "end without begin"
+        graph, self._recording = self._recording, None
+        graph.capture_end()
+        return graph

@@ -1,0 +1,198 @@
+"""Runs a stage's layers from CUDA graphs where a step fits one, and one kernel at a time elsewhere.
+
+A graph launches all its kernels at once; one by one, their launching takes longer than their work
+in steps of few rows. Graphs are keyed by (epoch, rows): a step is filled up to the next number of
+rows that has one, and a step of another epoch drops them all, for its layers are others. Made by
+`device.py`. It must never let a row of padding write where a request's keys are. What the graphs
+are fed is tested on a CPU; untested on hardware.
+"""
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+
+from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.flashinfer_attention import (
+    MAX_GRAPH_DECODES,
+    FlashInferAttention,
+    workspace_bytes,
+)
+from sgl_pipeline.pp_runner.attention.flashinfer_graph import GraphDecodeAttention
+from sgl_pipeline.pp_runner.cuda.captured_step import (
+    CapturedStep,
+    StepBuffers,
+    capture_cut,
+    capture_whole,
+)
+from sgl_pipeline.pp_runner.cuda.graph_recorder import GraphRecorder
+from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.step_inputs import PagedLayout, StepInputs
+
+logger = logging.getLogger(__name__)
+
+# Filling up costs little: a step of so few rows takes as long as reading the weights.
+DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, MAX_GRAPH_DECODES)
+# Steps with prefill; with more rows the kernels take longer than launching them.
+MIXED_ROWS = (64, 128, 192, 256, 320, 384, 448, 512)
+# Page references of a decode graph, for each page of the pool: requests share pages.
+_REFERENCES_PER_PAGE = 4
+# For `graph_memory_bytes`. A wrapper's buffer of indices is what FlashInfer allocates.
+_WRAPPER_BYTES = 8 * 2**20
+_KERNELS_PER_LAYER = 30
+_KERNEL_BYTES = 16 * 2**10
+
+
+class GraphedLayers:
+    """The `StepLayers` of a CUDA stage.
+
+    Args:
+        kv_pool: with a padding page.
+        decode_rows, mixed_rows: for which numbers of rows there are graphs, ascending.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        kv_pool: KvPool,
+        attention: FlashInferAttention,
+        shape: AttentionShape,
+        recorder: GraphRecorder,
+        *,
+        decode_rows: Sequence[int] = DECODE_ROWS,
+        mixed_rows: Sequence[int] = MIXED_ROWS,
+    ) -> None:
+        self._model = model
+        self._kv_pool = kv_pool
+        self._attention = attention
+        self._recorder = recorder
+        self._mixed_rows = mixed_rows
+        self._padding_slot = kv_pool.padding_page * shape.page_size
+        max_rows = max(*decode_rows, *mixed_rows)
+        self._buffers = StepBuffers.allocate(max_rows, shape, model.hidden_size, model.is_first)
+        indices = torch.zeros(
+            _REFERENCES_PER_PAGE * kv_pool.num_pages + max_rows,
+            dtype=torch.int32,
+            device=shape.device,
+        )
+        self._decodes = {
+            rows: attention.decode_for_graph(rows, kv_pool.padding_page, indices)
+            for rows in decode_rows
+        }
+        self._empty_layout = _padding_layout(shape.page_size)
+        self._epoch: int | None = None
+        self._captured: dict[tuple[bool, int], CapturedStep] = {}
+        self._planned: CapturedStep | None = None
+
+    def capture_all(self, epoch: int) -> None:
+        """Records all graphs of `epoch` now; `plan` does so when a step first needs one."""
+        started = time.perf_counter()
+        self._enter(epoch)
+        # The largest first: the smaller ones fit into the memory that it has taken.
+        for rows in reversed(self._mixed_rows):
+            self._mixed_step(rows)
+        for rows in reversed(self._decodes):
+            self._decode_step(rows)
+        logger.info(
+            "recorded the graphs of %d numbers of rows in %.1f s",
+            len(self._captured),
+            time.perf_counter() - started,
+        )
+
+    def plan(self, epoch: int, inputs: StepInputs) -> None:
+        """See `StepLayers.plan`."""
+        self._enter(epoch)
+        layout = inputs.layout
+        if (decodes := self._decode_attention(layout)) is not None:
+            self._planned = self._decode_step(decodes.num_rows)
+            decodes.plan(layout)
+            return
+        rows = _next(self._mixed_rows, inputs.num_tokens)
+        self._planned = None if rows is None else self._mixed_step(rows)
+        self._attention.plan(layout)
+
+    def run(self, inputs: StepInputs, hidden: torch.Tensor | None) -> torch.Tensor:
+        """See `StepLayers.run`."""
+        step = self._planned
+        if step is None:
+            return self._model.forward(inputs, hidden, self._kv_pool, self._attention)
+        self._buffers.fill(inputs, hidden, step.num_rows, self._padding_slot)
+        step.replay(self._buffers, inputs.num_tokens, self._attention.attend_into)
+        # The next step writes there again, and this one's rows may still be on their way.
+        return step.output[: inputs.num_tokens].clone()
+
+    def _enter(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._captured.clear()
+            self._epoch = epoch
+
+    def _decode_attention(self, layout: PagedLayout) -> GraphDecodeAttention | None:
+        """That of the graph which the step of `layout` fits, if it is one of decodes only."""
+        rows = _next(tuple(self._decodes), layout.num_chunks)
+        if rows is None or not self._decodes[rows].fits(layout):
+            return None
+        return self._decodes[rows]
+
+    def _decode_step(self, rows: int) -> CapturedStep:
+        key = (True, rows)
+        if key not in self._captured:
+            with self._recorder.session():
+                self._decodes[rows].plan(self._empty_layout)
+                self._captured[key] = capture_whole(
+                    self._model,
+                    self._kv_pool,
+                    self._decodes[rows],
+                    *self._padding(rows),
+                    self._recorder,
+                )
+        return self._captured[key]
+
+    def _mixed_step(self, rows: int) -> CapturedStep:
+        key = (False, rows)
+        if key not in self._captured:
+            with self._recorder.session():
+                self._captured[key] = capture_cut(
+                    self._model,
+                    self._kv_pool,
+                    self._buffers,
+                    *self._padding(rows),
+                    self._recorder,
+                )
+        return self._captured[key]
+
+    def _padding(self, rows: int) -> tuple[StepInputs, torch.Tensor | None]:
+        """A step's inputs that are all padding, for warming up."""
+        hidden = self._buffers.hidden
+        self._buffers.slots.fill_(self._padding_slot)
+        inputs = self._buffers.step_inputs(rows, self._empty_layout)
+        return inputs, None if hidden is None else hidden[:rows]
+
+
+def graph_memory_bytes(shape: AttentionShape, spec: ModelSpec, num_layers: int) -> int:
+    """What graphs and FlashInfer's wrappers take of the GPU, to be kept free beside the KV pool.
+
+    An estimate from above, never measured: the wrappers' workspaces, the activations of the largest
+    graph, and what the driver keeps for each recorded kernel. `make_step_layers` logs what it was.
+    """
+    wrappers = workspace_bytes(shape) + (2 + len(DECODE_ROWS)) * _WRAPPER_BYTES
+    heads = (2 * spec.num_query_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    row_numbers = 6 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size
+    activations = max(*DECODE_ROWS, *MIXED_ROWS) * row_numbers * shape.dtype.itemsize
+    num_kernels = (len(DECODE_ROWS) + len(MIXED_ROWS)) * num_layers * _KERNELS_PER_LAYER
+    return wrappers + activations + num_kernels * _KERNEL_BYTES
+
+
+def _next(numbers: Sequence[int], least: int) -> int | None:
+    """The lowest of the ascending `numbers` that is not below `least`."""
+    place = bisect_left(numbers, least)
+    return numbers[place] if place < len(numbers) else None
+
+
+def _padding_layout(page_size: int) -> PagedLayout:
+    """The layout of a step without a chunk."""
+    none, zero = (torch.zeros(count, dtype=torch.int32) for count in (0, 1))
+    return PagedLayout(page_size, 0, zero, zero, none, none, none)

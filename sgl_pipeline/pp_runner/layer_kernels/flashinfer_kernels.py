@@ -1,0 +1,175 @@
+"""The layer kernels of an NVIDIA GPU: FlashInfer's norm, rotary embedding, KV append and gate.
+
+Chosen by `pp_runner/device.py`. Queries and keys take four kernels on their way to the attention
+where plain torch takes twenty. Written against the sources of flashinfer-python 0.6.18 and 0.7.2;
+what the functions are given is tested on CPU, the kernels themselves are untested on hardware.
+
+FlashInfer's fused addition and norm is not used: it writes over both of its arguments, which are
+not a layer's to write to.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.pp_runner.layer_kernels.backend import HeadNorms, Linear, RmsNorm, Rotation
+from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
+
+FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
+
+Pages = tuple[torch.Tensor, torch.Tensor]
+
+
+class FlashInferFunctions(Protocol):
+    """What we use of the library; tests put definitions in torch in its place."""
+
+    def rmsnorm(self, input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """[T, H], or [T, heads, D] with any strides; weight [H] or [D]."""
+
+    def silu_and_mul(self, input: torch.Tensor) -> torch.Tensor:
+        """[T, F] of [T, 2 F], gate first."""
+
+    def apply_rope_with_cos_sin_cache(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        head_size: int,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotates [T, heads, D] by row `positions[t]` of the cache, [any, R] fp32, the cosines of
+        the R / 2 pairs first. Pairs are of the two halves if `is_neox`, else neighbours."""
+
+    def append_paged_kv_cache(
+        self,
+        append_key: torch.Tensor,
+        append_value: torch.Tensor,
+        batch_indices: torch.Tensor,
+        positions: torch.Tensor,
+        paged_kv_cache: Pages,
+        kv_indices: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_last_page_len: torch.Tensor,
+    ) -> None:
+        """Writes row t to position `positions[t]` of request `batch_indices[t]`, whose pages are
+        `kv_indices[kv_indptr[r]:kv_indptr[r + 1]]`; all int32."""
+
+
+def open_functions() -> FlashInferFunctions:
+    """The library's. Raises ConfigurationError when it is not installed."""
+    try:
+        import flashinfer
+    except ImportError as error:
+        raise ConfigurationError(
+            f"flashinfer cannot be imported ({error}); install requirements for CUDA, or choose "
+            "--stage-kernels torch"
+        ) from error
+    functions: FlashInferFunctions = flashinfer
+    return functions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _StepTables:
+    """What all layers of a step give FlashInfer alike, made by the first of them.
+
+    The pool is told as one request whose pages are all pages in order: then a slot is a position.
+    """
+
+    rotation: Rotation
+    cos_sin: torch.Tensor  # [T + 1, R] fp32
+    rows: torch.Tensor  # [T] int32, counting
+    requests: torch.Tensor  # [T] int32, zeros
+    slots: torch.Tensor  # [T] int32
+    all_pages: torch.Tensor  # [N] int32, counting
+    page_indptr: torch.Tensor  # [2] int32
+    last_page_length: torch.Tensor  # [1] int32
+
+    @classmethod
+    def of(cls, rotation: Rotation, slots: torch.Tensor, pages: torch.Tensor) -> "_StepTables":
+        num_pages, page_size = pages.shape[:2]
+
+        def count(number: int) -> torch.Tensor:
+            return torch.arange(number, dtype=torch.int32, device=slots.device)
+
+        num_rows, pairs = rotation.cosine.shape
+        # One row more: for neighbours FlashInfer reads, and ignores, what lies behind the last one.
+        table = rotation.cosine.new_empty(num_rows + 1, 2 * pairs)
+        torch.cat((rotation.cosine, rotation.sine), dim=1, out=table[:num_rows])
+        return cls(
+            rotation=rotation,
+            cos_sin=table,
+            rows=count(len(slots)),
+            requests=torch.zeros(len(slots), dtype=torch.int32, device=slots.device),
+            slots=slots.int(),
+            all_pages=count(num_pages),
+            page_indptr=count(2) * num_pages,
+            last_page_length=count(1) + page_size,
+        )
+
+
+class FlashInferKernels:
+    """The `LayerKernels` of a CUDA stage, for bf16 and fp16; see there.
+
+    It remembers the tables of the last step by its rotation, which is made anew for each.
+    """
+
+    def __init__(self, open_library: Callable[[], FlashInferFunctions] = open_functions) -> None:
+        self._library = open_library()
+        self._tables: _StepTables | None = None
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return TorchLinear(weight, bias)
+
+    def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+        # A step that samples nothing asks for the norm of no rows, which is no kernel.
+        return self._library.rmsnorm(rows, norm.weight, norm.epsilon) if len(rows) else rows
+
+    def add_norm(
+        self, stream: torch.Tensor, added: torch.Tensor, norm: RmsNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        stream = stream + added
+        return stream, self.norm(stream, norm)
+
+    def place_heads(
+        self,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        rotation: Rotation,
+        slots: torch.Tensor,
+        pages: Pages,
+    ) -> torch.Tensor:
+        num_kv_heads, head_dim = pages[0].shape[2:]
+        heads = qkv.unflatten(1, (-1, head_dim))
+        num_query_heads = heads.shape[1] - 2 * num_kv_heads
+        query, key, value = heads.split((num_query_heads, num_kv_heads, num_kv_heads), dim=1)
+        if not len(slots):
+            return query
+        if norms is not None:
+            query = self._library.rmsnorm(query, norms.query, norms.epsilon)
+            key = self._library.rmsnorm(key, norms.key, norms.epsilon)
+        tables = self._tables
+        if tables is None or tables.rotation is not rotation:
+            tables = self._tables = _StepTables.of(rotation, slots, pages[0])
+        query, key = self._library.apply_rope_with_cos_sin_cache(
+            tables.rows, query, key, head_dim, tables.cos_sin, not rotation.interleaved
+        )
+        self._library.append_paged_kv_cache(
+            key,
+            value,
+            tables.requests,
+            tables.slots,
+            pages,
+            tables.all_pages,
+            tables.page_indptr,
+            tables.last_page_length,
+        )
+        return query
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if not len(gate_up):
+            return gate_up[:, : gate_up.shape[1] // 2]
+        return self._library.silu_and_mul(gate_up)

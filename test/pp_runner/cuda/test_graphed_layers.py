@@ -1,0 +1,235 @@
+"""A step from graphs is the step run kernel by kernel, and touches no page that is not its own.
+
+On CPU graphs are emulated and FlashInfer stood in for (see test/support); on a GPU both are real.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.emulated_graphs import EmulatedRecorder
+from support.fake_flashinfer import FakeFlashInferFunctions, Fakes
+
+from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
+from sgl_pipeline.pp_runner.checkpoint import DummyWeights
+from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder, GraphRecorder
+from sgl_pipeline.pp_runner.cuda.graphed_layers import (
+    DECODE_ROWS,
+    MIXED_ROWS,
+    GraphedLayers,
+    graph_memory_bytes,
+)
+from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
+from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import FlashInferKernels
+from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
+from sgl_pipeline.pp_runner.model_spec import model_spec
+from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
+from sgl_pipeline.pp_runner.step_layers import EagerLayers
+from sgl_pipeline.requests import GREEDY
+from sgl_pipeline.step_plan import INT32, MirroredChunk, MirroredRequest
+
+CPU = torch.device("cpu")
+PAGE_SIZE, NUM_PAGES, NUM_LAYERS = 4, 24, 3
+SPEC = model_spec(
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 128,
+    }
+)
+
+
+@dataclass
+class Stage:
+    """The same stage twice, with a KV pool each."""
+
+    model: StageModel
+    eager: EagerLayers
+    eager_pool: KvPool
+    graphed: GraphedLayers
+    graphed_pool: KvPool
+    recorder: GraphRecorder
+    device: torch.device
+
+    def step(self, chunks: Sequence[MirroredChunk], epoch: int = 0) -> torch.Tensor:
+        """Runs a step both ways; the rows, and what is in the pools, must agree."""
+        inputs = build_step_inputs(chunks, PAGE_SIZE, self.device)
+        hidden = self.upstream(inputs)
+        outputs = []
+        for layers in (self.eager, self.graphed):
+            layers.plan(epoch, inputs)
+            outputs.append(layers.run(inputs, hidden))
+        expected, found = outputs
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+        for layer in self.eager_pool.layers:
+            for mine, theirs in zip(
+                self.graphed_pool.pages(layer), self.eager_pool.pages(layer), strict=True
+            ):
+                torch.testing.assert_close(
+                    mine[:NUM_PAGES], theirs[:NUM_PAGES], rtol=2e-2, atol=2e-2
+                )
+        return found
+
+    def upstream(self, inputs: StepInputs) -> torch.Tensor | None:
+        if self.model.is_first:
+            return None
+        rows = torch.randn(inputs.num_tokens, 64, generator=torch.Generator().manual_seed(1))
+        return rows.to(self.device, torch.bfloat16)
+
+
+def make_stage(
+    is_first: bool = True, device: torch.device = CPU, kernels: LayerKernels | None = None
+) -> Stage:
+    shape = SPEC.attention_shape(PAGE_SIZE, torch.bfloat16, device)
+    model = StageModel.build(
+        SPEC,
+        DummyWeights(torch.bfloat16, device),
+        device=device,
+        kernels=kernels or TorchKernels(),
+        layers=range(NUM_LAYERS),
+        is_first=is_first,
+        is_last=False,
+    )
+    pools = [
+        KvPool(
+            range(NUM_LAYERS),
+            num_pages=NUM_PAGES,
+            page_size=PAGE_SIZE,
+            num_kv_heads=2,
+            head_dim=64,
+            dtype=torch.bfloat16,
+            device=device,
+            has_padding_page=True,
+        )
+        for _ in range(2)
+    ]
+    if device.type == "cuda":
+        attentions = [FlashInferAttention(shape) for _ in range(2)]
+        recorder: GraphRecorder = CudaGraphRecorder(device)
+    else:
+        recorder = EmulatedRecorder()
+        attentions = [Fakes(shape).attention, Fakes(shape, recorder).attention]
+    graphed = GraphedLayers(
+        model, pools[1], attentions[1], shape, recorder, decode_rows=(1, 2, 4), mixed_rows=(8, 16)
+    )
+    eager = EagerLayers(model, pools[0], attentions[0])
+    return Stage(model, eager, pools[0], graphed, pools[1], recorder, device)
+
+
+def request(handle: int, pages: Sequence[int], num_tokens: int = 40) -> MirroredRequest:
+    tokens = array(INT32, [(handle * 31 + position * 7) % 300 for position in range(num_tokens)])
+    return MirroredRequest(handle, GREEDY, num_tokens, tokens, array(INT32, pages))
+
+
+def serve(stage: Stage) -> None:
+    """Prefills, decodes, both in a step, and what fits no graph."""
+    first, second, third = (request(i, range(6 * i, 6 * i + 6)) for i in range(3))
+
+    def chunk(one: MirroredRequest, start: int, length: int = 1) -> MirroredChunk:
+        return MirroredChunk(one, start, length, True)
+
+    stage.step([chunk(first, 0, 10)])
+    stage.step([chunk(first, 10), chunk(second, 0, 5)])
+    stage.step([chunk(first, 11), chunk(second, 5)])
+    stage.step([chunk(first, 12), chunk(second, 6), chunk(third, 0)])
+    stage.step([chunk(first, 13)])
+    stage.step([chunk(second, 7), chunk(third, 1, 14)])
+    stage.step([chunk(third, 15, 3), chunk(second, 8, 2), chunk(first, 14)])
+    stage.step([chunk(first, 15, 6), chunk(second, 10, 14)])  # 20 rows: no graph
+    stage.step([chunk(one, 21) for one in (third, first, second)])
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("at_once", [True, False], ids=["recorded first", "when needed"])
+def test_every_kind_of_step_is_the_same_from_graphs(is_first: bool, at_once: bool) -> None:
+    stage = make_stage(is_first)
+    if at_once:
+        stage.graphed.capture_all(0)
+    serve(stage)
+
+
+def test_flashinfers_layer_kernels_run_from_graphs_too() -> None:
+    """They keep a step's tables from the first layer to the last."""
+    serve(make_stage(kernels=FlashInferKernels(FakeFlashInferFunctions)))
+
+
+def test_recording_touches_no_request() -> None:
+    stage = make_stage()
+    for pool in (stage.eager_pool, stage.graphed_pool):
+        for layer in pool.layers:
+            for pages in pool.pages(layer):
+                pages.copy_(torch.arange(pages.numel()).view_as(pages) % 7)
+    stage.graphed.capture_all(0)
+    for layer in stage.eager_pool.layers:
+        for mine, theirs in zip(
+            stage.graphed_pool.pages(layer), stage.eager_pool.pages(layer), strict=True
+        ):
+            assert torch.equal(mine[:NUM_PAGES], theirs[:NUM_PAGES])
+
+
+def test_decodes_are_one_graph_and_mixed_steps_end_theirs_at_attention() -> None:
+    stage = make_stage()
+    assert isinstance(stage.recorder, EmulatedRecorder)
+    stage.step([MirroredChunk(request(0, range(6)), 5, 1, True)])
+    assert len(stage.recorder.graphs) == 1
+    stage.step([MirroredChunk(request(0, range(6)), 6, 7, True)])
+    assert len(stage.recorder.graphs) == 1 + NUM_LAYERS + 1
+    assert all(graph.num_replays == 1 for graph in stage.recorder.graphs)
+
+
+def test_a_graph_is_recorded_once_and_anew_for_another_epoch() -> None:
+    stage = make_stage()
+    assert isinstance(stage.recorder, EmulatedRecorder)
+    chunks = [MirroredChunk(request(0, range(6)), 5, 1, True)]
+    counts = []
+    for epoch in (0, 0, 1, 1):
+        stage.step(chunks, epoch)
+        counts.append(len(stage.recorder.graphs))
+    assert counts == [1, 1, 2, 2]
+
+
+def test_what_a_step_gave_away_is_not_written_again() -> None:
+    """The link may still be sending it."""
+    stage = make_stage()
+    rows = stage.step([MirroredChunk(request(0, range(6)), 5, 1, True)])
+    kept = rows.clone()
+    stage.step([MirroredChunk(request(1, range(6, 12)), 9, 1, True)])
+    assert torch.equal(rows, kept)
+
+
+def test_decodes_with_more_page_references_than_fit_run_without_a_graph() -> None:
+    stage = make_stage()
+    assert isinstance(stage.recorder, EmulatedRecorder)
+    long = request(0, list(range(20)) * 7, num_tokens=4 * 140)
+    stage.step([MirroredChunk(long, 4 * 140 - 1, 1, True)])
+    assert len(stage.recorder.graphs) == NUM_LAYERS + 1  # those of a mixed step of one row
+
+
+def test_the_memory_estimate_grows_with_the_stage() -> None:
+    shape = SPEC.attention_shape(16, torch.bfloat16, CPU)
+    few, many = (graph_memory_bytes(shape, SPEC, layers) for layers in (2, 20))
+    assert 128 * 2**20 < few < many < 2**30
+    assert list(DECODE_ROWS) == sorted(DECODE_ROWS)
+    assert list(MIXED_ROWS) == sorted(MIXED_ROWS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_first", [True, False])
+def test_real_graphs_on_a_gpu(is_first: bool) -> None:
+    pytest.importorskip("flashinfer")
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+    stage = make_stage(is_first, torch.device("cuda"), FlashInferKernels())
+    stage.graphed.capture_all(0)
+    serve(stage)

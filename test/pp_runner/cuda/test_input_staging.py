@@ -1,0 +1,58 @@
+"""A step's index tensors cross together and come apart as they were."""
+
+from array import array
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_pipeline.pp_runner.cuda.input_staging import CopyBesideKernels, InputStaging
+from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
+from sgl_pipeline.requests import GREEDY
+from sgl_pipeline.step_plan import INT32, MirroredChunk, MirroredRequest
+
+CPU = torch.device("cpu")
+
+
+def chunks(seed: int = 0) -> list[MirroredChunk]:
+    requests = [
+        MirroredRequest(
+            handle, GREEDY, 9, array(INT32, range(seed, seed + 9)), array(INT32, [handle, 5])
+        )
+        for handle in range(3)
+    ]
+    return [
+        MirroredChunk(requests[0], 8, 1, True),
+        MirroredChunk(requests[1], 2, 5, False),
+        MirroredChunk(requests[2], 0, 3, True),
+    ]
+
+
+def test_one_copy_brings_all_that_was_asked_for() -> None:
+    copied: list[np.ndarray] = []
+
+    def copy(values: np.ndarray) -> torch.Tensor:
+        copied.append(values)
+        return torch.from_numpy(values)
+
+    staged = build_step_inputs(chunks(), 8, CPU, InputStaging(copy))
+    plain = build_step_inputs(chunks(), 8, CPU)
+    assert len(copied) == 1
+    for name in ("token_ids", "positions", "slots", "sample_rows"):
+        assert torch.equal(getattr(staged, name), getattr(plain, name)), name
+
+
+@pytest.mark.gpu
+def test_copies_neither_overtake_kernels_nor_are_overtaken() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+    device = torch.device("cuda")
+    staging = InputStaging(CopyBesideKernels(device))
+    work = torch.randn(4096, 4096, device=device)
+    sums = []
+    for step in range(50):
+        work = (work @ work).tanh()
+        staged = build_step_inputs(chunks(step), 8, device, staging)
+        sums.append(staged.token_ids.sum() + 0 * work.sum().nan_to_num().long())
+    expected = [int(build_step_inputs(chunks(step), 8, CPU).token_ids.sum()) for step in range(50)]
+    assert torch.stack(sums).tolist() == expected
