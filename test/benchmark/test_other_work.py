@@ -23,4 +23,5 @@ def test_the_work_of_a_child_that_has_ended_is_ours() -> None:
     program = "import time\nwhile time.process_time() < 0.3: pass"
     subprocess.run([sys.executable, "-c", program], check=True)
     after = ProcessorTimes.now(server)
-    assert after.ours_s - before.ours_s >= 0.3
+    # Times are sums of ticks of 10 ms, each rounded down.
+    assert after.ours_s - before.ours_s > 0.25
