@@ -5,6 +5,7 @@ nothing else: who passes a pointer has checked the tensor behind it.
 """
 
 import ctypes
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,19 @@ from sgl_pipeline.pp_runner.cpu_kernels.build import (
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 _DIRECTORY = Path(__file__).parent
 _SOURCES = tuple(_DIRECTORY / name for name in ("attention.cpp", "elementwise.cpp"))
-_HEADERS = (_DIRECTORY / "vectors.h",)
+_HEADERS = tuple(
+    _DIRECTORY / name
+    for name in (
+        "amx_products.h",
+        "attention_step.h",
+        "attention_tiles.h",
+        "attention_vectors.h",
+        "tile_products.h",
+        "tile_softmax.h",
+        "tile_state.h",
+        "vectors.h",
+    )
+)
 _INT, _INT64, _FLOAT, _POINTER = (
     ctypes.c_int,
     ctypes.c_int64,
@@ -29,6 +42,8 @@ _INT, _INT64, _FLOAT, _POINTER = (
 )
 # In the order of the definitions, which say what each one is.
 _ARGUMENT_TYPES: dict[str, list[Any]] = {
+    "sglp_has_arithmetic": [_INT],
+    "sglp_best_bf16_arithmetic": [],
     "sglp_paged_attention": [_INT, _POINTER, _INT64, *7 * [_POINTER], *5 * [_INT], _FLOAT, _INT],
     "sglp_rms_norm": [_INT, _INT64, _INT, *3 * [_POINTER], _FLOAT, *2 * [_POINTER], _INT],
     "sglp_place_heads": [
@@ -37,6 +52,20 @@ _ARGUMENT_TYPES: dict[str, list[Any]] = {
     ],
     "sglp_gate": [_INT, _INT64, _INT, *2 * [_POINTER], _INT],
 }
+
+
+class Arithmetic(IntEnum):
+    """How attention computes, and so which bits it gives; `Arithmetic` in attention.cpp."""
+
+    FLOAT32_VECTORS = 0
+    BFLOAT16_VECTORS = 1  # bf16 tensors, fp32 arithmetic
+    DOT_PRODUCTS = 2  # of bf16 numbers, by AVX-512 BF16
+    AMX = 3
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of queries, keys, values and outputs."""
+        return torch.float32 if self is Arithmetic.FLOAT32_VECTORS else torch.bfloat16
 
 
 class CpuKernels:
@@ -57,10 +86,26 @@ class CpuKernels:
         for name, function in functions.items():
             function.argtypes = _ARGUMENT_TYPES[name]
             function.restype = None
+        self._has_arithmetic = functions["sglp_has_arithmetic"]
+        self._best_bf16_arithmetic = functions["sglp_best_bf16_arithmetic"]
+        self._has_arithmetic.restype = self._best_bf16_arithmetic.restype = _INT
         self.paged_attention = functions["sglp_paged_attention"]
         self.rms_norm = functions["sglp_rms_norm"]
         self.place_heads = functions["sglp_place_heads"]
         self.gate = functions["sglp_gate"]
+
+    def has(self, arithmetic: Arithmetic) -> bool:
+        """Whether attention can be computed so on this machine, by this library.
+
+        Asks the operating system to let this process use AMX, which it may refuse.
+        """
+        return bool(self._has_arithmetic(arithmetic))
+
+    def best_arithmetic(self, dtype: torch.dtype) -> Arithmetic:
+        """The fastest one for attention in `dtype`, one of CPU_DTYPES."""
+        if dtype == torch.float32:
+            return Arithmetic.FLOAT32_VECTORS
+        return Arithmetic(self._best_bf16_arithmetic())
 
 
 def load_cpu_kernels(cache_directory: Path | None = None) -> CpuKernels:
