@@ -33,8 +33,10 @@ void attend_step(const Step& step, int num_threads, const void* query, const voi
   {
     typename Kernel::Scratch scratch(step, items);
 #pragma omp for schedule(dynamic, 1)
-    for (int i = 0; i < num_items; ++i)
-      kernel.run(items[i], scratch);
+    for (int i = 0; i < num_items; ++i) {
+      const bool last = i + num_threads >= num_items;
+      kernel.run(items[i], last ? nullptr : &items[i + num_threads], scratch);
+    }
   }
 }
 

@@ -120,17 +120,27 @@ struct KeyTile {
   int64_t offsets[kKeys];  // of keys that are not there: 0, an element that may be read
 };
 
+// The tile that is read after the one of `item` that begins with key `start`: the item's next, or
+// the first of `following`, the item that this thread is likely to compute next (null: none).
+template <int kKeys>
+inline KeyTile<kKeys> tile_after(const Step& step, const WorkItem& item, int start,
+                                 const WorkItem* following) {
+  const int end = item.num_visible(step);
+  if (following == nullptr || start + kKeys < end) return {step, item, start + kKeys, end};
+  return {step, *following, 0, following->num_visible(step)};
+}
+
 // One head's keys or values of a tile, in the pages or as a copy.
 template <typename T>
 struct Rows {
   const T* first;
   const int64_t* offsets;
-  const int64_t* next_offsets;  // of the tile after this one; null in a copy
+  const int64_t* next_offsets;  // of the tile read after this one; null in a copy
   int head_dim;
 
   const T* operator[](int key) const { return first + offsets[key]; }
 
-  // Asks for the key's counterpart in the next tile: little by little, and only as far as the L2
+  // Asks for the key's counterpart in that tile: little by little, and only as far as the L2
   // cache, as misses of the L1 would hold up the loads behind them.
   void prefetch_next(int key) const {
     if (next_offsets == nullptr) return;

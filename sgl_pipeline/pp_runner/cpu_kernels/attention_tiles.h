@@ -53,12 +53,12 @@ class TileAttention {
   TileAttention(const Step& step, const Tensors<BFloat16>& tensors)
       : step_(step), tensors_(tensors), scale_(step.scale * 1.44269504f) {}  // log2(e)
 
-  void run(const WorkItem& item, Scratch& scratch) const {
+  void run(const WorkItem& item, const WorkItem* following, Scratch& scratch) const {
     const int num_visible = item.num_visible(step_), lanes = item.lanes_of_head(step_);
     start(item, scratch);
     KeyTile<kTileKeys> tile(step_, item, 0, num_visible);
     for (int start = 0; start < num_visible; start += kTileKeys) {
-      const KeyTile<kTileKeys> next(step_, item, start + kTileKeys, num_visible);
+      const auto next = tile_after<kTileKeys>(step_, item, start, following);
       for (int head = 0; head < item.num_heads; ++head)
         attend_head({head * scratch.padded(lanes), lanes, start, tile.num_keys,
                      rows_of(tensors_.key_pages, step_, head, tile, next),

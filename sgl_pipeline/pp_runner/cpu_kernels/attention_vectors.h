@@ -167,13 +167,13 @@ class VectorAttention {
 
   VectorAttention(const Step& step, const Tensors<T>& tensors) : step_(step), tensors_(tensors) {}
 
-  void run(const WorkItem& item, Scratch& scratch) const {
+  void run(const WorkItem& item, const WorkItem* following, Scratch& scratch) const {
     start(item, scratch);
     const int first_position = item.first_position(step_), num_visible = item.num_visible(step_);
     const int lanes_of_head = item.lanes_of_head(step_);
     KeyTile<kKeyTile> tile(step_, item, 0, num_visible);
     for (int start = 0; start < num_visible; start += kKeyTile) {
-      const KeyTile<kKeyTile> next(step_, item, start + kKeyTile, num_visible);
+      const auto next = tile_after<kKeyTile>(step_, item, start, following);
       const int first_row = std::max(0, start - first_position);  // earlier ones see none of it
       for (int head = 0; head < item.num_heads; ++head) {
         const int first_lane = head * lanes_of_head;
