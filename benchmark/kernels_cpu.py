@@ -49,6 +49,8 @@ ATTENTION_CASES: list[Case] = [
     ("8 decodes, context 2048", [(2047, 1)] * 8),
     ("prefill 256", [(0, 256)]),
     ("prefill 256 after 1024", [(1024, 256)]),
+    ("prefill 1083", [(0, 1083)]),
+    ("7 prefills of 155", [(0, 155)] * 7),
     ("16 decodes and prefill 128", [(255, 1)] * 16 + [(0, 128)]),
 ]
 

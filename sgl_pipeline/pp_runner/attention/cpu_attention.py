@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, CpuKernels
+from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, Arithmetic, CpuKernels
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout
 
 
@@ -17,17 +17,22 @@ from sgl_pipeline.pp_runner.step_inputs import PagedLayout
 class CpuAttention:
     """The `AttentionBackend` of a CPU stage, for fp32 or bf16 queries, keys and values.
 
-    Runs on `torch.get_num_threads()` threads. A row's result depends on nothing but its own query,
-    keys and values: bitwise the same decoded, in one chunk or in many, in any microbatch.
+    Computes with `arithmetic`, which `kernels` must have for the shape's dtype, by default with the
+    fastest, on `torch.get_num_threads()` threads. A row's result depends on nothing but its own
+    query, keys and values: bitwise the same decoded, in one chunk or in many, in any microbatch.
     """
 
     shape: AttentionShape
     kernels: CpuKernels
+    arithmetic: Arithmetic | None = None
     _layout: PagedLayout | None = None
 
     def __post_init__(self) -> None:
         assert self.shape.dtype in CPU_DTYPES
         assert self.shape.num_query_heads % self.shape.num_kv_heads == 0
+        if self.arithmetic is None:
+            self.arithmetic = self.kernels.best_arithmetic(self.shape.dtype)
+        assert self.arithmetic.dtype == self.shape.dtype and self.kernels.has(self.arithmetic)
 
     def plan(self, layout: PagedLayout) -> None:
         """Keeps the layout: the kernel splits the work itself. See `AttentionBackend.plan`."""
@@ -50,7 +55,7 @@ class CpuAttention:
             assert pages.dtype == query.dtype == shape.dtype
         out = torch.empty(query.shape, dtype=query.dtype)
         self.kernels.paged_attention(
-            shape.dtype == torch.bfloat16,
+            self.arithmetic,
             query.data_ptr(),
             query.stride(0),
             key_pages.data_ptr(),

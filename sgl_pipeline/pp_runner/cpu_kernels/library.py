@@ -5,6 +5,7 @@ nothing else: who passes a pointer has checked the tensor behind it.
 """
 
 import ctypes
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from sgl_pipeline.pp_runner.cpu_kernels.build import (
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 _DIRECTORY = Path(__file__).parent
-_SOURCES = tuple(_DIRECTORY / name for name in ("attention.cpp", "elementwise.cpp", "products.cpp"))
-_HEADERS = (_DIRECTORY / "vectors.h",)
+_SOURCES = tuple(sorted(_DIRECTORY.glob("*.cpp")))
+_HEADERS = tuple(sorted(_DIRECTORY.glob("*.h")))
 _INT, _INT64, _FLOAT, _POINTER = (
     ctypes.c_int,
     ctypes.c_int64,
@@ -29,6 +30,8 @@ _INT, _INT64, _FLOAT, _POINTER = (
 )
 # In the order of the definitions, which say what each one is.
 _ARGUMENT_TYPES: dict[str, list[Any]] = {
+    "sglp_has_arithmetic": [_INT],
+    "sglp_best_bf16_arithmetic": [],
     "sglp_paged_attention": [_INT, _POINTER, _INT64, *7 * [_POINTER], *5 * [_INT], _FLOAT, _INT],
     "sglp_rms_norm": [_INT, _INT64, _INT, *3 * [_POINTER], _FLOAT, *2 * [_POINTER], _INT],
     "sglp_place_heads": [
@@ -40,6 +43,20 @@ _ARGUMENT_TYPES: dict[str, list[Any]] = {
     "sglp_pack_weight": [*2 * [_INT64], *2 * [_POINTER]],
     "sglp_product": [*3 * [_INT64], *4 * [_POINTER], _INT],
 }
+
+
+class Arithmetic(IntEnum):
+    """How attention computes, and so which bits it gives; `Arithmetic` in attention.cpp."""
+
+    FLOAT32_VECTORS = 0
+    BFLOAT16_VECTORS = 1  # bf16 tensors, fp32 arithmetic
+    DOT_PRODUCTS = 2  # of bf16 numbers, by AVX-512 BF16
+    AMX = 3
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of queries, keys, values and outputs."""
+        return torch.float32 if self is Arithmetic.FLOAT32_VECTORS else torch.bfloat16
 
 
 class CpuKernels:
@@ -60,7 +77,10 @@ class CpuKernels:
         for name, function in functions.items():
             function.argtypes = _ARGUMENT_TYPES[name]
             function.restype = None
-        functions["sglp_has_products"].restype = ctypes.c_int
+        self._has_arithmetic = functions["sglp_has_arithmetic"]
+        self._best_bf16_arithmetic = functions["sglp_best_bf16_arithmetic"]
+        for name in ("sglp_has_arithmetic", "sglp_best_bf16_arithmetic", "sglp_has_products"):
+            functions[name].restype = _INT
         self.paged_attention = functions["sglp_paged_attention"]
         self.rms_norm = functions["sglp_rms_norm"]
         self.place_heads = functions["sglp_place_heads"]
@@ -69,6 +89,19 @@ class CpuKernels:
         self.product = functions["sglp_product"]
         # Whether the last two can be called: they need bf16 instructions.
         self.has_products = bool(functions["sglp_has_products"]())
+
+    def has(self, arithmetic: Arithmetic) -> bool:
+        """Whether attention can be computed so on this machine, by this library.
+
+        Asks the operating system to let this process use AMX, which it may refuse.
+        """
+        return bool(self._has_arithmetic(arithmetic))
+
+    def best_arithmetic(self, dtype: torch.dtype) -> Arithmetic:
+        """The fastest one for attention in `dtype`, one of CPU_DTYPES."""
+        if dtype == torch.float32:
+            return Arithmetic.FLOAT32_VECTORS
+        return Arithmetic(self._best_bf16_arithmetic())
 
 
 def load_cpu_kernels(*extra_flags: str) -> CpuKernels:

@@ -13,13 +13,10 @@
 #include <cstring>
 #include <vector>
 
+#include "amx.h"
 #include "vectors.h"
 
 #if defined(__AVX512BF16__)
-#if defined(__AMX_BF16__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace {
 
@@ -91,20 +88,13 @@ struct Panel {
 // The sums of up to 32 rows with a panel: [32, 32].
 typedef float Sums[kGroupRows][2 * kBlock];
 
-#if defined(__AMX_BF16__)
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
+#if defined(SGLP_HAS_AMX)
 
 // Static, as the compiler does not know that the instruction reads all of it.
-const TileConfig kTileConfig;
+const TileConfiguration kTileConfiguration{
+    1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
-void open_tiles() { _tile_loadconfig(&kTileConfig); }
+void open_tiles() { _tile_loadconfig(&kTileConfiguration); }
 void close_tiles() { _tile_release(); }
 
 template <bool kSecondTile>
@@ -238,10 +228,8 @@ void run(const Product& product, const Work& work, const Multiply& multiply) {
 }
 
 bool use_amx() {
-#if defined(__AMX_BF16__)
-  // A process has to ask the kernel for the tiles (arch_prctl(2), ARCH_REQ_XCOMP_PERM, XTILEDATA).
-  static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-  return granted;
+#if defined(SGLP_HAS_AMX)
+  return amx_permitted();
 #else
   return false;
 #endif
@@ -274,7 +262,7 @@ void run_product(const Product& product, int num_threads) {
   const bool amx = use_amx();
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
-#if defined(__AMX_BF16__)
+#if defined(SGLP_HAS_AMX)
     if (amx) open_tiles();
 #endif
     for (int64_t first = 0; first < product.num_rows; first += rows_at_once) {
@@ -285,7 +273,7 @@ void run_product(const Product& product, int num_threads) {
 #pragma omp for
       for (int64_t panel = 0; panel < product.panels(); panel += panels_at_once) {
         const Work work{first, end, packed, panel, panels_at_once};
-#if defined(__AMX_BF16__)
+#if defined(SGLP_HAS_AMX)
         if (amx) {
           run(product, work, multiply_amx);
           continue;
@@ -294,7 +282,7 @@ void run_product(const Product& product, int num_threads) {
         run(product, work, multiply_avx512);
       }
     }
-#if defined(__AMX_BF16__)
+#if defined(SGLP_HAS_AMX)
     if (amx) close_tiles();
 #endif
   }

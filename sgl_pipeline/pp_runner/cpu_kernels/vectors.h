@@ -12,6 +12,9 @@
 #include <immintrin.h>
 #endif
 
+// Keeps a hot loop's registers to itself.
+#define NOINLINE __attribute__((noinline))
+
 namespace {
 
 #if defined(__AVX512F__)

@@ -1,10 +1,15 @@
 """The compiled kernels against a brute-force oracle, and the promise that rows are independent."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.paged_attention import (
     ChunkExtent,
@@ -16,17 +21,26 @@ from support.paged_attention import (
 )
 
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
-from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels, load_cpu_kernels
+from sgl_pipeline.pp_runner.cpu_kernels.library import Arithmetic, CpuKernels, load_cpu_kernels
 
 pytestmark = pytest.mark.compiler
 
-# fp32 sums of up to a few thousand terms; bf16 rounds the result to 8 bits (its inputs are exact).
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
+# Sums of up to a few thousand terms in fp32, and exponentials within 8e-5.
+FLOAT32_ERROR = 1e-5
+EXPONENTIAL_ERROR = 1e-4
+BFLOAT16_ROUNDING = 2.0**-8  # at most, relative
 
 
 @pytest.fixture(scope="module")
 def kernels() -> CpuKernels:
     return load_cpu_kernels()
+
+
+@pytest.fixture(params=Arithmetic, ids=lambda arithmetic: arithmetic.name)
+def arithmetic(request: pytest.FixtureRequest, kernels: CpuKernels) -> Arithmetic:
+    if not kernels.has(request.param):
+        pytest.skip(f"this machine or compiler has no {request.param.name}")
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -37,84 +51,139 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def run(kernels: CpuKernels, problem: PagedProblem) -> torch.Tensor:
-    attention = CpuAttention(problem.shape, kernels)
+def run(kernels: CpuKernels, arithmetic: Arithmetic, problem: PagedProblem) -> torch.Tensor:
+    attention = CpuAttention(problem.shape, kernels, arithmetic)
     attention.plan(problem.layout)
     return attention.attend(problem.query, problem.key_pages, problem.value_pages)
 
 
-def assert_exact(kernels: CpuKernels, problem: PagedProblem) -> None:
-    tolerance = TOLERANCE[problem.shape.dtype]
-    actual = run(kernels, problem)
+def allowed_error(
+    arithmetic: Arithmetic, problem: PagedProblem, exact: torch.Tensor
+) -> torch.Tensor:
+    """[T, Hq, D], how far each output may lie from the exact one.
+
+    Where weights w are rounded, each to w (1 + e), |e| <= E, before both sums of
+    sum(w v) / sum(w), the quotient o moves by at most E (sum(w |v|) / sum(w) + |o|), higher powers
+    of E aside. A bf16 output is rounded once more.
+    """
+    error = FLOAT32_ERROR * (1 + exact.abs())
+    if arithmetic.dtype is torch.bfloat16:
+        error += BFLOAT16_ROUNDING * exact.abs()
+    if arithmetic in (Arithmetic.DOT_PRODUCTS, Arithmetic.AMX):
+        magnitudes = exact_attention(replace(problem, value_pages=problem.value_pages.abs()))
+        error += (BFLOAT16_ROUNDING + EXPONENTIAL_ERROR) * (magnitudes + exact.abs())
+    return error
+
+
+def assert_exact(
+    kernels: CpuKernels, arithmetic: Arithmetic, problem: PagedProblem, score_error: float = 0.0
+) -> None:
+    """`score_error`: by how much more a score may be off than fp32 makes those of random inputs."""
+    actual = run(kernels, arithmetic, problem)
+    exact = exact_attention(problem)
     assert actual.dtype == problem.shape.dtype
-    torch.testing.assert_close(
-        actual.double(), exact_attention(problem), rtol=tolerance, atol=tolerance
-    )
+    excess = (actual.double() - exact).abs() - allowed_error(arithmetic, problem, exact)
+    assert float(excess.max()) <= score_error  # a NaN fails
 
 
 chunk_extents = st.builds(
-    ChunkExtent, start=st.integers(0, 90), length=st.one_of(st.just(1), st.integers(1, 70))
+    ChunkExtent, start=st.integers(0, 150), length=st.one_of(st.just(1), st.integers(1, 70))
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     chunks=st.lists(chunk_extents, min_size=1, max_size=5),
     page_size=st.sampled_from([1, 16, 64]),
     head_dim=st.sampled_from([8, 32, 40, 64, 128, 256]),
-    heads=st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (4, 4), (6, 3), (8, 2)]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    heads=st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (20, 1), (4, 4), (6, 3), (8, 2)]),
     seed=st.integers(0, 1000),
 )
 def test_any_layout_matches_the_definition(
     kernels: CpuKernels,
+    arithmetic: Arithmetic,
     chunks: list[ChunkExtent],
     page_size: int,
     head_dim: int,
     heads: tuple[int, int],
-    dtype: torch.dtype,
     seed: int,
 ) -> None:
-    shape = attention_shape(*heads, head_dim, page_size, dtype)
-    assert_exact(kernels, random_problem(chunks, shape, seed))
+    shape = attention_shape(*heads, head_dim, page_size, arithmetic.dtype)
+    assert_exact(kernels, arithmetic, random_problem(chunks, shape, seed))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_long_contexts_stay_exact(kernels: CpuKernels, dtype: torch.dtype) -> None:
+def test_long_contexts_stay_exact(kernels: CpuKernels, arithmetic: Arithmetic) -> None:
     chunks = [ChunkExtent(4095, 1), ChunkExtent(3000, 5), ChunkExtent(0, 40)]
-    assert_exact(kernels, random_problem(chunks, attention_shape(4, 2, 64, 16, dtype)))
+    shape = attention_shape(4, 2, 64, 16, arithmetic.dtype)
+    assert_exact(kernels, arithmetic, random_problem(chunks, shape))
 
 
-def test_scores_far_apart_neither_overflow_nor_lose_the_largest(kernels: CpuKernels) -> None:
-    shape = attention_shape(2, 1, 64, 16, torch.float32)
+@pytest.mark.parametrize("growth", [3.0, 300.0])
+def test_scores_far_apart_neither_overflow_nor_lose_the_largest(
+    kernels: CpuKernels, arithmetic: Arithmetic, growth: float
+) -> None:
+    shape = attention_shape(2, 1, 64, 16, arithmetic.dtype)
     problem = random_problem([ChunkExtent(0, 100), ChunkExtent(200, 1)], shape)
-    problem.query.mul_(300.0)
+    problem.query.mul_(growth)
     # Scores reach 1000, where a step of fp32 is 6e-5.
-    torch.testing.assert_close(
-        run(kernels, problem).double(), exact_attention(problem), rtol=1e-3, atol=1e-3
-    )
+    assert_exact(kernels, arithmetic, problem, score_error=1e-3)
 
 
-def test_a_strided_query_is_read_in_place(kernels: CpuKernels) -> None:
-    problem = random_problem([ChunkExtent(3, 20)], attention_shape(4, 2, 32, 16, torch.float32))
-    wide = torch.full((20, 6, 32), torch.nan)
+@pytest.mark.parametrize("step", [-0.5, 0.02, 0.5])
+def test_scores_that_rise_or_fall_along_the_context_stay_exact(
+    kernels: CpuKernels, arithmetic: Arithmetic, step: float
+) -> None:
+    """From tile to tile the maximum falls, rises a little, or far more than a weight may grow."""
+    shape = attention_shape(2, 1, 64, 16, arithmetic.dtype)
+    problem = random_problem([ChunkExtent(100, 200)], shape)
+    problem.query[..., 0] = 8.0
+    pages = problem.layout.page_indices.long()
+    positions = torch.arange(pages.numel() * 16).view(-1, 16, 1)
+    problem.key_pages[pages, :, :, 0] = (step * positions).to(shape.dtype)
+    assert_exact(kernels, arithmetic, problem, score_error=1e-4)
+
+
+def test_a_strided_query_is_read_in_place(kernels: CpuKernels, arithmetic: Arithmetic) -> None:
+    dtype = arithmetic.dtype
+    problem = random_problem([ChunkExtent(3, 20)], attention_shape(4, 2, 32, 16, dtype))
+    wide = torch.full((20, 6, 32), torch.nan, dtype=dtype)
     wide[:, :4] = problem.query
-    attention = CpuAttention(problem.shape, kernels)
-    attention.plan(problem.layout)
-    strided = attention.attend(wide[:, :4], problem.key_pages, problem.value_pages)
-    assert torch.equal(strided, run(kernels, problem))
+    strided = replace(problem, query=wide[:, :4])
+    assert torch.equal(run(kernels, arithmetic, strided), run(kernels, arithmetic, problem))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 1)], ids=str)
+def test_a_request_that_went_astray_harms_no_other(
+    kernels: CpuKernels, arithmetic: Arithmetic
+) -> None:
+    """NaN in its keys and values, in prefill beside it and in the working memory after it."""
+    shape = attention_shape(8, 2, 64, 16, arithmetic.dtype)
+    chunks = [ChunkExtent(70, 1), ChunkExtent(0, 90), ChunkExtent(10, 1), ChunkExtent(0, 33)]
+    problem = random_problem(chunks, shape)
+    expected = run(kernels, arithmetic, problem)
+    begin, end = problem.layout.page_indptr[1:3].tolist()
+    astray = problem.layout.page_indices[begin:end].long()
+    problem.key_pages[astray] = problem.value_pages[astray] = torch.nan
+    actual = run(kernels, arithmetic, problem)
+    assert actual[1:91].isnan().all()
+    for rows in (slice(0, 1), slice(91, None)):
+        assert torch.equal(actual[rows], expected[rows])
+
+
+@pytest.mark.parametrize(
+    "heads", [(2, 2, 64), (4, 2, 64), (8, 1, 64), (20, 1, 64), (4, 2, 128), (4, 2, 40)], ids=str
+)
 @pytest.mark.parametrize("splits", [[1] * 150, [150], [70, 80], [1, 37, 1, 64, 47]], ids=len)
 def test_a_row_is_bitwise_the_same_however_its_prompt_is_cut(
-    kernels: CpuKernels, splits: list[int], heads: tuple[int, int], dtype: torch.dtype
+    kernels: CpuKernels, arithmetic: Arithmetic, splits: list[int], heads: tuple[int, int, int]
 ) -> None:
     """One prompt of 150 tokens as one chunk, against the same prompt cut into `splits`, the other
     requests of the microbatch and the page size being different too."""
-    whole = random_problem([ChunkExtent(0, 150)], attention_shape(*heads, 64, 1, dtype))
-    expected = run(kernels, whole)
+    dtype = arithmetic.dtype
+    whole = random_problem([ChunkExtent(0, 150)], attention_shape(*heads, 1, dtype))
+    whole.query.mul_(4.0)  # so that maxima move
+    expected = run(kernels, arithmetic, whole)
     order = whole.layout.page_indices.long()
     keys = [store[order].flatten(0, 1) for store in (whole.key_pages, whole.value_pages)]
 
@@ -122,7 +191,7 @@ def test_a_row_is_bitwise_the_same_however_its_prompt_is_cut(
     for length in splits:
         rows = whole.query[start : start + length]
         other = random_problem(
-            [ChunkExtent(40, 3), ChunkExtent(99, 1)], attention_shape(*heads, 64, 16, dtype)
+            [ChunkExtent(40, 3), ChunkExtent(99, 1)], attention_shape(*heads, 16, dtype)
         )
         num_pages = other.key_pages.shape[0]
         own_pages = list(range(num_pages, num_pages + 10))
@@ -137,7 +206,7 @@ def test_a_row_is_bitwise_the_same_however_its_prompt_is_cut(
             16,
         )
         query = torch.cat((other.query[:3], rows, other.query[3:]))
-        mixed = run(kernels, PagedProblem(other.shape, layout, query, *pages))
+        mixed = run(kernels, arithmetic, PagedProblem(other.shape, layout, query, *pages))
         assert torch.equal(mixed[3 : 3 + length], expected[start : start + length])
         start += length
 
@@ -149,9 +218,46 @@ def _paged(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
     return torch.cat((tokens, filler)).unflatten(0, (-1, page_size))
 
 
-def test_results_do_not_depend_on_the_number_of_threads(kernels: CpuKernels) -> None:
-    chunks = [ChunkExtent(200, 1), ChunkExtent(70, 1), ChunkExtent(0, 90), ChunkExtent(33, 40)]
-    problem = random_problem(chunks, attention_shape(8, 4, 64, 16, torch.float32))
-    alone = run(kernels, problem)
+def test_results_do_not_depend_on_the_number_of_threads(
+    kernels: CpuKernels, arithmetic: Arithmetic
+) -> None:
+    chunks = [ChunkExtent(200, 1), ChunkExtent(70, 1), ChunkExtent(0, 290), ChunkExtent(33, 40)]
+    problem = random_problem(chunks, attention_shape(8, 4, 64, 16, arithmetic.dtype))
+    alone = run(kernels, arithmetic, problem)
     torch.set_num_threads(3)
-    assert torch.equal(run(kernels, problem), alone)
+    assert torch.equal(run(kernels, arithmetic, problem), alone)
+
+
+def test_amx_is_the_default_where_there_is_any(kernels: CpuKernels) -> None:
+    assert CpuAttention(attention_shape(2, 1, 64, 16, torch.float32), kernels).arithmetic == (
+        Arithmetic.FLOAT32_VECTORS
+    )
+    attention = CpuAttention(attention_shape(2, 1, 64, 16, torch.bfloat16), kernels)
+    assert (attention.arithmetic == Arithmetic.AMX) == kernels.has(Arithmetic.AMX)
+
+
+@pytest.mark.multiproc
+def test_where_the_kernel_refuses_tiles_others_do_the_work(kernels: CpuKernels) -> None:
+    """Linux grants no tiles to a process with a signal stack that could not hold them."""
+    if not kernels.has(Arithmetic.AMX):
+        pytest.skip("this machine or compiler has no AMX")
+    program = (
+        "import ctypes\n"
+        "class Stack(ctypes.Structure):\n"
+        "    _fields_ = [('start', ctypes.c_void_p), ('flags', ctypes.c_int),\n"
+        "                ('size', ctypes.c_size_t)]\n"
+        "memory = ctypes.create_string_buffer(4096)\n"
+        "stack = Stack(ctypes.addressof(memory), 0, len(memory))\n"
+        "assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0\n"
+        "import torch\n"
+        "from sgl_pipeline.pp_runner.cpu_kernels.library import Arithmetic, load_cpu_kernels\n"
+        "kernels = load_cpu_kernels()\n"
+        "print(kernels.has(Arithmetic.AMX), kernels.best_arithmetic(torch.bfloat16).name)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    has_amx, best = done.stdout.split()
+    assert has_amx == "False"
+    assert best in ("DOT_PRODUCTS", "BFLOAT16_VECTORS")

@@ -1,0 +1,167 @@
+// One step's attention as work: which rows, which heads, and where their keys lie in the pages.
+//
+// Shared by the kernels of attention_vectors.h and attention_tiles.h. Computes nothing itself.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+// A step as PagedLayout describes it, with the sizes of AttentionShape.
+struct Step {
+  const int32_t* query_indptr;
+  const int32_t* page_indptr;
+  const int32_t* page_indices;
+  const int32_t* kv_lengths;
+  int64_t query_row_stride;
+  int num_chunks;
+  int page_size;
+  int num_query_heads;
+  int num_kv_heads;
+  int head_dim;
+  float scale;
+
+  int group() const { return num_query_heads / num_kv_heads; }
+};
+
+// Query rows [row, row + num_rows) of a chunk, for key/value heads [head, head + num_heads). A
+// "lane" is one row of one query head; those of a key/value head are ordered by row, then place in
+// the group.
+struct WorkItem {
+  int chunk;
+  int row;
+  int num_rows;
+  int head;
+  int num_heads;
+
+  // The position of the first row in its request.
+  int first_position(const Step& step) const {
+    return step.kv_lengths[chunk] - (step.query_indptr[chunk + 1] - row);
+  }
+  // Keys that the last row sees.
+  int num_visible(const Step& step) const { return first_position(step) + num_rows; }
+  int lanes_of_head(const Step& step) const { return num_rows * step.group(); }
+  int64_t row_of(const Step& step, int lane) const { return row + lane / step.group(); }
+  int64_t query_head_of(const Step& step, int head_in_item, int lane) const {
+    return (head + head_in_item) * step.group() + lane % step.group();
+  }
+};
+
+// A step's tensors, laid out as sglp_paged_attention says.
+template <typename T>
+struct Tensors {
+  const T* query;
+  const T* key_pages;
+  const T* value_pages;
+  T* out;
+
+  const T* query_of(const Step& step, const WorkItem& item, int head_in_item, int lane) const {
+    return query + item.row_of(step, lane) * step.query_row_stride +
+           item.query_head_of(step, head_in_item, lane) * step.head_dim;
+  }
+  T* out_of(const Step& step, const WorkItem& item, int head_in_item, int lane) const {
+    return out + (item.row_of(step, lane) * step.num_query_heads +
+                  item.query_head_of(step, head_in_item, lane)) *
+                     step.head_dim;
+  }
+};
+
+// A lone row takes several heads in one sweep over its pages, as one token's heads lie side by side
+// in memory, but leaves work for every thread. Longer chunks go head by head, in at most
+// `most_lanes` lanes, and fewer, but not below `least_lanes`, where that leaves threads idle. The
+// dearest come first, so that no thread is left with one at the end.
+inline std::vector<WorkItem> split(const Step& step, int num_threads, int most_lanes,
+                                   int least_lanes) {
+  std::vector<WorkItem> items;
+  const int64_t all_lanes = int64_t{step.query_indptr[step.num_chunks]} * step.num_query_heads;
+  const int64_t fair_lanes = all_lanes / (4 * num_threads);  // four items for each thread
+  const int lanes = std::clamp<int64_t>(fair_lanes, least_lanes, most_lanes);
+  const int item_rows = std::max(1, lanes / step.group());
+  for (int chunk = 0; chunk < step.num_chunks; ++chunk) {
+    const int begin = step.query_indptr[chunk], end = step.query_indptr[chunk + 1];
+    const int heads_at_once = end - begin == 1 ? std::max(1, step.num_kv_heads / num_threads) : 1;
+    for (int head = 0; head < step.num_kv_heads; head += heads_at_once)
+      for (int row = begin; row < end; row += item_rows)
+        items.push_back({chunk, row, std::min(item_rows, end - row), head,
+                         std::min(heads_at_once, step.num_kv_heads - head)});
+  }
+  const auto cost = [&](const WorkItem& item) {
+    return int64_t{item.num_visible(step)} * item.num_rows * item.num_heads;
+  };
+  if (num_threads > 1)
+    std::stable_sort(items.begin(), items.end(), [&](const WorkItem& a, const WorkItem& b) {
+      return cost(a) > cost(b);
+    });
+  return items;
+}
+
+// Where the keys [start, end) of an item, at most kKeys of them, lie in the pages: the offset of
+// each one's first element for the item's first head.
+template <int kKeys>
+struct KeyTile {
+  KeyTile(const Step& step, const WorkItem& item, int start, int end)
+      : num_keys(std::clamp(end - start, 0, kKeys)), offsets() {
+    const int32_t* pages = step.page_indices + step.page_indptr[item.chunk];
+    const int64_t token_size = int64_t{step.num_kv_heads} * step.head_dim;
+    const int64_t head_offset = int64_t{item.head} * step.head_dim;
+    int page = start / step.page_size, place = start % step.page_size;
+    for (int key = 0; key < num_keys; ++key) {
+      offsets[key] = (int64_t{pages[page]} * step.page_size + place) * token_size + head_offset;
+      if (++place == step.page_size) place = 0, ++page;
+    }
+  }
+
+  int num_keys;
+  int64_t offsets[kKeys];  // of keys that are not there: 0, an element that may be read
+};
+
+// The tile that is read after the one of `item` that begins with key `start`: the item's next, or
+// the first of `following`, the item that this thread is likely to compute next (null: none).
+template <int kKeys>
+inline KeyTile<kKeys> tile_after(const Step& step, const WorkItem& item, int start,
+                                 const WorkItem* following) {
+  const int end = item.num_visible(step);
+  if (following == nullptr || start + kKeys < end) return {step, item, start + kKeys, end};
+  return {step, *following, 0, following->num_visible(step)};
+}
+
+// One head's keys or values of a tile, in the pages or as a copy.
+template <typename T>
+struct Rows {
+  const T* first;
+  const int64_t* offsets;
+  const int64_t* next_offsets;  // of the tile read after this one; null in a copy
+  int head_dim;
+
+  const T* operator[](int key) const { return first + offsets[key]; }
+
+  // Asks for the key's counterpart in that tile: little by little, and only as far as the L2
+  // cache, as misses of the L1 would hold up the loads behind them.
+  void prefetch_next(int key) const {
+    if (next_offsets == nullptr) return;
+    for (int d = 0; d < head_dim; d += 64 / int{sizeof(T)})
+      __builtin_prefetch(first + next_offsets[key] + d, 0, 2);
+  }
+};
+
+// The keys or values of an item's head number `head_in_item`, in `pages`.
+template <typename T, int kKeys>
+inline Rows<T> rows_of(const T* pages, const Step& step, int head_in_item,
+                       const KeyTile<kKeys>& tile, const KeyTile<kKeys>& next) {
+  const T* first = pages + int64_t{head_in_item} * step.head_dim;
+  return {first, tile.offsets, next.offsets, step.head_dim};
+}
+
+// outputs [size], in vectors, divided by `weight`.
+template <typename T>
+inline void store_quotient(const Vec* outputs, float weight, int size, T* target) {
+  for (int v = 0; v * kWidth < size; ++v)
+    store(target + v * kWidth, outputs[v] / weight, std::min(kWidth, size - v * kWidth));
+}
+
+}  // namespace

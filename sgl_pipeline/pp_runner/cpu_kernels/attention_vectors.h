@@ -1,0 +1,235 @@
+// Attention in fp32 arithmetic on any machine's vectors, for fp32 and bf16 tensors.
+//
+// Called by attention.cpp for fp32, and for bf16 where attention_tiles.h has no faster way. Every
+// lane reads its keys in tiles that start at position 0 and adds up in an order that depends on
+// nothing but its own position, whatever shares its tile.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "attention_step.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int kKeyTile = 32;  // keys scored between two updates of the running maximum
+constexpr int kScoreVectors = kKeyTile / kWidth;
+constexpr int kLanesWithoutCopy = 8;  // up to which a head's lanes read the pages themselves
+
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+// One thread's working memory: the running state of an item's lanes, and one key tile of one head.
+struct VectorScratch {
+  VectorScratch(const Step& step, const std::vector<WorkItem>& items)
+      : VectorScratch(most_lanes(step, items), (step.head_dim + kWidth - 1) / kWidth) {}
+
+  VectorScratch(int num_lanes, int vectors)
+      : vectors(vectors),
+        queries(num_lanes * vectors),
+        outputs(num_lanes * vectors),
+        keys(kKeyTile * vectors),
+        values(kKeyTile * vectors),
+        scores(num_lanes * kScoreVectors),
+        sums(num_lanes),
+        maxima(num_lanes),
+        copy_offsets(kKeyTile) {
+    for (int key = 0; key < kKeyTile; ++key) copy_offsets[key] = int64_t{key} * vectors * kWidth;
+  }
+
+  static int most_lanes(const Step& step, const std::vector<WorkItem>& items) {
+    int most = 0;
+    for (const WorkItem& item : items)
+      most = std::max(most, item.num_heads * item.lanes_of_head(step));
+    return most;
+  }
+
+  const int vectors;  // of one head
+  std::vector<Vec> queries;     // [lanes, vectors], scaled
+  std::vector<Vec> outputs;     // [lanes, vectors], not yet divided by the sums
+  std::vector<Vec> keys;        // [kKeyTile, vectors]
+  std::vector<Vec> values;      // [kKeyTile, vectors]
+  std::vector<Vec> scores;      // [lanes, kScoreVectors], exponentials after update_softmax
+  std::vector<Vec> sums;        // [lanes], one partial sum for each vector position
+  std::vector<float> maxima;    // [lanes]
+  std::vector<int64_t> copy_offsets;  // [kKeyTile], of the rows of keys and values, in floats
+};
+
+// Lanes [first, end) of one head. The first one sees `visible` keys of the tile (or all there are),
+// and each further row, that is after `group` lanes, one more.
+struct Lanes {
+  int first;
+  int end;
+  int group;
+  int visible;
+};
+
+// The scores of kWidth keys at once: their partial products are added up together.
+template <int kVectors, typename T>
+inline Vec score(const Vec* query, Rows<T> keys, int first_key, int num_vectors) {
+  const int vectors = kVectors > 0 ? kVectors : num_vectors;  // known early, the loop is unrolled
+  Vec partial[kWidth];
+#pragma GCC unroll 16
+  for (int key = 0; key < kWidth; ++key) {
+    const T* row = keys[first_key + key];
+    keys.prefetch_next(first_key + key);
+    Vec products = query[0] * load(row);
+    for (int v = 1; v < vectors; ++v) products += query[v] * load(row + v * kWidth);
+    partial[key] = products;
+  }
+  return totals(partial);
+}
+
+// Scores a key tile for one lane that sees its first `visible` keys, and folds it into the softmax.
+template <int kVectors, typename T>
+NOINLINE void update_softmax(VectorScratch& scratch, Rows<T> keys, int lane, int visible) {
+  const int vectors = scratch.vectors;
+  Vec* scores = &scratch.scores[lane * kScoreVectors];
+  Vec highest = broadcast(scratch.maxima[lane]);
+  IntVec position;
+  for (int i = 0; i < kWidth; ++i) position[i] = i;
+  for (int s = 0; s < kScoreVectors; ++s, position += kWidth) {
+    const Vec all = score<kVectors>(&scratch.queries[lane * vectors], keys, s * kWidth, vectors);
+    scores[s] = position < visible ? all : broadcast(kLowest);
+    highest = maximum(highest, scores[s]);
+  }
+  const float new_maximum = largest(highest);
+  if (new_maximum != scratch.maxima[lane]) {
+    const Vec shrink = exp_nonpositive(broadcast(scratch.maxima[lane] - new_maximum));
+    scratch.maxima[lane] = new_maximum;
+    scratch.sums[lane] *= shrink;
+    for (int v = 0; v < vectors; ++v) scratch.outputs[lane * vectors + v] *= shrink;
+  }
+  for (int s = 0; s < kScoreVectors; ++s) {
+    scores[s] = exp_nonpositive(scores[s] - new_maximum);
+    scratch.sums[lane] += scores[s];
+  }
+}
+
+// Adds the weighted values of a tile to kVectors vectors of kLanes lanes, held in registers.
+template <int kLanes, int kVectors, typename T>
+inline void add_values(VectorScratch& scratch, Rows<T> values, int lane, int first_vector,
+                       int num_keys) {
+  const int vectors = scratch.vectors;
+  const float* weights = reinterpret_cast<const float*>(&scratch.scores[lane * kScoreVectors]);
+  Vec* outputs = &scratch.outputs[lane * vectors + first_vector];
+  Vec sums[kLanes][kVectors];
+  for (int i = 0; i < kLanes; ++i)
+    for (int v = 0; v < kVectors; ++v) sums[i][v] = outputs[i * vectors + v];
+  for (int key = 0; key < num_keys; ++key) {
+    const T* row = values[key] + first_vector * kWidth;
+    if (first_vector == 0) values.prefetch_next(key);
+    for (int v = 0; v < kVectors; ++v) {
+      const Vec value = load(row + v * kWidth);
+      for (int i = 0; i < kLanes; ++i) sums[i][v] += weights[i * kKeyTile + key] * value;
+    }
+  }
+  for (int i = 0; i < kLanes; ++i)
+    for (int v = 0; v < kVectors; ++v) outputs[i * vectors + v] = sums[i][v];
+}
+
+template <int kLanes, typename T>
+NOINLINE void add_values(VectorScratch& scratch, Rows<T> values, int lane, int num_keys) {
+  int v = 0;
+  for (; v + 4 <= scratch.vectors; v += 4)
+    add_values<kLanes, 4>(scratch, values, lane, v, num_keys);
+  for (; v < scratch.vectors; ++v) add_values<kLanes, 1>(scratch, values, lane, v, num_keys);
+}
+
+// One key tile of one head, for all lanes of that head.
+template <typename T>
+void attend_tile(VectorScratch& scratch, Rows<T> keys, Rows<T> values, int num_keys, Lanes lanes) {
+  for (int lane = lanes.first; lane < lanes.end; ++lane) {
+    const int visible = lanes.visible + (lane - lanes.first) / lanes.group;
+    if (scratch.vectors == 4)
+      update_softmax<4>(scratch, keys, lane, std::min(num_keys, visible));
+    else if (scratch.vectors == 8)
+      update_softmax<8>(scratch, keys, lane, std::min(num_keys, visible));
+    else
+      update_softmax<0>(scratch, keys, lane, std::min(num_keys, visible));
+  }
+  int lane = lanes.first;
+  for (; lane + 4 <= lanes.end; lane += 4) add_values<4>(scratch, values, lane, num_keys);
+  for (; lane + 2 <= lanes.end; lane += 2) add_values<2>(scratch, values, lane, num_keys);
+  if (lane < lanes.end) add_values<1>(scratch, values, lane, num_keys);
+}
+
+// Attention of one step over keys and values of type T; `run` computes one item of its work.
+template <typename T>
+class VectorAttention {
+ public:
+  using Element = T;
+  using Scratch = VectorScratch;
+  static constexpr int kMostLanes = 32, kLeastLanes = 32;
+
+  VectorAttention(const Step& step, const Tensors<T>& tensors) : step_(step), tensors_(tensors) {}
+
+  void run(const WorkItem& item, const WorkItem* following, Scratch& scratch) const {
+    start(item, scratch);
+    const int first_position = item.first_position(step_), num_visible = item.num_visible(step_);
+    const int lanes_of_head = item.lanes_of_head(step_);
+    KeyTile<kKeyTile> tile(step_, item, 0, num_visible);
+    for (int start = 0; start < num_visible; start += kKeyTile) {
+      const auto next = tile_after<kKeyTile>(step_, item, start, following);
+      const int first_row = std::max(0, start - first_position);  // earlier ones see none of it
+      for (int head = 0; head < item.num_heads; ++head) {
+        const int first_lane = head * lanes_of_head;
+        const Lanes lanes{first_lane + first_row * step_.group(), first_lane + lanes_of_head,
+                          step_.group(), first_position + first_row + 1 - start};
+        attend_head(tile, next, head, lanes, scratch);
+      }
+      tile = next;
+    }
+    finish(item, scratch);
+  }
+
+ private:
+  void start(const WorkItem& item, Scratch& scratch) const {
+    const int lanes_of_head = item.lanes_of_head(step_);
+    for (int i = 0; i < item.num_heads * lanes_of_head; ++i) {
+      const int head = i / lanes_of_head, lane = i % lanes_of_head;
+      Vec* vecs = &scratch.queries[i * scratch.vectors];
+      widen(tensors_.query_of(step_, item, head, lane), step_.head_dim, vecs);
+      for (int v = 0; v < scratch.vectors; ++v) vecs[v] *= step_.scale;
+    }
+    std::fill(scratch.outputs.begin(), scratch.outputs.end(), Vec{});
+    std::fill(scratch.sums.begin(), scratch.sums.end(), Vec{});
+    std::fill(scratch.maxima.begin(), scratch.maxima.end(), kLowest);
+  }
+
+  // Many lanes share a widened copy of the tile; few read the pages themselves.
+  void attend_head(const KeyTile<kKeyTile>& tile, const KeyTile<kKeyTile>& next, int head,
+                   Lanes lanes, Scratch& scratch) const {
+    const Rows<T> keys = rows_of(tensors_.key_pages, step_, head, tile, next);
+    const Rows<T> values = rows_of(tensors_.value_pages, step_, head, tile, next);
+    if (lanes.end - lanes.first <= kLanesWithoutCopy && step_.head_dim % kWidth == 0) {
+      attend_tile(scratch, keys, values, tile.num_keys, lanes);
+    } else {
+      const Rows<float> key_copy = copy(keys, tile.num_keys, scratch.keys, scratch);
+      const Rows<float> value_copy = copy(values, tile.num_keys, scratch.values, scratch);
+      attend_tile(scratch, key_copy, value_copy, tile.num_keys, lanes);
+    }
+  }
+
+  Rows<float> copy(Rows<T> rows, int num_keys, std::vector<Vec>& target, Scratch& scratch) const {
+    for (int key = 0; key < num_keys; ++key)
+      widen(rows[key], step_.head_dim, &target[key * scratch.vectors]);
+    const float* first = reinterpret_cast<const float*>(target.data());
+    return {first, scratch.copy_offsets.data(), nullptr, step_.head_dim};
+  }
+
+  void finish(const WorkItem& item, Scratch& scratch) const {
+    const int lanes_of_head = item.lanes_of_head(step_);
+    for (int i = 0; i < item.num_heads * lanes_of_head; ++i)
+      store_quotient(&scratch.outputs[i * scratch.vectors], total(scratch.sums[i]), step_.head_dim,
+                     tensors_.out_of(step_, item, i / lanes_of_head, i % lanes_of_head));
+  }
+
+  const Step& step_;
+  const Tensors<T>& tensors_;
+};
+
+}  // namespace
