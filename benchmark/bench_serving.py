@@ -242,7 +242,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmark.bench_serving", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--engine", action="append", help="'ours|vllm|sglang --pp N [its flags]'; repeatable")
+    add(
+        "--engine",
+        action="append",
+        help="'ours|vllm|sglang|transformers --pp N [its flags]'; repeatable",
+    )
     add("--against", help="engine whose throughput is 1 in the ratios (default: the last one)")
     add("--rounds", type=int, default=3, help="counted runs of each engine (default: 3)")
     add("--model-path", help=f"checkpoint (default: the {DEFAULT_PRESET} preset, made on demand)")

@@ -1,8 +1,9 @@
 """The servers that a benchmark compares: how each is started, waited for and ended.
 
-An engine is written `ours --pp 2 --policy sarathi`, `vllm --pp 2` or `sglang --pp 2`; every flag
-but `--pp` is handed on as it stands. Used by the benchmarks that start servers, one engine at a
-time. Prefix caches are off unless asked for: with them, a repeated load is answered from the cache.
+An engine is written `ours --pp 2 --policy sarathi`, `vllm --pp 2`, `sglang --pp 2` or
+`transformers --pp 1`; every flag but `--pp` is handed on as it stands. Used by the benchmarks that
+start servers, one engine at a time. Prefix caches are off unless asked for: with them, a repeated
+load is answered from the cache.
 """
 
 import argparse
@@ -158,10 +159,24 @@ def _sglang(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
     )
 
 
+def _transformers(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
+    if served.num_stages != 1:
+        raise ConfigurationError(f"{served.label}: transformers batches in one process: --pp 1")
+    command = [sys.executable, "-m", "benchmark.peers.transformers_serve", "--model-path"]
+    command += [str(served.model), *served.address_flags, "--threads", str(len(cores))]
+    return Engine(
+        label=served.label,
+        client_backend="sglang",
+        base_url=served.base_url,
+        command=(*command, *served.cache_flags("--disable-prefix-cache"), *served.flags),
+    )
+
+
 _BUILDERS: dict[str, Callable[[_Served, Path, Sequence[int]], Engine]] = {
     "ours": _ours,
     "vllm": _vllm,
     "sglang": _sglang,
+    "transformers": _transformers,
 }
 
 

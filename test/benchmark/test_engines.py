@@ -51,12 +51,12 @@ def test_ours_gets_its_flags_and_an_empty_prefix_cache(tmp_path: Path) -> None:
     assert engine.label == "ours --pp 4 --policy sarathi"
 
 
-@pytest.mark.parametrize("kind", ["ours", "sglang"])
+@pytest.mark.parametrize("kind", ["ours", "sglang", "transformers --pp 1"])
 def test_the_prefix_cache_stays_on_where_it_is_wanted(kind: str, tmp_path: Path) -> None:
     off = parse_engine(kind, MODEL, 31000, tmp_path, [0, 1])
     on = parse_engine(kind, MODEL, 31000, tmp_path, [0, 1], prefix_cache=True)
     (flag,) = set(off.command) - set(on.command)
-    assert "cach" in flag
+    assert "cache" in flag
     assert [word for word in off.command if word != flag] == list(on.command)
 
 
@@ -64,6 +64,13 @@ def test_the_sglang_peer_binds_a_core_to_each_stage(tmp_path: Path) -> None:
     engine = parse_engine("sglang", MODEL, 31000, tmp_path, [0, 1])
     assert engine.environment == {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     assert "--disable-radix-cache" in engine.command
+
+
+def test_transformers_batches_in_one_process(tmp_path: Path) -> None:
+    engine = parse_engine("transformers --pp 1", MODEL, 31000, tmp_path, [0, 1])
+    assert engine.command[engine.command.index("--threads") + 1] == "2"
+    with pytest.raises(ConfigurationError, match="--pp 1"):
+        parse_engine("transformers --pp 2", MODEL, 31000, tmp_path, [0, 1])
 
 
 @pytest.mark.parametrize("text", ["tgi --pp 2", "ours --pp two", ""])
