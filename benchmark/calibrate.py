@@ -14,7 +14,8 @@ error that is the simulator's own.
 
 Two comparisons are made: the scheduler's own figures (trace against simulated trace), and the
 clients', whose TTFT holds the front besides (HTTP, tokenizer, detokenizer). The front's share is
-the mean difference of the two in the round's calibration loads, added to its predictions.
+the mean difference of the two in those calibration loads of the round whose requests come all at
+once, or one by one, as those of the predicted load do.
 """
 
 import argparse
@@ -41,12 +42,14 @@ from sgl_pipeline.trace import TraceWriter
 
 POOL_TOKENS = 32_768
 WARM_UP = Load(num_requests=24, input_tokens=256, output_tokens=24, seed=7)
-# From a queue that is never empty down to requests that are alone; prompts from 8 to 512 tokens.
+# From a queue that is never empty down to requests that are alone; prompts of 8 to 512 tokens, and
+# some long ones, which tell what attention to a long context costs.
 CALIBRATION_LOADS = (
     Load(num_requests=40, input_tokens=384, output_tokens=48, seed=2),
     Load(num_requests=40, input_tokens=64, output_tokens=64, seed=3),
     Load(num_requests=32, input_tokens=256, output_tokens=48, seed=4, requests_per_s=2.5),
     Load(num_requests=16, input_tokens=512, output_tokens=24, seed=5, requests_per_s=1.2),
+    Load(num_requests=10, input_tokens=2048, output_tokens=48, seed=6, range_ratio=0.8),
 )
 CHECK_RATES = (2.0, 4.0, float("inf"))
 CHECK_REQUESTS = 48
@@ -85,13 +88,18 @@ class Round:
     checked: tuple[MeasuredLoad, ...]
     pipeline: MeasuredPipeline
 
-    @property
-    def front_ms(self) -> float:
-        """What a first token takes outside the scheduler, on average."""
+    def front_ms(self, at_once: bool) -> float:
+        """What a first token takes outside the scheduler, on average over the calibration loads
+        whose requests come all at once, or one by one."""
         return statistics.fmean(
             one.run.metrics["mean_ttft_ms"] - run_figures(one.records).mean_ttft_ms
-            for one in self.calibration
+            for load, one in zip(CALIBRATION_LOADS, self.calibration, strict=True)
+            if _at_once(load) == at_once
         )
+
+
+def _at_once(load: Load | WrittenLoad) -> bool:
+    return load.requests_per_s == float("inf")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -140,14 +148,15 @@ def _calibrate(options: argparse.Namespace) -> None:
 def _measure_round(
     engine: Engine, model: Path, checks: Sequence[WrittenLoad], number: int
 ) -> Round:
-    loads = filter(None, chain.from_iterable(zip_longest(CALIBRATION_LOADS, checks)))
-    measured = tuple(measure(engine, model, list(loads), number))
-    calibration = measured[0::2]
+    turns = zip_longest(CALIBRATION_LOADS, checks)
+    loads = [load for turn in turns for load in turn if load is not None]
+    measured = dict(zip(loads, measure(engine, model, loads, number), strict=True))
+    calibration = tuple(measured[load] for load in CALIBRATION_LOADS)
     path = SCRATCH / f"calibration_round_{number}.jsonl"
     _write_trace(path, calibration)
     print(f"round {number + 1} is measured", flush=True)
     pipeline = MeasuredPipeline(trace_path=str(path), pool_tokens=POOL_TOKENS)
-    return Round(calibration, measured[1::2], pipeline)
+    return Round(calibration, tuple(measured[load] for load in checks), pipeline)
 
 
 def _check_loads() -> list[WrittenLoad]:
@@ -171,7 +180,9 @@ def _write_trace(path: Path, loads: Iterable[MeasuredLoad]) -> None:
 
 def _check(load: WrittenLoad, number: int, rounds: Sequence[Round]) -> list[Check]:
     """Holds the predictions for a check load against its runs in all rounds."""
-    figures = [compare(one.checked[number], one.pipeline, one.front_ms) for one in rounds]
+    figures = [
+        compare(one.checked[number], one.pipeline, one.front_ms(_at_once(load))) for one in rounds
+    ]
     return [
         Check(
             f"{load.requests_per_s:g} req/s",
@@ -258,7 +269,8 @@ def _fit_table(rounds: Sequence[Round]) -> str:
     text = (
         f"In the last round: scheduling {host.schedule_step_s * 1e3:.2f} ms, results "
         f"{host.result_step_s * 1e3:.2f} ms, preparing {host.prepare_step_s * 1e3:.2f} ms a step; "
-        f"a hop {link.latency_s * 1e3:.2f} ms; the front's share of TTFT {one.front_ms:.1f} ms."
+        f"a hop {link.latency_s * 1e3:.2f} ms; the front's share of TTFT {one.front_ms(False):.1f} "
+        f"ms, {one.front_ms(True):.1f} ms where all requests come at once."
     )
     return markdown_table([*heads, "mean error of a step"], rows) + "\n\n" + text
 

@@ -1,7 +1,7 @@
 """Compares policies, and ways of counting for them, in our server on this machine.
 
     python -m benchmark.compare policies
-    python -m benchmark.compare accountings --pool-tokens 8192
+    python -m benchmark.compare accountings --flags "--prefill-spread-steps 4"
 
 Run by hand. Servers of ours are all up and take turns, on an online load near saturation, so that a
 run and the ones it is compared with lie seconds apart. `policies` has the prefix cache off and the
@@ -57,14 +57,14 @@ def policies(names: Sequence[str], num_requests: int, requests_per_s: float) -> 
 
 def accountings(names: Sequence[str], num_requests: int, requests_per_s: float) -> Comparison:
     """What the policy is told, where most of a prompt is in the cache."""
-    requests = scaled_trace("azure_conv", num_requests, 0.35, 48)
+    requests = scaled_trace("azure_conv", num_requests, 1.0, 48)
     return Comparison(
         ours=tuple(f"--accounting {name}" for name in names),
         prefix_cache=True,
         requests=tuple(shared_prefixes(requests, hit_rate=0.9, group_size=20)),
         requests_per_s=requests_per_s,
         facts={
-            "lengths": "Azure-conv's times 0.35, at most 48 tokens out",
+            "lengths": "Azure-conv's, at most 48 tokens out",
             "prefixes": "90 % of a prompt, shared by 20 requests",
             "prefix caches": "on, emptied before each run",
         },
@@ -88,7 +88,7 @@ DEFAULTS = {
         names=("sarathi", "throttle", "greedy-queue", "no-wt", "no-ut", "throttle-adaptive"),
         requests_per_s=5.0,
     ),
-    "accountings": Default(make=accountings, names=("gllm", "radix", "naive"), requests_per_s=5.0),
+    "accountings": Default(make=accountings, names=("gllm", "radix", "naive"), requests_per_s=2.5),
 }
 
 
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="counted runs of each")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rate", type=float, help="requests a second (default: near saturation)")
-    parser.add_argument("--pool-tokens", type=int, default=16_384, help="KV pool of ours")
+    parser.add_argument("--pool-tokens", type=int, default=65_536, help="KV pool of ours")
     parser.add_argument("--flags", default="", help="further flags for all servers of ours")
     parser.add_argument("--port", type=int, default=31900, help="loopback port of the servers")
     parser.add_argument("--no-save", action="store_true", help="print only")

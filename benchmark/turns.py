@@ -45,9 +45,9 @@ def read_bytes_per_ms(rounds: int) -> float:
 
 
 def flops_per_ms(kernels: LayerKernels, dtype: torch.dtype, rounds: int) -> float:
-    """What one core computes in a large matrix product of `kernels` in `dtype`."""
-    linear = kernels.linear(torch.ones(4096, 1024, dtype=dtype))
-    row = take_turns({"product": partial(linear, torch.ones(512, 1024, dtype=dtype))}, rounds)
+    """What one core computes in a large matrix product of `kernels`, of random numbers."""
+    linear = kernels.linear(torch.randn(4096, 1024).to(dtype))
+    row = take_turns({"product": partial(linear, torch.randn(512, 1024).to(dtype))}, rounds)
     return 2 * 512 * 4096 * 1024 / row["product_ms"]
 
 

@@ -4,13 +4,20 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure as Canvas
 
-from benchmark.figures.figure import Figure, Options, Row, change, numbers, select
+from benchmark.figures.figure import (
+    Figure,
+    Options,
+    Row,
+    change,
+    closed_loop,
+    numbers,
+    select,
+)
 from sgl_pipeline.args import SchedulingArgs
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
-from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.throttle import PipelineLoad, Policy, TokenBudget
 
 # vLLM's setting: at most so many requests run, over four stages, with this budget of tokens.
@@ -51,7 +58,8 @@ POLICIES: dict[str, Policy] = {
 
 
 def compute(options: Options) -> list[Row]:
-    workload = _closed_loop(options)
+    requests = load_trace(options.trace or "mooncake_conversation", options.num_requests)
+    workload = closed_loop(requests, CONCURRENCY)
     rows = []
     for name, policy in POLICIES.items():
         pages = CLUSTER.kv_pool_tokens() // 16
@@ -65,15 +73,6 @@ def compute(options: Options) -> list[Row]:
         simulation = VirtualPipeline(scheduler, CLUSTER.costs()).run(workload)
         rows.append({"policy": name, **numbers(simulation)})
     return rows
-
-
-def _closed_loop(options: Options) -> list[SimulatedRequest]:
-    """CONCURRENCY clients, each of which sends its next request when it has its answer."""
-    requests = load_trace(options.trace or "mooncake_conversation", options.num_requests)
-    clients: list[list[SimulatedRequest]] = [[] for _ in range(CONCURRENCY)]
-    for number, request in enumerate(requests):
-        clients[number % CONCURRENCY].append(request)
-    return [SimulatedRequest.chain(client) for client in clients if client]
 
 
 def draw(rows: Sequence[Row], canvas: Canvas) -> None:

@@ -70,6 +70,14 @@ def poisson(name: str, rate_per_s: float, options: Options) -> list[SimulatedReq
     return poisson_arrivals(requests, rate_per_s, Random(options.seed))
 
 
+def closed_loop(requests: Iterable[SimulatedRequest], num_clients: int) -> list[SimulatedRequest]:
+    """Clients that take turns at the requests; each sends its next one when it has its answer."""
+    clients: list[list[SimulatedRequest]] = [[] for _ in range(num_clients)]
+    for number, request in enumerate(requests):
+        clients[number % num_clients].append(request)
+    return [SimulatedRequest.chain(client) for client in clients if client]
+
+
 def run(
     cluster: Cluster,
     throttle: ThrottleArgs,

@@ -16,7 +16,7 @@ from benchmark.gpu.shapes import Extent, Step, decode_step, mixed_step, prefill_
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.checkpoint import DummyWeights
-from sgl_pipeline.pp_runner.device import choose_attention_backend, make_attention_backend
+from sgl_pipeline.pp_runner.kernel_choice import choose_attention_backend, make_attention_backend
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.sampler import Sampler
 from sgl_pipeline.pp_runner.stage_model import StageModel

@@ -14,7 +14,7 @@ import torch
 from benchmark.gpu.limits import synchronize
 from benchmark.gpu.shapes import Step
 from sgl_pipeline.messages import StageAssignment, StageReport
-from sgl_pipeline.pp_runner.device import choose_layer_kernels, make_layer_kernels
+from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.model_spec import ModelSpec

@@ -16,15 +16,12 @@ import torch.nn.functional as F
 from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
 from sgl_pipeline.pp_runner.decoder import DecoderLayer
-from sgl_pipeline.pp_runner.device import (
+from sgl_pipeline.pp_runner.device import open_device, pin_threads, release_memory, wait_for_device
+from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     choose_layer_kernels,
     make_attention_backend,
     make_layer_kernels,
-    open_device,
-    pin_threads,
-    release_memory,
-    wait_for_device,
 )
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, RmsNorm

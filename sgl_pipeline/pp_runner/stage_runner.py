@@ -8,11 +8,11 @@ import time
 
 from sgl_pipeline.messages import MirrorSnapshot, StageAssignment, StageReport
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.device import (
+from sgl_pipeline.pp_runner.device import make_upload
+from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     make_attention_backend,
     make_step_layers,
-    make_upload,
     uses_graphs,
 )
 from sgl_pipeline.pp_runner.kv_pool import KvPool

@@ -29,13 +29,9 @@ from sgl_pipeline.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from sgl_pipeline.pp_runner.device import (
-    choose_layer_kernels,
-    kv_page_capacity,
-    make_layer_kernels,
-    open_device,
-    pin_threads,
-)
+from sgl_pipeline.pp_runner.device import open_device, pin_threads
+from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
+from sgl_pipeline.pp_runner.kv_capacity import kv_page_capacity
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
 from sgl_pipeline.pp_runner.model_spec import read_model_spec

@@ -1,7 +1,7 @@
 """How a stage's layers are run on a step: one kernel after the other, or from recorded graphs.
 
-Chosen in `device.py`, driven by `StageRunner`; the graphs are in `cuda/graphed_layers.py`. What is
-computed is `StageModel.forward` either way.
+Chosen in `kernel_choice.py`, driven by `StageRunner`; the graphs are in `cuda/graphed_layers.py`.
+What is computed is `StageModel.forward` either way.
 """
 
 from typing import Protocol

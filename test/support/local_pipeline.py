@@ -14,7 +14,7 @@ import torch
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.messages import StageAssignment, StageReport
 from sgl_pipeline.microbatch import Microbatch
-from sgl_pipeline.pp_runner.device import choose_layer_kernels, make_layer_kernels
+from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_runner import StageRunner

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from sgl_pipeline.microbatch import Chunk, Microbatch
-from sgl_pipeline.pp_runner.device import (
+from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     choose_layer_kernels,
     make_attention_backend,

@@ -1,8 +1,8 @@
 """What every attention backend offers to the decoder layers.
 
 Implemented by `torch_attention`, `cpu_attention` and `flashinfer_attention`; chosen in
-`pp_runner/device.py`. Shapes: T rows, Hq query heads, Hkv key/value heads, D head dim, N pages,
-S page size.
+`pp_runner/kernel_choice.py`. Shapes: T rows, Hq query heads, Hkv key/value heads, D head dim, N
+pages, S page size.
 """
 
 from dataclasses import dataclass

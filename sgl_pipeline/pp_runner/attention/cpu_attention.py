@@ -1,6 +1,6 @@
 """Paged attention on CPU cores, by the compiled kernels of `cpu_kernels/attention.cpp`.
 
-Chosen by `pp_runner/device.py`, which turns a KernelBuildError into the torch path. Hands
+Chosen by `pp_runner/kernel_choice.py`, which turns a KernelBuildError into the torch path. Hands
 raw pointers to C++, so it must never pass a tensor on whose shape, type or layout was not checked.
 """
 

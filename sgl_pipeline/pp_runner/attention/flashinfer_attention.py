@@ -1,8 +1,8 @@
 """Paged attention on an NVIDIA GPU, by FlashInfer's wrappers (arXiv 2501.01005).
 
-Chosen by `pp_runner/device.py`; the only file that imports flashinfer. Must never run ahead of the
-copies of an earlier plan. Written against the sources of flashinfer-python 0.6.18 and 0.7.2; what
-the wrappers are fed is tested on CPU, the kernels themselves are untested on hardware.
+Chosen by `pp_runner/kernel_choice.py`; the only file that imports flashinfer. Must never run ahead
+of the copies of an earlier plan. Written against the sources of flashinfer-python 0.6.18 and 0.7.2;
+what the wrappers are fed is tested on CPU, the kernels themselves are untested on hardware.
 """
 
 from collections.abc import Callable

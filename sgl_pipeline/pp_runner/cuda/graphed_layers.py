@@ -3,8 +3,8 @@
 A graph launches all its kernels at once; one by one, their launching takes longer than their work
 in steps of few rows. Graphs are keyed by (epoch, rows): a step is filled up to the next number of
 rows that has one, and a step of another epoch drops them all, for its layers are others. Made by
-`device.py`. It must never let a row of padding write where a request's keys are. What the graphs
-are fed is tested on a CPU; untested on hardware.
+`kernel_choice.py`. It must never let a row of padding write where a request's keys are. What the
+graphs are fed is tested on a CPU; untested on hardware.
 """
 
 import logging

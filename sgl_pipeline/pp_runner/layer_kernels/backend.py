@@ -1,8 +1,8 @@
 """What every backend offers to the decoder layers: all of their work but the attention.
 
 Implemented by `torch_kernels`, `compiled_kernels` and `flashinfer_kernels`; chosen in
-`pp_runner/device.py`. Shapes: T rows of the step, H hidden size, F feed-forward size, Hq query
-heads, Hkv key/value heads, D head dim, of which R are rotated, N pages, S page size.
+`pp_runner/kernel_choice.py`. Shapes: T rows of the step, H hidden size, F feed-forward size, Hq
+query heads, Hkv key/value heads, D head dim, of which R are rotated, N pages, S page size.
 """
 
 from typing import NamedTuple, Protocol

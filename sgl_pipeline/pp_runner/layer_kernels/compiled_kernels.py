@@ -1,7 +1,7 @@
 """The layer kernels on CPU cores, compiled from `cpu_kernels/`.
 
-Chosen by `pp_runner/device.py`. Hands raw pointers to C++, so it must never pass a tensor on whose
-shape, type or layout was not checked.
+Chosen by `pp_runner/kernel_choice.py`. Hands raw pointers to C++, so it must never pass a tensor on
+whose shape, type or layout was not checked.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """The layer kernels of an NVIDIA GPU: FlashInfer's norm, rotary embedding, KV append and gate.
 
-Chosen by `pp_runner/device.py`. Queries and keys take four kernels on their way to the attention
-where plain torch takes twenty. Written against the sources of flashinfer-python 0.6.18 and 0.7.2;
-what the functions are given is tested on CPU, the kernels themselves are untested on hardware.
+Chosen by `pp_runner/kernel_choice.py`. Queries and keys take four kernels on their way to the
+attention where plain torch takes twenty. Written against the sources of flashinfer-python 0.6.18
+and 0.7.2; what the functions are given is tested on CPU, the kernels themselves are untested on
+hardware.
 
 FlashInfer's fused addition and norm is not used: it writes over both of its arguments, which are
 not a layer's to write to.

@@ -1,0 +1,169 @@
+"""Which kernels a stage computes with: attention, layers, CUDA graphs.
+
+Called by the stage worker, its runner and the cost measurement. What flags name is either had or
+refused; `auto` says with a notice when it had to take the slower one. Never changes what the model
+computes.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
+from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
+from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
+from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
+from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, load_cpu_kernels
+from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder
+from sgl_pipeline.pp_runner.cuda.graphed_layers import GraphedLayers
+from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
+from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import (
+    FLASHINFER_DTYPES,
+    FlashInferKernels,
+)
+from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
+from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """Kernels by name; `notice` tells the user why they are not the fast ones, if so."""
+
+    name: str
+    notice: str = ""
+
+
+def choose_attention_backend(name: str, shape: AttentionShape) -> BackendChoice:
+    """The backend that `--stage-attention-backend name` means for `shape`.
+
+    `auto` is flashinfer on a GPU, and on a CPU the compiled kernels, or with a notice `torch` where
+    they cannot be built. Raises ConfigurationError for a backend that cannot run there.
+    """
+    device, dtype = shape.device.type, shape.dtype
+    if name == "auto" and device == "cuda":
+        return BackendChoice("flashinfer")
+    if name == "auto":
+        try:
+            _require_cpu_dtype(dtype, "--stage-attention-backend")
+            load_cpu_kernels()
+        except ConfigurationError as error:
+            return BackendChoice(
+                "torch", f"attention runs in plain torch, which is slower: {error}"
+            )
+        return BackendChoice("cpu")
+    if name == "cpu":
+        _require_cpu_dtype(dtype, "--stage-attention-backend")
+    needed = {"flashinfer": "cuda", "cpu": "cpu", "torch": device}.get(name)
+    if needed is None:
+        raise ConfigurationError(
+            f"--stage-attention-backend {name!r} is unknown; choose from auto, flashinfer, cpu, "
+            "torch"
+        )
+    if device != needed:
+        raise ConfigurationError(
+            f"--stage-attention-backend {name} needs --device {needed}, this is {device}"
+        )
+    return BackendChoice(name)
+
+
+def make_attention_backend(choice: BackendChoice, shape: AttentionShape) -> AttentionBackend:
+    """The backend that `choose_attention_backend` chose for `shape`.
+
+    Raises ConfigurationError when it cannot be had on this machine.
+    """
+    if choice.name == "cpu":
+        return CpuAttention(shape, load_cpu_kernels())
+    if choice.name == "torch":
+        return TorchAttention(shape)
+    return FlashInferAttention(shape)
+
+
+def uses_graphs(name: str, attention: BackendChoice) -> bool:
+    """Whether `--stage-graphs name` means CUDA graphs, which hold no other attention than
+    FlashInfer's."""
+    return name == "auto" and attention.name == "flashinfer"
+
+
+def make_step_layers(
+    with_graphs: bool,
+    epoch: int,
+    model: StageModel,
+    kv_pool: KvPool,
+    attention: AttentionBackend,
+    shape: AttentionShape,
+) -> StepLayers:
+    """The layers of `model` on the pages of `kv_pool`; graphs are those of `epoch` at first."""
+    if not with_graphs:
+        return EagerLayers(model, kv_pool, attention)
+    assert isinstance(attention, FlashInferAttention)
+    recorder = CudaGraphRecorder(shape.device)
+    layers = GraphedLayers(model, kv_pool, attention, shape, recorder)
+    free_bytes, _ = torch.cuda.mem_get_info(shape.device)
+    layers.capture_all(epoch)
+    taken_bytes = free_bytes - torch.cuda.mem_get_info(shape.device)[0]
+    logger.info("the graphs took %d MiB of GPU memory", taken_bytes / 2**20)
+    return layers
+
+
+def choose_layer_kernels(name: str, dtype: torch.dtype, device: torch.device) -> BackendChoice:
+    """The layer kernels that `--stage-kernels name` means for a model of `dtype` on `device`.
+
+    `auto` is `cpu` on a CPU, or with a notice `torch` where that cannot be built; on a GPU it is
+    `flashinfer`, or `torch` for a dtype that has no kernel there. Raises ConfigurationError for
+    kernels that cannot run there.
+    """
+    on_cpu = device.type == "cpu"
+    if name == "auto" and not on_cpu:
+        name = "flashinfer" if dtype in FLASHINFER_DTYPES else "torch"
+    if name == "torch":
+        return BackendChoice("torch")
+    if name not in ("auto", "cpu", "flashinfer"):
+        raise ConfigurationError(
+            f"--stage-kernels {name!r} is unknown; choose from auto, flashinfer, cpu, torch"
+        )
+    if on_cpu is (name == "flashinfer"):
+        needed = "cuda" if on_cpu else "cpu"
+        raise ConfigurationError(
+            f"--stage-kernels {name} needs --device {needed}, this is {device.type}; choose auto "
+            "or torch"
+        )
+    if name == "flashinfer":
+        if dtype not in FLASHINFER_DTYPES:
+            raise ConfigurationError(
+                f"flashinfer has no layer kernels for {dtype}; use --dtype bfloat16 or float16, or "
+                "--stage-kernels torch"
+            )
+        return BackendChoice("flashinfer")
+    try:
+        _require_cpu_dtype(dtype, "--stage-kernels")
+        load_cpu_kernels()
+    except ConfigurationError as error:
+        if name == "cpu":
+            raise
+        return BackendChoice("torch", f"layers run in plain torch, which is slower: {error}")
+    return BackendChoice("cpu")
+
+
+def make_layer_kernels(choice: BackendChoice) -> LayerKernels:
+    """The kernels that `choose_layer_kernels` chose.
+
+    Raises ConfigurationError when they cannot be had on this machine.
+    """
+    if choice.name == "cpu":
+        return CompiledKernels(load_cpu_kernels())
+    return FlashInferKernels() if choice.name == "flashinfer" else TorchKernels()
+
+
+def _require_cpu_dtype(dtype: torch.dtype, flag: str) -> None:
+    if dtype not in CPU_DTYPES:
+        raise ConfigurationError(
+            f"there is no compiled CPU kernel for {dtype}; use --dtype float32 or bfloat16, "
+            f"or {flag} torch"
+        )

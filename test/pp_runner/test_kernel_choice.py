@@ -1,0 +1,109 @@
+"""Backends by name, on a machine without a GPU."""
+
+import pytest
+import torch
+
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
+from sgl_pipeline.pp_runner.kernel_choice import (
+    BackendChoice,
+    choose_attention_backend,
+    choose_layer_kernels,
+    make_attention_backend,
+    make_layer_kernels,
+)
+from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def shape(device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> AttentionShape:
+    return AttentionShape(
+        num_query_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        page_size=16,
+        scale=8**-0.5,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def test_auto_is_flashinfer_on_a_gpu():
+    assert choose_attention_backend("auto", shape(CUDA)) == BackendChoice("flashinfer")
+
+
+def test_auto_without_a_compiler_is_torch_with_a_notice(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    choice = choose_attention_backend("auto", shape())
+    assert choice.name == "torch"
+    assert "no-such-compiler" in choice.notice
+
+
+def test_cpu_without_a_compiler_is_an_error_and_not_a_fallback(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigurationError, match="compiler"):
+        make_attention_backend(BackendChoice("cpu"), shape())
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "named"),
+    [
+        ("flashinfer", CPU, "flashinfer needs --device cuda"),
+        ("cpu", CUDA, "cpu needs --device cpu"),
+        ("triton", CPU, "'triton' is unknown; choose from auto, flashinfer, cpu, torch"),
+    ],
+)
+def test_a_backend_that_cannot_run_there_is_refused(name, device, named):
+    with pytest.raises(ConfigurationError, match=named):
+        choose_attention_backend(name, shape(device))
+
+
+def test_the_compiled_kernels_refuse_fp16_and_auto_goes_to_torch():
+    with pytest.raises(ConfigurationError, match=r"float16.*--stage-attention-backend torch"):
+        choose_attention_backend("cpu", shape(dtype=torch.float16))
+    choice = choose_attention_backend("auto", shape(dtype=torch.float16))
+    assert choice.name == "torch"
+    assert "float16" in choice.notice
+
+
+def test_torch_is_made_when_asked_for():
+    assert isinstance(make_attention_backend(BackendChoice("torch"), shape()), TorchAttention)
+
+
+@pytest.mark.compiler
+def test_layer_kernels_are_compiled_on_a_cpu_and_flashinfers_on_a_gpu():
+    for name in ("auto", "cpu"):
+        choice = choose_layer_kernels(name, torch.bfloat16, CPU)
+        assert choice == BackendChoice("cpu")
+        assert isinstance(make_layer_kernels(choice), CompiledKernels)
+    for choice in (
+        choose_layer_kernels("torch", torch.bfloat16, CPU),
+        choose_layer_kernels("auto", torch.float32, CUDA),
+    ):
+        assert choice == BackendChoice("torch")
+        assert isinstance(make_layer_kernels(choice), TorchKernels)
+    for name in ("auto", "flashinfer"):
+        choice = choose_layer_kernels(name, torch.bfloat16, CUDA)
+        assert choice == BackendChoice("flashinfer")
+
+
+def test_layer_kernels_that_cannot_be_had_are_named(monkeypatch):
+    with pytest.raises(ConfigurationError, match="cpu needs --device cpu, this is cuda"):
+        choose_layer_kernels("cpu", torch.bfloat16, CUDA)
+    with pytest.raises(ConfigurationError, match="flashinfer needs --device cuda, this is cpu"):
+        choose_layer_kernels("flashinfer", torch.bfloat16, CPU)
+    with pytest.raises(ConfigurationError, match=r"no layer kernels for torch.float32.*torch"):
+        choose_layer_kernels("flashinfer", torch.float32, CUDA)
+    with pytest.raises(ConfigurationError, match="'triton' is unknown; choose from auto"):
+        choose_layer_kernels("triton", torch.float32, CPU)
+    with pytest.raises(ConfigurationError, match=r"float16.*--stage-kernels torch"):
+        choose_layer_kernels("cpu", torch.float16, CPU)
+    assert "float16" in choose_layer_kernels("auto", torch.float16, CPU).notice
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigurationError, match="no-such-compiler"):
+        choose_layer_kernels("cpu", torch.float32, CPU)
+    choice = choose_layer_kernels("auto", torch.float32, CPU)
+    assert choice.name == "torch" and "no-such-compiler" in choice.notice
