@@ -88,7 +88,7 @@ DEFAULTS = {
         names=("sarathi", "throttle", "greedy-queue", "no-wt", "no-ut", "throttle-adaptive"),
         requests_per_s=5.0,
     ),
-    "accountings": Default(make=accountings, names=("gllm", "radix", "naive"), requests_per_s=2.5),
+    "accountings": Default(make=accountings, names=("gllm", "radix", "naive"), requests_per_s=1.5),
 }
 
 
