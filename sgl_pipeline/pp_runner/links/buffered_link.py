@@ -1,0 +1,187 @@
+"""Rows in buffers that two stages of one host both have open, and news of them through a socket.
+
+What `host_link` and `cuda_ipc_link` have in common: who owns a buffer, when it is free again, what
+crosses the socket. The stage upstream puts a step's rows into a free buffer and tells its number;
+the stage downstream computes on them where they lie, and gives the buffer back when it asks for the
+next step's rows. What a buffer is, and how it becomes known on the other side, is a `Buffers`'.
+
+The downstream end listens, and the upstream end connects with its first rows. A neighbour that is
+gone is the launcher's to notice: what is sent to it is dropped, and who waits for it waits.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+from typing import Generic, NoReturn, Protocol, TypeVar
+
+import torch
+
+from sgl_pipeline.errors import ProtocolError
+
+_NEWS = struct.Struct("<qqq")  # step id, rows, number of the buffer; then what `introduce` says
+_RETURN = struct.Struct("<q")  # number of the buffer; then what `after_reading` says
+_FEWEST_ROWS = 64  # of a buffer; all hold a power of two, so that steps share them
+
+B = TypeVar("B")
+
+
+class Buffers(Protocol[B]):
+    """One kind of buffer, for both ends. Data that crosses is fixed structs, never pickles."""
+
+    news_bytes: int  # of what `introduce` adds to news
+    return_bytes: int  # of what `after_reading` adds to a return
+
+    def make(self, num_rows: int) -> B:
+        """Upstream: a buffer of that many rows."""
+
+    def capacity(self, buffer: B) -> int:
+        """Its rows."""
+
+    def write(self, buffer: B, hidden: torch.Tensor) -> None:
+        """Upstream: puts `hidden` [T, hidden] into its first rows."""
+
+    def introduce(self, buffer: B, first_time: bool) -> tuple[bytes, list[int]]:
+        """Upstream: what the other side needs to read it, and file descriptors for it, which are
+        closed here when they are sent."""
+
+    def came_back(self, buffer: B, data: bytes) -> None:
+        """Upstream: the other side has said `after_reading`."""
+
+    def open(self, data: bytes, descriptors: list[int]) -> B:
+        """Downstream: the buffer that `introduce` tells of, when it is new. Closes descriptors."""
+
+    def read(self, buffer: B, num_rows: int) -> torch.Tensor:
+        """Downstream: its first rows, on the stage's device."""
+
+    def after_reading(self, buffer: B) -> bytes:
+        """Downstream: what the other side must know before it writes to the buffer again."""
+
+
+class BufferedLink(Generic[B]):
+    """Rows of the residual stream in `buffers`; paths are Unix sockets in the run directory."""
+
+    def __init__(self, upstream: str | None, downstream: str | None, buffers: Buffers[B]) -> None:
+        self._inbox = _Inbox(upstream, buffers) if upstream is not None else None
+        self._outbox = _Outbox(downstream, buffers) if downstream is not None else None
+
+    def send(self, step_id: int, hidden: torch.Tensor) -> None:
+        assert self._outbox is not None, "the last stage has nobody to send to"
+        self._outbox.send(step_id, hidden)
+
+    def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
+        """The rows are to be read only, and by nothing that is asked for after the next one."""
+        assert self._inbox is not None, "the first stage has nobody to receive from"
+        return self._inbox.receive(step_id, num_rows)
+
+    def close(self) -> None:
+        for end in (self._inbox, self._outbox):
+            if end is not None:
+                end.close()
+
+
+class _Outbox(Generic[B]):
+    """The upstream end: owns the buffers."""
+
+    def __init__(self, path: str, buffers: Buffers[B]) -> None:
+        self._path = path
+        self._buffers = buffers
+        self._socket: socket.socket | None = None
+        self._made: list[B] = []  # by number
+        self._free: list[int] = []
+
+    def send(self, step_id: int, hidden: torch.Tensor) -> None:
+        with contextlib.suppress(ConnectionError):
+            neighbour = self._connected()
+            self._take_back(neighbour)
+            number, is_new = self._buffer_for(hidden.shape[0])
+            self._buffers.write(self._made[number], hidden)
+            data, descriptors = self._buffers.introduce(self._made[number], is_new)
+            try:
+                news = _NEWS.pack(step_id, hidden.shape[0], number) + data
+                socket.send_fds(neighbour, [news], descriptors)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+    def _connected(self) -> socket.socket:
+        if self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._socket.connect(self._path)
+        return self._socket
+
+    def _take_back(self, neighbour: socket.socket) -> None:
+        """Frees the buffers that the neighbour has done with."""
+        num_bytes = _RETURN.size + self._buffers.return_bytes
+        with contextlib.suppress(BlockingIOError):
+            while returned := neighbour.recv(num_bytes, socket.MSG_DONTWAIT):
+                (number,) = _RETURN.unpack_from(returned)
+                self._buffers.came_back(self._made[number], returned[_RETURN.size :])
+                self._free.append(number)
+
+    def _buffer_for(self, num_rows: int) -> tuple[int, bool]:
+        """The number of a free buffer, and whether the neighbour has never seen it."""
+        for number in self._free:
+            if self._buffers.capacity(self._made[number]) >= num_rows:
+                self._free.remove(number)
+                return number, False
+        capacity = max(_FEWEST_ROWS, 1 << (num_rows - 1).bit_length())
+        self._made.append(self._buffers.make(capacity))
+        return len(self._made) - 1, True
+
+
+class _Inbox(Generic[B]):
+    """The downstream end."""
+
+    def __init__(self, path: str, buffers: Buffers[B]) -> None:
+        self._buffers = buffers
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(path)
+        self._listener.listen(1)
+        self._socket: socket.socket | None = None
+        self._opened: dict[int, B] = {}
+        self._in_use: int | None = None
+
+    def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
+        if self._socket is None:
+            self._socket, _ = self._listener.accept()
+        self._give_back(self._socket)
+        num_bytes = _NEWS.size + self._buffers.news_bytes
+        news, descriptors, *_ = socket.recv_fds(self._socket, num_bytes, 1)
+        if not news:
+            _wait_for_the_end()
+        sent_step_id, sent_rows, number = _NEWS.unpack_from(news)
+        if number not in self._opened:
+            self._opened[number] = self._buffers.open(news[_NEWS.size :], descriptors)
+        if (sent_step_id, sent_rows) != (step_id, num_rows):
+            raise ProtocolError(
+                f"expected {num_rows} rows of activations of step {step_id}, "
+                f"received {sent_rows} rows of step {sent_step_id}"
+            )
+        self._in_use = number
+        return self._buffers.read(self._opened[number], num_rows)
+
+    def close(self) -> None:
+        self._listener.close()
+        if self._socket is not None:
+            self._socket.close()
+
+    def _give_back(self, neighbour: socket.socket) -> None:
+        """All that reads the last step's rows has been done or launched."""
+        if self._in_use is None:
+            return
+        data = self._buffers.after_reading(self._opened[self._in_use])
+        with contextlib.suppress(ConnectionError):
+            neighbour.send(_RETURN.pack(self._in_use) + data)
+        self._in_use = None
+
+
+def _wait_for_the_end() -> NoReturn:
+    """For a stage whose neighbour is gone: to fail as well would hide who was the first to."""
+    while True:
+        signal.pause()
