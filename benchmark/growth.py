@@ -2,8 +2,8 @@
 
     python -m benchmark.growth
 
-Run by hand, some five minutes. One server a vocabulary, at pp 2, gets loads that differ in one thing
-only; the times are those of its own trace.
+Run by hand, some five minutes. One server a vocabulary, at pp 2, gets loads that differ in one
+thing only; the times are those of its own trace.
 """
 
 import argparse
