@@ -74,9 +74,10 @@ def draw(rows: Sequence[Row], canvas: Canvas) -> None:
             places = [place + number * width for place in range(len(cases))]
             color = POLICY_STYLE[policy]["color"]
             panel.bar(places, heights, width=width, label=policy, color=color)
-        panel.set_xticks([place + width / 2 for place in range(len(cases))], cases, fontsize=7)
+        labels = [case.replace(": ", "\n").replace(", ", "\n") for case in cases]
+        panel.set_xticks([place + width / 2 for place in range(len(cases))], labels, fontsize=7)
         panel.set_ylabel(f"{label}, relative to {POLICIES[0]}")
-    panel.legend(fontsize=8)
+    panel.legend(fontsize=8, loc="lower right")
 
 
 def conclude(rows: Sequence[Row]) -> list[str]:
