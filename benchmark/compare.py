@@ -79,6 +79,7 @@ class Default:
     make: Callable[[Sequence[str], int, float], Comparison]
     names: tuple[str, ...]
     requests_per_s: float
+    pool_tokens: int  # of each server of ours, all of which are up at a time
 
 
 DEFAULTS = {
@@ -87,8 +88,14 @@ DEFAULTS = {
         # Without no-threshold, which differs where the pool is nearly full.
         names=("sarathi", "throttle", "greedy-queue", "no-wt", "no-ut", "throttle-adaptive"),
         requests_per_s=5.0,
+        pool_tokens=16_384,
     ),
-    "accountings": Default(make=accountings, names=("gllm", "radix", "naive"), requests_per_s=1.5),
+    "accountings": Default(
+        make=accountings,
+        names=("gllm", "radix", "naive"),
+        requests_per_s=1.5,
+        pool_tokens=65_536,
+    ),
 }
 
 
@@ -101,7 +108,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="counted runs of each")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rate", type=float, help="requests a second (default: near saturation)")
-    parser.add_argument("--pool-tokens", type=int, default=65_536, help="KV pool of ours")
+    parser.add_argument(
+        "--pool-tokens", type=int, help="KV pool of ours (default: to hold the load)"
+    )
     parser.add_argument("--flags", default="", help="further flags for all servers of ours")
     parser.add_argument("--port", type=int, default=31900, help="loopback port of the servers")
     parser.add_argument("--no-save", action="store_true", help="print only")
@@ -132,7 +141,8 @@ def _compare(options: argparse.Namespace) -> None:
         )
         for rate in (comparison.requests_per_s, float("inf"))
     )
-    common = f"--max-total-tokens {options.pool_tokens} {SPLIT} {options.flags}"
+    pool_tokens = options.pool_tokens or default.pool_tokens
+    common = f"--max-total-tokens {pool_tokens} {SPLIT} {options.flags}"
     own = [f"ours {STAGES} {flags} {common}" for flags in comparison.ours]
     texts = [*own, *comparison.peers]
     engines = [
