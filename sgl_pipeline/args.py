@@ -20,6 +20,8 @@ POLICIES = (
 )
 # What their authors give a step at most; 2048 for all others.
 DEFAULT_MAX_PREFILL_TOKENS = {"throttle-adaptive": 8192}
+# The order of waiting requests: first come first served, or the one that may draw the most first.
+SCHEDULE_POLICIES = ("fcfs", "lof")
 ATTENTION_BACKENDS = ("auto", "flashinfer", "cpu", "torch")
 STAGE_GRAPHS = ("auto", "off")
 STAGE_LINKS = ("auto", "host", "cuda-ipc", "nccl")
@@ -105,6 +107,8 @@ class SchedulingArgs:
     """Bounds on what the scheduler admits. Pages hold `page_size` tokens each."""
 
     page_size: int = 16
+    # Which of SCHEDULE_POLICIES orders requests of equal priority.
+    schedule_policy: str = "fcfs"
     max_running_requests: int = 256
     max_queued_requests: int | None = None
     radix_cache: bool = True
@@ -124,6 +128,11 @@ class SchedulingArgs:
         require(
             1 <= self.page_size <= 1024,
             f"--page-size {self.page_size} must be between 1 and 1024",
+        )
+        require(
+            self.schedule_policy in SCHEDULE_POLICIES,
+            f"--schedule-policy {self.schedule_policy!r} is not built; choose from "
+            f"{', '.join(SCHEDULE_POLICIES)}",
         )
         require(
             self.accounting in ACCOUNTINGS,

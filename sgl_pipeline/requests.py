@@ -155,9 +155,9 @@ class Request:
     constraint: TokenConstraint | None = None
     logprobs: LogprobSpec | None = None
 
-    # (-priority, arrival number), set by `StepScheduler.add`: the order in which requests are
-    # served, and the reverse of that in which they are retracted.
-    order: tuple[int, int] = (0, 0)
+    # (-priority, -max_new_tokens or 0, arrival number), set by `StepScheduler.add`: the order in
+    # which requests are served, and the reverse of that in which they are retracted.
+    order: tuple[int, int, int] = (0, 0, 0)
     output_ids: list[int] = field(default_factory=list)
     state: RequestState = RequestState.WAITING
     # Tokens that must be prefilled before the next sample: the prompt, or, after a retraction,

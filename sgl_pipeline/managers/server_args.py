@@ -149,6 +149,7 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
     )
     scheduling = SchedulingArgs(
         page_size=_given(options.page_size, SchedulingArgs, "page_size"),
+        schedule_policy=options.schedule_policy,
         max_running_requests=_given(
             options.max_running_requests, SchedulingArgs, "max_running_requests"
         ),

@@ -11,8 +11,9 @@ HONOURED = frozenset(
     model_path revision download_dir load_format dtype context_length device random_seed
     pp_size page_size chunked_prefill_size max_total_tokens mem_fraction_static
     max_running_requests max_queued_requests disable_radix_cache stream_interval sleep_on_idle
-    enable_priority_scheduling schedule_low_priority_values_first abort_on_priority_when_disabled
-    disable_priority_preemption priority_scheduling_preemption_threshold
+    schedule_policy enable_priority_scheduling schedule_low_priority_values_first
+    abort_on_priority_when_disabled disable_priority_preemption
+    priority_scheduling_preemption_threshold
     grammar_backend constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
     enable_metrics extra_metric_labels
     """.split()
@@ -122,7 +123,7 @@ _REFUSED_TEXT = {
         modelexpress_config model_checksum delete_ckpt_after_loading decrypted_config_file
         decrypted_draft_config_file checkpoint_engine_wait_weights_before_ready weight_cache_mode
         weight_cache_socket weight_cache_timeout""",
-    _POLICY: """schedule_policy schedule_conservativeness retraction_policy
+    _POLICY: """schedule_conservativeness retraction_policy
         disable_overlap_schedule num_continuous_decode_steps scheduler_recv_interval
         enable_mixed_chunk min_free_slots_delay""",
     _PREFILL: """max_prefill_tokens prefill_max_requests prefill_decode_interval

@@ -62,6 +62,7 @@ class StepScheduler:
         self._max_queued_requests = args.max_queued_requests
         self._policy = policy
         self._accounting = ACCOUNTINGS[args.accounting]
+        self._longest_output_first = args.schedule_policy == "lof"
         self._num_pages = num_pages
         # Also the depth over which decodes are shared out: that many steps wait for each other.
         self._max_in_flight = num_stages + args.extra_steps_in_flight
@@ -102,12 +103,16 @@ class StepScheduler:
         self.limits.check(request)
         displaced = self._displace_for(request)
         self._lowest_priority = min(self._lowest_priority, request.priority)
-        request.order = (-request.priority, self._num_arrivals)
+        request.order = self._order_of(request)
         self._num_arrivals += 1
         self._requests[request.request_id] = request
         self._waiting.add(request)
         self._ages.waits(request, request.arrival_s)
         return displaced
+
+    def _order_of(self, request: Request) -> tuple[int, int, int]:
+        max_new_tokens = request.stops.max_new_tokens if self._longest_output_first else 0
+        return (-request.priority, -max_new_tokens, self._num_arrivals)
 
     def check_arrival(self, request: Request, num_held: int) -> None:
         """Raises as `add` does, for a request that its caller keeps for now with `num_held` others.

@@ -28,7 +28,7 @@ class WaitingQueue:
         self._paths: dict[Request, RadixNode] = {}
         self._parked: set[Request] = set()
         # Every waiting request that is not parked, and some that have left the queue.
-        self._heap: list[tuple[tuple[int, int], Request]] = []
+        self._heap: list[tuple[tuple[int, int, int], Request]] = []
         self._tail_tokens = 0
         # Tokens to prefill of all that wait, hits or not.
         self.num_tokens = 0

@@ -14,7 +14,13 @@ from random import Random
 
 import msgspec
 
-from sgl_pipeline.args import POLICIES, SchedulingArgs, ThrottleArgs, require
+from sgl_pipeline.args import (
+    POLICIES,
+    SCHEDULE_POLICIES,
+    SchedulingArgs,
+    ThrottleArgs,
+    require,
+)
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.simulator.experiment import LINKS, Cluster, MeasuredPipeline, simulate
 from sgl_pipeline.simulator.kernel_costs import DEVICES
@@ -88,6 +94,7 @@ def _simulate(
     workload = _workload(options, rate_per_s)
     scheduling = SchedulingArgs(
         page_size=options.page_size,
+        schedule_policy=options.schedule_policy,
         max_running_requests=options.max_running_requests,
         radix_cache=not options.disable_radix_cache,
     )
@@ -232,6 +239,7 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
         "--sharing-requests", type=int, default=16, help="requests that share one prefix"
     )
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--schedule-policy", choices=SCHEDULE_POLICIES, default="fcfs")
     parser.add_argument("--max-running-requests", type=int, default=1024)
     parser.add_argument("--disable-radix-cache", action="store_true")
     parser.add_argument("--target-ttft-ms", type=float)

@@ -83,7 +83,8 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
         --grammar-compile-seconds 3 --grammar-compile-memory-mib 100
         --grammar-match-ms-per-token 1.5 --grammar-backend none
         --constrained-json-disable-any-whitespace --constrained-json-max-whitespace-cnt 2
-        --accounting gllm --duplicate-prefills --dtype bfloat16 --device cpu"""
+        --schedule-policy lof --accounting gllm --duplicate-prefills --dtype bfloat16
+        --device cpu"""
     pipeline = parse_command_line(["--model-path", model, *flags.split()]).pipeline
     assert pipeline.throttle == ThrottleArgs(
         policy="sarathi",
@@ -96,6 +97,7 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
         page_size=16,
         max_running_requests=9,
         max_queued_requests=0,
+        schedule_policy="lof",
         radix_cache=False,
         accounting="gllm",
         duplicate_prefills=True,

@@ -11,7 +11,13 @@ from support.pipelines import (
     output_when_alone,
 )
 
-from sgl_pipeline.args import ACCOUNTINGS, POLICIES, SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args import (
+    ACCOUNTINGS,
+    POLICIES,
+    SCHEDULE_POLICIES,
+    SchedulingArgs,
+    ThrottleArgs,
+)
 from sgl_pipeline.errors import QueueFullError, RequestError
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
@@ -33,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         radix_cache=st.booleans(),
         policy=st.sampled_from(POLICIES),
         accounting=st.sampled_from(list(ACCOUNTINGS)),
+        schedule_policy=st.sampled_from(SCHEDULE_POLICIES),
         duplicate_prefills=st.booleans(),
         max_prefill_tokens=st.sampled_from([1, 3, 8, 64]),
         max_running=st.sampled_from([1, 3, 16]),
@@ -49,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         radix_cache: bool,
         policy: str,
         accounting: str,
+        schedule_policy: str,
         duplicate_prefills: bool,
         max_prefill_tokens: int,
         max_running: int,
@@ -64,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         args = SchedulingArgs(
             page_size=page_size,
+            schedule_policy=schedule_policy,
             max_running_requests=max_running,
             max_queued_requests=max_queued,
             radix_cache=radix_cache,

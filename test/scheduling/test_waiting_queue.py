@@ -43,7 +43,7 @@ class QueueAndPages:
         request = make_request(
             str(self.num_added), tokens, namespace=namespace, logprob_start=logprob_start
         )
-        request.order = (-priority, self.num_added)
+        request.order = (-priority, 0, self.num_added)
         self.num_added += 1
         self.queue.add(request)
         self.waiting.append(request)
