@@ -7,6 +7,7 @@ the one poll at the top of the loop.
 
 import logging
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -22,7 +23,7 @@ from sgl_pipeline.managers.sglang_io import AbortRequest, Received, SglangFront
 from sgl_pipeline.managers.stage_launcher import StageLauncher
 from sgl_pipeline.managers.step_journal import StepJournal
 from sgl_pipeline.messages import FromWorker, ProfileReply, StageReport
-from sgl_pipeline.requests import FinishReason, Request
+from sgl_pipeline.requests import FinishReason, Request, TokenEvent
 from sgl_pipeline.scheduling import WAITED_TOO_LONG, StepScheduler
 from sgl_pipeline.step_plan import StepPlanEncoder
 from sgl_pipeline.trace import RequestRecord
@@ -35,6 +36,16 @@ logger = logging.getLogger(__name__)
 POLL_MS = 100  # bound on how late a dead stage is noticed
 CHECK_INTERVAL_S = 0.1
 COLLECTION_INTERVAL_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a step brought; `booking_ms` is what it took to book it, at `now_s`."""
+
+    step_id: int
+    events: list[TokenEvent]
+    now_s: float
+    booking_ms: float
 
 
 class PipelineScheduler:
@@ -72,6 +83,9 @@ class PipelineScheduler:
         self._poller = poller
         self._poller.register(front.socket, zmq.POLLIN)
         self._poller.register(launcher.channel.socket, zmq.POLLIN)
+        # Booked, and not yet passed on.
+        self._results: list[_Result] = []
+        self._reports: list[StageReport] = []
         self._next_check_s = 0.0
         self._next_collection_s = 0.0
         self._is_shut_down = False
@@ -95,7 +109,9 @@ class PipelineScheduler:
                 for report in self._launcher.receive():
                     self._on_report(report)
                 self._fill_pipeline()
-                # After the filling: what can run at once has not waited.
+                # All that follows can wait, a stage with nothing to do could not.
+                self._pass_on_results()
+                # What can run at once has not waited.
                 self._end_overdue(time.monotonic())
                 self._check_now_and_then()
         except Exception as failure:
@@ -183,17 +199,30 @@ class PipelineScheduler:
             started = time.perf_counter()
             now_s = time.monotonic()
             events = self._steps.on_result(report.step_id, report.token_ids, now_s, report.logprobs)
-            self._front.send_events(events)
-            result_ms = (time.perf_counter() - started) * 1e3
+            booking_ms = (time.perf_counter() - started) * 1e3
+            self._results.append(_Result(report.step_id, events, now_s, booking_ms))
+        self._reports.append(report)
+
+    def _pass_on_results(self) -> None:
+        """Tells the front and the journal what the newest reports brought."""
+        for result in self._results:
+            started = time.perf_counter()
+            self._front.send_events(result.events)
+            sending_ms = (time.perf_counter() - started) * 1e3
             ended = tuple(
-                RequestRecord.of(event.request, now_s)
-                for event in events
+                RequestRecord.of(event.request, result.now_s)
+                for event in result.events
                 if event.finish is not None
             )
-            self._journal.finished(report.step_id, ended, now_s, result_ms)
+            self._journal.finished(
+                result.step_id, ended, result.now_s, result.booking_ms + sending_ms
+            )
             if self._metrics is not None:
                 self._metrics.ended(ended)
-        self._journal.reported(report)
+        for report in self._reports:
+            self._journal.reported(report)
+        self._results.clear()
+        self._reports.clear()
 
     def _check_now_and_then(self) -> None:
         now_s = time.monotonic()

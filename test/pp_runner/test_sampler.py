@@ -143,6 +143,24 @@ def _splitmix64_in_python_integers(state: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
+@given(
+    rows=st.lists(
+        st.lists(
+            st.sampled_from([-math.inf, -1.0, 0.5, 2.0, math.inf, math.nan]), min_size=5, max_size=5
+        ),
+        max_size=4,
+    )
+)
+def test_greedy_takes_the_first_nan_or_else_the_first_of_the_highest(rows: list[list[float]]):
+    def likeliest(row: list[float]) -> int:
+        unordered = [token for token, logit in enumerate(row) if math.isnan(logit)]
+        return unordered[0] if unordered else row.index(max(row))
+
+    logits = torch.tensor(rows).reshape(-1, 5)
+    tokens = Sampler().sample(logits, [GREEDY] * len(rows), torch.arange(len(rows)))
+    assert tokens == [likeliest(row) for row in rows]
+
+
 @pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
     "spec", [GREEDY, SamplingSpec(), SamplingSpec(top_p=0.5), SamplingSpec(top_k=2)], ids=str
