@@ -64,7 +64,7 @@ void gate_row(const T* gate, const T* up, T* gated, int size) {
   for_vectors(size, [&](int offset, int count) {
     const Vec x = load(gate + offset, count);
     const Vec small = exp_nonpositive(x < 0.0f ? x : -x);
-    const Vec sigmoid = (x < 0.0f ? small : broadcast(1.0f)) / (1.0f + small);
+    const Vec sigmoid = (x < 0.0f ? small : broadcast(1.0f)) * reciprocal(1.0f + small);
     store(gated + offset, x * sigmoid * load(up + offset, count), count);
   });
 }
@@ -79,6 +79,7 @@ struct Heads {
   float epsilon;
 
   int row_size() const { return (num_query + 2 * num_kv) * head_dim; }
+  bool rotates_whole_vectors() const { return !interleaved && rotated_dims % (2 * kWidth) == 0; }
 };
 
 // Rotates each pair of dimensions; a pair is two neighbours, or one of each half.
@@ -91,6 +92,18 @@ inline void rotate(float* __restrict head, const float* __restrict cosine,
     const float first = head[pair * step], second = partner[pair * step];
     head[pair * step] = first * cosine[pair] - second * sine[pair];
     partner[pair * step] = second * cosine[pair] + first * sine[pair];
+  }
+}
+
+// Where both partners of sixteen pairs are loaded as whole vectors, no buffer is needed.
+template <typename T, typename Normed>
+inline void rotate_halves(const Normed& normed, const float* cosine, const float* sine, int pairs,
+                          T* target) {
+  for (int offset = 0; offset < pairs; offset += kWidth) {
+    const Vec first = normed(offset, kWidth), second = normed(offset + pairs, kWidth);
+    const Vec cosines = load(cosine + offset), sines = load(sine + offset);
+    store(target + offset, first * cosines - second * sines);
+    store(target + pairs + offset, second * cosines + first * sines);
   }
 }
 
@@ -108,10 +121,21 @@ void place_head(const T* source, const T* norm_weight, const float* cosine, cons
     });
     scale = inverse_root_mean(squares, size, heads.epsilon);
   }
+  const auto normed = [&](int offset, int count) {
+    const Vec x = load(source + offset, count);
+    return norm_weight == nullptr ? x : x * scale * load(norm_weight + offset, count);
+  };
+  if (heads.rotates_whole_vectors()) {
+    const int pairs = heads.rotated_dims / 2;
+    rotate_halves(normed, cosine, sine, pairs, target);
+    for (int offset = 2 * pairs; offset < size; offset += kWidth) {
+      const int count = std::min(kWidth, size - offset);
+      store(target + offset, normed(offset, count), count);
+    }
+    return;
+  }
   for_vectors(size, [&](int offset, int count) {
-    Vec x = load(source + offset, count);
-    if (norm_weight != nullptr) x = x * scale * load(norm_weight + offset, count);
-    store(buffer + offset, x, count);
+    store(buffer + offset, normed(offset, count), count);
   });
   rotate(buffer, cosine, sine, heads);
   for_vectors(size, [&](int offset, int count) {

@@ -97,6 +97,11 @@ inline void store(float* target, Vec vec) { std::memcpy(target, &vec, sizeof(vec
 
 // Rounds to nearest, ties to even; a NaN stays one.
 inline void store(BFloat16* target, Vec vec) {
+#if defined(__AVX512BF16__)  // takes denormals for zeros
+  constexpr __mmask16 every = 0xffff;
+  const auto narrowed = _mm512_maskz_cvtneps_pbh(every, bit_cast<__m512>(vec));
+  std::memcpy(target, &narrowed, sizeof(narrowed));
+#else
   const IntVec bits = bit_cast<IntVec>(vec);
   const IntVec odd = (bits >> 16) & 1;
   const IntVec rounded = vec != vec ? IntVec{} + 0x7fc0 : ((bits + 0x7fff + odd) >> 16) & 0xffff;
@@ -107,6 +112,7 @@ inline void store(BFloat16* target, Vec vec) {
   const HalfVec halves = __builtin_convertvector(rounded, HalfVec);
 #endif
   std::memcpy(target, &halves, sizeof(halves));
+#endif
 }
 
 // Stores the first `count` elements, at most kWidth.
@@ -141,6 +147,17 @@ inline Vec totals(Vec (&vecs)[kWidth]) {
     for (int i = 0; i < count; ++i)
       vecs[i] = EVEN(vecs[2 * i], vecs[2 * i + 1]) + ODD(vecs[2 * i], vecs[2 * i + 1]);
   return vecs[0];
+}
+
+// 1 / x for x in [1, 2], relative error below 2e-7.
+inline Vec reciprocal(Vec x) {
+#if defined(__AVX512F__)  // a division takes 16 cycles or more
+  constexpr __mmask16 all = 0xffff;
+  const Vec estimate = _mm512_maskz_rcp14_ps(all, x);
+  return estimate * (2.0f - x * estimate);
+#else
+  return 1.0f / x;
+#endif
 }
 
 // exp(x) for x <= 0, relative error below 3e-7; exactly 0 below -87, where fp32 runs out.
