@@ -39,6 +39,19 @@ class LayerTensors:
         self, names: Sequence[str], out_features: Sequence[int], in_features: int, has_bias: bool
     ) -> Linear:
         """One product for the named projections, or the single one that holds them all."""
+        return self.kernels.linear(*self._joined(names, out_features, in_features, has_bias))
+
+    def gated_linear(
+        self, names: Sequence[str], inner_size: int, in_features: int, has_bias: bool
+    ) -> Linear:
+        """`LayerKernels.gated_linear` of the named projections to the gate and to what it gates."""
+        out_features = (inner_size, inner_size)
+        return self.kernels.gated_linear(*self._joined(names, out_features, in_features, has_bias))
+
+    def _joined(
+        self, names: Sequence[str], out_features: Sequence[int], in_features: int, has_bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias, if there is one, of the named projections."""
         bias = None
         if has_bias:
             sizes = _sizes_in_file(names, out_features)
@@ -48,7 +61,7 @@ class LayerTensors:
                     for name, size in zip(names, sizes, strict=True)
                 ]
             )
-        return self.kernels.linear(self.stacked_weight(names, out_features, in_features), bias)
+        return self.stacked_weight(names, out_features, in_features), bias
 
 
 def _sizes_in_file(names: Sequence[str], sizes: Sequence[int]) -> Sequence[int]:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from sgl_pipeline.pp_runner.families import MlpNames
-from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, Linear
+from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
 from sgl_pipeline.pp_runner.layer_tensors import LayerTensors
 
 
@@ -23,15 +23,13 @@ class GatedMlp:
     """`down(silu(gate(x)) * up(x))` (SwiGLU, arXiv 2002.05202).
 
     Args:
-        gate_up: to [T, 2 F], gate first.
+        gated_up: to `silu(gate(x)) * up(x)` [T, F].
         down: back to [T, H].
-        kernels: compute what lies between the two.
     """
 
-    def __init__(self, gate_up: Linear, down: Linear, kernels: LayerKernels) -> None:
-        self._gate_up = gate_up
+    def __init__(self, gated_up: Linear, down: Linear) -> None:
+        self._gated_up = gated_up
         self._down = down
-        self._kernels = kernels
 
     @classmethod
     def load(
@@ -44,10 +42,9 @@ class GatedMlp:
     ) -> "GatedMlp":
         """Reads the MLP that the checkpoint calls `names`."""
         return cls(
-            tensors.linear(names.gate_up, (inner_size, inner_size), hidden_size, has_bias),
+            tensors.gated_linear(names.gate_up, inner_size, hidden_size, has_bias),
             tensors.linear((names.down,), (hidden_size,), inner_size, has_bias),
-            tensors.kernels,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._kernels.gate(self._gate_up(x)))
+        return self._down(self._gated_up(x))

@@ -1,4 +1,4 @@
-"""The measurement of what tracing costs, with a few steps: what it writes, not how long it takes."""
+"""The measurement of what tracing costs, in a few steps: what it writes, not how long it takes."""
 
 from benchmark.tracing_cost import MOMENTS, REQUESTS, STAGES, WRITERS, _steps, cost_table, measure
 

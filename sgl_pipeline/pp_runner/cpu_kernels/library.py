@@ -40,8 +40,8 @@ _ARGUMENT_TYPES: dict[str, list[Any]] = {
     ],
     "sglp_gate": [_INT, _INT64, _INT, *2 * [_POINTER], _INT],
     "sglp_has_products": [],
-    "sglp_pack_weight": [*2 * [_INT64], *2 * [_POINTER]],
-    "sglp_product": [*3 * [_INT64], *4 * [_POINTER], _INT],
+    "sglp_pack_weight": [*2 * [_INT64], *2 * [_POINTER], _INT64],
+    "sglp_product": [*3 * [_INT64], _INT, *4 * [_POINTER], _INT],
 }
 
 

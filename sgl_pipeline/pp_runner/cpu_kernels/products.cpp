@@ -6,7 +6,8 @@
 // every row alike: a row's result is bitwise the same in any microbatch.
 //
 // Packed, a weight [out, in] is a row of blocks of 16 outputs: [out / 16, in / 2, 16, 2], both
-// padded with zeros. 32 inputs of a block are one tile of 1 KiB; a pair of blocks is a panel.
+// padded with zeros. 32 inputs of a block are one tile of 1 KiB; a pair of blocks is a panel. Of a
+// gated product, blocks of gates and of ups take turns.
 
 #include <algorithm>
 #include <cstdint>
@@ -25,6 +26,8 @@ constexpr int kTileInputs = 32;
 constexpr int kTile = kBlock * kTileInputs;  // elements of a tile, of rows or of a weight
 constexpr int kGroupRows = 2 * kBlock;       // rows that share the loads of a panel
 // What stays in the L2 cache: packed rows, and a number of panels.
+// What stays in the L1 cache while all rows meet it: tiles of a panel.
+constexpr int64_t kTilesAtOnce = 8;
 constexpr int64_t kPackedRowsBytes = 1 << 20;
 constexpr int64_t kPanelsBytes = 1 << 18;
 
@@ -34,13 +37,15 @@ struct Product {
   int64_t num_rows;
   int64_t inputs;
   int64_t outputs;
+  bool gated;  // each output is silu(gate) * up: a panel is a block of gates and its ups
   const BFloat16* rows;    // [num_rows, inputs]
   const BFloat16* weight;  // packed
-  const BFloat16* bias;    // [outputs] or null
+  const BFloat16* bias;    // [outputs], gated [2 * outputs] with the gates first, or null
   BFloat16* out;           // [num_rows, outputs]
 
   int64_t input_tiles() const { return tiles_of(inputs, kTileInputs); }
-  int64_t blocks() const { return tiles_of(outputs, kBlock); }
+  int64_t blocks() const { return tiles_of(outputs, kBlock) * (gated ? 2 : 1); }
+  int panel_outputs() const { return gated ? kBlock : 2 * kBlock; }
   int64_t panels() const { return tiles_of(blocks(), 2); }
   const BFloat16* block(int64_t index) const {
     return weight + std::min(index, blocks() - 1) * input_tiles() * kTile;
@@ -63,12 +68,14 @@ void pack_rows(const Product& product, int64_t first, BFloat16* packed) {
   }
 }
 
-// Two blocks of a weight, and the two that will be wanted next: some lines of each of their tiles
-// are asked for, into the L2 cache.
+// Some tiles of two blocks of a weight, and those that will be wanted next: some lines of each of
+// these are asked for, into the L2 cache.
 struct Panel {
   const BFloat16* blocks[2];
   const BFloat16* next[2];
   int64_t tiles;
+  int64_t row_tiles;  // of a packed row
+  bool accumulate;    // to the sums of the tiles before
   int first_line;
   int end_line;
 
@@ -99,11 +106,19 @@ void close_tiles() { _tile_release(); }
 
 template <bool kSecondTile>
 void multiply(const BFloat16* rows, const Panel& panel, Sums& sums) {
-  const BFloat16* second = rows + panel.tiles * kTile;
-  _tile_zero(0);
-  _tile_zero(1);
-  if (kSecondTile) _tile_zero(2);
-  if (kSecondTile) _tile_zero(3);
+  const BFloat16* second = rows + panel.row_tiles * kTile;
+  if (panel.accumulate) {
+    asm volatile("" ::: "memory");  // GCC does not know that tile operations read memory
+    _tile_loadd(0, &sums[0][0], sizeof(sums[0]));
+    _tile_loadd(1, &sums[0][kBlock], sizeof(sums[0]));
+    if (kSecondTile) _tile_loadd(2, &sums[kBlock][0], sizeof(sums[0]));
+    if (kSecondTile) _tile_loadd(3, &sums[kBlock][kBlock], sizeof(sums[0]));
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (kSecondTile) _tile_zero(2);
+    if (kSecondTile) _tile_zero(3);
+  }
   for (int64_t tile = 0; tile < panel.tiles; ++tile) {
     panel.prefetch(tile);
     _tile_loadd(4, rows + tile * kTile, 64);
@@ -143,7 +158,10 @@ template <int kRows>
 void multiply_rows(const BFloat16* rows, const Panel& panel,
                    float (*sums)[2 * kBlock]) {
   __m512 totals[kRows][2];
-  for (auto& row : totals) row[0] = row[1] = _mm512_setzero_ps();
+  for (int row = 0; row < kRows; ++row)
+    for (int block = 0; block < 2; ++block)
+      totals[row][block] = panel.accumulate ? _mm512_loadu_ps(&sums[row][block * kBlock])
+                                            : _mm512_setzero_ps();
   for (int64_t tile = 0; tile < panel.tiles; ++tile) {
     panel.prefetch(tile);
     const BFloat16* first = panel.blocks[0] + tile * kTile;
@@ -165,7 +183,7 @@ void multiply_rows(const BFloat16* rows, const Panel& panel,
 
 void multiply_avx512(const BFloat16* rows, int num_rows, Panel panel, Sums& sums) {
   for (int row = 0; row < num_rows; row += 8) {
-    const BFloat16* first = rows + row / kBlock * panel.tiles * kTile + row % kBlock * kTileInputs;
+    const BFloat16* first = rows + row / kBlock * panel.row_tiles * kTile + row % kBlock * kTileInputs;
     const int left = num_rows - row;
     if (left > 4)
       multiply_rows<8>(first, panel, &sums[row]);
@@ -177,20 +195,29 @@ void multiply_avx512(const BFloat16* rows, int num_rows, Panel panel, Sums& sums
   }
 }
 
-// Adds the bias, rounds and stores what belongs to a row of the result.
+// Adds the bias, gates where asked to, rounds, and stores what belongs to a row of the result.
 void finish(const Product& product, int64_t first_row, int num_rows, int64_t panel,
             const Sums& sums) {
-  const int64_t begin = panel * 2 * kBlock;
-  const int count = std::min<int64_t>(2 * kBlock, product.outputs - begin);
-  BFloat16 bias[2 * kBlock] = {};
-  if (product.bias != nullptr) std::memcpy(bias, product.bias + begin, count * 2);
-  const Vec biases[2] = {load(bias), load(bias + kBlock)};
+  const int64_t begin = panel * product.panel_outputs();
+  const int count = std::min<int64_t>(product.panel_outputs(), product.outputs - begin);
+  const int low_count = std::min(count, kBlock);
+  const int high_count = product.gated ? count : count - low_count;
+  Vec biases[2] = {};
+  if (product.bias != nullptr) {
+    const BFloat16* const bias = product.bias + begin;
+    biases[0] = load(bias, low_count);
+    biases[1] = load(bias + (product.gated ? product.outputs : kBlock), high_count);
+  }
   const __mmask32 kept = count == 32 ? ~0u : (1u << count) - 1;
   for (int row = 0; row < num_rows; ++row) {
-    const auto low = bit_cast<__m512>(load(&sums[row][0]) + biases[0]);
-    const auto high = bit_cast<__m512>(load(&sums[row][kBlock]) + biases[1]);
-    _mm512_mask_storeu_epi16(product.out + (first_row + row) * product.outputs + begin, kept,
-                             bit_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+    BFloat16* const target = product.out + (first_row + row) * product.outputs + begin;
+    const Vec low = load(&sums[row][0]) + biases[0], high = load(&sums[row][kBlock]) + biases[1];
+    if (product.gated)
+      store(target, silu(low) * high, count);
+    else
+      _mm512_mask_storeu_epi16(target, kept,
+                               bit_cast<__m512i>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(high),
+                                                                     bit_cast<__m512>(low))));
   }
 }
 
@@ -199,6 +226,7 @@ struct Work {
   int64_t first_row;
   int64_t end_row;
   const BFloat16* packed;
+  Sums* sums;  // of each group of rows
   int64_t first_panel;
   int64_t num_panels;  // they stay in the L2 cache while all rows meet them
 };
@@ -207,24 +235,29 @@ template <typename Multiply>
 void run(const Product& product, const Work& work, const Multiply& multiply) {
   const int parts = tiles_of(work.end_row - work.first_row, kGroupRows);
   const int64_t end_panel = std::min(work.first_panel + work.num_panels, product.panels());
-  alignas(64) Sums sums;
-  for (int part = 0; part < parts; ++part) {
-    const int64_t row = work.first_row + int64_t{part} * kGroupRows;
-    const int num_rows = std::min<int64_t>(kGroupRows, work.end_row - row);
-    const BFloat16* rows =
-        work.packed + (row - work.first_row) * product.input_tiles() * kTileInputs;
-    for (int64_t index = work.first_panel; index < end_panel; ++index) {
-      const int64_t next = index + work.num_panels;
-      Panel panel{{product.block(2 * index), product.block(2 * index + 1)},
-                  {product.block(2 * next), product.block(2 * next + 1)},
-                  product.input_tiles(),
+  const int64_t all_tiles = product.input_tiles(), most_tiles = parts > 1 ? kTilesAtOnce : all_tiles;
+  for (int64_t index = work.first_panel; index < end_panel; ++index)
+    for (int64_t first = 0; first < all_tiles; first += most_tiles) {
+      const int64_t end = std::min(first + most_tiles, all_tiles);
+      const int64_t next = end < all_tiles ? index : index + 1, next_tile = end % all_tiles;
+      Panel panel{{product.block(2 * index) + first * kTile,
+                   product.block(2 * index + 1) + first * kTile},
+                  {product.block(2 * next) + next_tile * kTile,
+                   product.block(2 * next + 1) + next_tile * kTile},
+                  end - first,
+                  all_tiles,
+                  first > 0,
                   0,
                   0};
-      panel.share_prefetch(part, parts);
-      multiply(rows, num_rows, panel, sums);
-      finish(product, row, num_rows, index, sums);
+      for (int part = 0; part < parts; ++part) {
+        const int64_t row = work.first_row + int64_t{part} * kGroupRows;
+        const int num_rows = std::min<int64_t>(kGroupRows, work.end_row - row);
+        panel.share_prefetch(part, parts);
+        multiply(work.packed + (row - work.first_row) * all_tiles * kTileInputs + first * kTile,
+                 num_rows, panel, work.sums[part]);
+        if (end == all_tiles) finish(product, row, num_rows, index, work.sums[part]);
+      }
     }
-  }
 }
 
 bool use_amx() {
@@ -235,11 +268,12 @@ bool use_amx() {
 #endif
 }
 
+struct Line {
+  alignas(64) char bytes[64];
+};
+
 // Memory of the calling thread that keeps its size from call to call, aligned as tiles want it.
 BFloat16* workspace(int64_t bytes) {
-  struct Line {
-    alignas(64) char bytes[64];
-  };
   thread_local std::vector<Line> lines;
   if (bytes > static_cast<int64_t>(lines.size() * sizeof(Line)))
     lines.resize(tiles_of(bytes, sizeof(Line)));
@@ -260,11 +294,15 @@ void run_product(const Product& product, int num_threads) {
           : std::max<int64_t>(1, std::min(kPanelsBytes / (row_bytes * 2 * kBlock), own_panels));
   BFloat16* const packed = workspace(packed_rows * row_bytes);
   const bool amx = use_amx();
+  const int64_t groups = tiles_of(packed_rows, kGroupRows);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
 #if defined(SGLP_HAS_AMX)
     if (amx) open_tiles();
 #endif
+    static thread_local std::vector<Line> sum_lines;
+    sum_lines.resize(groups * sizeof(Sums) / sizeof(Line));
+    Sums* const sums = reinterpret_cast<Sums*>(sum_lines.data());
     for (int64_t first = 0; first < product.num_rows; first += rows_at_once) {
       const int64_t end = std::min(first + rows_at_once, product.num_rows);
 #pragma omp for
@@ -272,7 +310,7 @@ void run_product(const Product& product, int num_threads) {
         pack_rows(product, row, packed + (row - first) * row_bytes / 2);
 #pragma omp for
       for (int64_t panel = 0; panel < product.panels(); panel += panels_at_once) {
-        const Work work{first, end, packed, panel, panels_at_once};
+        const Work work{first, end, packed, sums, panel, panels_at_once};
 #if defined(SGLP_HAS_AMX)
         if (amx) {
           run(product, work, multiply_amx);
@@ -292,25 +330,29 @@ void run_product(const Product& product, int num_threads) {
 
 extern "C" int sglp_has_products() { return 1; }
 
-extern "C" void sglp_pack_weight(int64_t outputs, int64_t inputs, const void* weight,
-                                 void* packed) {
-  const Product product{0, inputs, outputs, nullptr, nullptr, nullptr, nullptr};
+// Fills every `block_step`-th block of `packed`.
+extern "C" void sglp_pack_weight(int64_t outputs, int64_t inputs, const void* weight, void* packed,
+                                 int64_t block_step) {
+  const int64_t block_size = tiles_of(inputs, kTileInputs) * kTile;
   const auto* source = static_cast<const BFloat16*>(weight);
-  auto* target = static_cast<BFloat16*>(packed);
-  for (int64_t block = 0; block < product.blocks(); ++block)
-    for (int64_t pair = 0; pair < product.input_tiles() * kTileInputs / 2; ++pair)
+  for (int64_t block = 0; block < tiles_of(outputs, kBlock); ++block) {
+    BFloat16* target = static_cast<BFloat16*>(packed) + block * block_step * block_size;
+    for (int64_t pair = 0; pair < block_size / (2 * kBlock); ++pair)
       for (int64_t output = block * kBlock; output < (block + 1) * kBlock; ++output)
         for (int64_t input = 2 * pair; input < 2 * pair + 2; ++input) {
           const bool inside = output < outputs && input < inputs;
           *target++ = inside ? source[output * inputs + input] : BFloat16{0};
         }
+  }
 }
 
-extern "C" void sglp_product(int64_t num_rows, int64_t inputs, int64_t outputs, const void* rows,
-                             const void* weight, const void* bias, void* out, int num_threads) {
+extern "C" void sglp_product(int64_t num_rows, int64_t inputs, int64_t outputs, int gated,
+                             const void* rows, const void* weight, const void* bias, void* out,
+                             int num_threads) {
   const Product product{num_rows,
                         inputs,
                         outputs,
+                        gated != 0,
                         static_cast<const BFloat16*>(rows),
                         static_cast<const BFloat16*>(weight),
                         static_cast<const BFloat16*>(bias),
@@ -321,8 +363,8 @@ extern "C" void sglp_product(int64_t num_rows, int64_t inputs, int64_t outputs, 
 #else
 
 extern "C" int sglp_has_products() { return 0; }
-extern "C" void sglp_pack_weight(int64_t, int64_t, const void*, void*) {}
-extern "C" void sglp_product(int64_t, int64_t, int64_t, const void*, const void*, const void*,
+extern "C" void sglp_pack_weight(int64_t, int64_t, const void*, void*, int64_t) {}
+extern "C" void sglp_product(int64_t, int64_t, int64_t, int, const void*, const void*, const void*,
                              void*, int) {}
 
 #endif

@@ -178,4 +178,10 @@ inline Vec exp_nonpositive(Vec x) {
   return x < -87.0f ? Vec{} : result;
 }
 
+// x / (1 + exp(-x)): the exponential is taken where it is at most 1.
+inline Vec silu(Vec x) {
+  const Vec small = exp_nonpositive(x < 0.0f ? x : -x);
+  return x * ((x < 0.0f ? small : broadcast(1.0f)) * reciprocal(1.0f + small));
+}
+
 }  // namespace

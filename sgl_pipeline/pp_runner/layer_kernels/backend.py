@@ -5,6 +5,7 @@ Implemented by `torch_kernels`, `compiled_kernels` and `flashinfer_kernels`; cho
 query heads, Hkv key/value heads, D head dim, of which R are rotated, N pages, S page size.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,6 +43,18 @@ class Linear(Protocol):
         """`x @ weight.T + bias` [T, out] for `x` [T, in], in its dtype."""
 
 
+class GatedLinear:
+    """`gate` of what `linear` gives: the `LayerKernels.gated_linear` of leaves that compute the two
+    one after the other."""
+
+    def __init__(self, linear: Linear, gate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._linear = linear
+        self._gate = gate
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._gate(self._linear(x))
+
+
 class LayerKernels(Protocol):
     """Products, norms, heads and the gate of a layer. Tensors are in the model's dtype and
     contiguous.
@@ -54,6 +67,10 @@ class LayerKernels(Protocol):
 
         The caller drops its reference to `weight`, which may be kept in another layout.
         """
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """What `gate` makes of the product with `weight` [2 F, in] and `bias` [2 F], gate first: to
+        [T, F]. As for `linear`, the caller drops its reference."""
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         """The normed `rows` [T, H]."""

@@ -7,7 +7,13 @@ whose shape, type or layout was not checked.
 import torch
 
 from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, CpuKernels
-from sgl_pipeline.pp_runner.layer_kernels.backend import HeadNorms, Linear, RmsNorm, Rotation
+from sgl_pipeline.pp_runner.layer_kernels.backend import (
+    GatedLinear,
+    HeadNorms,
+    Linear,
+    RmsNorm,
+    Rotation,
+)
 from sgl_pipeline.pp_runner.layer_kernels.compiled_linear import CompiledLinear
 from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
 
@@ -25,9 +31,18 @@ class CompiledKernels:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """By our own product in bf16 where the machine has the instructions, else by torch's."""
-        if weight.dtype == torch.bfloat16 and self._kernels.has_products:
+        if self._multiplies(weight):
             return CompiledLinear(self._kernels, weight, bias)
         return TorchLinear(weight, bias)
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """By one kernel where `linear` is ours."""
+        if self._multiplies(weight):
+            return CompiledLinear(self._kernels, weight, bias, is_gated=True)
+        return GatedLinear(TorchLinear(weight, bias), self.gate)
+
+    def _multiplies(self, weight: torch.Tensor) -> bool:
+        return weight.dtype == torch.bfloat16 and self._kernels.has_products
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         """See `LayerKernels.norm`."""

@@ -16,7 +16,13 @@ from typing import Protocol
 import torch
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.pp_runner.layer_kernels.backend import HeadNorms, Linear, RmsNorm, Rotation
+from sgl_pipeline.pp_runner.layer_kernels.backend import (
+    GatedLinear,
+    HeadNorms,
+    Linear,
+    RmsNorm,
+    Rotation,
+)
 from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
 
 FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
@@ -124,6 +130,9 @@ class FlashInferKernels:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return TorchLinear(weight, bias)
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return GatedLinear(self.linear(weight, bias), self.gate)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         # A step that samples nothing asks for the norm of no rows, which is no kernel.

@@ -7,7 +7,13 @@ dtype where transformers does.
 import torch
 import torch.nn.functional as F
 
-from sgl_pipeline.pp_runner.layer_kernels.backend import HeadNorms, Linear, RmsNorm, Rotation
+from sgl_pipeline.pp_runner.layer_kernels.backend import (
+    GatedLinear,
+    HeadNorms,
+    Linear,
+    RmsNorm,
+    Rotation,
+)
 from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
 
 
@@ -16,6 +22,9 @@ class TorchKernels:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return TorchLinear(weight, bias)
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return GatedLinear(self.linear(weight, bias), self.gate)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         return F.rms_norm(rows, norm.weight.shape, norm.weight, norm.epsilon)

@@ -59,12 +59,16 @@ def test_result_of_torch_is_the_product(num_rows: int, with_bias: bool, dtype: t
 
 
 def compiled_linear(
-    instructions: str, weight: torch.Tensor, bias: torch.Tensor | None = None
+    instructions: str,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    is_gated: bool = False,
 ) -> CompiledLinear:
     kernels = kernels_for(instructions)
     if not kernels.has_products:
         pytest.skip("no bf16 instructions")
-    return CompiledLinear(kernels, weight, bias)
+    return CompiledLinear(kernels, weight, bias, is_gated=is_gated)
 
 
 @pytest.mark.compiler
@@ -83,6 +87,50 @@ def test_result_of_the_compiled_kernel_is_the_product(
     bias = random_rows(1, out_features, torch.bfloat16)[0] if with_bias else None
     x = random_rows(num_rows, in_features, torch.bfloat16)
     assert_product(compiled_linear(instructions, weight, bias), weight, bias, x)
+
+
+def assert_gated(
+    linear: Linear, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor
+) -> None:
+    y, tolerance = linear(x), 3 * TOLERANCE[x.dtype]  # three roundings where leaves gate afterwards
+    product = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    gate, up = product.chunk(2, dim=-1)
+    assert y.dtype == x.dtype
+    torch.testing.assert_close(
+        y.double(), gate / (1 + (-gate).exp()) * up, rtol=tolerance, atol=tolerance
+    )
+
+
+gated_sizes = st.sampled_from([(1, 15), (31, 16), (40, 17), (100, 72), (1024, 150)])
+
+
+@pytest.mark.compiler
+@every_instruction_set
+@settings(max_examples=40, deadline=None)
+@given(
+    num_rows=st.one_of(st.integers(0, 70), st.sampled_from([600])),
+    sizes=gated_sizes,
+    with_bias=st.booleans(),
+)
+def test_the_compiled_kernel_gates_what_it_has_multiplied(
+    instructions: str, num_rows: int, sizes: tuple[int, int], with_bias: bool
+) -> None:
+    in_features, out_features = sizes
+    weight = random_weight(2 * out_features, in_features, torch.bfloat16)
+    bias = random_rows(1, 2 * out_features, torch.bfloat16)[0] if with_bias else None
+    x = random_rows(num_rows, in_features, torch.bfloat16)
+    linear = compiled_linear(instructions, weight, bias, is_gated=True)
+    assert_gated(linear, weight, bias, x)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_every_leaf_has_a_gated_product(with_bias: bool, dtype: torch.dtype) -> None:
+    weight, x = random_weight(2 * 36, 40, dtype), random_rows(9, 40, dtype)
+    bias = random_rows(1, 2 * 36, dtype)[0] if with_bias else None
+    for kernels in (TorchKernels(), CompiledKernels(load_cpu_kernels())):
+        assert_gated(kernels.gated_linear(weight, bias), weight, bias, x)
 
 
 def assert_rows_independent(linear: Linear, x: torch.Tensor) -> None:
@@ -120,6 +168,8 @@ def test_a_row_of_the_compiled_kernel_is_bitwise_the_same_in_every_microbatch(
 ) -> None:
     linear = compiled_linear(instructions, random_weight(*shape, torch.bfloat16))
     assert_rows_independent(linear, random_rows(130, shape[1], torch.bfloat16))
+    gated = compiled_linear(instructions, random_weight(*shape, torch.bfloat16), is_gated=True)
+    assert_rows_independent(gated, random_rows(130, shape[1], torch.bfloat16))
     alone = linear(random_rows(700, shape[1], torch.bfloat16))
     torch.set_num_threads(3)
     assert torch.equal(linear(random_rows(700, shape[1], torch.bfloat16)), alone)
