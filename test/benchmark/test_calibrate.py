@@ -1,6 +1,4 @@
-"""How the calibration tells the front's share of the time to the first token from the pipeline's."""
-
-from pathlib import Path
+"""How the calibration finds the front's share of the time to the first token."""
 
 import pytest
 from support.step_records import run_step
@@ -19,7 +17,9 @@ def measured(front_ms: float) -> MeasuredLoad:
     journal = StepJournal(num_stages=2)
     run_step(journal, 0)
     metrics = {"mean_ttft_ms": SERVER_TTFT_MS + front_ms}
-    run = Run("ours", 1, 3, 2, duration_s=3.0, metrics=metrics)
+    run = Run(
+        engine="ours", round=1, input_tokens=3, output_tokens=2, duration_s=3.0, metrics=metrics
+    )
     return MeasuredLoad(run, tuple(journal.recent))
 
 
@@ -31,7 +31,7 @@ def test_the_front_has_a_share_for_bursts_and_one_for_single_requests() -> None:
     loads = [
         measured(next(burst_ms if _at_once(load) else single_ms)) for load in CALIBRATION_LOADS
     ]
-    pipeline = MeasuredPipeline(trace_path=Path("unused"), pool_tokens=1)
+    pipeline = MeasuredPipeline(trace_path="unused", pool_tokens=1)
     one = Round(tuple(loads), (), pipeline)
     assert one.front_ms(at_once=True) == pytest.approx(60 + (len(bursts) - 1) / 2)
     num_single = len(CALIBRATION_LOADS) - len(bursts)

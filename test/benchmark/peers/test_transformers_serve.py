@@ -1,4 +1,4 @@
-"""The transformers peer answers as `sglang.bench_serving` reads it, with transformers' own tokens."""
+"""The transformers peer answers as `sglang.bench_serving` reads it, with transformers' tokens."""
 
 import argparse
 import json
