@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import requests
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from sgl_pipeline.managers.model_files import DEMO_MODEL
 
@@ -156,7 +156,9 @@ def test_health_and_server_info_tell_of_the_pipeline(demo_server):
     assert requests.get(f"{demo_server.url}/health_generate", timeout=30).status_code == 200
     facts = demo_server.facts()
     assert facts["num_stages"] == 2
-    assert facts["layer_partition"] == [8, 8]
+    # Which split it is depends on how fast the machine was in the second when it was measured.
+    num_layers = AutoConfig.from_pretrained(DEMO_MODEL).num_hidden_layers
+    assert len(facts["layer_partition"]) == 2 and sum(facts["layer_partition"]) == num_layers
     assert facts["total_pages"] == min(facts["page_capacity_of_stages"])
 
 
