@@ -83,14 +83,20 @@ class StageCosts(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-def agreed_costs(measured: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
+def agreed_costs(measured: Sequence[StageCosts], *, are_alike: bool) -> tuple[StageCosts, ...]:
     """The workers' costs with less noise: their medians, times how slow a worker's layers are
-    where that differs by more than `SPEED_TOLERANCE` from the median."""
+    where that differs by more than `SPEED_TOLERANCE` from the median.
+
+    Workers that `are_alike` are taken for equally fast whatever was measured: on a machine with
+    other tenants one core is often half as fast as the next, and not for long.
+    """
     typical = StageCosts(
         tuple(median(times) for times in zip(*(own.layers_ms for own in measured), strict=True)),
         median(own.embedding_ms for own in measured),
         median(own.head_ms for own in measured),
     )
+    if are_alike:
+        return (typical,) * len(measured)
     slowness = [sum(own.layers_ms) / sum(typical.layers_ms) for own in measured]
     return tuple(
         typical.scaled(1.0 if abs(slow - 1.0) <= SPEED_TOLERANCE else slow) for slow in slowness

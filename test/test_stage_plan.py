@@ -117,10 +117,17 @@ def test_times_of_stages_add_up_embedding_layers_and_head() -> None:
 
 def test_noise_makes_no_worker_slow_and_a_slow_core_does() -> None:
     noisy = [StageCosts((ms, ms), 0.1 * ms, 5 * head) for ms, head in ((1, 1), (1.1, 3), (0.9, 1))]
-    assert agreed_costs(noisy) == (StageCosts((1, 1), 0.1, 5),) * 3
+    assert agreed_costs(noisy, are_alike=False) == (StageCosts((1, 1), 0.1, 5),) * 3
     slow = [StageCosts((ms, ms), 0.1, 5) for ms in (1.0, 1.0, 1.5)]
-    assert agreed_costs(slow)[2] == StageCosts((1.5, 1.5), pytest.approx(0.15), 7.5)
-    assert agreed_costs(slow)[0] == slow[0]
+    costs = agreed_costs(slow, are_alike=False)
+    assert costs[2] == StageCosts((1.5, 1.5), pytest.approx(0.15), 7.5)
+    assert costs[0] == slow[0]
+
+
+def test_a_core_that_is_slow_for_a_moment_gets_no_fewer_layers() -> None:
+    slow = [StageCosts((ms,) * 16, 0.0, 2 * ms) for ms in (2.0, 1.0)]
+    assert balanced_layer_counts(agreed_costs(slow, are_alike=False)) == (6, 10)
+    assert balanced_layer_counts(agreed_costs(slow, are_alike=True)) == (9, 7)
 
 
 @pytest.mark.parametrize(("num_stages", "counts"), [(1, (3,)), (2, None), (3, (1, 1, 1))])

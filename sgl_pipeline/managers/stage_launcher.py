@@ -154,7 +154,9 @@ class StageLauncher:
         for assignment in self._assignments(StagePlan(0, even)):
             self.channel.send(assignment.stage, MeasureCosts(assignment))
         measured = sorted(self._gather(MeasuredCosts), key=lambda report: report.worker)
-        costs = agreed_costs([report.costs for report in measured])
+        costs = agreed_costs(
+            [report.costs for report in measured], are_alike=self._args.stages.device == "cpu"
+        )
         counts = balanced_layer_counts(costs)
         predicted_ms = stage_times_ms(costs, counts)
         logger.info(
