@@ -1,6 +1,6 @@
 // Products of bf16 rows with a packed bf16 weight, on AMX tiles or with AVX-512's bf16 instruction.
 //
-// Called from packed_linear.py through ctypes; knows nothing of torch. Where few rows meet a large
+// Called from compiled_linear.py through ctypes; knows nothing of torch. Where few rows meet a large
 // weight the time is that of reading the weight, so it lies in memory in the order in which it is
 // read, and is asked for one panel ahead. Sums are fp32, over the inputs in ascending order for
 // every row alike: a row's result is bitwise the same in any microbatch.
@@ -25,11 +25,8 @@ constexpr int kBlock = 16;  // outputs of a block, rows of a tile
 constexpr int kTileInputs = 32;
 constexpr int kTile = kBlock * kTileInputs;  // elements of a tile, of rows or of a weight
 constexpr int kGroupRows = 2 * kBlock;       // rows that share the loads of a panel
-// What stays in the L2 cache: packed rows, and a number of panels.
-// What stays in the L1 cache while all rows meet it: tiles of a panel.
-constexpr int64_t kTilesAtOnce = 8;
-constexpr int64_t kPackedRowsBytes = 1 << 20;
-constexpr int64_t kPanelsBytes = 1 << 18;
+constexpr int64_t kPackedRowsBytes = 1 << 20;  // stay in the L2 cache
+constexpr int64_t kTilesAtOnce = 8;  // of each block of a panel, in the L1 cache for all rows
 
 int64_t tiles_of(int64_t size, int tile) { return (size + tile - 1) / tile; }
 
@@ -221,43 +218,41 @@ void finish(const Product& product, int64_t first_row, int num_rows, int64_t pan
   }
 }
 
-// Which rows, held packed, meet which panels.
-struct Work {
-  int64_t first_row;
-  int64_t end_row;
+// Rows [first, end), held packed, with a place for the sums of each group of them.
+struct RowGroups {
+  int64_t first;
+  int64_t end;
   const BFloat16* packed;
-  Sums* sums;  // of each group of rows
-  int64_t first_panel;
-  int64_t num_panels;  // they stay in the L2 cache while all rows meet them
+  Sums* sums;
 };
 
+// One panel for all rows, some of its tiles after the others.
 template <typename Multiply>
-void run(const Product& product, const Work& work, const Multiply& multiply) {
-  const int parts = tiles_of(work.end_row - work.first_row, kGroupRows);
-  const int64_t end_panel = std::min(work.first_panel + work.num_panels, product.panels());
-  const int64_t all_tiles = product.input_tiles(), most_tiles = parts > 1 ? kTilesAtOnce : all_tiles;
-  for (int64_t index = work.first_panel; index < end_panel; ++index)
-    for (int64_t first = 0; first < all_tiles; first += most_tiles) {
-      const int64_t end = std::min(first + most_tiles, all_tiles);
-      const int64_t next = end < all_tiles ? index : index + 1, next_tile = end % all_tiles;
-      Panel panel{{product.block(2 * index) + first * kTile,
-                   product.block(2 * index + 1) + first * kTile},
-                  {product.block(2 * next) + next_tile * kTile,
-                   product.block(2 * next + 1) + next_tile * kTile},
-                  end - first,
-                  all_tiles,
-                  first > 0,
-                  0,
-                  0};
-      for (int part = 0; part < parts; ++part) {
-        const int64_t row = work.first_row + int64_t{part} * kGroupRows;
-        const int num_rows = std::min<int64_t>(kGroupRows, work.end_row - row);
-        panel.share_prefetch(part, parts);
-        multiply(work.packed + (row - work.first_row) * all_tiles * kTileInputs + first * kTile,
-                 num_rows, panel, work.sums[part]);
-        if (end == all_tiles) finish(product, row, num_rows, index, work.sums[part]);
-      }
+void run(const Product& product, const RowGroups& rows, int64_t index, const Multiply& multiply) {
+  const int groups = tiles_of(rows.end - rows.first, kGroupRows);
+  const int64_t all_tiles = product.input_tiles();
+  const int64_t tiles_at_once = groups > 1 ? kTilesAtOnce : all_tiles;
+  for (int64_t first = 0; first < all_tiles; first += tiles_at_once) {
+    const int64_t end = std::min(first + tiles_at_once, all_tiles);
+    const int64_t next = end < all_tiles ? index : index + 1, next_tile = end % all_tiles;
+    Panel panel{{product.block(2 * index) + first * kTile,
+                 product.block(2 * index + 1) + first * kTile},
+                {product.block(2 * next) + next_tile * kTile,
+                 product.block(2 * next + 1) + next_tile * kTile},
+                end - first,
+                all_tiles,
+                first > 0,
+                0,
+                0};
+    for (int group = 0; group < groups; ++group) {
+      const int64_t row = rows.first + int64_t{group} * kGroupRows;
+      const int num_rows = std::min<int64_t>(kGroupRows, rows.end - row);
+      panel.share_prefetch(group, groups);
+      multiply(rows.packed + (row - rows.first) * all_tiles * kTileInputs + first * kTile,
+               num_rows, panel, rows.sums[group]);
+      if (end == all_tiles) finish(product, row, num_rows, index, rows.sums[group]);
     }
+  }
 }
 
 bool use_amx() {
@@ -268,17 +263,24 @@ bool use_amx() {
 #endif
 }
 
-struct Line {
-  alignas(64) char bytes[64];
+// Memory that keeps its size from call to call, aligned as tiles want it.
+class Workspace {
+ public:
+  template <typename T>
+  T* at_least(int64_t bytes) {
+    if (bytes > static_cast<int64_t>(lines_.size() * sizeof(Line)))
+      lines_.resize(tiles_of(bytes, sizeof(Line)));
+    return reinterpret_cast<T*>(lines_.data());
+  }
+
+ private:
+  struct Line {
+    alignas(64) char bytes[64];
+  };
+  std::vector<Line> lines_;
 };
 
-// Memory of the calling thread that keeps its size from call to call, aligned as tiles want it.
-BFloat16* workspace(int64_t bytes) {
-  thread_local std::vector<Line> lines;
-  if (bytes > static_cast<int64_t>(lines.size() * sizeof(Line)))
-    lines.resize(tiles_of(bytes, sizeof(Line)));
-  return reinterpret_cast<BFloat16*>(lines.data());
-}
+thread_local Workspace rows_workspace, sums_workspace;
 
 void run_product(const Product& product, int num_threads) {
   const int64_t row_bytes = product.input_tiles() * kTileInputs * 2;
@@ -286,38 +288,30 @@ void run_product(const Product& product, int num_threads) {
       std::max<int64_t>(2, kPackedRowsBytes / row_bytes / kGroupRows) * kGroupRows;
   const int64_t packed_rows =
       std::min(tiles_of(product.num_rows, kBlock) * kBlock, rows_at_once);
-  // Several panels for each visit to a row of the result, whose memory is far from the next row's.
-  const int64_t own_panels = tiles_of(product.panels(), num_threads);
-  const int64_t panels_at_once =
-      product.num_rows <= kGroupRows
-          ? 1
-          : std::max<int64_t>(1, std::min(kPanelsBytes / (row_bytes * 2 * kBlock), own_panels));
-  BFloat16* const packed = workspace(packed_rows * row_bytes);
+  BFloat16* const packed = rows_workspace.at_least<BFloat16>(packed_rows * row_bytes);
+  const int64_t sums_bytes = tiles_of(packed_rows, kGroupRows) * sizeof(Sums);
   const bool amx = use_amx();
-  const int64_t groups = tiles_of(packed_rows, kGroupRows);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
 #if defined(SGLP_HAS_AMX)
     if (amx) open_tiles();
 #endif
-    static thread_local std::vector<Line> sum_lines;
-    sum_lines.resize(groups * sizeof(Sums) / sizeof(Line));
-    Sums* const sums = reinterpret_cast<Sums*>(sum_lines.data());
+    Sums* const sums = sums_workspace.at_least<Sums>(sums_bytes);
     for (int64_t first = 0; first < product.num_rows; first += rows_at_once) {
       const int64_t end = std::min(first + rows_at_once, product.num_rows);
 #pragma omp for
       for (int64_t row = first; row < end; row += kBlock)
         pack_rows(product, row, packed + (row - first) * row_bytes / 2);
 #pragma omp for
-      for (int64_t panel = 0; panel < product.panels(); panel += panels_at_once) {
-        const Work work{first, end, packed, sums, panel, panels_at_once};
+      for (int64_t panel = 0; panel < product.panels(); ++panel) {
+        const RowGroups rows{first, end, packed, sums};
 #if defined(SGLP_HAS_AMX)
         if (amx) {
-          run(product, work, multiply_amx);
+          run(product, rows, panel, multiply_amx);
           continue;
         }
 #endif
-        run(product, work, multiply_avx512);
+        run(product, rows, panel, multiply_avx512);
       }
     }
 #if defined(SGLP_HAS_AMX)
