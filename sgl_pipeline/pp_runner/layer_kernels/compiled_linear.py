@@ -18,10 +18,9 @@ class CompiledLinear:
     `LayerKernels.gated_linear`: nothing is rounded before the gate.
 
     A row's result is bitwise the same in any microbatch and on any number of threads.
-    At 1, 8, 32, 64, 128 and 256 rows it takes 0.81, 0.82, 0.75, 0.96, 0.96 and 1.01 of the time of
-    oneDNN (`TorchLinear`): one core of a Xeon with AMX, the matrices of the 0.27b preset, by
-    `benchmark/kernels_cpu.py`. With both held to AVX-512 there it is 0.64, 0.69, 0.92, 0.96, 0.98
-    and 1.01.
+    At 1, 8, 32, 64, 128, 256 and 512 rows it takes 0.79, 0.85, 0.67, 0.84, 0.92, 1.01 and 0.99 of
+    the time of oneDNN (`TorchLinear`): one core of a shared Xeon with AMX, the matrices of the
+    0.27b preset, by `benchmark/kernels_cpu.py`.
 
     Args:
         kernels: of a library that `has_products`.
