@@ -1,9 +1,9 @@
 // Products of bf16 rows with a packed bf16 weight, on AMX tiles or with AVX-512's bf16 instruction.
 //
-// Called from compiled_linear.py through ctypes; knows nothing of torch. Where few rows meet a large
-// weight the time is that of reading the weight, so it lies in memory in the order in which it is
-// read, and is asked for one panel ahead. Sums are fp32, over the inputs in ascending order for
-// every row alike: a row's result is bitwise the same in any microbatch.
+// Called from compiled_linear.py through ctypes; knows nothing of torch. Where few rows meet a
+// large weight the time is that of reading the weight, so it lies in memory in the order in which
+// it is read, and is asked for ahead. Sums are fp32, over the inputs in ascending order for every
+// row alike: a row's result is bitwise the same in any microbatch.
 //
 // Packed, a weight [out, in] is a row of blocks of 16 outputs: [out / 16, in / 2, 16, 2], both
 // padded with zeros. 32 inputs of a block are one tile of 1 KiB; a pair of blocks is a panel. Of a
@@ -34,7 +34,7 @@ struct Product {
   int64_t num_rows;
   int64_t inputs;
   int64_t outputs;
-  bool gated;  // each output is silu(gate) * up: a panel is a block of gates and its ups
+  bool gated;              // outputs are silu(gate) * up: a panel is a block of gates and its ups
   const BFloat16* rows;    // [num_rows, inputs]
   const BFloat16* weight;  // packed
   const BFloat16* bias;    // [outputs], gated [2 * outputs] with the gates first, or null
@@ -180,7 +180,8 @@ void multiply_rows(const BFloat16* rows, const Panel& panel,
 
 void multiply_avx512(const BFloat16* rows, int num_rows, Panel panel, Sums& sums) {
   for (int row = 0; row < num_rows; row += 8) {
-    const BFloat16* first = rows + row / kBlock * panel.row_tiles * kTile + row % kBlock * kTileInputs;
+    const BFloat16* first =
+        rows + row / kBlock * panel.row_tiles * kTile + row % kBlock * kTileInputs;
     const int left = num_rows - row;
     if (left > 4)
       multiply_rows<8>(first, panel, &sums[row]);
