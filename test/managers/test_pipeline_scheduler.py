@@ -183,6 +183,21 @@ def test_a_request_is_served_to_its_end(parts):
     assert front.finished == {"a": FinishReason("length")}
 
 
+def test_the_next_step_is_sent_before_the_front_has_the_tokens_of_the_last(parts):
+    told_at_plan: list[int] = []
+    stages = parts.stages
+    run_plan = stages.channel.broadcast
+
+    def broadcast(workers: range, plan: StepPlan) -> None:
+        told_at_plan.append(len(parts.front.tokens))
+        run_plan(workers, plan)
+
+    stages.channel.broadcast = broadcast
+    front = run(parts, [[make_request("a", [1, 2, 3], 4)], *WAIT, [SHUT_DOWN]])
+    assert told_at_plan == [0, 0, 1, 2]
+    assert front.tokens == [7, 7, 7, 7]
+
+
 def test_a_request_that_breaks_the_queue_gets_a_500_and_the_next_is_served(parts):
     broken = make_request("broken", [1], 2)
     broken.prompt_ids = None  # type: ignore[assignment]
