@@ -127,9 +127,11 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
     from sgl_pipeline.managers.entrance.front_guard import GuardedTokenizerManager
     from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
     from sgl_pipeline.managers.entrance.route_guard import guard_routes
+    from sgl_pipeline.managers.entrance.streamed_calls import read_calls_piece_by_piece
     from sgl_pipeline.managers.load_report import loads_path
 
     app.add_middleware(OllamaErrors)
+    read_calls_piece_by_piece()
     guard_routes(
         app,
         plan.context_length,

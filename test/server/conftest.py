@@ -17,8 +17,13 @@ def demo_server() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="session")
 def parrot_server() -> Iterator[LiveServer]:
-    """A model that thinks and calls tools (`support/parrot_model.py`), and the parsers for it."""
+    """A model that thinks and calls tools (`support/parrot_model.py`), and the parsers for it.
+
+    Chunks of several tokens, as a front that lags behind has them at any time: the marks of
+    thoughts and calls share one with the text around them.
+    """
     flags = ["--served-model-name", "parrot", "--tool-call-parser", "qwen25"]
+    flags += ["--stream-interval", "3"]
     flags += ["--reasoning-parser", "qwen3", "--enable-response-store"]
     with live_server(
         "--pp", "2", "--dtype", "float32", "--model-path", str(parrot_model()), *flags

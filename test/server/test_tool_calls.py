@@ -74,7 +74,7 @@ def test_a_streamed_call_comes_in_pieces_that_add_up(parrot):
     assert json.loads(call["arguments"]) == PARIS
     assert finish == "tool_calls"
     deltas = [chunk for chunk in stream if chunk.choices[0].delta.tool_calls]
-    assert len(deltas) > 2, "the arguments came at once"
+    assert len(deltas) > 1, "the name came with the arguments"
 
 
 def test_streamed_parallel_calls_are_told_apart(parrot):

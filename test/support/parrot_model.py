@@ -70,7 +70,7 @@ class _Vocabulary:
 
     def pieces(self, text: str) -> list[int]:
         """New ids for `text`, cut into pieces that no other script has. A call's mark begins one,
-        because parsers count on that it does not come with the text before it."""
+        because no tokenizer of a model that calls tools joins it with the text before it."""
         ids = []
         for part in re.split("(?=<tool_call>)", text):
             pieces = _cut(_byte_symbols(part), frozenset(self.ids)) if part else []
