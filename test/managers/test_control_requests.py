@@ -2,6 +2,7 @@ import gc
 import inspect
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from sgl_pipeline.managers.entrance.route_guard import REFUSED_ROUTES
 from sgl_pipeline.managers.profile_desk import ProfileDesk
 from sgl_pipeline.managers.sglang_io import make_decoder
 from sgl_pipeline.managers.step_journal import StepJournal
-from sgl_pipeline.messages import ProfileReply
+from sgl_pipeline.messages import ProfileReply, StartProfile
 
 # What `sglang_io.py` takes itself.
 GENERATION_TYPES = {
@@ -90,7 +91,7 @@ class Desk:
         self._profiles = profiles
 
     def _recorded(self, stage: int, message: Any) -> None:
-        self._profiles.on_reply(ProfileReply(stage, is_recording=True))
+        self._profiles.on_reply(ProfileReply(stage, isinstance(message, StartProfile)))
 
     def ask(self, message: Any) -> Any:
         """The one reply to `message`, or None when there is none."""
@@ -101,10 +102,13 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     """Undoes what a desk does to the whole process: the logging level and the frozen garbage."""
+    monkeypatch.setenv("SGLANG_TORCH_PROFILER_DIR", str(tmp_path))
     level = logging.getLogger().level
-    yield Desk()
+    desk = Desk()
+    yield desk
+    desk.ask(io.ProfileReq(req_type=io.ProfileReqType.STOP_PROFILE))
     logging.getLogger().setLevel(level)
     gc.unfreeze()
 
