@@ -25,8 +25,10 @@ constexpr int kBlock = 16;  // outputs of a block, rows of a tile
 constexpr int kTileInputs = 32;
 constexpr int kTile = kBlock * kTileInputs;  // elements of a tile, of rows or of a weight
 constexpr int kGroupRows = 2 * kBlock;       // rows that share the loads of a panel
-constexpr int64_t kPackedRowsBytes = 1 << 20;  // stay in the L2 cache
-constexpr int64_t kTilesAtOnce = 8;  // of each block of a panel, in the L1 cache for all rows
+// Packed rows stay in the L2 cache, beside their sums and what is prefetched.
+constexpr int64_t kPackedRowsBytes = 1 << 20;
+constexpr int64_t kRowsAtOnce = 256;
+constexpr int64_t kTilesAtOnce = 16;  // of each block of a panel, in the L1 cache for all rows
 
 int64_t tiles_of(int64_t size, int tile) { return (size + tile - 1) / tile; }
 
@@ -53,16 +55,13 @@ struct Product {
 void pack_rows(const Product& product, int64_t first, BFloat16* packed) {
   const int64_t whole_tiles = product.inputs / kTileInputs;
   const __mmask32 tail = (1u << product.inputs % kTileInputs) - 1;
-  for (int64_t row = 0; row < kBlock; ++row) {
-    const bool exists = first + row < product.num_rows;
-    const BFloat16* source = product.rows + (first + row) * product.inputs;
-    BFloat16* target = packed + row * kTileInputs;
-    for (int64_t tile = 0; tile < product.input_tiles(); ++tile) {
-      const __mmask32 kept = !exists ? 0 : tile < whole_tiles ? ~0u : tail;
-      const __m512i piece = _mm512_maskz_loadu_epi16(kept, source + tile * kTileInputs);
-      _mm512_store_si512(target + tile * kTile, piece);
+  const BFloat16* source = product.rows + first * product.inputs;
+  const int64_t num_rows = std::min<int64_t>(kBlock, product.num_rows - first);
+  for (int64_t tile = 0; tile < product.input_tiles(); ++tile, source += kTileInputs)
+    for (int64_t row = 0; row < kBlock; ++row, packed += kTileInputs) {
+      const __mmask32 kept = row >= num_rows ? 0 : tile < whole_tiles ? ~0u : tail;
+      _mm512_store_si512(packed, _mm512_maskz_loadu_epi16(kept, source + row * product.inputs));
     }
-  }
 }
 
 // Some tiles of two blocks of a weight, and those that will be wanted next: some lines of each of
@@ -116,15 +115,16 @@ void multiply(const BFloat16* rows, const Panel& panel, Sums& sums) {
     if (kSecondTile) _tile_zero(2);
     if (kSecondTile) _tile_zero(3);
   }
+  // Rows only pass through: the hint keeps the panel's place in the L1 cache for the next rows.
   for (int64_t tile = 0; tile < panel.tiles; ++tile) {
     panel.prefetch(tile);
-    _tile_loadd(4, rows + tile * kTile, 64);
+    _tile_stream_loadd(4, rows + tile * kTile, 64);
     _tile_loadd(6, panel.blocks[0] + tile * kTile, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, panel.blocks[1] + tile * kTile, 64);
     _tile_dpbf16ps(1, 4, 7);
     if (!kSecondTile) continue;
-    _tile_loadd(5, second + tile * kTile, 64);
+    _tile_stream_loadd(5, second + tile * kTile, 64);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
@@ -285,8 +285,9 @@ thread_local Workspace rows_workspace, sums_workspace;
 
 void run_product(const Product& product, int num_threads) {
   const int64_t row_bytes = product.input_tiles() * kTileInputs * 2;
+  const int64_t rows_that_fit = kPackedRowsBytes / row_bytes / kGroupRows * kGroupRows;
   const int64_t rows_at_once =
-      std::max<int64_t>(2, kPackedRowsBytes / row_bytes / kGroupRows) * kGroupRows;
+      std::clamp<int64_t>(rows_that_fit, 2 * kGroupRows, kRowsAtOnce);
   const int64_t packed_rows =
       std::min(tiles_of(product.num_rows, kBlock) * kBlock, rows_at_once);
   BFloat16* const packed = rows_workspace.at_least<BFloat16>(packed_rows * row_bytes);
