@@ -78,9 +78,13 @@ class AmxProducts {
     asm volatile("" ::: "memory");
     _tile_zero(5);
     for (int line = 0; line < depth_lines; ++line) {
+      keys.prefetch_next(line, 0);
       _tile_loadd(6, queries + line * 16 * lanes_, lanes_ * 4);
+      keys.prefetch_next(line, 1);
       _tile_loadd(7, keys.first + line * kDepth, keys.row_bytes);
+      keys.prefetch_next(line, 2);
       _tile_dpbf16ps(5, 7, 6);
+      keys.prefetch_next(line, 3);
     }
     _tile_stored(5, scores, lanes_ * 4);
   }
@@ -96,18 +100,8 @@ class AmxProducts {
     asm volatile("" ::: "memory");
     _tile_zero(0);
     _tile_zero(1);
-    _tile_loadd(4, first.first + line * kDepth, first.row_bytes);
-    _tile_loadd(2, picks, sizeof(Line));
-    _tile_dpbf16ps(0, 2, 4);
-    _tile_loadd(3, picks + lanes_, sizeof(Line));
-    _tile_dpbf16ps(1, 3, 4);
-    if (second != nullptr) {
-      _tile_loadd(4, second->first + line * kDepth, second->row_bytes);
-      _tile_loadd(2, picks + 2 * lanes_, sizeof(Line));
-      _tile_dpbf16ps(0, 2, 4);
-      _tile_loadd(3, picks + 3 * lanes_, sizeof(Line));
-      _tile_dpbf16ps(1, 3, 4);
-    }
+    add_values(first, line, picks);
+    if (second != nullptr) add_values(*second, line, picks + 2 * lanes_);
     _tile_stored(0, sums, sizeof(Vec));
     _tile_stored(1, sums + lanes_, sizeof(Vec));
   }
@@ -117,6 +111,18 @@ class AmxProducts {
     int rows;
     int row_bytes;
   };
+
+  void add_values(const RowTile& values, int line, const Line* picks) const {
+    values.prefetch_next(line, 0);
+    _tile_loadd(4, values.first + line * kDepth, values.row_bytes);
+    values.prefetch_next(line, 1);
+    _tile_loadd(2, picks, sizeof(Line));
+    _tile_dpbf16ps(0, 2, 4);
+    values.prefetch_next(line, 2);
+    _tile_loadd(3, picks + lanes_, sizeof(Line));
+    _tile_dpbf16ps(1, 3, 4);
+    values.prefetch_next(line, 3);
+  }
 
   void configure(const TileShape (&shapes)[8]) {
     TileConfiguration wanted;

@@ -154,16 +154,32 @@ class TileAttention {
   void attend_in_pages(const HeadTile& tile, Scratch& scratch) const {
     const int lanes = tile.lanes;
     const uint32_t* queries = scratch.queries[tile.head_lane * scratch.depth_lines].pairs;
-    float scores[kTileKeys * kFewLanes];
+    float scores[kTileKeys * kFewLanes] = {};
     for (int key = 0; key < tile.num_keys; key += 16)
       scratch.multiply.score_keys(row_tile(tile, tile.keys, key, 0, scratch), queries,
                                   scratch.depth_lines, scores + key * lanes);
-    for (int lane = 0; lane < lanes; ++lane) {
-      float* lane_scores = reinterpret_cast<float*>(&scratch.scores[0][lane * kTiles]);
-      for (int key = 0; key < tile.num_keys; ++key) lane_scores[key] = scores[key * lanes + lane];
-    }
+    sort_by_lane(scores, lanes, scratch.scores[0]);
     weigh(scratch, tile.head_lane, 0, lanes, tile.start, scale_, scratch.scores[0]);
     for (int key = 0; key < tile.num_keys; key += kDepth) add_page_values(tile, key, scratch);
+  }
+
+  // scores [kTileKeys, lanes] become by_lane [lanes, kTiles].
+  static void sort_by_lane(const float* scores, int lanes, Vec* by_lane) {
+    if (lanes == 3) {
+      for (int i = 0; i < kTileKeys * lanes; ++i)
+        by_lane[i % lanes * kTiles + i / lanes / 16][i / lanes % 16] = scores[i];
+      return;
+    }
+    const int vectors = lanes * kTiles;
+    for (int i = 0; i < vectors; ++i) by_lane[i] = load(scores + 16 * i);
+    for (int dealt_lanes = 1; dealt_lanes < lanes; dealt_lanes *= 2) {
+      Vec dealt[kFewLanes * kTiles];
+      for (int i = 0; i < vectors / 2; ++i) {
+        dealt[i] = EVEN(by_lane[2 * i], by_lane[2 * i + 1]);
+        dealt[vectors / 2 + i] = ODD(by_lane[2 * i], by_lane[2 * i + 1]);
+      }
+      std::copy_n(dealt, vectors, by_lane);
+    }
   }
 
   // Adds the weighted values of the keys [key, key + kDepth) to the outputs.
@@ -198,17 +214,20 @@ class TileAttention {
   // number `copy`, with zeros for what is not there.
   RowTile row_tile(const HeadTile& tile, Rows<BFloat16> rows, int first_key, int copy,
                    Scratch& scratch) const {
-    for (int i = 0; i < 16; ++i) rows.prefetch_next(first_key + i);
+    const int64_t* const next_offsets =
+        rows.next_offsets == nullptr ? nullptr : rows.next_offsets + first_key;
     const bool fill_tile = step_.page_size % 16 == 0 && step_.head_dim % kDepth == 0;
     if (fill_tile && first_key + 16 <= tile.num_keys)
-      return {rows[first_key], int64_t{step_.num_kv_heads} * step_.head_dim * 2};
+      return {rows[first_key], int64_t{step_.num_kv_heads} * step_.head_dim * 2, rows.first,
+              next_offsets};
     Line* lines = &scratch.row_copies[copy * 16 * scratch.depth_lines];
     for (int i = 0; i < 16; ++i)
       for (int line = 0; line < scratch.depth_lines; ++line)
         lines[i * scratch.depth_lines + line] =
             first_key + i < tile.num_keys ? load_line(rows[first_key + i], line, step_.head_dim)
                                           : Line{};
-    return {reinterpret_cast<const BFloat16*>(lines), scratch.depth_lines * int64_t{sizeof(Line)}};
+    return {reinterpret_cast<const BFloat16*>(lines), scratch.depth_lines * int64_t{sizeof(Line)},
+            rows.first, next_offsets};
   }
 
   void finish(const WorkItem& item, Scratch& scratch) const {

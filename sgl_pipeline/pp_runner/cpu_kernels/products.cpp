@@ -76,9 +76,13 @@ struct Panel {
   int first_line;
   int end_line;
 
-  void prefetch(int64_t tile) const {
-    for (int line = first_line; line < end_line; ++line)
-      for (const BFloat16* block : next) __builtin_prefetch(block + tile * kTile + line * 32, 0, 2);
+  // A quarter of the requests for a tile. They are to be spread over the work on it: of requests
+  // that come at once, a core drops some.
+  void prefetch(int64_t tile, int quarter) const {
+    const int middle = (first_line + end_line) / 2;
+    const int first = quarter < 2 ? first_line : middle, end = quarter < 2 ? middle : end_line;
+    for (int line = first; line < end; ++line)
+      __builtin_prefetch(next[quarter % 2] + tile * kTile + line * 32, 0, 2);
   }
 
   // For the `part`-th of `parts` that share the work of asking.
@@ -118,16 +122,18 @@ void multiply(const BFloat16* rows, const Panel& panel, Sums& sums) {
   }
   // Rows only pass through: the hint keeps the panel's place in the L1 cache for the next rows.
   for (int64_t tile = 0; tile < panel.tiles; ++tile) {
-    panel.prefetch(tile);
+    panel.prefetch(tile, 0);
     _tile_stream_loadd(4, rows + tile * kTile, 64);
     _tile_loadd(6, panel.blocks[0] + tile * kTile, 64);
+    panel.prefetch(tile, 1);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, panel.blocks[1] + tile * kTile, 64);
+    panel.prefetch(tile, 2);
     _tile_dpbf16ps(1, 4, 7);
-    if (!kSecondTile) continue;
-    _tile_stream_loadd(5, second + tile * kTile, 64);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    if (kSecondTile) _tile_stream_loadd(5, second + tile * kTile, 64);
+    panel.prefetch(tile, 3);
+    if (kSecondTile) _tile_dpbf16ps(2, 5, 6);
+    if (kSecondTile) _tile_dpbf16ps(3, 5, 7);
   }
   _tile_stored(0, &sums[0][0], sizeof(sums[0]));
   _tile_stored(1, &sums[0][kBlock], sizeof(sums[0]));
@@ -161,7 +167,7 @@ void multiply_rows(const BFloat16* rows, const Panel& panel,
       totals[row][block] = panel.accumulate ? _mm512_loadu_ps(&sums[row][block * kBlock])
                                             : _mm512_setzero_ps();
   for (int64_t tile = 0; tile < panel.tiles; ++tile) {
-    panel.prefetch(tile);
+    for (int quarter = 0; quarter < 4; ++quarter) panel.prefetch(tile, quarter);
     const BFloat16* first = panel.blocks[0] + tile * kTile;
     const BFloat16* second = panel.blocks[1] + tile * kTile;
     for (int pair = 0; pair < kTileInputs / 2; ++pair) {

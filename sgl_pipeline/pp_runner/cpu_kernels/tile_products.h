@@ -45,6 +45,16 @@ struct TileProduct {
 struct RowTile {
   const BFloat16* first;
   int64_t row_bytes;
+  const BFloat16* next;         // where their counterparts in the tile that is read next lie, at
+  const int64_t* next_offsets;  // these offsets; null: nothing is read next
+
+  // Asks for a quarter of the counterparts' numbers from `line` * kDepth on. Quarters are to be
+  // spread over the work on a line: of requests that come at once, a core drops some.
+  void prefetch_next(int line, int quarter) const {
+    if (next_offsets == nullptr) return;
+    for (int row = 4 * quarter; row < 4 * quarter + 4; ++row)
+      __builtin_prefetch(next + next_offsets[row] + line * kDepth, 0, 2);
+  }
 };
 
 // Products by AVX-512 BF16.
