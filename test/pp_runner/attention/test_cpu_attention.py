@@ -172,7 +172,12 @@ def test_a_request_that_went_astray_harms_no_other(
 
 
 @pytest.mark.parametrize(
-    "heads", [(2, 2, 64), (4, 2, 64), (8, 1, 64), (20, 1, 64), (4, 2, 128), (4, 2, 40)], ids=str
+    "heads",
+    [
+        *((2, 2, 64), (4, 2, 64), (3, 1, 64), (4, 1, 64), (8, 1, 64), (20, 1, 64)),
+        *((4, 2, 128), (4, 2, 40)),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("splits", [[1] * 150, [150], [70, 80], [1, 37, 1, 64, 47]], ids=len)
 def test_a_row_is_bitwise_the_same_however_its_prompt_is_cut(
