@@ -140,8 +140,8 @@ struct Rows {
 
   const T* operator[](int key) const { return first + offsets[key]; }
 
-  // Asks for the key's counterpart in that tile: little by little, and no nearer than the L2 cache
-  // (of the Xeon measured, the L3), as misses of the L1 would hold up the loads behind them.
+  // Asks for the key's counterpart in that tile: little by little, and only as far as the L2
+  // cache, as misses of the L1 would hold up the loads behind them.
   void prefetch_next(int key) const {
     if (next_offsets == nullptr) return;
     for (int d = 0; d < head_dim; d += 64 / int{sizeof(T)})

@@ -65,8 +65,7 @@ void pack_rows(const Product& product, int64_t first, BFloat16* packed) {
 }
 
 // Some tiles of two blocks of a weight, and those that will be wanted next: some lines of each of
-// these are asked for, no nearer than the L2 cache (of the Xeon measured, the L3). To ask for them
-// in the L1 cache, a panel or a few tiles ahead, is slower: it pushes out what is in use.
+// these are asked for, into the L2 cache. Asked for in the L1, they would push out what is in use.
 struct Panel {
   const BFloat16* blocks[2];
   const BFloat16* next[2];
@@ -76,8 +75,8 @@ struct Panel {
   int first_line;
   int end_line;
 
-  // A quarter of the requests for a tile. They are to be spread over the work on it: of requests
-  // that come at once, a core drops some.
+  // A quarter of the requests for a tile. They are to be spread over the work on it: those that
+  // come at once do not all get as far as the L2.
   void prefetch(int64_t tile, int quarter) const {
     const int middle = (first_line + end_line) / 2;
     const int first = quarter < 2 ? first_line : middle, end = quarter < 2 ? middle : end_line;

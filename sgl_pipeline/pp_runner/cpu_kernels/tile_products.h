@@ -49,7 +49,7 @@ struct RowTile {
   const int64_t* next_offsets;  // these offsets; null: nothing is read next
 
   // Asks for a quarter of the counterparts' numbers from `line` * kDepth on. Quarters are to be
-  // spread over the work on a line: of requests that come at once, a core drops some.
+  // spread over the work on a line: requests that come at once do not all get as far as the L2.
   void prefetch_next(int line, int quarter) const {
     if (next_offsets == nullptr) return;
     for (int row = 4 * quarter; row < 4 * quarter + 4; ++row)
