@@ -70,11 +70,13 @@ class StageProcesses:
     def _spawn(self, worker: int) -> subprocess.Popen[bytes]:
         package_root = str(Path(__file__).resolve().parents[2])
         environment = dict(os.environ)
-        # OpenMP reads these before torch can be told; spinning threads would starve the neighbours.
+        # OpenMP reads these before torch can be told. Threads spin for the next kernel of a step, a
+        # millisecond at most, as waking them takes long; then they sleep, for the neighbours' sake.
         environment |= {
             "OMP_NUM_THREADS": str(self._threads[worker]),
             "OMP_WAIT_POLICY": "PASSIVE",
         }
+        environment.setdefault("GOMP_SPINCOUNT", "20000")
         # Weights in huge pages: a fifth off a step of few rows, which is bound by reading them.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
         # All stages are on this host; the libraries would listen on its outer interfaces too.
