@@ -1,19 +1,20 @@
-"""What travels between the scheduler and a stage worker, besides the plans of `step_plan.py`.
+"""What travels between the scheduler and a stage worker, besides the orders of `stage_orders.py`.
 
 A worker's life: it connects and says `WorkerHello`; answers `MeasureCosts`, which comes where the
 layers are to be split by time, with `MeasuredCosts`; gets a `StageAssignment`; loads its weights
 and says `StageLoaded`; gets a `PoolSize`, the smallest capacity of all stages; allocates, opens its
-links and says `StageReady`. Then a `StageReport` for every `StepPlan`, and a `ProfileReply` for
-`StartProfile` and `StopProfile`, until `Shutdown` or a `WorkerFailed`. Frozen, tagged structs;
+links and says `StageReady`. Then come the `SealedOrder`s, with a `StageReport` for every step in
+them, and a `ProfileReply` for `StartProfile` and `StopProfile`, until `Shutdown` or a
+`WorkerFailed`. Frozen, tagged structs;
 never pickled.
 """
 
 import msgspec
 
 from sgl_pipeline.requests import LogprobRows
+from sgl_pipeline.stage_orders import SealedOrder
 from sgl_pipeline.stage_plan import StageCosts, StagePlan
 from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 
 
 class WorkerHello(msgspec.Struct, frozen=True, tag=True):
@@ -141,14 +142,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 ToWorker = (
-    MeasureCosts
-    | StageAssignment
-    | PoolSize
-    | StepPlan
-    | MirrorSnapshot
-    | StartProfile
-    | StopProfile
-    | Shutdown
+    MeasureCosts | StageAssignment | PoolSize | SealedOrder | StartProfile | StopProfile | Shutdown
 )
 FromWorker = (
     WorkerHello

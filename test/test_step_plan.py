@@ -3,11 +3,9 @@
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.requests import GREEDY, LogprobSpec, Request, SamplingSpec, StopRules
 from sgl_pipeline.step_plan import (
@@ -95,69 +93,6 @@ def test_the_mirror_gives_back_chunks_with_all_that_came_before() -> None:
     assert contents(mirror) == [(1, SamplingSpec(seed=5, top_k=3), 1, [7, 8], [5, 6], None)]
 
 
-def test_a_lost_plan_is_a_protocol_error() -> None:
-    mirror, plans = RequestMirror(), three_plans()
-    mirror.apply(plans[0])
-    with pytest.raises(ProtocolError, match="step plan 2 skips some: this stage expects 1"):
-        mirror.apply(plans[2])
-
-
-def test_a_repeated_plan_is_a_protocol_error() -> None:
-    mirror, plans = RequestMirror(), three_plans()
-    mirror.apply(plans[0])
-    mirror.apply(plans[1])
-    with pytest.raises(ProtocolError, match="step plan 0 was repeated or is late"):
-        mirror.apply(plans[0])
-
-
-def replaced(plan: StepPlan, part: str, **changes: Any) -> StepPlan:
-    """`plan` with the first struct of the tuple `part` changed."""
-    first, *rest = getattr(plan, part)
-    changed = msgspec.structs.replace(first, **changes)
-    return msgspec.structs.replace(plan, **{part: (changed, *rest)})
-
-
-@pytest.mark.parametrize(
-    "alter",
-    [
-        lambda plan: msgspec.structs.replace(plan, epoch=1),
-        lambda plan: msgspec.structs.replace(plan, closes=(0,)),
-        lambda plan: msgspec.structs.replace(plan, opens=()),
-        lambda plan: msgspec.structs.replace(plan, chunks=plan.chunks[:1]),
-        lambda plan: replaced(plan, "opens", handle=0),
-        lambda plan: replaced(plan, "opens", prompt_length=2),
-        lambda plan: replaced(plan, "opens", sampling=GREEDY),
-        lambda plan: replaced(plan, "opens", logprobs=LogprobSpec(0)),
-        lambda plan: replaced(plan, "chunks", handle=1),
-        lambda plan: replaced(plan, "chunks", start=1),
-        lambda plan: replaced(plan, "chunks", length=2),
-        lambda plan: replaced(plan, "chunks", samples=False),
-        lambda plan: replaced(plan, "chunks", new_tokens=bytes(4)),
-        lambda plan: replaced(plan, "chunks", new_pages=bytes(4)),
-    ],
-)
-def test_an_altered_plan_is_a_protocol_error_and_changes_nothing(alter: Any) -> None:
-    mirror, plans = RequestMirror(), three_plans()
-    mirror.apply(plans[0])
-    before = contents(mirror)
-    with pytest.raises(ProtocolError, match="step plan 1 has checksum"):
-        mirror.apply(alter(plans[1]))
-    assert contents(mirror) == before
-
-
-def test_plans_of_another_history_are_a_protocol_error() -> None:
-    mirror, encoder = RequestMirror(), StepPlanEncoder()
-    other = encoder.encode(Microbatch(0, 0, (chunk_of(make_request([1, 1, 1]), 2, [4]),)))
-    mirror.apply(other)
-    with pytest.raises(ProtocolError, match="no longer agree"):
-        mirror.apply(three_plans()[1])
-
-
-def test_the_encoder_refuses_a_skipped_step() -> None:
-    with pytest.raises(ProtocolError, match="step 1 was to be encoded, 0 is next"):
-        StepPlanEncoder().encode(Microbatch(1, 0, ()))
-
-
 def test_a_retracted_request_is_closed_and_opened_anew_in_one_plan() -> None:
     encoder, mirror = StepPlanEncoder(), RequestMirror()
     request = make_request([1, 2, 3])
@@ -191,15 +126,6 @@ def test_the_row_of_the_first_output_token_is_wanted_wherever_the_prompts_rows_b
     assert plan.opens[0].logprobs == LogprobSpec(2)
 
 
-def test_every_field_of_a_logprob_spec_travels_and_none_can_be_altered() -> None:
-    spec = LogprobSpec(1, 4, (5, 6))
-    request = make_request([1, 2, 3], logprobs=spec)
-    plan = StepPlanEncoder().encode(Microbatch(0, 0, (chunk_of(request, 3, [4]),)))
-    for altered in (LogprobSpec(0, 4, (5, 6)), LogprobSpec(1, 0, (5, 6)), LogprobSpec(1, 4), None):
-        with pytest.raises(ProtocolError, match="checksum"):
-            RequestMirror().apply(replaced(plan, "opens", logprobs=altered))
-
-
 def test_a_request_released_before_it_was_ever_sent_is_not_closed() -> None:
     plan = StepPlanEncoder().encode(Microbatch(0, 0, (), (make_request([1]),)))
     assert plan.closes == ()
@@ -212,17 +138,12 @@ def test_whole_numbers_may_stand_for_floats_in_a_sampling_spec() -> None:
     assert next(iter(mirror)).sampling == SamplingSpec()
 
 
-def test_every_field_of_a_sampling_spec_travels_and_none_can_be_altered() -> None:
+def test_every_field_of_a_sampling_spec_travels() -> None:
     spec = SamplingSpec(0.5, 3, 0.9, 0.1, 7, 0.25, -0.5, 1.5, ((4, -100.0), (9, 2)), 6, (2, 8))
     plan = StepPlanEncoder().encode(Microbatch(0, 0, (chunk_of(make_request([1], spec), 1, [0]),)))
     mirror = RequestMirror()
     mirror.apply(over_the_wire(plan))
     assert next(iter(mirror)).sampling == spec
-    for field, default in msgspec.structs.asdict(SamplingSpec()).items():
-        altered = msgspec.structs.replace(spec, **{field: default})
-        assert altered != spec
-        with pytest.raises(ProtocolError, match="checksum"):
-            RequestMirror().apply(replaced(plan, "opens", sampling=altered))
 
 
 events = st.lists(
@@ -273,12 +194,8 @@ def test_any_history_round_trips_and_a_late_joiner_has_the_same(
 def test_restoring_replaces_what_was_there() -> None:
     mirror = RequestMirror()
     mirror.apply(three_plans()[0])
-    mirror.restore(
-        MirrorSnapshot(5, 77, (RequestOpen(3, GREEDY, 1),), (ChunkPlan(3, 0, 0, False),))
-    )
+    mirror.restore(MirrorSnapshot((RequestOpen(3, GREEDY, 1),), (ChunkPlan(3, 0, 0, False),)))
     assert contents(mirror) == [(3, GREEDY, 1, [], [], None)]
-    with pytest.raises(ProtocolError, match="expects 5"):
-        mirror.apply(three_plans()[1])
 
 
 def test_a_mask_is_asked_for_once_for_each_chunk_that_samples_and_reaches_the_stage() -> None:
@@ -291,13 +208,3 @@ def test_a_mask_is_asked_for_once_for_each_chunk_that_samples_and_reaches_the_st
         plan = over_the_wire(encoder.encode(Microbatch(step, 0, chunks)))
         masks.append([chunk.token_mask for chunk in mirror.apply(plan)])
     assert masks == [[b"", b""], [b"\x01", b""]]
-
-
-def test_an_altered_mask_is_noticed() -> None:
-    request = make_request([1, 2, 3])
-    request.constraint = CountingConstraint()
-    plan = StepPlanEncoder().encode(Microbatch(0, 0, (chunk_of(request, 3, [1]),)))
-    (chunk,) = plan.chunks
-    altered = msgspec.structs.replace(chunk, token_mask=b"\x03")
-    with pytest.raises(ProtocolError, match="checksum"):
-        RequestMirror().apply(msgspec.structs.replace(plan, chunks=(altered,)))

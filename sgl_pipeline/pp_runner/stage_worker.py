@@ -7,7 +7,7 @@ Run by `stage_process.py`. It connects to the scheduler by address and learns it
 import logging
 import time
 import traceback
-from typing import TypeVar
+from typing import TypeVar, assert_never
 
 import torch
 import zmq
@@ -17,7 +17,6 @@ from sgl_pipeline.errors import ConfigurationError, ProtocolError
 from sgl_pipeline.messages import (
     MeasureCosts,
     MeasuredCosts,
-    MirrorSnapshot,
     PoolSize,
     Shutdown,
     StageAssignment,
@@ -39,7 +38,8 @@ from sgl_pipeline.pp_runner.stage_costs import measure_stage_costs
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
-from sgl_pipeline.step_plan import StepPlan
+from sgl_pipeline.stage_orders import OrderReader, SealedOrder, StageOrder
+from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 
 Message = TypeVar("Message", bound=ToWorker)
 
@@ -57,22 +57,29 @@ class StageWorker:
         assignment = self._be_assigned()
         runner = self._become_ready(assignment)
         profile = StageProfile(assignment.stage, assignment.device == "cuda")
+        orders = OrderReader()
         try:
             while not isinstance(message := self._channel.receive(), Shutdown):
-                if isinstance(message, StepPlan):
-                    self._channel.send(runner.run_step(message))
-                    if (reply := profile.step_done()) is not None:
-                        self._channel.send(reply)
+                if isinstance(message, SealedOrder):
+                    self._obey(orders.open(message), runner, profile)
                 elif isinstance(message, StartProfile):
                     self._channel.send(profile.start(message))
                 elif isinstance(message, StopProfile):
                     self._channel.send(profile.stop())
-                elif isinstance(message, MirrorSnapshot):
-                    runner.restore(message)
                 else:
                     raise ProtocolError(f"a ready stage received {type(message).__name__}")
         finally:
             runner.close()
+
+    def _obey(self, order: StageOrder, runner: StageRunner, profile: StageProfile) -> None:
+        if isinstance(order, StepPlan):
+            self._channel.send(runner.run_step(order))
+            if (reply := profile.step_done()) is not None:
+                self._channel.send(reply)
+        elif isinstance(order, MirrorSnapshot):
+            runner.restore(order)
+        else:
+            assert_never(order)
 
     def _be_assigned(self) -> StageAssignment:
         message = self._receive()
