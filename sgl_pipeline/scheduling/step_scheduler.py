@@ -41,9 +41,7 @@ class StepScheduler:
 
     Steps are FIFO through every stage. A decoding request is in at most one step in flight, a
     prefilling one may have consecutive chunks in several. Pages of a step in flight are never freed
-    or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under,
-    `decided_load` the load that the newest step was decided from, counted by `args.accounting`, and
-    `decided_budget` what the policy made of it.
+    or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under.
     """
 
     def __init__(
@@ -56,8 +54,6 @@ class StepScheduler:
         context_length: int,
     ) -> None:
         self.epoch = 0
-        self.decided_load: PipelineLoad | None = None
-        self.decided_budget: TokenBudget | None = None
         self.limits = RequestLimits(context_length, num_pages * args.page_size)
         self._max_queued_requests = args.max_queued_requests
         self._policy = policy
@@ -196,26 +192,28 @@ class StepScheduler:
         """
         if self._is_paused or len(self._in_flight) >= self._max_in_flight:
             return None
-        chunks = self._decide()
+        load, budget, chunks = self._decide()
         # Nothing moves although requests run: they hold the pages that they need from each other.
         while not chunks and not self._in_flight and len(self._running) > 1:
             self._preemption.retract_last()
-            chunks = self._decide()
+            load, budget, chunks = self._decide()
         self._ages.retracted(self._preemption.take_retracted(), now_s)
         self._ages.scheduled(chunks, now_s)
         if not chunks:
             return None
         released = self._pages.take_released()
-        microbatch = Microbatch(self._next_step_id, self.epoch, tuple(chunks), released)
+        microbatch = Microbatch(
+            self._next_step_id, self.epoch, load, budget, tuple(chunks), released
+        )
         self._next_step_id += 1
         self._decode_reserve.note_step(self._preemption.num_shortages)
         self._in_flight.append(microbatch)
         return microbatch
 
-    def _decide(self) -> list[Chunk]:
-        self.decided_load = self.load(self._accounting)
-        self.decided_budget = self._policy(self.decided_load)
-        return self._admission.fill(self.decided_budget)
+    def _decide(self) -> tuple[PipelineLoad, TokenBudget, list[Chunk]]:
+        load = self.load(self._accounting)
+        budget = self._policy(load)
+        return load, budget, self._admission.fill(budget)
 
     def on_result(
         self,
