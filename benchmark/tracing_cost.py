@@ -89,13 +89,11 @@ def cost_table(costs_us: dict[str, list[float]]) -> str:
 def _journal_us(writers: list[StepWriter], num_steps: int) -> float:
     """What the scheduler process spends on its journal."""
     journal, spent_s = StepJournal(STAGES, writers), 0.0
-    for scheduler, microbatch in _steps(num_steps):
-        load, budget = scheduler.decided_load, scheduler.decided_budget
-        assert load is not None and budget is not None
+    for microbatch in _steps(num_steps):
         now_s = time.monotonic()
         reports = [_report(stage, microbatch.step_id) for stage in range(STAGES)]
         started = time.thread_time()
-        journal.scheduled(microbatch, load, budget, now_s, 0.2)
+        journal.scheduled(microbatch, now_s, 0.2)
         journal.finished(microbatch.step_id, (), now_s, 0.2)
         for report in reports:
             journal.reported(report)
@@ -123,8 +121,8 @@ def _report(stage: int, step_id: int) -> StageReport:
     return StageReport(stage=stage, step_id=step_id, epoch=0, timing=timing)
 
 
-def _steps(num_steps: int) -> Iterator[tuple[StepScheduler, Microbatch]]:
-    """Steps of decodes, and the scheduler as it was when it had decided each."""
+def _steps(num_steps: int) -> Iterator[Microbatch]:
+    """Steps of decodes."""
     most_tokens = PROMPT_TOKENS + REQUESTS + num_steps  # of a request that has not ended
     scheduler = StepScheduler(
         SchedulingArgs(),
@@ -143,7 +141,7 @@ def _steps(num_steps: int) -> Iterator[tuple[StepScheduler, Microbatch]]:
             in_flight.append(microbatch)
             if microbatch.num_prefill_tokens == 0 and num_steps > 0:
                 num_steps -= 1
-                yield scheduler, microbatch
+                yield microbatch
         oldest = in_flight.pop(0)
         scheduler.on_result(oldest.step_id, [7] * oldest.num_samples, 0.0)
 

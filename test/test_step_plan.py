@@ -5,8 +5,9 @@ from typing import Any
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
+from support.microbatches import microbatch_of
 
-from sgl_pipeline.microbatch import Chunk, Microbatch
+from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.requests import GREEDY, LogprobSpec, Request, SamplingSpec, StopRules
 from sgl_pipeline.step_plan import (
     ChunkPlan,
@@ -60,11 +61,11 @@ def three_plans() -> list[StepPlan]:
     """A request in two chunks, another one that joins, the first one released."""
     encoder = StepPlanEncoder()
     first, second = make_request([1, 2, 3]), make_request([7], SamplingSpec(seed=5, top_k=3))
-    plans = [encoder.encode(Microbatch(0, 0, (chunk_of(first, 2, [4]),)))]
+    plans = [encoder.encode(microbatch_of(0, (chunk_of(first, 2, [4]),)))]
     chunks = (chunk_of(first, 1, [9]), chunk_of(second, 1, [5]))
-    plans.append(encoder.encode(Microbatch(1, 0, chunks)))
+    plans.append(encoder.encode(microbatch_of(1, chunks)))
     second.output_ids.append(8)
-    plans.append(encoder.encode(Microbatch(2, 0, (chunk_of(second, 1, [6]),), (first,))))
+    plans.append(encoder.encode(microbatch_of(2, (chunk_of(second, 1, [6]),), (first,))))
     return plans
 
 
@@ -96,10 +97,10 @@ def test_the_mirror_gives_back_chunks_with_all_that_came_before() -> None:
 def test_a_retracted_request_is_closed_and_opened_anew_in_one_plan() -> None:
     encoder, mirror = StepPlanEncoder(), RequestMirror()
     request = make_request([1, 2, 3])
-    mirror.apply(encoder.encode(Microbatch(0, 0, (chunk_of(request, 3, [4]),))))
+    mirror.apply(encoder.encode(microbatch_of(0, (chunk_of(request, 3, [4]),))))
     request.output_ids.append(9)
     request.pages, request.num_scheduled = [], 0
-    plan = encoder.encode(Microbatch(1, 0, (chunk_of(request, 4, [6, 7]),), (request,)))
+    plan = encoder.encode(microbatch_of(1, (chunk_of(request, 4, [6, 7]),), (request,)))
     assert (plan.closes, plan.opens) == ((0,), (RequestOpen(1, GREEDY, 3),))
     mirror.apply(plan)
     assert contents(mirror) == [(1, GREEDY, 3, [1, 2, 3, 9], [6, 7], None)]
@@ -108,11 +109,11 @@ def test_a_retracted_request_is_closed_and_opened_anew_in_one_plan() -> None:
 def test_a_request_opened_anew_wants_only_the_log_probabilities_that_are_missing() -> None:
     encoder, mirror = StepPlanEncoder(), RequestMirror()
     request = make_request([1, 2, 3, 4], logprobs=LogprobSpec(1, 5, (7,)))
-    mirror.apply(encoder.encode(Microbatch(0, 0, (chunk_of(request, 3, [4]),))))
+    mirror.apply(encoder.encode(microbatch_of(0, (chunk_of(request, 3, [4]),))))
     assert next(iter(mirror)).logprobs == request.logprobs
     request.num_logprob_rows = 2
     request.pages, request.num_scheduled = [], 0
-    plan = encoder.encode(Microbatch(1, 0, (chunk_of(request, 4, [6]),), (request,)))
+    plan = encoder.encode(microbatch_of(1, (chunk_of(request, 4, [6]),), (request,)))
     mirror.apply(over_the_wire(plan))
     assert next(iter(mirror)).logprobs == LogprobSpec(3, 5, (7,))
     joined = RequestMirror()
@@ -122,25 +123,25 @@ def test_a_request_opened_anew_wants_only_the_log_probabilities_that_are_missing
 
 def test_the_row_of_the_first_output_token_is_wanted_wherever_the_prompts_rows_begin() -> None:
     request = make_request([1, 2, 3], logprobs=LogprobSpec(3))
-    plan = StepPlanEncoder().encode(Microbatch(0, 0, (chunk_of(request, 3, [4]),)))
+    plan = StepPlanEncoder().encode(microbatch_of(0, (chunk_of(request, 3, [4]),)))
     assert plan.opens[0].logprobs == LogprobSpec(2)
 
 
 def test_a_request_released_before_it_was_ever_sent_is_not_closed() -> None:
-    plan = StepPlanEncoder().encode(Microbatch(0, 0, (), (make_request([1]),)))
+    plan = StepPlanEncoder().encode(microbatch_of(0, (), (make_request([1]),)))
     assert plan.closes == ()
 
 
 def test_whole_numbers_may_stand_for_floats_in_a_sampling_spec() -> None:
     encoder, mirror = StepPlanEncoder(), RequestMirror()
     request = make_request([1], SamplingSpec(temperature=1, top_p=1))
-    mirror.apply(over_the_wire(encoder.encode(Microbatch(0, 0, (chunk_of(request, 1, [0]),)))))
+    mirror.apply(over_the_wire(encoder.encode(microbatch_of(0, (chunk_of(request, 1, [0]),)))))
     assert next(iter(mirror)).sampling == SamplingSpec()
 
 
 def test_every_field_of_a_sampling_spec_travels() -> None:
     spec = SamplingSpec(0.5, 3, 0.9, 0.1, 7, 0.25, -0.5, 1.5, ((4, -100.0), (9, 2)), 6, (2, 8))
-    plan = StepPlanEncoder().encode(Microbatch(0, 0, (chunk_of(make_request([1], spec), 1, [0]),)))
+    plan = StepPlanEncoder().encode(microbatch_of(0, (chunk_of(make_request([1], spec), 1, [0]),)))
     mirror = RequestMirror()
     mirror.apply(over_the_wire(plan))
     assert next(iter(mirror)).sampling == spec
@@ -175,7 +176,7 @@ def test_any_history_round_trips_and_a_late_joiner_has_the_same(
         elif length := min(1 + value // 2, request.num_tokens - request.num_scheduled):
             chunk = chunk_of(request, length, [next_page])
             next_page += 1
-            plan = encoder.encode(Microbatch(step_id, 0, (chunk,), tuple(released)))
+            plan = encoder.encode(microbatch_of(step_id, (chunk,), tuple(released)))
             step_id += 1
             released = []
             (mirrored,) = live.apply(over_the_wire(plan))
@@ -205,6 +206,6 @@ def test_a_mask_is_asked_for_once_for_each_chunk_that_samples_and_reaches_the_st
     masks = []
     for step, length in enumerate((2, 1)):
         chunks = (chunk_of(request, length, [step]), chunk_of(plain, length, [5 + step]))
-        plan = over_the_wire(encoder.encode(Microbatch(step, 0, chunks)))
+        plan = over_the_wire(encoder.encode(microbatch_of(step, chunks)))
         masks.append([chunk.token_mask for chunk in mirror.apply(plan)])
     assert masks == [[b"", b""], [b"\x01", b""]]

@@ -184,9 +184,7 @@ class PipelineScheduler:
             plan = self._encoder.encode(microbatch)
             self._launcher.channel.broadcast(self._launcher.workers, plan)
             schedule_ms = (time.perf_counter() - started) * 1e3
-            load, budget = self._steps.decided_load, self._steps.decided_budget
-            assert load is not None and budget is not None
-            self._journal.scheduled(microbatch, load, budget, now_s, schedule_ms)
+            self._journal.scheduled(microbatch, now_s, schedule_ms)
 
     def _on_report(self, report: FromWorker) -> None:
         """Books a stage's report; the last stage's carries the tokens and completes the step."""

@@ -15,7 +15,6 @@ from typing import Any
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.stage_timing import StageTiming, bubble_shares
-from sgl_pipeline.throttle import PipelineLoad, TokenBudget
 from sgl_pipeline.trace import RequestRecord, StepRecord, StepWriter
 
 logger = logging.getLogger(__name__)
@@ -30,8 +29,6 @@ class _OpenStep:
     microbatch: Microbatch
     prefill_tokens: int
     decodes: int
-    load: PipelineLoad
-    budget: TokenBudget
     scheduled_s: float
     schedule_ms: float
     finished_s: float = 0.0
@@ -57,21 +54,14 @@ class StepJournal:
         self.input_wait_ms = [0.0] * num_stages
         self.compute_ms = [0.0] * num_stages
 
-    def scheduled(
-        self,
-        microbatch: Microbatch,
-        load: PipelineLoad,
-        budget: TokenBudget,
-        now_s: float,
-        schedule_ms: float,
-    ) -> None:
+    def scheduled(self, microbatch: Microbatch, now_s: float, schedule_ms: float) -> None:
         """A step was sent; `schedule_ms` is what deciding and encoding it cost."""
         decodes = microbatch.num_decodes
         prefill_tokens = microbatch.num_tokens - decodes
         self.prefill_tokens += prefill_tokens
         self.decodes += decodes
         self._open[microbatch.step_id] = _OpenStep(
-            microbatch, prefill_tokens, decodes, load, budget, now_s, schedule_ms
+            microbatch, prefill_tokens, decodes, now_s, schedule_ms
         )
 
     def finished(
@@ -142,12 +132,12 @@ class StepJournal:
             decodes=step.decodes,
             samples=step.microbatch.num_samples,
             attended_tokens=step.microbatch.attended_tokens,
-            waiting_tokens=step.load.waiting_tokens,
-            running_decodes=step.load.running_decodes,
-            free_page_share=step.load.free_share,
-            prefill_budget=step.budget.prefill_tokens,
-            decode_budget=step.budget.decodes,
-            bound_by=step.budget.bound_by,
+            waiting_tokens=step.microbatch.load.waiting_tokens,
+            running_decodes=step.microbatch.load.running_decodes,
+            free_page_share=step.microbatch.load.free_share,
+            prefill_budget=step.microbatch.budget.prefill_tokens,
+            decode_budget=step.microbatch.budget.decodes,
+            bound_by=step.microbatch.budget.bound_by,
             scheduled_s=step.scheduled_s,
             finished_s=step.finished_s,
             schedule_ms=step.schedule_ms,

@@ -20,7 +20,6 @@ from sgl_pipeline.simulator.pipeline_costs import PipelineTiming
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.throttle import PipelineLoad, TokenBudget
 from sgl_pipeline.trace import RequestRecord, StepRecord
 
 
@@ -169,21 +168,12 @@ class VirtualPipeline:
 
     def _fill(self, now_s: float) -> None:
         while (microbatch := self._scheduler.next_microbatch(now_s)) is not None:
-            load, budget = self._scheduler.decided_load, self._scheduler.decided_budget
-            assert load is not None and budget is not None
             schedule_s = self._costs.host.schedule_s(len(microbatch.chunks))
             now_s += schedule_s
-            self._send(microbatch, load, budget, now_s, schedule_s)
+            self._send(microbatch, now_s, schedule_s)
         self._scheduler_free_s = now_s
 
-    def _send(
-        self,
-        microbatch: Microbatch,
-        load: PipelineLoad,
-        budget: TokenBudget,
-        sent_s: float,
-        schedule_s: float,
-    ) -> None:
+    def _send(self, microbatch: Microbatch, sent_s: float, schedule_s: float) -> None:
         """Runs a step that leaves the scheduler at `sent_s` through all stages."""
         costs, shape = self._costs, StepShape.of(microbatch)
         compute_s = costs.stage_seconds(shape, microbatch.step_id)
@@ -220,12 +210,12 @@ class VirtualPipeline:
                 decodes=microbatch.num_decodes,
                 samples=microbatch.num_samples,
                 attended_tokens=microbatch.attended_tokens,
-                waiting_tokens=load.waiting_tokens,
-                running_decodes=load.running_decodes,
-                free_page_share=load.free_share,
-                prefill_budget=budget.prefill_tokens,
-                decode_budget=budget.decodes,
-                bound_by=budget.bound_by,
+                waiting_tokens=microbatch.load.waiting_tokens,
+                running_decodes=microbatch.load.running_decodes,
+                free_page_share=microbatch.load.free_share,
+                prefill_budget=microbatch.budget.prefill_tokens,
+                decode_budget=microbatch.budget.decodes,
+                bound_by=microbatch.budget.bound_by,
                 scheduled_s=sent_s - schedule_s,
                 finished_s=finished_s,
                 schedule_ms=schedule_s * 1e3,

@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 
 from sgl_pipeline.args import ThrottleArgs
+from sgl_pipeline.pipeline_load import Bound, PipelineLoad, TokenBudget
 from sgl_pipeline.throttle.adaptive_throttle import adaptive_throttle
 from sgl_pipeline.throttle.fixed_budget import fixed_budget
 from sgl_pipeline.throttle.greedy_queue import greedy_queue
-from sgl_pipeline.throttle.load import Bound, PipelineLoad, TokenBudget
 from sgl_pipeline.throttle.token_throttle import token_throttle
 
 __all__ = ["Bound", "PipelineLoad", "Policy", "TokenBudget", "make_policy"]

@@ -6,8 +6,8 @@ counted.
 """
 
 from sgl_pipeline.args import ThrottleArgs
+from sgl_pipeline.pipeline_load import Bound, PipelineLoad, TokenBudget
 from sgl_pipeline.throttle.decode_balance import balanced_decodes
-from sgl_pipeline.throttle.load import Bound, PipelineLoad, TokenBudget
 
 
 def token_throttle(

@@ -38,7 +38,7 @@ def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) ->
     steps.add(make_request("waiting", [1] * 8 + [2] * 6, 10))
     microbatch = pipeline.schedule()
     assert microbatch is not None
-    journal.scheduled(microbatch, steps.load(), steps.decided_budget, 0.0, 0.0)
+    journal.scheduled(microbatch, 0.0, 0.0)
     pipeline.complete()
     journal.decodes = 30
     load = published(102.0)

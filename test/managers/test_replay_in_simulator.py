@@ -50,12 +50,12 @@ class RecordingScheduler(StepScheduler):
         self.decided: list[Microbatch] = []
         self.plans: list[tuple[int, list[tuple[str, int, int]]]] = []
 
-    def next_microbatch(self, now: float) -> Microbatch | None:
-        microbatch = super().next_microbatch(now)
+    def next_microbatch(self, now_s: float) -> Microbatch | None:
+        microbatch = super().next_microbatch(now_s)
         if microbatch is not None:
             chunks = [(one.request.request_id, one.start, one.length) for one in microbatch.chunks]
             self.decided.append(microbatch)
-            self.plans.append((self._turn(now), chunks))
+            self.plans.append((self._turn(now_s), chunks))
         return microbatch
 
 
@@ -187,7 +187,7 @@ def run_the_loop(
     policy: str, workload: Sequence[SimulatedRequest], socket: Any
 ) -> tuple[RecordingScheduler, SlowStages]:
     front = TurnFront(workload, socket)
-    steps = RecordingScheduler(policy, lambda now: front.turn)
+    steps = RecordingScheduler(policy, lambda now_s: front.turn)
     stages = SlowStages(front, steps, socket)
     loop = PipelineScheduler(
         front,

@@ -162,7 +162,7 @@ class VirtualPipeline:
 
     def __init__(self, scheduler: StepScheduler, page_size: int) -> None:
         self.scheduler = scheduler
-        self.now = 0.0
+        self.now_s = 0.0
         self.microbatches: list[Microbatch] = []
         self._encoder = StepPlanEncoder()
         self._mirror = RequestMirror()
@@ -175,7 +175,7 @@ class VirtualPipeline:
 
     def schedule(self) -> Microbatch | None:
         """Starts one step, if the scheduler has one."""
-        microbatch = self.scheduler.next_microbatch(self.now)
+        microbatch = self.scheduler.next_microbatch(self.now_s)
         if microbatch is None:
             return None
         chunks = self._mirror.apply(self._encoder.encode(microbatch))
@@ -194,7 +194,7 @@ class VirtualPipeline:
         late_tokens = self._late.run(chunks)
         assert late_tokens == early_tokens
         logprobs = self._late.logprobs(chunks)
-        return self.scheduler.on_result(step_id, late_tokens, self.now, logprobs)
+        return self.scheduler.on_result(step_id, late_tokens, self.now_s, logprobs)
 
     def fill(self) -> None:
         """Starts steps until the pipeline is full or there is nothing to do."""
