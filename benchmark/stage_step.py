@@ -17,6 +17,7 @@ from benchmark.make_model import PRESETS
 from benchmark.turns import Row, flops_per_ms, read_bytes_per_ms, take_turns
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
+from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.backend import (
     HeadNorms,
@@ -120,22 +121,15 @@ class _StageUnderTest:
         longest = max(
             random_inputs(chunks).layout.page_indices.numel() for chunks in STEPS.values()
         )
-        self._pool = KvPool(
-            LAYERS,
-            num_pages=longest,
-            page_size=PAGE_SIZE,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=dtype,
-            device=CPU,
-        )
+        pool = KvPool(LAYERS, shape, longest)
         for layer in LAYERS:
-            for store in self._pool.pages(layer):
+            for store in pool.pages(layer):
                 store.normal_()
+        self._held_layers = HeldLayers(self._model, pool)
 
     def step(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         self._attention.plan(inputs.layout)
-        hidden = self._model.forward(inputs, hidden, self._pool, self._attention)
+        hidden = self._held_layers.forward(LAYERS, inputs, hidden, self._attention)
         return self._model.logits(hidden[inputs.sample_rows])
 
 

@@ -165,6 +165,35 @@ def test_after_an_abort_in_the_middle_of_a_prefill():
     assert_greedy("qwen3", rest)
 
 
+@pytest.mark.parametrize(
+    "splits",
+    [[(3, 3), (4, 2), (1, 5)], [(2, 2, 2), (4, 0, 2), (1, 4, 1), (0, 3, 3)]],
+    ids=["two stages", "three stages"],
+)
+@with_and_without_kernels
+def test_though_layers_move_while_requests_run(splits, kernels):
+    """Every third step is of the next epoch; one stage has no layer at times."""
+    attention_backend, layer_kernels = KERNELS[kernels]
+    pipeline = LocalPipeline(
+        tiny_model("qwen3"),
+        splits[0],
+        throttle=ThrottleArgs(**CHUNKED),
+        attention_backend=attention_backend,
+        layer_kernels=layer_kernels,
+    )
+    requests = make_requests(9)
+    for request in requests:
+        pipeline.scheduler.add(request)
+    while not pipeline.scheduler.is_idle:
+        while pipeline.schedule():
+            num_steps = len(pipeline.microbatches)
+            if num_steps % 3 == 0:
+                pipeline.split_again(splits[num_steps // 3 % len(splits)])
+        pipeline.complete()
+    assert len(pipeline.microbatches) > 3 * len(splits)
+    assert_greedy("qwen3", requests)
+
+
 def adjusted_requests(temperature: float) -> list[Request]:
     """Some with every penalty, bias and minimum, some with one of them, some with none.
 

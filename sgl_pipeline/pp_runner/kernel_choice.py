@@ -18,7 +18,7 @@ from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, load_cpu_kernels
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder
 from sgl_pipeline.pp_runner.cuda.graphed_layers import GraphedLayers
-from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import (
@@ -26,7 +26,6 @@ from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import (
     FlashInferKernels,
 )
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
 
 logger = logging.getLogger(__name__)
@@ -94,22 +93,23 @@ def uses_graphs(name: str, attention: BackendChoice) -> bool:
 def make_step_layers(
     with_graphs: bool,
     epoch: int,
-    model: StageModel,
-    kv_pool: KvPool,
+    layers: range,
+    held_layers: HeldLayers,
     attention: AttentionBackend,
     shape: AttentionShape,
 ) -> StepLayers:
-    """The layers of `model` on the pages of `kv_pool`; graphs are those of `epoch` at first."""
+    """How steps run `held_layers`, prepared for those of `epoch`, which run `layers`. With graphs
+    the pool must have a padding page."""
     if not with_graphs:
-        return EagerLayers(model, kv_pool, attention)
+        return EagerLayers(held_layers, attention)
     assert isinstance(attention, FlashInferAttention)
     recorder = CudaGraphRecorder(shape.device)
-    layers = GraphedLayers(model, kv_pool, attention, shape, recorder)
+    step_layers = GraphedLayers(held_layers, attention, shape, recorder)
     free_bytes, _ = torch.cuda.mem_get_info(shape.device)
-    layers.capture_all(epoch)
+    step_layers.prepare(epoch, layers)
     taken_bytes = free_bytes - torch.cuda.mem_get_info(shape.device)[0]
     logger.info("the graphs took %d MiB of GPU memory", taken_bytes / 2**20)
-    return layers
+    return step_layers
 
 
 def choose_layer_kernels(name: str, dtype: torch.dtype, device: torch.device) -> BackendChoice:

@@ -1,7 +1,7 @@
 """The keys and values of a stage's layers, in pages that all stages number alike.
 
-Owned by the stage worker, written by the layer kernels, read by the attention backends. Knows
-nothing of requests: which page belongs to whom is the scheduler's business alone.
+Owned by the stage's `HeldLayers`, written by the layer kernels, read by the attention backends.
+Knows nothing of requests: which page belongs to whom is the scheduler's business alone.
 """
 
 from collections.abc import Iterable
@@ -24,9 +24,9 @@ class KvPool:
     weight 0, which is harmless only where the memory holds finite numbers.
 
     Args:
-        layers: model-wide ids of the layers that the stage runs first.
+        layers: model-wide ids of the layers that have pages from the start.
+        shape: of the keys and values, and of a page.
         num_pages: pages of each layer, the same for all.
-        page_size: tokens in a page.
         has_padding_page: whether each layer has one page more, `padding_page`, which belongs to no
             request: rows that only fill up a step write there.
     """
@@ -34,20 +34,14 @@ class KvPool:
     def __init__(
         self,
         layers: Iterable[int],
-        *,
+        shape: AttentionShape,
         num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        *,
         has_padding_page: bool = False,
     ) -> None:
         self.num_pages = num_pages
+        self._shape = shape
         self._has_padding_page = has_padding_page
-        self._page_shape = (num_pages + has_padding_page, page_size, num_kv_heads, head_dim)
-        self._dtype = dtype
-        self._device = device
         self._pages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer in layers:
             self.add_layer(layer)
@@ -71,8 +65,10 @@ class KvPool:
     def add_layer(self, layer: int) -> None:
         """Allocates the pages of `layer`, zeroed."""
         assert layer not in self._pages, f"layer {layer} has its pages already"
+        shape, num_pages = self._shape, self.num_pages + self._has_padding_page
+        page_shape = (num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
         keys, values = (
-            torch.zeros(self._page_shape, dtype=self._dtype, device=self._device) for _ in range(2)
+            torch.zeros(page_shape, dtype=shape.dtype, device=shape.device) for _ in range(2)
         )
         self._pages[layer] = (keys, values)
 

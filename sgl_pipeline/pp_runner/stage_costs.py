@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.messages import StageAssignment
-from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
+from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
 from sgl_pipeline.pp_runner.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.device import open_device, pin_threads, release_memory, wait_for_device
 from sgl_pipeline.pp_runner.kernel_choice import (
@@ -71,9 +71,7 @@ def _measure(assignment: StageAssignment, device: torch.device) -> StageCosts:
     attention.plan(inputs.layout)
     kinds = [spec.layer_experts(layer) for layer in range(spec.num_layers)]
     calls: dict[object, Callable[[], object]] = {
-        kind: _layer_call(
-            spec, kinds.index(kind), inputs, attention, weights, kernels, assignment.page_size
-        )
+        kind: _layer_call(spec, kinds.index(kind), inputs, attention, weights, kernels, shape)
         for kind in set(kinds)
     }
     num_table_rows = min(
@@ -98,17 +96,9 @@ def _layer_call(
     attention: AttentionBackend,
     weights: "_MadeUpWeights",
     kernels: LayerKernels,
-    page_size: int,
+    shape: AttentionShape,
 ) -> Callable[[], object]:
-    kv_pool = KvPool(
-        [layer],
-        num_pages=inputs.layout.page_indices.numel(),
-        page_size=page_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=weights.dtype,
-        device=weights.device,
-    )
+    kv_pool = KvPool([layer], shape, inputs.layout.page_indices.numel())
     for pages in kv_pool.pages(layer):
         pages.fill_(0.5)  # untouched pages would share one page of memory
     decoder_layer = DecoderLayer(spec, layer, weights, kernels)

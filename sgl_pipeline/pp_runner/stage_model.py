@@ -1,10 +1,12 @@
-"""A stage's share of the model: its layers, the embedding on the first, the head on the last.
+"""A stage's share of the model's weights: its layers, the embedding on the first, the head on the
+last.
 
-Loaded and run by the stage worker. Never schedules, samples or sends, and keeps no state of a
-step: two stage models can live in one process.
+Loaded and run by the stage worker; layers may come and go (`held_layers.py`). Never schedules,
+samples or sends, and keeps no state of a step: two stage models can live in one process.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,26 +36,40 @@ class OutputHead:
 
 
 class StageModel:
-    """The weights of one stage. `layers` holds its decoder layers by model-wide id, in order.
+    """The weights of one stage. `layers` holds its decoder layers by model-wide id.
 
-    Use `StageModel.load`. `loaded` maps the names of the tensors that were read to their bytes.
+    Use `StageModel.load`. `loaded` maps the names of the tensors that it holds to their bytes.
+
+    Args:
+        open_source: opens the weights, once now and again for each layer that is loaded later. A
+            source that stays open would keep in memory what has been read from its files.
+        layers: model-wide ids of the layers to load now.
     """
 
     def __init__(
         self,
-        layers: dict[int, DecoderLayer],
-        rotary: RotaryEmbedding,
-        embedding: torch.Tensor | None,
-        head: OutputHead | None,
-        loaded: dict[str, int],
-        hidden_size: int,
+        spec: ModelSpec,
+        open_source: Callable[[], WeightSource],
+        *,
+        device: torch.device,
+        kernels: LayerKernels,
+        layers: Iterable[int],
+        is_first: bool,
+        is_last: bool,
     ) -> None:
-        self.layers = layers
-        self.hidden_size = hidden_size
-        self.loaded = loaded
-        self._rotary = rotary
-        self._embedding = embedding
-        self._head = head
+        self.spec = spec
+        self.layers: dict[int, DecoderLayer] = {}
+        self.loaded: dict[str, int] = {}
+        self._open_source = open_source
+        self._kernels = kernels
+        with torch.inference_mode():
+            weights = open_source()
+            for layer in layers:
+                self.layers[layer] = DecoderLayer(spec, layer, weights, kernels)
+            self._embedding = _load_embedding(spec, weights) if is_first else None
+            self._head = _load_head(spec, weights, self._embedding, kernels) if is_last else None
+            self._rotary = RotaryEmbedding(spec.rope, spec.head_dim, device)
+        self.loaded.update(weights.loaded)
 
     @classmethod
     def load(
@@ -73,10 +89,9 @@ class StageModel:
 
         Raises CheckpointError that names file and tensor when one does not fit the spec.
         """
-        weights = open_weights(path, load_format, dtype, device)
-        return cls.build(
+        return cls(
             spec,
-            weights,
+            partial(open_weights, path, load_format, dtype, device),
             device=device,
             kernels=kernels,
             layers=layers,
@@ -97,14 +112,15 @@ class StageModel:
         is_last: bool,
     ) -> "StageModel":
         """The same from any source of weights, which lie on `device`."""
-        with torch.inference_mode():
-            decoder_layers = {
-                layer: DecoderLayer(spec, layer, weights, kernels) for layer in layers
-            }
-            embedding = _load_embedding(spec, weights) if is_first else None
-            head = _load_head(spec, weights, embedding, kernels) if is_last else None
-            rotary = RotaryEmbedding(spec.rope, spec.head_dim, device)
-        return cls(decoder_layers, rotary, embedding, head, weights.loaded, spec.hidden_size)
+        return cls(
+            spec,
+            lambda: weights,
+            device=device,
+            kernels=kernels,
+            layers=layers,
+            is_first=is_first,
+            is_last=is_last,
+        )
 
     @property
     def is_first(self) -> bool:
@@ -112,39 +128,67 @@ class StageModel:
         return self._embedding is not None
 
     @property
+    def is_last(self) -> bool:
+        """Whether the stage ends with logits."""
+        return self._head is not None
+
+    @property
     def weight_bytes(self) -> int:
-        """Bytes of all tensors that were read."""
+        """Bytes of all tensors as they were read."""
         return sum(self.loaded.values())
+
+    @torch.inference_mode()
+    def load_layer(self, layer: int) -> None:
+        """Reads one layer more. Raises CheckpointError, and then has nothing of it."""
+        assert layer not in self.layers, f"layer {layer} is loaded already"
+        weights = self._open_source()
+        self.layers[layer] = DecoderLayer(self.spec, layer, weights, self._kernels)
+        prefix = self._prefix(layer)
+        self.loaded |= {n: size for n, size in weights.loaded.items() if n.startswith(prefix)}
+
+    def unload_layer(self, layer: int) -> None:
+        """Frees the weights of `layer`."""
+        del self.layers[layer]
+        prefix = self._prefix(layer)
+        self.loaded = {n: size for n, size in self.loaded.items() if not n.startswith(prefix)}
 
     @torch.inference_mode()
     def forward(
         self,
+        layers: Iterable[int],
         inputs: StepInputs,
         hidden: torch.Tensor | None,
         kv_pool: KvPool,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """Runs the stage's layers on one step, for which `attention.plan` was called before.
+        """Runs `layers`, in their order, on a step for which `attention.plan` was called before.
 
         Args:
             hidden: the residual stream [T, H] from the stage before, in the model's dtype; None on
-                the first stage.
+                the first stage. It is left as it was.
 
-        Returns the residual stream [T, H]: for the next stage, or on the last one for `logits`.
+        Returns the residual stream [T, H], a tensor of its own: for the next stage, or on the last
+        one for `logits`.
         """
         if self._embedding is not None:
-            hidden = F.embedding(inputs.token_ids, self._embedding)
-        assert hidden is not None, "a stage after the first needs the residual stream"
+            stream = F.embedding(inputs.token_ids, self._embedding)
+        else:
+            assert hidden is not None, "a stage after the first needs the residual stream"
+            stream = hidden
         rotation = self._rotary.at(inputs.positions)
-        for layer in self.layers.values():
-            hidden = layer.forward(hidden, rotation, inputs.slots, kv_pool, attention)
-        return hidden
+        for layer in layers:
+            stream = self.layers[layer].forward(stream, rotation, inputs.slots, kv_pool, attention)
+        return stream.clone() if stream is hidden else stream
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] in fp32 of N rows [N, H] of the residual stream; on the last stage only."""
         assert self._head is not None, "only the last stage has the head"
         return self._head(hidden)
+
+    def _prefix(self, layer: int) -> str:
+        """What the names of the layer's tensors begin with."""
+        return self.spec.names.layer.format(layer=layer) + "."
 
 
 def _load_embedding(spec: ModelSpec, weights: WeightSource) -> torch.Tensor:

@@ -6,9 +6,11 @@ process. It never schedules or matches prefixes, and reads a clock only for the 
 
 import time
 
+from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.messages import StageAssignment, StageReport
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.device import make_upload
+from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     make_attention_backend,
@@ -24,14 +26,16 @@ from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.token_masks import plan_token_masks
 from sgl_pipeline.requests import LogprobRows
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_plan import MirrorSnapshot, RequestMirror, StepPlan
 
 
 class StageRunner:
-    """Owns the stage's KV pool and its view of the open requests.
+    """Owns the layers that the stage holds and its view of the open requests.
 
-    `attention_backend` says which one is in use.
+    `attention_backend` says which one is in use. `held_layers` may change between two steps; which
+    of them a step runs is up to the plan of its epoch.
     """
 
     def __init__(
@@ -43,8 +47,6 @@ class StageRunner:
         link: ActivationLink,
     ) -> None:
         self._stage = assignment.stage
-        self._is_first = assignment.stage == 0
-        self._is_last = assignment.stage == assignment.plan.num_stages - 1
         self._model = model
         self._shape = attention_shape
         self.attention_backend = choose_attention_backend(
@@ -52,24 +54,49 @@ class StageRunner:
         )
         attention = make_attention_backend(self.attention_backend, attention_shape)
         has_graphs = uses_graphs(assignment.graphs, self.attention_backend)
-        kv_pool = KvPool(
-            assignment.plan.layers_of(assignment.stage),
-            num_pages=num_pages,
-            page_size=attention_shape.page_size,
-            num_kv_heads=attention_shape.num_kv_heads,
-            head_dim=attention_shape.head_dim,
-            dtype=attention_shape.dtype,
-            device=attention_shape.device,
-            has_padding_page=has_graphs,
+        self.held_layers = HeldLayers(
+            model,
+            KvPool(model.layers, attention_shape, num_pages, has_padding_page=has_graphs),
         )
+        first_plan = assignment.plan
+        self._plans = {first_plan.epoch: first_plan}
         self._layers = make_step_layers(
-            has_graphs, assignment.plan.epoch, model, kv_pool, attention, attention_shape
+            has_graphs,
+            first_plan.epoch,
+            first_plan.layers_of(self._stage),
+            self.held_layers,
+            attention,
+            attention_shape,
         )
         self._upload = make_upload(attention_shape.device)
         self._link = link
         self._sampler = Sampler()
         self._mirror = RequestMirror()
         self._free_s = time.monotonic()
+
+    def know_plan(self, plan: StagePlan) -> None:
+        """Makes ready for steps of the epoch of `plan`, newer than all that are known.
+
+        On a GPU the stage stands still while it records that epoch's graphs, and steps of an older
+        one run without graphs from here on.
+
+        Raises ProtocolError when the epoch is not newer, when the plan is not of this pipeline, or
+        when the stage does not hold its layers of it.
+        """
+        newest = self._plans[max(self._plans)]
+        if plan.epoch <= newest.epoch:
+            raise ProtocolError(
+                f"a plan of epoch {plan.epoch} arrived, this stage knows that of {newest.epoch}"
+            )
+        if (plan.num_stages, plan.num_layers) != (newest.num_stages, newest.num_layers):
+            raise ProtocolError(
+                f"the plan of epoch {plan.epoch} has {plan.num_layers} layers in {plan.num_stages} "
+                f"stages, this pipeline has {newest.num_layers} in {newest.num_stages}"
+            )
+        layers = plan.layers_of(self._stage)
+        self.held_layers.require(layers, f"the plan of epoch {plan.epoch}")
+        self._layers.prepare(plan.epoch, layers)
+        self._plans[plan.epoch] = plan
 
     def restore(self, snapshot: MirrorSnapshot) -> None:
         """Takes over the scheduler's view of all open requests."""
@@ -78,27 +105,29 @@ class StageRunner:
     def run_step(self, plan: StepPlan) -> StageReport:
         """Applies `plan`, waits for its activations, runs the layers, passes the result on.
 
-        Raises ProtocolError when plan or activations are not the ones that come next.
+        Raises ProtocolError when plan or activations are not the ones that come next, or when the
+        stage does not hold the layers that the step runs.
         """
         plan_s = time.monotonic()
+        layers = self._layers_of(plan)
         chunks = self._mirror.apply(plan)
         inputs = build_step_inputs(chunks, self._shape.page_size, self._shape.device, self._upload)
-        self._layers.plan(plan.epoch, inputs)
+        self._layers.plan(plan.epoch, layers, inputs)
         adjustments = masks = logprob_plan = None
-        if self._is_last:
+        if self._model.is_last:
             adjustments = plan_logit_adjustments(chunks, self._shape.device)
             masks = plan_token_masks(chunks, self._shape.device)
             logprob_plan = plan_logprobs(chunks)
         inputs_s = time.monotonic()
         hidden = None
-        if not self._is_first:
+        if not self._model.is_first:
             hidden = self._link.receive(plan.step_id, inputs.num_tokens)
         activations_s = time.monotonic()
         hidden = self._layers.run(inputs, hidden)
         layers_s = done_s = time.monotonic()
         token_ids = None
         logprobs: tuple[LogprobRows, ...] = ()
-        if self._is_last:
+        if self._model.is_last:
             logits = self._model.logits(hidden[inputs.sample_rows])
             if adjustments is not None:
                 adjustments.apply_to(logits)
@@ -127,3 +156,16 @@ class StageRunner:
 
     def close(self) -> None:
         self._link.close()
+
+    def _layers_of(self, step: StepPlan) -> range:
+        """The layers that the stage runs in `step`, all of them held."""
+        plan = self._plans.get(step.epoch)
+        if plan is None:
+            known = ", ".join(map(str, sorted(self._plans)))
+            raise ProtocolError(
+                f"step {step.step_id} is of epoch {step.epoch}, this stage knows the plans of "
+                f"epochs {known}"
+            )
+        layers = plan.layers_of(self._stage)
+        self.held_layers.require(layers, f"step {step.step_id}")
+        return layers

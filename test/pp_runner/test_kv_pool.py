@@ -6,24 +6,15 @@ import torch
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.kv_pool import KvPool, kv_page_bytes
 
-CPU = torch.device("cpu")
+SHAPE = AttentionShape(4, 2, 4, 3, 1.0, torch.float32, torch.device("cpu"))
 
 
-def pool(layers: range = range(4, 6)) -> KvPool:
-    return KvPool(
-        layers,
-        num_pages=5,
-        page_size=3,
-        num_kv_heads=2,
-        head_dim=4,
-        dtype=torch.float32,
-        device=CPU,
-    )
+def pool() -> KvPool:
+    return KvPool(range(4, 6), SHAPE, 5)
 
 
 def test_bytes_are_those_of_all_layers_pages():
-    shape = AttentionShape(4, 2, 4, 3, 1.0, torch.float32, CPU)
-    assert kv_page_bytes(shape, num_layers=2) * 5 == pool().num_bytes
+    assert kv_page_bytes(SHAPE, num_layers=2) * 5 == pool().num_bytes
     assert pool().num_bytes == sum(t.nbytes for layer in (4, 5) for t in pool().pages(layer))
 
 

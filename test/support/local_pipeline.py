@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -63,16 +64,16 @@ class LocalPipeline:
         plan = StagePlan(0, tuple(layer_counts))
         queues: list[deque] = [deque() for _ in range(plan.num_stages + 1)]
         self.runners = [
-            _open_stage(
+            open_stage(
                 model_path,
                 plan,
                 stage,
+                QueueLink(queues[stage], queues[stage + 1]),
                 num_pages=num_pages,
                 page_size=scheduling.page_size,
                 dtype=dtype,
                 attention_backend=attention_backend,
                 layer_kernels=layer_kernels,
-                link=QueueLink(queues[stage], queues[stage + 1]),
             )
             for stage in range(plan.num_stages)
         ]
@@ -84,6 +85,7 @@ class LocalPipeline:
             context_length=read_model_spec(model_path).context_length,
         )
         self.microbatches: list[Microbatch] = []
+        self._plan = plan
         self._encoder = StepPlanEncoder()
         self._in_flight: deque[StageReport] = deque()
 
@@ -93,7 +95,7 @@ class LocalPipeline:
         if microbatch is None:
             return False
         self.microbatches.append(microbatch)
-        plan = self._encoder.encode(microbatch)
+        plan = msgspec.structs.replace(self._encoder.encode(microbatch), epoch=self._plan.epoch)
         reports = [runner.run_step(plan) for runner in self.runners]
         self._in_flight.append(reports[-1])
         return True
@@ -105,6 +107,30 @@ class LocalPipeline:
         events = self.scheduler.on_result(report.step_id, report.token_ids, 0.0, report.logprobs)
         self.scheduler.check_invariants()
         return events
+
+    def split_again(self, layer_counts: Sequence[int]) -> None:
+        """Moves layers between two steps, as orders will do it: the new owner holds a layer, takes
+        over its pages and runs it from the next step on; the old owner drops it."""
+        new = StagePlan(self._plan.epoch + 1, tuple(layer_counts))
+        stages = [runner.held_layers for runner in self.runners]
+        owner = {layer: stage for stage in stages for layer in stage.held}
+        moves = [
+            (layer, owner[layer], target)
+            for number, target in enumerate(stages)
+            for layer in new.layers_of(number)
+            if owner[layer] is not target
+        ]
+        for layer, source, target in moves:
+            target.hold(layer)
+            for mine, theirs in zip(
+                target.kv_pool.pages(layer), source.kv_pool.pages(layer), strict=True
+            ):
+                mine.copy_(theirs)
+        for runner in self.runners:
+            runner.know_plan(new)
+        for layer, source, _ in moves:
+            source.drop(layer)
+        self._plan = new
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
         """The output ids of `requests`, all of which arrive at once."""
@@ -120,18 +146,19 @@ class LocalPipeline:
         return [request.output_ids for request in requests]
 
 
-def _open_stage(
+def open_stage(
     model_path: Path,
     plan: StagePlan,
     stage: int,
-    *,
-    num_pages: int,
-    page_size: int,
-    dtype: str,
-    attention_backend: str,
-    layer_kernels: str,
     link: QueueLink,
+    *,
+    num_pages: int = 256,
+    page_size: int = 16,
+    dtype: str = "float32",
+    attention_backend: str = "torch",
+    layer_kernels: str = "torch",
 ) -> StageRunner:
+    """One stage of it, by itself."""
     spec = read_model_spec(model_path)
     device, torch_dtype = torch.device("cpu"), getattr(torch, dtype)
     assignment = StageAssignment(

@@ -12,6 +12,7 @@ import torch
 from support.microbatches import microbatch_of
 
 from sgl_pipeline.microbatch import Chunk
+from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     choose_layer_kernels,
@@ -55,7 +56,7 @@ class StageChain:
         self.spec = read_model_spec(path)
         self.logits: dict[Request, list[torch.Tensor]] = {}
         self._page_size = page_size
-        plan = StagePlan(0, layer_counts)
+        self._plan = plan = StagePlan(0, layer_counts)
         shape = self.spec.attention_shape(page_size, dtype, CPU)
         choice = choose_attention_backend(attention, shape)
         self._attention = make_attention_backend(choice, shape)
@@ -73,17 +74,8 @@ class StageChain:
             )
             for stage in range(plan.num_stages)
         ]
-        self._pools = [
-            KvPool(
-                stage.layers,
-                num_pages=num_pages,
-                page_size=page_size,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                dtype=dtype,
-                device=CPU,
-            )
-            for stage in self.stages
+        self._held = [
+            HeldLayers(stage, KvPool(stage.layers, shape, num_pages)) for stage in self.stages
         ]
         # Pages are handed out from the back, so that page ids do not follow token order.
         self._free_pages = list(range(num_pages))
@@ -99,8 +91,8 @@ class StageChain:
         inputs = build_step_inputs(self._mirror.apply(plan), self._page_size, CPU)
         self._attention.plan(inputs.layout)
         hidden = None
-        for stage, pool in zip(self.stages, self._pools, strict=True):
-            hidden = stage.forward(inputs, hidden, pool, self._attention)
+        for stage, held in enumerate(self._held):
+            hidden = held.forward(self._plan.layers_of(stage), inputs, hidden, self._attention)
         assert hidden is not None
         sampled = [chunk.request for chunk in chunks if chunk.samples]
         rows = self.stages[-1].logits(hidden[inputs.sample_rows])

@@ -16,11 +16,17 @@ import torch
 
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
 from sgl_pipeline.pp_runner.cuda.graph_recorder import Graph, GraphRecorder
-from sgl_pipeline.pp_runner.kv_pool import KvPool
-from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout, StepInputs
 
 Pages = tuple[torch.Tensor, torch.Tensor]
+
+
+class Forward(Protocol):
+    """`HeldLayers.forward` of the layers to record."""
+
+    def __call__(
+        self, inputs: StepInputs, hidden: torch.Tensor | None, attention: AttentionBackend
+    ) -> torch.Tensor: ...
 
 
 class AttendInto(Protocol):
@@ -82,7 +88,7 @@ class StepBuffers:
             self.hidden[:used].copy_(hidden)
 
     def step_inputs(self, num_rows: int, layout: PagedLayout) -> StepInputs:
-        """What `StageModel.forward` reads, as views of the buffers."""
+        """What `HeldLayers.forward` reads, as views of the buffers."""
         return StepInputs(
             token_ids=self.token_ids[:num_rows],
             positions=self.positions[:num_rows],
@@ -141,8 +147,7 @@ class _CuttingAttention:
 
 
 def capture_whole(
-    model: StageModel,
-    kv_pool: KvPool,
+    forward: Forward,
     attention: AttentionBackend,
     inputs: StepInputs,
     hidden: torch.Tensor | None,
@@ -151,16 +156,15 @@ def capture_whole(
     """One graph of the layers and their attention, which must be able to run in one and be planned
     for the rows of `inputs`. To be called in the recorder's session."""
 
-    def forward() -> torch.Tensor:
-        return model.forward(inputs, hidden, kv_pool, attention)
+    def call() -> torch.Tensor:
+        return forward(inputs, hidden, attention)
 
-    graph, output = _record(forward, forward, recorder)
+    graph, output = _record(call, call, recorder)
     return CapturedStep(inputs.num_tokens, (graph,), (), output)
 
 
 def capture_cut(
-    model: StageModel,
-    kv_pool: KvPool,
+    forward: Forward,
     buffers: StepBuffers,
     inputs: StepInputs,
     hidden: torch.Tensor | None,
@@ -170,8 +174,8 @@ def capture_cut(
     idle = _CuttingAttention(buffers, None)
     cutting = _CuttingAttention(buffers, recorder)
     last, output = _record(
-        lambda: model.forward(inputs, hidden, kv_pool, idle),
-        lambda: model.forward(inputs, hidden, kv_pool, cutting),
+        lambda: forward(inputs, hidden, idle),
+        lambda: forward(inputs, hidden, cutting),
         recorder,
     )
     graphs = (*cutting.graphs, last)

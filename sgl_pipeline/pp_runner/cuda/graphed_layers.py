@@ -1,9 +1,10 @@
 """Runs a stage's layers from CUDA graphs where a step fits one, and one kernel at a time elsewhere.
 
 A graph launches all its kernels at once; one by one, their launching takes longer than their work
-in steps of few rows. Graphs are keyed by (epoch, rows): a step is filled up to the next number of
-rows that has one, and a step of another epoch drops them all, for its layers are others. Made by
-`kernel_choice.py`. It must never let a row of padding write where a request's keys are. What the
+in steps of few rows. A step is filled up to the next number of rows that has a graph. Graphs are
+those of one epoch, the newest: recording its plan's drops the older ones, and a step of an older
+epoch runs kernel by kernel. A graph holds addresses, so none may outlive a layer that it runs. Made
+by `kernel_choice.py`. It must never let a row of padding write where a request's keys are. What the
 graphs are fed is tested on a CPU; untested on hardware.
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
 from sgl_pipeline.pp_runner.attention.flashinfer_attention import (
     MAX_GRAPH_DECODES,
     FlashInferAttention,
@@ -28,9 +29,8 @@ from sgl_pipeline.pp_runner.cuda.captured_step import (
     capture_whole,
 )
 from sgl_pipeline.pp_runner.cuda.graph_recorder import GraphRecorder
-from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
-from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -51,14 +51,13 @@ class GraphedLayers:
     """The `StepLayers` of a CUDA stage.
 
     Args:
-        kv_pool: with a padding page.
+        held_layers: whose pool has a padding page.
         decode_rows, mixed_rows: for which numbers of rows there are graphs, ascending.
     """
 
     def __init__(
         self,
-        model: StageModel,
-        kv_pool: KvPool,
+        held_layers: HeldLayers,
         attention: FlashInferAttention,
         shape: AttentionShape,
         recorder: GraphRecorder,
@@ -66,14 +65,16 @@ class GraphedLayers:
         decode_rows: Sequence[int] = DECODE_ROWS,
         mixed_rows: Sequence[int] = MIXED_ROWS,
     ) -> None:
-        self._model = model
-        self._kv_pool = kv_pool
+        model, kv_pool = held_layers.model, held_layers.kv_pool
+        self._held_layers = held_layers
         self._attention = attention
         self._recorder = recorder
         self._mixed_rows = mixed_rows
         self._padding_slot = kv_pool.padding_page * shape.page_size
         max_rows = max(*decode_rows, *mixed_rows)
-        self._buffers = StepBuffers.allocate(max_rows, shape, model.hidden_size, model.is_first)
+        self._buffers = StepBuffers.allocate(
+            max_rows, shape, model.spec.hidden_size, model.is_first
+        )
         indices = torch.zeros(
             _REFERENCES_PER_PAGE * kv_pool.num_pages + max_rows,
             dtype=torch.int32,
@@ -84,14 +85,19 @@ class GraphedLayers:
             for rows in decode_rows
         }
         self._empty_layout = _padding_layout(shape.page_size)
-        self._epoch: int | None = None
+        # The epoch of all graphs, and the layers that they run.
+        self._epoch = -1
+        self._recorded = range(0)
         self._captured: dict[tuple[bool, int], CapturedStep] = {}
+        # Of the step that is planned.
         self._planned: CapturedStep | None = None
+        self._layers = range(0)
+        held_layers.before_drop(self._forget)
 
-    def capture_all(self, epoch: int) -> None:
+    def prepare(self, epoch: int, layers: range) -> None:
         """Records all graphs of `epoch` now; `plan` does so when a step first needs one."""
         started = time.perf_counter()
-        self._enter(epoch)
+        self._enter(epoch, layers)
         # The largest first: the smaller ones fit into the memory that it has taken.
         for rows in reversed(self._mixed_rows):
             self._mixed_step(rows)
@@ -103,10 +109,15 @@ class GraphedLayers:
             time.perf_counter() - started,
         )
 
-    def plan(self, epoch: int, inputs: StepInputs) -> None:
+    def plan(self, epoch: int, layers: range, inputs: StepInputs) -> None:
         """See `StepLayers.plan`."""
-        self._enter(epoch)
-        layout = inputs.layout
+        if epoch > self._epoch:
+            self._enter(epoch, layers)
+        self._layers, layout = layers, inputs.layout
+        if epoch < self._epoch:
+            self._planned = None
+            self._attention.plan(layout)
+            return
         if (decodes := self._decode_attention(layout)) is not None:
             self._planned = self._decode_step(decodes.num_rows)
             decodes.plan(layout)
@@ -119,16 +130,25 @@ class GraphedLayers:
         """See `StepLayers.run`."""
         step = self._planned
         if step is None:
-            return self._model.forward(inputs, hidden, self._kv_pool, self._attention)
+            return self._held_layers.forward(self._layers, inputs, hidden, self._attention)
         self._buffers.fill(inputs, hidden, step.num_rows, self._padding_slot)
         step.replay(self._buffers, inputs.num_tokens, self._attention.attend_into)
         # The next step writes there again, and this one's rows may still be on their way.
         return step.output[: inputs.num_tokens].clone()
 
-    def _enter(self, epoch: int) -> None:
-        if epoch != self._epoch:
-            self._captured.clear()
-            self._epoch = epoch
+    def _forget(self, layer: int) -> None:
+        if layer in self._recorded:
+            self._drop_graphs()
+
+    def _enter(self, epoch: int, layers: range) -> None:
+        self._drop_graphs()
+        self._epoch, self._recorded = epoch, layers
+
+    def _drop_graphs(self) -> None:
+        """When the device runs none of them."""
+        if self._captured:
+            with self._recorder.session():
+                self._captured.clear()
 
     def _decode_attention(self, layout: PagedLayout) -> GraphDecodeAttention | None:
         """That of the graph which the step of `layout` fits, if it is one of decodes only."""
@@ -143,8 +163,7 @@ class GraphedLayers:
             with self._recorder.session():
                 self._decodes[rows].plan(self._empty_layout)
                 self._captured[key] = capture_whole(
-                    self._model,
-                    self._kv_pool,
+                    self._forward,
                     self._decodes[rows],
                     *self._padding(rows),
                     self._recorder,
@@ -156,13 +175,17 @@ class GraphedLayers:
         if key not in self._captured:
             with self._recorder.session():
                 self._captured[key] = capture_cut(
-                    self._model,
-                    self._kv_pool,
+                    self._forward,
                     self._buffers,
                     *self._padding(rows),
                     self._recorder,
                 )
         return self._captured[key]
+
+    def _forward(
+        self, inputs: StepInputs, hidden: torch.Tensor | None, attention: AttentionBackend
+    ) -> torch.Tensor:
+        return self._held_layers.forward(self._recorded, inputs, hidden, attention)
 
     def _padding(self, rows: int) -> tuple[StepInputs, torch.Tensor | None]:
         """A step's inputs that are all padding, for warming up."""

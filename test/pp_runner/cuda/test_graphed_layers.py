@@ -21,6 +21,7 @@ from sgl_pipeline.pp_runner.cuda.graphed_layers import (
     GraphedLayers,
     graph_memory_bytes,
 )
+from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import FlashInferKernels
@@ -51,24 +52,33 @@ SPEC = model_spec(
 
 @dataclass
 class Stage:
-    """The same stage twice, with a KV pool each."""
+    """The same stage twice."""
 
-    model: StageModel
     eager: EagerLayers
-    eager_pool: KvPool
+    eager_held: HeldLayers
     graphed: GraphedLayers
-    graphed_pool: KvPool
+    graphed_held: HeldLayers
     recorder: GraphRecorder
     device: torch.device
 
-    def step(self, chunks: Sequence[MirroredChunk], epoch: int = 0) -> torch.Tensor:
+    @property
+    def eager_pool(self) -> KvPool:
+        return self.eager_held.kv_pool
+
+    @property
+    def graphed_pool(self) -> KvPool:
+        return self.graphed_held.kv_pool
+
+    def step(
+        self, chunks: Sequence[MirroredChunk], epoch: int = 0, layers: range = range(NUM_LAYERS)
+    ) -> torch.Tensor:
         """Runs a step both ways; the rows, and what is in the pools, must agree."""
         inputs = build_step_inputs(chunks, PAGE_SIZE, self.device)
         hidden = self.upstream(inputs)
         outputs = []
-        for layers in (self.eager, self.graphed):
-            layers.plan(epoch, inputs)
-            outputs.append(layers.run(inputs, hidden))
+        for way in (self.eager, self.graphed):
+            way.plan(epoch, layers, inputs)
+            outputs.append(way.run(inputs, hidden))
         expected, found = outputs
         assert found.shape == expected.shape
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
@@ -82,7 +92,7 @@ class Stage:
         return found
 
     def upstream(self, inputs: StepInputs) -> torch.Tensor | None:
-        if self.model.is_first:
+        if self.eager_held.model.is_first:
             return None
         rows = torch.randn(inputs.num_tokens, 64, generator=torch.Generator().manual_seed(1))
         return rows.to(self.device, torch.bfloat16)
@@ -92,25 +102,18 @@ def make_stage(
     is_first: bool = True, device: torch.device = CPU, kernels: LayerKernels | None = None
 ) -> Stage:
     shape = SPEC.attention_shape(PAGE_SIZE, torch.bfloat16, device)
-    model = StageModel.build(
-        SPEC,
-        DummyWeights(torch.bfloat16, device),
-        device=device,
-        kernels=kernels or TorchKernels(),
-        layers=range(NUM_LAYERS),
-        is_first=is_first,
-        is_last=False,
-    )
-    pools = [
-        KvPool(
-            range(NUM_LAYERS),
-            num_pages=NUM_PAGES,
-            page_size=PAGE_SIZE,
-            num_kv_heads=2,
-            head_dim=64,
-            dtype=torch.bfloat16,
-            device=device,
-            has_padding_page=True,
+    held = [
+        HeldLayers(
+            StageModel.build(
+                SPEC,
+                DummyWeights(torch.bfloat16, device),
+                device=device,
+                kernels=kernels or TorchKernels(),
+                layers=range(NUM_LAYERS),
+                is_first=is_first,
+                is_last=False,
+            ),
+            KvPool(range(NUM_LAYERS), shape, NUM_PAGES, has_padding_page=True),
         )
         for _ in range(2)
     ]
@@ -121,10 +124,15 @@ def make_stage(
         recorder = EmulatedRecorder()
         attentions = [Fakes(shape).attention, Fakes(shape, recorder).attention]
     graphed = GraphedLayers(
-        model, pools[1], attentions[1], shape, recorder, decode_rows=(1, 2, 4), mixed_rows=(8, 16)
+        held[1],
+        attentions[1],
+        shape,
+        recorder,
+        decode_rows=(1, 2, 4),
+        mixed_rows=(8, 16),
     )
-    eager = EagerLayers(model, pools[0], attentions[0])
-    return Stage(model, eager, pools[0], graphed, pools[1], recorder, device)
+    eager = EagerLayers(held[0], attentions[0])
+    return Stage(eager, held[0], graphed, held[1], recorder, device)
 
 
 def request(handle: int, pages: Sequence[int], num_tokens: int = 40) -> MirroredRequest:
@@ -155,7 +163,7 @@ def serve(stage: Stage) -> None:
 def test_every_kind_of_step_is_the_same_from_graphs(is_first: bool, at_once: bool) -> None:
     stage = make_stage(is_first)
     if at_once:
-        stage.graphed.capture_all(0)
+        stage.graphed.prepare(0, range(NUM_LAYERS))
     serve(stage)
 
 
@@ -170,7 +178,7 @@ def test_recording_touches_no_request() -> None:
         for layer in pool.layers:
             for pages in pool.pages(layer):
                 pages.copy_(torch.arange(pages.numel()).view_as(pages) % 7)
-    stage.graphed.capture_all(0)
+    stage.graphed.prepare(0, range(NUM_LAYERS))
     for layer in stage.eager_pool.layers:
         for mine, theirs in zip(
             stage.graphed_pool.pages(layer), stage.eager_pool.pages(layer), strict=True
@@ -197,6 +205,47 @@ def test_a_graph_is_recorded_once_and_anew_for_another_epoch() -> None:
         stage.step(chunks, epoch)
         counts.append(len(stage.recorder.graphs))
     assert counts == [1, 1, 2, 2]
+
+
+def test_graphs_are_those_of_the_newest_plan_and_older_steps_run_without() -> None:
+    stage = make_stage(is_first=False)
+    assert isinstance(stage.recorder, EmulatedRecorder)
+    chunks = [MirroredChunk(request(0, range(6)), 5, 1, True)]
+    stage.graphed.prepare(0, range(NUM_LAYERS))
+    older = list(stage.recorder.graphs)
+    stage.graphed.prepare(1, range(1, 3))
+    newer = stage.recorder.graphs[len(older) :]
+    of_three_layers = stage.step(chunks)
+    assert not any(graph.num_replays for graph in older + newer)
+    of_two_layers = stage.step(chunks, 1, range(1, 3))
+    assert sum(graph.num_replays for graph in newer) == 1
+    assert not torch.equal(of_three_layers, of_two_layers)
+    assert len(stage.recorder.graphs) == len(older) + len(newer)
+
+
+def test_no_graph_outlives_a_layer_that_it_runs() -> None:
+    stage = make_stage()
+    assert isinstance(stage.recorder, EmulatedRecorder)
+    first, second = request(0, range(6)), request(1, range(6, 12))
+    stage.step([MirroredChunk(first, 5, 1, True)])
+    stage.step([MirroredChunk(first, 6, 7, True)])
+    for held in (stage.eager_held, stage.graphed_held):
+        held.drop(1)
+        held.hold(1)
+    num_graphs = len(stage.recorder.graphs)
+    stage.step([MirroredChunk(second, 5, 1, True)])
+    stage.step([MirroredChunk(second, 6, 7, True)])
+    assert len(stage.recorder.graphs) == 2 * num_graphs
+
+
+def test_a_stage_without_layers_has_graphs_too() -> None:
+    for is_first in (True, False):
+        stage = make_stage(is_first)
+        stage.graphed.prepare(1, range(2, 2))
+        for length in (1, 6):
+            chunk = MirroredChunk(request(0, range(6)), 5, length, True)
+            rows = stage.step([chunk], 1, range(2, 2))
+            assert len(rows) == length
 
 
 def test_what_a_step_gave_away_is_not_written_again() -> None:
@@ -231,5 +280,5 @@ def test_real_graphs_on_a_gpu(is_first: bool) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
     stage = make_stage(is_first, torch.device("cuda"), FlashInferKernels())
-    stage.graphed.capture_all(0)
+    stage.graphed.prepare(0, range(NUM_LAYERS))
     serve(stage)
