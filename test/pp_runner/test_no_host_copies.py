@@ -96,13 +96,7 @@ def whole_model(spec: ModelSpec) -> StageModel:
 def test_layers_head_and_sampler_read_nothing_back(name: str) -> None:
     spec = read_model_spec(tiny_model(name))
     pool = KvPool(
-        range(spec.num_layers),
-        num_pages=64,
-        page_size=PAGE_SIZE,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=torch.bfloat16,
-        device=META,
+        range(spec.num_layers), spec.attention_shape(PAGE_SIZE, torch.bfloat16, META), 64
     )
 
     def upload(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
@@ -113,7 +107,7 @@ def test_layers_head_and_sampler_read_nothing_back(name: str) -> None:
     adjustments, masks = plan_logit_adjustments(chunks, META), plan_token_masks(chunks, META)
     assert adjustments is not None and masks is not None
     model = whole_model(spec)
-    hidden = model.forward(inputs, None, pool, QueriesAsTheyAre())
+    hidden = model.forward(range(spec.num_layers), inputs, None, pool, QueriesAsTheyAre())
     logits = model.logits(hidden[inputs.sample_rows])
     adjustments.apply_to(logits)
     masks.apply_to(logits)
