@@ -19,8 +19,10 @@ BUBBLE_CAUSES = ("activations", "metadata", "slot")
 class StageTiming(msgspec.Struct, frozen=True):
     """The moments of one step on one stage, in this order.
 
-    On a GPU they are the host's: only the last stage waits for its kernels. The simulator does not
-    tell `layers_s` from `done_s`.
+    On a GPU they are the host's: only the last stage looks when its kernels are done. It launches
+    the next step before that; what was done for that step until then took no time in which it could
+    have run, so no moment of a step is before its `free_s`. The simulator does not tell `layers_s`
+    from `done_s`.
     """
 
     free_s: float  # what it did before was sent on; for the first step, it was ready
@@ -28,7 +30,7 @@ class StageTiming(msgspec.Struct, frozen=True):
     inputs_s: float  # the step's inputs were built from it
     activations_s: float  # the rows from upstream were there: it began to compute
     layers_s: float  # its layers were done
-    done_s: float  # the tokens were drawn; on all but the last stage the same
+    done_s: float  # the tokens were on the host; on all but the last stage the same
     sent_s: float  # the link had taken its rows
 
     @property

@@ -50,6 +50,9 @@ class StandInLink:
     def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
         return self.rows[:num_rows]
 
+    def has_rows(self) -> bool:
+        return True
+
     def close(self) -> None:
         pass
 
@@ -171,8 +174,8 @@ class LoneStage:
         self._plans.reverse()
 
     def run(self) -> StageReport:
-        """The next of the prepared repeats; does not wait for the device."""
-        return self.runner.run_step(self._plans.pop())
+        """The next of the prepared repeats; waits for the device on the last stage alone."""
+        return self.runner.run_step(self._plans.pop()).report()
 
     def time_steps(self, step: Step, warmups: int = 3, repeats: int = 20) -> float:
         """Milliseconds of a step among `repeats` that follow each other without a pause."""

@@ -1,4 +1,4 @@
-"""The machine's part of a stage: its device, its cores, how inputs reach them.
+"""The machine's part of a stage: its device, its cores, how inputs reach them and outputs leave.
 
 Called by the stage worker and its runner. What runs on the device is `kernel_choice.py`'s, what
 fits on it `kv_capacity.py`'s.
@@ -10,6 +10,8 @@ import torch
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.cuda.input_staging import CopyBesideKernels, InputStaging
+from sgl_pipeline.pp_runner.cuda.output_staging import DownloadBesideKernels
+from sgl_pipeline.pp_runner.download import Download, NoDownload
 from sgl_pipeline.pp_runner.step_inputs import Upload
 
 
@@ -58,3 +60,8 @@ def release_memory(device: torch.device) -> None:
 def make_upload(device: torch.device) -> Upload | None:
     """How a step's index tensors come to `device`; None where they need not move."""
     return InputStaging(CopyBesideKernels(device)) if device.type == "cuda" else None
+
+
+def make_download(device: torch.device) -> Download:
+    """How what a step has drawn comes from `device` to the host."""
+    return DownloadBesideKernels(device) if device.type == "cuda" else NoDownload()

@@ -1,6 +1,6 @@
 """Changes the logits of a step as its requests asked: penalties, logit bias, min_new_tokens.
 
-Called by the last stage's `StageRunner`: planned from the step's chunks before the activations
+Used by the last stage's `OutputTail`: planned from the step's chunks before the activations
 arrive, applied to the logits before `Sampler.sample`. Keeps nothing between steps: what a row gets
 is a function of its request's `SamplingSpec` and output tokens, so that no retraction, restart or
 neighbour in the microbatch can change it.

@@ -1,8 +1,8 @@
 """The log-probabilities that the requests of a step want, from the logits of the last stage.
 
-Called by the last stage's `StageRunner`: planned from the step's chunks before the activations
-arrive, computed after the sampler. What each row is a log-softmax of is SGLang's default
-(`layers/sampler.py`, `layers/logprob_processor.py`):
+Used by the last stage's `OutputTail`: planned from the step's chunks before the activations arrive,
+computed on the stage's device after the sampler, and cut into chunks on the host. What each row is
+a log-softmax of is SGLang's default (`layers/sampler.py`, `layers/logprob_processor.py`):
 
 - A row that a token was drawn from: of the logits after penalties, logit bias and masks, over the
   temperature, where the row is not greedy. Top-k, top-p and min-p change nothing. (SGLang asks
@@ -68,80 +68,123 @@ class LogprobPlan:
         logits_of: Callable[[torch.Tensor], torch.Tensor],
         hidden: torch.Tensor,
         sampled_logits: torch.Tensor,
-        token_ids: Sequence[int],
-    ) -> tuple[LogprobRows, ...]:
-        """The rows of each chunk whose request wants log-probabilities, in chunk order.
+        token_ids: torch.Tensor,
+    ) -> "StepLogprobs":
+        """The numbers of all wanted rows; never waits for the device.
 
         Args:
             logits_of: gives the logits [N, V] of rows [N, H] of the residual stream.
             hidden: the residual stream [T, H] of the whole step.
             sampled_logits: [S, V] fp32, as the sampler saw them; left as they are.
-            token_ids: [S], what was drawn.
+            token_ids: [S] int64 on the device, what was drawn. The number of an undecided one
+                means nothing: see `StepLogprobs.chosen_again`.
         """
         vocab_size, device = sampled_logits.shape[1], hidden.device
-        table = _Table(self, vocab_size)
-        if self.drawn.size:
-            logits = sampled_logits[to_device(self.drawn, device)]
-            if (self.temperatures != 1.0).any():
-                logits /= to_device(self.temperatures, device)[:, None]
-            table.fill(self.drawn_at, logits, np.array(token_ids, np.int64)[self.drawn])
+        parts = _Parts(self, vocab_size)
+        drawn = to_device(self.drawn, device)
+        drawn_ids = token_ids[drawn].clamp_min(0)
+        parts.add(self.drawn_at, self.scaled(sampled_logits[drawn]), drawn_ids)
         rows_at_once = max(1, MAX_LOGITS_BYTES // (4 * vocab_size))
         for start in range(0, self.prompt_rows.size, rows_at_once):
             part = slice(start, start + rows_at_once)
             logits = logits_of(hidden[to_device(self.prompt_rows[part], device)])
-            table.fill(self.prompt_at[part], logits, self.next_ids[part])
-        return table.rows_of_chunks()
+            parts.add(self.prompt_at[part], logits, to_device(self.next_ids[part], device))
+        return parts.joined()
+
+    def scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of the drawn rows over their temperatures; `logits` may be written to."""
+        if (self.temperatures != 1.0).any():
+            logits /= to_device(self.temperatures, logits.device)[:, None]
+        return logits
 
 
-class _Table:
-    """The numbers of all wanted rows of a step, on the host."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLogprobs:
+    """The numbers of a step, which the device may still be computing.
 
-    def __init__(self, plan: LogprobPlan, vocab_size: int) -> None:
-        num_rows = plan.chunks[-1].end
-        num_top = max(chunk.spec.num_top for chunk in plan.chunks)
-        self._plan = plan
-        # One number for all rows, so that ties are broken alike whatever the microbatch.
-        self._num_ordered = min(MAX_TOP_LOGPROBS, vocab_size) if num_top else 0
-        self._chosen = np.empty(num_rows, np.float32)
-        self._top = np.empty((num_rows, num_top), np.float32)
-        self._top_ids = np.empty((num_rows, num_top), np.int32)
-        self._of_cells = np.empty(plan.cell_ids.size, np.float32)
+    `tensors` are, on the stage's device, of the wanted `rows` [W] and the `cells` [C] in that order
+    (both int64, each number once): the log-probability of the token that came [W], the highest
+    [W, K], their token ids [W, K], and those of the cells [C].
+    """
 
-    def fill(self, rows: np.ndarray, logits: torch.Tensor, next_ids: np.ndarray) -> None:
-        """Enters the ascending `rows`, whose logits are [len(rows), V] fp32."""
-        logprobs = logits.log_softmax(dim=-1)
-        device = logprobs.device
-        chosen = logprobs.gather(1, to_device(next_ids, device)[:, None])
-        self._chosen[rows] = _finite(chosen[:, 0])
-        if self._num_ordered:
-            top, top_ids = _highest(logprobs, self._num_ordered)
-            num_top = self._top.shape[1]
-            self._top[rows] = _finite(top[:, :num_top])
-            self._top_ids[rows] = top_ids[:, :num_top].cpu().numpy()
-        if self._of_cells.size:
-            cells = np.flatnonzero(np.isin(self._plan.cell_rows, rows))
-            local_rows = np.searchsorted(rows, self._plan.cell_rows[cells])
-            cell_ids = to_device(self._plan.cell_ids[cells], device)
-            of_cells = logprobs[to_device(local_rows, device), cell_ids]
-            self._of_cells[cells] = _finite(of_cells)
+    plan: LogprobPlan
+    rows: np.ndarray
+    cells: np.ndarray
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-    def rows_of_chunks(self) -> tuple[LogprobRows, ...]:
+    def chosen_again(
+        self, chosen: torch.Tensor, sampled_logits: torch.Tensor, token_ids: Sequence[int]
+    ) -> torch.Tensor:
+        """The first of `tensors`, `chosen` on the host, for other tokens drawn from the same
+        logits; waits for the device."""
+        plan, device = self.plan, sampled_logits.device
+        drawn_ids = to_device(np.array(token_ids, np.int64)[plan.drawn], device)
+        logprobs = plan.scaled(sampled_logits[to_device(plan.drawn, device)]).log_softmax(dim=-1)
+        # The drawn rows come first in `rows`.
+        return torch.cat((_of_tokens(logprobs, drawn_ids).cpu(), chosen[plan.drawn.size :]))
+
+    def rows_of_chunks(self, on_host: Sequence[torch.Tensor]) -> tuple[LogprobRows, ...]:
+        """The rows of each chunk whose request wants log-probabilities, in chunk order; `on_host`
+        are `tensors` there."""
+        chosen, top, top_ids = (_in_order(self.rows, numbers) for numbers in on_host[:3])
+        of_cells = _in_order(self.cells, on_host[3])
         found, first_cell = [], 0
-        for chunk in self._plan.chunks:
+        for chunk in self.plan.chunks:
             rows, num_top = slice(chunk.begin, chunk.end), chunk.spec.num_top
             num_rows = chunk.end - chunk.begin
             last_cell = first_cell + num_rows * len(chunk.spec.token_ids)
             found.append(
                 LogprobRows(
                     num_rows=num_rows,
-                    chosen=self._chosen[rows].tobytes(),
-                    top=self._top[rows, :num_top].tobytes(),
-                    top_ids=self._top_ids[rows, :num_top].tobytes(),
-                    of_token_ids=self._of_cells[first_cell:last_cell].tobytes(),
+                    chosen=chosen[rows].tobytes(),
+                    top=top[rows, :num_top].tobytes(),
+                    top_ids=top_ids[rows, :num_top].tobytes(),
+                    of_token_ids=of_cells[first_cell:last_cell].tobytes(),
                 )
             )
             first_cell = last_cell
         return tuple(found)
+
+
+class _Parts:
+    """A `StepLogprobs` as it is computed, some rows after the others."""
+
+    def __init__(self, plan: LogprobPlan, vocab_size: int) -> None:
+        self._plan = plan
+        self._num_top = max(chunk.spec.num_top for chunk in plan.chunks)
+        # One number for all rows, so that ties are broken alike whatever the microbatch.
+        self._num_ordered = min(MAX_TOP_LOGPROBS, vocab_size) if self._num_top else 0
+        self._rows: list[np.ndarray] = []
+        self._cells: list[np.ndarray] = []
+        self._tensors: list[tuple[torch.Tensor, ...]] = []
+
+    def add(self, rows: np.ndarray, logits: torch.Tensor, next_ids: torch.Tensor) -> None:
+        """The ascending `rows`, whose logits are [len(rows), V] fp32."""
+        plan, device = self._plan, logits.device
+        logprobs = logits.log_softmax(dim=-1)
+        top, top_ids = _highest(logprobs, self._num_ordered)
+        cells = np.flatnonzero(np.isin(plan.cell_rows, rows))
+        local_rows = np.searchsorted(rows, plan.cell_rows[cells])
+        of_cells = logprobs[to_device(local_rows, device), to_device(plan.cell_ids[cells], device)]
+        self._rows.append(rows)
+        self._cells.append(cells)
+        self._tensors.append(
+            (
+                _of_tokens(logprobs, next_ids),
+                _finite(top[:, : self._num_top]),
+                top_ids[:, : self._num_top].int(),
+                _finite(of_cells),
+            )
+        )
+
+    def joined(self) -> StepLogprobs:
+        chosen, top, top_ids, of_cells = map(torch.cat, zip(*self._tensors, strict=True))
+        return StepLogprobs(
+            self._plan,
+            np.concatenate(self._rows),
+            np.concatenate(self._cells),
+            (chosen, top, top_ids, of_cells),
+        )
 
 
 def plan_logprobs(chunks: Sequence[MirroredChunk]) -> LogprobPlan | None:
@@ -192,9 +235,20 @@ def plan_logprobs(chunks: Sequence[MirroredChunk]) -> LogprobPlan | None:
     )
 
 
-def _finite(numbers: torch.Tensor) -> np.ndarray:
-    finite: np.ndarray = numbers.nan_to_num(nan=_LOWEST, neginf=_LOWEST).cpu().numpy()
-    return finite
+def _of_tokens(logprobs: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """One number of each row."""
+    return _finite(logprobs.gather(1, token_ids[:, None])[:, 0])
+
+
+def _finite(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.nan_to_num(nan=_LOWEST, neginf=_LOWEST)
+
+
+def _in_order(places: np.ndarray, numbers: torch.Tensor) -> np.ndarray:
+    """`numbers[i]` at index `places[i]`."""
+    ordered: np.ndarray = np.empty_like(numbers.numpy())
+    ordered[places] = numbers.numpy()
+    return ordered
 
 
 def _highest(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -47,6 +47,11 @@ class StageProfile:
         self._steps_left = request.num_steps
         return self._reply()
 
+    @property
+    def ends_with_this_step(self) -> bool:
+        """Whether the next `step_done` ends the recording."""
+        return self._profiler is not None and self._steps_left == 1
+
     def step_done(self) -> ProfileReply | None:
         """To be called after each step: ends a recording that has all the steps it should have."""
         if self._profiler is None or self._steps_left is None:

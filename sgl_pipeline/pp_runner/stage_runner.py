@@ -1,15 +1,17 @@
-"""One stage with its weights, pages and links: runs one step after the other.
+"""One stage with its weights, pages and links: launches one step after the other.
 
 Driven by `stage_worker.py` in a process of its own, and by tests with several stages in one
-process. It never schedules or matches prefixes, and reads a clock only for the moments it reports.
+process. On a CPU a step has run when it was launched; the last stage on a GPU knows its tokens
+later, which is why a step gives a `PendingReport`. It never schedules or matches prefixes, and
+reads a clock only for the moments it reports.
 """
 
 import time
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.messages import StageAssignment, StageReport
+from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.device import make_upload
+from sgl_pipeline.pp_runner.device import make_download, make_upload
 from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
@@ -19,20 +21,19 @@ from sgl_pipeline.pp_runner.kernel_choice import (
 )
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.links.activation_link import ActivationLink
-from sgl_pipeline.pp_runner.logit_adjustments import plan_logit_adjustments
-from sgl_pipeline.pp_runner.logprobs import plan_logprobs
-from sgl_pipeline.pp_runner.sampler import Sampler
+from sgl_pipeline.pp_runner.output_tail import OutputTail, Tail
+from sgl_pipeline.pp_runner.pending_reports import PendingReport, PreparedStep, StepClock
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
-from sgl_pipeline.pp_runner.token_masks import plan_token_masks
-from sgl_pipeline.requests import LogprobRows
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_plan import MirrorSnapshot, RequestMirror, StepPlan
 
 
 class StageRunner:
     """Owns the layers that the stage holds and its view of the open requests.
+
+    Args:
+        tail: for tests, in place of the last stage's own.
 
     `attention_backend` says which one is in use. `held_layers` may change between two steps; which
     of them a step runs is up to the plan of its epoch.
@@ -45,9 +46,10 @@ class StageRunner:
         attention_shape: AttentionShape,
         num_pages: int,
         link: ActivationLink,
+        tail: Tail | None = None,
     ) -> None:
         self._stage = assignment.stage
-        self._model = model
+        self._is_first = model.is_first
         self._shape = attention_shape
         self.attention_backend = choose_attention_backend(
             assignment.attention_backend, attention_shape
@@ -70,9 +72,12 @@ class StageRunner:
         )
         self._upload = make_upload(attention_shape.device)
         self._link = link
-        self._sampler = Sampler()
+        if tail is None and model.is_last:
+            device = attention_shape.device
+            tail = OutputTail(model.logits, device, make_download(device))
+        self._tail = tail
         self._mirror = RequestMirror()
-        self._free_s = time.monotonic()
+        self._clock = StepClock(time.monotonic())
 
     def know_plan(self, plan: StagePlan) -> None:
         """Makes ready for steps of the epoch of `plan`, newer than all that are known.
@@ -102,57 +107,48 @@ class StageRunner:
         """Takes over the scheduler's view of all open requests."""
         self._mirror.restore(snapshot)
 
-    def run_step(self, plan: StepPlan) -> StageReport:
-        """Applies `plan`, waits for its activations, runs the layers, passes the result on.
+    def run_step(self, plan: StepPlan) -> PendingReport:
+        """`launch` of what `prepare` made of `plan`."""
+        return self.launch(self.prepare(plan))
 
-        Raises ProtocolError when plan or activations are not the ones that come next, or when the
-        stage does not hold the layers that the step runs.
+    def prepare(self, plan: StepPlan) -> PreparedStep:
+        """Applies `plan` and does all that the step needs no activations for.
+
+        Raises ProtocolError when the stage does not know the step's epoch or does not hold the
+        layers that it runs.
         """
         plan_s = time.monotonic()
         layers = self._layers_of(plan)
         chunks = self._mirror.apply(plan)
         inputs = build_step_inputs(chunks, self._shape.page_size, self._shape.device, self._upload)
         self._layers.plan(plan.epoch, layers, inputs)
-        adjustments = masks = logprob_plan = None
-        if self._model.is_last:
-            adjustments = plan_logit_adjustments(chunks, self._shape.device)
-            masks = plan_token_masks(chunks, self._shape.device)
-            logprob_plan = plan_logprobs(chunks)
-        inputs_s = time.monotonic()
+        if self._tail is not None:
+            self._tail.plan(chunks, inputs)
+        return PreparedStep(plan.step_id, plan.epoch, inputs, plan_s, time.monotonic())
+
+    def can_launch(self) -> bool:
+        """Whether `launch` would find its activations there."""
+        return self._is_first or self._link.has_rows()
+
+    def launch(self, step: PreparedStep) -> PendingReport:
+        """Waits for the activations of the step that was prepared last, runs the layers, passes the
+        result on.
+
+        Raises ProtocolError when the activations are not those of the step.
+        """
         hidden = None
-        if not self._model.is_first:
-            hidden = self._link.receive(plan.step_id, inputs.num_tokens)
+        if not self._is_first:
+            hidden = self._link.receive(step.step_id, step.inputs.num_tokens)
         activations_s = time.monotonic()
-        hidden = self._layers.run(inputs, hidden)
-        layers_s = done_s = time.monotonic()
-        token_ids = None
-        logprobs: tuple[LogprobRows, ...] = ()
-        if self._model.is_last:
-            logits = self._model.logits(hidden[inputs.sample_rows])
-            if adjustments is not None:
-                adjustments.apply_to(logits)
-            if masks is not None:
-                masks.apply_to(logits)
-            sampled = self._sampler.sample(logits, inputs.sampling, inputs.sample_positions)
-            token_ids = tuple(sampled)
-            if logprob_plan is not None:
-                logprobs = logprob_plan.compute(self._model.logits, hidden, logits, token_ids)
-            done_s = time.monotonic()
+        hidden = self._layers.run(step.inputs, hidden)
+        layers_s = time.monotonic()
+        outputs = None
+        if self._tail is not None:
+            outputs = self._tail.draw(hidden)
         else:
-            self._link.send(plan.step_id, hidden)
-        sent_s = time.monotonic()
-        timing = StageTiming(
-            self._free_s, plan_s, inputs_s, activations_s, layers_s, done_s, sent_s
-        )
-        self._free_s = sent_s
-        return StageReport(
-            stage=self._stage,
-            step_id=plan.step_id,
-            epoch=plan.epoch,
-            timing=timing,
-            token_ids=token_ids,
-            logprobs=logprobs,
-        )
+            self._link.send(step.step_id, hidden)
+        moments = (step.plan_s, step.inputs_s, activations_s, layers_s)
+        return PendingReport(self._clock, self._stage, step, moments, time.monotonic(), outputs)
 
     def close(self) -> None:
         self._link.close()

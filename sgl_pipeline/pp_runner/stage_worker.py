@@ -7,7 +7,8 @@ Run by `stage_process.py`. It connects to the scheduler by address and learns it
 import logging
 import time
 import traceback
-from typing import TypeVar, assert_never
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import zmq
@@ -34,14 +35,21 @@ from sgl_pipeline.pp_runner.kv_capacity import kv_page_capacity
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.pending_reports import PendingReports
 from sgl_pipeline.pp_runner.stage_costs import measure_stage_costs
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
-from sgl_pipeline.stage_orders import OrderReader, SealedOrder, StageOrder
+from sgl_pipeline.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 
 Message = TypeVar("Message", bound=ToWorker)
+
+# A GPU that has a step to run and one to follow never waits for the host, and what the host would
+# launch beyond that waits in FlashInfer's plan for the first of them.
+MAX_PENDING_REPORTS = 2
+# ZeroMQ's own timeouts are whole milliseconds, which is as long as a step of decodes.
+PENDING_POLL_S = 50e-6
 
 
 class StageWorker:
@@ -56,30 +64,61 @@ class StageWorker:
         self._channel.send(WorkerHello(self._worker))
         assignment = self._be_assigned()
         runner = self._become_ready(assignment)
-        profile = StageProfile(assignment.stage, assignment.device == "cuda")
-        orders = OrderReader()
         try:
-            while not isinstance(message := self._channel.receive(), Shutdown):
-                if isinstance(message, SealedOrder):
-                    self._obey(orders.open(message), runner, profile)
-                elif isinstance(message, StartProfile):
-                    self._channel.send(profile.start(message))
-                elif isinstance(message, StopProfile):
-                    self._channel.send(profile.stop())
-                else:
-                    raise ProtocolError(f"a ready stage received {type(message).__name__}")
+            self.serve(runner, StageProfile(assignment.stage, assignment.device == "cuda"))
         finally:
             runner.close()
 
-    def _obey(self, order: StageOrder, runner: StageRunner, profile: StageProfile) -> None:
-        if isinstance(order, StepPlan):
-            self._channel.send(runner.run_step(order))
-            if (reply := profile.step_done()) is not None:
-                self._channel.send(reply)
-        elif isinstance(order, MirrorSnapshot):
-            runner.restore(order)
-        else:
-            assert_never(order)
+    def serve(self, runner: StageRunner, profile: StageProfile) -> None:
+        """Obeys orders until a `Shutdown`. All but the next step wait for reports that are pending.
+
+        Raises ProtocolError for a message that a ready stage does not expect, and whatever a step
+        fails with.
+        """
+        orders = OrderReader()
+        pending = PendingReports(self._channel.send)
+        while not isinstance(message := self._next_message(pending), Shutdown):
+            order = orders.open(message) if isinstance(message, SealedOrder) else None
+            if isinstance(order, StepPlan):
+                self._run_step(order, runner, profile, pending)
+                continue
+            pending.send_all_but(0)
+            if isinstance(order, MirrorSnapshot):
+                runner.restore(order)
+            elif isinstance(message, StartProfile):
+                self._channel.send(profile.start(message))
+            elif isinstance(message, StopProfile):
+                self._channel.send(profile.stop())
+            else:
+                raise ProtocolError(f"a ready stage received {type(message).__name__}")
+        pending.send_all_but(0)
+
+    def _next_message(self, pending: PendingReports) -> ToWorker | None:
+        """Waits for it. While reports are pending, it looks for both in turns: either waits no
+        longer than `PENDING_POLL_S` and the kernel's timer slack, 0.1 ms together, and a report
+        besides for a step to be prepared or launched, if that is under way."""
+        while pending:
+            pending.send_ready()
+            if (message := self._channel.receive(timeout_ms=0)) is not None:
+                return message
+            time.sleep(PENDING_POLL_S)
+        return self._channel.receive()
+
+    def _run_step(
+        self, plan: StepPlan, runner: StageRunner, profile: StageProfile, pending: PendingReports
+    ) -> None:
+        pending.send_all_but(MAX_PENDING_REPORTS - 1)
+        step = runner.prepare(plan)
+        pending.send_ready()
+        # Upstream may be far from done with the step: no report waits for that.
+        while pending and not runner.can_launch():
+            time.sleep(PENDING_POLL_S)
+            pending.send_ready()
+        pending.add(runner.launch(step))
+        if profile.ends_with_this_step:
+            pending.send_all_but(0)
+        if (reply := profile.step_done()) is not None:
+            self._channel.send(reply)
 
     def _be_assigned(self) -> StageAssignment:
         message = self._receive()
@@ -154,13 +193,18 @@ def run_worker(address: str, worker: int) -> int:
     logging.basicConfig(format=f"[worker {worker}] %(message)s", level=logging.INFO)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with WorkerChannel(context, address, worker) as channel:
-        try:
-            StageWorker(channel, worker).run()
-        except Exception as error:
-            is_configuration = isinstance(error, ConfigurationError)
-            if not is_configuration:
-                traceback.print_exc()
-            text = str(error) if is_configuration else f"{type(error).__name__}: {error}"
-            channel.send(WorkerFailed(worker, text, is_configuration))
-            return 1
+        return exit_code_of(StageWorker(channel, worker).run, channel, worker)
+
+
+def exit_code_of(work: Callable[[], None], channel: WorkerChannel, worker: int) -> int:
+    """0 when `work` returns; 1 when it fails, of which the scheduler is told."""
+    try:
+        work()
+    except Exception as error:
+        is_configuration = isinstance(error, ConfigurationError)
+        if not is_configuration:
+            traceback.print_exc()
+        text = str(error) if is_configuration else f"{type(error).__name__}: {error}"
+        channel.send(WorkerFailed(worker, text, is_configuration))
+        return 1
     return 0

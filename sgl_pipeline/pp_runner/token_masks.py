@@ -1,6 +1,6 @@
 """Forbids the tokens that a request's grammar does not allow next.
 
-Called by the last stage's `StageRunner`: planned from the step's chunks, applied to the logits
+Used by the last stage's `OutputTail`: planned from the step's chunks, applied to the logits
 after every other adjustment, so that nothing can bring a forbidden token back. Knows no grammar:
 the scheduler process compiles and matches them, and a plan carries the masks.
 

@@ -41,7 +41,8 @@ def compute(
     sampled = rows[torch.tensor([chunk.samples for chunk in chunks])]
     plan = plan_logprobs(chunks)
     assert plan is not None
-    return plan.compute(lambda hidden: hidden, logits, logits[sampled], drawn)
+    numbers = plan.compute(lambda hidden: hidden, logits, logits[sampled], torch.tensor(drawn))
+    return numbers.rows_of_chunks(numbers.tensors)
 
 
 def numbers(field: bytes, typecode: str = "f") -> list[float]:

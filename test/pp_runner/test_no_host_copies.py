@@ -5,6 +5,7 @@ tensors have no numbers to read: any read fails. Operators are not looked into (
 copy the ends of its groups to the host: see `kernel_choice.choose_graphs`).
 """
 
+import contextlib
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -13,15 +14,14 @@ import pytest
 import torch
 from support.tiny_models import VOCAB_SIZE, tiny_model
 
+from sgl_pipeline.pp_runner.download import Arrived
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.logit_adjustments import plan_logit_adjustments
 from sgl_pipeline.pp_runner.model_spec import ModelSpec, read_model_spec
-from sgl_pipeline.pp_runner.sampler import Sampler
+from sgl_pipeline.pp_runner.output_tail import OutputTail
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout, build_step_inputs
-from sgl_pipeline.pp_runner.token_masks import plan_token_masks
-from sgl_pipeline.requests import GREEDY, SamplingSpec
+from sgl_pipeline.requests import GREEDY, LogprobSpec, SamplingSpec
 from sgl_pipeline.step_plan import INT32, MirroredChunk, MirroredRequest
 
 META = torch.device("meta")
@@ -64,6 +64,24 @@ class WeightsWithoutNumbers:
         return torch.empty(shape, dtype=torch.bfloat16, device=META)
 
 
+class CopiesNothing:
+    """A `Download` that keeps what it is given."""
+
+    tensors: Sequence[torch.Tensor] = ()
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Arrived:
+        self.tensors = tensors
+        return Arrived(())
+
+    def beside_kernels(self, *read: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        raise AssertionError("nothing is to be done again before the host has the tokens")
+
+
+def num_wanted_rows(chunks: Sequence[MirroredChunk]) -> int:
+    """Of log-probabilities."""
+    return sum(chunk.length for chunk in chunks if chunk.request.logprobs is not None)
+
+
 def mixed_step(sampling: Sequence[SamplingSpec]) -> list[MirroredChunk]:
     """A decode for each of `sampling`, one more under a mask, and a chunk of a prompt."""
     chunks = []
@@ -74,6 +92,7 @@ def mixed_step(sampling: Sequence[SamplingSpec]) -> list[MirroredChunk]:
             prompt_length=5,
             tokens=array(INT32, range(10)),
             pages=array(INT32, range(3 * handle, 3 * handle + 3)),
+            logprobs=None if handle % 3 else LogprobSpec(0, 3, (1, 5)),
         )
         mask = b"\x0f" * (4 * -(-VOCAB_SIZE // 32)) if length > 1 else b""
         chunks.append(MirroredChunk(request, 10 - length, length, samples=True, token_mask=mask))
@@ -95,25 +114,24 @@ def whole_model(spec: ModelSpec) -> StageModel:
 @pytest.mark.parametrize("name", ["qwen3", "glm4", "qwen2-moe", "qwen3-moe", "mixtral-sharded"])
 def test_layers_head_and_sampler_read_nothing_back(name: str) -> None:
     spec = read_model_spec(tiny_model(name))
-    pool = KvPool(
-        range(spec.num_layers), spec.attention_shape(PAGE_SIZE, torch.bfloat16, META), 64
-    )
+    pool = KvPool(range(spec.num_layers), spec.attention_shape(PAGE_SIZE, torch.bfloat16, META), 64)
 
     def upload(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         return [torch.from_numpy(values).to(META) for values in arrays]
 
     chunks = mixed_step(SPECS)
     inputs = build_step_inputs(chunks, PAGE_SIZE, META, upload)
-    adjustments, masks = plan_logit_adjustments(chunks, META), plan_token_masks(chunks, META)
-    assert adjustments is not None and masks is not None
     model = whole_model(spec)
+    download = CopiesNothing()
+    tail = OutputTail(model.logits, META, download)
+    tail.plan(chunks, inputs)
     hidden = model.forward(range(spec.num_layers), inputs, None, pool, QueriesAsTheyAre())
-    logits = model.logits(hidden[inputs.sample_rows])
-    adjustments.apply_to(logits)
-    masks.apply_to(logits)
-    drawn = Sampler().draw(logits, inputs.sampling, inputs.sample_positions)
-    assert hidden.device == logits.device == drawn.token_ids.device == META
-    assert drawn.token_ids.shape == (len(chunks),)
+    tail.draw(hidden)
+    assert {tensor.device for tensor in (hidden, *download.tensors)} == {META}
+    num_rows = num_wanted_rows(chunks)
+    assert [tuple(tensor.shape) for tensor in download.tensors] == [
+        (len(chunks),), (num_rows,), (num_rows, 3), (num_rows, 3), (2 * num_rows,),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from sgl_pipeline.messages import StageAssignment, StageReport
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.output_tail import Tail
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.requests import Request
@@ -40,6 +41,9 @@ class QueueLink:
         sent_step_id, hidden = self._upstream.popleft()
         assert (sent_step_id, len(hidden)) == (step_id, num_rows)
         return hidden
+
+    def has_rows(self) -> bool:
+        return bool(self._upstream)
 
     def close(self) -> None:
         assert not self._upstream, "activations were left behind"
@@ -96,7 +100,7 @@ class LocalPipeline:
             return False
         self.microbatches.append(microbatch)
         plan = msgspec.structs.replace(self._encoder.encode(microbatch), epoch=self._plan.epoch)
-        reports = [runner.run_step(plan) for runner in self.runners]
+        reports = [runner.run_step(plan).report() for runner in self.runners]
         self._in_flight.append(reports[-1])
         return True
 
@@ -157,6 +161,7 @@ def open_stage(
     dtype: str = "float32",
     attention_backend: str = "torch",
     layer_kernels: str = "torch",
+    tail: Tail | None = None,
 ) -> StageRunner:
     """One stage of it, by itself."""
     spec = read_model_spec(model_path)
@@ -188,4 +193,4 @@ def open_stage(
         kernels=make_layer_kernels(choose_layer_kernels(layer_kernels, torch_dtype, device)),
     )
     shape = spec.attention_shape(page_size, torch_dtype, device)
-    return StageRunner(assignment, model, shape, num_pages, link)
+    return StageRunner(assignment, model, shape, num_pages, link, tail)

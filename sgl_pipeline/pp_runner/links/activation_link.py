@@ -41,5 +41,8 @@ class ActivationLink(Protocol):
         sends rows alone and trusts their order.
         """
 
+    def has_rows(self) -> bool:
+        """Whether the next step's rows are there, or will be without the host waiting for them."""
+
     def close(self) -> None:
         """Closes the link. To be called when no step is in flight."""

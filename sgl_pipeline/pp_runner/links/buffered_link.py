@@ -11,6 +11,7 @@ gone is the launcher's to notice: what is sent to it is dropped, and who waits f
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import struct
@@ -74,6 +75,10 @@ class BufferedLink(Generic[B]):
         """The rows are to be read only, and by nothing that is asked for after the next one."""
         assert self._inbox is not None, "the first stage has nobody to receive from"
         return self._inbox.receive(step_id, num_rows)
+
+    def has_rows(self) -> bool:
+        assert self._inbox is not None, "the first stage has nobody to receive from"
+        return self._inbox.has_news()
 
     def close(self) -> None:
         for end in (self._inbox, self._outbox):
@@ -170,6 +175,11 @@ class _Inbox(Generic[B]):
         self._listener.close()
         if self._socket is not None:
             self._socket.close()
+
+    def has_news(self) -> bool:
+        """A neighbour that connects sends rows right away."""
+        readable, _, _ = select.select([self._socket or self._listener], [], [], 0)
+        return bool(readable)
 
     def _give_back(self, neighbour: socket.socket) -> None:
         """All that reads the last step's rows has been done or launched."""

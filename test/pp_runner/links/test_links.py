@@ -40,6 +40,21 @@ def test_rows_cross_two_boundaries_bit_for_bit_and_in_order(tmp_path, dtype):
         link.close()
 
 
+def test_a_link_knows_whether_it_would_wait_for_rows(tmp_path):
+    first, middle, _ = host_links(tmp_path, torch.float32)
+    assert not middle.has_rows()
+    for step_id in range(2):
+        first.send(step_id, torch.ones(3, 8))
+        assert middle.has_rows()
+        first_of_two = middle.receive(step_id, 3)
+        assert not middle.has_rows()
+        assert first_of_two.all()
+    for step_id in (2, 3):
+        first.send(step_id, torch.ones(3, 8))
+    middle.receive(2, 3)
+    assert middle.has_rows()
+
+
 def test_a_view_with_strides_is_sent_as_what_it_shows(tmp_path):
     first, middle, _ = host_links(tmp_path, torch.float32)
     wide = torch.randn(4, 16)

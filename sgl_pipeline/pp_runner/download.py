@@ -1,0 +1,57 @@
+"""The way of what a step has computed from the stage's device to the host.
+
+Used by `output_tail.py`, chosen in `device.py`. On a CPU there is no way to go; that of a GPU is
+`cuda/output_staging.py`.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class HostCopy(Protocol):
+    """Tensors on their way."""
+
+    def is_ready(self) -> bool:
+        """Whether they have arrived."""
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """They, on the host; waits for them."""
+
+
+class Download(Protocol):
+    """Brings tensors to the host while the device goes on with the next step."""
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
+        """Starts the copy, behind all that computes `tensors`."""
+
+    def beside_kernels(self, *read: torch.Tensor) -> AbstractContextManager[None]:
+        """What is asked of the device inside does not wait for steps that were launched since the
+        last call; it may read `read`, which that call was behind."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrived:
+    """A `HostCopy` that is ready at once."""
+
+    on_host: tuple[torch.Tensor, ...]
+
+    def is_ready(self) -> bool:
+        return True
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.on_host
+
+
+class NoDownload:
+    """The `Download` of a CPU, where tensors are on the host already."""
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
+        return Arrived(tuple(tensors))
+
+    def beside_kernels(self, *read: torch.Tensor) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()

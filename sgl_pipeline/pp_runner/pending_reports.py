@@ -1,0 +1,107 @@
+"""Steps that were launched and not yet reported.
+
+Made by `StageRunner.launch`, reported in the order of the steps by `stage_worker.py`. Only the last
+stage on a GPU has any that are not ready: the next step is launched while their token ids are on
+the way to the host. Never starts anything.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sgl_pipeline.messages import StageReport
+from sgl_pipeline.pp_runner.output_tail import PendingOutputs
+from sgl_pipeline.pp_runner.step_inputs import StepInputs
+from sgl_pipeline.requests import LogprobRows
+from sgl_pipeline.stage_timing import StageTiming
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedStep:
+    """A step that has all but its activations. The moments are those of `StageTiming`."""
+
+    step_id: int
+    epoch: int
+    inputs: StepInputs
+    plan_s: float
+    inputs_s: float
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Since when a stage is done with the last step that it reported: `StageTiming.free_s`."""
+
+    free_s: float
+
+    def timing(self, *moments: float) -> StageTiming:
+        """That of the next step; see `StageTiming` for a step that was launched before that."""
+        timing = StageTiming(self.free_s, *(max(self.free_s, moment) for moment in moments))
+        self.free_s = timing.sent_s
+        return timing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingReport:
+    """The report of a launched step.
+
+    `moments` are those up to `layers_s`; `sent_s` is when the step was launched, on all but the
+    last stage with its rows in the link. `outputs` are the last stage's.
+    """
+
+    clock: StepClock
+    stage: int
+    step: PreparedStep
+    moments: tuple[float, float, float, float]
+    sent_s: float
+    outputs: PendingOutputs | None
+
+    def is_ready(self) -> bool:
+        """Whether `report` need not wait for the device."""
+        return self.outputs is None or self.outputs.is_ready()
+
+    def report(self) -> StageReport:
+        """To be called once, after those of the steps before; waits for the device."""
+        token_ids: tuple[int, ...] | None = None
+        logprobs: tuple[LogprobRows, ...] = ()
+        done_s, sent_s = self.moments[-1], self.sent_s
+        if self.outputs is not None:
+            token_ids, logprobs = self.outputs.result()
+            done_s = sent_s = time.monotonic()
+        return StageReport(
+            stage=self.stage,
+            step_id=self.step.step_id,
+            epoch=self.step.epoch,
+            timing=self.clock.timing(*self.moments, done_s, sent_s),
+            token_ids=token_ids,
+            logprobs=logprobs,
+        )
+
+
+class PendingReports:
+    """Those of a stage, oldest first; `send` takes each when it is there, in order."""
+
+    def __init__(self, send: Callable[[StageReport], None]) -> None:
+        self._send = send
+        self._pending: deque[PendingReport] = deque()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, pending: PendingReport) -> None:
+        """Takes the next step's, and sends it at once if it and all before it are ready."""
+        self._pending.append(pending)
+        self.send_ready()
+
+    def send_ready(self) -> None:
+        """Sends what is ready; never waits."""
+        while self._pending and self._pending[0].is_ready():
+            self._send_oldest()
+
+    def send_all_but(self, count: int) -> None:
+        """Sends the oldest until `count` are left; waits for the device."""
+        while len(self._pending) > count:
+            self._send_oldest()
+
+    def _send_oldest(self) -> None:
+        self._send(self._pending.popleft().report())

@@ -1,0 +1,261 @@
+"""A worker launches the next step while the last one's tokens are on their way, and no more."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.late_tail import LateTail
+from support.local_pipeline import QueueLink, open_stage
+from support.tiny_models import tiny_model
+
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.messages import (
+    PoolSize,
+    ProfileReply,
+    Shutdown,
+    StageReport,
+    StartProfile,
+    StopProfile,
+    ToWorker,
+    WorkerFailed,
+)
+from sgl_pipeline.pp_runner.output_tail import Tail
+from sgl_pipeline.pp_runner.stage_profile import StageProfile
+from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.pp_runner.stage_worker import StageWorker, exit_code_of
+from sgl_pipeline.requests import GREEDY
+from sgl_pipeline.stage_orders import OrderStream
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.step_plan import ChunkPlan, MirrorSnapshot, RequestOpen, StepPlan
+
+NEVER = 10**9  # looks until a result is there: it must be waited for
+NOTHING = None  # no message has arrived
+
+
+class ScriptedChannel:
+    """Gives `messages` one after the other; NOTHING is an empty socket to who does not wait."""
+
+    def __init__(self, log: list[str], messages: Sequence[ToWorker | None]) -> None:
+        self.sent: list[Any] = []
+        self.timeouts: list[int | None] = []
+        self._log = log
+        self._messages = deque(messages)
+
+    def send(self, message: Any) -> None:
+        kind = type(message).__name__
+        self._log.append(f"report {message.step_id}" if isinstance(message, StageReport) else kind)
+        self.sent.append(message)
+
+    def receive(self, timeout_ms: int | None = None) -> ToWorker | None:
+        self.timeouts.append(timeout_ms)
+        message = self._messages.popleft()
+        while timeout_ms is None and message is NOTHING:
+            message = self._messages.popleft()
+        return message
+
+
+class Stage:
+    """A worker that is ready, as stage 1 of 2 with `tail`, or as the only one with its own."""
+
+    def __init__(
+        self, messages: Sequence[ToWorker | None], tail: Callable[[list[str]], Tail] | None
+    ) -> None:
+        self.log: list[str] = []
+        self.channel = ScriptedChannel(self.log, messages)
+        self.rows: deque = deque()
+        plan, stage = (StagePlan(0, (6,)), 0) if tail is None else (StagePlan(0, (3, 3)), 1)
+        self.runner: StageRunner = open_stage(
+            tiny_model("llama"),
+            plan,
+            stage,
+            QueueLink(self.rows, deque()),
+            tail=tail and tail(self.log),
+        )
+        self.worker = StageWorker(self.channel, 0)  # type: ignore[arg-type]
+
+    def serve(self) -> list[str]:
+        """What happened, in order."""
+        self.worker.serve(self.runner, StageProfile(0, has_gpu=False))
+        return self.log
+
+
+def steps(count: int) -> list[ToWorker]:
+    """Each is one token of a request of its own."""
+    stream = OrderStream()
+    one, page = b"\1\0\0\0", b"\0\0\0\0"
+    return [
+        stream.seal(
+            StepPlan(
+                step_id,
+                0,
+                (),
+                (RequestOpen(step_id, GREEDY, 1),),
+                (ChunkPlan(step_id, 0, 1, True, one, page),),
+            )
+        )
+        for step_id in range(count)
+    ]
+
+
+def late_stage(messages: Sequence[ToWorker | None], *looks: int) -> Stage:
+    """Tokens of step n are there when they have been looked for `looks[n]` times."""
+    stage = Stage(messages, lambda log: LateTail(log, looks))
+    stage.rows.extend((step_id, torch.ones(1, 64)) for step_id in range(len(looks)))
+    return stage
+
+
+def test_the_next_step_is_launched_while_tokens_are_on_their_way() -> None:
+    stage = late_stage([*steps(2), *[NOTHING] * 9, Shutdown()], 8, 5)
+    assert stage.serve() == [
+        "draw 0", "draw 1", "result 0", "report 0", "result 1", "report 1",
+    ]  # fmt: skip
+    assert [report.token_ids for report in stage.channel.sent] == [(0,), (1,)]
+
+
+def test_reports_go_out_in_order_though_a_later_step_is_ready_first() -> None:
+    stage = late_stage([*steps(2), *[NOTHING] * 9, Shutdown()], 8, 0)
+    log = stage.serve()
+    assert log.index("report 0") < log.index("report 1")
+    assert log.index("draw 1") < log.index("report 0")
+
+
+def test_tokens_that_are_there_are_reported_before_the_next_step_is_launched() -> None:
+    stage = late_stage([*steps(2), Shutdown()], 1, 1)
+    assert stage.serve()[:4] == ["draw 0", "result 0", "report 0", "draw 1"]
+
+
+def test_a_third_step_waits_for_the_first() -> None:
+    stage = late_stage([*steps(4), Shutdown()], *[NEVER] * 4)
+    log = stage.serve()
+    assert log[:5] == ["draw 0", "draw 1", "result 0", "report 0", "draw 2"]
+    assert log[5:8] == ["result 1", "report 1", "draw 3"]
+    assert log[8:] == ["result 2", "report 2", "result 3", "report 3"]
+
+
+def test_no_report_waits_for_the_activations_of_the_next_step() -> None:
+    """Upstream sends those of step 1 only when step 0 has been reported."""
+    stage = late_stage([*steps(2), Shutdown()], 5, 0)
+    second = stage.rows.pop()
+    stage.channel.send = _then(stage.channel.send, lambda: stage.rows.append(second))
+    assert stage.serve()[:4] == ["draw 0", "result 0", "report 0", "draw 1"]
+
+
+def _then(send: Callable[[Any], None], act: Callable[[], None]) -> Callable[[Any], None]:
+    def both(message: Any) -> None:
+        send(message)
+        act()
+
+    return both
+
+
+def test_a_worker_that_has_nothing_pending_waits_for_a_message() -> None:
+    stage = late_stage([NOTHING, *steps(1), NOTHING, NOTHING, Shutdown()], 2)
+    stage.serve()
+    assert stage.channel.timeouts[0] is None
+    assert 0 in stage.channel.timeouts
+    assert stage.channel.timeouts[-1] is None
+
+
+def test_on_a_cpu_nothing_is_ever_pending() -> None:
+    stage = Stage([*steps(3), Shutdown()], None)
+    assert stage.serve() == ["report 0", "report 1", "report 2"]
+    assert stage.channel.timeouts == [None] * 4
+
+
+@pytest.mark.parametrize("order", [MirrorSnapshot((), ()), None], ids=["an order", "shutdown"])
+def test_whatever_is_no_step_waits_for_pending_ones(order: MirrorSnapshot | None) -> None:
+    messages = steps(2)
+    if order is not None:
+        stream = OrderStream()
+        for _ in range(2):
+            stream.start_over(MirrorSnapshot((), ()))
+        messages.append(stream.start_over(order))
+    stage = late_stage([*messages, Shutdown()], NEVER, NEVER)
+    restored: list[int] = []
+    restore = stage.runner.restore
+    stage.runner.restore = _then(restore, lambda: restored.append(len(stage.channel.sent)))  # type: ignore[method-assign]
+    log = stage.serve()
+    assert log[-4:] == ["result 0", "report 0", "result 1", "report 1"]
+    assert restored == ([2] if order is not None else [])
+
+
+def profile_of(path: Path, num_steps: int | None) -> StartProfile:
+    return StartProfile(
+        path=str(path / "trace.json.gz"),
+        activities=("CPU",),
+        with_stack=False,
+        record_shapes=False,
+        num_steps=num_steps,
+    )
+
+
+def test_a_reply_to_a_profile_request_waits_for_pending_steps(tmp_path: Path) -> None:
+    first, second, third = steps(3)
+    start, stop = profile_of(tmp_path, None), StopProfile()
+    stage = late_stage([first, start, second, third, stop, Shutdown()], *[NEVER] * 3)
+    log = stage.serve()
+    assert [entry for entry in log if not entry.startswith("result")] == [
+        "draw 0", "report 0", "ProfileReply",
+        "draw 1", "draw 2", "report 1", "report 2", "ProfileReply",
+    ]  # fmt: skip
+    replies = [message for message in stage.channel.sent if isinstance(message, ProfileReply)]
+    assert [reply.is_recording for reply in replies] == [True, False]
+
+
+def test_a_profile_of_some_steps_ends_when_the_last_of_them_is_reported(tmp_path: Path) -> None:
+    stage = late_stage([profile_of(tmp_path, 2), *steps(3), Shutdown()], *[NEVER] * 3)
+    log = [entry for entry in stage.serve() if not entry.startswith("result")]
+    assert log == [
+        "ProfileReply", "draw 0", "draw 1", "report 0", "report 1", "ProfileReply",
+        "draw 2", "report 2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("messages", [[], [NOTHING]], ids=["while it waits", "while it looks"])
+def test_a_failure_of_a_pending_step_is_told(
+    messages: list[ToWorker | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = RuntimeError("the GPU is gone")
+    stage = Stage(
+        [*steps(1), *messages, *[NOTHING] * 3, Shutdown()], lambda log: LateTail(log, [2], error)
+    )
+    stage.rows.append((0, torch.ones(1, 64)))
+    code = exit_code_of(stage.serve, stage.channel, 3)  # type: ignore[arg-type]
+    assert code == 1
+    assert stage.channel.sent == [WorkerFailed(3, "RuntimeError: the GPU is gone", False)]
+    assert "the GPU is gone" in capsys.readouterr().err
+
+
+def test_a_step_that_fails_while_another_is_pending_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, _, third = steps(3)
+    stage = late_stage([first, third, Shutdown()], NEVER)
+    assert exit_code_of(stage.serve, stage.channel, 0) == 1  # type: ignore[arg-type]
+    failure = stage.channel.sent[-1]
+    assert isinstance(failure, WorkerFailed)
+    assert failure.message.startswith("ProtocolError: order 2 of stream 0 arrived")
+    assert "order 2" in capsys.readouterr().err
+
+
+def test_what_a_ready_stage_cannot_take_is_a_protocol_error() -> None:
+    with pytest.raises(ProtocolError, match="a ready stage received PoolSize"):
+        late_stage([PoolSize(1)]).serve()
+
+
+def test_moments_of_overlapping_steps_are_in_order_and_leave_no_gap() -> None:
+    stage = late_stage([*steps(4), *[NOTHING] * 9, Shutdown()], 6, NEVER, 9, 3)
+    stage.serve()
+    timings = [report.timing for report in stage.channel.sent]
+    for timing in timings:
+        moments = [getattr(timing, name) for name in timing.__struct_fields__]
+        assert moments == sorted(moments)
+    for before, after in pairwise(timings):
+        assert after.free_s == before.sent_s == before.done_s
+    # Launched while step 0 was pending: it waited for nothing.
+    assert timings[1].activations_s == timings[1].plan_s == timings[1].free_s
+    assert timings[0].plan_s > timings[0].free_s
