@@ -160,12 +160,13 @@ class _Parts:
 
     def add(self, rows: np.ndarray, logits: torch.Tensor, next_ids: torch.Tensor) -> None:
         """The ascending `rows`, whose logits are [len(rows), V] fp32."""
-        plan, device = self._plan, logits.device
         logprobs = logits.log_softmax(dim=-1)
-        top, top_ids = _highest(logprobs, self._num_ordered)
-        cells = np.flatnonzero(np.isin(plan.cell_rows, rows))
-        local_rows = np.searchsorted(rows, plan.cell_rows[cells])
-        of_cells = logprobs[to_device(local_rows, device), to_device(plan.cell_ids[cells], device)]
+        top, top_ids = logprobs[:, :0], next_ids.new_empty(len(rows), 0)
+        if self._num_ordered:
+            top, top_ids = _highest(logprobs, self._num_ordered)
+        cells, of_cells = _NONE, logprobs.new_empty(0)
+        if self._plan.cell_ids.size:
+            cells, of_cells = self._look_up(rows, logprobs)
         self._rows.append(rows)
         self._cells.append(cells)
         self._tensors.append(
@@ -176,6 +177,14 @@ class _Parts:
                 _finite(of_cells),
             )
         )
+
+    def _look_up(self, rows: np.ndarray, logprobs: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
+        """The cells in `rows`, and their numbers in the rows of `logprobs`."""
+        plan, device = self._plan, logprobs.device
+        cells = np.flatnonzero(np.isin(plan.cell_rows, rows))
+        local_rows = np.searchsorted(rows, plan.cell_rows[cells])
+        ids = to_device(plan.cell_ids[cells], device)
+        return cells, logprobs[to_device(local_rows, device), ids]
 
     def joined(self) -> StepLogprobs:
         chosen, top, top_ids, of_cells = map(torch.cat, zip(*self._tensors, strict=True))

@@ -73,7 +73,6 @@ class OutputTail:
         self._masks = plan_token_masks(chunks, self._device)
         self._logprobs = plan_logprobs(chunks)
 
-    @torch.inference_mode()
     def draw(self, hidden: torch.Tensor) -> PendingOutputs:
         """See `Tail.draw`."""
         inputs = self._inputs
@@ -103,7 +102,6 @@ class _Drawn:
     def is_ready(self) -> bool:
         return self.copy.is_ready()
 
-    @torch.inference_mode()
     def result(self) -> Outputs:
         drawn_ids, *numbers = self.copy.tensors()
         first_ids = drawn_ids.tolist()

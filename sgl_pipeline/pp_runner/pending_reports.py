@@ -36,7 +36,7 @@ class StepClock:
 
     def timing(self, *moments: float) -> StageTiming:
         """That of the next step; see `StageTiming` for a step that was launched before that."""
-        timing = StageTiming(self.free_s, *(max(self.free_s, moment) for moment in moments))
+        timing = StageTiming(self.free_s, *[max(self.free_s, moment) for moment in moments])
         self.free_s = timing.sent_s
         return timing
 
