@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from sglang.srt.managers import io_struct as io
 
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
-from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.managers.trace_files import TraceFiles
 from sgl_pipeline.messages import ProfileReply, StartProfile, StopProfile, ToWorker
 
 logger = logging.getLogger(__name__)
@@ -49,13 +49,11 @@ class _Pending:
 class ProfileDesk:
     """Starts and stops the profiles of all stages together."""
 
-    def __init__(
-        self, front: _Front, channel: _Channel, stages: range, journal: StepJournal
-    ) -> None:
+    def __init__(self, front: _Front, channel: _Channel, stages: range, traces: TraceFiles) -> None:
         self._front = front
         self._channel = channel
         self._stages = stages
-        self._journal = journal
+        self._traces = traces
         self._steps: ChromeTraceWriter | None = None
         self._recording: set[int] = set()
         self._pending: _Pending | None = None
@@ -108,13 +106,13 @@ class ProfileDesk:
             self._steps = ChromeTraceWriter(path)
         except OSError as error:
             return error
-        self._journal.add_writer(self._steps)
+        self._traces.add(self._steps)
         return None
 
     def _end_steps(self) -> None:
         """With the last stage's recording."""
         if self._steps is not None and not self._recording:
-            self._journal.remove_writer(self._steps)
+            self._traces.remove(self._steps)
             self._steps = None
 
     def _stop(self, message: Any) -> None:

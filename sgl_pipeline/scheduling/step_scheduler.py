@@ -343,9 +343,9 @@ class StepScheduler:
         return self._admission.num_cached_tokens
 
     @property
-    def cache_hit_rate(self) -> float:
-        """Share of the prompt tokens since the start that the radix cache has served."""
-        return self._admission.num_cached_tokens / max(1, self._admission.num_prompt_tokens)
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens of all requests that were let in since the start."""
+        return self._admission.num_prompt_tokens
 
     @property
     def num_retractions(self) -> int:

@@ -84,6 +84,10 @@ class PipelineTiming(Protocol):
     @property
     def num_stages(self) -> int: ...
     @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+
+    @property
     def link(self) -> Link: ...
     @property
     def host(self) -> HostCosts: ...

@@ -1,4 +1,4 @@
-"""A virtual pipeline around a `StepScheduler`: encoder, mirrors and a model without arithmetic.
+"""A virtual pipeline around a `PipelineCore`: mirrors and a model without arithmetic.
 
 The model writes, for each token, a fingerprint of the whole prefix into the token's KV slot, and
 draws the next token from everything that it reads back through the page table: any page that was
@@ -10,7 +10,9 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
+from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import (
     GREEDY,
     FinishReason,
@@ -20,9 +22,13 @@ from sgl_pipeline.requests import (
     StopRules,
 )
 from sgl_pipeline.scheduling import StepScheduler, TokenEvent
-from sgl_pipeline.step_plan import MirroredChunk, RequestMirror, StepPlanEncoder
+from sgl_pipeline.stage_orders import OrderReader
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.stage_timing import StageTiming
+from sgl_pipeline.step_plan import MirroredChunk, RequestMirror, StepPlan
 
 VOCABULARY = 5
+NO_TIME = StageTiming(*[0.0] * 7)
 
 
 def make_request(
@@ -164,7 +170,8 @@ class VirtualPipeline:
         self.scheduler = scheduler
         self.now_s = 0.0
         self.microbatches: list[Microbatch] = []
-        self._encoder = StepPlanEncoder()
+        self.core = PipelineCore(scheduler, StagePlan(0, (1,)))
+        self._orders = OrderReader()
         self._mirror = RequestMirror()
         self._early, self._late = FakeStage(page_size), FakeStage(page_size)
         self._in_flight: deque[tuple[int, list[MirroredChunk], list[int]]] = deque()
@@ -175,10 +182,12 @@ class VirtualPipeline:
 
     def schedule(self) -> Microbatch | None:
         """Starts one step, if the scheduler has one."""
-        microbatch = self.scheduler.next_microbatch(self.now_s)
-        if microbatch is None:
+        step = self.core.next_step(self.now_s)
+        if step is None:
             return None
-        chunks = self._mirror.apply(self._encoder.encode(microbatch))
+        microbatch, plan = step.microbatch, self._orders.open(step.order)
+        assert isinstance(plan, StepPlan)
+        chunks = self._mirror.apply(plan)
         for chunk, mirrored in zip(microbatch.chunks, chunks, strict=True):
             request = chunk.request
             assert list(mirrored.request.tokens) == request.prompt_ids + request.output_ids
@@ -193,8 +202,18 @@ class VirtualPipeline:
         step_id, chunks, early_tokens = self._in_flight.popleft()
         late_tokens = self._late.run(chunks)
         assert late_tokens == early_tokens
-        logprobs = self._late.logprobs(chunks)
-        return self.scheduler.on_result(step_id, late_tokens, self.now_s, logprobs)
+        report = StageReport(
+            stage=0,
+            step_id=step_id,
+            epoch=0,
+            timing=NO_TIME,
+            token_ids=tuple(late_tokens),
+            logprobs=tuple(self._late.logprobs(chunks)),
+        )
+        step = self.core.take_report(report, self.now_s)
+        assert step is not None
+        self.core.take_records()
+        return step.events
 
     def fill(self) -> None:
         """Starts steps until the pipeline is full or there is nothing to do."""
