@@ -41,7 +41,7 @@ ROOMS = {
     "throttle": room(),
     "scheduling": room("throttle"),
     "pp_runner": room(libraries="torch safetensors numpy zmq flashinfer"),
-    "migration": room(libraries="msgspec numpy"),
+    "migration": room(libraries="numpy"),
     "simulator": room("throttle scheduling migration", "msgspec numpy matplotlib"),
     "managers": room("throttle scheduling migration pp_runner", None),
 }

@@ -11,7 +11,8 @@ from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner import stage_costs
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.stage_costs import measure_stage_costs
-from sgl_pipeline.stage_plan import TYPICAL_STEP, StagePlan
+from sgl_pipeline.stage_costs import TYPICAL_STEP
+from sgl_pipeline.stage_plan import StagePlan
 
 
 def assignment(path: Path, dtype: str = "float32") -> StageAssignment:
