@@ -12,8 +12,9 @@ never pickled.
 import msgspec
 
 from sgl_pipeline.requests import LogprobRows
+from sgl_pipeline.stage_costs import StageCosts
 from sgl_pipeline.stage_orders import SealedOrder
-from sgl_pipeline.stage_plan import StageCosts, StagePlan
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
 
 

@@ -41,7 +41,7 @@ ROOMS = {
     "throttle": room(),
     "scheduling": room("throttle"),
     "pp_runner": room(libraries="torch safetensors numpy zmq flashinfer"),
-    "migration": room(libraries="msgspec numpy"),
+    "migration": room(libraries="numpy"),
     "pipeline": room("throttle scheduling migration", "msgspec"),
     "simulator": room("throttle scheduling migration pipeline", "msgspec numpy matplotlib"),
     "managers": room("throttle scheduling migration pipeline pp_runner", None),

@@ -15,6 +15,7 @@ import zmq
 from sgl_pipeline.args import PipelineArgs, StageArgs, require
 from sgl_pipeline.channels import SchedulerChannel
 from sgl_pipeline.errors import ConfigurationError, StageFailure
+from sgl_pipeline.layer_partition import even_layer_counts, parse_layer_partition
 from sgl_pipeline.managers.stage_processes import stage_address, stage_cores, stage_threads
 from sgl_pipeline.messages import (
     FromWorker,
@@ -28,17 +29,12 @@ from sgl_pipeline.messages import (
     WorkerFailed,
     WorkerHello,
 )
+from sgl_pipeline.migration.cost_model import agreed_costs, stage_times_ms
+from sgl_pipeline.migration.partition import balanced_layer_counts
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
 from sgl_pipeline.process_lifetime import WatchedProcess
-from sgl_pipeline.stage_plan import (
-    TYPICAL_STEP,
-    StagePlan,
-    agreed_costs,
-    balanced_layer_counts,
-    even_layer_counts,
-    parse_layer_partition,
-    stage_times_ms,
-)
+from sgl_pipeline.stage_costs import TYPICAL_STEP
+from sgl_pipeline.stage_plan import StagePlan
 
 logger = logging.getLogger(__name__)
 

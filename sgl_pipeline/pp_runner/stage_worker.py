@@ -28,13 +28,13 @@ from sgl_pipeline.messages import (
     WorkerFailed,
     WorkerHello,
 )
+from sgl_pipeline.pp_runner.cost_measurement import measure_stage_costs
 from sgl_pipeline.pp_runner.device import open_device, pin_threads
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.kv_capacity import kv_page_capacity
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
-from sgl_pipeline.pp_runner.stage_costs import measure_stage_costs
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner

@@ -11,7 +11,7 @@ from sglang.srt.server_args import ServerArgs
 from support.front_model import write_front_model
 from support.tiny_models import tiny_model
 
-from sgl_pipeline.args import GrammarArgs, SchedulingArgs, StageArgs, ThrottleArgs
+from sgl_pipeline.args import POLICIES, GrammarArgs, SchedulingArgs, StageArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.server_args import (
     _parse,
@@ -21,6 +21,7 @@ from sgl_pipeline.managers.server_args import (
 )
 from sgl_pipeline.managers.upstream_fields import refusal
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.simulator.tune import SEARCH_SPACE, server_flags
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,16 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
         match_ms_per_token=1.5,
     )
     assert (pipeline.trace_path, pipeline.trace_steps) == ("trace.jsonl", "steps.json")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_flags_that_the_budget_search_ends_with_mean_its_parameters(
+    model: str, policy: str
+) -> None:
+    last_values = {name: values[-1] for name, values in SEARCH_SPACE[policy].items()}
+    found = ThrottleArgs(policy=policy, **last_values)
+    flags = ["--model-path", model, "--device", "cpu", *server_flags(found)]
+    assert parse_command_line(flags).pipeline.throttle == found
 
 
 @pytest.mark.parametrize("flags", [[], ["--grammar-backend", "xgrammar"]])
