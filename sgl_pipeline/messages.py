@@ -28,7 +28,8 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The position that a worker fills, and all it needs to load and run it.
 
     `links` has one address per stage boundary: `links[s]` joins stage `s` to stage `s + 1`.
-    `graphs` is `auto` (CUDA graphs where the stage has them) or `off`.
+    `graphs` is `auto` (CUDA graphs where the stage has them) or `off`; `prefill_kernels` is `auto`,
+    or `fa2` or `fa3` of FlashInfer.
     `cpu_threads` is the number of compute threads; `cpu_cores` are the cores to pin them to (empty:
     do not pin). `max_total_tokens` bounds the KV pool (None: `memory_fraction` of the GPU's memory
     less the weights, or a fixed default on a CPU).
@@ -41,6 +42,7 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     dtype: str
     device: str
     attention_backend: str
+    prefill_kernels: str = "auto"
     layer_kernels: str
     graphs: str = "auto"
     page_size: int

@@ -140,6 +140,7 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         dtype=dtype,
         device=device,
         attention_backend=options.stage_attention_backend,
+        prefill_kernels=options.stage_prefill_kernels,
         graphs=options.stage_graphs,
         link=options.stage_link,
         layer_kernels=options.stage_kernels,

@@ -180,6 +180,7 @@ class StageLauncher:
                 dtype=stages.dtype,
                 device=stages.device,
                 attention_backend=stages.attention_backend,
+                prefill_kernels=stages.prefill_kernels,
                 graphs=stages.graphs,
                 layer_kernels=stages.layer_kernels,
                 page_size=self._args.scheduling.page_size,

@@ -63,7 +63,9 @@ def _measure(assignment: StageAssignment, device: torch.device) -> StageCosts:
     spec = read_model_spec(assignment.model_path)
     shape = spec.attention_shape(assignment.page_size, dtype, device)
     attention = make_attention_backend(
-        choose_attention_backend(assignment.attention_backend, shape), shape
+        choose_attention_backend(assignment.attention_backend, shape),
+        shape,
+        assignment.prefill_kernels,
     )
     kernels = make_layer_kernels(choose_layer_kernels(assignment.layer_kernels, dtype, device))
     weights = _MadeUpWeights(dtype, device)

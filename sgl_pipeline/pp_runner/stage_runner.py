@@ -50,7 +50,9 @@ class StageRunner:
         self.attention_backend = choose_attention_backend(
             assignment.attention_backend, attention_shape
         )
-        attention = make_attention_backend(self.attention_backend, attention_shape)
+        attention = make_attention_backend(
+            self.attention_backend, attention_shape, assignment.prefill_kernels
+        )
         has_graphs = uses_graphs(assignment.graphs, self.attention_backend)
         kv_pool = KvPool(
             assignment.plan.layers_of(assignment.stage),

@@ -135,6 +135,18 @@ def test_the_flags_that_the_budget_search_ends_with_mean_its_parameters(
     assert parse_command_line(flags).pipeline.throttle == found
 
 
+def test_prefill_kernels_are_for_flashinfer_on_a_gpu(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    flags = ["--model-path", model, "--device", "cuda", "--stage-prefill-kernels", "fa2"]
+    assert parse_command_line(flags).pipeline.stages.prefill_kernels == "fa2"
+    with pytest.raises(ConfigurationError, match=r"fa2 chooses between.*backend is torch"):
+        parse_command_line([*flags, "--stage-attention-backend", "torch"])
+    with pytest.raises(ConfigurationError, match="'fa4' is unknown; choose from auto, fa2, fa3"):
+        StageArgs(model_path=model, dtype="bfloat16", device="cuda", prefill_kernels="fa4")
+
+
 @pytest.mark.parametrize("flags", [[], ["--grammar-backend", "xgrammar"]])
 def test_grammars_are_on_unless_told_otherwise(model: str, flags: list[str]) -> None:
     pipeline = parse_command_line(["--model-path", model, *flags]).pipeline
@@ -184,6 +196,7 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--dp-size 2", "--dp-size 2"),
         ("--trust-remote-code", "--trust-remote-code"),
         ("--attention-backend triton", "--stage-attention-backend"),
+        ("--stage-prefill-kernels fa2 --device cpu", "needs --device cuda, this is cpu"),
         ("--page-size 0", "--page-size 0"),
         ("--min-prefill-tokens 0", "between 1 and"),
         ("--chunked-prefill-size -1", "--chunked-prefill-size -1"),
