@@ -18,16 +18,26 @@ from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
 
 
-class WorkerHello(msgspec.Struct, frozen=True, tag=True):
-    """A worker is up and waits to be told which position it fills."""
+class WorkerHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A worker is up and waits to be told which position it fills.
+
+    It may use the CPU `cores` of `host`; `num_gpus` and `memory_bytes` are the whole host's.
+    `version` is that of its sgl_pipeline.
+    """
 
     worker: int
+    host: str
+    cores: tuple[int, ...]
+    num_gpus: int
+    memory_bytes: int
+    version: str
 
 
 class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The position that a worker fills, and all it needs to load and run it.
 
     `links` has one address per stage boundary: `links[s]` joins stage `s` to stage `s + 1`.
+    `gpu` is the index of the GPU on the worker's host, which `stages_on_gpu` stages share.
     `graphs` is `auto` (CUDA graphs where the stage has them) or `off`; `prefill_kernels` is `auto`,
     or `fa2` or `fa3` of FlashInfer.
     `cpu_threads` is the number of compute threads; `cpu_cores` are the cores to pin them to (empty:
@@ -41,6 +51,8 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     load_format: str
     dtype: str
     device: str
+    gpu: int = 0
+    stages_on_gpu: int = 1
     attention_backend: str
     prefill_kernels: str = "auto"
     layer_kernels: str

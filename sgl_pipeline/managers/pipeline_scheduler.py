@@ -70,7 +70,7 @@ class PipelineScheduler:
         self._metrics = metrics
         self._status = StatusLine()
         self._facts = facts
-        self._profiles = ProfileDesk(front, launcher.channel, launcher.workers, traces)
+        self._profiles = ProfileDesk(front, launcher, launcher.stages, traces)
         self._desk = ControlDesk(front, self, self._profiles)
         self._poller = poller
         self._poller.register(front.socket, zmq.POLLIN)
@@ -171,7 +171,7 @@ class PipelineScheduler:
             step = self._core.next_step(time.monotonic())
             if step is None:
                 return
-            self._launcher.channel.broadcast(self._launcher.workers, step.order)
+            self._launcher.broadcast(step.order)
             step.schedule_ms = (time.perf_counter() - started) * 1e3
 
     def _on_report(self, report: FromWorker) -> None:

@@ -33,8 +33,8 @@ class _Front(Protocol):
     def reply(self, message: Any, to: Any) -> None: ...
 
 
-class _Channel(Protocol):
-    def send(self, worker: int, message: ToWorker) -> None: ...
+class _Stages(Protocol):
+    def send(self, stage: int, message: ToWorker) -> None: ...
 
 
 @dataclass(slots=True)
@@ -49,9 +49,9 @@ class _Pending:
 class ProfileDesk:
     """Starts and stops the profiles of all stages together."""
 
-    def __init__(self, front: _Front, channel: _Channel, stages: range, traces: TraceFiles) -> None:
+    def __init__(self, front: _Front, launcher: _Stages, stages: range, traces: TraceFiles) -> None:
         self._front = front
-        self._channel = channel
+        self._launcher = launcher
         self._stages = stages
         self._traces = traces
         self._steps: ChromeTraceWriter | None = None
@@ -97,7 +97,7 @@ class ProfileDesk:
         else:
             self._pending = _Pending(message, set(self._stages))
             for stage in self._stages:
-                self._channel.send(stage, self._order(message, stage))
+                self._launcher.send(stage, self._order(message, stage))
 
     def _start_steps(self, message: Any) -> OSError | None:
         path = _path(message, "steps.trace.json")
@@ -131,7 +131,7 @@ class ProfileDesk:
 
     def _send_stop(self) -> None:
         for stage in self._stages:
-            self._channel.send(stage, StopProfile())
+            self._launcher.send(stage, StopProfile())
 
     def _refuse(self, message: Any, text: str) -> None:
         self._front.reply(io.ProfileReqOutput(success=False, message=text), message)

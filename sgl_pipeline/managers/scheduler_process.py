@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import setproctitle
-import torch
 import zmq
 from sglang.srt.runtime_context import get_serving, publish
 from sglang.srt.utils import configure_logger
@@ -32,13 +31,11 @@ from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
 from sgl_pipeline.managers.reasoning_tokens import ReasoningMarks
 from sgl_pipeline.managers.server_info import describe_start
 from sgl_pipeline.managers.sglang_io import SglangFront
-from sgl_pipeline.managers.stage_launcher import (
-    PipelineCapacity,
-    StageLauncher,
-    link_addresses,
-)
+from sgl_pipeline.managers.stage_launcher import StageLauncher
 from sgl_pipeline.managers.trace_files import TraceFiles
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
+from sgl_pipeline.pipeline.worker_source import WorkerSource
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.throttle import make_policy
@@ -55,6 +52,7 @@ PROCESS_TITLE = "sgl_pipeline::scheduler"  # in the manner of upstream's sglang:
 def run_scheduler_process(
     args: PipelineArgs,
     stage_pids: Sequence[int],
+    worker_source: WorkerSource,
     server_args: Any,
     port_args: Any,
     gpu_id: int,
@@ -66,9 +64,10 @@ def run_scheduler_process(
     """Serves until shut down; ends the process with exit code 1 when it cannot go on.
 
     Args:
-        args: ours; what follows the next is what upstream hands to its scheduler. The ranks are
+        args: ours; what follows the next two is what upstream hands to its scheduler. The ranks are
             all zero, because upstream is resolved at one process.
         stage_pids: process ids of the stage workers, by number.
+        worker_source: can be asked for more.
         pipe_writer: gets the ready message that upstream's main process waits for.
     """
     setproctitle.setproctitle(PROCESS_TITLE)
@@ -78,7 +77,7 @@ def run_scheduler_process(
     # that for a scheduler that was told to go, and would leave a front without one.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        _serve(args, stage_pids, server_args, port_args, pipe_writer)
+        _serve(args, stage_pids, worker_source, server_args, port_args, pipe_writer)
     except SglPipelineError as error:
         logger.error("%s", error)
         sys.exit(1)
@@ -90,6 +89,7 @@ def run_scheduler_process(
 def _serve(
     args: PipelineArgs,
     stage_pids: Sequence[int],
+    worker_source: WorkerSource,
     server_args: Any,
     port_args: Any,
     pipe_writer: "Connection[Any, Any]",
@@ -101,9 +101,8 @@ def _serve(
     reasoning = ReasoningMarks.of_parser(get_serving().reasoning_parser, tokenizer)
     poller = zmq.Poller()
     grammars = _grammars(args, limits, tokenizer, poller)
-    links = link_addresses(args, torch.cuda.device_count())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    launcher = StageLauncher(args, spec, links, stage_pids, context)
+    launcher = StageLauncher(args, spec.num_layers, stage_pids, context, worker_source)
     traces = TraceFiles(_open_traces(args))
     front = loads = None
     try:

@@ -8,8 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from sgl_pipeline.args import PipelineArgs
-from sgl_pipeline.managers.stage_launcher import PipelineCapacity
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 
 
 def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, Any]:

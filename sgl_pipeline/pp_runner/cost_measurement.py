@@ -51,7 +51,7 @@ def measure_stage_costs(assignment: StageAssignment) -> StageCosts:
     Raises ConfigurationError as loading the stage would.
     """
     pin_threads(assignment.cpu_threads, assignment.cpu_cores)
-    device = open_device(assignment.device, assignment.stage)
+    device = open_device(assignment.device, assignment.gpu)
     costs = _measure(assignment, device)
     release_memory(device)  # of what was made up; the weights need the room
     return costs

@@ -26,7 +26,6 @@ from sgl_pipeline.messages import (
     StopProfile,
     ToWorker,
     WorkerFailed,
-    WorkerHello,
 )
 from sgl_pipeline.pp_runner.cost_measurement import measure_stage_costs
 from sgl_pipeline.pp_runner.device import open_device, pin_threads
@@ -38,6 +37,7 @@ from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.pp_runner.worker_hello import worker_hello
 from sgl_pipeline.stage_orders import OrderReader, SealedOrder, StageOrder
 from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 
@@ -53,7 +53,7 @@ class StageWorker:
 
     def run(self) -> None:
         """Returns after a `Shutdown`; raises what the process should die of."""
-        self._channel.send(WorkerHello(self._worker))
+        self._channel.send(worker_hello(self._worker))
         assignment = self._be_assigned()
         runner = self._become_ready(assignment)
         profile = StageProfile(assignment.stage, assignment.device == "cuda")
@@ -92,7 +92,7 @@ class StageWorker:
     def _become_ready(self, assignment: StageAssignment) -> StageRunner:
         started = time.perf_counter()
         pin_threads(assignment.cpu_threads, assignment.cpu_cores)
-        device = open_device(assignment.device, assignment.stage)
+        device = open_device(assignment.device, assignment.gpu)
         dtype = getattr(torch, assignment.dtype)
         spec = read_model_spec(assignment.model_path)
         stage, plan = assignment.stage, assignment.plan

@@ -72,15 +72,15 @@ class FakeFront:
 class FakeStages:
     """One stage that answers every plan at once with token 7; `failure` is what `check` raises."""
 
-    workers = range(1)
+    stages = range(1)
 
     def __init__(self, socket: Any) -> None:
-        self.channel = SimpleNamespace(socket=socket, broadcast=self._run)
+        self.channel = SimpleNamespace(socket=socket)
         self.reports: list[Any] = []
         self.failure: Exception | None = None
         self._orders = OrderReader()
 
-    def _run(self, workers: range, order: SealedOrder) -> None:
+    def broadcast(self, order: SealedOrder) -> None:
         plan = self._orders.open(order)
         assert isinstance(plan, StepPlan)
         token_ids = tuple(7 for chunk in plan.chunks if chunk.samples)
@@ -189,13 +189,13 @@ def test_a_request_is_served_to_its_end(parts):
 def test_the_next_step_is_sent_before_the_front_has_the_tokens_of_the_last(parts):
     told_at_plan: list[int] = []
     stages = parts.stages
-    run_plan = stages.channel.broadcast
+    run_plan = stages.broadcast
 
-    def broadcast(workers: range, order: SealedOrder) -> None:
+    def broadcast(order: SealedOrder) -> None:
         told_at_plan.append(len(parts.front.tokens))
-        run_plan(workers, order)
+        run_plan(order)
 
-    stages.channel.broadcast = broadcast
+    stages.broadcast = broadcast
     front = run(parts, [[make_request("a", [1, 2, 3], 4)], *WAIT, [SHUT_DOWN]])
     assert told_at_plan == [0, 0, 1, 2]
     assert front.tokens == [7, 7, 7, 7]

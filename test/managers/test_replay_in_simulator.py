@@ -98,10 +98,10 @@ class TurnFront:
 class SlowStages:
     """Stages in a row, first in first out, each of which takes some turns for a step."""
 
-    workers = range(NUM_STAGES)
+    stages = range(NUM_STAGES)
 
     def __init__(self, front: TurnFront, steps: RecordingScheduler, socket: Any) -> None:
-        self.channel = SimpleNamespace(socket=socket, broadcast=self._run)
+        self.channel = SimpleNamespace(socket=socket)
         self.turns_of_steps: dict[int, tuple[float, ...]] = {}
         self._front = front
         self._steps = steps
@@ -110,10 +110,10 @@ class SlowStages:
         self._free_turn = [0.0] * NUM_STAGES
         self._in_flight: deque[tuple[float, Microbatch]] = deque()
 
-    def _run(self, workers: range, order: SealedOrder) -> None:
+    def broadcast(self, order: SealedOrder) -> None:
         plan = self._orders.open(order)
         assert isinstance(plan, StepPlan)
-        turns = tuple(float(self._random.choice((1, 1, 2, 5))) for _ in workers)
+        turns = tuple(float(self._random.choice((1, 1, 2, 5))) for _ in self.stages)
         self.turns_of_steps[plan.step_id] = turns
         input_turn = float(self._front.turn)
         for stage, needed in enumerate(turns):
@@ -134,7 +134,7 @@ class SlowStages:
                     timing=StageTiming(*[0.0] * 7),
                     token_ids=tokens if stage == NUM_STAGES - 1 else None,
                 )
-                for stage in self.workers
+                for stage in self.stages
             ]
         return reports
 
