@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from support.pipelines import (
     VirtualPipeline,
-    logprobs_of,
     logprobs_when_alone,
     make_request,
     output_when_alone,
 )
 
+from benchmark.fault_schedules.fake_model import logprobs_of
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ProtocolError, QueueFullError, RequestError
 from sgl_pipeline.microbatch import Microbatch

@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.pipelines import (
     VirtualPipeline,
-    logprobs_of,
     logprobs_when_alone,
     make_request,
     output_when_alone,
 )
 
+from benchmark.fault_schedules.fake_model import logprobs_of
 from sgl_pipeline.args import (
     ACCOUNTINGS,
     POLICIES,
