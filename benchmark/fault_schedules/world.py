@@ -1,8 +1,8 @@
 """A whole server in virtual time, made from one seed: core, roster, workers, clients, faults.
 
 The driver here does what `managers/pipeline_scheduler.py` does with real sockets, in the same
-order: take, book, fill, pass on. After every event the scheduler's invariants must hold; in the end every
-request has ended exactly once, with the tokens that it gets alone, and all pages are back.
+order: take, book, fill, pass on. After every event the scheduler's invariants must hold; in the end
+every request has ended exactly once, with the tokens that it gets alone, and all pages are back.
 """
 
 import zlib
