@@ -92,29 +92,28 @@ def parse_engine(
             f"--engine {text!r} must begin with one of {', '.join(_BUILDERS)}; --pp wants a number"
         ) from None
     served = _Served(" ".join(words), model, port, parsed.pp, tuple(flags), prefix_cache)
-    engine = build(served, scratch, cores)
-    if not commit:
-        return engine
-    if build is not _ours:
+    if commit and build is not _ours:
         raise ConfigurationError(f"--engine {text!r}: only ours can be had as of a commit")
-    return replace(engine, directory=_checkout(commit))
+    engine = build(served, scratch, cores)
+    return engine if not commit else replace(engine, directory=_checkout(commit))
 
 
 def _checkout(commit: str) -> Path:
     """A work tree of `commit`, made unless it is there."""
-    path = _COMMITS / commit
-    if not path.exists():
-        subprocess.run(["git", "worktree", "prune"], cwd=_ROOT, check=True)
-        added = subprocess.run(
-            ["git", "worktree", "add", "--detach", str(path), commit],
-            cwd=_ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if added.returncode != 0:
-            raise ConfigurationError(f"ours@{commit}: {added.stderr.strip()}")
+    try:
+        path = _COMMITS / _git("rev-parse", "--short", f"{commit}^{{commit}}")
+        if not path.exists():
+            _git("worktree", "prune")
+            _git("worktree", "add", "--detach", str(path), path.name)
+    except subprocess.CalledProcessError as error:
+        raise ConfigurationError(f"ours@{commit}: {error.stderr.strip()}") from None
     return path
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 @dataclass(frozen=True, slots=True)
