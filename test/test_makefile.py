@@ -52,3 +52,12 @@ def test_every_requirement_is_pinned(name: str) -> None:
 def test_both_sets_install_the_same_sglang() -> None:
     for name in ("cpu", "cuda"):
         assert "sglang==0.5.23\n" in (ROOT / "requirements" / f"{name}.txt").read_text()
+
+
+def test_the_cuda_compiler_is_of_the_same_release_as_its_headers() -> None:
+    # FlashInfer's headers refuse another compiler: they compare these releases.
+    lines = (ROOT / "requirements" / "cuda.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line and line[0] != "#")
+    of_the_compiler = ["cuda-nvcc", "cuda-crt", "cuda-nvrtc", "cuda-runtime", "nvvm"]
+    versions = [pins[f"nvidia-{name}"] for name in of_the_compiler]
+    assert {version.rpartition(".")[0] for version in versions} == {"13.0"}
