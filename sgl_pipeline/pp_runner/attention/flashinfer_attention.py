@@ -1,8 +1,8 @@
 """Paged attention on an NVIDIA GPU, by FlashInfer's wrappers (arXiv 2501.01005).
 
-Chosen by `pp_runner/kernel_choice.py`; the only file that imports flashinfer. Must never run ahead
-of the copies of an earlier plan. Written against the sources of flashinfer-python 0.6.18 and 0.7.2;
-what the wrappers are fed is tested on CPU, the kernels themselves are untested on hardware.
+Chosen by `pp_runner/kernel_choice.py`. Must never run ahead of the copies of an earlier plan.
+Written against the sources of flashinfer-python 0.6.18 and 0.7.2; what the wrappers are fed is
+tested on CPU, the kernels themselves are untested on hardware.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from sgl_pipeline.pp_runner.attention.flashinfer_parts import (
     Wrapper,
     plan_decodes,
 )
+from sgl_pipeline.pp_runner.cuda.kernel_builds import building_kernels
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout, to_device
 
 _WORKSPACE_BYTES = 128 * 2**20  # FlashInfer's recommendation, for partial results of split keys
@@ -32,15 +33,10 @@ def open_flashinfer(shape: AttentionShape) -> FlashInferParts:
 
     All share one workspace: their kernels follow each other on one stream.
 
-    Raises ConfigurationError when flashinfer is not installed.
+    Raises ConfigurationError when flashinfer or the compilers that it needs are missing.
     """
-    try:
+    with building_kernels():
         import flashinfer
-    except ImportError as error:
-        raise ConfigurationError(
-            f"flashinfer cannot be imported ({error}); install requirements for CUDA, or choose "
-            "--stage-attention-backend torch"
-        ) from error
     workspace = torch.zeros(workspace_bytes(shape), dtype=torch.uint8, device=shape.device)
     group = shape.num_query_heads // shape.num_kv_heads
     use_tensor_cores = group > _LARGEST_GROUP_WITHOUT_TENSOR_CORES

@@ -121,7 +121,8 @@ def _make_links(wheels: Path, libraries: list[Path], toolkit: Path) -> None:
 
 
 def _compile_stub(library: Path) -> None:
-    """An empty library in the place of the driver's, which is linked to and loaded by soname."""
+    """Makes an empty library to link to as the driver's. No kernel that we use calls the driver;
+    one that did would load it by this name."""
     command = [*find_compiler(), "-shared", "-Wl,-soname,libcuda.so.1", "-x", "c++", os.devnull]
     try:
         subprocess.run(
