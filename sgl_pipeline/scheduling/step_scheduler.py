@@ -380,6 +380,9 @@ class StepScheduler:
             assert self._pages.pages_for(request.num_scheduled) <= len(request.pages)
             if request.logprobs is not None:
                 assert request.num_computed <= request.first_logits_position
+        for microbatch in self._in_flight:
+            for chunk in microbatch.chunks:
+                assert len(chunk.request.pages) >= self._pages.pages_for(chunk.end)
         for request in self._running.decoding:
             assert request.steps_in_flight == (request not in self._running.ready)
         assert self._running.remaining_output_tokens == sum(
