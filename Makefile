@@ -30,6 +30,9 @@ REQUIREMENTS := requirements/$(SET).txt requirements/dev.txt
 # The stamp's name changes with the set and its pins, and with them the need to install.
 FINGERPRINT := $(shell cat $(REQUIREMENTS) | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/installed-$(SET)-$(FINGERPRINT)
+# What the tests of our calls of FlashInfer need where the set has not got it.
+CONTRACT_FINGERPRINT := $(shell cksum < requirements/contract.txt | cut -d' ' -f1)
+CONTRACT_STAMP := $(if $(filter cpu,$(SET)),$(VENV)/contract/installed-$(CONTRACT_FINGERPRINT))
 
 # pip reports errors only: machines with a local index print a warning for every package it lacks.
 PIP_INSTALL := $(VENV_PYTHON) -m pip install -qq --no-input --disable-pip-version-check \
@@ -72,8 +75,14 @@ $(STAMP):
 	@touch $@
 	@echo 'Set-up done'
 
+$(VENV)/contract/installed-%: | $(STAMP)
+	@echo 'Installing FlashInfer for its tests'
+	@rm -rf $(@D)
+	@$(PIP_INSTALL) --no-deps --target $(@D) -r requirements/contract.txt
+	@touch $@
+
 .PHONY: test
-test: $(STAMP) | check-sglang
+test: $(STAMP) $(CONTRACT_STAMP) | check-sglang
 	$(VENV_PYTHON) -m pytest -m 'not gpu' $(PYTEST_ARGS)
 
 # They skip where there is no GPU; here its absence is a failure.

@@ -98,7 +98,7 @@ def test_the_gpu_tests_have_a_target_that_fails_without_a_gpu() -> None:
     assert "torch.cuda.is_available" in commands.partition("pytest -m gpu")[0]
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "dev"])
+@pytest.mark.parametrize("name", ["cpu", "cuda", "dev", "contract"])
 def test_every_requirement_is_pinned(name: str) -> None:
     lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
     requirements = [line for line in lines if line and not line.startswith("#")]
@@ -119,3 +119,21 @@ def test_the_cuda_compiler_is_of_the_same_release_as_its_headers() -> None:
     of_the_compiler = ["cuda-nvcc", "cuda-crt", "cuda-nvrtc", "cuda-runtime", "nvvm"]
     versions = [pins[f"nvidia-{name}"] for name in of_the_compiler]
     assert {version.rpartition(".")[0] for version in versions} == {"13.0"}
+
+
+def test_the_calls_of_flashinfer_are_tested_against_the_release_that_serves() -> None:
+    served, tested = (
+        set((ROOT / "requirements" / f"{name}.txt").read_text().splitlines())
+        for name in ("cuda", "contract")
+    )
+    pins = {line for line in tested if not line.startswith("#")}
+    assert any(pin.startswith("flashinfer-python==") for pin in pins)
+    assert pins <= served
+
+
+def test_tests_without_a_gpu_get_flashinfer_where_servers_do_not_find_it() -> None:
+    # A folder that is not there, so that all would be made.
+    commands = commands_of("test", "VENV=build/none", "SET=cpu")
+    assert "--target build/none/contract -r requirements/contract.txt" in commands
+    assert "contract" not in commands_of("test", "VENV=build/none", "SET=cuda")
+    assert "contract" not in commands_of("serve", "VENV=build/none", "SET=cpu")

@@ -35,8 +35,8 @@ def attention_of_indices(
     query_ends, page_ends = qo_indptr.tolist(), kv_indptr.tolist()
     assert query_ends[-1] == len(q) and page_ends[-1] <= len(indices)
     for request, last in enumerate(last_page_len.tolist()):
-        assert 1 <= last <= page_size
         own = indices[page_ends[request] : page_ends[request + 1]].long()
+        assert len(own) and 1 <= last <= page_size, "a request without a key"
         length = (len(own) - 1) * page_size + last
         keys, values = (
             store[own].flatten(0, 1)[:length].repeat_interleave(group, dim=1).double()

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_flashinfer import FakeFlashInferFunctions
 from support.instruction_sets import INSTRUCTION_SETS, kernels_for
+from support.real_flashinfer import FunctionsOnEmulatedCard
 
 from sgl_pipeline.pp_runner.layer_kernels.backend import (
     HeadNorms,
@@ -29,7 +30,12 @@ PAGE_SIZE = 4
 COMPILED = [f"compiled {name}" for name in INSTRUCTION_SETS]
 every_leaf = pytest.mark.parametrize(
     "leaf",
-    ["torch", "flashinfer", *(pytest.param(leaf, marks=pytest.mark.compiler) for leaf in COMPILED)],
+    [
+        "torch",
+        "flashinfer",
+        "flashinfer's Python",
+        *(pytest.param(leaf, marks=pytest.mark.compiler) for leaf in COMPILED),
+    ],
 )
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 sizes = st.sampled_from([1, 7, 16, 40, 64, 100, 128, 1000])
@@ -48,6 +54,8 @@ def kernels_of(leaf: str) -> LayerKernels:
         return TorchKernels()
     if leaf == "flashinfer":
         return FlashInferKernels(FakeFlashInferFunctions)
+    if leaf == "flashinfer's Python":
+        return FlashInferKernels(FunctionsOnEmulatedCard)
     return CompiledKernels(kernels_for(leaf.removeprefix("compiled ")))
 
 
