@@ -20,6 +20,7 @@ from sgl_pipeline.managers.entrance.openai_fields import ServedFeatures
 from sgl_pipeline.managers.gpu_driver import why_gpu_is_unusable
 from sgl_pipeline.managers.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.our_flags import add_our_flags, default_of
+from sgl_pipeline.managers.upstream_arguments import SglangServerArgs
 from sgl_pipeline.managers.upstream_fields import UPSTREAM_VALUES, refusal
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 
@@ -36,7 +37,7 @@ class LaunchPlan:
     `context_length` is the one in force, in tokens.
     """
 
-    upstream: Any
+    upstream: SglangServerArgs
     pipeline: PipelineArgs
     context_length: int
 
