@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.pipelines import (
-    VirtualPipeline,
+    FakePipeline,
     logprobs_of,
     logprobs_when_alone,
     make_request,
@@ -92,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_stages=num_stages,
             context_length=1000,
         )
-        self.pipeline = VirtualPipeline(self.scheduler, page_size)
+        self.pipeline = FakePipeline(self.scheduler, page_size)
         self.added: list[Request] = []
 
     @rule(

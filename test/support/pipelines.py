@@ -1,4 +1,4 @@
-"""A virtual pipeline around a `StepScheduler`: encoder, mirrors and a model without arithmetic.
+"""A fake pipeline around a `StepScheduler`: encoder, mirrors and a model without arithmetic.
 
 The model writes, for each token, a fingerprint of the whole prefix into the token's KV slot, and
 draws the next token from everything that it reads back through the page table: any page that was
@@ -157,7 +157,7 @@ class FakeStage:
         return chunk.request.pages[page], offset
 
 
-class VirtualPipeline:
+class FakePipeline:
     """Sends a scheduler's steps through the wire format to the fake stages, first in first out."""
 
     def __init__(self, scheduler: StepScheduler, page_size: int) -> None:
