@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotReader
-from support.pipelines import VirtualPipeline, make_request
+from support.pipelines import FakePipeline, make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.load_report import LoadReport, loads_path

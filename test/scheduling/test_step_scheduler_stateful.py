@@ -92,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_stages=num_stages,
             context_length=1000,
         )
-        self.pipeline = VirtualPipeline(self.scheduler, page_size)
+        self.pipeline = FakePipeline(self.scheduler, page_size)
         self.added: list[Request] = []
 
     @rule(
