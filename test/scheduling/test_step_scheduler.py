@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from support.pipelines import (
-    VirtualPipeline,
+    FakePipeline,
     logprobs_when_alone,
     make_request,
     output_when_alone,

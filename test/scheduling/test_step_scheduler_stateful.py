@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.pipelines import (
-    VirtualPipeline,
+    FakePipeline,
     logprobs_when_alone,
     make_request,
     output_when_alone,
