@@ -17,7 +17,9 @@ from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
 from sgl_pipeline.scheduling.logprob_rows import keep_logprobs
 from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.preemption import Preemption
-from sgl_pipeline.scheduling.radix_cache import RadixCache
+from sgl_pipeline.scheduling.radix_demand import RadixDemand
+from sgl_pipeline.scheduling.radix_storage import RadixStorage
+from sgl_pipeline.scheduling.radix_tree import RadixTree
 from sgl_pipeline.scheduling.request_limits import RequestLimits
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
@@ -63,9 +65,10 @@ class StepScheduler:
         # Also the depth over which decodes are shared out: that many steps wait for each other.
         self._max_in_flight = num_stages + args.extra_steps_in_flight
 
-        self._cache = RadixCache(args.page_size, enabled=args.radix_cache)
-        self._pages = RequestPages(PagePool(num_pages), self._cache)
-        self._waiting = WaitingQueue(self._cache, parks=not args.duplicate_prefills)
+        tree = RadixTree(args.page_size, enabled=args.radix_cache)
+        demand = RadixDemand(tree)
+        self._pages = RequestPages(PagePool(num_pages), RadixStorage(tree, demand), demand)
+        self._waiting = WaitingQueue(demand, parks=not args.duplicate_prefills)
         self._running = RunningRequests()
         self._preemption = Preemption(self._running, self._waiting, self._pages)
         self._admission = Admission(
@@ -383,6 +386,7 @@ class StepScheduler:
         for microbatch in self._in_flight:
             for chunk in microbatch.chunks:
                 assert len(chunk.request.pages) >= self._pages.pages_for(chunk.end)
+        assert all(request.is_prefilling for request in self._running.prefilling)
         for request in self._running.decoding:
             assert request.steps_in_flight == (request not in self._running.ready)
         assert self._running.remaining_output_tokens == sum(
