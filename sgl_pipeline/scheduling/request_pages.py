@@ -58,6 +58,22 @@ class RequestPages:
         self._storage.unlock(match)
         return fits
 
+    def missing_pages(self, request: Request, path: RadixNode) -> int:
+        """Pages that the whole prefill of a waiting request needs beside its cached prefix."""
+        return (
+            self.pages_for(request.prefill_end) - self._storage.match(path).end // self._page_size
+        )
+
+    def prefilling(self, node: RadixNode) -> Request | None:
+        """A running request that prefills `node` for others to wait for; looks at all of them."""
+        for request, holding in self._holdings.items():
+            above = holding.claimed_path
+            while above is not None and above is not node:
+                above = above.parent
+            if above is node:
+                return request
+        return None
+
     def try_open(self, request: Request, path: RadixNode, num_reserved: int) -> bool:
         """Gives a waiting request its cached prefix, if its whole prefill fits beside that.
 
@@ -157,7 +173,7 @@ class RequestPages:
         held: list[int] = []
         for request, holding in self._holdings.items():
             held += request.pages[holding.num_cached :]
-            assert holding.num_cached <= request.num_computed // self._cache.page_size
+            assert holding.num_cached <= request.num_computed // self._page_size
         assert len(held) == len(set(held)), "two requests hold the same page"
         counts = (self._pool.num_free, len(held), self._storage.cached_pages)
         assert sum(counts) == self._pool.num_pages, (

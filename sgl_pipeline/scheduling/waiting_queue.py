@@ -17,7 +17,7 @@ MAX_PARKED_PER_CALL = 64
 
 
 class WaitingQueue:
-    """Ordered by `Request.order`, but for requests that are parked.
+    """Ordered by `Request.order`, except for requests that are parked.
 
     A request is parked while another one prefills pages that it needs too: they are computed once,
     unless it is told not to park.
@@ -36,6 +36,17 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._paths)
+
+    def ahead_of(self, request: Request) -> list[Request]:
+        """The waiting requests that are served before `request`, parked ones too, in order; looks
+        at all."""
+        ahead = (other for other in self._paths if other.order < request.order)
+        return sorted(ahead, key=lambda other: other.order)
+
+    def awaited_node(self, request: Request) -> RadixNode | None:
+        """The node that another request prefills and `request` waits for, parked there or to be
+        parked when it comes to the front; None where it need not wait."""
+        return self._demand.claimed_node(self._paths[request]) if self._parks else None
 
     def tokens_to_compute(self, accounting: Accounting) -> int:
         """For all that wait, as `accounting` counts; each request counts for at least one token."""
@@ -72,7 +83,7 @@ class WaitingQueue:
             if not self._heap:
                 return None
             request = self._heap[0][1]
-            claimed = self._demand.claimed_node(self._paths[request]) if self._parks else None
+            claimed = self.awaited_node(request)
             if claimed is None:
                 return request
             heapq.heappop(self._heap)
