@@ -14,6 +14,7 @@ from benchmark.gpu.checks import Check
 from benchmark.gpu.device_times import release_memory
 from benchmark.gpu.pipelines import (
     DrivenStep,
+    PipelineChoice,
     ScriptedPipeline,
     decode_times,
     links_between,
@@ -28,6 +29,7 @@ from benchmark.gpu.shapes import PAGE_SIZE, spec_of
 _CONCURRENCIES = (64, 256)
 _SMALL_CONCURRENCIES = (8, 16)
 _SMALL_SCRIPT = Script(num_requests=16, prompt_tokens=32, num_rounds=4, prefill_requests=4)
+_START_TIMEOUT_S = 180.0
 # Of tokens of the same steps; the kernels are the same at each depth.
 _DIFFERENT_SHARE_BOUND = 0.01
 
@@ -64,14 +66,16 @@ def run(session: Session) -> None:
 def _run_pipeline(session: Session, place: _Place, num_gpus: int, references: References) -> None:
     release_memory()
     script = _SMALL_SCRIPT if session.is_rehearsal else Script()
-    with started_pipeline(
+    choice = PipelineChoice(
         place.model,
         place.stages,
         place.link,
         script.total_tokens(PAGE_SIZE),
         session.device.type,
         num_gpus,
-    ) as pipeline:
+        start_timeout_s=min(_START_TIMEOUT_S, max(1.0, session.budget.left_s)),
+    )
+    with started_pipeline(choice) as pipeline:
         writer = PlanWriter(script, PAGE_SIZE, spec_of(place.model).vocab_size)
         driven = _DrivenPipeline(session, place, pipeline, writer, references)
         driven.prefill()

@@ -9,8 +9,9 @@ over one stage is the price of the split, not a gain. Untested on hardware.
 import json
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ import zmq
 
 from benchmark.gpu.shapes import MODELS, PAGE_SIZE, spec_of
 from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs
+from sgl_pipeline.errors import StageFailure
 from sgl_pipeline.managers.stage_launcher import StageLauncher, link_addresses
 from sgl_pipeline.managers.stage_processes import StageProcesses
 from sgl_pipeline.messages import StageReport
@@ -26,7 +28,7 @@ from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_plan import StepPlan
 
 _POLL_MS = 200
-_TIMEOUT_S = 120.0
+_REPORT_TIMEOUT_S = 60.0
 _MEMORY_FRACTION = 0.8
 
 
@@ -83,11 +85,11 @@ class ScriptedPipeline:
 
     def _collect(self) -> None:
         """Waits for messages and books them; raises what a stage died of."""
-        deadline_s = time.monotonic() + _TIMEOUT_S
+        deadline_s = time.monotonic() + _REPORT_TIMEOUT_S
         while not self._launcher.channel.socket.poll(_POLL_MS):
             self._launcher.check({})
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"no stage reported for {_TIMEOUT_S:.0f} s")
+                raise TimeoutError(f"no stage reported for {_REPORT_TIMEOUT_S:.0f} s")
         for message in self._launcher.receive():
             assert isinstance(message, StageReport)
             self._book(message)
@@ -145,48 +147,87 @@ def links_between(device: str, num_stages: int, num_gpus: int) -> tuple[str, ...
     return ("host",)
 
 
-@contextmanager
-def started_pipeline(
-    model: str, num_stages: int, link: str, max_total_tokens: int, device: str, num_gpus: int
-) -> Iterator[ScriptedPipeline]:
-    """The stages of `model` with random weights, each in a process, until the block ends.
+@dataclass(frozen=True, slots=True)
+class PipelineChoice:
+    """Which pipeline to start: `link` is one of `links_between`. It gets `start_timeout_s` to be
+    ready."""
 
-    Raises ConfigurationError or StageFailure where a stage does.
-    """
-    started_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="sgl_pipeline_bench_") as directory:
-        config = json.dumps(MODELS[model].config("bfloat16"))
-        Path(directory, "config.json").write_text(config, encoding="utf-8")
-        args = PipelineArgs(
+    model: str
+    num_stages: int
+    link: str
+    max_total_tokens: int
+    device: str
+    num_gpus: int
+    start_timeout_s: float
+
+    def args(self, directory: str) -> PipelineArgs:
+        """The server's arguments for it. `directory` has the model's config.json."""
+        return PipelineArgs(
             stages=StageArgs(
-                num_stages=num_stages,
+                num_stages=self.num_stages,
                 layer_partition="even",
                 model_path=directory,
                 load_format="dummy",
                 dtype="bfloat16",
-                device=device,
-                link="auto" if link == "none" else link,
-                max_total_tokens=max_total_tokens,
+                device=self.device,
+                link="auto" if self.link == "none" else self.link,
+                max_total_tokens=self.max_total_tokens,
                 memory_fraction=_MEMORY_FRACTION,
             ),
             scheduling=SchedulingArgs(page_size=PAGE_SIZE),
             run_directory=directory,
         )
-        with _stages(args, model, num_gpus) as launcher:
+
+
+@contextmanager
+def started_pipeline(choice: PipelineChoice) -> Iterator[ScriptedPipeline]:
+    """The stages of a model with random weights, each in a process, until the block ends.
+
+    Raises ConfigurationError or StageFailure where a stage does, and TimeoutError.
+    """
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="sgl_pipeline_bench_") as directory:
+        config = json.dumps(MODELS[choice.model].config("bfloat16"))
+        Path(directory, "config.json").write_text(config, encoding="utf-8")
+        with _stages(choice, choice.args(directory)) as launcher:
             yield ScriptedPipeline(launcher, time.monotonic() - started_s)
 
 
 @contextmanager
-def _stages(args: PipelineArgs, model: str, num_gpus: int) -> Iterator[StageLauncher]:
+def _stages(choice: PipelineChoice, args: PipelineArgs) -> Iterator[StageLauncher]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     processes = StageProcesses(args.run_directory)
     processes.start(args.stages.num_stages, args.stages.cpu_threads)
-    links = link_addresses(args, num_gpus)
-    launcher = StageLauncher(args, spec_of(model), links, processes.pids, context)
+    links = link_addresses(args, choice.num_gpus)
+    launcher = StageLauncher(args, spec_of(choice.model), links, processes.pids, context)
     try:
-        launcher.start()
+        with killed_after(choice.start_timeout_s, processes.close):
+            launcher.start()
         yield launcher
     finally:
         launcher.stop()
         processes.close()
         context.destroy(linger=0)
+
+
+@contextmanager
+def killed_after(timeout_s: float, kill: Callable[[], None]) -> Iterator[None]:
+    """Calls `kill` where the block has not ended in time, and turns the error that this makes of
+    the block into a TimeoutError."""
+    is_killed = threading.Event()
+
+    def end() -> None:
+        is_killed.set()
+        kill()
+
+    timer = threading.Timer(timeout_s, end)
+    timer.start()
+    try:
+        yield
+    except StageFailure as error:
+        if is_killed.is_set():
+            message = f"the stages were not ready after {timeout_s:.0f} s, and were killed"
+            raise TimeoutError(message) from error
+        raise
+    finally:
+        timer.cancel()

@@ -85,9 +85,27 @@ def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmark.gpu.checks.make_attention_backend", lambda *choice: Forgetful())
     shape = spec_of("tiny").attention_shape(16, torch.bfloat16, torch.device("cpu"))
     assert not check_attention(shape, "tiny", "torch", rounds=1).passed
-    noted = check_attention(shape, "tiny", "torch", rounds=1, has_nan_in_unused_slots=True)
-    assert noted.passed and noted.cells()[-1] == "noted"
     assert not Check("nothing", float("nan"), 1.0).passed
+
+
+def test_nan_beside_the_tokens_is_noted_and_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Careless:
+        """Lets every slot of the pages into its result."""
+
+        def plan(self, layout: object) -> None:
+            pass
+
+        def attend(self, query: torch.Tensor, *pages: torch.Tensor) -> torch.Tensor:
+            return query + sum(store.sum() for store in pages)
+
+    monkeypatch.setattr("benchmark.gpu.checks.make_attention_backend", lambda *choice: Careless())
+    shape = spec_of("tiny").attention_shape(16, torch.bfloat16, torch.device("cpu"))
+    clean, noted = (
+        check_attention(shape, "tiny", "torch", rounds=1, has_nan_in_unused_slots=has_nan)
+        for has_nan in (False, True)
+    )
+    assert clean.error < float("inf") and not clean.passed
+    assert noted.error == float("inf") and noted.passed and noted.cells()[-1] == "noted"
 
 
 def test_unused_slots_are_those_after_a_requests_last_token() -> None:

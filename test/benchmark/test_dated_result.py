@@ -19,11 +19,20 @@ def test_a_result_that_grows_stays_in_its_two_files(tmp_path: Path) -> None:
     assert "run: state finished" in text and text.endswith("\n\nsecond\n") and "first" not in text
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_write_that_is_cut_short_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = DatedResult("bench_gpu", "gpu", tmp_path)
     result.write({}, {"rows": [1]}, [])
-    with pytest.raises(TypeError):
-        result.write({}, {"rows": object()}, [])
+    write_text = Path.write_text
+
+    def write_half(path: Path, text: str, **options: str) -> int:
+        write_text(path, text[: len(text) // 2], **options)
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(OSError, match="no space"):
+        result.write({}, {"rows": [1, 2]}, [])
     assert json.loads(result.stem.with_suffix(".json").read_text())["rows"] == [1]
 
 

@@ -1,5 +1,6 @@
 """The driver of stage processes, with a stand-in for the processes."""
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,10 +11,12 @@ from benchmark.gpu.pipelines import (
     DrivenStep,
     ScriptedPipeline,
     decode_times,
+    killed_after,
     links_between,
     same_tokens_share,
 )
 from benchmark.gpu.script import PlanWriter, Script
+from sgl_pipeline.errors import StageFailure
 from sgl_pipeline.managers.stage_launcher import StageLauncher
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.stage_timing import StageTiming
@@ -110,10 +113,19 @@ def test_links_are_those_that_the_gpus_allow() -> None:
 
 
 def test_a_silent_pipeline_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmark.gpu.pipelines._TIMEOUT_S", 0.0)
+    monkeypatch.setattr("benchmark.gpu.pipelines._REPORT_TIMEOUT_S", 0.0)
     stages = Stages(num_stages=1)
     cast(Any, stages.channel.socket).poll = lambda milliseconds: False
     pipeline = ScriptedPipeline(cast(StageLauncher, stages), start_s=0.0)
     writer = PlanWriter(Script(num_requests=2, prompt_tokens=4, num_rounds=2), 4, 100)
     with pytest.raises(TimeoutError, match="no stage reported"):
         pipeline.run(writer.prefills(), 1)
+
+
+def test_stages_that_hang_at_the_start_are_killed() -> None:
+    is_dead = threading.Event()
+    with pytest.raises(TimeoutError, match="not ready after"), killed_after(0.01, is_dead.set):
+        assert is_dead.wait(30)
+        raise StageFailure(0, None, "killed by signal 9")
+    with pytest.raises(StageFailure), killed_after(60.0, is_dead.set):
+        raise StageFailure(0, None, "by itself")
