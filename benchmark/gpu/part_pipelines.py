@@ -156,7 +156,7 @@ def text(session: Session) -> str:
         texts.append(
             "In a round every request draws a token, in a step one group of them; as many groups "
             "as steps in flight. `turnaround`: from a group's tokens to its next step on the first "
-            "stage, without a scheduler's decision."
+            "stage, the wait for other groups' steps included, a scheduler's decision not."
         )
         texts.append(_decode_table(session))
     return "\n\n".join([*texts, _prefill_table(session)])

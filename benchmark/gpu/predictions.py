@@ -10,7 +10,18 @@ its FLOPs at 790 TFLOP/s, whichever take longer; a test computes them again.
 
 from collections.abc import Sequence
 
-from benchmark.gpu.prediction_table import Found, Measure, Prediction
+from benchmark.gpu.measures import (
+    first_measured,
+    idle_percent,
+    less,
+    of_attention,
+    of_card,
+    of_pipeline,
+    of_stage,
+    over,
+    slowest,
+)
+from benchmark.gpu.prediction_table import Prediction
 
 CARD_NAME = "NVIDIA H200"  # as torch calls it
 ASSUMED_BYTES_PER_MS = 4.3e9
@@ -25,72 +36,15 @@ _DECODE_1, _DECODE_64, _DECODE_256 = "1 decode at 1024", "64 decodes at 1024", "
 _PREFILL = "prefill 2048"
 
 
-def _stage(
-    column: str, step: str, model: str = "Qwen3-8B", stages: int = 1, stage: int = 0
-) -> Measure:
-    """A column of the table of lone stages, with graphs."""
-    place: dict[str, str | int] = {"model": model, "stages": stages, "stage": stage}
-    return lambda found: found.number("stages", column, graphs="auto", step=step, **place)
-
-
-def _pipeline(column: str, stages: int, requests: int, extra: int, link: str = "") -> Measure:
-    """A column of the table of 8B's stage processes; any link where none is named."""
-    where: dict[str, str | int] = {"model": "Qwen3-8B", "stages": stages}
-    where |= {"requests": requests, "extra": extra} | ({"link": link} if link else {})
-    return lambda found: found.number("pipelines", column, **where)
-
-
-def _layer_ms(model: str, step: str, kernels: str) -> Measure:
-    """A layer's attention."""
-    return lambda found: found.number(
-        "attention", "layer_ms", model=model, step=step, kernels=kernels
-    )
-
-
-def _card(column: str) -> Measure:
-    return lambda found: found.number("card", column)
-
-
-def _over(one: Measure, other: Measure, factor: float = 1.0) -> Measure:
-    return lambda found: factor * one(found) / other(found)
-
-
-def _percent(part: Measure, whole: Measure) -> Measure:
-    return _over(part, whole, 100.0)
-
-
-def _idle_percent(busy: Measure, whole: Measure) -> Measure:
-    return lambda found: 100.0 - _percent(busy, whole)(found)
-
-
-def _percent_of_assumed_flops(step: str) -> Measure:
-    per_ms = _over(_stage("num_flops", step), _stage("kernels_ms", step))
-    return lambda found: 100.0 * per_ms(found) / ASSUMED_FLOPS_PER_MS
-
-
-def _less(one: Measure, other: Measure) -> Measure:
-    return lambda found: one(found) - other(found)
-
-
-def _fa2_over_fa3(model: str, step: str) -> Measure:
-    return _over(_layer_ms(model, step, "fa2"), _layer_ms(model, step, "fa3"))
-
-
-def _slowest_stage_of_4(found: Found) -> float:
-    """Milliseconds of the kernels of the slowest of 8B's four stages in a step of 64 decodes."""
-    stages = (_stage("kernels_ms", _DECODE_64, stages=4, stage=stage) for stage in (0, 2, 3))
-    return max(measure(found) for measure in stages)
-
-
 CARD = (
-    Prediction("copy", 4.3, 4.3, "TB/s", "estimate", _RATES, _card("tb_per_s")),
-    Prediction("bf16 product", 790, 790, "TFLOP/s", "estimate", _RATES, _card("tflop_per_s")),
+    Prediction("copy", 4.3, 4.3, "TB/s", "estimate", _RATES, of_card("tb_per_s")),
+    Prediction("bf16 product", 790, 790, "TFLOP/s", "estimate", _RATES, of_card("tflop_per_s")),
 )
 
 
 def _floor(model: str, step: str, ms: float, source: str) -> Prediction:
     what = f"{model}, one stage, {step}: kernels"
-    return Prediction(what, ms, ms, "ms", "floor", source, _stage("kernels_ms", step, model))
+    return Prediction(what, ms, ms, "ms", "floor", source, of_stage("kernels_ms", step, model))
 
 
 FLOORS = {
@@ -110,7 +64,7 @@ AIMS = (
             "%",
             "at least",
             _AIM,
-            _percent(_stage("bytes_ms", step), _stage("kernels_ms", step)),
+            over(of_stage("bytes_ms", step), of_stage("kernels_ms", step), 100.0),
         )
         for step in (_DECODE_1, _DECODE_64, _DECODE_256)
     ),
@@ -121,7 +75,11 @@ AIMS = (
         "% of 790 TFLOP/s",
         "at least",
         _AIM,
-        _percent_of_assumed_flops(_PREFILL),
+        over(
+            of_stage("num_flops", _PREFILL),
+            of_stage("kernels_ms", _PREFILL),
+            100.0 / ASSUMED_FLOPS_PER_MS,
+        ),
     ),
     *(
         Prediction(
@@ -131,9 +89,9 @@ AIMS = (
             "times",
             "at most",
             _AIM,
-            _over(
-                _stage("step_ms", step, stages=stages, stage=stage),
-                _stage("kernels_ms", step, stages=stages, stage=stage),
+            over(
+                of_stage("step_ms", step, stages=stages, stage=stage),
+                of_stage("kernels_ms", step, stages=stages, stage=stage),
             ),
         )
         for stages, stage, step in (
@@ -152,8 +110,11 @@ PIPELINES = (
         2.0,
         "ms",
         "estimate",
-        "reading: there with the scheduler's decision, measured without",
-        _pipeline("turnaround_ms", 4, 256, 0),
+        "reading: there with the scheduler's decision, measured without; not over the host link",
+        first_measured(
+            of_pipeline("turnaround_ms", 4, 256, 0, "nccl"),
+            of_pipeline("turnaround_ms", 4, 256, 0, "cuda-ipc"),
+        ),
     ),
     Prediction(
         "Qwen3-8B, pp 4 with a GPU for each stage, 64 decodes a step: idle share",
@@ -162,7 +123,10 @@ PIPELINES = (
         "%",
         "estimate",
         "reading: H / (p t + H), p = 4, t = 1.2 ms, H = 1.5 to 2 ms",
-        _idle_percent(_slowest_stage_of_4, _pipeline("step_ms", 4, 256, 0, "nccl")),
+        idle_percent(
+            slowest([of_stage("kernels_ms", _DECODE_64, stages=4, stage=n) for n in (0, 2, 3)]),
+            of_pipeline("step_ms", 4, 256, 0, "nccl"),
+        ),
     ),
     Prediction(
         "Qwen3-8B, last stage of 4, 64 decodes at 1024: step less kernels",
@@ -171,9 +135,9 @@ PIPELINES = (
         "ms",
         "estimate",
         "reading: it prepares a step only after its own tokens",
-        _less(
-            _stage("step_ms", _DECODE_64, stages=4, stage=3),
-            _stage("kernels_ms", _DECODE_64, stages=4, stage=3),
+        less(
+            of_stage("step_ms", _DECODE_64, stages=4, stage=3),
+            of_stage("kernels_ms", _DECODE_64, stages=4, stage=3),
         ),
     ),
     Prediction(
@@ -183,7 +147,7 @@ PIPELINES = (
         "%",
         "estimate",
         "reading: host and GPU in turn",
-        _idle_percent(_stage("kernels_ms", _DECODE_64), _pipeline("step_ms", 1, 64, 0)),
+        idle_percent(of_stage("kernels_ms", _DECODE_64), of_pipeline("step_ms", 1, 64, 0)),
     ),
     Prediction(
         "Qwen3-8B, pp 1, 64 requests: tokens/s with 1 extra step in flight over none",
@@ -192,7 +156,7 @@ PIPELINES = (
         "times",
         "estimate",
         "two floors of 32 decodes (4.6 ms each) hide the host; one of 64 (5.8 ms) idles 25 to 40 %",
-        _over(_pipeline("tokens_per_s", 1, 64, 1), _pipeline("tokens_per_s", 1, 64, 0)),
+        over(of_pipeline("tokens_per_s", 1, 64, 1), of_pipeline("tokens_per_s", 1, 64, 0)),
     ),
     Prediction(
         "Qwen3-8B, pp 4 on one GPU, 256 requests: a round over cuda-ipc over one over host",
@@ -201,8 +165,9 @@ PIPELINES = (
         "times",
         "at most",
         "reading: the host link makes a stage wait for its kernels",
-        _over(
-            _pipeline("round_ms", 4, 256, 0, "cuda-ipc"), _pipeline("round_ms", 4, 256, 0, "host")
+        over(
+            of_pipeline("round_ms", 4, 256, 0, "cuda-ipc"),
+            of_pipeline("round_ms", 4, 256, 0, "host"),
         ),
     ),
 )
@@ -210,12 +175,12 @@ PIPELINES = (
 KERNELS = (
     Prediction(
         "Qwen3-8B, one stage, 64 decodes at 1024: kernels a layer",
+        14,
         15,
-        16,
         "kernels",
         "estimate",
-        "reading: 15, and those outside of the layers",
-        lambda found: _stage("num_kernels", _DECODE_64)(found) / 36,
+        "reading: 14 with add and norm in one, and those outside of the 36 layers",
+        over(of_stage("num_kernels", _DECODE_64), of_stage("layers", _DECODE_64)),
     ),
     Prediction(
         "attention of Qwen3-8B, prefill 2048: FA2 over FA3",
@@ -224,7 +189,7 @@ KERNELS = (
         "times",
         "at least",
         "reading: FA3 is for long fresh prompts",
-        _fa2_over_fa3("Qwen3-8B", _PREFILL),
+        over(of_attention("Qwen3-8B", _PREFILL, "fa2"), of_attention("Qwen3-8B", _PREFILL, "fa3")),
     ),
     *(
         Prediction(
@@ -234,7 +199,7 @@ KERNELS = (
             "times",
             "at most",
             "reading: FlashInfer's FA3 does not split the keys of short chunks",
-            _fa2_over_fa3(model, step),
+            over(of_attention(model, step, "fa2"), of_attention(model, step, "fa3")),
         )
         for model, step in (
             ("Qwen3-0.6B", "prefill 512 after 4096"),

@@ -4,6 +4,7 @@ import pytest
 
 from benchmark.gpu import part_kernels, part_pipelines, prediction_table
 from benchmark.gpu.limits import CardLimits
+from benchmark.gpu.measures import first_measured, idle_percent, less, of_card, over, slowest
 from benchmark.gpu.prediction_table import Found, NotRunError, Prediction
 from benchmark.gpu.predictions import (
     ASSUMED_BYTES_PER_MS,
@@ -34,7 +35,7 @@ def everything_measured() -> Found:
         for stage in sorted({0, depth // 2, depth - 1})
         for step in STEPS
     ]
-    columns = "step_ms kernels_ms num_kernels bytes_ms flops_ms limit_ms num_bytes num_flops"
+    columns = "layers step_ms kernels_ms num_kernels bytes_ms flops_ms limit_ms num_bytes num_flops"
     pipelines = [
         {"model": "Qwen3-8B", "stages": depth, "link": link, "requests": requests, "extra": extra}
         for depth in (1, 2, 4)
@@ -78,6 +79,30 @@ def test_what_was_not_run_says_so_and_nothing_else() -> None:
         Found({"stages": [{"step": "a", "kernels_ms": None}]}).number(
             "stages", "kernels_ms", step="a"
         )
+
+
+def test_the_turnaround_is_that_of_a_link_which_does_not_wait_for_kernels() -> None:
+    (prediction,) = (each for each in PREDICTIONS if "from tokens to" in each.what)
+    rows = [
+        {"model": "Qwen3-8B", "stages": 4, "requests": 256, "extra": 0, "link": link}
+        | {"turnaround_ms": turnaround_ms}
+        for link, turnaround_ms in (("host", 9.0), ("cuda-ipc", 2.0), ("nccl", 1.0))
+    ]
+    assert prediction.measured(Found({"pipelines": rows})) == 1.0
+    assert prediction.measured(Found({"pipelines": rows[:2]})) == 2.0
+    assert prediction.measured(Found({"pipelines": rows[:1]})) is None
+
+
+def test_what_follows_of_two_columns_by_hand() -> None:
+    found = Found({"card": [{"small": 4.0, "large": 5.0, "missing": None}]})
+    small, large, missing = (of_card(name) for name in ("small", "large", "missing"))
+    assert over(small, large, 100.0)(found) == pytest.approx(80)
+    assert idle_percent(small, large)(found) == pytest.approx(20)
+    assert less(large, small)(found) == 1.0
+    assert slowest([small, large, small])(found) == 5.0
+    assert first_measured(missing, small)(found) == 4.0
+    with pytest.raises(NotRunError):
+        slowest([small, missing])(found)
 
 
 def predicted(low: float, high: float, kind: prediction_table.Kind, value: float) -> list[str]:
