@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 
 from sgl_pipeline.errors import ConfigurationError
 
-POLICIES = (
-    "throttle",
-    "throttle-adaptive",
-    "no-wt",
-    "no-ut",
-    "no-threshold",
-    "sarathi",
-    "greedy-queue",
-)
-# What their authors give a step at most; 2048 for all others.
-DEFAULT_MAX_PREFILL_TOKENS = {"throttle-adaptive": 8192}
+# Each policy, and the most prefill tokens that its authors give a step. `throttle/` has a function
+# for each.
+DEFAULT_PREFILL_LIMITS = {
+    "throttle": 2048,
+    "throttle-adaptive": 8192,
+    "no-wt": 2048,
+    "no-ut": 2048,
+    "no-threshold": 2048,
+    "sarathi": 2048,
+    "greedy-queue": 2048,
+}
+POLICIES = tuple(DEFAULT_PREFILL_LIMITS)
 # The order of waiting requests: first come first served, or the one that may draw the most first.
 SCHEDULE_POLICIES = ("fcfs", "lof")
 ATTENTION_BACKENDS = ("auto", "flashinfer", "cpu", "torch")
@@ -73,7 +74,7 @@ class ThrottleArgs:
         """The most prefill tokens of a step."""
         if self.max_prefill_tokens is not None:
             return self.max_prefill_tokens
-        return DEFAULT_MAX_PREFILL_TOKENS.get(self.policy, 2048)
+        return DEFAULT_PREFILL_LIMITS[self.policy]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ downstream, so that times are those of the stage alone. Untested on hardware.
 from array import array
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from benchmark.gpu.device_times import Kernel, profile_kernels, repeat_ms
@@ -27,7 +26,6 @@ from sgl_pipeline.step_plan import (
     MirrorSnapshot,
     RequestOpen,
     StepPlan,
-    running_checksum,
 )
 
 
@@ -160,14 +158,9 @@ class LoneStage:
             opens.append(RequestOpen(handle, sampling, end, logprobs))
             contents.append(ChunkPlan(handle, end, 0, False, tokens, pages))
             chunks.append(ChunkPlan(handle, extent.start, extent.length, True))
-        self.runner.restore(MirrorSnapshot(0, 0, tuple(opens), tuple(contents)))
-        self._plans = []
-        checksum = 0
-        for step_id in range(repeats):
-            plan = StepPlan(step_id, self.place.plan.epoch, 0, (), (), tuple(chunks))
-            checksum = running_checksum(checksum, plan)
-            self._plans.append(msgspec.structs.replace(plan, checksum=checksum))
-        self._plans.reverse()
+        self.runner.restore(MirrorSnapshot(tuple(opens), tuple(contents)))
+        epoch = self.place.plan.epoch
+        self._plans = [StepPlan(n, epoch, (), (), tuple(chunks)) for n in reversed(range(repeats))]
 
     def run(self) -> StageReport:
         """The next of the prepared repeats; does not wait for the device."""

@@ -57,13 +57,13 @@ def run(session: Session) -> None:
         for link in links_between(session.device.type, depth, num_gpus):
             place = _Place(model, depth, link)
             what = f"running {depth} stage processes of {model}, link {link}"
-            work = partial(_run_pipeline, session, place, num_gpus, references)
+            work = partial(_run_pipeline, session, place, references)
             session.attempt(what, work, kind=f"{depth} processes", guess_s=45.0)
         if depth > 1 and session.is_rehearsal:
             session.skip(f"{depth} stage processes of {model}, link cuda-ipc", "needs a GPU")
 
 
-def _run_pipeline(session: Session, place: _Place, num_gpus: int, references: References) -> None:
+def _run_pipeline(session: Session, place: _Place, references: References) -> None:
     release_memory()
     script = _SMALL_SCRIPT if session.is_rehearsal else Script()
     choice = PipelineChoice(
@@ -72,7 +72,6 @@ def _run_pipeline(session: Session, place: _Place, num_gpus: int, references: Re
         place.link,
         script.total_tokens(PAGE_SIZE),
         session.device.type,
-        num_gpus,
         start_timeout_s=min(_START_TIMEOUT_S, max(1.0, session.budget.left_s)),
     )
     with started_pipeline(choice) as pipeline:

@@ -17,7 +17,8 @@ from benchmark.gpu.device_times import release_memory, total_ms
 from benchmark.gpu.lone_stage import LoneStage, StagePlace
 from benchmark.gpu.session import Row, Session
 from benchmark.gpu.shapes import FEW_STEPS, PAGE_SIZE, SMALL_STEPS, STEPS, Step, spec_of, step_work
-from sgl_pipeline.stage_plan import StagePlan, even_layer_counts
+from sgl_pipeline.layer_partition import even_layer_counts
+from sgl_pipeline.stage_plan import StagePlan
 
 # Of the card's memory, for weights and pages of a stage under test.
 _MEMORY_SHARE = 0.8

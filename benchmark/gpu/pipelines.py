@@ -21,9 +21,10 @@ import zmq
 from benchmark.gpu.shapes import MODELS, PAGE_SIZE, spec_of
 from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs
 from sgl_pipeline.errors import StageFailure
-from sgl_pipeline.managers.stage_launcher import StageLauncher, link_addresses
+from sgl_pipeline.managers.stage_launcher import StageLauncher
 from sgl_pipeline.managers.stage_processes import StageProcesses
 from sgl_pipeline.messages import StageReport
+from sgl_pipeline.stage_orders import OrderStream
 from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_plan import StepPlan
 
@@ -63,6 +64,7 @@ class ScriptedPipeline:
     def __init__(self, launcher: StageLauncher, start_s: float) -> None:
         self.start_s = start_s
         self._launcher = launcher
+        self._orders = OrderStream()
         self._steps: dict[int, DrivenStep] = {}
         self._num_reports = 0
         self._num_back = 0
@@ -72,14 +74,14 @@ class ScriptedPipeline:
 
         Raises StageFailure or ConfigurationError where a stage does, and TimeoutError.
         """
-        workers = self._launcher.workers
+        orders = [self._orders.seal(plan) for plan in plans]
         self._steps = {plan.step_id: DrivenStep() for plan in plans}
         self._num_reports = self._num_back = 0
-        for num_sent, plan in enumerate(plans):
+        for num_sent, order in enumerate(orders):
             while num_sent - self._num_back >= in_flight:
                 self._collect()
-            self._launcher.channel.broadcast(workers, plan)
-        while self._num_reports < len(plans) * len(workers):
+            self._launcher.broadcast(order)
+        while self._num_reports < len(plans) * len(self._launcher.stages):
             self._collect()
         return list(self._steps.values())
 
@@ -157,7 +159,6 @@ class PipelineChoice:
     link: str
     max_total_tokens: int
     device: str
-    num_gpus: int
     start_timeout_s: float
 
     def args(self, directory: str) -> PipelineArgs:
@@ -198,8 +199,8 @@ def _stages(choice: PipelineChoice, args: PipelineArgs) -> Iterator[StageLaunche
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     processes = StageProcesses(args.run_directory)
     processes.start(args.stages.num_stages, args.stages.cpu_threads)
-    links = link_addresses(args, choice.num_gpus)
-    launcher = StageLauncher(args, spec_of(choice.model), links, processes.pids, context)
+    num_layers = spec_of(choice.model).num_layers
+    launcher = StageLauncher(args, num_layers, processes.pids, context)
     try:
         with killed_after(choice.start_timeout_s, processes.close):
             launcher.start()

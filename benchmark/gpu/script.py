@@ -8,10 +8,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from sgl_pipeline.requests import GREEDY
-from sgl_pipeline.step_plan import INT32, ChunkPlan, RequestOpen, StepPlan, running_checksum
+from sgl_pipeline.step_plan import INT32, ChunkPlan, RequestOpen, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class Script:
 
 
 class PlanWriter:
-    """Writes the plans of a script, numbered and checked like those of a server.
+    """Writes the plans of a script, numbered like those of a server.
 
     Every request keeps its pages. Decodes open their requests anew after the prompt, whose keys and
     values are in these pages since the prefill: to a stage they are hits of a prefix cache.
@@ -50,7 +48,6 @@ class PlanWriter:
         self._handles: dict[int, int] = {}  # of the requests that are open
         self._next_handle = 0
         self._next_step_id = 0
-        self._checksum = 0
 
     def prefills(self) -> list[StepPlan]:
         """All prompts, each in one chunk; to be run first."""
@@ -91,10 +88,9 @@ class PlanWriter:
     def _plan(
         self, closes: tuple[int, ...], opens: tuple[RequestOpen, ...], chunks: list[ChunkPlan]
     ) -> StepPlan:
-        plan = StepPlan(self._next_step_id, 0, 0, closes, opens, tuple(chunks))
-        self._checksum = running_checksum(self._checksum, plan)
+        plan = StepPlan(self._next_step_id, 0, closes, opens, tuple(chunks))
         self._next_step_id += 1
-        return msgspec.structs.replace(plan, checksum=self._checksum)
+        return plan
 
     def _tokens(self, request: int, first: int, count: int) -> bytes:
         """The scripted tokens of positions `first` on."""

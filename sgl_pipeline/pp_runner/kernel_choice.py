@@ -16,8 +16,10 @@ from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, load_cpu_kernels
+from sgl_pipeline.pp_runner.cuda.first_calls import call_layer_kernels, plan_decode_and_prefill
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder
 from sgl_pipeline.pp_runner.cuda.graphed_layers import GraphedLayers
+from sgl_pipeline.pp_runner.cuda.kernel_builds import building_kernels
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
@@ -92,7 +94,10 @@ def make_attention_backend(
         return CpuAttention(shape, load_cpu_kernels())
     if choice.name == "torch":
         return TorchAttention(shape)
-    return FlashInferAttention(shape, prefill_kernels)
+    with building_kernels():
+        attention = FlashInferAttention(shape, prefill_kernels)
+        plan_decode_and_prefill(attention, shape)
+    return attention
 
 
 def uses_graphs(name: str, attention: BackendChoice) -> bool:
@@ -168,7 +173,12 @@ def make_layer_kernels(choice: BackendChoice) -> LayerKernels:
     """
     if choice.name == "cpu":
         return CompiledKernels(load_cpu_kernels())
-    return FlashInferKernels() if choice.name == "flashinfer" else TorchKernels()
+    if choice.name == "torch":
+        return TorchKernels()
+    with building_kernels():
+        kernels = FlashInferKernels()
+        call_layer_kernels(kernels, torch.bfloat16, torch.device("cuda"))
+    return kernels
 
 
 def _require_cpu_dtype(dtype: torch.dtype, flag: str) -> None:

@@ -1,8 +1,8 @@
 """Paged attention on an NVIDIA GPU, by FlashInfer's wrappers (arXiv 2501.01005).
 
-Chosen by `pp_runner/kernel_choice.py`; the only file that imports flashinfer. Must never run ahead
-of the copies of an earlier plan. Written against the sources of flashinfer-python 0.6.18 and 0.7.2;
-what the wrappers are fed is tested on CPU, the kernels themselves are untested on hardware.
+Chosen by `pp_runner/kernel_choice.py`. Must never run ahead of the copies of an earlier plan.
+Written against the sources of flashinfer-python 0.6.18 and 0.7.2; what the wrappers are fed is
+tested on CPU, the kernels themselves are untested on hardware.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from sgl_pipeline.pp_runner.attention.flashinfer_parts import (
     Wrapper,
     plan_decodes,
 )
+from sgl_pipeline.pp_runner.cuda.kernel_builds import building_kernels
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout, to_device
 
 _WORKSPACE_BYTES = 128 * 2**20  # FlashInfer's recommendation, for partial results of split keys
@@ -35,16 +36,11 @@ def open_flashinfer(
     All share one workspace: their kernels follow each other on one stream. `use_tensor_cores` is
     for decodes; None: as the heads are grouped.
 
-    Raises ConfigurationError when flashinfer is not installed, or for fa3 on a GPU that is no
-    Hopper.
+    Raises ConfigurationError when flashinfer or the compilers that it needs are missing, or for fa3
+    on a GPU that is no Hopper.
     """
-    try:
+    with building_kernels():
         import flashinfer
-    except ImportError as error:
-        raise ConfigurationError(
-            f"flashinfer cannot be imported ({error}); install requirements for CUDA, or choose "
-            "--stage-attention-backend torch"
-        ) from error
     if prefill_kernels == "fa3":
         _require_hopper(shape.device)
     workspace = torch.zeros(workspace_bytes(shape), dtype=torch.uint8, device=shape.device)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.pp_runner.cuda.kernel_builds import building_kernels
 from sgl_pipeline.pp_runner.layer_kernels.backend import (
     GatedLinear,
     HeadNorms,
@@ -67,14 +67,9 @@ class FlashInferFunctions(Protocol):
 
 
 def open_functions() -> FlashInferFunctions:
-    """The library's. Raises ConfigurationError when it is not installed."""
-    try:
+    """Returns the library's. Raises ConfigurationError when it or a compiler is missing."""
+    with building_kernels():
         import flashinfer
-    except ImportError as error:
-        raise ConfigurationError(
-            f"flashinfer cannot be imported ({error}); install requirements for CUDA, or choose "
-            "--stage-kernels torch"
-        ) from error
     functions: FlashInferFunctions = flashinfer
     return functions
 

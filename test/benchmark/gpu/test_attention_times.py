@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_flashinfer import FakeGraphDecodeWrapper, FakePrefillWrapper, Recorder
+from support.fake_flashinfer import (
+    FakeDecodeWrapper,
+    FakeGraphDecodeWrapper,
+    FakePrefillWrapper,
+    Recorder,
+)
 
 from benchmark.gpu.attention_times import (
     _flashinfer_decode,
@@ -28,11 +33,15 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """With what options FlashInfer's wrappers were opened last."""
     options: dict[str, Any] = {}
 
-    def open_decode(workspace: torch.Tensor, layout: str, **given: Any) -> FakeGraphDecodeWrapper:
+    def open_decode(workspace: torch.Tensor, layout: str, **given: Any) -> FakeDecodeWrapper:
         options["decode"] = given
-        num_rows = len(given.get("paged_kv_last_page_len_buffer", ()))
-        indices = given.get("paged_kv_indices_buffer", torch.empty(0, dtype=torch.int32))
-        return FakeGraphDecodeWrapper(Recorder(), num_rows=num_rows, indices_buffer=indices)
+        if not given.get("use_cuda_graph"):
+            return FakeDecodeWrapper(Recorder())
+        return FakeGraphDecodeWrapper(
+            Recorder(),
+            num_rows=len(given["paged_kv_last_page_len_buffer"]),
+            indices_buffer=given["paged_kv_indices_buffer"],
+        )
 
     def open_prefill(workspace: torch.Tensor, layout: str, **given: Any) -> FakePrefillWrapper:
         options["prefill"] = given
@@ -43,6 +52,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         BatchPrefillWithPagedKVCacheWrapper=open_prefill,
     )
     monkeypatch.setitem(sys.modules, "flashinfer", library)
+    # Nothing is compiled here, and no compiler looked for.
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    monkeypatch.setenv("FLASHINFER_USE_CUDA_NORM", "1")
     monkeypatch.setattr("torch.cuda.Event", Recorder)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
     return options

@@ -19,6 +19,7 @@ from benchmark.gpu.script import PlanWriter, Script
 from sgl_pipeline.errors import StageFailure
 from sgl_pipeline.managers.stage_launcher import StageLauncher
 from sgl_pipeline.messages import StageReport
+from sgl_pipeline.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_plan import StepPlan
 
@@ -29,22 +30,22 @@ class Stages:
     """A launcher whose stages report the oldest step when they are asked, and not before."""
 
     def __init__(self, num_stages: int) -> None:
-        self.workers = range(num_stages)
-        self.channel = SimpleNamespace(
-            broadcast=self.broadcast, socket=SimpleNamespace(poll=lambda milliseconds: True)
-        )
+        self.stages = range(num_stages)
+        self.channel = SimpleNamespace(socket=SimpleNamespace(poll=lambda milliseconds: True))
+        self.orders = OrderReader()
         self.under_way: list[StepPlan] = []
         self.most_under_way = 0
 
-    def broadcast(self, workers: range, plan: StepPlan) -> None:
-        assert workers == self.workers
+    def broadcast(self, order: SealedOrder) -> None:
+        plan = self.orders.open(order)
+        assert isinstance(plan, StepPlan)
         self.under_way.append(plan)
         self.most_under_way = max(self.most_under_way, len(self.under_way))
 
     def receive(self) -> Iterator[StageReport]:
         plan = self.under_way.pop(0)
-        for stage in self.workers:
-            is_last = stage == self.workers[-1]
+        for stage in self.stages:
+            is_last = stage == self.stages[-1]
             tokens = tuple(chunk.handle for chunk in plan.chunks) if is_last else None
             yield StageReport(
                 stage=stage, step_id=plan.step_id, epoch=0, timing=NO_TIME, token_ids=tokens
