@@ -133,16 +133,18 @@ class StageModel:
 
         Args:
             hidden: the residual stream [T, H] from the stage before, in the model's dtype; None on
-                the first stage.
+                the first stage. Not written to: it may be a buffer of a graph or of a link.
 
         Returns the residual stream [T, H]: for the next stage, or on the last one for `logits`.
         """
+        is_ours = self._embedding is not None  # so that a layer may write over it
         if self._embedding is not None:
             hidden = F.embedding(inputs.token_ids, self._embedding)
         assert hidden is not None, "a stage after the first needs the residual stream"
         rotation = self._rotary.at(inputs.positions)
         for layer in self.layers.values():
-            hidden = layer.forward(hidden, rotation, inputs.slots, kv_pool, attention)
+            hidden = layer.forward(hidden, rotation, inputs.slots, kv_pool, attention, is_ours)
+            is_ours = True
         return hidden
 
     @torch.inference_mode()

@@ -51,7 +51,11 @@ class CompiledKernels:
         return normed
 
     def add_norm(
-        self, stream: torch.Tensor, added: torch.Tensor, norm: RmsNorm
+        self,
+        stream: torch.Tensor,
+        added: torch.Tensor,
+        norm: RmsNorm,
+        may_overwrite: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LayerKernels.add_norm`."""
         assert added.shape == stream.shape

@@ -152,9 +152,9 @@ def test_the_workspace_holds_the_partial_results_of_a_whole_graph() -> None:
 def test_kernels_match_the_definition_on_a_gpu(
     heads: tuple[int, int], head_dim: int, page_size: int, dtype: torch.dtype
 ) -> None:
-    pytest.importorskip("flashinfer")
     if not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
+    pytest.importorskip("flashinfer")
     cuda = torch.device("cuda")
     attention = None
     for chunks in (

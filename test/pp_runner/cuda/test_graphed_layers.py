@@ -159,9 +159,10 @@ def test_every_kind_of_step_is_the_same_from_graphs(is_first: bool, at_once: boo
     serve(stage)
 
 
-def test_flashinfers_layer_kernels_run_from_graphs_too() -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_flashinfers_layer_kernels_run_from_graphs_too(is_first: bool) -> None:
     """They keep a step's tables from the first layer to the last."""
-    serve(make_stage(kernels=FlashInferKernels(FakeFlashInferFunctions)))
+    serve(make_stage(is_first, kernels=FlashInferKernels(FakeFlashInferFunctions)))
 
 
 def test_recording_touches_no_request() -> None:
@@ -227,9 +228,9 @@ def test_the_memory_estimate_grows_with_the_stage() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_first", [True, False])
 def test_real_graphs_on_a_gpu(is_first: bool) -> None:
-    pytest.importorskip("flashinfer")
     if not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
+    pytest.importorskip("flashinfer")
     stage = make_stage(is_first, torch.device("cuda"), FlashInferKernels())
     stage.graphed.capture_all(0)
     serve(stage)

@@ -88,9 +88,13 @@ def test_norm_and_add_norm(
     stream, added = (random(seed + i, num_rows, size, dtype=dtype) for i in range(2))
     norm = RmsNorm(random(seed + 2, size, dtype=dtype), EPSILON)
     assert_near(leaf, kernels.norm(stream, norm), exact_norm(stream, norm.weight), dtype)
-    sums, normed = kernels.add_norm(stream, added, norm)
+    ours = stream.clone()
+    sums, normed = kernels.add_norm(stream, added.clone(), norm)
+    assert torch.equal(stream, ours), "it was not to be written over"
     assert torch.equal(sums, stream + added)
     assert_near(leaf, normed, exact_norm(sums, norm.weight), dtype)
+    overwritten = kernels.add_norm(ours, added.clone(), norm, may_overwrite=True)
+    assert all(map(torch.equal, overwritten, (sums, normed)))
 
 
 @every_leaf
@@ -222,11 +226,12 @@ def test_a_row_is_bitwise_the_same_in_every_microbatch(
     problem = heads_problem(70, (4, 2), (64, 64), False, True, dtype)
     query = kernels.place_heads(*problem)
     placed = [store.clone() for store in problem.pages]
-    normed, gated = kernels.add_norm(stream, added, norm)[1], kernels.gate(stream)
+    normed, gated = kernels.add_norm(stream, added.clone(), norm)[1], kernels.gate(stream)
     torch.set_num_threads(1)
     for start, end in [(0, 1), (3, 4), (5, 20), (20, 69)]:
         rows = slice(start, end)
-        assert torch.equal(kernels.add_norm(stream[rows], added[rows], norm)[1], normed[rows])
+        found = kernels.add_norm(stream[rows], added[rows].clone(), norm)[1]
+        assert torch.equal(found, normed[rows])
         assert torch.equal(kernels.gate(stream[rows]), gated[rows])
         assert torch.equal(kernels.place_heads(*problem.rows(start, end)), query[rows])
     assert all(map(torch.equal, problem.pages, placed))
@@ -282,9 +287,9 @@ def test_flashinfer_against_the_definitions_on_a_gpu(
     has_norms: bool,
     dtype: torch.dtype,
 ) -> None:
-    pytest.importorskip("flashinfer")
     if not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
+    pytest.importorskip("flashinfer")
     cuda = torch.device("cuda")
     kernels = FlashInferKernels()
     for num_rows in (1, 17, 300):
@@ -304,9 +309,12 @@ def test_flashinfer_against_the_definitions_on_a_gpu(
         assert_placed("flashinfer", problem, query)
         stream, added = (random(i, num_rows, 4096, dtype=dtype) for i in range(2))
         norm = RmsNorm(random(2, 4096, dtype=dtype), EPSILON)
-        sums, normed = kernels.add_norm(
-            stream.to(cuda), added.to(cuda), RmsNorm(norm.weight.to(cuda), EPSILON)
-        )
+        norm_there = RmsNorm(norm.weight.to(cuda), EPSILON)
+        on_card = stream.to(cuda)
+        sums, normed = kernels.add_norm(on_card, added.to(cuda), norm_there)
+        assert torch.equal(on_card.cpu(), stream)
+        overwritten = kernels.add_norm(on_card, added.to(cuda), norm_there, may_overwrite=True)
+        assert all(map(torch.equal, overwritten, (sums, normed)))
         assert torch.equal(sums.cpu(), stream + added)
         assert_near("flashinfer", normed.cpu(), exact_norm(sums.cpu(), norm.weight), dtype)
         gate, up = stream.double().chunk(2, dim=-1)
