@@ -25,9 +25,10 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     `rule` is what holds it: its step is in the pipeline (`in-flight`), the scheduler is paused
     (`pause`), another request prefills its prefix (`shared-prefix`), others come first (`order`),
     as many run as may (`running-limit`), its prefill does not fit (`pages`), the prefill budget is
-    used up (`budget`), other decodes have been ready for longer (`turn`). `behind` is the request that it waits for:
-    the next before it in the queue, or the one that prefills its prefix. `num_ahead` are those
-    before it in the queue. `text` says the same in words.
+    used up (`budget`), other decodes have been ready for longer (`turn`).
+
+    `behind` is the request that it waits for: the next before it in the queue, or the one that
+    prefills its prefix. `num_ahead` are those before it in the queue. `text` says it all in words.
     """
 
     request_id: str
