@@ -15,7 +15,7 @@ import zmq
 from sgl_pipeline.args import PipelineArgs, StageArgs, require
 from sgl_pipeline.channels import SchedulerChannel
 from sgl_pipeline.errors import ConfigurationError, StageFailure
-from sgl_pipeline.managers.stage_processes import stage_address, stage_cores, stage_threads
+from sgl_pipeline.managers.stage_processes import pinned_cores, stage_address, stage_threads
 from sgl_pipeline.messages import (
     FromWorker,
     MeasureCosts,
@@ -174,7 +174,7 @@ class StageLauncher:
         """What each worker is told under `plan`."""
         stages: StageArgs = self._args.stages
         threads = stage_threads(plan.num_stages, stages.cpu_threads)
-        cores = stage_cores(plan.num_stages)
+        cores = pinned_cores(stages.device, plan.num_stages)
         return [
             StageAssignment(
                 stage=stage,

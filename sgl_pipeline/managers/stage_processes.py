@@ -104,6 +104,15 @@ def stage_cores(num_stages: int) -> list[tuple[int, ...]]:
     return split_cores(sorted(os.sched_getaffinity(0)), num_stages)
 
 
+def pinned_cores(device: str, num_stages: int) -> list[tuple[int, ...]]:
+    """The cores that each stage stays on; empty where it is not pinned.
+
+    On a GPU none is: threads of the driver and of NCCL, and a compiler that a stage starts, would
+    share its cores, and which cores are near its GPU is not known here.
+    """
+    return stage_cores(num_stages) if device == "cpu" else [()] * num_stages
+
+
 def split_cores(cores: list[int], num_stages: int) -> list[tuple[int, ...]]:
     """The cores of each stage: equal runs, or none (no pinning) where stages outnumber cores."""
     if num_stages > len(cores):

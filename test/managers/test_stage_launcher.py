@@ -1,10 +1,14 @@
-"""Which link joins the stages."""
+"""Which link joins the stages, and what each of them is told."""
 
 import pytest
+import zmq
+from support.tiny_models import tiny_model
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.managers.stage_launcher import link_addresses
+from sgl_pipeline.managers.stage_launcher import StageLauncher, link_addresses
+from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.stage_plan import StagePlan
 
 
 def links_of(device: str, num_gpus: int, link: str = "auto") -> tuple[str, ...]:
@@ -33,3 +37,16 @@ def test_a_link_that_was_asked_for_is_had_or_refused():
         links_of("cuda", 2, "cuda-ipc")
     with pytest.raises(ConfigurationError, match="--stage-link cuda-ipc needs --device cuda"):
         links_of("cpu", 0, "cuda-ipc")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_stages_on_a_cpu_are_told_to_stay_on_their_cores(device, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {2, 3})
+    stages = StageArgs(num_stages=2, model_path="m", dtype="bfloat16", device=device)
+    args = PipelineArgs(stages=stages, run_directory=str(tmp_path))
+    with zmq.Context() as context:
+        launcher = StageLauncher(args, read_model_spec(tiny_model("qwen3")), ("",), (), context)
+        assignments = launcher._assignments(StagePlan(0, (3, 3)))
+        launcher.stop()
+    cores = {"cpu": [(2,), (3,)], "cuda": [(), ()]}[device]
+    assert [assignment.cpu_cores for assignment in assignments] == cores

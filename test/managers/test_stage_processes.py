@@ -5,7 +5,7 @@ import os
 import psutil
 import pytest
 
-from sgl_pipeline.managers.stage_processes import StageProcesses, split_cores
+from sgl_pipeline.managers.stage_processes import StageProcesses, pinned_cores, split_cores
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,12 @@ def test_cores_are_split_over_the_stages_or_not_pinned_at_all(num_cores, num_sta
     assert [len(own) for own in split] == sizes
     if num_stages <= num_cores:
         assert [core for own in split for core in own] == cores
+
+
+def test_stages_on_a_gpu_are_pinned_to_no_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6})
+    assert pinned_cores("cpu", 3) == [(4,), (5,), (6,)]
+    assert pinned_cores("cuda", 3) == [(), (), ()]
 
 
 @pytest.fixture
