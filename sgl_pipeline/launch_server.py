@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from sgl_pipeline.managers.run_directory import RunDirectory
     from sgl_pipeline.managers.stage_processes import StageProcesses
+    from sgl_pipeline.managers.upstream_arguments import SglangServerArgs
 
 _SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 _EXIT_INTERRUPTED = 130
@@ -208,7 +209,7 @@ def _prepare_imports() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
 
 
-def _announce(server_args: Any, pipeline_args: PipelineArgs) -> None:
+def _announce(server_args: "SglangServerArgs", pipeline_args: PipelineArgs) -> None:
     url = server_args.url()
     stages = pipeline_args.stages.num_stages
     key = " -H 'Authorization: Bearer <api key>'" if server_args.api_key else ""

@@ -20,6 +20,7 @@ from sgl_pipeline.managers.entrance.openai_fields import ServedFeatures
 from sgl_pipeline.managers.gpu_driver import why_gpu_is_unusable
 from sgl_pipeline.managers.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.our_flags import add_our_flags, default_of
+from sgl_pipeline.managers.upstream_arguments import SglangServerArgs
 from sgl_pipeline.managers.upstream_fields import UPSTREAM_VALUES, refusal
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 
@@ -36,7 +37,7 @@ class LaunchPlan:
     `context_length` is the one in force, in tokens.
     """
 
-    upstream: Any
+    upstream: SglangServerArgs
     pipeline: PipelineArgs
     context_length: int
 
@@ -234,15 +235,14 @@ def _device(options: argparse.Namespace) -> str:
     import torch
 
     asked, has_gpu = options.device, torch.cuda.is_available()
-    reason = None if has_gpu or asked == "cpu" else why_gpu_is_unusable()
     if asked in (None, "auto"):
         asked = "cuda" if has_gpu else "cpu"
-        if reason is not None:
+        if not has_gpu and (reason := why_gpu_is_unusable()) is not None:
             logger.warning("--device auto serves on the CPU: %s", reason)
     if asked not in ("cpu", "cuda"):
         raise ConfigurationError(f"--device {asked} is not supported; choose cpu or cuda")
     if asked == "cuda" and not has_gpu:
-        reason = reason or "this PyTorch finds no CUDA device"
+        reason = why_gpu_is_unusable() or "this PyTorch finds no CUDA device"
         raise ConfigurationError(f"--device cuda: {reason}")
     if asked == "cpu" and options.mem_fraction_static is not None:
         raise ConfigurationError(

@@ -103,5 +103,7 @@ def _assignment(
         memory_fraction=stages.memory_fraction,
         links=links,
         cpu_threads=num_threads(cores, stages.cpu_threads),
-        cpu_cores=cores,
+        # On a GPU the threads of driver and NCCL, and a compiler that a stage starts, would share
+        # the cores that it is pinned to.
+        cpu_cores=cores if stages.device == "cpu" else (),
     )

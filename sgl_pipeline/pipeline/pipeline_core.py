@@ -11,7 +11,7 @@ from sgl_pipeline.messages import StageReport
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_state import PipelineState, StageState
 from sgl_pipeline.pipeline.step_history import StepHistory
-from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.scheduling import Explanation, StepScheduler
 from sgl_pipeline.stage_orders import OrderStream
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_plan import StepPlanEncoder
@@ -86,6 +86,10 @@ class PipelineCore:
         for record in records:
             self.history.add(record)
         return records
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Why a request waits: which rule, which numbers, behind whom; None for an unknown one."""
+        return self.scheduler.explain(request_id)
 
     def state(self, now_s: float, compiling_requests: int = 0) -> PipelineState:
         """How things stand; `compiling_requests` are those that the driver holds back for now."""

@@ -56,6 +56,10 @@ class DecoderLayer:
         self._mlp = _load_mlp(spec, tensors, layer)
         self._mlp_output_norm = _load_output_norm(spec, tensors, names.mlp_output_norm)
 
+    @property
+    def has_experts(self) -> bool:
+        return isinstance(self._mlp, SparseMlp)
+
     def forward(
         self,
         stream: torch.Tensor,

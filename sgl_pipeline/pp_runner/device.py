@@ -31,6 +31,11 @@ def open_device(name: str, gpu: int) -> torch.device:
     return device
 
 
+def count_gpus() -> int:
+    """The GPUs that this process may use; touches none of them."""
+    return torch.cuda.device_count()
+
+
 def pin_threads(num_threads: int, cores: tuple[int, ...]) -> None:
     """Keeps this process on `cores` (all when empty) with `num_threads` compute threads."""
     if cores:

@@ -6,6 +6,7 @@ computes.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import (
     FlashInferKernels,
 )
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
+from sgl_pipeline.pp_runner.moe import groups_stay_on_device
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
 
@@ -39,6 +41,14 @@ class BackendChoice:
     """Kernels by name; `notice` tells the user why they are not the fast ones, if so."""
 
     name: str
+    notice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphChoice:
+    """Whether steps run from CUDA graphs; `notice` says why not where they might be expected."""
+
+    is_on: bool
     notice: str = ""
 
 
@@ -100,10 +110,35 @@ def make_attention_backend(
     return attention
 
 
-def uses_graphs(name: str, attention: BackendChoice) -> bool:
-    """Whether `--stage-graphs name` means CUDA graphs, which hold no other attention than
-    FlashInfer's."""
-    return name == "auto" and attention.name == "flashinfer"
+def choose_graphs(
+    name: str,
+    attention: BackendChoice,
+    shape: AttentionShape,
+    has_experts: bool,
+    capability_of: Callable[[torch.device], tuple[int, int]] = torch.cuda.get_device_capability,
+) -> GraphChoice:
+    """What `--stage-graphs name` means for a stage with this attention.
+
+    A graph holds no other attention than FlashInfer's, and no copy to the host, which experts make
+    on some GPUs: for them `auto` is off, with a notice.
+
+    Args:
+        has_experts: whether the stage has mixture-of-experts layers.
+        capability_of: gives the compute capability of a GPU.
+    """
+    if name != "auto" or attention.name != "flashinfer":
+        return GraphChoice(False)
+    if has_experts:
+        capability = capability_of(shape.device)
+        if not groups_stay_on_device(shape.dtype, capability):
+            major, minor = capability
+            return GraphChoice(
+                False,
+                f"no CUDA graphs: torch multiplies {shape.dtype} by experts without the host only "
+                f"for bfloat16 on compute capability 9 or 10, and this GPU has {major}.{minor}; "
+                "steps run kernel by kernel, which is slower",
+            )
+    return GraphChoice(True)
 
 
 def make_step_layers(

@@ -32,7 +32,7 @@ UNDECIDED = -1
 # As many logits are worked on at once, and of the rows that order all of theirs: see
 # `sampler_memory_bytes`.
 _MOST_LOGITS, _MOST_ORDERED_LOGITS = 2**24, 2**22
-_BYTES_PER_LOGIT, _BYTES_PER_ORDERED_LOGIT = 40, 96
+_BYTES_PER_LOGIT, _BYTES_PER_ORDERED_LOGIT = 32, 96
 
 # A probability of 1 as an integer. The sums of a row stay below 2 ** 53, so fp64 holds them too.
 _ONE = 2.0**52

@@ -112,6 +112,11 @@ class StageModel:
         return self._embedding is not None
 
     @property
+    def has_experts(self) -> bool:
+        """Whether any of the stage's layers is a mixture of experts."""
+        return any(layer.has_experts for layer in self.layers.values())
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors that were read."""
         return sum(self.loaded.values())

@@ -11,9 +11,9 @@ from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.device import make_upload
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
+    choose_graphs,
     make_attention_backend,
     make_step_layers,
-    uses_graphs,
 )
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.links.activation_link import ActivationLink
@@ -31,7 +31,7 @@ from sgl_pipeline.step_plan import MirrorSnapshot, RequestMirror, StepPlan
 class StageRunner:
     """Owns the stage's KV pool and its view of the open requests.
 
-    `attention_backend` says which one is in use.
+    `attention_backend` and `graphs` say what is in use.
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class StageRunner:
         attention = make_attention_backend(
             self.attention_backend, attention_shape, assignment.prefill_kernels
         )
-        has_graphs = uses_graphs(assignment.graphs, self.attention_backend)
+        self.graphs = choose_graphs(
+            assignment.graphs, self.attention_backend, attention_shape, model.has_experts
+        )
         kv_pool = KvPool(
             assignment.plan.layers_of(assignment.stage),
             num_pages=num_pages,
@@ -62,10 +64,10 @@ class StageRunner:
             head_dim=attention_shape.head_dim,
             dtype=attention_shape.dtype,
             device=attention_shape.device,
-            has_padding_page=has_graphs,
+            has_padding_page=self.graphs.is_on,
         )
         self._layers = make_step_layers(
-            has_graphs, assignment.plan.epoch, model, kv_pool, attention, attention_shape
+            self.graphs.is_on, assignment.plan.epoch, model, kv_pool, attention, attention_shape
         )
         self._upload = make_upload(attention_shape.device)
         self._link = link

@@ -125,7 +125,8 @@ class StageWorker:
         )
         runner = StageRunner(assignment, model, shape, num_pages, link)
         attention = runner.attention_backend
-        notices = tuple(choice.notice for choice in (attention, kernels) if choice.notice)
+        choices = (attention, kernels, runner.graphs)
+        notices = tuple(choice.notice for choice in choices if choice.notice)
         self._channel.send(StageReady(stage, attention.name, kernels.name, notices))
         return runner
 

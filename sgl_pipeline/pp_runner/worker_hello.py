@@ -3,10 +3,9 @@
 import os
 import socket
 
-import torch
-
 from sgl_pipeline import __version__
 from sgl_pipeline.messages import WorkerHello
+from sgl_pipeline.pp_runner.device import count_gpus
 
 
 def worker_hello(worker: int) -> WorkerHello:
@@ -15,7 +14,7 @@ def worker_hello(worker: int) -> WorkerHello:
         worker=worker,
         host=socket.gethostname(),
         cores=tuple(sorted(os.sched_getaffinity(0))),
-        num_gpus=torch.cuda.device_count(),
+        num_gpus=count_gpus(),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         version=__version__,
     )

@@ -1,7 +1,7 @@
 """The admitted requests, sorted by what the next step can do with them.
 
-Shared by admission, preemption and `StepScheduler`, which read its sets and change them by its
-methods alone. It never changes a request.
+Shared by admission, preemption and `StepScheduler`: they read its sets, and only its methods change
+them. It never changes a request.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class RunningRequests:
         self.prefilling[request] = None
 
     def start_last_prefill(self, request: Request) -> None:
-        """A step takes the rest of the prompt along."""
+        """The step being put together takes the rest of the prompt."""
         del self.prefilling[request]
 
     def make_ready(self, request: Request) -> None:
@@ -48,7 +48,7 @@ class RunningRequests:
         self.ready[request] = None
 
     def start_decode(self, request: Request) -> None:
-        """A step takes the ready request along."""
+        """The step being put together takes the ready request."""
         del self.ready[request]
 
     def drop(self, request: Request) -> None:

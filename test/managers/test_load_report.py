@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotReader
-from support.pipelines import VirtualPipeline, make_request
+from support.pipelines import FakePipeline, make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.load_report import LoadReport, loads_path
@@ -19,7 +19,7 @@ def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) ->
     args = SchedulingArgs(page_size=4, max_running_requests=1)
     policy = make_policy(ThrottleArgs(policy="sarathi"))
     steps = StepScheduler(args, policy, num_pages=10, num_stages=1, context_length=100)
-    pipeline = VirtualPipeline(steps, page_size=4)
+    pipeline = FakePipeline(steps, page_size=4)
     stages = (stage(GIB // 10), stage(GIB // 10))
     capacity = PipelineCapacity(StagePlan(0, (1, 1)), None, 10, stages, "torch", "torch")
     report = LoadReport(loads_path(str(tmp_path)), args, capacity)

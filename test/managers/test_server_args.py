@@ -16,6 +16,7 @@ from support.tiny_models import tiny_model
 from sgl_pipeline.args import POLICIES, GrammarArgs, SchedulingArgs, StageArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.server_args import (
+    _device,
     _parse,
     check_port_is_free,
     parse_command_line,
@@ -256,6 +257,15 @@ def test_a_driver_that_pytorch_cannot_use_is_named(
     assert "NVIDIA driver for CUDA 12.4" in notice and reason in notice
     with pytest.raises(ConfigurationError, match=f"--device cuda: .*CUDA 12.4.*{reason}"):
         parse_command_line(["--model-path", model, "--device", "cuda"])
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_gpu_that_works_is_taken_without_a_notice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert _device(options_from("--device", "auto")) == "cuda"
+    assert not caplog.messages
 
 
 @pytest.mark.usefixtures("driver")

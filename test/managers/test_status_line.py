@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 import pytest
-from support.pipelines import VirtualPipeline, make_request
+from support.pipelines import FakePipeline, make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.status_line import StatusLine
@@ -13,7 +13,7 @@ from sgl_pipeline.throttle import make_policy
 
 
 @pytest.fixture
-def pipeline() -> VirtualPipeline:
+def pipeline() -> FakePipeline:
     scheduler = StepScheduler(
         SchedulingArgs(page_size=4, max_running_requests=2),
         make_policy(ThrottleArgs()),
@@ -21,7 +21,7 @@ def pipeline() -> VirtualPipeline:
         num_stages=1,
         context_length=128,
     )
-    return VirtualPipeline(scheduler, 4)
+    return FakePipeline(scheduler, 4)
 
 
 def lines(caplog: Any) -> list[str]:
@@ -29,7 +29,7 @@ def lines(caplog: Any) -> list[str]:
 
 
 def test_a_line_says_what_waits_runs_and_was_done(
-    pipeline: VirtualPipeline, caplog: pytest.LogCaptureFixture
+    pipeline: FakePipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     status = StatusLine()
@@ -53,7 +53,7 @@ def test_a_line_says_what_waits_runs_and_was_done(
 
 
 def test_an_idle_server_says_nothing_and_the_next_interval_begins_with_the_next_request(
-    pipeline: VirtualPipeline, caplog: pytest.LogCaptureFixture
+    pipeline: FakePipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     status = StatusLine()

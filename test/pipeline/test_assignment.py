@@ -69,9 +69,13 @@ def test_the_stages_of_a_host_share_its_cores_and_gpus() -> None:
         hello(number, host=host, cores=cores, num_gpus=num_gpus)
         for number, (host, cores, num_gpus) in enumerate(workers)
     ]
-    assigned = assign(hellos, StagePlan(0, (1, 1, 1, 1)), args_of(4, "cuda", "host"))
+    plan = StagePlan(0, (1, 1, 1, 1))
+    assigned = assign(hellos, plan, args_of(4))
     assert [one.stage for one in assigned] == [0, 1, 2, 3]
     assert [one.cpu_cores for one in assigned] == [(0, 1), (8,), (9,), (2, 3)]
+    assert [one.cpu_threads for one in assigned] == [2, 1, 1, 2]
+    assigned = assign(hellos, plan, args_of(4, "cuda", "host"))
+    assert {one.cpu_cores for one in assigned} == {()}
     assert [one.cpu_threads for one in assigned] == [2, 1, 1, 2]
     assert [(one.gpu, one.stages_on_gpu) for one in assigned] == [(0, 2), (0, 1), (1, 1), (0, 2)]
 

@@ -11,7 +11,9 @@ from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.cost_measurement import measure_stage_costs
 from sgl_pipeline.pp_runner.kernel_choice import (
     BackendChoice,
+    GraphChoice,
     choose_attention_backend,
+    choose_graphs,
     choose_layer_kernels,
     make_attention_backend,
     make_layer_kernels,
@@ -142,3 +144,33 @@ def test_layer_kernels_that_cannot_be_had_are_named(monkeypatch):
         choose_layer_kernels("cpu", torch.float32, CPU)
     choice = choose_layer_kernels("auto", torch.float32, CPU)
     assert choice.name == "torch" and "no-such-compiler" in choice.notice
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
+def test_experts_take_graphs_only_where_their_groups_stay_on_the_gpu(dtype, capability):
+    def choose(has_experts: bool) -> GraphChoice:
+        return choose_graphs(
+            "auto",
+            BackendChoice("flashinfer"),
+            shape(CUDA, dtype),
+            has_experts,
+            lambda _: capability,
+        )
+
+    assert choose(has_experts=False) == GraphChoice(True)
+    stays = dtype == torch.bfloat16 and capability in [(9, 0), (10, 0), (10, 3)]
+    choice = choose(has_experts=True)
+    assert choice.is_on is stays
+    if stays:
+        assert choice.notice == ""
+    else:
+        number = ".".join(map(str, capability))
+        assert str(dtype) in choice.notice and f"this GPU has {number}" in choice.notice
+
+
+def test_graphs_are_off_where_they_were_switched_off_or_attention_is_not_flashinfers():
+    for name, attention in (("off", "flashinfer"), ("auto", "torch"), ("auto", "cpu")):
+        for has_experts in (False, True):
+            choice = choose_graphs(name, BackendChoice(attention), shape(CUDA), has_experts)
+            assert choice == GraphChoice(False)

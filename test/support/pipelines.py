@@ -61,7 +61,7 @@ def logprobs_when_alone(request: Request) -> list[int]:
     return Oracle(request).rows
 
 
-class VirtualPipeline:
+class FakePipeline:
     """Sends a scheduler's steps through the wire format to the fake stages, first in first out."""
 
     def __init__(self, scheduler: StepScheduler, page_size: int) -> None:

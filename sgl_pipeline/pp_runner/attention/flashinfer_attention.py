@@ -28,10 +28,13 @@ _HEAD_DIMS = (64, 128, 256)
 _LARGEST_GROUP_WITHOUT_TENSOR_CORES = 2
 
 
-def open_flashinfer(shape: AttentionShape, prefill_kernels: str) -> FlashInferParts:
+def open_flashinfer(
+    shape: AttentionShape, prefill_kernels: str, use_tensor_cores: bool | None = None
+) -> FlashInferParts:
     """FlashInfer's wrappers on the device of `shape`.
 
-    All share one workspace: their kernels follow each other on one stream.
+    All share one workspace: their kernels follow each other on one stream. `use_tensor_cores` is
+    for decodes; None: as the heads are grouped.
 
     Raises ConfigurationError when flashinfer or the compilers that it needs are missing, or for fa3
     on a GPU that is no Hopper.
@@ -42,7 +45,8 @@ def open_flashinfer(shape: AttentionShape, prefill_kernels: str) -> FlashInferPa
         _require_hopper(shape.device)
     workspace = torch.zeros(workspace_bytes(shape), dtype=torch.uint8, device=shape.device)
     group = shape.num_query_heads // shape.num_kv_heads
-    use_tensor_cores = group > _LARGEST_GROUP_WITHOUT_TENSOR_CORES
+    if use_tensor_cores is None:
+        use_tensor_cores = group > _LARGEST_GROUP_WITHOUT_TENSOR_CORES
 
     def open_graph_decode(num_rows: int, indices: torch.Tensor) -> Wrapper:
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(

@@ -10,6 +10,7 @@ from support.bare_machine import BareMachine
 from support.fake_flashinfer import FakeFlashInferFunctions, Fakes
 
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.pp_runner import kernel_choice
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.cuda import kernel_builds
 from sgl_pipeline.pp_runner.cuda.first_calls import call_layer_kernels, plan_decode_and_prefill
@@ -181,6 +182,27 @@ def test_other_errors_stay_what_they_are(monkeypatch: pytest.MonkeyPatch, error:
     with pytest.raises(type(error)) as caught, building_kernels():
         raise error
     assert caught.value is error
+
+
+def test_a_stage_that_starts_compiles_and_fails_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any request, and with the user's way out instead of a traceback."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    fakes = Fakes(SHAPE)
+    fakes.prefill.plan = fail  # type: ignore[method-assign]
+    monkeypatch.setattr(kernel_choice, "FlashInferAttention", lambda shape: fakes.attention)
+    with pytest.raises(ConfigurationError) as caught:
+        make_attention_backend(BackendChoice("flashinfer"), SHAPE)
+    assert "no kernel image" in one_line(caught.value)
+
+    monkeypatch.setattr(kernel_choice, "FlashInferKernels", object)
+    monkeypatch.setattr(kernel_choice, "call_layer_kernels", fail)
+    with pytest.raises(ConfigurationError) as caught:
+        make_layer_kernels(BackendChoice("flashinfer"))
+    assert "no kernel image" in one_line(caught.value)
 
 
 def test_a_start_calls_every_function_of_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
