@@ -31,13 +31,13 @@ def main() -> None:
     try:
         toolkit = prepare(arguments.folder, arguments.architecture)
         builds = [compile_module(name, report) for name in arguments.modules]
-        archive = arguments.folder / f"site-py{arguments.python}-{arguments.architecture}.tgz"
+        archive = arguments.archive or arguments.folder / "site.tgz"
         report(f"packing {len(builds)} modules for Python {arguments.python}")
         wheels = install_compiler(arguments.folder)
         imported = write_pack(wheels, toolkit, builds, arguments.python, archive)
     except SglPipelineError as error:
         sys.exit(str(error))
-    report(f"the machine itself must have: {imported}")
+    report(f"imported here from outside the pack: {imported}")
     report(f"{archive}: {archive.stat().st_size / 2**20:.1f} MiB")
 
 
@@ -48,7 +48,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--modules", nargs="+", choices=MODULES, default=MODULES, metavar="NAME")
     parser.add_argument("--python", default="3.12", help="version of the machine's Python")
     parser.add_argument("--architecture", default=ARCHITECTURE, help="compute capability")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="for wheels, objects, the pack")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="for wheels and objects")
+    parser.add_argument("--archive", type=Path, help="the pack; site.tgz in the folder by default")
     return parser.parse_args()
 
 

@@ -120,7 +120,7 @@ def compile_module(name: str, progress: Progress = print) -> Build:
     spec = module_makers()[name]()
     spec.write_ninja()
     num_files = len(objects_of(spec))
-    return _build(name, spec, [spec.jit_library_path], num_files, progress)
+    return build_targets(name, spec, [spec.jit_library_path], num_files, progress)
 
 
 def compile_host_part(name: str, progress: Progress = print) -> tuple[Build, list[Path]]:
@@ -131,7 +131,7 @@ def compile_host_part(name: str, progress: Progress = print) -> tuple[Build, lis
     spec = module_makers()[name]()
     spec.write_ninja()
     objects = [o for source, o in objects_of(spec).items() if "_kernel_mask_" not in source.name]
-    return _build(name, spec, objects, len(objects), progress), objects
+    return build_targets(name, spec, objects, len(objects), progress), objects
 
 
 def objects_of(spec: Any) -> dict[Path, Path]:
@@ -140,9 +140,16 @@ def objects_of(spec: Any) -> dict[Path, Path]:
     return {Path(source): Path(target) for target, source in rules}
 
 
-def _build(
-    name: str, spec: Any, targets: Sequence[Path], num_files: int, progress: Progress
+def build_targets(
+    name: str, spec: Any, targets: Sequence[Path], num_files: int, progress: Progress = print
 ) -> Build:
+    """Makes ninja build the targets, of which `num_files` are compiled in a fresh folder.
+
+    Args:
+        spec: a `JitSpecNvcc` of FlashInfer whose ninja file is written.
+
+    Raises KernelBuildError with the compiler's words.
+    """
     before_s, before_cpu_s = time.monotonic(), _children_cpu_s()
     compiled = _run_ninja(name, spec, targets, progress)
     build = Build(
