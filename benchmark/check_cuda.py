@@ -29,6 +29,7 @@ from sgl_pipeline.errors import SglPipelineError
 
 CHECKED = ("silu_and_mul", "page", "norm", "rope", "decode-128")
 TESTS = "test/pp_runner/cuda"
+REPORT = FOLDER / "tests.xml"
 # The tests skip without it.
 CHECKING_VARIABLE = "SGL_PIPELINE_CHECK_CUDA"
 
@@ -50,26 +51,24 @@ def main() -> None:
     except SglPipelineError as error:
         sys.exit(str(error))
     report("running the tests")
-    exit_status, tests = run_tests(arguments.pytest)
+    exit_status = run_tests(arguments.pytest)
     report("passed" if exit_status == 0 else "FAILED")
     total_s = time.monotonic() - begin_s
     if arguments.save:
-        print(save(modules, planners, tests, total_s))
+        print(save(modules, planners, total_s))
     sys.exit(exit_status)
 
 
-def run_tests(options: Sequence[str]) -> tuple[int, list[dict[str, Any]]]:
-    """Returns pytest's exit status and, for each test function, how its cases went."""
-    report = FOLDER / "tests.xml"
-    report.unlink(missing_ok=True)
+def run_tests(options: Sequence[str]) -> int:
+    """Runs what is marked `cuda_toolkit` and writes `REPORT`. Returns pytest's exit status."""
+    REPORT.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-m", "cuda_toolkit", TESTS]
+    command += ["-o", "junit_family=xunit1"]  # the kind that holds properties
+    environment = {**os.environ, CHECKING_VARIABLE: "1"}
     done = subprocess.run(
-        [*command, f"--junitxml={report}", *options],
-        cwd=ROOT,
-        env={**os.environ, CHECKING_VARIABLE: "1"},
-        check=False,
+        [*command, f"--junitxml={REPORT}", *options], cwd=ROOT, env=environment, check=False
     )
-    return done.returncode, read_report(report) if report.exists() else []
+    return done.returncode
 
 
 def read_report(path: Path) -> list[dict[str, Any]]:
@@ -78,18 +77,24 @@ def read_report(path: Path) -> list[dict[str, Any]]:
     for case in ElementTree.parse(path).iter("testcase"):
         row = functions[case.attrib["name"].partition("[")[0]]
         row["cases"] += 1
-        row["bad"] += len(case) > 0 and case[0].tag in ("failure", "error", "skipped")
+        row["bad"] += any(child.tag in ("failure", "error", "skipped") for child in case)
         row["s"] += float(case.attrib["time"])
     return [{"test": name, **row} for name, row in functions.items()]
 
 
-def save(
-    modules: Sequence[Build],
-    planners: Sequence[Build],
-    tests: Sequence[dict[str, Any]],
-    total_s: float,
-) -> Path:
+def read_workspaces(path: Path) -> dict[str, dict[str, int]]:
+    """Maps query and KV heads, such as 32/8, to the most bytes `needed` and those `given`."""
+    most: dict[str, dict[str, int]] = defaultdict(lambda: {"needed": 0, "given": 0})
+    for entry in ElementTree.parse(path).iter("property"):
+        kind, _, heads = entry.attrib["name"].partition(" ")
+        if kind in ("needed", "given"):
+            most[heads][kind] = max(most[heads][kind], int(entry.attrib["value"]))
+    return dict(most)
+
+
+def save(modules: Sequence[Build], planners: Sequence[Build], total_s: float) -> Path:
     """Writes the dated result; returns its path without suffix."""
+    tests, workspaces = read_report(REPORT), read_workspaces(REPORT)
     rows = [
         [
             kind,
@@ -109,19 +114,18 @@ def save(
         ]
         for row in tests
     ]
-    facts = {
-        "wheels": pins(REQUIREMENTS),
-        "run": {"s": f"{total_s:.0f}", "for": f"sm_{ARCHITECTURE}"},
-    }
-    record = {
-        "builds": [
-            {name: value for name, value in asdict(build).items() if name != "library"}
-            for build in (*modules, *planners)
-        ],
-        "tests": list(tests),
-    }
-    heads = ["", "name", "files compiled", "s", "s of CPU time"]
-    texts = [markdown_table(heads, rows), markdown_table(["asserted", "cases", "s"], passed)]
+    needs = [
+        [heads, f"{most['needed'] / 2**20:.1f}", f"{most['given'] / 2**20:.1f}"]
+        for heads, most in workspaces.items()
+    ]
+    facts = {"wheels": pins(REQUIREMENTS), "run": {"s": f"{total_s:.0f}", "for": ARCHITECTURE}}
+    builds = [asdict(build) | {"library": build.library.name} for build in (*modules, *planners)]
+    texts = [
+        markdown_table(["", "name", "files compiled", "s", "s of CPU time"], rows),
+        markdown_table(["asserted", "cases that passed", "s"], passed),
+        markdown_table(["heads", "MiB that decode graphs need at most", "MiB given"], needs),
+    ]
+    record = {"builds": builds, "tests": tests, "workspace_bytes": workspaces}
     return save_result("check_cuda", "check_cuda", facts, record, texts)
 
 

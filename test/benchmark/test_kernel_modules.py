@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmark.check_cuda import read_report
+from benchmark.check_cuda import read_report, read_workspaces
 from benchmark.gpu.kernel_modules import build_targets, objects_of, prepare
 from sgl_pipeline.errors import ConfigurationError, KernelBuildError
 
@@ -99,11 +99,14 @@ def test_cases_that_did_not_pass_are_counted(tmp_path: Path) -> None:
     report = tmp_path / "tests.xml"
     report.write_text(
         '<testsuites><testsuite><testcase name="test_a[1]" time="1.5"/>'
-        '<testcase name="test_a[2]" time="0.5"><failure/></testcase>'
+        '<testcase name="test_a[2]" time="0.5"><properties><property name="needed 8/2" value="5"/>'
+        '<property name="given 8/2" value="9"/></properties><failure/></testcase>'
         '<testcase name="test_a[3]" time="0"><skipped/></testcase>'
-        '<testcase name="test_b" time="2"/></testsuite></testsuites>'
+        '<testcase name="test_b" time="2"><properties><property name="needed 8/2" value="4"/>'
+        "</properties></testcase></testsuite></testsuites>"
     )
     assert read_report(report) == [
         {"test": "test_a", "cases": 3, "bad": 2, "s": 2.0},
         {"test": "test_b", "cases": 1, "bad": 0, "s": 2.0},
     ]
+    assert read_workspaces(report) == {"8/2": {"needed": 5, "given": 9}}

@@ -134,16 +134,15 @@ def _linked_planner(name: str) -> Build:
 
 @contextmanager
 def blocks_per_multiprocessor(number: int) -> Iterator[None]:
-    """Inside, planners are told that a multiprocessor holds so many blocks of any kernel."""
-    settings = [
-        ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "standin_blocks_per_multiprocessor")
-        for library in planner_folder().glob("*/*.so")
-    ]
-    before = [setting.value for setting in settings]
-    for setting in settings:
-        setting.value = number
+    """Inside, the decode planner is told that a multiprocessor holds so many blocks of its kernel.
+
+    The others do not ask.
+    """
+    name = _linked_planner("decode-128").library_name
+    library = ctypes.CDLL(str(planner_folder() / name / f"{name}.so"))
+    setting = ctypes.c_int.in_dll(library, "standin_blocks_per_multiprocessor")
+    before, setting.value = setting.value, number
     try:
         yield
     finally:
-        for setting, value in zip(settings, before, strict=True):
-            setting.value = value
+        setting.value = before
