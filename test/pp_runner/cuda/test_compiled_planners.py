@@ -19,7 +19,7 @@ from support.compiled_kernels import (
     run_by_check_cuda,
 )
 from support.paged_attention import attention_shape
-from support.plan_contents import PlanContents, plan_contents
+from support.plan_contents import PlanContents, hopper_work, plan_contents
 
 from benchmark.gpu.compiled_planners import PLANNERS
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
@@ -35,6 +35,8 @@ pytestmark = [pytest.mark.cuda_toolkit, pytest.mark.slow, run_by_check_cuda]
 PAGE_SIZE = 16
 PADDING_PAGE = 7
 MOST_TOKENS = 40960
+NUM_MULTIPROCESSORS = 132  # of an H200, as the stand-in reports
+FA3_TILE_ROWS = 128
 # Query and KV heads. The first two take the decode kernel, the others tensor cores.
 HEADS = [(16, 8), (32, 32), (32, 8), (40, 8), (64, 8), (32, 4)]
 ROWS = [1, 2, 8, 32, 64, 128, 192, 256]
@@ -95,15 +97,21 @@ def steps_of(rows: int) -> list[list[int]]:
     ]
 
 
-def check_reads(contents: PlanContents, key_counts: Sequence[int], rows: int) -> None:
-    """Every chunk of every row's keys is read by one block; padding rows see one key."""
-    tokens = contents.chunk_tokens
-    padded = [*key_counts, *[1] * (rows - len(key_counts))]
-    # Whole pages are dealt out.
-    pages = [math.ceil(count / PAGE_SIZE) * PAGE_SIZE for count in padded]
-    expected = {(row, c) for row, keys in enumerate(pages) for c in range(math.ceil(keys / tokens))}
-    assert set(contents.reads) == expected
-    assert set(contents.reads.values()) == {1}
+def check_blocks(
+    contents: PlanContents, shape: AttentionShape, key_counts: Sequence[int], rows: Sequence[int]
+) -> None:
+    """Every tile of a request's rows meets every chunk of its keys in one block."""
+    group = shape.num_query_heads // shape.num_kv_heads
+    expected = set()
+    for request, (keys, own_rows) in enumerate(zip(key_counts, rows, strict=True)):
+        whole_pages = math.ceil(keys / PAGE_SIZE) * PAGE_SIZE  # are dealt out
+        # The decode kernel takes one row of a KV head's query heads at a time, in one block.
+        packed_rows = 1 if contents.tile_rows == 1 else own_rows * group
+        for tile in range(math.ceil(packed_rows / contents.tile_rows)):
+            for chunk in range(math.ceil(whole_pages / contents.chunk_tokens)):
+                expected.add((request, tile, chunk))
+    assert set(contents.blocks) == expected
+    assert set(contents.blocks.values()) == {1}
 
 
 @all_heads
@@ -122,7 +130,8 @@ def test_a_decode_graph_has_one_plan_whatever_the_step(
             for key_counts in steps_of(rows):
                 graph.plan(layout_of(key_counts))  # throws where the workspace does not suffice
                 contents = plan_contents(wrapper, shape)
-                check_reads(contents, key_counts, rows)
+                padded = [*key_counts, *[1] * (rows - len(key_counts))]  # they see one key
+                check_blocks(contents, shape, padded, [1] * rows)
                 assert contents.partial_bytes <= workspace_bytes(shape)
                 most_bytes = max(most_bytes, contents.partial_bytes)
                 infos.add(contents.info)
@@ -142,7 +151,7 @@ def test_without_a_graph_the_plan_follows_the_step(heads: tuple[int, int]) -> No
         for key_counts in steps_of(rows):
             attention.plan(layout_of(key_counts))
             contents = plan_contents(wrappers.parts.decode, shape)
-            check_reads(contents, key_counts, len(key_counts))
+            check_blocks(contents, shape, key_counts, [1] * len(key_counts))
             assert contents.partial_bytes <= workspace_bytes(shape)
             infos.add((len(key_counts), contents.info))
     assert len(infos) > len({rows for rows, _ in infos})
@@ -169,19 +178,45 @@ def test_planners_refuse_a_workspace_that_is_too_small(heads: tuple[int, int]) -
         graph.plan(layout)
 
 
-@all_heads
-@pytest.mark.parametrize("backend", ["fa2", "fa3"])
-def test_prefill_takes_1_to_1000_chunks(heads: tuple[int, int], backend: str) -> None:
-    shape = shape_of(heads)
-    wrappers = HostWrappers(backend)
-    attention = FlashInferAttention(shape, open_parts=wrappers)
+def prefill_steps() -> Iterator[tuple[list[int], list[int]]]:
+    """Keys and rows of each chunk, in steps of 1 to 1000 chunks of 2 rows to 8194."""
     generator = random.Random(5)
     for num_chunks in (1, 2, 10, 100, 999, 1000):
         for most_rows in (2, 8192 // num_chunks + 2):
             rows = [generator.randint(2, most_rows) for _ in range(num_chunks)]
-            keys = [own + generator.choice((0, 5, 4096)) for own in rows]
-            attention.plan(layout_of(keys, rows))
-            assert wrappers.parts.prefill._backend == backend
+            yield [own + generator.choice((0, 5, 4096)) for own in rows], rows
+
+
+@all_heads
+def test_fa2_prefill_takes_1_to_1000_chunks(heads: tuple[int, int]) -> None:
+    shape = shape_of(heads)
+    wrappers = HostWrappers("fa2")
+    attention = FlashInferAttention(shape, open_parts=wrappers)
+    for key_counts, rows in prefill_steps():
+        attention.plan(layout_of(key_counts, rows))
+        assert wrappers.parts.prefill._backend == "fa2"
+        contents = plan_contents(wrappers.parts.prefill, shape)
+        check_blocks(contents, shape, key_counts, rows)
+        assert contents.partial_bytes <= workspace_bytes(shape)
+
+
+@all_heads
+def test_fa3_prefill_takes_1_to_1000_chunks(heads: tuple[int, int]) -> None:
+    shape = shape_of(heads)
+    wrappers = HostWrappers("fa3")
+    attention = FlashInferAttention(shape, open_parts=wrappers)
+    for key_counts, rows in prefill_steps():
+        attention.plan(layout_of(key_counts, rows))
+        assert wrappers.parts.prefill._backend == "fa3"
+        work = hopper_work(wrappers.parts.prefill, NUM_MULTIPROCESSORS)
+        assert work.keys == dict(enumerate(key_counts))
+        assert set(work.tiles.values()) == {1}
+        assert set(work.tiles) == {
+            (request, head, tile)
+            for request, own_rows in enumerate(rows)
+            for head in range(heads[0])
+            for tile in range(math.ceil(own_rows / FA3_TILE_ROWS))
+        }
 
 
 def test_on_hopper_the_library_itself_takes_fa3_for_prefill() -> None:
