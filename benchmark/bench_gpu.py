@@ -29,7 +29,8 @@ from benchmark.gpu.limits import CardLimits, measure_limits, release_memory
 from benchmark.gpu.lone_stage import LoneStage, StagePlace
 from benchmark.gpu.pipelines import PipelineRun, Script, run_pipeline
 from benchmark.gpu.shapes import FEW_STEPS, MODELS, STEPS, Step, spec_of, step_work
-from sgl_pipeline.stage_plan import StagePlan, even_layer_counts
+from sgl_pipeline.layer_partition import even_layer_counts
+from sgl_pipeline.stage_plan import StagePlan
 
 PAGE_SIZE = 16
 DEPTHS = (1, 2, 4)

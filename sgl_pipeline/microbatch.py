@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from sgl_pipeline.pipeline_load import PipelineLoad, TokenBudget
 from sgl_pipeline.requests import Request
 
 
@@ -37,10 +38,17 @@ class Chunk(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """The chunks of one step. `released` are the requests whose pages the stages may forget."""
+    """The chunks of one step, with what they were decided from.
+
+    `epoch` is the version of the StagePlan that the step runs under, `load` the state before it, as
+    `args.accounting` counts, `budget` what the policy allowed for that. `released` are the requests
+    whose pages the stages may forget.
+    """
 
     step_id: int
     epoch: int
+    load: PipelineLoad
+    budget: TokenBudget
     chunks: tuple[Chunk, ...]
     released: tuple[Request, ...] = ()
 

@@ -2,19 +2,16 @@
 
 `StepPlanEncoder` (scheduler process) turns a `Microbatch` into a `StepPlan`: a request is described
 once, afterwards only its new tokens and pages travel. `RequestMirror` (stage process) applies the
-plans in order and gives back each chunk with all that its request has accumulated. A plan that was
-lost, repeated or altered is a `ProtocolError`, because each carries its step id and a running
-checksum over all plans before it.
+plans in order and gives back each chunk with all that its request has accumulated. Plans travel as
+orders of `stage_orders.py`, which sees to it that none is lost, repeated or altered.
 """
 
-import zlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
 
-from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.requests import LogprobSpec, Request, SamplingSpec
 
@@ -55,7 +52,6 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True):
 
     step_id: int
     epoch: int
-    checksum: int
     closes: tuple[int, ...]
     opens: tuple[RequestOpen, ...]
     chunks: tuple[ChunkPlan, ...]
@@ -64,31 +60,11 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True):
 class MirrorSnapshot(msgspec.Struct, frozen=True, tag=True):
     """The whole state of a mirror, for a stage that joins or restarts.
 
-    The next plan that the stage receives is `next_step_id`. Each chunk has length 0 and carries all
-    tokens and pages of its request.
+    Each chunk has length 0 and carries all tokens and pages of its request.
     """
 
-    next_step_id: int
-    checksum: int
     opens: tuple[RequestOpen, ...]
     contents: tuple[ChunkPlan, ...]
-
-
-def running_checksum(previous: int, plan: StepPlan) -> int:
-    """The checksum of `plan`, given that of the plan before it."""
-    checksum = zlib.crc32(f"{plan.step_id},{plan.epoch},{plan.closes}".encode(), previous)
-    for opened in plan.opens:
-        # A tuple of numbers hashes alike in every process, and 1 like 1.0.
-        sampling = hash(msgspec.structs.astuple(opened.sampling))
-        wanted = opened.logprobs
-        logprobs = 0 if wanted is None else hash(msgspec.structs.astuple(wanted))
-        described = (opened.handle, sampling, opened.prompt_length, logprobs)
-        checksum = zlib.crc32(b"%d,%d,%d,%d" % described, checksum)
-    for chunk in plan.chunks:
-        header = b"%d,%d,%d,%d" % (chunk.handle, chunk.start, chunk.length, chunk.samples)
-        for part in (header, chunk.new_tokens, chunk.new_pages, chunk.token_mask):
-            checksum = zlib.crc32(part, checksum)
-    return checksum
 
 
 @dataclass(slots=True)
@@ -106,18 +82,9 @@ class StepPlanEncoder:
     def __init__(self) -> None:
         self._sent: dict[Request, _SentState] = {}
         self._next_handle = 0
-        self._next_step_id = 0
-        self._checksum = 0
 
     def encode(self, microbatch: Microbatch) -> StepPlan:
-        """The plan of `microbatch`. Must be called once for each, in the order of their step ids.
-
-        Raises ProtocolError when a step id is skipped.
-        """
-        if microbatch.step_id != self._next_step_id:
-            raise ProtocolError(
-                f"step {microbatch.step_id} was to be encoded, {self._next_step_id} is next"
-            )
+        """The plan of `microbatch`. To be called once for each, in the order of their step ids."""
         closes = tuple(
             self._sent.pop(request).handle
             for request in microbatch.released
@@ -129,10 +96,7 @@ class StepPlanEncoder:
             if chunk.request not in self._sent
         )
         chunks = tuple(self._chunk(chunk) for chunk in microbatch.chunks)
-        plan = StepPlan(microbatch.step_id, microbatch.epoch, 0, closes, opens, chunks)
-        self._checksum = running_checksum(self._checksum, plan)
-        self._next_step_id += 1
-        return msgspec.structs.replace(plan, checksum=self._checksum)
+        return StepPlan(microbatch.step_id, microbatch.epoch, closes, opens, chunks)
 
     def snapshot(self) -> MirrorSnapshot:
         """All that a stage must know to continue with the next plan."""
@@ -142,7 +106,7 @@ class StepPlanEncoder:
             tokens = array(INT32, request.tokens(0, sent.num_tokens)).tobytes()
             pages = array(INT32, request.pages[: sent.num_pages]).tobytes()
             contents.append(ChunkPlan(sent.handle, sent.num_tokens, 0, False, tokens, pages))
-        return MirrorSnapshot(self._next_step_id, self._checksum, tuple(opens), tuple(contents))
+        return MirrorSnapshot(tuple(opens), tuple(contents))
 
     def _open(self, request: Request) -> RequestOpen:
         handle = self._next_handle
@@ -196,8 +160,6 @@ class RequestMirror:
 
     def __init__(self) -> None:
         self._requests: dict[int, MirroredRequest] = {}
-        self._next_step_id = 0
-        self._checksum = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -206,27 +168,11 @@ class RequestMirror:
         return iter(self._requests.values())
 
     def apply(self, plan: StepPlan) -> list[MirroredChunk]:
-        """Applies one plan and returns its chunks in order.
-
-        Raises ProtocolError when the plan is not the next one, or not what the scheduler sent.
-        """
-        if plan.step_id != self._next_step_id:
-            fault = "was repeated or is late" if plan.step_id < self._next_step_id else "skips some"
-            raise ProtocolError(
-                f"step plan {plan.step_id} {fault}: this stage expects {self._next_step_id}"
-            )
-        checksum = running_checksum(self._checksum, plan)
-        if checksum != plan.checksum:
-            raise ProtocolError(
-                f"step plan {plan.step_id} has checksum {plan.checksum}, computed {checksum}: "
-                "scheduler and stage no longer agree on what was sent"
-            )
+        """Applies one plan and returns its chunks in order."""
         for handle in plan.closes:
             del self._requests[handle]
         for opened in plan.opens:
             self._open(opened)
-        self._next_step_id += 1
-        self._checksum = checksum
         return [self._extend(chunk) for chunk in plan.chunks]
 
     def restore(self, snapshot: MirrorSnapshot) -> None:
@@ -236,8 +182,6 @@ class RequestMirror:
             self._open(opened)
         for content in snapshot.contents:
             self._extend(content)
-        self._next_step_id = snapshot.next_step_id
-        self._checksum = snapshot.checksum
 
     def _open(self, opened: RequestOpen) -> None:
         self._requests[opened.handle] = MirroredRequest(

@@ -15,11 +15,12 @@ from typing import Any
 
 from sgl_pipeline.args import GrammarArgs, PipelineArgs, SchedulingArgs, StageArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.layer_partition import parse_layer_partition
 from sgl_pipeline.managers.entrance.openai_fields import ServedFeatures
 from sgl_pipeline.managers.gpu_driver import why_gpu_is_unusable
 from sgl_pipeline.managers.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.our_flags import add_our_flags, default_of
-from sgl_pipeline.managers.stage_launcher import first_stage_plan
+from sgl_pipeline.managers.upstream_arguments import SglangServerArgs
 from sgl_pipeline.managers.upstream_fields import UPSTREAM_VALUES, refusal
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 
@@ -36,7 +37,7 @@ class LaunchPlan:
     `context_length` is the one in force, in tokens.
     """
 
-    upstream: Any
+    upstream: SglangServerArgs
     pipeline: PipelineArgs
     context_length: int
 
@@ -63,7 +64,9 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     spec = read_model_spec(model_path)
     dtype = resolve_dtype(options.dtype, spec.dtype)
     pipeline = _pipeline_args(options, model_path, dtype)
-    first_stage_plan(pipeline.stages, spec)  # what it refuses is refused before anything starts
+    stages = pipeline.stages
+    # What it refuses is refused before anything starts.
+    parse_layer_partition(stages.layer_partition, stages.num_stages, spec.num_layers)
 
     for name, value in UPSTREAM_VALUES.items():
         setattr(options, name, value)
@@ -144,6 +147,7 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         dtype=dtype,
         device=device,
         attention_backend=options.stage_attention_backend,
+        prefill_kernels=options.stage_prefill_kernels,
         graphs=options.stage_graphs,
         link=options.stage_link,
         layer_kernels=options.stage_kernels,

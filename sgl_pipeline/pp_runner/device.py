@@ -13,8 +13,8 @@ from sgl_pipeline.pp_runner.cuda.input_staging import CopyBesideKernels, InputSt
 from sgl_pipeline.pp_runner.step_inputs import Upload
 
 
-def open_device(name: str, stage: int) -> torch.device:
-    """The device of `stage` for `--device cpu|cuda`; stages share GPUs when there are too few.
+def open_device(name: str, gpu: int) -> torch.device:
+    """The device that `--device cpu|cuda` means; `gpu` is the index of the GPU on this host.
 
     Raises ConfigurationError when the name is unknown or there is no such device.
     """
@@ -26,7 +26,7 @@ def open_device(name: str, stage: int) -> torch.device:
         raise ConfigurationError(
             "--device cuda: torch finds no NVIDIA GPU here (or is a CPU build); use --device cpu"
         )
-    device = torch.device("cuda", stage % torch.cuda.device_count())
+    device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
     return device
 

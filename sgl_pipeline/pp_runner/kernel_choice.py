@@ -75,17 +75,27 @@ def choose_attention_backend(name: str, shape: AttentionShape) -> BackendChoice:
     return BackendChoice(name)
 
 
-def make_attention_backend(choice: BackendChoice, shape: AttentionShape) -> AttentionBackend:
+def make_attention_backend(
+    choice: BackendChoice, shape: AttentionShape, prefill_kernels: str = "auto"
+) -> AttentionBackend:
     """The backend that `choose_attention_backend` chose for `shape`.
 
-    Raises ConfigurationError when it cannot be had on this machine.
+    Args:
+        prefill_kernels: as `--stage-prefill-kernels`.
+
+    Raises ConfigurationError when this machine has not got the backend or the prefill kernels.
     """
+    if prefill_kernels != "auto" and choice.name != "flashinfer":
+        raise ConfigurationError(
+            f"--stage-prefill-kernels {prefill_kernels} chooses between FlashInfer's kernels, and "
+            f"attention is {choice.name}; leave it at auto"
+        )
     if choice.name == "cpu":
         return CpuAttention(shape, load_cpu_kernels())
     if choice.name == "torch":
         return TorchAttention(shape)
     with building_kernels():
-        attention = FlashInferAttention(shape)
+        attention = FlashInferAttention(shape, prefill_kernels)
         plan_decode_and_prefill(attention, shape)
     return attention
 

@@ -82,11 +82,8 @@ def _no_room_message(
 
 def _cuda_room_bytes(assignment: StageAssignment, device: torch.device) -> int:
     """This stage's share of the GPU memory that may be used, less its weights."""
-    num_devices = torch.cuda.device_count()
-    own_device = assignment.stage % num_devices
-    num_sharing = len(range(own_device, assignment.plan.num_stages, num_devices))
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    share_bytes = int(total_bytes * assignment.memory_fraction) // num_sharing
+    share_bytes = int(total_bytes * assignment.memory_fraction) // assignment.stages_on_gpu
     own_bytes = torch.cuda.memory_allocated(device)
     return min(share_bytes - own_bytes, int(free_bytes * assignment.memory_fraction))
 

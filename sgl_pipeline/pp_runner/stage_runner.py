@@ -6,7 +6,7 @@ process. It never schedules or matches prefixes, and reads a clock only for the 
 
 import time
 
-from sgl_pipeline.messages import MirrorSnapshot, StageAssignment, StageReport
+from sgl_pipeline.messages import StageAssignment, StageReport
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.device import make_upload
 from sgl_pipeline.pp_runner.kernel_choice import (
@@ -25,7 +25,7 @@ from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.token_masks import plan_token_masks
 from sgl_pipeline.requests import LogprobRows
 from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.step_plan import RequestMirror, StepPlan
+from sgl_pipeline.step_plan import MirrorSnapshot, RequestMirror, StepPlan
 
 
 class StageRunner:
@@ -50,7 +50,9 @@ class StageRunner:
         self.attention_backend = choose_attention_backend(
             assignment.attention_backend, attention_shape
         )
-        attention = make_attention_backend(self.attention_backend, attention_shape)
+        attention = make_attention_backend(
+            self.attention_backend, attention_shape, assignment.prefill_kernels
+        )
         has_graphs = uses_graphs(assignment.graphs, self.attention_backend)
         kv_pool = KvPool(
             assignment.plan.layers_of(assignment.stage),

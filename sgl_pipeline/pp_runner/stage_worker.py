@@ -7,7 +7,7 @@ Run by `stage_process.py`. It connects to the scheduler by address and learns it
 import logging
 import time
 import traceback
-from typing import TypeVar
+from typing import TypeVar, assert_never
 
 import torch
 import zmq
@@ -17,7 +17,6 @@ from sgl_pipeline.errors import ConfigurationError, ProtocolError
 from sgl_pipeline.messages import (
     MeasureCosts,
     MeasuredCosts,
-    MirrorSnapshot,
     PoolSize,
     Shutdown,
     StageAssignment,
@@ -27,19 +26,20 @@ from sgl_pipeline.messages import (
     StopProfile,
     ToWorker,
     WorkerFailed,
-    WorkerHello,
 )
+from sgl_pipeline.pp_runner.cost_measurement import measure_stage_costs
 from sgl_pipeline.pp_runner.device import open_device, pin_threads
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.kv_capacity import kv_page_capacity
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
-from sgl_pipeline.pp_runner.stage_costs import measure_stage_costs
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
-from sgl_pipeline.step_plan import StepPlan
+from sgl_pipeline.pp_runner.worker_hello import worker_hello
+from sgl_pipeline.stage_orders import OrderReader, SealedOrder, StageOrder
+from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 
 Message = TypeVar("Message", bound=ToWorker)
 
@@ -53,26 +53,33 @@ class StageWorker:
 
     def run(self) -> None:
         """Returns after a `Shutdown`; raises what the process should die of."""
-        self._channel.send(WorkerHello(self._worker))
+        self._channel.send(worker_hello(self._worker))
         assignment = self._be_assigned()
         runner = self._become_ready(assignment)
         profile = StageProfile(assignment.stage, assignment.device == "cuda")
+        orders = OrderReader()
         try:
             while not isinstance(message := self._channel.receive(), Shutdown):
-                if isinstance(message, StepPlan):
-                    self._channel.send(runner.run_step(message))
-                    if (reply := profile.step_done()) is not None:
-                        self._channel.send(reply)
+                if isinstance(message, SealedOrder):
+                    self._obey(orders.open(message), runner, profile)
                 elif isinstance(message, StartProfile):
                     self._channel.send(profile.start(message))
                 elif isinstance(message, StopProfile):
                     self._channel.send(profile.stop())
-                elif isinstance(message, MirrorSnapshot):
-                    runner.restore(message)
                 else:
                     raise ProtocolError(f"a ready stage received {type(message).__name__}")
         finally:
             runner.close()
+
+    def _obey(self, order: StageOrder, runner: StageRunner, profile: StageProfile) -> None:
+        if isinstance(order, StepPlan):
+            self._channel.send(runner.run_step(order))
+            if (reply := profile.step_done()) is not None:
+                self._channel.send(reply)
+        elif isinstance(order, MirrorSnapshot):
+            runner.restore(order)
+        else:
+            assert_never(order)
 
     def _be_assigned(self) -> StageAssignment:
         message = self._receive()
@@ -85,7 +92,7 @@ class StageWorker:
     def _become_ready(self, assignment: StageAssignment) -> StageRunner:
         started = time.perf_counter()
         pin_threads(assignment.cpu_threads, assignment.cpu_cores)
-        device = open_device(assignment.device, assignment.stage)
+        device = open_device(assignment.device, assignment.gpu)
         dtype = getattr(torch, assignment.dtype)
         spec = read_model_spec(assignment.model_path)
         stage, plan = assignment.stage, assignment.plan

@@ -116,8 +116,8 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """`values` on the stage's device, without waiting for the copy."""
     tensor = torch.from_numpy(values)
     if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _pages(chunk: MirroredChunk, page_size: int) -> np.ndarray:

@@ -27,18 +27,18 @@ class AgeLimit:
         # A plain dict's first key is slow to find after many have been taken from its front.
         self._started_s: OrderedDict[Request, float] = OrderedDict()
 
-    def start(self, request: Request, now: float) -> None:
-        """The time of `request` began at `now`, unless it runs already."""
+    def start(self, request: Request, now_s: float) -> None:
+        """The time of `request` began at `now_s`, unless it runs already."""
         if self._limit_s is None or request in self._started_s:
             return
         # Who was held up on the way here began before others that are here already.
         younger = [
             other
             for other, _ in takewhile(
-                lambda started: started[1] > now, reversed(self._started_s.items())
+                lambda started: started[1] > now_s, reversed(self._started_s.items())
             )
         ]
-        self._started_s[request] = now
+        self._started_s[request] = now_s
         for other in reversed(younger):
             self._started_s.move_to_end(other)
 
@@ -46,12 +46,12 @@ class AgeLimit:
         """`request` has left, if it was here."""
         self._started_s.pop(request, None)
 
-    def overdue(self, now: float) -> list[Request]:
+    def overdue(self, now_s: float) -> list[Request]:
         """Takes out and returns the requests whose time is over, the oldest first."""
         overdue: list[Request] = []
         while self._limit_s is not None and self._started_s:
             request, started_s = next(iter(self._started_s.items()))
-            if now - started_s <= self._limit_s:
+            if now_s - started_s <= self._limit_s:
                 break
             del self._started_s[request]
             overdue.append(request)
@@ -65,31 +65,31 @@ class RequestAges:
         self._waiting = AgeLimit(waiting_timeout_s)
         self._running = AgeLimit(running_timeout_s)
 
-    def waits(self, request: Request, since: float) -> None:
+    def waits(self, request: Request, since_s: float) -> None:
         """`request` is in the queue."""
-        self._waiting.start(request, since)
+        self._waiting.start(request, since_s)
 
-    def retracted(self, requests: Sequence[Request], now: float) -> None:
+    def retracted(self, requests: Sequence[Request], now_s: float) -> None:
         """`requests` went back to the queue; in a pause some may have ended since."""
         for request in requests:
             if request.state is RequestState.WAITING:
-                self._waiting.start(request, now)
+                self._waiting.start(request, now_s)
 
-    def scheduled(self, chunks: Sequence[Chunk], now: float) -> None:
+    def scheduled(self, chunks: Sequence[Chunk], now_s: float) -> None:
         """A step takes `chunks`: prefill comes last, and whoever was let in has some."""
         for chunk in reversed(chunks):
             if chunk.is_decode:
                 break
             self._waiting.stop(chunk.request)
-            self._running.start(chunk.request, now)
+            self._running.start(chunk.request, now_s)
             if chunk.request.started_s is None:
-                chunk.request.started_s = now
+                chunk.request.started_s = now_s
 
     def ended(self, request: Request) -> None:
         self._waiting.stop(request)
         self._running.stop(request)
 
-    def overdue(self, now: float) -> list[tuple[Request, FinishReason]]:
+    def overdue(self, now_s: float) -> list[tuple[Request, FinishReason]]:
         """Takes out the requests whose time is over, and says why each ends."""
-        waited = [(request, WAITED_TOO_LONG) for request in self._waiting.overdue(now)]
-        return waited + [(request, RAN_TOO_LONG) for request in self._running.overdue(now)]
+        waited = [(request, WAITED_TOO_LONG) for request in self._waiting.overdue(now_s)]
+        return waited + [(request, RAN_TOO_LONG) for request in self._running.overdue(now_s)]

@@ -148,10 +148,12 @@ class RequestPages:
         self._pool.free(self._cache.evict(self._cache.evictable_pages))
 
     def check_conservation(self) -> None:
-        """Asserts that every page is free, cached, or held by exactly one request."""
+        """Asserts that every page is free, cached, or held by exactly one request, and that no
+        page can be matched before every stage has computed it."""
         held: list[int] = []
         for request, holding in self._holdings.items():
             held += request.pages[holding.num_cached :]
+            assert holding.num_cached <= request.num_computed // self._cache.page_size
         assert len(held) == len(set(held)), "two requests hold the same page"
         counts = (self._pool.num_free, len(held), self._cache.cached_pages)
         assert sum(counts) == self._pool.num_pages, (

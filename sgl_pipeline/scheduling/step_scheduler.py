@@ -41,9 +41,7 @@ class StepScheduler:
 
     Steps are FIFO through every stage. A decoding request is in at most one step in flight, a
     prefilling one may have consecutive chunks in several. Pages of a step in flight are never freed
-    or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under,
-    `decided_load` the load that the newest step was decided from, counted by `args.accounting`, and
-    `decided_budget` what the policy made of it.
+    or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under.
     """
 
     def __init__(
@@ -56,8 +54,6 @@ class StepScheduler:
         context_length: int,
     ) -> None:
         self.epoch = 0
-        self.decided_load: PipelineLoad | None = None
-        self.decided_budget: TokenBudget | None = None
         self.limits = RequestLimits(context_length, num_pages * args.page_size)
         self._max_queued_requests = args.max_queued_requests
         self._policy = policy
@@ -151,14 +147,14 @@ class StepScheduler:
         self._finish(request, reason)
         return request
 
-    def end_overdue(self, now: float) -> list[Request]:
+    def end_overdue(self, now_s: float) -> list[Request]:
         """Ends the requests that have waited or run for too long; `Request.finish` says which.
 
-        `now` is the clock of `Request.arrival_s`, in seconds.
+        `now_s` is the clock of `Request.arrival_s`, in seconds.
         """
         return [
             request
-            for request, reason in self._ages.overdue(now)
+            for request, reason in self._ages.overdue(now_s)
             if self.abort(request.request_id, reason) is not None
         ]
 
@@ -189,39 +185,41 @@ class StepScheduler:
 
     # Steps out, results in
 
-    def next_microbatch(self, now: float) -> Microbatch | None:
+    def next_microbatch(self, now_s: float) -> Microbatch | None:
         """The next step; None when the pipeline is full or paused, or nothing can run.
 
-        `now` is the caller's clock in seconds: ages of requests count from it.
+        `now_s` is the caller's clock in seconds: ages of requests count from it.
         """
         if self._is_paused or len(self._in_flight) >= self._max_in_flight:
             return None
-        chunks = self._decide()
+        load, budget, chunks = self._decide()
         # Nothing moves although requests run: they hold the pages that they need from each other.
         while not chunks and not self._in_flight and len(self._running) > 1:
             self._preemption.retract_last()
-            chunks = self._decide()
-        self._ages.retracted(self._preemption.take_retracted(), now)
-        self._ages.scheduled(chunks, now)
+            load, budget, chunks = self._decide()
+        self._ages.retracted(self._preemption.take_retracted(), now_s)
+        self._ages.scheduled(chunks, now_s)
         if not chunks:
             return None
         released = self._pages.take_released()
-        microbatch = Microbatch(self._next_step_id, self.epoch, tuple(chunks), released)
+        microbatch = Microbatch(
+            self._next_step_id, self.epoch, load, budget, tuple(chunks), released
+        )
         self._next_step_id += 1
         self._decode_reserve.note_step(self._preemption.num_shortages)
         self._in_flight.append(microbatch)
         return microbatch
 
-    def _decide(self) -> list[Chunk]:
-        self.decided_load = self.load(self._accounting)
-        self.decided_budget = self._policy(self.decided_load)
-        return self._admission.fill(self.decided_budget)
+    def _decide(self) -> tuple[PipelineLoad, TokenBudget, list[Chunk]]:
+        load = self.load(self._accounting)
+        budget = self._policy(load)
+        return load, budget, self._admission.fill(budget)
 
     def on_result(
         self,
         step_id: int,
         token_ids: Sequence[int],
-        now: float,
+        now_s: float,
         logprobs: Sequence[LogprobRows] = (),
     ) -> list[TokenEvent]:
         """Books the oldest step in flight: every stage has run it.
@@ -229,7 +227,7 @@ class StepScheduler:
         Args:
             step_id: which step it was.
             token_ids: what the last stage drew, one for each chunk that samples, in chunk order.
-            now: the caller's clock in seconds.
+            now_s: the caller's clock in seconds.
             logprobs: the rows of each chunk whose request wants log-probabilities, in chunk order.
 
         Raises ProtocolError when it is another step's turn or the number of tokens or rows is
@@ -255,13 +253,13 @@ class StepScheduler:
             new_ids = (next(drawn),) if chunk.samples else ()
             if chunk.request.logprobs is not None:
                 keep_logprobs(chunk, next(rows))
-            event = self._book(chunk, new_ids, now)
+            event = self._book(chunk, new_ids, now_s)
             if event is not None:
                 events.append(event)
         self._retract_if_asked()
         return events
 
-    def _book(self, chunk: Chunk, new_ids: tuple[int, ...], now: float) -> TokenEvent | None:
+    def _book(self, chunk: Chunk, new_ids: tuple[int, ...], now_s: float) -> TokenEvent | None:
         """The commit fence: what `chunk` wrote is now on every stage, and what it drew is known."""
         request = chunk.request
         request.steps_in_flight -= 1
@@ -276,7 +274,7 @@ class StepScheduler:
                 return None
             self._pages.end_prefill(request)
         if request.first_token_s is None:
-            request.first_token_s = now
+            request.first_token_s = now_s
         if request.stops.max_new_tokens == 0:
             new_ids = ()
         request.output_ids += new_ids
@@ -345,9 +343,9 @@ class StepScheduler:
         return self._admission.num_cached_tokens
 
     @property
-    def cache_hit_rate(self) -> float:
-        """Share of the prompt tokens since the start that the radix cache has served."""
-        return self._admission.num_cached_tokens / max(1, self._admission.num_prompt_tokens)
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens of all requests that were let in since the start."""
+        return self._admission.num_prompt_tokens
 
     @property
     def num_retractions(self) -> int:
@@ -382,6 +380,9 @@ class StepScheduler:
             assert self._pages.pages_for(request.num_scheduled) <= len(request.pages)
             if request.logprobs is not None:
                 assert request.num_computed <= request.first_logits_position
+        for microbatch in self._in_flight:
+            for chunk in microbatch.chunks:
+                assert len(chunk.request.pages) >= self._pages.pages_for(chunk.end)
         for request in self._running.decoding:
             assert request.steps_in_flight == (request not in self._running.ready)
         assert self._running.remaining_output_tokens == sum(

@@ -6,8 +6,8 @@ load brings it as `reserved_pages`.
 """
 
 from sgl_pipeline.args import ThrottleArgs
+from sgl_pipeline.pipeline_load import Bound, PipelineLoad, TokenBudget
 from sgl_pipeline.throttle.decode_balance import balanced_decodes
-from sgl_pipeline.throttle.load import Bound, PipelineLoad, TokenBudget
 from sgl_pipeline.throttle.token_throttle import spread_tokens
 
 

@@ -4,7 +4,7 @@ Used by `token_throttle`. Never asks which requests they are: admission draws th
 ready set, so a step that is short today is filled from what another one left over.
 """
 
-from sgl_pipeline.throttle.load import PipelineLoad
+from sgl_pipeline.pipeline_load import PipelineLoad
 
 
 def balanced_decodes(load: PipelineLoad) -> int:

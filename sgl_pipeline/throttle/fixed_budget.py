@@ -5,7 +5,7 @@ token throttling is measured against. It never balances decodes over the steps.
 """
 
 from sgl_pipeline.args import ThrottleArgs
-from sgl_pipeline.throttle.load import PipelineLoad, TokenBudget
+from sgl_pipeline.pipeline_load import PipelineLoad, TokenBudget
 
 
 def fixed_budget(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:

@@ -6,7 +6,7 @@ first. Unlike `fixed_budget` it never lets the decodes themselves exceed the bud
 """
 
 from sgl_pipeline.args import ThrottleArgs
-from sgl_pipeline.throttle.load import PipelineLoad, TokenBudget
+from sgl_pipeline.pipeline_load import PipelineLoad, TokenBudget
 
 
 def greedy_queue(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:

@@ -13,7 +13,7 @@ from sglang.srt.server_args import ServerArgs
 from support.front_model import write_front_model
 from support.tiny_models import tiny_model
 
-from sgl_pipeline.args import GrammarArgs, SchedulingArgs, StageArgs, ThrottleArgs
+from sgl_pipeline.args import POLICIES, GrammarArgs, SchedulingArgs, StageArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.server_args import (
     _parse,
@@ -23,6 +23,7 @@ from sgl_pipeline.managers.server_args import (
 )
 from sgl_pipeline.managers.upstream_fields import refusal
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.simulator.tune import SEARCH_SPACE, server_flags
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +127,28 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
     assert (pipeline.trace_path, pipeline.trace_steps) == ("trace.jsonl", "steps.json")
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_flags_that_the_budget_search_ends_with_mean_its_parameters(
+    model: str, policy: str
+) -> None:
+    last_values = {name: values[-1] for name, values in SEARCH_SPACE[policy].items()}
+    found = ThrottleArgs(policy=policy, **last_values)
+    flags = ["--model-path", model, "--device", "cpu", *server_flags(found)]
+    assert parse_command_line(flags).pipeline.throttle == found
+
+
+def test_prefill_kernels_are_for_flashinfer_on_a_gpu(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    flags = ["--model-path", model, "--device", "cuda", "--stage-prefill-kernels", "fa2"]
+    assert parse_command_line(flags).pipeline.stages.prefill_kernels == "fa2"
+    with pytest.raises(ConfigurationError, match=r"fa2 chooses between.*backend is torch"):
+        parse_command_line([*flags, "--stage-attention-backend", "torch"])
+    with pytest.raises(ConfigurationError, match="'fa4' is unknown; choose from auto, fa2, fa3"):
+        StageArgs(model_path=model, dtype="bfloat16", device="cuda", prefill_kernels="fa4")
+
+
 @pytest.mark.parametrize("flags", [[], ["--grammar-backend", "xgrammar"]])
 def test_grammars_are_on_unless_told_otherwise(model: str, flags: list[str]) -> None:
     pipeline = parse_command_line(["--model-path", model, *flags]).pipeline
@@ -175,6 +198,7 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--dp-size 2", "--dp-size 2"),
         ("--trust-remote-code", "--trust-remote-code"),
         ("--attention-backend triton", "--stage-attention-backend"),
+        ("--stage-prefill-kernels fa2 --device cpu", "needs --device cuda, this is cpu"),
         ("--page-size 0", "--page-size 0"),
         ("--min-prefill-tokens 0", "between 1 and"),
         ("--chunked-prefill-size -1", "--chunked-prefill-size -1"),

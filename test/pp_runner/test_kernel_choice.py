@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from support.tiny_models import tiny_model
 
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
+from sgl_pipeline.pp_runner.cost_measurement import measure_stage_costs
 from sgl_pipeline.pp_runner.kernel_choice import (
     BackendChoice,
     choose_attention_backend,
@@ -15,6 +18,8 @@ from sgl_pipeline.pp_runner.kernel_choice import (
 )
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
+from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.stage_plan import StagePlan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -67,6 +72,36 @@ def test_the_compiled_kernels_refuse_fp16_and_auto_goes_to_torch():
     choice = choose_attention_backend("auto", shape(dtype=torch.float16))
     assert choice.name == "torch"
     assert "float16" in choice.notice
+
+
+def test_prefill_kernels_without_flashinfers_attention_are_refused():
+    with pytest.raises(ConfigurationError, match=r"fa3 chooses between.*attention is torch"):
+        make_attention_backend(BackendChoice("torch"), shape(), "fa3")
+
+
+def test_stages_and_their_measurement_hand_the_prefill_kernels_on():
+    """On a CPU both must end in the refusal."""
+    assignment = StageAssignment(
+        stage=0,
+        plan=StagePlan(0, (2, 2)),
+        model_path=str(tiny_model("qwen3")),
+        load_format="dummy",
+        dtype="float32",
+        device="cpu",
+        attention_backend="torch",
+        prefill_kernels="fa2",
+        layer_kernels="torch",
+        page_size=16,
+        max_total_tokens=None,
+        memory_fraction=0.5,
+        links=("",),
+        cpu_threads=1,
+        cpu_cores=(),
+    )
+    with pytest.raises(ConfigurationError, match="--stage-prefill-kernels fa2"):
+        measure_stage_costs(assignment)
+    with pytest.raises(ConfigurationError, match="--stage-prefill-kernels fa2"):
+        StageRunner(assignment, None, shape(), 4, None)
 
 
 def test_torch_is_made_when_asked_for():

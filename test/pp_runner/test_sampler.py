@@ -7,8 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.live_tensors import LiveTensors
 
-from sgl_pipeline.pp_runner.sampler import MAX_PARTIAL_TOP_K, Sampler, uniform_numbers
+from sgl_pipeline.pp_runner.sampler import (
+    FEW_CANDIDATES,
+    MANY_CANDIDATES,
+    UNDECIDED,
+    Sampler,
+    sampler_memory_bytes,
+    uniform_numbers,
+)
 from sgl_pipeline.requests import GREEDY, SamplingSpec
 
 NUM_DRAWS = 20_000
@@ -64,13 +72,126 @@ def test_frequencies_fit_the_exact_distribution(spec):
 
 
 def test_partial_and_whole_sort_cut_at_the_same_place():
-    logits = torch.randn(4 * MAX_PARTIAL_TOP_K, generator=torch.Generator().manual_seed(3)).tolist()
-    for top_k in (MAX_PARTIAL_TOP_K, MAX_PARTIAL_TOP_K + 1):
-        spec = SamplingSpec(top_k=top_k, temperature=5.0)
-        allowed = np.array(exact_probabilities(logits, spec)) > 0.0
-        counts = draw(logits, spec)
-        assert counts[~allowed].sum() == 0
-        assert (counts > 0).sum() == top_k
+    logits = torch.randn(2 * MANY_CANDIDATES, generator=torch.Generator().manual_seed(3)).tolist()
+    for count in (FEW_CANDIDATES, MANY_CANDIDATES):
+        for top_k in (count // 2, count // 2 + 1):
+            spec = SamplingSpec(top_k=top_k, temperature=100.0)
+            allowed = np.array(exact_probabilities(logits, spec)) > 0.0
+            counts = draw(logits, spec, num_draws=20 * top_k)
+            assert counts[~allowed].sum() == 0
+            assert (counts > 0).sum() == top_k
+
+
+LONG_ROW = 2 * MANY_CANDIDATES + 500
+cuts = st.builds(
+    SamplingSpec,
+    temperature=st.sampled_from([1e-5, 0.3, 1.0, 50.0]),
+    top_k=st.sampled_from([0, 5, FEW_CANDIDATES // 2, FEW_CANDIDATES, 500, 600, 2000]),
+    top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 1e-3, 1.0]),
+    seed=st.integers(-(2**63), 2**64 - 1),
+)
+
+
+def long_row(kind: str, scale: float, seed: int) -> torch.Tensor:
+    """Logits [LONG_ROW] of one kind. All but "plain" have many that are equal."""
+    row = torch.randn(LONG_ROW, generator=torch.Generator().manual_seed(seed)) * scale
+    if kind == "flat":
+        row.fill_(scale)
+    elif kind == "steps":
+        row = (2 * row).round() / 2
+    elif kind == "two levels":
+        row = (row > scale).float() * scale
+    elif kind == "few allowed":
+        row[seed % 7 :: 3] = -math.inf
+        row[: LONG_ROW // 2] = -math.inf
+    elif kind == "one":
+        row = torch.full_like(row, -math.inf).index_fill_(0, torch.tensor([seed % 50]), 1.0)
+    elif kind == "not finite":
+        row[seed % 50 :: 100] = math.inf
+        row[seed % 70 :: 90] = math.nan
+    elif kind == "nan":
+        row.fill_(math.nan)
+    return row
+
+
+KINDS = ("plain", "flat", "steps", "two levels", "few allowed", "one", "not finite", "nan")
+long_rows = st.builds(
+    long_row, st.sampled_from(KINDS), st.sampled_from([0.01, 1.0, 6.0, 40.0]), st.integers(0, 999)
+)
+
+
+def token_of_the_full_sort(row: torch.Tensor, spec: SamplingSpec, position: int) -> int:
+    """The token by sorting the whole vocabulary and adding up 2 ** -52ths in Python's integers."""
+    limits = torch.finfo(torch.float32)
+    finite = torch.nan_to_num(row, nan=limits.min, posinf=limits.max, neginf=limits.min)
+    below_highest = finite - finite.max()
+    scaled = below_highest / torch.tensor(spec.temperature).clamp_min(limits.tiny)
+    probabilities = scaled.softmax(dim=-1).tolist()
+    order = sorted(range(len(probabilities)), key=lambda token: (-probabilities[token], token))
+    kept, mass_before = [], 0
+    for rank, token in enumerate(order):
+        is_likely = probabilities[token] >= spec.min_p * probabilities[order[0]]
+        within_p = spec.top_p >= 1.0 or mass_before <= spec.top_p * 2**52
+        weight = int(probabilities[token] * 2**52)
+        if is_likely and within_p and (spec.top_k == 0 or rank < spec.top_k):
+            kept.append((token, weight))
+        mass_before += weight
+    if spec.top_k == 0 and spec.top_p >= 1.0:
+        kept.sort()  # without a cut by rank or mass the vocabulary's order is that of the draw
+    whole = sum(weight for _, weight in kept)
+    share = min(int(uniform_numbers([spec.seed], np.array([position]))[0] * whole), whole - 1)
+    for token, weight in kept:
+        if share < weight:
+            return token
+        share -= weight
+    raise AssertionError("a share of the whole is below the whole")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(long_rows, cuts, st.integers(0, 2**31 - 1)), min_size=1, max_size=6))
+def test_a_token_is_that_of_the_full_sort(rows):
+    sampling, positions = [spec for _, spec, _ in rows], torch.tensor([at for _, _, at in rows])
+    tokens = Sampler().sample(torch.stack([row for row, _, _ in rows]), sampling, positions)
+    assert tokens == [token_of_the_full_sort(*row) for row in rows]
+
+
+def test_only_rows_whose_mass_is_not_reached_are_drawn_again():
+    specs = [SamplingSpec(top_p=0.9), SamplingSpec(top_k=9), SamplingSpec(top_p=0.9, top_k=2000)]
+    kinds = [("plain", 6.0), ("flat", 1.0), ("two levels", 40.0), ("one", 1.0), ("plain", 0.01)]
+    rows = [(long_row(kind, scale, 1), spec, 4) for kind, scale in kinds for spec in specs]
+    logits, sampling = torch.stack([row for row, _, _ in rows]), [spec for _, spec, _ in rows]
+    drawn = Sampler().draw(logits, sampling, torch.full((len(rows),), 4))
+    first = drawn.token_ids.tolist()
+    open_rows = [row for row, token in enumerate(first) if token == UNDECIDED]
+    # Flat rows and the 400 equal ones of the upper level, where they fill the list: which of them
+    # it has is left open. The last kind: 0.9 of the mass is 2,000 tokens.
+    assert open_rows == [3, 4, 5, 7, 12, 14]
+    settled = drawn.settle(first)
+    assert settled == [token_of_the_full_sort(*row) for row in rows]
+    decided = [row for row in range(len(rows)) if row not in open_rows]
+    assert [settled[row] for row in decided] == [first[row] for row in decided]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "spec"),
+    [
+        (240, SamplingSpec(min_p=0.1)),
+        (20, SamplingSpec(min_p=0.1)),
+        (80, SamplingSpec(top_p=0.99, temperature=100.0)),
+        (80, SamplingSpec(top_k=600)),
+        (160, SamplingSpec(top_k=100)),
+    ],
+    ids=str,
+)
+def test_drawing_takes_no_more_memory_than_is_kept_free_for_it(num_rows, spec):
+    logits = torch.randn(num_rows, 2**17, generator=torch.Generator().manual_seed(2))
+    with LiveTensors() as live:
+        Sampler().sample(logits, [spec] * num_rows, torch.arange(num_rows))
+    limit_bytes = sampler_memory_bytes(2**17, num_rows)
+    assert live.peak_bytes <= limit_bytes
+    # The rest is for what torch's operators allocate for themselves.
+    assert live.peak_bytes > 0.2 * limit_bytes
 
 
 specs = st.builds(

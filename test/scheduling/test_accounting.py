@@ -32,10 +32,11 @@ def pipeline_of(
     return VirtualPipeline(scheduler, 1)
 
 
-def decided_load(pipeline: VirtualPipeline) -> PipelineLoad:
-    load = pipeline.scheduler.decided_load
-    assert load is not None
-    return load
+def load_of_next_step(pipeline: VirtualPipeline) -> PipelineLoad:
+    """Starts a step; returns what it was decided from."""
+    microbatch = pipeline.schedule()
+    assert microbatch is not None
+    return microbatch.load
 
 
 @pytest.mark.parametrize(
@@ -58,8 +59,7 @@ def test_waiting_tokens_by_hand(accounting: str, cold_tokens: int, warm_tokens: 
         for number in range(10):
             own = [200 + 10 * number + position for position in range(10)]
             pipeline.scheduler.add(make_request(str(number), PREFIX + own, 1))
-        pipeline.schedule()
-        load = decided_load(pipeline)
+        load = load_of_next_step(pipeline)
         assert (load.waiting_tokens, load.prompts) == (tokens, 10)
 
 
@@ -68,8 +68,7 @@ def test_a_prompt_counts_whole_until_it_is_admitted_and_by_its_rest_afterwards()
     pipeline.scheduler.add(make_request("first", [*PREFIX, 0], 0))
     pipeline.drain()
     pipeline.scheduler.add(make_request("r", [*PREFIX, *range(500, 610)], 1))
-    pipeline.schedule()
-    assert decided_load(pipeline).waiting_tokens == 200
+    assert load_of_next_step(pipeline).waiting_tokens == 200
     # 90 tokens were a hit and 200 / 8 are in flight.
     assert pipeline.scheduler.load(ACCOUNTINGS["gllm"]).waiting_tokens == 200 - 90 - 25
 
@@ -80,14 +79,14 @@ def test_a_free_list_without_its_cached_pages_pauses_prefill_but_never_for_ever(
 ) -> None:
     """The cache fills every idle page; only what the radix tree knows tells that they are idle."""
     naive, exact = (pipeline_of(name, num_pages=100, policy=policy) for name in ("naive", "radix"))
+    free_pages = []
     for pipeline in (naive, exact):
         pipeline.scheduler.add(make_request("first", list(range(99)), 2))
         pipeline.drain()
         pipeline.scheduler.add(make_request("second", [200] * 20, 30))
         pipeline.scheduler.add(make_request("third", [300] * 20, 2))
-        pipeline.schedule()
-    assert decided_load(naive).free_pages == 0
-    assert decided_load(exact).free_pages == 100
+        free_pages.append(load_of_next_step(pipeline).free_pages)
+    assert free_pages == [0, 100]
     assert naive.scheduler.load().free_pages == exact.scheduler.load().free_pages
     for pipeline in (naive, exact):
         pipeline.drain()

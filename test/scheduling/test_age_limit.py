@@ -37,8 +37,8 @@ def test_who_was_held_up_on_the_way_is_overdue_by_its_own_start() -> None:
     requests = {start: make_request(str(start), [1]) for start in (0.0, 4.0, 7.0, 2.0, 5.0)}
     for start, request in requests.items():
         ages.start(request, start)
-    for now in (10.5, 12.5, 14.5, 15.5, 17.5):
-        assert ages.overdue(now) == [requests[now - 10.5]]
+    for now_s in (10.5, 12.5, 14.5, 15.5, 17.5):
+        assert ages.overdue(now_s) == [requests[now_s - 10.5]]
 
 
 def test_a_request_that_ended_has_no_clock_left_of_either_kind() -> None:

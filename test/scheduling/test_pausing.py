@@ -122,14 +122,14 @@ def test_no_clock_runs_for_a_request_that_ended_in_the_pause_that_retracted_it()
     scheduler.abort(retracted.request_id, FinishReason("abort"))
     scheduler.resume()
     pipeline.drain()
-    pipeline.now += 50.0
+    pipeline.now_s += 50.0
     # Runs at once and for long.
     namesake = make_request(retracted.request_id, [1, 2, 3], 200)
-    namesake.arrival_s = pipeline.now
+    namesake.arrival_s = pipeline.now_s
     scheduler.add(namesake)
     pipeline.fill()
-    pipeline.now += 51.0
-    assert scheduler.end_overdue(pipeline.now) == []
+    pipeline.now_s += 51.0
+    assert scheduler.end_overdue(pipeline.now_s) == []
 
 
 def test_a_resume_without_a_pause_changes_nothing() -> None:

@@ -143,8 +143,8 @@ def test_without_priorities_a_full_queue_refuses() -> None:
 # Too long
 
 
-def finishes(pipeline: VirtualPipeline, now: float) -> list[tuple[str, str, int | None]]:
-    ended = pipeline.scheduler.end_overdue(now)
+def finishes(pipeline: VirtualPipeline, now_s: float) -> list[tuple[str, str, int | None]]:
+    ended = pipeline.scheduler.end_overdue(now_s)
     pipeline.scheduler.check_invariants()
     return [
         (request.request_id, request.finish.message, request.finish.status_code)
@@ -173,10 +173,10 @@ def test_a_request_that_runs_too_long_is_ended_and_its_pages_come_back(num_stage
     pipeline = pipeline_of(num_stages=num_stages, running_timeout_s=5.0)
     early, late = make_request("early", [1, 2], 50), make_request("late", [3], 50)
     pipeline.scheduler.add(early)
-    pipeline.now = 1.0
+    pipeline.now_s = 1.0
     advance(pipeline, 2)
     pipeline.scheduler.add(late)
-    pipeline.now = 4.0
+    pipeline.now_s = 4.0
     advance(pipeline, 2)
     pipeline.fill()
     assert finishes(pipeline, 6.5) == [("early", "Request running timeout reached.", 503)]
@@ -191,7 +191,7 @@ def test_the_time_of_a_finished_request_does_not_count_for_the_next_of_its_name(
     pipeline = pipeline_of(running_timeout_s=5.0)
     pipeline.scheduler.add(make_request("r", [1], 2))
     pipeline.drain()
-    pipeline.now = 4.0
+    pipeline.now_s = 4.0
     pipeline.scheduler.add(make_request("r", [1], 2))
     advance(pipeline, 1)
     assert finishes(pipeline, 6.0) == []
@@ -202,7 +202,7 @@ def test_after_a_retraction_the_wait_begins_anew_and_the_run_goes_on() -> None:
         pipeline = pipeline_of(max_running_requests=1, preemption_threshold=0, **limits)
         pipeline.scheduler.add(make_request("victim", [1], 50))
         advance(pipeline, 1)
-        pipeline.now = 10.0
+        pipeline.now_s = 10.0
         urgent = make_request("urgent", [2], 50, priority=1)
         urgent.arrival_s = 10.0
         pipeline.scheduler.add(urgent)
@@ -227,10 +227,10 @@ def test_a_request_knows_when_it_first_ran_and_when_its_first_token_was_known() 
     request = make_request("a", [1, 2, 3], 3)
     pipeline.scheduler.add(request)
     assert (request.started_s, request.first_token_s) == (None, None)
-    for now in (5.0, 7.0, 9.0):
-        pipeline.now = now
+    for now_s in (5.0, 7.0, 9.0):
+        pipeline.now_s = now_s
         pipeline.fill()
-        pipeline.now = now + 1
+        pipeline.now_s = now_s + 1
         pipeline.complete()
     assert request.finish is not None
     assert (request.started_s, request.first_token_s) == (5.0, 6.0)
@@ -240,11 +240,11 @@ def test_a_retraction_does_not_change_when_a_request_first_ran() -> None:
     pipeline = pipeline_of()
     request = make_request("a", [1, 2, 3], 4)
     pipeline.scheduler.add(request)
-    pipeline.now = 5.0
+    pipeline.now_s = 5.0
     advance(pipeline, 1)
     pipeline.scheduler.pause(retract=True)
     pipeline.scheduler.resume()
-    pipeline.now = 8.0
+    pipeline.now_s = 8.0
     advance(pipeline, 3)
     assert request.num_retractions == 1
     assert request.finish is not None

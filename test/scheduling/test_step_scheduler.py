@@ -5,18 +5,18 @@ from typing import Any
 import pytest
 from support.pipelines import (
     VirtualPipeline,
-    logprobs_of,
     logprobs_when_alone,
     make_request,
     output_when_alone,
 )
 
+from benchmark.fault_schedules.fake_model import logprobs_of
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ProtocolError, QueueFullError, RequestError
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.requests import FinishReason, LogprobRows, Request, RequestState
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.throttle import PipelineLoad, TokenBudget, make_policy
 
 ABORTED = FinishReason("abort", message="the client went away")
 
@@ -508,3 +508,32 @@ def test_a_request_id_in_use_is_refused_and_free_again_afterwards() -> None:
         add(pipeline, make_request("r", [2]))
     pipeline.drain()
     add(pipeline, make_request("r", [2]))
+
+
+def test_a_step_carries_the_load_and_the_budget_that_made_it() -> None:
+    """The second ones where it was decided again, because nothing could run before a retraction."""
+    decide = make_policy(small_chunks(2))
+    decisions: list[tuple[PipelineLoad, TokenBudget]] = []
+
+    def policy(load: PipelineLoad) -> TokenBudget:
+        decisions.append((load, decide(load)))
+        return decisions[-1][1]
+
+    args = SchedulingArgs(page_size=1, radix_cache=False)
+    scheduler = StepScheduler(args, policy, num_pages=20, num_stages=1, context_length=100)
+    pipeline = VirtualPipeline(scheduler, 1)
+    add(pipeline, make_request("late", [1], max_new_tokens=15))
+    pipeline.schedule()
+    pipeline.complete()
+    add(pipeline, make_request("first", list(range(17)), max_new_tokens=1, priority=1))
+    most_decisions = 0
+    while not scheduler.is_idle:
+        num_before = len(decisions)
+        microbatch = pipeline.schedule()
+        assert microbatch is not None
+        most_decisions = max(most_decisions, len(decisions) - num_before)
+        assert microbatch.load is decisions[-1][0]
+        assert microbatch.budget is decisions[-1][1]
+        assert microbatch.load.step_id == microbatch.step_id
+        pipeline.complete()
+    assert most_decisions == 2

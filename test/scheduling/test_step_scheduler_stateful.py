@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.pipelines import (
     VirtualPipeline,
-    logprobs_of,
     logprobs_when_alone,
     make_request,
     output_when_alone,
 )
 
+from benchmark.fault_schedules.fake_model import logprobs_of
 from sgl_pipeline.args import (
     ACCOUNTINGS,
     POLICIES,
@@ -124,7 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             logprob_start=logprob_start,
             constrained=constrained,
         )
-        request.arrival_s = self.pipeline.now
+        request.arrival_s = self.pipeline.now_s
         num_waiting = self.scheduler.num_waiting
         try:
             displaced = self.scheduler.add(request)
@@ -162,8 +162,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.integers(1, 4))
     def time_passes(self, seconds: int) -> None:
-        self.pipeline.now += seconds
-        for request in self.scheduler.end_overdue(self.pipeline.now):
+        self.pipeline.now_s += seconds
+        for request in self.scheduler.end_overdue(self.pipeline.now_s):
             assert request.finish in (WAITED_TOO_LONG, RAN_TOO_LONG)
 
     @rule(retract=st.booleans())

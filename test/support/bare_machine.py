@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from sgl_pipeline.pp_runner.cuda import toolkit
+
 # What FlashInfer or its set-up reads.
 _VARIABLES = "CUDA_HOME CUDA_PATH CXX CC FLASHINFER_USE_CUDA_NORM FLASHINFER_DISABLE_JIT".split()
 
@@ -31,6 +33,9 @@ class BareMachine:
         monkeypatch.setenv("PATH", str(self.commands))
         monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(root))
         monkeypatch.setattr(sys, "path", [str(self.site_packages), *sys.path])
+        # Not pip's own name for it: the environment of the tests may have those wheels.
+        self._wheels = Path("nvidia") / "cuda-of-the-tests"
+        monkeypatch.setattr(toolkit, "_PIP_TOOLKIT", self._wheels)
 
     @property
     def cache(self) -> Path:
@@ -51,7 +56,7 @@ class BareMachine:
 
     def add_wheels(self) -> Path:
         """What pip installs of a CUDA 13 toolkit, empty but for the versions."""
-        return make_toolkit(self.site_packages / "nvidia" / "cu13", library="libcudart.so.13")
+        return make_toolkit(self.site_packages / self._wheels, library="libcudart.so.13")
 
 
 def make_toolkit(root: Path, version: int = 13000, library: str = "libcudart.so") -> Path:

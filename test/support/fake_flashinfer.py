@@ -176,9 +176,9 @@ class Fakes:
         self.decode = FakeDecodeWrapper(self.recorder)
         self.graph_decodes: dict[int, FakeGraphDecodeWrapper] = {}
         self._graphs = graphs
-        self.attention = FlashInferAttention(shape, self.open)
+        self.attention = FlashInferAttention(shape, open_parts=self.open)
 
-    def open(self, shape: AttentionShape) -> FlashInferParts:
+    def open(self, shape: AttentionShape, prefill_kernels: str) -> FlashInferParts:
         return FlashInferParts(
             self.prefill, self.decode, lambda: self.recorder, self.open_graph_decode
         )

@@ -9,8 +9,9 @@ from itertools import count
 from pathlib import Path
 
 import torch
+from support.microbatches import microbatch_of
 
-from sgl_pipeline.microbatch import Chunk, Microbatch
+from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     choose_layer_kernels,
@@ -94,7 +95,7 @@ class StageChain:
         """Runs the next `length` tokens of each request in one microbatch and appends the greedy
         token to those that reached their last known one. Decodes must come first."""
         chunks = [self._chunk(request, length) for request, length in lengths]
-        plan = self._encoder.encode(Microbatch(next(self._step_ids), 0, tuple(chunks)))
+        plan = self._encoder.encode(microbatch_of(next(self._step_ids), tuple(chunks)))
         inputs = build_step_inputs(self._mirror.apply(plan), self._page_size, CPU)
         self._attention.plan(inputs.layout)
         hidden = None

@@ -1,7 +1,7 @@
 """The share of decodes that one step carries."""
 
+from sgl_pipeline.pipeline_load import PipelineLoad
 from sgl_pipeline.throttle.decode_balance import balanced_decodes
-from sgl_pipeline.throttle.load import PipelineLoad
 
 
 def share(step_id: int, running: int, ready: int | None = None, depth: int = 4) -> int:

@@ -28,15 +28,18 @@ _HEAD_DIMS = (64, 128, 256)
 _LARGEST_GROUP_WITHOUT_TENSOR_CORES = 2
 
 
-def open_flashinfer(shape: AttentionShape) -> FlashInferParts:
+def open_flashinfer(shape: AttentionShape, prefill_kernels: str) -> FlashInferParts:
     """FlashInfer's wrappers on the device of `shape`.
 
     All share one workspace: their kernels follow each other on one stream.
 
-    Raises ConfigurationError when flashinfer or the compilers that it needs are missing.
+    Raises ConfigurationError when flashinfer or the compilers that it needs are missing, or for fa3
+    on a GPU that is no Hopper.
     """
     with building_kernels():
         import flashinfer
+    if prefill_kernels == "fa3":
+        _require_hopper(shape.device)
     workspace = torch.zeros(workspace_bytes(shape), dtype=torch.uint8, device=shape.device)
     group = shape.num_query_heads // shape.num_kv_heads
     use_tensor_cores = group > _LARGEST_GROUP_WITHOUT_TENSOR_CORES
@@ -57,13 +60,25 @@ def open_flashinfer(shape: AttentionShape) -> FlashInferParts:
         )
 
     return FlashInferParts(
-        prefill=flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD"),
+        prefill=flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace, "NHD", backend=prefill_kernels
+        ),
         decode=flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=use_tensor_cores
         ),
         open_event=torch.cuda.Event,
         open_graph_decode=open_graph_decode,
     )
+
+
+def _require_hopper(device: torch.device) -> None:
+    """FlashInfer itself would compile its fa3 kernels for any GPU, and fail at the first launch."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        raise ConfigurationError(
+            f"--stage-prefill-kernels fa3 needs a GPU of compute capability 9 (Hopper), this is "
+            f"{major}.{minor}; choose fa2 or auto"
+        )
 
 
 def workspace_bytes(shape: AttentionShape) -> int:
@@ -85,15 +100,18 @@ class FlashInferAttention:
 
     Args:
         shape: head dim 64, 128 or 256.
+        prefill_kernels: of the prefill wrapper: fa2, fa3 or auto, which is FlashInfer's own choice.
         open_parts: makes the wrappers.
 
-    Raises ConfigurationError for a dtype or head dim without a kernel, or without flashinfer.
+    Raises ConfigurationError for a dtype or head dim without a kernel, for prefill kernels that the
+    GPU has not, or without flashinfer.
     """
 
     def __init__(
         self,
         shape: AttentionShape,
-        open_parts: Callable[[AttentionShape], FlashInferParts] = open_flashinfer,
+        prefill_kernels: str = "auto",
+        open_parts: Callable[[AttentionShape, str], FlashInferParts] = open_flashinfer,
     ) -> None:
         if shape.dtype not in _DTYPES or shape.head_dim not in _HEAD_DIMS:
             raise ConfigurationError(
@@ -102,7 +120,7 @@ class FlashInferAttention:
                 "--stage-attention-backend torch"
             )
         self._shape = shape
-        self._parts = open_parts(shape)
+        self._parts = open_parts(shape, prefill_kernels)
         self._planned = self._parts.open_event()
         self._num_decodes = 0
         self._num_rows = 0

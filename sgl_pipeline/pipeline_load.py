@@ -1,7 +1,9 @@
 """What a policy sees and what it answers: both halves of the door between scheduling and throttle.
 
-`StepScheduler` takes a `PipelineLoad` before each admission; a policy turns it into a
-`TokenBudget` and must be a pure function of it (no clock, no memory, no randomness).
+On the ground floor because each `Microbatch` carries the two that it was decided from; other rooms
+take them from `throttle`. `StepScheduler` takes a `PipelineLoad` before each admission; a policy
+turns it into a `TokenBudget` and must be a pure function of it (no clock, no memory, no
+randomness).
 """
 
 from dataclasses import dataclass

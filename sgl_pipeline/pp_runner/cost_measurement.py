@@ -1,7 +1,7 @@
 """Times the parts of a model on this worker: a layer of each kind, the embedding and the head.
 
 Called by the stage worker before it knows its stage, for `--pp-layer-partition auto`. The weights
-are made up: no product's time depends on them. Decides nothing: `stage_plan.py` does.
+are made up: no product's time depends on them. Decides nothing: `migration/` does.
 """
 
 import math
@@ -31,7 +31,7 @@ from sgl_pipeline.pp_runner.sampler import Sampler
 from sgl_pipeline.pp_runner.stage_model import OutputHead
 from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.requests import SamplingSpec
-from sgl_pipeline.stage_plan import TYPICAL_STEP, StageCosts
+from sgl_pipeline.stage_costs import TYPICAL_STEP, StageCosts
 from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
 
 # Head and embedding of a large vocabulary are timed on a part of it, which no cache holds either.
@@ -51,7 +51,7 @@ def measure_stage_costs(assignment: StageAssignment) -> StageCosts:
     Raises ConfigurationError as loading the stage would.
     """
     pin_threads(assignment.cpu_threads, assignment.cpu_cores)
-    device = open_device(assignment.device, assignment.stage)
+    device = open_device(assignment.device, assignment.gpu)
     costs = _measure(assignment, device)
     release_memory(device)  # of what was made up; the weights need the room
     return costs
@@ -63,7 +63,9 @@ def _measure(assignment: StageAssignment, device: torch.device) -> StageCosts:
     spec = read_model_spec(assignment.model_path)
     shape = spec.attention_shape(assignment.page_size, dtype, device)
     attention = make_attention_backend(
-        choose_attention_backend(assignment.attention_backend, shape), shape
+        choose_attention_backend(assignment.attention_backend, shape),
+        shape,
+        assignment.prefill_kernels,
     )
     kernels = make_layer_kernels(choose_layer_kernels(assignment.layer_kernels, dtype, device))
     weights = _MadeUpWeights(dtype, device)

@@ -8,10 +8,11 @@ import torch
 from support.tiny_models import NUM_LAYERS, VOCAB_SIZE, tiny_model
 
 from sgl_pipeline.messages import StageAssignment
-from sgl_pipeline.pp_runner import stage_costs
+from sgl_pipeline.pp_runner import cost_measurement
+from sgl_pipeline.pp_runner.cost_measurement import measure_stage_costs
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
-from sgl_pipeline.pp_runner.stage_costs import measure_stage_costs
-from sgl_pipeline.stage_plan import TYPICAL_STEP, StagePlan
+from sgl_pipeline.stage_costs import TYPICAL_STEP
+from sgl_pipeline.stage_plan import StagePlan
 
 
 def assignment(path: Path, dtype: str = "float32") -> StageAssignment:
@@ -47,14 +48,14 @@ def test_layers_of_a_kind_share_one_time() -> None:
 
 def test_a_part_of_a_large_vocabulary_stands_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_model("qwen3")
-    monkeypatch.setattr(stage_costs, "_median_ms", lambda calls, *_: dict.fromkeys(calls, 2.0))
-    monkeypatch.setattr(stage_costs, "_MOST_TABLE_BYTES", VOCAB_SIZE // 4 * 64 * 4)
+    monkeypatch.setattr(cost_measurement, "_median_ms", lambda calls, *_: dict.fromkeys(calls, 2.0))
+    monkeypatch.setattr(cost_measurement, "_MOST_TABLE_BYTES", VOCAB_SIZE // 4 * 64 * 4)
     costs = measure_stage_costs(assignment(path))
     assert (costs.embedding_ms, costs.head_ms) == (2.0, 8.0)
 
 
 def test_a_model_of_few_positions_is_measured_as_well() -> None:
     spec = dataclasses.replace(read_model_spec(tiny_model("qwen3")), context_length=3)
-    inputs = stage_costs._typical_inputs(spec, 16, torch.device("cpu"))
+    inputs = cost_measurement._typical_inputs(spec, 16, torch.device("cpu"))
     assert inputs.num_tokens == TYPICAL_STEP.decodes + 2
     assert len(inputs.sampling) == TYPICAL_STEP.decodes
