@@ -21,10 +21,7 @@ from benchmark.check_cuda import CHECKING_VARIABLE
 from benchmark.gpu.compiled_planners import build_planner, planner_folder
 from benchmark.gpu.kernel_modules import Build, compile_module, prepare
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.attention.flashinfer_attention import (
-    open_flashinfer,
-    workspace_bytes,
-)
+from sgl_pipeline.pp_runner.attention.flashinfer_attention import open_flashinfer
 from sgl_pipeline.pp_runner.attention.flashinfer_parts import FlashInferParts
 
 # Else a run of all tests would download and compile for minutes, and would have imported FlashInfer
@@ -71,27 +68,15 @@ class NoEvent:
 
 
 class HostWrappers:
-    """An `open_parts` that makes the library's own wrappers on the CPU, and keeps them.
+    """An `open_parts` that makes the library's own wrappers on the CPU, and keeps them in `parts`.
 
-    To be used inside `planners`. The workspace has the size that we give it.
-
-    Args:
-        prefill_backend: of the prefill wrapper; the library's choice is `auto`.
+    To be used inside `planners`.
     """
 
-    def __init__(self, prefill_backend: str = "auto") -> None:
-        self._prefill_backend = prefill_backend
-        self.parts: FlashInferParts
+    parts: FlashInferParts
 
-    def __call__(self, shape: AttentionShape, *prefill_kernels: str) -> FlashInferParts:
-        import flashinfer
-
-        workspace = torch.zeros(workspace_bytes(shape), dtype=torch.uint8)
-        prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "NHD", backend=self._prefill_backend
-        )
-        parts = open_flashinfer(shape, *prefill_kernels)
-        self.parts = replace(parts, prefill=prefill, open_event=NoEvent)
+    def __call__(self, shape: AttentionShape, prefill_kernels: str = "auto") -> FlashInferParts:
+        self.parts = replace(open_flashinfer(shape, prefill_kernels), open_event=NoEvent)
         return self.parts
 
 
@@ -118,6 +103,7 @@ def planners(*names: str) -> Iterator[None]:
         mock.patch.object(flashinfer.jit.env, "FLASHINFER_AOT_DIR", planner_folder()),
         mock.patch.dict(os.environ, FLASHINFER_DISABLE_JIT="1"),
         mock.patch("torch.empty", empty_unpinned),
+        mock.patch("torch.cuda.get_device_capability", hopper),
         mock.patch("flashinfer.utils.is_sm90a_supported", lambda device: True),
         mock.patch("flashinfer.utils.get_compute_capability", hopper),
         mock.patch("flashinfer.decode.get_compute_capability", hopper),

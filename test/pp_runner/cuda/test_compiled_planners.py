@@ -190,8 +190,8 @@ def prefill_steps() -> Iterator[tuple[list[int], list[int]]]:
 @all_heads
 def test_fa2_prefill_takes_1_to_1000_chunks(heads: tuple[int, int]) -> None:
     shape = shape_of(heads)
-    wrappers = HostWrappers("fa2")
-    attention = FlashInferAttention(shape, open_parts=wrappers)
+    wrappers = HostWrappers()
+    attention = FlashInferAttention(shape, "fa2", open_parts=wrappers)
     for key_counts, rows in prefill_steps():
         attention.plan(layout_of(key_counts, rows))
         assert wrappers.parts.prefill._backend == "fa2"
@@ -203,8 +203,8 @@ def test_fa2_prefill_takes_1_to_1000_chunks(heads: tuple[int, int]) -> None:
 @all_heads
 def test_fa3_prefill_takes_1_to_1000_chunks(heads: tuple[int, int]) -> None:
     shape = shape_of(heads)
-    wrappers = HostWrappers("fa3")
-    attention = FlashInferAttention(shape, open_parts=wrappers)
+    wrappers = HostWrappers()
+    attention = FlashInferAttention(shape, "fa3", open_parts=wrappers)
     for key_counts, rows in prefill_steps():
         attention.plan(layout_of(key_counts, rows))
         assert wrappers.parts.prefill._backend == "fa3"
