@@ -5,6 +5,7 @@ PORT ?= 30000
 ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+CHECK_ARGS ?=
 EXAMPLES ?= 3000
 # An index with PyTorch's CPU builds, where pip's own index has only the CUDA ones.
 TORCH_INDEX ?=
@@ -46,6 +47,7 @@ help:
 	@echo 'make setup   create .venv and install the pinned requirements ($(SET) set)'
 	@echo 'make test    set-up, then the tests              PYTEST_ARGS="-k scheduling"'
 	@echo 'make test-gpu  set-up, then the tests that need an NVIDIA GPU; the first run compiles for minutes'
+	@echo 'make check-cuda  compile FlashInfer for a GPU without one, and test its planners; minutes'
 	@echo 'make serve   set-up, then the demo server        PORT=31000 ARGS="--pp 2 --policy sarathi"'
 	@echo 'make fuzz    set-up, then thousands of random requests   EXAMPLES=3000'
 	@echo 'make lint    ruff, ruff format and mypy'
@@ -83,7 +85,7 @@ $(VENV)/contract/installed-%: | $(STAMP)
 
 .PHONY: test
 test: $(STAMP) $(CONTRACT_STAMP) | check-sglang
-	$(VENV_PYTHON) -m pytest -m 'not gpu' $(PYTEST_ARGS)
+	$(VENV_PYTHON) -m pytest -m 'not gpu and not cuda_toolkit' $(PYTEST_ARGS)
 
 # They skip where there is no GPU; here its absence is a failure.
 .PHONY: test-gpu
@@ -91,6 +93,11 @@ test-gpu: $(STAMP)
 	@$(VENV_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 		{ echo 'make test-gpu needs an NVIDIA GPU that PyTorch can use ($(SET) set).' >&2; exit 1; }
 	$(VENV_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
+# Minutes and 600 MB of wheels the first time, so no part of `make test`.
+.PHONY: check-cuda
+check-cuda: $(STAMP)
+	$(VENV_PYTHON) -m benchmark.check_cuda $(CHECK_ARGS)
 
 IMPORT_SGLANG := from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim as shim; \
 	shim(); import sglang

@@ -55,6 +55,11 @@ def test_a_layer_partition_is_no_depth() -> None:
     assert "--pp 4 --port 30000 --pp-layer-partition 5,4,4,3" in command
 
 
+def pins_of(name: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line and line[0] != "#")
+
+
 def header(versions: str) -> str:
     return f"echo '+------+'; echo '| NVIDIA-SMI 580.95  {versions}  |'; echo '| 0 H200 |'"
 
@@ -98,13 +103,24 @@ def test_the_gpu_tests_have_a_target_that_fails_without_a_gpu() -> None:
     assert "torch.cuda.is_available" in commands.partition("pytest -m gpu")[0]
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "dev", "contract"])
+def test_what_compiles_flashinfer_for_minutes_has_a_target_of_its_own() -> None:
+    assert "-m 'not gpu and not cuda_toolkit'" in commands_of("test")
+    assert "-m benchmark.check_cuda" in commands_of("check-cuda")
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "dev", "contract", "check-cuda"])
 def test_every_requirement_is_pinned(name: str) -> None:
     lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
     requirements = [line for line in lines if line and not line.startswith("#")]
     assert [line for line in requirements if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
     names = [line.partition("==")[0].lower().replace("_", "-") for line in requirements]
     assert len(names) == len(set(names))
+
+
+def test_check_cuda_compiles_with_the_pins_of_the_cuda_set() -> None:
+    checked, whole = (pins_of(name) for name in ("check-cuda", "cuda"))
+    assert checked == {name: whole.get(name) for name in checked}
+    assert {"flashinfer-python", "nvidia-cuda-nvcc", "nvidia-nvvm"} <= set(checked)
 
 
 def test_both_sets_install_the_same_sglang() -> None:
@@ -114,8 +130,7 @@ def test_both_sets_install_the_same_sglang() -> None:
 
 def test_the_cuda_compiler_is_of_the_same_release_as_its_headers() -> None:
     # FlashInfer's headers refuse another compiler: they compare these releases.
-    lines = (ROOT / "requirements" / "cuda.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if "==" in line and line[0] != "#")
+    pins = pins_of("cuda")
     of_the_compiler = ["cuda-nvcc", "cuda-crt", "cuda-nvrtc", "cuda-runtime", "nvvm"]
     versions = [pins[f"nvidia-{name}"] for name in of_the_compiler]
     assert {version.rpartition(".")[0] for version in versions} == {"13.0"}

@@ -59,6 +59,16 @@ def find_toolkit(cache_directory: Path, system_toolkit: Path = _SYSTEM_TOOLKIT) 
         ) from error
 
 
+def link_pip_toolkit(cache_directory: Path) -> Path | None:
+    """Returns the toolkit of pip's wheels, whatever else the machine has, or None without them.
+
+    It is a folder of links in `cache_directory`, as in `find_toolkit`. Raises OSError when the
+    links cannot be made.
+    """
+    wheels = _pip_toolkit()
+    return None if wheels is None else _linked_toolkit(wheels, cache_directory)
+
+
 def _why_unfit(root: Path) -> str | None:
     """Why FlashInfer's kernels cannot be compiled with the toolkit of `root`; None when they can.
 
