@@ -48,12 +48,6 @@ def pin_threads(num_threads: int, cores: tuple[int, ...]) -> None:
     torch.set_num_threads(num_threads)
 
 
-def wait_for_device(device: torch.device) -> None:
-    """Returns when all that was asked of the device is done; on a CPU it always is."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def release_memory(device: torch.device) -> None:
     """Gives back what torch keeps of a GPU's memory for tensors that are gone."""
     if device.type == "cuda":
