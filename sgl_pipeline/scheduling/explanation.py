@@ -4,9 +4,8 @@ Asked for now and then, about one request: it may look at all that wait, which a
 does. It follows the rules of `Admission.fill` in their order, and changes nothing.
 """
 
+from dataclasses import dataclass
 from typing import Literal
-
-import msgspec
 
 from sgl_pipeline.pipeline_load import TokenBudget
 from sgl_pipeline.requests import Request, RequestState
@@ -19,7 +18,8 @@ Rule = Literal[
 ]
 
 
-class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
     """What one request waits for.
 
     `rule` is what holds it: its step is in the pipeline (`in-flight`), the scheduler is paused
