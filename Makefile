@@ -5,6 +5,7 @@ PORT ?= 30000
 ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+CHECK_ARGS ?=
 EXAMPLES ?= 3000
 # An index with PyTorch's CPU builds, where pip's own index has only the CUDA ones.
 TORCH_INDEX ?=
@@ -13,12 +14,26 @@ VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 SUPPORTED := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
-# cuda where an NVIDIA driver answers, cpu elsewhere; `make setup SET=cpu` overrides.
-SET ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+# cuda where nvidia-smi reports a driver for CUDA 13, cpu elsewhere; `make setup SET=cpu` overrides.
+# Drivers from 610 on call it the CUDA UMD version.
+ifndef SET
+DRIVER_CUDA := $(shell nvidia-smi 2>/dev/null | \
+	sed -n 's/.*CUDA[A-Za-z ]*Version *: *\([0-9][0-9.]*\).*/\1/p' | head -n 1)
+SET := $(if $(filter-out 0 1 2 3 4 5 6 7 8 9 10 11 12,$(basename $(DRIVER_CUDA))),cuda,cpu)
+ifneq ($(shell command -v nvidia-smi 2>/dev/null),)
+ifeq ($(SET),cpu)
+WHY_NOT_CUDA := nvidia-smi reports $(or $(DRIVER_CUDA:%=CUDA %),no CUDA version), and the CUDA set \
+	needs a driver for CUDA 13 (580 or later): the CPU set is installed.
+endif
+endif
+endif
 REQUIREMENTS := requirements/$(SET).txt requirements/dev.txt
 # The stamp's name changes with the set and its pins, and with them the need to install.
 FINGERPRINT := $(shell cat $(REQUIREMENTS) | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/installed-$(SET)-$(FINGERPRINT)
+# What the tests of our calls of FlashInfer need where the set has not got it.
+CONTRACT_FINGERPRINT := $(shell cksum < requirements/contract.txt | cut -d' ' -f1)
+CONTRACT_STAMP := $(if $(filter cpu,$(SET)),$(VENV)/contract/installed-$(CONTRACT_FINGERPRINT))
 
 # pip reports errors only: machines with a local index print a warning for every package it lacks.
 PIP_INSTALL := $(VENV_PYTHON) -m pip install -qq --no-input --disable-pip-version-check \
@@ -31,6 +46,8 @@ PIP_INSTALL := $(VENV_PYTHON) -m pip install -qq --no-input --disable-pip-versio
 help:
 	@echo 'make setup   create .venv and install the pinned requirements ($(SET) set)'
 	@echo 'make test    set-up, then the tests              PYTEST_ARGS="-k scheduling"'
+	@echo 'make test-gpu  set-up, then the tests that need an NVIDIA GPU; the first run compiles for minutes'
+	@echo 'make check-cuda  compile FlashInfer for a GPU without one, and test its planners; minutes'
 	@echo 'make serve   set-up, then the demo server        PORT=31000 ARGS="--pp 2 --policy sarathi"'
 	@echo 'make fuzz    set-up, then thousands of random requests   EXAMPLES=3000'
 	@echo 'make lint    ruff, ruff format and mypy'
@@ -41,6 +58,7 @@ help:
 setup: $(STAMP)
 
 $(STAMP):
+	@$(if $(WHY_NOT_CUDA),echo '$(WHY_NOT_CUDA)' >&2)
 	@python=; for name in $(or $(PYTHON),python3.12 python3.11 python3 python); do \
 		if $$name -c '$(SUPPORTED)' >/dev/null 2>&1; then python=$$name; break; fi; \
 	done; \
@@ -59,9 +77,27 @@ $(STAMP):
 	@touch $@
 	@echo 'Set-up done'
 
+$(VENV)/contract/installed-%: | $(STAMP)
+	@echo 'Installing FlashInfer for its tests'
+	@rm -rf $(@D)
+	@$(PIP_INSTALL) --no-deps --target $(@D) -r requirements/contract.txt
+	@touch $@
+
 .PHONY: test
-test: $(STAMP) | check-sglang
-	$(VENV_PYTHON) -m pytest -m 'not gpu' $(PYTEST_ARGS)
+test: $(STAMP) $(CONTRACT_STAMP) | check-sglang
+	$(VENV_PYTHON) -m pytest -m 'not gpu and not cuda_toolkit' $(PYTEST_ARGS)
+
+# They skip where there is no GPU; here its absence is a failure.
+.PHONY: test-gpu
+test-gpu: $(STAMP)
+	@$(VENV_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+		{ echo 'make test-gpu needs an NVIDIA GPU that PyTorch can use ($(SET) set).' >&2; exit 1; }
+	$(VENV_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
+# Minutes and 600 MB of wheels the first time, so no part of `make test`.
+.PHONY: check-cuda
+check-cuda: $(STAMP)
+	$(VENV_PYTHON) -m benchmark.check_cuda $(CHECK_ARGS)
 
 IMPORT_SGLANG := from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim as shim; \
 	shim(); import sglang

@@ -16,6 +16,56 @@ from benchmark.machine import describe_machine, describe_software
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
+class DatedResult:
+    """The two files of one result, `<stem>.json` and `<stem>.md`, written again as often as it
+    grows; `stem` is `<date>_<name>` in `folder`, and no other result's.
+
+    Args:
+        module: the benchmark, `benchmark.<module>`, whose command line is recorded.
+    """
+
+    def __init__(self, module: str, name: str, folder: Path = RESULTS) -> None:
+        now = datetime.datetime.now(datetime.UTC)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.stem = folder / f"{now:%Y-%m-%d_%H%M}_{name}"
+        number = 1
+        while self.stem.with_suffix(".json").exists():
+            number += 1
+            self.stem = folder / f"{now:%Y-%m-%d_%H%M}_{number}_{name}"
+        self._title = f"{name}, {now.isoformat(timespec='seconds')}"
+        self._date = now.isoformat(timespec="seconds")
+        self._command = shlex.join(["python", "-m", f"benchmark.{module}", *sys.argv[1:]])
+        self._groups = {"machine": describe_machine(), "software": describe_software()}
+
+    def write(
+        self,
+        facts: Mapping[str, Mapping[str, str]],
+        record: Mapping[str, Any],
+        texts: Sequence[str],
+    ) -> None:
+        """Writes both files; one that was there stays whole until its successor is.
+
+        Args:
+            facts: groups of facts that both files show.
+            record: goes to the JSON file alone.
+            texts: go to the Markdown file alone.
+        """
+        groups = {**self._groups, **facts}
+        whole = {"date": self._date, "command": self._command, **groups, **record}
+        self._replace(".json", json.dumps(whole, indent=1) + "\n")
+        lines = [f"# {self._title}", "", "```", self._command, "```", ""]
+        for group, values in groups.items():
+            described = "; ".join(f"{key} {value}" for key, value in values.items())
+            lines.append(f"{group}: {described}  ")
+        text = "\n".join(lines) + "\n\n" + "\n\n".join(filter(None, texts)) + "\n"
+        self._replace(".md", text)
+
+    def _replace(self, suffix: str, text: str) -> None:
+        draft = self.stem.with_suffix(f"{suffix}.part")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(self.stem.with_suffix(suffix))
+
+
 def save_result(
     module: str,
     name: str,
@@ -24,28 +74,10 @@ def save_result(
     texts: Sequence[str],
     folder: Path = RESULTS,
 ) -> Path:
-    """Writes `<date>_<name>.json` and `.md`; returns the path without its suffix.
-
-    Args:
-        module: the benchmark, `benchmark.<module>`, whose command line is recorded.
-        facts: groups of facts that both files show.
-        record: goes to the JSON file alone.
-        texts: go to the Markdown file alone.
-    """
-    now = datetime.datetime.now(datetime.UTC)
-    date = now.isoformat(timespec="seconds")
-    command = shlex.join(["python", "-m", f"benchmark.{module}", *sys.argv[1:]])
-    groups = {"machine": describe_machine(), "software": describe_software(), **facts}
-    stem = folder / f"{now:%Y-%m-%d_%H%M}_{name}"
-    whole = {"date": date, "command": command, **groups, **record}
-    stem.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    lines = [f"# {name}, {date}", "", "```", command, "```", ""]
-    for group, values in groups.items():
-        lines.append(f"{group}: " + "; ".join(f"{key} {value}" for key, value in values.items()))
-        lines[-1] += "  "
-    text = "\n".join(lines) + "\n\n" + "\n\n".join(filter(None, texts)) + "\n"
-    stem.with_suffix(".md").write_text(text, encoding="utf-8")
-    return stem
+    """Writes a result that is complete; see `DatedResult`. Returns the path without its suffix."""
+    result = DatedResult(module, name, folder)
+    result.write(facts, record, texts)
+    return result.stem
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,24 +1,30 @@
 """The load of `bench_decisions`: a queue and a full pipeline that are kept at their size.
 
-Drives a `StepScheduler` alone, with a token for every sample and no stages: what is timed is
-deciding, nothing else. Prompts are drawn from 256 ids, whose integers Python keeps once.
+Drives a `PipelineCore` without stages, with a token for every sample: what is timed is deciding,
+nothing else. Prompts are drawn from 256 ids, whose integers Python keeps once.
 """
 
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
-from sgl_pipeline.requests import GREEDY, Request, StopRules
+from sgl_pipeline.pipeline.open_step import OpenStep
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.requests import GREEDY, LogprobRows, Request, StopRules, TokenEvent
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.throttle import make_policy
 
 T = TypeVar("T")
 OPERATIONS = ("next_microbatch", "on_result", "add")
+_NO_TIME = StageTiming(*[0.0] * 7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +65,38 @@ class Timings:
         self.elapsed_s[operation].append(time.perf_counter() - elapsed)
         return result
 
+    def drop_last(self, operation: str) -> None:
+        self.processor_s[operation].pop()
+        self.elapsed_s[operation].pop()
+
     def forget(self, operation: str) -> None:
         self.elapsed_s[operation].clear()
         self.processor_s[operation].clear()
+
+
+class TimedScheduler(StepScheduler):
+    """Writes down how long its decisions take."""
+
+    timings: Timings
+
+    def next_microbatch(self, now_s: float) -> Microbatch | None:
+        microbatch = self.timings.call("next_microbatch", super().next_microbatch, now_s)
+        if microbatch is None:
+            self.timings.drop_last("next_microbatch")  # the pipeline was full: nothing was decided
+        return microbatch
+
+    def on_result(
+        self,
+        step_id: int,
+        token_ids: Sequence[int],
+        now_s: float,
+        logprobs: Sequence[LogprobRows] = (),
+    ) -> list[TokenEvent]:
+        call, book = self.timings.call, super().on_result
+        return call("on_result", book, step_id, token_ids, now_s, logprobs)
+
+    def add(self, request: Request) -> Request | None:
+        return self.timings.call("add", super().add, request)
 
 
 class DecisionLoad:
@@ -78,7 +113,7 @@ class DecisionLoad:
         num_pages = int(
             scenario.pool_share * scenario.running * longest_tokens / scenario.page_size
         )
-        self._scheduler = StepScheduler(
+        self._scheduler = TimedScheduler(
             SchedulingArgs(
                 page_size=scenario.page_size,
                 max_running_requests=scenario.running,
@@ -89,43 +124,49 @@ class DecisionLoad:
             num_stages=scenario.num_stages,
             context_length=longest_tokens,
         )
-        self._in_flight: deque[Microbatch] = deque()
+        self._scheduler.timings = self._timings = Timings()
+        # One stage reports each step: what others would report costs no decision.
+        self._core = PipelineCore(self._scheduler, StagePlan(0, (1,)))
+        self._in_flight: deque[OpenStep] = deque()
 
     def measure(self, num_steps: int) -> Timings:
         """Fills queue and pipeline, then times `num_steps` steps."""
-        timings = Timings()
-        self._refill(timings)
+        timings = self._timings
+        self._refill()
         # A generation of requests must have come and gone: only then is the cache as full as ever.
         warm_steps = self._scenario.num_stages * self._scenario.output_tokens[1]
         for _ in range(warm_steps):
-            self._step(timings)
+            self._step()
         retractions = self._scheduler.num_retractions
         for operation in OPERATIONS:
             timings.forget(operation)
         running = 0
         for _ in range(num_steps):
-            self._step(timings)
+            self._step()
             running += self._scheduler.num_running
         timings.num_retractions = self._scheduler.num_retractions - retractions
         timings.mean_running = running / num_steps
         return timings
 
-    def _step(self, timings: Timings) -> None:
+    def _step(self) -> None:
         """Fills the pipeline, completes one step, and replaces the requests that ended."""
-        scheduler = self._scheduler
-        while len(self._in_flight) < self._scenario.num_stages:
-            microbatch = timings.call("next_microbatch", scheduler.next_microbatch, 0.0)
-            if microbatch is None:
-                break
-            self._in_flight.append(microbatch)
-        done = self._in_flight.popleft()
-        token_ids = [1] * done.num_samples
-        timings.call("on_result", scheduler.on_result, done.step_id, token_ids, 0.0)
-        self._refill(timings)
+        while (step := self._core.next_step(0.0)) is not None:
+            self._in_flight.append(step)
+        done = self._in_flight.popleft().microbatch
+        report = StageReport(
+            stage=0,
+            step_id=done.step_id,
+            epoch=0,
+            timing=_NO_TIME,
+            token_ids=(1,) * done.num_samples,
+        )
+        self._core.take_report(report, 0.0)
+        self._core.take_records()
+        self._refill()
 
-    def _refill(self, timings: Timings) -> None:
+    def _refill(self) -> None:
         while self._scheduler.num_waiting < self._scenario.waiting:
-            timings.call("add", self._scheduler.add, self._request())
+            self._scheduler.add(self._request())
 
     def _request(self) -> Request:
         scenario, number = self._scenario, self._num_made

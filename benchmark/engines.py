@@ -1,7 +1,8 @@
 """The servers that a benchmark compares: how each is started, waited for and ended.
 
 An engine is written `ours --pp 2 --policy sarathi`, `vllm --pp 2`, `sglang --pp 2` or
-`transformers --pp 1`; every flag but `--pp` is handed on as it stands. Used by the benchmarks that
+`transformers --pp 1`; every flag except `--pp` is handed on as it stands. `ours@COMMIT` is our
+server as of that commit. Used by the benchmarks that
 start servers, one engine at a time. Prefix caches are off unless asked for: with them, a repeated
 load is answered from the cache.
 """
@@ -18,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -33,6 +34,8 @@ _STOP_TIMEOUT_S = 30.0
 _CHILDREN_TIMEOUT_S = 5.0
 _POLL_INTERVAL_S = 0.5
 _LOG_LINES_SHOWN = 20
+_ROOT = Path(__file__).resolve().parents[1]
+_COMMITS = _ROOT / "build" / "commits"
 
 
 class EngineFailure(SglPipelineError):
@@ -44,7 +47,8 @@ class Engine:
     """One server to measure. Without a command it runs already and is left running.
 
     `client_backend` is what `sglang.bench_serving --backend` calls its protocol; `trace_path` is
-    where the server writes its StepRecords, for ours.
+    where the server writes its StepRecords, for ours. `directory` is where the command runs: Python
+    takes the package from there.
     """
 
     label: str
@@ -53,6 +57,7 @@ class Engine:
     command: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     trace_path: Path | None = None
+    directory: Path | None = None
 
 
 def parse_engine(
@@ -75,17 +80,40 @@ def parse_engine(
         ConfigurationError: for an unknown kind, or a peer with more stages than cores.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    parser.add_argument("kind", choices=_BUILDERS)
+    parser.add_argument("kind")
     parser.add_argument("--pp", type=int, default=2)
     words = shlex.split(text)
     try:
         parsed, flags = parser.parse_known_args(words)
-    except (argparse.ArgumentError, SystemExit):
+        kind, _, commit = parsed.kind.partition("@")
+        build = _BUILDERS[kind]
+    except (argparse.ArgumentError, SystemExit, KeyError):
         raise ConfigurationError(
             f"--engine {text!r} must begin with one of {', '.join(_BUILDERS)}; --pp wants a number"
         ) from None
     served = _Served(" ".join(words), model, port, parsed.pp, tuple(flags), prefix_cache)
-    return _BUILDERS[parsed.kind](served, scratch, cores)
+    if commit and build is not _ours:
+        raise ConfigurationError(f"--engine {text!r}: only ours can be had as of a commit")
+    engine = build(served, scratch, cores)
+    return engine if not commit else replace(engine, directory=_checkout(commit))
+
+
+def _checkout(commit: str) -> Path:
+    """A work tree of `commit`, made unless it is there."""
+    try:
+        path = _COMMITS / _git("rev-parse", "--short", f"{commit}^{{commit}}")
+        if not path.exists():
+            _git("worktree", "prune")
+            _git("worktree", "add", "--detach", str(path), path.name)
+    except subprocess.CalledProcessError as error:
+        raise ConfigurationError(f"ours@{commit}: {error.stderr.strip()}") from None
+    return path
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +243,7 @@ def running(engine: Engine, log_path: Path) -> Iterator[psutil.Process | None]:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env=os.environ | engine.environment,
+            cwd=engine.directory,
             # Ctrl-C reaches us alone, and we end the server in order.
             start_new_session=True,
         )

@@ -33,8 +33,8 @@ def describe_machine() -> dict[str, str]:
         facts["cpu"] = fields.get("model name", "unknown")
         flags = fields.get("flags", "").split()
         facts["cpu_features"] = " ".join(name for name in _CPU_FEATURES if name in flags)
-    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-    return facts | ({"gpus": ", ".join(gpus.splitlines())} if gpus else {})
+    gpus = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    return facts | ({"gpus": "; ".join(gpus.splitlines())} if gpus else {})
 
 
 def describe_software() -> dict[str, str]:

@@ -2,9 +2,9 @@
 
     python -m benchmark.tracing_cost
 
-Run by hand, some seconds; no model, no processes. A scheduler's decodes go through a virtual
-pipeline of two stages, and the journal is told of them as the server tells it: without a writer,
-with that of `--trace-path`, of `--trace-steps`, and with both. They take turns. What a stage adds
+Run by hand, some seconds; no model, no processes. A core's decodes go through a virtual
+pipeline of two stages, and each is recorded as the server does it: without a writer, with that of
+`--trace-path`, of `--trace-steps`, and with both. They take turns. What a stage adds
 is its seven moments of a step, sent along with the report that it sends anyway.
 """
 
@@ -13,18 +13,24 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import msgspec
 
 from benchmark.dated_result import markdown_table, save_result
 from benchmark.serving_report import spread
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
-from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.managers.trace_files import TraceFiles
 from sgl_pipeline.messages import StageReport
-from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.pipeline.open_step import OpenStep
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.step_history import StepHistory
 from sgl_pipeline.requests import GREEDY, Request, StopRules
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.trace import StepWriter, TraceWriter
@@ -33,7 +39,7 @@ STAGES = 2
 REQUESTS = 64
 PROMPT_TOKENS = 200
 WRITERS: dict[str, tuple[Callable[[Path], StepWriter], ...]] = {
-    "the journal alone": (),
+    "the records alone": (),
     "with --trace-path": (TraceWriter,),
     "with --trace-steps": (ChromeTraceWriter,),
     "with both": (TraceWriter, ChromeTraceWriter),
@@ -72,7 +78,7 @@ def measure(num_rounds: int, num_steps: int) -> dict[str, list[float]]:
             for name, kinds in WRITERS.items():
                 paths = (Path(directory) / f"{place}.json" for place in range(len(kinds)))
                 writers = [kind(path) for kind, path in zip(kinds, paths, strict=True)]
-                costs_us[name].append(_journal_us(writers, num_steps))
+                costs_us[name].append(_recording_us(writers, num_steps))
             costs_us[MOMENTS].append(_moments_us(num_steps))
     return costs_us
 
@@ -86,19 +92,16 @@ def cost_table(costs_us: dict[str, list[float]]) -> str:
     return markdown_table(["what", "us a step", "1 % of a step of ms"], rows)
 
 
-def _journal_us(writers: list[StepWriter], num_steps: int) -> float:
-    """What the scheduler process spends on its journal."""
-    journal, spent_s = StepJournal(STAGES, writers), 0.0
-    for microbatch in _steps(num_steps):
-        now_s = time.monotonic()
-        reports = [_report(stage, microbatch.step_id) for stage in range(STAGES)]
+def _recording_us(writers: list[StepWriter], num_steps: int) -> float:
+    """What the scheduler process spends on its records."""
+    traces, history, spent_s = TraceFiles(writers), StepHistory(STAGES), 0.0
+    for step in _steps(num_steps):
         started = time.thread_time()
-        journal.scheduled(microbatch, now_s, 0.2)
-        journal.finished(microbatch.step_id, (), now_s, 0.2)
-        for report in reports:
-            journal.reported(report)
+        record = step.record()
+        history.add(record)
+        traces.write([record])
         spent_s += time.thread_time() - started
-    journal.close()
+    traces.close()
     return spent_s / num_steps * 1e6
 
 
@@ -121,8 +124,8 @@ def _report(stage: int, step_id: int) -> StageReport:
     return StageReport(stage=stage, step_id=step_id, epoch=0, timing=timing)
 
 
-def _steps(num_steps: int) -> Iterator[Microbatch]:
-    """Steps of decodes."""
+def _steps(num_steps: int) -> Iterator[OpenStep]:
+    """Steps of decodes that have come back."""
     most_tokens = PROMPT_TOKENS + REQUESTS + num_steps  # of a request that has not ended
     scheduler = StepScheduler(
         SchedulingArgs(),
@@ -131,19 +134,25 @@ def _steps(num_steps: int) -> Iterator[Microbatch]:
         num_stages=STAGES,
         context_length=most_tokens,
     )
+    core = PipelineCore(scheduler, StagePlan(0, (1,) * STAGES))
     for number in range(REQUESTS):
         prompt = list(range(number, number + PROMPT_TOKENS))
         stops = StopRules(max_new_tokens=REQUESTS + num_steps)
         scheduler.add(Request(str(number), prompt, GREEDY, stops))
-    in_flight: list[Microbatch] = []
+    in_flight: deque[OpenStep] = deque()
     while num_steps > 0:
-        while (microbatch := scheduler.next_microbatch(0.0)) is not None:
-            in_flight.append(microbatch)
-            if microbatch.num_prefill_tokens == 0 and num_steps > 0:
-                num_steps -= 1
-                yield microbatch
-        oldest = in_flight.pop(0)
-        scheduler.on_result(oldest.step_id, [7] * oldest.num_samples, 0.0)
+        while (step := core.next_step(time.monotonic())) is not None:
+            in_flight.append(step)
+        oldest = in_flight.popleft()
+        tokens = (7,) * oldest.microbatch.num_samples
+        for stage in range(STAGES):
+            report = _report(stage, oldest.microbatch.step_id)
+            if stage == STAGES - 1:
+                report = msgspec.structs.replace(report, token_ids=tokens)
+            core.take_report(report, time.monotonic())
+        if oldest.microbatch.num_prefill_tokens == 0:
+            num_steps -= 1
+            yield oldest
 
 
 if __name__ == "__main__":

@@ -9,20 +9,22 @@ from dataclasses import dataclass, field
 
 from sgl_pipeline.errors import ConfigurationError
 
-POLICIES = (
-    "throttle",
-    "throttle-adaptive",
-    "no-wt",
-    "no-ut",
-    "no-threshold",
-    "sarathi",
-    "greedy-queue",
-)
-# What their authors give a step at most; 2048 for all others.
-DEFAULT_MAX_PREFILL_TOKENS = {"throttle-adaptive": 8192}
+# Each policy, and the most prefill tokens that its authors give a step. `throttle/` has a function
+# for each.
+DEFAULT_PREFILL_LIMITS = {
+    "throttle": 2048,
+    "throttle-adaptive": 8192,
+    "no-wt": 2048,
+    "no-ut": 2048,
+    "no-threshold": 2048,
+    "sarathi": 2048,
+    "greedy-queue": 2048,
+}
+POLICIES = tuple(DEFAULT_PREFILL_LIMITS)
 # The order of waiting requests: first come first served, or the one that may draw the most first.
 SCHEDULE_POLICIES = ("fcfs", "lof")
 ATTENTION_BACKENDS = ("auto", "flashinfer", "cpu", "torch")
+PREFILL_KERNELS = ("auto", "fa2", "fa3")  # of FlashInfer
 STAGE_GRAPHS = ("auto", "off")
 STAGE_LINKS = ("auto", "host", "cuda-ipc", "nccl")
 LAYER_KERNELS = ("auto", "flashinfer", "cpu", "torch")
@@ -72,7 +74,7 @@ class ThrottleArgs:
         """The most prefill tokens of a step."""
         if self.max_prefill_tokens is not None:
             return self.max_prefill_tokens
-        return DEFAULT_MAX_PREFILL_TOKENS.get(self.policy, 2048)
+        return DEFAULT_PREFILL_LIMITS[self.policy]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,7 @@ class StageArgs:
     dtype: str
     device: str = "cpu"
     attention_backend: str = "auto"
+    prefill_kernels: str = "auto"
     graphs: str = "auto"
     link: str = "auto"
     layer_kernels: str = "auto"
@@ -182,6 +185,7 @@ class StageArgs:
             f"--stage-attention-backend {self.attention_backend!r} is unknown; choose from "
             f"{', '.join(ATTENTION_BACKENDS)}",
         )
+        self._check_prefill_kernels()
         require(
             self.graphs in STAGE_GRAPHS,
             f"--stage-graphs {self.graphs!r} is unknown; choose from {', '.join(STAGE_GRAPHS)}",
@@ -210,6 +214,24 @@ class StageArgs:
         require(
             0.0 < self.memory_fraction < 1.0,
             f"--mem-fraction-static {self.memory_fraction} must be between 0 and 1",
+        )
+
+    def _check_prefill_kernels(self) -> None:
+        """What a card has no kernel for is refused where the card is known: on its stage."""
+        flag = f"--stage-prefill-kernels {self.prefill_kernels}"
+        require(
+            self.prefill_kernels in PREFILL_KERNELS,
+            f"--stage-prefill-kernels {self.prefill_kernels!r} is unknown; choose from "
+            f"{', '.join(PREFILL_KERNELS)}",
+        )
+        require(
+            self.prefill_kernels == "auto" or self.device == "cuda",
+            f"{flag} needs --device cuda, this is {self.device}; leave it at auto",
+        )
+        require(
+            self.prefill_kernels == "auto" or self.attention_backend in ("auto", "flashinfer"),
+            f"{flag} chooses between FlashInfer's kernels, and --stage-attention-backend is "
+            f"{self.attention_backend}; leave one of the two at auto",
         )
 
 

@@ -5,6 +5,7 @@ identity, so workers connect by address and never depend on who started them. Se
 queues are unbounded). Addresses are `ipc://` paths in a directory that only the owner can enter.
 """
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
@@ -54,7 +55,7 @@ class SchedulerChannel(_Channel):
         """Queues `message` for one worker. One that is gone is skipped: its exit is noticed."""
         self._send_encoded(worker, _encoder.encode(message))
 
-    def broadcast(self, workers: range, message: ToWorker) -> None:
+    def broadcast(self, workers: Iterable[int], message: ToWorker) -> None:
         """Queues `message`, encoded once, for every worker in `workers`."""
         payload = _encoder.encode(message)
         for worker in workers:

@@ -23,8 +23,11 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.process_lifetime import die_with_parent
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from sgl_pipeline.managers.run_directory import RunDirectory
     from sgl_pipeline.managers.stage_processes import StageProcesses
+    from sgl_pipeline.managers.upstream_arguments import SglangServerArgs
 
 _SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 _EXIT_INTERRUPTED = 130
@@ -95,11 +98,17 @@ def _enter_child(parent_pid: int, function: Callable[..., None], *arguments: Any
 
 
 def _run_scheduler(
-    pipeline_args: PipelineArgs, stage_pids: Sequence[int], *upstream: Any, **more: Any
+    pipeline_args: PipelineArgs,
+    stage_pids: Sequence[int],
+    worker_pipe: "Connection[Any, Any]",
+    *upstream: Any,
+    **more: Any,
 ) -> None:
+    from sgl_pipeline.managers.main_process_workers import MainProcessWorkers
     from sgl_pipeline.managers.scheduler_process import run_scheduler_process
 
-    run_scheduler_process(pipeline_args, stage_pids, *upstream, **more)
+    source = MainProcessWorkers(worker_pipe)
+    run_scheduler_process(pipeline_args, stage_pids, source, *upstream, **more)
 
 
 def _run_detokenizer(*upstream: Any, **more: Any) -> None:
@@ -129,6 +138,7 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
     from sgl_pipeline.managers.entrance.route_guard import guard_routes
     from sgl_pipeline.managers.entrance.streamed_calls import read_calls_piece_by_piece
     from sgl_pipeline.managers.load_report import loads_path
+    from sgl_pipeline.managers.main_process_workers import serve_worker_requests
 
     app.add_middleware(OllamaErrors)
     read_calls_piece_by_piece()
@@ -138,22 +148,29 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
         plan.features,
         is_stopping=lambda: get_global_state().tokenizer_manager.gracefully_exit,
     )
+    own_pipe_end, scheduler_pipe_end = multiprocessing.Pipe()
     tokenizer_manager = functools.partial(
         GuardedTokenizerManager,
         loads_path=loads_path(run_directory.path),
         drain_timeout_s=pipeline_args.drain_timeout_s,
         end_now=functools.partial(_end_now, run_directory, stages),
     )
+
+    def start_front(*arguments: Any, **more: Any) -> Any:
+        """Upstream calls it when it has started its children."""
+        serve_worker_requests(own_pipe_end, stages)
+        return init_tokenizer_manager(*arguments, TokenizerManagerClass=tokenizer_manager, **more)
+
     # Never look at all that again, and in the forks leave it on the pages that they share.
     gc.freeze()
     gc.enable()
     try:
         _upstream_launcher(pipeline_args)(
             plan.upstream,
-            init_tokenizer_manager_func=functools.partial(
-                init_tokenizer_manager, TokenizerManagerClass=tokenizer_manager
+            init_tokenizer_manager_func=start_front,
+            run_scheduler_process_func=ChildEntry(
+                _run_scheduler, pipeline_args, stages.pids, scheduler_pipe_end
             ),
-            run_scheduler_process_func=ChildEntry(_run_scheduler, pipeline_args, stages.pids),
             run_detokenizer_process_func=ChildEntry(_run_detokenizer),
             launch_callback=functools.partial(_announce, plan.upstream, pipeline_args),
         )
@@ -192,7 +209,7 @@ def _prepare_imports() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
 
 
-def _announce(server_args: Any, pipeline_args: PipelineArgs) -> None:
+def _announce(server_args: "SglangServerArgs", pipeline_args: PipelineArgs) -> None:
     url = server_args.url()
     stages = pipeline_args.stages.num_stages
     key = " -H 'Authorization: Bearer <api key>'" if server_args.api_key else ""

@@ -12,22 +12,34 @@ never pickled.
 import msgspec
 
 from sgl_pipeline.requests import LogprobRows
+from sgl_pipeline.stage_costs import StageCosts
 from sgl_pipeline.stage_orders import SealedOrder
-from sgl_pipeline.stage_plan import StageCosts, StagePlan
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
 
 
-class WorkerHello(msgspec.Struct, frozen=True, tag=True):
-    """A worker is up and waits to be told which position it fills."""
+class WorkerHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A worker is up and waits to be told which position it fills.
+
+    It may use the CPU `cores` of `host`; `num_gpus` and `memory_bytes` are the whole host's.
+    `version` is that of its sgl_pipeline.
+    """
 
     worker: int
+    host: str
+    cores: tuple[int, ...]
+    num_gpus: int
+    memory_bytes: int
+    version: str
 
 
 class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The position that a worker fills, and all it needs to load and run it.
 
     `links` has one address per stage boundary: `links[s]` joins stage `s` to stage `s + 1`.
-    `graphs` is `auto` (CUDA graphs where the stage has them) or `off`.
+    `gpu` is the index of the GPU on the worker's host, which `stages_on_gpu` stages share.
+    `graphs` is `auto` (CUDA graphs where the stage has them) or `off`; `prefill_kernels` is `auto`,
+    or `fa2` or `fa3` of FlashInfer.
     `cpu_threads` is the number of compute threads; `cpu_cores` are the cores to pin them to (empty:
     do not pin). `max_total_tokens` bounds the KV pool (None: `memory_fraction` of the GPU's memory
     less the weights, or a fixed default on a CPU).
@@ -39,7 +51,10 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     load_format: str
     dtype: str
     device: str
+    gpu: int = 0
+    stages_on_gpu: int = 1
     attention_backend: str
+    prefill_kernels: str = "auto"
     layer_kernels: str
     graphs: str = "auto"
     page_size: int

@@ -3,10 +3,11 @@
 import msgspec
 import pytest
 import zmq
+from support.worker_messages import hello
 
 from sgl_pipeline.channels import SchedulerChannel, WorkerChannel
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.messages import PoolSize, Shutdown, StageReport, WorkerHello
+from sgl_pipeline.messages import PoolSize, Shutdown, StageReport
 from sgl_pipeline.stage_timing import StageTiming
 
 
@@ -17,7 +18,7 @@ def channels(tmp_path):
     with SchedulerChannel(context, address) as scheduler:
         workers = [WorkerChannel(context, address, worker) for worker in range(2)]
         for worker, channel in enumerate(workers):
-            channel.send(WorkerHello(worker))
+            channel.send(hello(worker))
         hellos = [wait_for(scheduler) for _ in workers]
         assert sorted(hello.worker for hello in hellos) == [0, 1]
         yield scheduler, workers

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from support.step_records import run_step
+from support.step_records import step_record
 
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
-from sgl_pipeline.managers.step_journal import StepJournal
 from sgl_pipeline.stage_timing import StageTiming
 
 
@@ -25,26 +24,24 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 
 def test_the_file_is_whole_after_each_step(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
-    journal = StepJournal(2, [writer := ChromeTraceWriter(path)])
+    writer = ChromeTraceWriter(path)
     writer.flush()
     assert len(events_of(path)) == 1
     sizes = []
     for step_id in range(3):
-        run_step(journal, step_id)
+        writer.write(step_record(step_id))
+        writer.flush()
         sizes.append(len(events_of(path)))
     assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 0
-    journal.close()
+    writer.close()
     assert len(events_of(path)) == sizes[2]
 
 
 def test_each_stage_has_a_track_with_what_it_did_when(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
-    journal = StepJournal(2)
-    run_step(journal, 0)
+    first = step_record(0)
     second = StageTiming(11.0, 12.0, 12.25, 12.75, 13.0, 13.5, 13.625)
-    record = msgspec.structs.replace(
-        journal.recent[0], scheduled_s=11.5, stages=(journal.recent[0].stages[0], second)
-    )
+    record = msgspec.structs.replace(first, scheduled_s=11.5, stages=(first.stages[0], second))
     writer = ChromeTraceWriter(path)
     writer.write(record)
     writer.close()

@@ -41,9 +41,10 @@ ROOMS = {
     "throttle": room(),
     "scheduling": room("throttle"),
     "pp_runner": room(libraries="torch safetensors numpy zmq flashinfer"),
-    "migration": room(libraries="msgspec numpy"),
-    "simulator": room("throttle scheduling migration", "msgspec numpy matplotlib"),
-    "managers": room("throttle scheduling migration pp_runner", None),
+    "migration": room(libraries="numpy"),
+    "pipeline": room("throttle scheduling migration", "msgspec"),
+    "simulator": room("throttle scheduling migration pipeline", "msgspec numpy matplotlib"),
+    "managers": room("throttle scheduling migration pipeline pp_runner", None),
 }
 # A scheduler that read a clock or drew a number would not run alike in simulator and runtime.
 NOT_DETERMINISTIC = {"random", "secrets", "time", "datetime", "uuid", "socket", "asyncio"}
@@ -120,7 +121,7 @@ def test_flashinfer_is_imported_in_leaf_files_alone(path: Path) -> None:
 
 @every_file
 def test_deciding_rooms_have_no_clock_no_randomness_and_no_io(path: Path) -> None:
-    if room_of(path) in ("throttle", "scheduling"):
+    if room_of(path) in ("throttle", "scheduling", "migration", "pipeline"):
         assert not {name.split(".")[0] for name in imported_modules(path)} & NOT_DETERMINISTIC
         calls = {
             node.func.id

@@ -1,4 +1,4 @@
-"""The parts of `benchmark/bench_gpu.py`: limits of a card, stages alone, checks, whole pipelines.
+"""The parts of `benchmark/bench_gpu.py` and what they share; README.md says how they are used.
 
 Nothing here may import sglang: the benchmark runs where only torch, msgspec and zmq are.
 """

@@ -3,13 +3,11 @@
 The benchmark's shares are of the measured limits. Untested on hardware.
 """
 
-import gc
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from benchmark.gpu.device_times import repeat_ms
 from benchmark.gpu.shapes import StepWork
 
 # Vendor's numbers for dense bf16 products (TFLOP/s) and memory (TB/s), by what torch calls the
@@ -72,29 +70,3 @@ def _time_product(size: int, device: torch.device) -> tuple[int, float]:
     """FLOPs of a product of square bf16 matrices of random numbers, and its milliseconds."""
     left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     return 2 * size**3, repeat_ms(lambda: left @ right, device)
-
-
-def repeat_ms(call: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """Milliseconds of one call when `repeats` follow each other, the device waited for at the end;
-    three calls come first that do not count."""
-    for _ in range(3):
-        call()
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    synchronize(device)
-    return (time.perf_counter() - start) * 1e3 / repeats
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for all kernels of `device`."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def release_memory() -> None:
-    """Gives back what is no longer in use: the next stage, or another process, needs it."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

@@ -4,15 +4,13 @@ Its neighbours are stood in for by a link that has the rows of upstream ready an
 downstream, so that times are those of the stage alone. Untested on hardware.
 """
 
-import time
 from array import array
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
-from benchmark.gpu.limits import synchronize
-from benchmark.gpu.shapes import Step
+from benchmark.gpu.device_times import Kernel, profile_kernels, repeat_ms
+from benchmark.gpu.shapes import PAGE_SIZE, Step
 from sgl_pipeline.messages import StageAssignment, StageReport
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
@@ -28,7 +26,6 @@ from sgl_pipeline.step_plan import (
     MirrorSnapshot,
     RequestOpen,
     StepPlan,
-    running_checksum,
 )
 
 
@@ -112,7 +109,7 @@ class LoneStage:
         num_pages: int,
         max_rows: int,
         dtype: torch.dtype = torch.bfloat16,
-        page_size: int = 16,
+        page_size: int = PAGE_SIZE,
         backend: str = "auto",
         graphs: str = "auto",
         model: StageModel | None = None,
@@ -164,46 +161,20 @@ class LoneStage:
             opens.append(RequestOpen(handle, sampling, end, logprobs))
             contents.append(ChunkPlan(handle, end, 0, False, tokens, pages))
             chunks.append(ChunkPlan(handle, extent.start, extent.length, True))
-        self.runner.restore(MirrorSnapshot(0, 0, tuple(opens), tuple(contents)))
-        self._plans = []
-        checksum = 0
-        for step_id in range(repeats):
-            plan = StepPlan(step_id, self.place.plan.epoch, 0, (), (), tuple(chunks))
-            checksum = running_checksum(checksum, plan)
-            self._plans.append(msgspec.structs.replace(plan, checksum=checksum))
-        self._plans.reverse()
+        self.runner.restore(MirrorSnapshot(tuple(opens), tuple(contents)))
+        epoch = self.place.plan.epoch
+        self._plans = [StepPlan(n, epoch, (), (), tuple(chunks)) for n in reversed(range(repeats))]
 
     def run(self) -> StageReport:
         """The next of the prepared repeats; waits for the device on the last stage alone."""
         return self.runner.run_step(self._plans.pop()).report()
 
-    def time_steps(self, step: Step, warmups: int = 3, repeats: int = 20) -> float:
+    def step_ms(self, step: Step, warmups: int = 3, repeats: int = 20) -> float:
         """Milliseconds of a step among `repeats` that follow each other without a pause."""
         self.prepare(step, warmups + repeats)
-        for _ in range(warmups):
-            self.run()
-        synchronize(self.device)
-        start = time.perf_counter()
-        for _ in range(repeats):
-            self.run()
-        synchronize(self.device)
-        return (time.perf_counter() - start) * 1e3 / repeats
+        return repeat_ms(self.run, self.device, warmups=warmups, repeats=repeats)
 
-    def kernel_ms(self, step: Step, repeats: int = 3) -> float | None:
-        """Milliseconds of all kernels and copies of a step added up, by torch's profiler; None on a
-        CPU. The rest of a step's time the device idles, where kernels do not overlap."""
-        if self.device.type != "cuda":
-            return None
+    def kernels(self, step: Step, repeats: int = 3) -> list[Kernel]:
+        """The kernels and copies of a step; see `profile_kernels`."""
         self.prepare(step, 1 + repeats)
-        self.run()
-        synchronize(self.device)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(repeats):
-                self.run()
-            synchronize(self.device)
-        on_device = [
-            event.time_range.elapsed_us()
-            for event in profile.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA
-        ]
-        return sum(on_device) / 1e3 / repeats
+        return profile_kernels(self.run, self.device, repeats=repeats)

@@ -1,162 +1,209 @@
-"""Whole pipelines of real stage processes on one card, driven by scripted steps.
+"""Whole pipelines of real stage processes, driven by scripted steps in place of a scheduler.
 
-The driver stands in for the scheduler: it keeps as many steps in flight as there are stages, and
-what each request's next token is was fixed before, so that every depth and link runs the same steps
-and must draw the same tokens. Processes that share a card take turns on it: what a depth costs over
-one stage is the price of the split, not a gain. Untested on hardware.
+As many steps are in flight as the driver is asked for. With as many groups of decodes as that, a
+group's next step leaves when its last one is back, as the server's does; what the server adds is
+the time of its decision. Stage processes that share a card take turns on it: what a depth costs
+over one stage is the price of the split, not a gain. Untested on hardware.
 """
 
 import json
 import statistics
 import tempfile
+import threading
 import time
-from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import zmq
 
-from benchmark.gpu.shapes import MODELS, spec_of
+from benchmark.gpu.shapes import MODELS, PAGE_SIZE, spec_of
 from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs
-from sgl_pipeline.managers.stage_launcher import StageLauncher, link_addresses
+from sgl_pipeline.errors import StageFailure
+from sgl_pipeline.managers.stage_launcher import StageLauncher
 from sgl_pipeline.managers.stage_processes import StageProcesses
 from sgl_pipeline.messages import StageReport
-from sgl_pipeline.requests import GREEDY
-from sgl_pipeline.step_plan import INT32, ChunkPlan, RequestOpen, StepPlan, running_checksum
+from sgl_pipeline.stage_orders import OrderStream
+from sgl_pipeline.stage_timing import StageTiming
+from sgl_pipeline.step_plan import StepPlan
 
 _POLL_MS = 200
-_TIMEOUT_S = 120.0
+_REPORT_TIMEOUT_S = 60.0
+_MEMORY_FRACTION = 0.8
+
+
+@dataclass(slots=True)
+class DrivenStep:
+    """What came back of one step: the moments of each stage by its number, the tokens that the last
+    one drew, and when the driver had them (`back_s`, monotonic)."""
+
+    timings: dict[int, StageTiming] = field(default_factory=dict)
+    token_ids: tuple[int, ...] = ()
+    back_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
-    """`num_requests` prompts of `prompt_tokens`, each followed by `num_rounds` decodes.
+class DecodeTimes:
+    """What rounds of decodes took; the first round fills the pipeline and is left out.
 
-    A step prefills `prefill_requests` prompts, or decodes one of `num_groups` equal groups.
+    In a round every request draws one token, in a step one group of them. `turnaround_ms` is how
+    long after a group's tokens were drawn the first stage begins to compute its next step, and
+    `wait_shares` the share of the time that each stage waits for activations.
     """
 
-    num_requests: int = 128
-    prompt_tokens: int = 512
-    num_rounds: int = 24
-    num_groups: int = 4
-    prefill_requests: int = 4
-
-    @property
-    def tokens_a_request(self) -> int:
-        return self.prompt_tokens + self.num_rounds
-
-    def total_tokens(self, page_size: int) -> int:
-        """What the KV pool must hold."""
-        return self.num_requests * -(-self.tokens_a_request // page_size) * page_size
-
-    def plans(self, page_size: int, vocab_size: int) -> list[StepPlan]:
-        """All steps, prefills first."""
-        pages_each = -(-self.tokens_a_request // page_size)
-        steps: list[tuple[tuple[RequestOpen, ...], tuple[ChunkPlan, ...]]] = []
-        handles = range(self.num_requests)
-        for first in range(0, self.num_requests, self.prefill_requests):
-            group = handles[first : first + self.prefill_requests]
-            opens = tuple(RequestOpen(handle, GREEDY, self.prompt_tokens) for handle in group)
-            chunks = tuple(
-                ChunkPlan(
-                    handle,
-                    0,
-                    self.prompt_tokens,
-                    True,
-                    _tokens(handle, 0, self.prompt_tokens, vocab_size),
-                    array(INT32, range(handle * pages_each, (handle + 1) * pages_each)).tobytes(),
-                )
-                for handle in group
-            )
-            steps.append((opens, chunks))
-        for position in range(self.prompt_tokens, self.tokens_a_request):
-            for group_id in range(self.num_groups):
-                chunks = tuple(
-                    ChunkPlan(handle, position, 1, True, _tokens(handle, position, 1, vocab_size))
-                    for handle in handles[group_id :: self.num_groups]
-                )
-                steps.append(((), chunks))
-        plans, checksum = [], 0
-        for step_id, (opens, chunks) in enumerate(steps):
-            plan = StepPlan(step_id, 0, 0, (), opens, chunks)
-            checksum = running_checksum(checksum, plan)
-            plans.append(msgspec.structs.replace(plan, checksum=checksum))
-        return plans
-
-    @property
-    def num_prefill_steps(self) -> int:
-        return -(-self.num_requests // self.prefill_requests)
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineRun:
-    """What a pipeline did. `round_ms`: every request drew one token; `wait_shares`: what share of
-    the decodes' time each stage waited for activations; `tokens`: of each step, in order."""
-
-    start_s: float
-    prefill_ms: float
     round_ms: float
+    step_ms: float
+    turnaround_ms: float
     wait_shares: tuple[float, ...]
-    tokens: tuple[tuple[int, ...], ...]
-
-    def same_tokens_share(self, other: "PipelineRun") -> float:
-        """The share of tokens that two runs of one script drew alike."""
-        pairs = [
-            (one, two)
-            for mine, theirs in zip(self.tokens, other.tokens, strict=True)
-            for one, two in zip(mine, theirs, strict=True)
-        ]
-        return sum(one == two for one, two in pairs) / len(pairs)
 
 
-def run_pipeline(
-    model: str,
-    num_stages: int,
-    link: str,
-    script: Script,
-    device: str,
-    *,
-    memory_fraction: float = 0.8,
-) -> PipelineRun:
-    """Starts the stages of `model`, runs `script`, ends them.
+class ScriptedPipeline:
+    """A pipeline of stage processes that is up; starting it took `start_s`."""
 
-    Raises ConfigurationError or StageFailure where a stage does.
-    """
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="sgl_pipeline_bench_") as directory:
-        config = MODELS[model].config("bfloat16")
-        Path(directory, "config.json").write_text(json.dumps(config), encoding="utf-8")
-        page_size = SchedulingArgs().page_size
-        args = PipelineArgs(
+    def __init__(self, launcher: StageLauncher, start_s: float) -> None:
+        self.start_s = start_s
+        self._launcher = launcher
+        self._orders = OrderStream()
+        self._steps: dict[int, DrivenStep] = {}
+        self._num_reports = 0
+        self._num_back = 0
+
+    def run(self, plans: Sequence[StepPlan], in_flight: int) -> list[DrivenStep]:
+        """Sends `plans`, keeping at most `in_flight` of them under way, and waits for the last.
+
+        Raises StageFailure or ConfigurationError where a stage does, and TimeoutError.
+        """
+        orders = [self._orders.seal(plan) for plan in plans]
+        self._steps = {plan.step_id: DrivenStep() for plan in plans}
+        self._num_reports = self._num_back = 0
+        for num_sent, order in enumerate(orders):
+            while num_sent - self._num_back >= in_flight:
+                self._collect()
+            self._launcher.broadcast(order)
+        while self._num_reports < len(plans) * len(self._launcher.stages):
+            self._collect()
+        return list(self._steps.values())
+
+    def _collect(self) -> None:
+        """Waits for messages and books them; raises what a stage died of."""
+        deadline_s = time.monotonic() + _REPORT_TIMEOUT_S
+        while not self._launcher.channel.socket.poll(_POLL_MS):
+            self._launcher.check({})
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"no stage reported for {_REPORT_TIMEOUT_S:.0f} s")
+        for message in self._launcher.receive():
+            assert isinstance(message, StageReport)
+            self._book(message)
+        self._launcher.check({})
+
+    def _book(self, report: StageReport) -> None:
+        step = self._steps[report.step_id]
+        step.timings[report.stage] = report.timing
+        self._num_reports += 1
+        if report.token_ids is not None:
+            step.token_ids = report.token_ids
+            step.back_s = time.monotonic()
+            self._num_back += 1
+
+
+def decode_times(steps: Sequence[DrivenStep], num_groups: int) -> DecodeTimes:
+    """What the rounds of `steps`, each of `num_groups`, took; at least two rounds."""
+    num_stages = len(steps[0].timings)
+    counted = steps[num_groups:]
+    seconds = steps[-1].back_s - steps[num_groups - 1].back_s
+    turnarounds_s = [
+        later.timings[0].activations_s - before.timings[num_stages - 1].done_s
+        for before, later in zip(steps, counted, strict=False)
+    ]
+    waits_s = [
+        sum(step.timings[stage].activations_s - step.timings[stage].inputs_s for step in counted)
+        for stage in range(num_stages)
+    ]
+    return DecodeTimes(
+        round_ms=seconds * 1e3 * num_groups / len(counted),
+        step_ms=seconds * 1e3 / len(counted),
+        turnaround_ms=statistics.fmean(turnarounds_s) * 1e3,
+        wait_shares=tuple(wait_s / seconds for wait_s in waits_s),
+    )
+
+
+def same_tokens_share(steps: Sequence[DrivenStep], others: Sequence[DrivenStep]) -> float:
+    """The share of tokens that two runs of the same plans drew alike."""
+    pairs = [
+        (one, two)
+        for mine, theirs in zip(steps, others, strict=True)
+        for one, two in zip(mine.token_ids, theirs.token_ids, strict=True)
+    ]
+    return sum(one == two for one, two in pairs) / len(pairs)
+
+
+def links_between(device: str, num_stages: int, num_gpus: int) -> tuple[str, ...]:
+    """The links to try between `num_stages` on a machine with `num_gpus`: `none` for one stage."""
+    if num_stages == 1:
+        return ("none",)
+    if device == "cuda" and num_gpus >= num_stages:
+        return ("nccl", "host")
+    if device == "cuda" and num_gpus == 1:
+        return ("host", "cuda-ipc")
+    return ("host",)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineChoice:
+    """Which pipeline to start: `link` is one of `links_between`. It gets `start_timeout_s` to be
+    ready."""
+
+    model: str
+    num_stages: int
+    link: str
+    max_total_tokens: int
+    device: str
+    start_timeout_s: float
+
+    def args(self, directory: str) -> PipelineArgs:
+        """The server's arguments for it. `directory` has the model's config.json."""
+        return PipelineArgs(
             stages=StageArgs(
-                num_stages=num_stages,
+                num_stages=self.num_stages,
                 layer_partition="even",
                 model_path=directory,
                 load_format="dummy",
                 dtype="bfloat16",
-                device=device,
-                link=link,
-                max_total_tokens=script.total_tokens(page_size),
-                memory_fraction=memory_fraction,
+                device=self.device,
+                link="auto" if self.link == "none" else self.link,
+                max_total_tokens=self.max_total_tokens,
+                memory_fraction=_MEMORY_FRACTION,
             ),
+            scheduling=SchedulingArgs(page_size=PAGE_SIZE),
             run_directory=directory,
         )
-        with _stages(args, model) as launcher:
-            start_s = time.perf_counter() - started
-            return _drive(launcher, script, page_size, spec_of(model).vocab_size, start_s)
 
 
 @contextmanager
-def _stages(args: PipelineArgs, model: str) -> Iterator[StageLauncher]:
+def started_pipeline(choice: PipelineChoice) -> Iterator[ScriptedPipeline]:
+    """The stages of a model with random weights, each in a process, until the block ends.
+
+    Raises ConfigurationError or StageFailure where a stage does, and TimeoutError.
+    """
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="sgl_pipeline_bench_") as directory:
+        config = json.dumps(MODELS[choice.model].config("bfloat16"))
+        Path(directory, "config.json").write_text(config, encoding="utf-8")
+        with _stages(choice, choice.args(directory)) as launcher:
+            yield ScriptedPipeline(launcher, time.monotonic() - started_s)
+
+
+@contextmanager
+def _stages(choice: PipelineChoice, args: PipelineArgs) -> Iterator[StageLauncher]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     processes = StageProcesses(args.run_directory)
     processes.start(args.stages.num_stages, args.stages.cpu_threads)
-    launcher = StageLauncher(args, spec_of(model), link_addresses(args, 1), processes.pids, context)
+    num_layers = spec_of(choice.model).num_layers
+    launcher = StageLauncher(args, num_layers, processes.pids, context)
     try:
-        launcher.start()
+        with killed_after(choice.start_timeout_s, processes.close):
+            launcher.start()
         yield launcher
     finally:
         launcher.stop()
@@ -164,57 +211,24 @@ def _stages(args: PipelineArgs, model: str) -> Iterator[StageLauncher]:
         context.destroy(linger=0)
 
 
-def _drive(
-    launcher: StageLauncher, script: Script, page_size: int, vocab_size: int, start_s: float
-) -> PipelineRun:
-    plans = script.plans(page_size, vocab_size)
-    depth = len(launcher.workers)
-    reports: list[list[StageReport]] = [[] for _ in launcher.workers]
-    moments: list[float] = []  # when the tokens of each step were here
-    for plan in plans:
-        while plan.step_id - len(reports[-1]) >= depth:
-            _collect(launcher, reports, moments)
-        launcher.channel.broadcast(launcher.workers, plan)
-    while any(len(of_stage) < len(plans) for of_stage in reports):
-        _collect(launcher, reports, moments)
-    first_decode = script.num_prefill_steps
-    # The first round fills the pipeline, and is not counted.
-    counted = slice(first_decode + script.num_groups, None)
-    decode_s = moments[-1] - moments[first_decode + script.num_groups - 1]
-    return PipelineRun(
-        start_s=start_s,
-        prefill_ms=(moments[first_decode - 1] - moments[0]) * 1e3,
-        round_ms=decode_s * 1e3 / (script.num_rounds - 1),
-        wait_shares=tuple(
-            statistics.fmean(
-                report.timing.activations_s - report.timing.inputs_s for report in of_stage[counted]
-            )
-            * len(of_stage[counted])
-            / decode_s
-            for of_stage in reports
-        ),
-        tokens=tuple(report.token_ids or () for report in reports[-1]),
-    )
+@contextmanager
+def killed_after(timeout_s: float, kill: Callable[[], None]) -> Iterator[None]:
+    """Calls `kill` where the block has not ended in time, and turns the error that this makes of
+    the block into a TimeoutError."""
+    is_killed = threading.Event()
 
+    def end() -> None:
+        is_killed.set()
+        kill()
 
-def _collect(
-    launcher: StageLauncher, reports: list[list[StageReport]], moments: list[float]
-) -> None:
-    """Waits for messages and books them; raises what a stage died of."""
-    deadline = time.monotonic() + _TIMEOUT_S
-    while not launcher.channel.socket.poll(_POLL_MS):
-        launcher.check({})
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no stage reported for {_TIMEOUT_S:.0f} s")
-    for message in launcher.receive():
-        assert isinstance(message, StageReport)
-        reports[message.stage].append(message)
-        if message.token_ids is not None:
-            moments.append(time.monotonic())
-    launcher.check({})
-
-
-def _tokens(handle: int, first: int, count: int, vocab_size: int) -> bytes:
-    """The scripted tokens of positions `first` on."""
-    ids = [(handle * 7919 + position * 31) % vocab_size for position in range(first, first + count)]
-    return array(INT32, ids).tobytes()
+    timer = threading.Timer(timeout_s, end)
+    timer.start()
+    try:
+        yield
+    except StageFailure as error:
+        if is_killed.is_set():
+            message = f"the stages were not ready after {timeout_s:.0f} s, and were killed"
+            raise TimeoutError(message) from error
+        raise
+    finally:
+        timer.cancel()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from benchmark.make_model import PRESETS, Preset
 from sgl_pipeline.pp_runner.model_spec import ModelSpec, model_spec
 
+PAGE_SIZE = 16  # tokens, the server's default
+
 MODELS = {
     "Qwen3-0.6B": Preset(
         vocab_size=151_936,
@@ -48,6 +50,11 @@ def spec_of(model: str) -> ModelSpec:
     return model_spec(MODELS[model].config("bfloat16"))
 
 
+def heads_of(spec: ModelSpec) -> str:
+    """The attention heads in words."""
+    return f"{spec.num_query_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """One chunk of a step: `length` rows of a request that has `start` tokens already."""
@@ -79,9 +86,8 @@ class Step:
 
 def decode_step(num_requests: int, context: int) -> Step:
     """Decodes whose new token is the last of `context`."""
-    return Step(
-        f"{num_requests} decodes at {context}", "decode", (Extent(context - 1, 1),) * num_requests
-    )
+    name = f"{num_requests} decode{'s' if num_requests > 1 else ''} at {context}"
+    return Step(name, "decode", (Extent(context - 1, 1),) * num_requests)
 
 
 def prefill_step(length: int, start: int = 0) -> Step:
@@ -106,8 +112,9 @@ STEPS: tuple[Step, ...] = (
     mixed_step(128, 1024, 512),
     mixed_step(64, 1024, 2048),
 )
-# One of each kind, for where time is short.
+# One of each kind, for what matters less; and for a rehearsal on a CPU.
 FEW_STEPS = (decode_step(64, 1024), prefill_step(512), mixed_step(32, 1024, 256))
+SMALL_STEPS = (decode_step(8, 100), prefill_step(64), mixed_step(4, 100, 32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +136,7 @@ def step_work(
     weights = spec.hidden_size * (2 * query_width + 2 * kv_width + 3 * spec.intermediate_size)
     num_rows = sum(chunk.length for chunk in chunks)
     kv_tokens = sum(chunk.start + chunk.length for chunk in chunks)
-    # Row r of a chunk sees start + r + 1 keys.
-    visible = sum(
-        chunk.length * chunk.start + chunk.length * (chunk.length + 1) // 2 for chunk in chunks
-    )
+    visible = _visible_keys(chunks)
     numbers = num_layers * (weights + 2 * kv_width * (kv_tokens + num_rows))
     flops = num_layers * (2 * weights * num_rows + 4 * query_width * visible)
     if is_last:
@@ -140,3 +144,20 @@ def step_work(
         numbers += head
         flops += 2 * head * len(chunks)
     return StepWork(numbers * itemsize, flops)
+
+
+def attention_work(spec: ModelSpec, chunks: Sequence[Extent], itemsize: int = 2) -> StepWork:
+    """The work of one layer's attention: keys, values and queries are read, results written."""
+    query_width = spec.num_query_heads * spec.head_dim
+    kv_width = spec.num_kv_heads * spec.head_dim
+    num_rows = sum(chunk.length for chunk in chunks)
+    kv_tokens = sum(chunk.start + chunk.length for chunk in chunks)
+    numbers = 2 * kv_width * kv_tokens + 2 * query_width * num_rows
+    return StepWork(numbers * itemsize, 4 * query_width * _visible_keys(chunks))
+
+
+def _visible_keys(chunks: Sequence[Extent]) -> int:
+    """Pairs of a row and a key that it sees: row r of a chunk sees start + r + 1 keys."""
+    return sum(
+        chunk.length * chunk.start + chunk.length * (chunk.length + 1) // 2 for chunk in chunks
+    )

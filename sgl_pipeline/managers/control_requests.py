@@ -15,6 +15,13 @@ from sglang.srt.managers import io_struct as io
 
 from sgl_pipeline.managers.garbage import collect_at_leisure
 from sgl_pipeline.managers.profile_desk import ProfileDesk
+from sgl_pipeline.managers.upstream_messages import (
+    FlushMessage,
+    LoggingMessage,
+    PauseMessage,
+    SessionMessage,
+    SglangMessage,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +35,22 @@ _SPECULATION = "speculative decoding is not supported by this server yet"
 _EXPERTS = "expert parallelism is not supported by this server: experts stay with their layer"
 
 
-def _says(reply: Callable[..., Any], message: str, **fields: Any) -> Callable[[Any], Any]:
+def _says(
+    reply: Callable[..., SglangMessage], message: str, **fields: object
+) -> Callable[[SglangMessage], SglangMessage]:
     return lambda request: reply(success=False, message=message, **fields)
 
 
-def _lora(request: Any) -> Any:
+def _lora(request: SglangMessage) -> SglangMessage:
     return io.LoRAUpdateOutput(success=False, error_message=_LORA)
 
 
+def _session(request: SessionMessage) -> SglangMessage:
+    return io.OpenSessionReqOutput(session_id=request.session_id, success=False)
+
+
 # Message type -> the refusal that its route waits for.
-_REFUSALS: dict[type, Callable[[Any], Any]] = {
+_REFUSALS: dict[type, Callable[[Any], SglangMessage]] = {
     io.ClearHiCacheReqInput: lambda request: io.ClearHiCacheReqOutput(success=False),
     io.AttachHiCacheStorageReqInput: _says(io.AttachHiCacheStorageReqOutput, _TIERS),
     io.DetachHiCacheStorageReqInput: _says(io.DetachHiCacheStorageReqOutput, _TIERS),
@@ -51,9 +64,7 @@ _REFUSALS: dict[type, Callable[[Any], Any]] = {
             "reason": _TIERS,
         }
     ),
-    io.OpenSessionReqInput: lambda request: io.OpenSessionReqOutput(
-        session_id=request.session_id, success=False
-    ),
+    io.OpenSessionReqInput: _session,
     io.UpdateWeightFromDiskReqInput: _says(io.UpdateWeightFromDiskReqOutput, _WEIGHTS),
     io.InitWeightsUpdateGroupReqInput: _says(io.InitWeightsUpdateGroupReqOutput, _WEIGHTS),
     io.DestroyWeightsUpdateGroupReqInput: _says(io.DestroyWeightsUpdateGroupReqOutput, _WEIGHTS),
@@ -118,8 +129,8 @@ CONTROL_TYPES: tuple[type, ...] = (*_SERVED, *_REFUSALS, *_UNANSWERED)
 class Front(Protocol):
     """How the desk answers (`sglang_io.SglangFront`)."""
 
-    def reply(self, message: Any, to: Any) -> None: ...
-    def forward_to_detokenizer(self, message: Any) -> None: ...
+    def reply(self, message: SglangMessage, to: SglangMessage) -> None: ...
+    def forward_to_detokenizer(self, message: SglangMessage) -> None: ...
 
 
 class ControlledServer(Protocol):
@@ -149,18 +160,16 @@ class ControlDesk:
         self._server = server
         self._profiles = profiles
         # A flush that waits for the server to become idle, and until when (monotonic seconds).
-        self._waiting_flush: tuple[Any, float] | None = None
+        self._waiting_flush: tuple[FlushMessage, float] | None = None
 
-    def answer(self, message: Any) -> None:
+    def answer(self, message: SglangMessage) -> None:
         """Answers `message`, at once or, for a flush with a timeout, from `poll`."""
         if (refusal := _REFUSALS.get(type(message))) is not None:
             self._front.reply(refusal(message), message)
         elif isinstance(message, io.FlushCacheReqInput):
             self._flush(message)
         elif isinstance(message, io.PauseGenerationReqInput):
-            # Upstream's TokenizerManager holds back new requests; its mode "abort" ends all others
-            # with an AbortReq and never comes here.
-            self._server.pause(retract=message.mode == "retract")
+            self._pause(message)
         elif isinstance(message, io.ContinueGenerationReqInput):
             # `torch_empty_cache`: the stages allocate their pools once and keep nothing else.
             self._server.resume()
@@ -192,7 +201,12 @@ class ControlDesk:
             self._waiting_flush = None
             self._report_flush(message, is_flushed)
 
-    def _flush(self, message: Any) -> None:
+    def _pause(self, message: PauseMessage) -> None:
+        # Upstream's TokenizerManager holds back new requests; its mode "abort" ends all others
+        # with an AbortReq and never comes here.
+        self._server.pause(retract=message.mode == "retract")
+
+    def _flush(self, message: FlushMessage) -> None:
         if self._waiting_flush is not None:
             reply = io.FlushCacheReqOutput(success=False, message="another flush is waiting")
             self._front.reply(reply, message)
@@ -204,11 +218,11 @@ class ControlDesk:
         else:
             self._report_flush(message, is_flushed)
 
-    def _report_flush(self, message: Any, is_flushed: bool) -> None:
+    def _report_flush(self, message: FlushMessage, is_flushed: bool) -> None:
         text = "" if is_flushed else "requests are waiting or running; the cache was not flushed"
         self._front.reply(io.FlushCacheReqOutput(success=is_flushed, message=text), message)
 
-    def _configure_logging(self, message: Any) -> None:
+    def _configure_logging(self, message: LoggingMessage) -> None:
         level = (message.log_level or "").upper()
         if level in logging.getLevelNamesMapping():
             logging.getLogger().setLevel(level)

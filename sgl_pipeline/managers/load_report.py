@@ -18,9 +18,8 @@ from sglang.srt.managers.load_snapshot import (
 )
 
 from sgl_pipeline.args import SchedulingArgs
-from sgl_pipeline.managers.stage_launcher import PipelineCapacity
-from sgl_pipeline.managers.step_journal import StepJournal
-from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 
 _THROUGHPUT_WINDOW_S = 1.0
 _GIB = 2**30
@@ -49,39 +48,30 @@ class LoadReport:
         self._window_start_decodes = 0
         self._decodes_per_s = 0.0
 
-    def publish(
-        self, steps: StepScheduler, num_compiling: int, journal: StepJournal, now_s: float
-    ) -> LoadSnapshot:
-        """Writes how things stand, and returns it.
-
-        Args:
-            num_compiling: requests that wait for their grammar; `steps` does not know them.
-            now_s: a monotonic clock.
-        """
-        elapsed_s = now_s - self._window_start_s
+    def publish(self, state: PipelineState) -> LoadSnapshot:
+        """Writes how things stand, and returns it as upstream counts it."""
+        elapsed_s = state.now_s - self._window_start_s
         if elapsed_s >= _THROUGHPUT_WINDOW_S:
-            self._decodes_per_s = (journal.decodes - self._window_start_decodes) / elapsed_s
-            self._window_start_s, self._window_start_decodes = now_s, journal.decodes
-        snapshot = self._snapshot(steps, num_compiling, journal)
+            self._decodes_per_s = (state.decodes - self._window_start_decodes) / elapsed_s
+            self._window_start_s, self._window_start_decodes = state.now_s, state.decodes
+        snapshot = self._snapshot(state)
         self._writer.write(snapshot)
         return snapshot
 
     def close(self) -> None:
         self._writer.close()
 
-    def _snapshot(
-        self, steps: StepScheduler, num_compiling: int, journal: StepJournal
-    ) -> LoadSnapshot:
+    def _snapshot(self, state: PipelineState) -> LoadSnapshot:
         """Upstream's fields (`load_inquirer.py`, get_loads). Those that only its own scheduler can
         fill keep upstream's "nothing": utilization, busy time, moments of decode times. Who was
         retracted waits again, and is counted there."""
-        load = steps.load()
+        load = state.load
         used_tokens = (load.total_pages - load.free_pages) * self._page_size
-        total_tokens = used_tokens + steps.queued_tokens
+        total_tokens = used_tokens + state.queued_tokens
         return LoadSnapshot(
             timestamp=time.time(),
-            num_running_reqs=steps.num_running,
-            num_waiting_reqs=steps.num_waiting,
+            num_running_reqs=state.running_requests,
+            num_waiting_reqs=state.waiting_requests,
             num_waiting_uncached_tokens=load.waiting_tokens,
             num_used_tokens=used_tokens,
             num_total_tokens=total_tokens,
@@ -90,13 +80,13 @@ class LoadReport:
             max_running_requests=self._max_running_requests,
             token_usage=round(1.0 - load.free_share, 4),
             gen_throughput=round(self._decodes_per_s, 2),
-            cache_hit_rate=round(steps.cache_hit_rate, 4),
-            total_prefill_uncached_tokens=journal.prefill_tokens,
+            cache_hit_rate=round(state.cache_hit_rate, 4),
+            total_prefill_uncached_tokens=state.prefill_tokens,
             memory=self._memory,
             disaggregation=DisaggregationMetrics(mode="null"),
             queues=QueueMetrics(
-                waiting=steps.num_waiting,
-                grammar=num_compiling,
+                waiting=state.waiting_requests,
+                grammar=state.compiling_requests,
                 paused=0,
                 retracted=0,
                 prealloc_ready=0,

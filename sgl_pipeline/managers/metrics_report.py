@@ -15,10 +15,9 @@ from sglang.srt.observability.metrics_collector import (
     SchedulerStats,
 )
 
-from sgl_pipeline.args import ACCOUNTINGS
-from sgl_pipeline.managers.step_journal import RECENT_STEPS, StepJournal
-from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.stage_timing import BUBBLE_CAUSES, bubble_shares
+from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.pipeline.step_history import RECENT_STEPS
+from sgl_pipeline.stage_timing import BUBBLE_CAUSES
 from sgl_pipeline.throttle import Bound
 from sgl_pipeline.trace import RequestRecord
 
@@ -61,80 +60,71 @@ class MetricsReport:
         for request in requests:
             self._upstream.observe_queue_time(request.queue_ms / 1e3)
 
-    def publish(
-        self, load: LoadSnapshot, steps: StepScheduler, journal: StepJournal, now_s: float
-    ) -> None:
-        """Writes how things stand, if it is time; `now_s` is a monotonic clock."""
-        if now_s < self._next_report_s:
+    def publish(self, load: LoadSnapshot, state: PipelineState) -> None:
+        """Writes `state`, if it is time; `load` is the same as upstream counts it."""
+        if state.now_s < self._next_report_s:
             return
-        self._next_report_s = now_s + _INTERVAL_S
-        self._publish_upstream(load, steps, journal)
-        self._publish_own(steps, journal)
+        self._next_report_s = state.now_s + _INTERVAL_S
+        self._publish_upstream(load, state)
+        self._publish_own(state)
 
-    def _publish_upstream(
-        self, load: LoadSnapshot, steps: StepScheduler, journal: StepJournal
-    ) -> None:
+    def _publish_upstream(self, load: LoadSnapshot, state: PipelineState) -> None:
         """Those of upstream's that mean something here; the others keep upstream's "nothing"."""
-        free_pages = steps.num_free_pages
-        assert load.queues is not None
+        cached_pages = state.load.free_pages - state.unused_pages
         retracted = self._upstream.num_retracted_reqs_total.labels(**self._upstream.labels)
         self._upstream.log_stats(
             SchedulerStats(
-                num_running_reqs=QueueCount(load.num_running_reqs),
-                num_queue_reqs=QueueCount(load.num_waiting_reqs),
-                num_grammar_queue_reqs=load.queues.grammar,
+                num_running_reqs=QueueCount(state.running_requests),
+                num_queue_reqs=QueueCount(state.waiting_requests),
+                num_grammar_queue_reqs=state.compiling_requests,
                 gen_throughput=load.gen_throughput,
                 cache_hit_rate=load.cache_hit_rate,
-                decode_sum_seq_lens=steps.num_decoding_tokens,
+                decode_sum_seq_lens=state.decoding_tokens,
                 token_usage=load.token_usage,
                 full_token_usage=load.token_usage,
                 num_used_tokens=load.num_used_tokens,
-                kv_available_tokens=free_pages * self._page_size,
-                kv_evictable_tokens=(steps.load().free_pages - free_pages) * self._page_size,
+                kv_available_tokens=state.unused_pages * self._page_size,
+                kv_evictable_tokens=cached_pages * self._page_size,
                 kv_used_tokens=load.num_used_tokens,
-                num_retracted_reqs=int(steps.num_retractions - self._counted.get(retracted, 0)),
+                num_retracted_reqs=int(state.num_retractions - self._counted.get(retracted, 0)),
             )
         )
-        self._count(retracted, steps.num_retractions)
+        self._count(retracted, state.num_retractions)
         tokens = {
-            "prefill_compute": journal.prefill_tokens,
-            "prefill_cache": steps.num_cached_tokens,
-            "decode": journal.decodes,
+            "prefill_compute": state.prefill_tokens,
+            "prefill_cache": state.cached_tokens,
+            "decode": state.decodes,
         }
         for mode, number in tokens.items():
             counter = self._upstream.realtime_tokens_total
             self._count(counter.labels(**self._upstream.labels, mode=mode), number)
 
-    def _publish_own(self, steps: StepScheduler, journal: StepJournal) -> None:
-        load = steps.load()
+    def _publish_own(self, state: PipelineState) -> None:
         own = self._own
-        own.waiting_tokens.set(load.waiting_tokens)
-        own.free_page_share.set(load.free_share)
-        naive = steps.load(ACCOUNTINGS["naive"])
-        own.naive_waiting_tokens.set(naive.waiting_tokens)
-        own.naive_free_page_share.set(naive.free_share)
-        own.steps_in_flight.set(load.steps_in_flight)
-        self._count(own.steps, load.step_id)
-        self._count(own.prefill_tokens, journal.prefill_tokens)
-        self._count(own.decodes, journal.decodes)
-        if journal.recent:
-            self._publish_recent(journal)
-        for stage, (input_wait_ms, compute_ms) in enumerate(
-            zip(journal.input_wait_ms, journal.compute_ms, strict=True)
-        ):
-            self._count(own.stage_input_wait_s[stage], input_wait_ms / 1e3)
-            self._count(own.stage_compute_s[stage], compute_ms / 1e3)
+        own.waiting_tokens.set(state.load.waiting_tokens)
+        own.free_page_share.set(state.load.free_share)
+        own.naive_waiting_tokens.set(state.naive_load.waiting_tokens)
+        own.naive_free_page_share.set(state.naive_load.free_share)
+        own.steps_in_flight.set(state.load.steps_in_flight)
+        self._count(own.steps, state.num_steps)
+        self._count(own.prefill_tokens, state.prefill_tokens)
+        self._count(own.decodes, state.decodes)
+        if state.recent_steps:
+            self._publish_recent(state)
+        for number, stage in enumerate(state.stages):
+            self._count(own.stage_input_wait_s[number], stage.input_wait_ms / 1e3)
+            self._count(own.stage_compute_s[number], stage.compute_ms / 1e3)
 
-    def _publish_recent(self, journal: StepJournal) -> None:
+    def _publish_recent(self, state: PipelineState) -> None:
         """What the newest steps carried, and how their stages spent their time."""
-        own, newest = self._own, journal.recent[-1]
+        own, newest = self._own, state.recent_steps[-1]
         own.microbatch_prefill_tokens.set(newest.prefill_tokens)
         own.microbatch_decodes.set(newest.decodes)
         own.prefill_budget.set(newest.prefill_budget)
         own.decode_budget.set(newest.decode_budget)
         for rule, gauge in own.bound_by.items():
             gauge.set(rule == newest.bound_by)
-        for gauges, shares in zip(own.bubble_shares, bubble_shares(journal.recent), strict=True):
+        for gauges, shares in zip(own.bubble_shares, state.bubble_shares(), strict=True):
             for cause, gauge in gauges.items():
                 gauge.set(getattr(shares, cause))
 

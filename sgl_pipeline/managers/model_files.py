@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.managers.upstream_arguments import SglangServerArgs
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
@@ -112,7 +113,7 @@ def model_limits(spec: ModelSpec, context_length: int | None, tokenizer: Any) ->
     return ModelLimits(context_length or spec.context_length, spec.vocab_size, eos)
 
 
-def load_tokenizer(server_args: Any) -> Any:
+def load_tokenizer(server_args: SglangServerArgs) -> Any:
     """The tokenizer, loaded as upstream's front loads it, so that both see the same text."""
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 

@@ -14,6 +14,7 @@ from sgl_pipeline.args import (
     ATTENTION_BACKENDS,
     LAYER_KERNELS,
     POLICIES,
+    PREFILL_KERNELS,
     STAGE_GRAPHS,
     STAGE_LINKS,
     GrammarArgs,
@@ -50,6 +51,14 @@ OUR_FLAGS = (
         "attention_backend",
         "Attention kernels of the stages.",
         choices=ATTENTION_BACKENDS,
+    ),
+    Flag(
+        "--stage-prefill-kernels",
+        StageArgs,
+        "prefill_kernels",
+        "FlashInfer's attention kernels for prefill chunks: fa2 (any GPU), fa3 (Hopper, compute "
+        "capability 9); auto is FlashInfer's own choice, fa3 on Hopper.",
+        choices=PREFILL_KERNELS,
     ),
     Flag(
         "--stage-graphs",

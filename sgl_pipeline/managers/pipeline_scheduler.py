@@ -1,13 +1,12 @@
 """The loop of the scheduler process: SGLang's sockets on one side, the stages on the other.
 
-Built by `scheduler_process.py`. It moves messages between the front, the `StepScheduler` and the
-stages; what runs next is decided by `StepScheduler` alone, and nothing here waits for anything but
-the one poll at the top of the loop.
+Built by `scheduler_process.py`. It moves messages between the front, the `PipelineCore` and the
+stages, and adds the clock; what runs next is decided below the core. Nothing here waits except the
+one poll at the top of the loop.
 """
 
 import logging
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -19,14 +18,16 @@ from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest
 from sgl_pipeline.managers.load_report import LoadReport
 from sgl_pipeline.managers.profile_desk import ProfileDesk
+from sgl_pipeline.managers.server_info import describe_state
 from sgl_pipeline.managers.sglang_io import AbortRequest, Received, SglangFront
 from sgl_pipeline.managers.stage_launcher import StageLauncher
-from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.managers.status_line import StatusLine
+from sgl_pipeline.managers.trace_files import TraceFiles
 from sgl_pipeline.messages import FromWorker, ProfileReply, StageReport
-from sgl_pipeline.requests import FinishReason, Request, TokenEvent
-from sgl_pipeline.scheduling import WAITED_TOO_LONG, StepScheduler
-from sgl_pipeline.step_plan import StepPlanEncoder
-from sgl_pipeline.trace import RequestRecord
+from sgl_pipeline.pipeline.open_step import OpenStep
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.requests import FinishReason, Request
+from sgl_pipeline.scheduling import WAITED_TOO_LONG
 
 if TYPE_CHECKING:
     from sgl_pipeline.managers.metrics_report import MetricsReport
@@ -38,54 +39,44 @@ CHECK_INTERVAL_S = 0.1
 COLLECTION_INTERVAL_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """What a step brought; `booking_ms` is what it took to book it, at `now_s`."""
-
-    step_id: int
-    events: list[TokenEvent]
-    now_s: float
-    booking_ms: float
-
-
 class PipelineScheduler:
-    """Owns a `StepScheduler` and everything that connects it to the world.
+    """Connects a `PipelineCore` to the world.
 
     Args:
         metrics: None without `--enable-metrics`.
         poller: watches whatever may send: the sockets of front and stages are registered here.
-        facts: what `/server_info` tells of the pipeline; JSON types only.
+        facts: what `/server_info` says of the pipeline as it was started; JSON types only.
     """
 
     def __init__(
         self,
         front: SglangFront,
-        steps: StepScheduler,
+        core: PipelineCore,
         launcher: StageLauncher,
         grammars: GrammarQueue | NoGrammars,
-        journal: StepJournal,
+        traces: TraceFiles,
         loads: LoadReport,
         metrics: "MetricsReport | None",
         poller: zmq.Poller,
         facts: dict[str, Any],
     ) -> None:
         self._front = front
-        self._steps = steps
+        self._core = core
+        self._requests = core.scheduler
         self._launcher = launcher
         self._grammars = grammars
-        self._journal = journal
+        self._traces = traces
         self._loads = loads
         self._metrics = metrics
+        self._status = StatusLine()
         self._facts = facts
-        self._profiles = ProfileDesk(front, launcher.channel, launcher.workers, journal)
+        self._profiles = ProfileDesk(front, launcher, launcher.stages, traces)
         self._desk = ControlDesk(front, self, self._profiles)
-        self._encoder = StepPlanEncoder()
         self._poller = poller
         self._poller.register(front.socket, zmq.POLLIN)
         self._poller.register(launcher.channel.socket, zmq.POLLIN)
-        # Booked, and not yet passed on.
-        self._results: list[_Result] = []
-        self._reports: list[StageReport] = []
+        # Steps whose tokens are booked, and not yet passed on.
+        self._booked: list[OpenStep] = []
         self._next_check_s = 0.0
         self._next_collection_s = 0.0
         self._is_shut_down = False
@@ -109,9 +100,9 @@ class PipelineScheduler:
                 for report in self._launcher.receive():
                     self._on_report(report)
                 self._fill_pipeline()
-                # All that follows can wait, a stage with nothing to do could not.
+                # The stages have their work; everything below can wait.
                 self._pass_on_results()
-                # What can run at once has not waited.
+                # After filling: a request that has just started has not timed out.
                 self._end_overdue(time.monotonic())
                 self._check_now_and_then()
         except Exception as failure:
@@ -142,7 +133,7 @@ class PipelineScheduler:
 
     def _add(self, request: Request) -> None:
         try:
-            displaced = self._steps.add(request)
+            displaced = self._requests.add(request)
         except RequestError as error:
             self._front.refuse(request, error)
         else:
@@ -154,7 +145,7 @@ class PipelineScheduler:
         request = constrained.request
         try:
             if not self._grammars.is_known(constrained.grammar):
-                self._steps.check_arrival(request, len(self._grammars))
+                self._requests.check_arrival(request, len(self._grammars))
             is_ready = self._grammars.add(constrained)
         except RequestError as error:
             self._front.refuse(request, error)
@@ -163,108 +154,83 @@ class PipelineScheduler:
                 self._add(request)
 
     def _end_overdue(self, now_s: float) -> None:
-        for request in self._steps.end_overdue(now_s):
+        for request in self._requests.end_overdue(now_s):
             self._front.end(request)
         for request in self._grammars.take_overdue(now_s):
             self._front.send_finish(request, WAITED_TOO_LONG)
 
     def _abort(self, request: Request, finish: FinishReason) -> None:
         self._grammars.discard(request)
-        self._steps.abort(request.request_id, finish)
+        self._requests.abort(request.request_id, finish)
         self._front.send_finish(request, finish)
 
     def _fill_pipeline(self) -> None:
         """Sends steps while there is work and room in the pipeline."""
         while True:
             started = time.perf_counter()
-            now_s = time.monotonic()
-            microbatch = self._steps.next_microbatch(now_s)
-            if microbatch is None:
+            step = self._core.next_step(time.monotonic())
+            if step is None:
                 return
-            plan = self._encoder.encode(microbatch)
-            self._launcher.channel.broadcast(self._launcher.workers, plan)
-            schedule_ms = (time.perf_counter() - started) * 1e3
-            self._journal.scheduled(microbatch, now_s, schedule_ms)
+            self._launcher.broadcast(step.order)
+            step.schedule_ms = (time.perf_counter() - started) * 1e3
 
     def _on_report(self, report: FromWorker) -> None:
-        """Books a stage's report; the last stage's carries the tokens and completes the step."""
+        """Books a stage's report; the last stage's brings the tokens of its step."""
         if isinstance(report, ProfileReply):
             self._profiles.on_reply(report)
             return
         if not isinstance(report, StageReport):
             raise ProtocolError(f"a running stage sent {type(report).__name__}")
-        if report.token_ids is not None:
-            started = time.perf_counter()
-            now_s = time.monotonic()
-            events = self._steps.on_result(report.step_id, report.token_ids, now_s, report.logprobs)
-            booking_ms = (time.perf_counter() - started) * 1e3
-            self._results.append(_Result(report.step_id, events, now_s, booking_ms))
-        self._reports.append(report)
+        started = time.perf_counter()
+        step = self._core.take_report(report, time.monotonic())
+        if step is not None:
+            step.result_ms = (time.perf_counter() - started) * 1e3
+            self._booked.append(step)
 
     def _pass_on_results(self) -> None:
-        """Tells the front and the journal what the newest reports brought."""
-        for result in self._results:
+        """Gives the front and the traces what the newest reports brought."""
+        for step in self._booked:
             started = time.perf_counter()
-            self._front.send_events(result.events)
-            sending_ms = (time.perf_counter() - started) * 1e3
-            ended = tuple(
-                RequestRecord.of(event.request, result.now_s)
-                for event in result.events
-                if event.finish is not None
-            )
-            self._journal.finished(
-                result.step_id, ended, result.now_s, result.booking_ms + sending_ms
-            )
+            self._front.send_events(step.events)
+            step.result_ms += (time.perf_counter() - started) * 1e3
             if self._metrics is not None:
-                self._metrics.ended(ended)
-        for report in self._reports:
-            self._journal.reported(report)
-        self._results.clear()
-        self._reports.clear()
+                self._metrics.ended(step.ended)
+        self._booked.clear()
+        self._traces.write(self._core.take_records())
 
     def _check_now_and_then(self) -> None:
         now_s = time.monotonic()
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + CHECK_INTERVAL_S
-            self._launcher.check(self._journal.last_steps)
-            load = self._loads.publish(self._steps, len(self._grammars), self._journal, now_s)
+            self._launcher.check(self._core.history.last_steps)
+            state = self._core.state(now_s, len(self._grammars))
+            load = self._loads.publish(state)
             if self._metrics is not None:
-                self._metrics.publish(load, self._steps, self._journal, now_s)
+                self._metrics.publish(load, state)
+            self._status.report(state)
             self._desk.poll(now_s)
-            if self._steps.is_idle and now_s >= self._next_collection_s:
+            if self._requests.is_idle and now_s >= self._next_collection_s:
                 self._next_collection_s = now_s + COLLECTION_INTERVAL_S
                 collect_at_leisure()
 
     # What `control_requests.ControlDesk` may ask
 
     def flush_cache(self) -> bool:
-        if len(self._grammars) or not self._steps.flush_cache():
+        if len(self._grammars) or not self._requests.flush_cache():
             return False
         self._grammars.clear_cache()
         return True
 
     def pause(self, *, retract: bool) -> None:
-        self._steps.pause(retract=retract)
+        self._requests.pause(retract=retract)
 
     def resume(self) -> None:
-        self._steps.resume()
+        self._requests.resume()
 
     def describe(self) -> dict[str, Any]:
         """Facts for `/server_info`: the pipeline as it was started, and how it is doing."""
-        load = self._steps.load()
-        return self._facts | {
-            "is_paused": self._steps.is_paused,
-            "free_pages": load.free_pages,
-            "waiting_tokens": load.waiting_tokens,
-            "num_waiting_requests": self._steps.num_waiting,
-            "num_running_requests": self._steps.num_running,
-            "num_compiling_requests": len(self._grammars),
-            "num_retractions": self._steps.num_retractions,
-            "num_steps": load.step_id,
-            "prefill_tokens": self._journal.prefill_tokens,
-            "decodes": self._journal.decodes,
-            "recent_steps": self._journal.describe_recent(),
-        }
+        state = self._core.state(time.monotonic(), len(self._grammars))
+        return self._facts | describe_state(state)
 
     def shut_down(self) -> None:
         self._is_shut_down = True

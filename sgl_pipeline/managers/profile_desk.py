@@ -9,12 +9,13 @@ is answered when all stages have answered (upstream:
 import logging
 import os
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from sglang.srt.managers import io_struct as io
 
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
-from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.managers.trace_files import TraceFiles
+from sgl_pipeline.managers.upstream_messages import ProfileMessage, SglangMessage
 from sgl_pipeline.messages import ProfileReply, StartProfile, StopProfile, ToWorker
 
 logger = logging.getLogger(__name__)
@@ -30,18 +31,18 @@ _UNSUPPORTED_OPTIONS = (
 
 
 class _Front(Protocol):
-    def reply(self, message: Any, to: Any) -> None: ...
+    def reply(self, message: SglangMessage, to: SglangMessage) -> None: ...
 
 
-class _Channel(Protocol):
-    def send(self, worker: int, message: ToWorker) -> None: ...
+class _Stages(Protocol):
+    def send(self, stage: int, message: ToWorker) -> None: ...
 
 
 @dataclass(slots=True)
 class _Pending:
     """A request that some stages have not answered yet."""
 
-    message: Any
+    message: ProfileMessage
     waiting: set[int]
     errors: list[str] = field(default_factory=list)
 
@@ -49,18 +50,16 @@ class _Pending:
 class ProfileDesk:
     """Starts and stops the profiles of all stages together."""
 
-    def __init__(
-        self, front: _Front, channel: _Channel, stages: range, journal: StepJournal
-    ) -> None:
+    def __init__(self, front: _Front, launcher: _Stages, stages: range, traces: TraceFiles) -> None:
         self._front = front
-        self._channel = channel
+        self._launcher = launcher
         self._stages = stages
-        self._journal = journal
+        self._traces = traces
         self._steps: ChromeTraceWriter | None = None
         self._recording: set[int] = set()
         self._pending: _Pending | None = None
 
-    def answer(self, message: Any) -> None:
+    def answer(self, message: ProfileMessage) -> None:
         """Answers a ProfileReq, at once or from `on_reply`."""
         if self._pending is not None:
             self._refuse(message, "Another profile request is being answered.")
@@ -88,7 +87,7 @@ class ProfileDesk:
             self._pending = None
             self._finish(pending)
 
-    def _start(self, message: Any) -> None:
+    def _start(self, message: ProfileMessage) -> None:
         if self._recording:
             text = "Profiling is already in progress. Call /stop_profile first."
             self._refuse(message, text)
@@ -99,25 +98,25 @@ class ProfileDesk:
         else:
             self._pending = _Pending(message, set(self._stages))
             for stage in self._stages:
-                self._channel.send(stage, self._order(message, stage))
+                self._launcher.send(stage, self._order(message, stage))
 
-    def _start_steps(self, message: Any) -> OSError | None:
+    def _start_steps(self, message: ProfileMessage) -> OSError | None:
         path = _path(message, "steps.trace.json")
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             self._steps = ChromeTraceWriter(path)
         except OSError as error:
             return error
-        self._journal.add_writer(self._steps)
+        self._traces.add(self._steps)
         return None
 
     def _end_steps(self) -> None:
         """With the last stage's recording."""
         if self._steps is not None and not self._recording:
-            self._journal.remove_writer(self._steps)
+            self._traces.remove(self._steps)
             self._steps = None
 
-    def _stop(self, message: Any) -> None:
+    def _stop(self, message: ProfileMessage) -> None:
         if not self._recording:
             self._refuse(message, "Profiling is not in progress. Call /start_profile first.")
             return
@@ -133,12 +132,12 @@ class ProfileDesk:
 
     def _send_stop(self) -> None:
         for stage in self._stages:
-            self._channel.send(stage, StopProfile())
+            self._launcher.send(stage, StopProfile())
 
-    def _refuse(self, message: Any, text: str) -> None:
+    def _refuse(self, message: ProfileMessage, text: str) -> None:
         self._front.reply(io.ProfileReqOutput(success=False, message=text), message)
 
-    def _order(self, message: Any, stage: int) -> StartProfile:
+    def _order(self, message: ProfileMessage, stage: int) -> StartProfile:
         position = f"TP-0-PP-{stage}" if len(self._stages) > 1 else "TP-0"
         return StartProfile(
             path=_path(message, f"{position}.trace.json.gz"),
@@ -149,7 +148,7 @@ class ProfileDesk:
         )
 
 
-def _path(message: Any, name: str) -> str:
+def _path(message: ProfileMessage, name: str) -> str:
     """Where the request wants the file that ends in `name`."""
     directory = message.output_dir or os.environ.get("SGLANG_TORCH_PROFILER_DIR", "/tmp")
     parts = (message.profile_prefix, message.profile_id, name)
@@ -157,7 +156,7 @@ def _path(message: Any, name: str) -> str:
     return os.path.join(folder, "-".join(part for part in parts if part))
 
 
-def _problem(message: Any) -> str | None:
+def _problem(message: ProfileMessage) -> str | None:
     """What of a start request cannot be done, if anything."""
     for option in _UNSUPPORTED_OPTIONS:
         if getattr(message, option):

@@ -13,6 +13,8 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser
 from sglang.srt.sampling.sampling_params import get_request_reasoning_end_token_ids
 from sglang.srt.utils.token_sequence_matcher import TokenSequenceMatcher
 
+from sgl_pipeline.managers.upstream_messages import GenerateMessage
+
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
@@ -41,7 +43,7 @@ class ReasoningMarks:
             ),
         )
 
-    def counter(self, message: Any) -> "ReasoningCounter":
+    def counter(self, message: GenerateMessage) -> "ReasoningCounter":
         """A counter for the request of `message`, a TokenizedGenerateReqInput."""
         if not message.require_reasoning:
             return ReasoningCounter(self.self_opened, self.end if self.self_opened else ())

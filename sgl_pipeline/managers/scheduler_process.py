@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import setproctitle
-import torch
 import zmq
 from sglang.srt.runtime_context import get_serving, publish
 from sglang.srt.utils import configure_logger
@@ -30,13 +29,13 @@ from sgl_pipeline.managers.load_report import LoadReport, loads_path
 from sgl_pipeline.managers.model_files import ModelLimits, load_tokenizer, model_limits
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
 from sgl_pipeline.managers.reasoning_tokens import ReasoningMarks
+from sgl_pipeline.managers.server_info import describe_start
 from sgl_pipeline.managers.sglang_io import SglangFront
-from sgl_pipeline.managers.stage_launcher import (
-    PipelineCapacity,
-    StageLauncher,
-    link_addresses,
-)
-from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.managers.stage_launcher import StageLauncher
+from sgl_pipeline.managers.trace_files import TraceFiles
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
+from sgl_pipeline.pipeline.worker_source import WorkerSource
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.throttle import make_policy
@@ -53,6 +52,7 @@ PROCESS_TITLE = "sgl_pipeline::scheduler"  # in the manner of upstream's sglang:
 def run_scheduler_process(
     args: PipelineArgs,
     stage_pids: Sequence[int],
+    worker_source: WorkerSource,
     server_args: Any,
     port_args: Any,
     gpu_id: int,
@@ -64,9 +64,10 @@ def run_scheduler_process(
     """Serves until shut down; ends the process with exit code 1 when it cannot go on.
 
     Args:
-        args: ours; what follows the next is what upstream hands to its scheduler. The ranks are
+        args: ours; what follows the next two is what upstream hands to its scheduler. The ranks are
             all zero, because upstream is resolved at one process.
         stage_pids: process ids of the stage workers, by number.
+        worker_source: can be asked for more.
         pipe_writer: gets the ready message that upstream's main process waits for.
     """
     setproctitle.setproctitle(PROCESS_TITLE)
@@ -76,7 +77,7 @@ def run_scheduler_process(
     # that for a scheduler that was told to go, and would leave a front without one.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        _serve(args, stage_pids, server_args, port_args, pipe_writer)
+        _serve(args, stage_pids, worker_source, server_args, port_args, pipe_writer)
     except SglPipelineError as error:
         logger.error("%s", error)
         sys.exit(1)
@@ -88,6 +89,7 @@ def run_scheduler_process(
 def _serve(
     args: PipelineArgs,
     stage_pids: Sequence[int],
+    worker_source: WorkerSource,
     server_args: Any,
     port_args: Any,
     pipe_writer: "Connection[Any, Any]",
@@ -99,14 +101,13 @@ def _serve(
     reasoning = ReasoningMarks.of_parser(get_serving().reasoning_parser, tokenizer)
     poller = zmq.Poller()
     grammars = _grammars(args, limits, tokenizer, poller)
-    links = link_addresses(args, torch.cuda.device_count())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    launcher = StageLauncher(args, spec, links, stage_pids, context)
-    journal = StepJournal(args.stages.num_stages, _open_traces(args))
+    launcher = StageLauncher(args, spec.num_layers, stage_pids, context, worker_source)
+    traces = TraceFiles(_open_traces(args))
     front = loads = None
     try:
         capacity = launcher.start()
-        facts = _facts(args, capacity)
+        facts = describe_start(args, capacity)
         logger.info("pipeline ready: %s", facts)
         pool_tokens = capacity.num_pages * args.scheduling.page_size
         front = SglangFront(
@@ -124,8 +125,9 @@ def _serve(
         pipe_writer.send(_ready_message(args, limits, capacity))
         grammars.start()
         postpone_full_collections()
+        core = PipelineCore(steps, capacity.plan)
         PipelineScheduler(
-            front, steps, launcher, grammars, journal, loads, metrics, poller, facts
+            front, core, launcher, grammars, traces, loads, metrics, poller, facts
         ).run()
     finally:
         if front is not None:
@@ -134,7 +136,7 @@ def _serve(
             loads.close()
         grammars.close()
         launcher.stop()
-        journal.close()
+        traces.close()
         # Waits a moment for the last answers to leave.
         context.destroy(linger=500)
 
@@ -214,28 +216,4 @@ def _ready_message(
         "pp_size": args.stages.num_stages,
         "chunked_prefill_size": args.throttle.prefill_limit,
         "device": args.stages.device,
-    }
-
-
-def _facts(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, Any]:
-    """What `/server_info` tells of the pipeline as it was started."""
-    predicted_ms = capacity.predicted_ms
-    return {
-        "num_stages": capacity.plan.num_stages,
-        "layer_partition": list(capacity.plan.layer_counts),
-        "predicted_step_ms_of_stages": (
-            [round(stage_ms, 3) for stage_ms in predicted_ms] if predicted_ms else None
-        ),
-        "policy": args.throttle.policy,
-        "accounting": args.scheduling.accounting,
-        "page_size": args.scheduling.page_size,
-        "total_pages": capacity.num_pages,
-        "page_capacity_of_stages": [stage.num_pages for stage in capacity.stages],
-        "page_bytes_of_stages": [stage.page_bytes for stage in capacity.stages],
-        "weight_bytes_of_stages": [stage.weight_bytes for stage in capacity.stages],
-        "load_seconds_of_stages": [round(stage.load_seconds, 3) for stage in capacity.stages],
-        "dtype": args.stages.dtype,
-        "device": args.stages.device,
-        "stage_attention_backend": capacity.attention_backend,
-        "stage_kernels": capacity.layer_kernels,
     }

@@ -6,6 +6,7 @@ be honoured ends in a ConfigurationError that names the flag.
 """
 
 import argparse
+import logging
 import math
 import os
 import socket
@@ -14,12 +15,16 @@ from typing import Any
 
 from sgl_pipeline.args import GrammarArgs, PipelineArgs, SchedulingArgs, StageArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.layer_partition import parse_layer_partition
 from sgl_pipeline.managers.entrance.openai_fields import ServedFeatures
+from sgl_pipeline.managers.gpu_driver import why_gpu_is_unusable
 from sgl_pipeline.managers.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.our_flags import add_our_flags, default_of
-from sgl_pipeline.managers.stage_launcher import first_stage_plan
+from sgl_pipeline.managers.upstream_arguments import SglangServerArgs
 from sgl_pipeline.managers.upstream_fields import UPSTREAM_VALUES, refusal
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
+
+logger = logging.getLogger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 GRAMMAR_BACKENDS = (None, "xgrammar", "none")
@@ -32,7 +37,7 @@ class LaunchPlan:
     `context_length` is the one in force, in tokens.
     """
 
-    upstream: Any
+    upstream: SglangServerArgs
     pipeline: PipelineArgs
     context_length: int
 
@@ -59,7 +64,9 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     spec = read_model_spec(model_path)
     dtype = resolve_dtype(options.dtype, spec.dtype)
     pipeline = _pipeline_args(options, model_path, dtype)
-    first_stage_plan(pipeline.stages, spec)  # what it refuses is refused before anything starts
+    stages = pipeline.stages
+    # What it refuses is refused before anything starts.
+    parse_layer_partition(stages.layer_partition, stages.num_stages, spec.num_layers)
 
     for name, value in UPSTREAM_VALUES.items():
         setattr(options, name, value)
@@ -140,6 +147,7 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         dtype=dtype,
         device=device,
         attention_backend=options.stage_attention_backend,
+        prefill_kernels=options.stage_prefill_kernels,
         graphs=options.stage_graphs,
         link=options.stage_link,
         layer_kernels=options.stage_kernels,
@@ -226,13 +234,16 @@ def _check_our_side(options: argparse.Namespace) -> None:
 def _device(options: argparse.Namespace) -> str:
     import torch
 
-    asked = options.device
+    asked, has_gpu = options.device, torch.cuda.is_available()
     if asked in (None, "auto"):
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
+        asked = "cuda" if has_gpu else "cpu"
+        if not has_gpu and (reason := why_gpu_is_unusable()) is not None:
+            logger.warning("--device auto serves on the CPU: %s", reason)
     if asked not in ("cpu", "cuda"):
         raise ConfigurationError(f"--device {asked} is not supported; choose cpu or cuda")
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError("--device cuda: this PyTorch finds no CUDA device")
+    if asked == "cuda" and not has_gpu:
+        reason = why_gpu_is_unusable() or "this PyTorch finds no CUDA device"
+        raise ConfigurationError(f"--device cuda: {reason}")
     if asked == "cpu" and options.mem_fraction_static is not None:
         raise ConfigurationError(
             "--mem-fraction-static sizes the KV pool of a GPU; on a CPU use --max-total-tokens"

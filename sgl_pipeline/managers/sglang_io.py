@@ -1,8 +1,9 @@
 """The scheduler process's sockets to upstream's front: requests in, tokens and replies out.
 
 Used by `pipeline_scheduler.py`. With `sglang_requests.py`, `sglang_output.py` and
-`control_requests.py` the only place that knows upstream's message fields. Nothing that arrives here
-is unpickled, and a message that cannot be read ends one request, never the loop.
+`control_requests.py` the only place that reads upstream's message fields, as typed in
+`upstream_messages.py`. Nothing that arrives here is unpickled, and a message that cannot be read
+ends one request, never the loop.
 """
 
 import logging
@@ -32,6 +33,8 @@ from sgl_pipeline.managers.sglang_output import (
     refusal_row,
 )
 from sgl_pipeline.managers.sglang_requests import RequestIntake
+from sgl_pipeline.managers.upstream_arguments import SglangPortArgs, SglangServerArgs
+from sgl_pipeline.managers.upstream_messages import AbortMessage, GenerateMessage, SglangMessage
 from sgl_pipeline.requests import FinishReason, Request, RequestState
 from sgl_pipeline.scheduling import TokenEvent
 
@@ -56,7 +59,7 @@ class AbortRequest:
 class ControlRequest:
     """A message about the server, not about a generation: for `control_requests.ControlDesk`."""
 
-    message: Any
+    message: SglangMessage
 
 
 Received = Request | ConstrainedRequest | AbortRequest | ControlRequest
@@ -76,8 +79,8 @@ class SglangFront:
 
     def __init__(
         self,
-        server_args: Any,
-        port_args: Any,
+        server_args: SglangServerArgs,
+        port_args: SglangPortArgs,
         limits: ModelLimits,
         pool_tokens: int,
         tokenizer: Any,
@@ -99,7 +102,7 @@ class SglangFront:
         self._reasoning = reasoning
         self._cursors: dict[str, OutputCursor] = {}
         # Health checks that the next completed step answers: proof that the stages are alive.
-        self._waiting_health_checks: list[Any] = []
+        self._waiting_health_checks: list[GenerateMessage] = []
         self._decoder = make_decoder()
 
     @property
@@ -158,12 +161,12 @@ class SglangFront:
             request, FinishReason("abort", message=str(error), status_code=error.status_code)
         )
 
-    def reply(self, message: Any, to: Any) -> None:
+    def reply(self, message: SglangMessage, to: SglangMessage) -> None:
         """Sends `message` to the TokenizerManager, as the answer to the control request `to`."""
         message.http_worker_ipc = to.http_worker_ipc
         self._to_tokenizer.send(io_struct.msgpack_encode(message))
 
-    def forward_to_detokenizer(self, message: Any) -> None:
+    def forward_to_detokenizer(self, message: SglangMessage) -> None:
         """Passes on what concerns every process (logging, garbage collection)."""
         self._to_detokenizer.send(io_struct.msgpack_encode(message))
 
@@ -173,7 +176,7 @@ class SglangFront:
 
     def _sort(
         self,
-        message: Any,
+        message: SglangMessage,
         received: list[Received],
         refused: list[OutputRow],
     ) -> None:
@@ -183,8 +186,7 @@ class SglangFront:
             for one in message.batch:
                 self._take_generate(one, received, refused)
         elif isinstance(message, io_struct.AbortReq):
-            if ended := self._matching(message):
-                received.append(AbortRequest(ended, _abort_finish(message.finished_reason or {})))
+            self._take_abort(message, received)
         elif isinstance(message, _REFUSED_TYPES):
             several = message.batch if isinstance(message, _EMBED_MANY) else [message]
             refused += [
@@ -196,7 +198,7 @@ class SglangFront:
 
     def _take_generate(
         self,
-        message: Any,
+        message: GenerateMessage,
         received: list[Received],
         refused: list[OutputRow],
     ) -> None:
@@ -231,17 +233,21 @@ class SglangFront:
         )
         received.append(request if grammar is None else ConstrainedRequest(request, grammar))
 
+    def _take_abort(self, message: AbortMessage, received: list[Received]) -> None:
+        if ended := self._matching(message):
+            received.append(AbortRequest(ended, _abort_finish(message.finished_reason or {})))
+
     @property
     def _is_running(self) -> bool:
         """Whether a step must complete soon: one that waits may wait for its grammar."""
         return any(one.state is RequestState.RUNNING for one in self.live_requests)
 
-    def _matching(self, message: Any) -> tuple[Request, ...]:
+    def _matching(self, message: AbortMessage) -> tuple[Request, ...]:
         """The live requests that an AbortReq names. Upstream matches prefixes; the front names
         only requests that it knows, so that an exact match is enough and cannot hit a stranger."""
         if message.abort_all:
             return tuple(self.live_requests)
-        cursor = self._cursors.get(message.rid)
+        cursor = self._cursors.get(message.rid or "")
         return () if cursor is None else (cursor.request,)
 
     def _refuse_unreadable(self, payload: bytes, error: Exception) -> list[OutputRow]:

@@ -14,6 +14,7 @@ from sglang.srt.managers.io_struct import BatchTokenIDOutput
 from sgl_pipeline.managers.logprob_output import LogprobCursor, LogprobFields, logprob_columns
 from sgl_pipeline.managers.reasoning_tokens import ReasoningCounter
 from sgl_pipeline.managers.stop_text import StopTextCheck
+from sgl_pipeline.managers.upstream_messages import GenerateMessage
 from sgl_pipeline.requests import FinishReason, Request
 
 # Prompt tokens that are decoded with the first output tokens, for spaces and split characters
@@ -51,7 +52,7 @@ class OutputCursor:
     def __init__(
         self,
         request: Request,
-        message: Any,
+        message: GenerateMessage,
         default_interval: int,
         reasoning: ReasoningCounter,
     ) -> None:

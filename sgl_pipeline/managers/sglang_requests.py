@@ -7,8 +7,7 @@ field is never accepted and then ignored.
 
 import math
 import secrets
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -17,6 +16,7 @@ from sgl_pipeline.managers.model_files import ModelLimits
 from sgl_pipeline.managers.priority_rules import PriorityRules
 from sgl_pipeline.managers.stop_regex import StopRegexes
 from sgl_pipeline.managers.stop_text import StopTextCheck, check_stop_strings
+from sgl_pipeline.managers.upstream_messages import GenerateMessage, SamplingMessage
 from sgl_pipeline.requests import MAX_TOP_LOGPROBS, LogprobSpec, Request, SamplingSpec, StopRules
 
 MAX_NAMESPACE_LENGTH = 4096
@@ -55,7 +55,7 @@ _UNBUILT_FIELDS = {
 }
 
 # Fields of SamplingParams, the value that asks for nothing, and what to call the rest.
-_UNBUILT_SAMPLING: dict[str, tuple[Any, str]] = {
+_UNBUILT_SAMPLING: dict[str, tuple[object, str]] = {
     "watermark": (None, "watermarking"),
 }
 
@@ -87,7 +87,7 @@ class RequestIntake:
         seeds: Random = secrets.SystemRandom() if random_seed is None else Random(random_seed)
         self._draw_seed: Callable[[], int] = lambda: seeds.getrandbits(63)
 
-    def build(self, message: Any, now_s: float) -> Request:
+    def build(self, message: GenerateMessage, now_s: float) -> Request:
         """The request that `message`, a TokenizedGenerateReqInput, asks for, but for its grammar
         (`grammars/spec.py`).
 
@@ -96,6 +96,7 @@ class RequestIntake:
         """
         for name in unbuilt_features(message):
             raise RequestError(f"{name}: not supported by this server yet")
+        assert message.rid is not None, "a message without an id has no one to answer"
         prompt_ids = self._prompt_ids(message.input_ids)
         sampling = message.sampling_params
         return Request(
@@ -113,7 +114,7 @@ class RequestIntake:
             cache_namespace=_namespace(message.extra_key, message.cache_salt),
         )
 
-    def _prompt_ids(self, ids: "array[int] | None") -> list[int]:
+    def _prompt_ids(self, ids: Sequence[int] | None) -> list[int]:
         if not ids:
             raise RequestError("the prompt is empty; send at least one token")
         vocab_size = self._limits.vocab_size
@@ -132,7 +133,7 @@ class RequestIntake:
         left = self._limits.context_length - prompt_length
         return min(asked, left) if left > 0 else asked
 
-    def _sampling(self, sampling: Any) -> SamplingSpec:
+    def _sampling(self, sampling: SamplingMessage) -> SamplingSpec:
         _check_sampling(sampling)
         seed = sampling.sampling_seed
         return SamplingSpec(
@@ -150,7 +151,7 @@ class RequestIntake:
             masked_token_ids=self._masked_token_ids(sampling),
         )
 
-    def _logprobs(self, message: Any, prompt_length: int) -> LogprobSpec:
+    def _logprobs(self, message: GenerateMessage, prompt_length: int) -> LogprobSpec:
         vocab_size, num_top = self._limits.vocab_size, message.top_logprobs_num
         _check_range(
             "top_logprobs_num (top_logprobs)", num_top, 0, min(MAX_TOP_LOGPROBS, vocab_size)
@@ -197,7 +198,7 @@ class RequestIntake:
             biases[token_id] = float(bias)
         return tuple((token_id, bias) for token_id, bias in biases.items() if bias)
 
-    def _masked_token_ids(self, sampling: Any) -> tuple[int, ...]:
+    def _masked_token_ids(self, sampling: SamplingMessage) -> tuple[int, ...]:
         """What may not be drawn before `min_new_tokens`. The EOS ids even where they are ignored,
         as upstream has it (`penaltylib/min_new_tokens.py`)."""
         if not sampling.min_new_tokens:
@@ -205,14 +206,14 @@ class RequestIntake:
         stops = self._stop_token_ids(sampling) | self._limits.eos_token_ids
         return tuple(sorted(token for token in stops if 0 <= token < self._limits.vocab_size))
 
-    def _stop_token_ids(self, sampling: Any) -> frozenset[int]:
+    def _stop_token_ids(self, sampling: SamplingMessage) -> frozenset[int]:
         # An id outside the vocabulary is legal: it never matches.
         asked = frozenset(sampling.stop_token_ids or ())
         if len(asked) > MAX_STOP_TOKEN_IDS:
             raise RequestError(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids, got {len(asked)}")
         return asked if sampling.ignore_eos else asked | self._limits.eos_token_ids
 
-    def _check_text(self, sampling: Any) -> StopTextCheck | None:
+    def _check_text(self, sampling: SamplingMessage) -> StopTextCheck | None:
         strings = check_stop_strings(sampling.stop_strs or [])
         regexes = StopRegexes(sampling.stop_regex_strs or [])
         if not strings and not regexes:
@@ -220,7 +221,7 @@ class RequestIntake:
         return StopTextCheck(self._tokenizer, strings, regexes)
 
 
-def unbuilt_features(message: Any) -> Iterator[str]:
+def unbuilt_features(message: GenerateMessage) -> Iterator[str]:
     """The names of what `message` asks for that is not built yet."""
     for field, name in _UNBUILT_FIELDS.items():
         value = getattr(message, field)
@@ -235,7 +236,7 @@ def unbuilt_features(message: Any) -> Iterator[str]:
         yield "beam search (beam_width)"
 
 
-def _check_sampling(sampling: Any) -> None:
+def _check_sampling(sampling: SamplingMessage) -> None:
     """Holds every number to the range that upstream names (`SamplingParams.verify`)."""
     _check_range("temperature", sampling.temperature, 0.0, 1e6)
     _check_range("top_p", sampling.top_p, 0.0, 1.0)
@@ -257,7 +258,7 @@ def _check_sampling(sampling: Any) -> None:
         raise RequestError(f"min_new_tokens {fewest} is above max_new_tokens {most}")
 
 
-def _check_range(name: str, value: Any, low: float, high: float) -> None:
+def _check_range(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise RequestError(f"{name} must be a finite number, got {value!r}")
     if not low <= value <= high:

@@ -9,8 +9,11 @@ import argparse
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+
+from sgl_pipeline.pipeline.assignment import num_threads, split_cores
 
 # More are started only once the whole command line has been checked.
 _MOST_UNCHECKED_STAGES = 16
@@ -27,6 +30,9 @@ class StageProcesses:
         self._address = stage_address(run_directory)
         self._threads: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
+        # `close` and `start_another` come from different threads.
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -41,10 +47,19 @@ class StageProcesses:
         """
         threads = stage_threads(num_stages, cpu_threads)
         if threads != self._threads:
-            self.close()
+            self._kill_all()
             self._threads = threads
-            for worker in range(num_stages):
-                self._processes.append(self._spawn(worker))
+            for worker, own_threads in enumerate(threads):
+                self._processes.append(self._spawn(worker, own_threads))
+
+    def start_another(self, worker: int) -> int | None:
+        """Starts one more worker, which greets as `worker`. Returns its process id; None when the
+        server is about to end."""
+        with self._lock:
+            if self._is_closed:
+                return None
+            self._processes.append(self._spawn(worker, max(self._threads, default=1)))
+            return self._processes[-1].pid
 
     def start_unchecked(self, argv: Sequence[str]) -> None:
         """Starts the workers that `argv` asks for on the face of it; `start` puts right what that
@@ -60,20 +75,25 @@ class StageProcesses:
             self.start(options.pp, options.cpu_threads_per_stage)
 
     def close(self) -> None:
-        """Kills the workers that are left."""
+        """Kills the workers that are left; no other will be started."""
+        with self._lock:
+            self._is_closed = True
+            self._kill_all()
+
+    def _kill_all(self) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.wait()
         self._processes.clear()
 
-    def _spawn(self, worker: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, worker: int, threads: int) -> subprocess.Popen[bytes]:
         package_root = str(Path(__file__).resolve().parents[2])
         environment = dict(os.environ)
         # OpenMP reads these before torch can be told. Threads spin for the next kernel of a step, a
         # millisecond at most, as waking them takes long; then they sleep, for the neighbours' sake.
         environment |= {
-            "OMP_NUM_THREADS": str(self._threads[worker]),
+            "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "PASSIVE",
         }
         environment.setdefault("GOMP_SPINCOUNT", "20000")
@@ -95,18 +115,6 @@ def stage_address(run_directory: str) -> str:
 
 
 def stage_threads(num_stages: int, cpu_threads: int | None) -> list[int]:
-    """Compute threads of each stage: as many as asked for, else its share of the cores."""
-    return [cpu_threads or max(1, len(cores)) for cores in stage_cores(num_stages)]
-
-
-def stage_cores(num_stages: int) -> list[tuple[int, ...]]:
-    """The cores of each stage, of those that this process may use; see `split_cores`."""
-    return split_cores(sorted(os.sched_getaffinity(0)), num_stages)
-
-
-def split_cores(cores: list[int], num_stages: int) -> list[tuple[int, ...]]:
-    """The cores of each stage: equal runs, or none (no pinning) where stages outnumber cores."""
-    if num_stages > len(cores):
-        return [()] * num_stages
-    bounds = [stage * len(cores) // num_stages for stage in range(num_stages + 1)]
-    return [tuple(cores[bounds[s] : bounds[s + 1]]) for s in range(num_stages)]
+    """Compute threads of each stage, when all of them share the cores of this process."""
+    cores = split_cores(sorted(os.sched_getaffinity(0)), num_stages)
+    return [num_threads(own, cpu_threads) for own in cores]

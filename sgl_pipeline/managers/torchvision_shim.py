@@ -15,6 +15,8 @@ _BARE_SCHEMAS = {
     "torchvision::nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "torchvision::qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
+# Its compiled extension: the first name up to torchvision 0.28, the second from 0.29 on.
+_EXTENSIONS = ("_C", "_C_stable")
 
 
 def install_torchvision_shim() -> bool:
@@ -39,12 +41,13 @@ def _loads_own_operators(package: importlib.machinery.ModuleSpec) -> bool:
         importlib.machinery.EXTENSION_SUFFIXES,
     )
     for directory in package.submodule_search_locations or ():
-        extension = importlib.machinery.FileFinder(directory, loaders).find_spec("_C")
-        if extension is None or extension.origin is None:
-            continue
-        try:
-            torch.ops.load_library(extension.origin)
-        except OSError:
-            return False
-        return True
+        finder = importlib.machinery.FileFinder(directory, loaders)
+        for extension in map(finder.find_spec, _EXTENSIONS):
+            if extension is None or extension.origin is None:
+                continue
+            try:
+                torch.ops.load_library(extension.origin)
+            except OSError:
+                return False
+            return True
     return False

@@ -56,6 +56,10 @@ class DecoderLayer:
         self._mlp = _load_mlp(spec, tensors, layer)
         self._mlp_output_norm = _load_output_norm(spec, tensors, names.mlp_output_norm)
 
+    @property
+    def has_experts(self) -> bool:
+        return isinstance(self._mlp, SparseMlp)
+
     def forward(
         self,
         stream: torch.Tensor,
@@ -63,10 +67,12 @@ class DecoderLayer:
         slots: torch.Tensor,
         kv_pool: KvPool,
         attention: AttentionBackend,
+        may_overwrite: bool = False,
     ) -> torch.Tensor:
-        """The residual stream [T, H] after this layer; `stream` itself is left as it was.
+        """The residual stream [T, H] after this layer.
 
-        Writes the keys and values of the rows into `slots` [T] of the layer's pages.
+        Writes the keys and values of the rows into `slots` [T] of the layer's pages, and writes
+        over `stream` only if it `may_overwrite`. The result is a new tensor either way.
         """
         kernels, pages = self._kernels, kv_pool.pages(self.layer)
         qkv = self._qkv(kernels.norm(stream, self._attention_norm))
@@ -74,7 +80,7 @@ class DecoderLayer:
         output = self._output(attention.attend(query, *pages).flatten(1))
         if self._attention_output_norm is not None:
             output = kernels.norm(output, self._attention_output_norm)
-        stream, normed = kernels.add_norm(stream, output, self._mlp_norm)
+        stream, normed = kernels.add_norm(stream, output, self._mlp_norm, may_overwrite)
         mixed = self._mlp(normed)
         if self._mlp_output_norm is not None:
             mixed = kernels.norm(mixed, self._mlp_output_norm)

@@ -15,8 +15,8 @@ from sgl_pipeline.pp_runner.download import Download, NoDownload
 from sgl_pipeline.pp_runner.step_inputs import Upload
 
 
-def open_device(name: str, stage: int) -> torch.device:
-    """The device of `stage` for `--device cpu|cuda`; stages share GPUs when there are too few.
+def open_device(name: str, gpu: int) -> torch.device:
+    """The device that `--device cpu|cuda` means; `gpu` is the index of the GPU on this host.
 
     Raises ConfigurationError when the name is unknown or there is no such device.
     """
@@ -28,9 +28,14 @@ def open_device(name: str, stage: int) -> torch.device:
         raise ConfigurationError(
             "--device cuda: torch finds no NVIDIA GPU here (or is a CPU build); use --device cpu"
         )
-    device = torch.device("cuda", stage % torch.cuda.device_count())
+    device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
     return device
+
+
+def count_gpus() -> int:
+    """The GPUs that this process may use; touches none of them."""
+    return torch.cuda.device_count()
 
 
 def pin_threads(num_threads: int, cores: tuple[int, ...]) -> None:
@@ -43,12 +48,6 @@ def pin_threads(num_threads: int, cores: tuple[int, ...]) -> None:
                 f"cannot pin a stage to the CPU cores {list(cores)}: {error.strerror}"
             ) from None
     torch.set_num_threads(num_threads)
-
-
-def wait_for_device(device: torch.device) -> None:
-    """Returns when all that was asked of the device is done; on a CPU it always is."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def release_memory(device: torch.device) -> None:

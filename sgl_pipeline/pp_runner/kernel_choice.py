@@ -6,6 +6,7 @@ computes.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,10 @@ from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, load_cpu_kernels
+from sgl_pipeline.pp_runner.cuda.first_calls import call_layer_kernels, plan_decode_and_prefill
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder
 from sgl_pipeline.pp_runner.cuda.graphed_layers import GraphedLayers
+from sgl_pipeline.pp_runner.cuda.kernel_builds import building_kernels
 from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
@@ -26,6 +29,7 @@ from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import (
     FlashInferKernels,
 )
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
+from sgl_pipeline.pp_runner.moe import groups_stay_on_device
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
 
 logger = logging.getLogger(__name__)
@@ -36,6 +40,14 @@ class BackendChoice:
     """Kernels by name; `notice` tells the user why they are not the fast ones, if so."""
 
     name: str
+    notice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphChoice:
+    """Whether steps run from CUDA graphs; `notice` says why not where they might be expected."""
+
+    is_on: bool
     notice: str = ""
 
 
@@ -72,22 +84,60 @@ def choose_attention_backend(name: str, shape: AttentionShape) -> BackendChoice:
     return BackendChoice(name)
 
 
-def make_attention_backend(choice: BackendChoice, shape: AttentionShape) -> AttentionBackend:
+def make_attention_backend(
+    choice: BackendChoice, shape: AttentionShape, prefill_kernels: str = "auto"
+) -> AttentionBackend:
     """The backend that `choose_attention_backend` chose for `shape`.
 
-    Raises ConfigurationError when it cannot be had on this machine.
+    Args:
+        prefill_kernels: as `--stage-prefill-kernels`.
+
+    Raises ConfigurationError when this machine has not got the backend or the prefill kernels.
     """
+    if prefill_kernels != "auto" and choice.name != "flashinfer":
+        raise ConfigurationError(
+            f"--stage-prefill-kernels {prefill_kernels} chooses between FlashInfer's kernels, and "
+            f"attention is {choice.name}; leave it at auto"
+        )
     if choice.name == "cpu":
         return CpuAttention(shape, load_cpu_kernels())
     if choice.name == "torch":
         return TorchAttention(shape)
-    return FlashInferAttention(shape)
+    with building_kernels():
+        attention = FlashInferAttention(shape, prefill_kernels)
+        plan_decode_and_prefill(attention, shape)
+    return attention
 
 
-def uses_graphs(name: str, attention: BackendChoice) -> bool:
-    """Whether `--stage-graphs name` means CUDA graphs, which hold no other attention than
-    FlashInfer's."""
-    return name == "auto" and attention.name == "flashinfer"
+def choose_graphs(
+    name: str,
+    attention: BackendChoice,
+    shape: AttentionShape,
+    has_experts: bool,
+    capability_of: Callable[[torch.device], tuple[int, int]] = torch.cuda.get_device_capability,
+) -> GraphChoice:
+    """What `--stage-graphs name` means for a stage with this attention.
+
+    A graph holds no other attention than FlashInfer's, and no copy to the host, which experts make
+    on some GPUs: for them `auto` is off, with a notice.
+
+    Args:
+        has_experts: whether the stage has mixture-of-experts layers.
+        capability_of: gives the compute capability of a GPU.
+    """
+    if name != "auto" or attention.name != "flashinfer":
+        return GraphChoice(False)
+    if has_experts:
+        capability = capability_of(shape.device)
+        if not groups_stay_on_device(shape.dtype, capability):
+            major, minor = capability
+            return GraphChoice(
+                False,
+                f"no CUDA graphs: torch multiplies {shape.dtype} by experts without the host only "
+                f"for bfloat16 on compute capability 9 or 10, and this GPU has {major}.{minor}; "
+                "steps run kernel by kernel, which is slower",
+            )
+    return GraphChoice(True)
 
 
 def make_step_layers(
@@ -158,7 +208,12 @@ def make_layer_kernels(choice: BackendChoice) -> LayerKernels:
     """
     if choice.name == "cpu":
         return CompiledKernels(load_cpu_kernels())
-    return FlashInferKernels() if choice.name == "flashinfer" else TorchKernels()
+    if choice.name == "torch":
+        return TorchKernels()
+    with building_kernels():
+        kernels = FlashInferKernels()
+        call_layer_kernels(kernels, torch.bfloat16, torch.device("cuda"))
+    return kernels
 
 
 def _require_cpu_dtype(dtype: torch.dtype, flag: str) -> None:

@@ -3,6 +3,8 @@
 Called by the stage worker when the stage's weights are loaded.
 """
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +12,22 @@ import torch
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.messages import StageAssignment
+from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.flashinfer_attention import workspace_bytes
 from sgl_pipeline.pp_runner.cuda.graphed_layers import graph_memory_bytes
-from sgl_pipeline.pp_runner.kernel_choice import choose_attention_backend, uses_graphs
+from sgl_pipeline.pp_runner.device import release_memory
+from sgl_pipeline.pp_runner.gpu_memory import (
+    CardMemory,
+    KvRoom,
+    StageNeeds,
+    kv_room,
+    stage_needs,
+)
+from sgl_pipeline.pp_runner.kernel_choice import choose_attention_backend, choose_graphs
 from sgl_pipeline.pp_runner.kv_pool import kv_page_bytes
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 # The KV pool on a CPU, unless --max-total-tokens says otherwise: a fixed size and not a share of
 # memory, so that two servers fit side by side.
@@ -28,14 +42,27 @@ class KvCapacity:
     page_bytes: int
 
 
+def measure_card(device: torch.device) -> CardMemory:
+    """The memory of a GPU.
+
+    Gives back first what torch keeps of tensors that are gone: loading leaves such memory behind.
+    """
+    release_memory(device)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return CardMemory(total_bytes, free_bytes, torch.cuda.memory_reserved(device))
+
+
 def kv_page_capacity(
-    assignment: StageAssignment, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+    assignment: StageAssignment,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    measure: Callable[[torch.device], CardMemory] = measure_card,
 ) -> KvCapacity:
     """How many KV pages this stage can hold. To be called when its weights are loaded.
 
     With `max_total_tokens` it is that many tokens, rounded down to pages; without it is a fixed
-    number on a CPU, and on a GPU what `memory_fraction` of its memory leaves beside the weights,
-    shared by the stages on it.
+    number on a CPU, and on a GPU all that `gpu_memory.kv_room` leaves.
 
     Raises ConfigurationError when memory does not hold that, or not a single page.
     """
@@ -43,15 +70,12 @@ def kv_page_capacity(
     num_layers = len(assignment.plan.layers_of(assignment.stage))
     page_bytes = kv_page_bytes(shape, num_layers)
     if device.type == "cuda":
-        room_bytes = _cuda_room_bytes(assignment, device)
-        if uses_graphs(
-            assignment.graphs, choose_attention_backend(assignment.attention_backend, shape)
-        ):
-            room_bytes -= graph_memory_bytes(shape, spec, num_layers) + page_bytes
+        room = _gpu_room(assignment, spec, shape, measure)
     else:
         # All stages measure before any allocates, and all take from the same memory.
-        room_bytes = _cpu_room_bytes() * num_layers // assignment.plan.num_layers
-    pages_that_fit = room_bytes // page_bytes
+        share_bytes = _cpu_room_bytes() * num_layers // assignment.plan.num_layers
+        room = KvRoom(share_bytes, has_more=False)
+    pages_that_fit = room.num_bytes // page_bytes
     tokens = assignment.max_total_tokens
     if tokens is None and device.type == "cpu":
         tokens = DEFAULT_CPU_KV_TOKENS
@@ -62,33 +86,78 @@ def kv_page_capacity(
             "raise it or lower --page-size"
         )
     if num_pages > pages_that_fit or num_pages < 1:
-        raise ConfigurationError(_no_room_message(assignment, page_bytes, num_pages, room_bytes))
+        raise ConfigurationError(_no_room_message(assignment, page_bytes, num_pages, room))
     return KvCapacity(num_pages, page_bytes)
 
 
 def _no_room_message(
-    assignment: StageAssignment, page_bytes: int, num_pages: int, room_bytes: int
+    assignment: StageAssignment, page_bytes: int, num_pages: int, room: KvRoom
 ) -> str:
     wanted_pages = max(1, num_pages)
-    knob = "lower --max-total-tokens"
-    if assignment.device == "cuda":
-        knob += ", raise --mem-fraction-static or use more stages (--pp)"
+    on_gpu = assignment.device == "cuda"
+    knobs = []
+    if assignment.max_total_tokens is not None or not on_gpu:
+        knobs.append("lower --max-total-tokens")
+    if room.has_more:
+        knobs.append("raise --mem-fraction-static")
+    if on_gpu:
+        knobs.append("spread the model over more GPUs (--pp)")
     return (
-        f"stage {assignment.stage} has room for {max(0, room_bytes) / 2**20:.0f} MiB of KV cache, "
-        f"{wanted_pages * assignment.page_size} tokens need "
-        f"{wanted_pages * page_bytes / 2**20:.0f} MiB; {knob}"
+        f"stage {assignment.stage} has room for {max(0, room.num_bytes) / 2**20:.0f} MiB of KV "
+        f"cache, {wanted_pages * assignment.page_size} tokens need "
+        f"{wanted_pages * page_bytes / 2**20:.0f} MiB; {', or '.join(knobs)}"
     )
 
 
-def _cuda_room_bytes(assignment: StageAssignment, device: torch.device) -> int:
-    """This stage's share of the GPU memory that may be used, less its weights."""
-    num_devices = torch.cuda.device_count()
-    own_device = assignment.stage % num_devices
-    num_sharing = len(range(own_device, assignment.plan.num_stages, num_devices))
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    share_bytes = int(total_bytes * assignment.memory_fraction) // num_sharing
-    own_bytes = torch.cuda.memory_allocated(device)
-    return min(share_bytes - own_bytes, int(free_bytes * assignment.memory_fraction))
+def _gpu_room(
+    assignment: StageAssignment,
+    spec: ModelSpec,
+    shape: AttentionShape,
+    measure: Callable[[torch.device], CardMemory],
+) -> KvRoom:
+    """The room for this stage's pages."""
+    stage, plan = assignment.stage, assignment.plan
+    layers = plan.layers_of(stage)
+    attention = choose_attention_backend(assignment.attention_backend, shape)
+    has_experts = any(spec.layer_experts(layer) is not None for layer in layers)
+    has_graphs = choose_graphs(assignment.graphs, attention, shape, has_experts).is_on
+    if has_graphs:
+        attention_bytes = graph_memory_bytes(shape, spec, len(layers))
+        attention_bytes += kv_page_bytes(shape, len(layers))
+    else:
+        attention_bytes = workspace_bytes(shape) if attention.name == "flashinfer" else 0
+    needs = stage_needs(
+        spec,
+        shape.dtype.itemsize,
+        attention_bytes=attention_bytes,
+        stage=stage,
+        num_stages=plan.num_stages,
+        has_nccl=any(link.startswith("nccl:") for link in assignment.links),
+    )
+    card, num_sharing = measure(shape.device), assignment.stages_on_gpu
+    room = kv_room(card, needs, assignment.memory_fraction, num_sharing)
+    _log(card, needs, room, num_sharing)
+    return room
+
+
+def _log(card: CardMemory, needs: StageNeeds, room: KvRoom, num_sharing: int) -> None:
+    numbers = (
+        card.total_bytes,
+        card.free_bytes,
+        card.reserved_bytes,
+        needs.attention_bytes,
+        needs.link_bytes,
+        needs.layer_bytes,
+        needs.head_bytes,
+        room.num_bytes,
+    )
+    logger.info(
+        "GPU memory in MiB: %d, %d of it free; this stage has %d of weights, keeps %d for "
+        "attention and graphs, %d for links, %d for layers, %d for head and sampler, and has room "
+        "for %d of KV cache; stages on this GPU: %d",
+        *(number / 2**20 for number in numbers),
+        num_sharing,
+    )
 
 
 def _cpu_room_bytes() -> int:

@@ -90,9 +90,18 @@ class SeparateExperts:
         return torch.cat(outputs)
 
 
+def groups_stay_on_device(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether `grouped_mm` leaves the ends of its groups on a GPU of this compute capability.
+
+    torch (2.11 to 2.14, `_scaled_mm_allowed_device`) has such a kernel for bf16 on 9.x and 10.x.
+    Elsewhere it copies them to the host and computes one product for each group.
+    """
+    return dtype == torch.bfloat16 and capability[0] in (9, 10)
+
+
 class StackedExperts:
     """All experts in two grouped products (`torch.nn.functional.grouped_mm`): for GPUs, where the
-    number of rows of each expert need not come back to the host.
+    number of rows of each expert need not come back to the host (`groups_stay_on_device`).
 
     Args:
         gate_up: [E, 2 F, H].

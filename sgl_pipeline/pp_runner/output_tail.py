@@ -86,7 +86,8 @@ class OutputTail:
         if self._logprobs is not None:
             logprobs = self._logprobs.compute(self._head, hidden, logits, drawn.token_ids)
             tensors += logprobs.tensors
-        return _Drawn(drawn, logits, logprobs, self._download, self._download(tensors))
+        kept = None if drawn.is_decided else logits
+        return _Drawn(drawn, kept, logprobs, self._download, self._download(tensors))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +95,7 @@ class _Drawn:
     """The `PendingOutputs` of an `OutputTail`; `copy` has the ids, then those of `logprobs`."""
 
     drawn: DrawnTokens
-    logits: torch.Tensor  # [S, V]
+    logits: torch.Tensor | None  # [S, V]; None where every row is decided
     logprobs: StepLogprobs | None
     download: Download
     copy: HostCopy
@@ -104,12 +105,20 @@ class _Drawn:
 
     def result(self) -> Outputs:
         drawn_ids, *numbers = self.copy.tensors()
-        first_ids = drawn_ids.tolist()
-        # The next steps may be launched already: not behind them.
-        with self.download.beside_kernels(self.logits):
-            token_ids = self.drawn.settle(first_ids)
-            if self.logprobs is None:
-                return tuple(token_ids), ()
-            if token_ids != first_ids:
-                numbers[0] = self.logprobs.chosen_again(numbers[0], self.logits, token_ids)
+        token_ids = drawn_ids.tolist()
+        if self.logits is not None:
+            token_ids = self._settle(token_ids, self.logits, numbers)
+        if self.logprobs is None:
+            return tuple(token_ids), ()
         return tuple(token_ids), self.logprobs.rows_of_chunks(numbers)
+
+    def _settle(
+        self, drawn_ids: list[int], logits: torch.Tensor, numbers: list[torch.Tensor]
+    ) -> list[int]:
+        """`drawn_ids` with none undecided; corrects `numbers`, those of `logprobs`, where needed."""
+        # The next steps may be launched already: not behind them.
+        with self.download.beside_kernels(logits):
+            token_ids = self.drawn.settle(drawn_ids)
+            if self.logprobs is not None and token_ids != drawn_ids:
+                numbers[0] = self.logprobs.chosen_again(numbers[0], logits, token_ids)
+        return token_ids

@@ -32,7 +32,7 @@ UNDECIDED = -1
 # As many logits are worked on at once, and of the rows that order all of theirs: see
 # `sampler_memory_bytes`.
 _MOST_LOGITS, _MOST_ORDERED_LOGITS = 2**24, 2**22
-_BYTES_PER_LOGIT, _BYTES_PER_ORDERED_LOGIT = 40, 96
+_BYTES_PER_LOGIT, _BYTES_PER_ORDERED_LOGIT = 32, 96
 
 # A probability of 1 as an integer. The sums of a row stay below 2 ** 53, so fp64 holds them too.
 _ONE = 2.0**52
@@ -51,6 +51,11 @@ class DrawnTokens:
     _logits: torch.Tensor | None  # None where every row is decided
     _sampling: Sequence[SamplingSpec]
     _positions: np.ndarray
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether no id can be `UNDECIDED`, and the logits are not needed any more."""
+        return self._logits is None
 
     def settle(self, token_ids: list[int]) -> list[int]:
         """`token_ids` on the host with every undecided row drawn again, from its whole vocabulary.
@@ -113,11 +118,14 @@ class Sampler:
 
 def sampler_memory_bytes(vocab_size: int, num_rows: int) -> int:
     """The most device memory that drawing takes beside the logits, for any cuts of the rows."""
-    num_logits = vocab_size * num_rows
-    return max(
-        _BYTES_PER_LOGIT * min(num_logits, max(_MOST_LOGITS, vocab_size)),
-        _BYTES_PER_ORDERED_LOGIT * min(num_logits, max(_MOST_ORDERED_LOGITS, vocab_size)),
-    )
+    unordered_bytes = _BYTES_PER_LOGIT * min(vocab_size * num_rows, max(_MOST_LOGITS, vocab_size))
+    return max(unordered_bytes, settling_memory_bytes(vocab_size, num_rows))
+
+
+def settling_memory_bytes(vocab_size: int, num_rows: int) -> int:
+    """The most that `DrawnTokens.settle` takes beside the logits."""
+    most_logits = max(_MOST_ORDERED_LOGITS, vocab_size)
+    return _BYTES_PER_ORDERED_LOGIT * min(vocab_size * num_rows, most_logits)
 
 
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:

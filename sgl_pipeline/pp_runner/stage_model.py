@@ -133,6 +133,11 @@ class StageModel:
         return self._head is not None
 
     @property
+    def has_experts(self) -> bool:
+        """Whether any of the stage's layers is a mixture of experts."""
+        return any(layer.has_experts for layer in self.layers.values())
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors as they were read."""
         return sum(self.loaded.values())
@@ -165,7 +170,7 @@ class StageModel:
 
         Args:
             hidden: the residual stream [T, H] from the stage before, in the model's dtype; None on
-                the first stage. It is left as it was.
+                the first stage. Not written to: it may be a buffer of a graph or of a link.
 
         Returns the residual stream [T, H], a tensor of its own: for the next stage, or on the last
         one for `logits`.
@@ -176,9 +181,13 @@ class StageModel:
             assert hidden is not None, "a stage after the first needs the residual stream"
             stream = hidden
         rotation = self._rotary.at(inputs.positions)
+        is_ours = self._embedding is not None  # so that a layer may write over it
         for layer in layers:
-            stream = self.layers[layer].forward(stream, rotation, inputs.slots, kv_pool, attention)
-        return stream.clone() if stream is hidden else stream
+            stream = self.layers[layer].forward(
+                stream, rotation, inputs.slots, kv_pool, attention, is_ours
+            )
+            is_ours = True
+        return stream if is_ours else stream.clone()
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,9 @@ from sgl_pipeline.pp_runner.device import make_download, make_upload
 from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
+    choose_graphs,
     make_attention_backend,
     make_step_layers,
-    uses_graphs,
 )
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.links.activation_link import ActivationLink
@@ -35,8 +35,8 @@ class StageRunner:
     Args:
         tail: for tests, in place of the last stage's own.
 
-    `attention_backend` says which one is in use. `held_layers` may change between two steps; which
-    of them a step runs is up to the plan of its epoch.
+    `attention_backend` and `graphs` say what is in use. `held_layers` may change between two steps;
+    which of them a step runs is up to the plan of its epoch.
     """
 
     def __init__(
@@ -49,21 +49,25 @@ class StageRunner:
         tail: Tail | None = None,
     ) -> None:
         self._stage = assignment.stage
-        self._is_first = model.is_first
+        self._is_first = assignment.stage == 0
         self._shape = attention_shape
         self.attention_backend = choose_attention_backend(
             assignment.attention_backend, attention_shape
         )
-        attention = make_attention_backend(self.attention_backend, attention_shape)
-        has_graphs = uses_graphs(assignment.graphs, self.attention_backend)
+        attention = make_attention_backend(
+            self.attention_backend, attention_shape, assignment.prefill_kernels
+        )
+        self.graphs = choose_graphs(
+            assignment.graphs, self.attention_backend, attention_shape, model.has_experts
+        )
         self.held_layers = HeldLayers(
             model,
-            KvPool(model.layers, attention_shape, num_pages, has_padding_page=has_graphs),
+            KvPool(model.layers, attention_shape, num_pages, has_padding_page=self.graphs.is_on),
         )
         first_plan = assignment.plan
         self._plans = {first_plan.epoch: first_plan}
         self._layers = make_step_layers(
-            has_graphs,
+            self.graphs.is_on,
             first_plan.epoch,
             first_plan.layers_of(self._stage),
             self.held_layers,

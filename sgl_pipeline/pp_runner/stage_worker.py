@@ -27,8 +27,8 @@ from sgl_pipeline.messages import (
     StopProfile,
     ToWorker,
     WorkerFailed,
-    WorkerHello,
 )
+from sgl_pipeline.pp_runner.cost_measurement import measure_stage_costs
 from sgl_pipeline.pp_runner.device import open_device, pin_threads
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.kv_capacity import kv_page_capacity
@@ -36,10 +36,10 @@ from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.pending_reports import PendingReports
-from sgl_pipeline.pp_runner.stage_costs import measure_stage_costs
 from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.pp_runner.worker_hello import worker_hello
 from sgl_pipeline.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 
@@ -61,7 +61,7 @@ class StageWorker:
 
     def run(self) -> None:
         """Returns after a `Shutdown`; raises what the process should die of."""
-        self._channel.send(WorkerHello(self._worker))
+        self._channel.send(worker_hello(self._worker))
         assignment = self._be_assigned()
         runner = self._become_ready(assignment)
         try:
@@ -131,7 +131,7 @@ class StageWorker:
     def _become_ready(self, assignment: StageAssignment) -> StageRunner:
         started = time.perf_counter()
         pin_threads(assignment.cpu_threads, assignment.cpu_cores)
-        device = open_device(assignment.device, assignment.stage)
+        device = open_device(assignment.device, assignment.gpu)
         dtype = getattr(torch, assignment.dtype)
         spec = read_model_spec(assignment.model_path)
         stage, plan = assignment.stage, assignment.plan
@@ -164,7 +164,8 @@ class StageWorker:
         )
         runner = StageRunner(assignment, model, shape, num_pages, link)
         attention = runner.attention_backend
-        notices = tuple(choice.notice for choice in (attention, kernels) if choice.notice)
+        choices = (attention, kernels, runner.graphs)
+        notices = tuple(choice.notice for choice in choices if choice.notice)
         self._channel.send(StageReady(stage, attention.name, kernels.name, notices))
         return runner
 

@@ -64,7 +64,7 @@ class Admission:
                 start = request.num_scheduled
                 request.num_scheduled = start + 1
                 request.steps_in_flight += 1
-                del ready[request]
+                self._running.start_decode(request)
                 chunks.append(Chunk(request, start, 1, is_decode=True, samples=True))
         return chunks
 
@@ -80,7 +80,7 @@ class Admission:
         request.num_scheduled = end = start + length
         request.steps_in_flight += 1
         if not request.is_prefilling:
-            del self._running.prefilling[request]
+            self._running.start_last_prefill(request)
         # Where no token is asked for, the log-probabilities of the next one may be: it is drawn
         # with them and dropped.
         draws = request.stops.max_new_tokens > 0 or request.logprobs is not None

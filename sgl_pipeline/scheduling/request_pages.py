@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.page_pool import PagePool
-from sgl_pipeline.scheduling.radix_cache import RadixCache, RadixNode
+from sgl_pipeline.scheduling.radix_demand import RadixDemand
+from sgl_pipeline.scheduling.radix_storage import RadixStorage
+from sgl_pipeline.scheduling.radix_tree import RadixNode
 
 
 @dataclass(slots=True)
@@ -27,9 +29,11 @@ class _Holding:
 class RequestPages:
     """The pool, the cache, and what running requests hold of them. Counts are in pages."""
 
-    def __init__(self, pool: PagePool, cache: RadixCache) -> None:
+    def __init__(self, pool: PagePool, storage: RadixStorage, demand: RadixDemand) -> None:
         self._pool = pool
-        self._cache = cache
+        self._storage = storage
+        self._demand = demand
+        self._page_size = storage.page_size
         self._holdings: dict[Request, _Holding] = {}
         self._released: list[Request] = []
 
@@ -41,18 +45,34 @@ class RequestPages:
     @property
     def num_available(self) -> int:
         """Free, or cached and not locked."""
-        return self._pool.num_free + self._cache.evictable_pages
+        return self._pool.num_free + self._storage.evictable_pages
 
     def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._cache.page_size)
+        return -(-num_tokens // self._page_size)
 
     def fits(self, request: Request, path: RadixNode, num_reserved: int) -> bool:
         """Whether `try_open` would succeed now."""
-        match = self._cache.match(path)
-        self._cache.lock(match)
+        match = self._storage.match(path)
+        self._storage.lock(match)
         fits = self._fits_beside(match, request, num_reserved)
-        self._cache.unlock(match)
+        self._storage.unlock(match)
         return fits
+
+    def missing_pages(self, request: Request, path: RadixNode) -> int:
+        """Pages that the whole prefill of a waiting request needs beside its cached prefix."""
+        return (
+            self.pages_for(request.prefill_end) - self._storage.match(path).end // self._page_size
+        )
+
+    def prefilling(self, node: RadixNode) -> Request | None:
+        """A running request that prefills `node` for others to wait for; looks at all of them."""
+        for request, holding in self._holdings.items():
+            above = holding.claimed_path
+            while above is not None and above is not node:
+                above = above.parent
+            if above is node:
+                return request
+        return None
 
     def try_open(self, request: Request, path: RadixNode, num_reserved: int) -> bool:
         """Gives a waiting request its cached prefix, if its whole prefill fits beside that.
@@ -61,34 +81,34 @@ class RequestPages:
             path: what the request wanted from the cache; claimed for it when it gets in.
             num_reserved: available pages that are spoken for.
         """
-        match = self._cache.match(path)
-        self._cache.lock(match)
+        match = self._storage.match(path)
+        self._storage.lock(match)
         if not self._fits_beside(match, request, num_reserved):
-            self._cache.unlock(match)
+            self._storage.unlock(match)
             return False
-        self._cache.claim(path)
-        self._holdings[request] = _Holding(match, match.end // self._cache.page_size, path)
-        request.pages = self._cache.pages_of(match)
+        self._demand.claim(path)
+        self._holdings[request] = _Holding(match, match.end // self._page_size, path)
+        request.pages = self._storage.pages_of(match)
         request.num_scheduled = request.num_computed = match.end
         return True
 
     def _fits_beside(self, match: RadixNode, request: Request, num_reserved: int) -> bool:
         """`match`, the request's cached prefix, is locked: its pages are not available."""
-        num_missing = self.pages_for(request.prefill_end) - match.end // self._cache.page_size
+        num_missing = self.pages_for(request.prefill_end) - match.end // self._page_size
         return num_missing <= self.num_available - num_reserved
 
     def reachable_tokens(self, request: Request) -> int:
         """How long the request could get if it took every available page."""
-        return (len(request.pages) + self.num_available) * self._cache.page_size
+        return (len(request.pages) + self.num_available) * self._page_size
 
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Sees to pages for the request's first `num_tokens` tokens; False if too few are left."""
-        count = self.pages_for(num_tokens) - len(request.pages)
-        if count <= 0:
+        if num_tokens <= len(request.pages) * self._page_size:
             return True
+        count = self.pages_for(num_tokens) - len(request.pages)
         if count > self.num_available:
             return False
-        self._pool.free(self._cache.evict(count - self._pool.num_free))
+        self._pool.free(self._storage.evict(count - self._pool.num_free))
         request.pages += self._pool.allocate(count)
         return True
 
@@ -99,16 +119,16 @@ class RequestPages:
         request's own would take twice the room that the request was admitted for.
         """
         holding = self._holdings[request]
-        num_full = request.num_computed // self._cache.page_size
-        tokens = request.tokens(0, num_full * self._cache.page_size)
+        num_full = request.num_computed // self._page_size
+        tokens = request.tokens(0, num_full * self._page_size)
         namespace = request.cache_namespace
-        if not self._cache.accepts(holding.locked, tokens, namespace):
+        if not self._storage.accepts(holding.locked, tokens, namespace):
             return
         pages = request.pages[holding.num_cached : num_full]
-        insertion = self._cache.insert(holding.locked, tokens, pages, namespace)
+        insertion = self._storage.insert(holding.locked, tokens, pages, namespace)
         assert not insertion.declined
-        self._cache.lock(insertion.node)
-        self._cache.unlock(holding.locked)
+        self._storage.lock(insertion.node)
+        self._storage.unlock(holding.locked)
         holding.locked = insertion.node
         holding.num_cached = num_full
 
@@ -116,7 +136,7 @@ class RequestPages:
         """No more prompt pages will come from this request: whoever waits for them may go on."""
         holding = self._holdings[request]
         if holding.claimed_path is not None:
-            self._cache.unclaim(holding.claimed_path)
+            self._demand.unclaim(holding.claimed_path)
             holding.claimed_path = None
 
     def release(self, request: Request) -> None:
@@ -124,14 +144,14 @@ class RequestPages:
         assert request.steps_in_flight == 0
         self.end_prefill(request)
         holding = self._holdings.pop(request)
-        num_full = request.num_computed // self._cache.page_size
-        insertion = self._cache.insert(
+        num_full = request.num_computed // self._page_size
+        insertion = self._storage.insert(
             holding.locked,
-            request.tokens(0, num_full * self._cache.page_size),
+            request.tokens(0, num_full * self._page_size),
             request.pages[holding.num_cached : num_full],
             request.cache_namespace,
         )
-        self._cache.unlock(holding.locked)
+        self._storage.unlock(holding.locked)
         self._pool.free(insertion.declined)
         self._pool.free(request.pages[num_full:])
         request.pages = []
@@ -145,15 +165,17 @@ class RequestPages:
 
     def clear_cache(self) -> None:
         """Frees every cached page that is not locked."""
-        self._pool.free(self._cache.evict(self._cache.evictable_pages))
+        self._pool.free(self._storage.evict(self._storage.evictable_pages))
 
     def check_conservation(self) -> None:
-        """Asserts that every page is free, cached, or held by exactly one request."""
+        """Asserts that every page is free, cached, or held by exactly one request, and that no
+        page can be matched before every stage has computed it."""
         held: list[int] = []
         for request, holding in self._holdings.items():
             held += request.pages[holding.num_cached :]
+            assert holding.num_cached <= request.num_computed // self._page_size
         assert len(held) == len(set(held)), "two requests hold the same page"
-        counts = (self._pool.num_free, len(held), self._cache.cached_pages)
+        counts = (self._pool.num_free, len(held), self._storage.cached_pages)
         assert sum(counts) == self._pool.num_pages, (
             f"free, held, cached = {counts} of {self._pool.num_pages} pages"
         )

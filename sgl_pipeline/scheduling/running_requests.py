@@ -1,6 +1,7 @@
 """The admitted requests, sorted by what the next step can do with them.
 
-Shared by admission, preemption and `StepScheduler`. It never changes a request.
+Shared by admission, preemption and `StepScheduler`: they read its sets, and only its methods change
+them. It never changes a request.
 """
 
 from collections.abc import Iterator
@@ -35,12 +36,20 @@ class RunningRequests:
         self._admitted[request] = None
         self.prefilling[request] = None
 
+    def start_last_prefill(self, request: Request) -> None:
+        """The step being put together takes the rest of the prompt."""
+        del self.prefilling[request]
+
     def make_ready(self, request: Request) -> None:
         """The request has a new token to decode from, and no step in flight."""
         remaining = request.stops.max_new_tokens - len(request.output_ids)
         self.remaining_output_tokens += remaining - self.decoding.get(request, 0)
         self.decoding[request] = remaining
         self.ready[request] = None
+
+    def start_decode(self, request: Request) -> None:
+        """The step being put together takes the ready request."""
+        del self.ready[request]
 
     def drop(self, request: Request) -> None:
         """The request ended or was retracted."""

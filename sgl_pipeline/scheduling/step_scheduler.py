@@ -8,32 +8,26 @@ from collections import deque
 from collections.abc import Sequence
 
 from sgl_pipeline.args import ACCOUNTINGS, Accounting, SchedulingArgs
-from sgl_pipeline.errors import ProtocolError, QueueFullError, RequestError
+from sgl_pipeline.errors import ProtocolError, RequestError
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.requests import FinishReason, LogprobRows, Request, RequestState, TokenEvent
 from sgl_pipeline.scheduling.admission import Admission
 from sgl_pipeline.scheduling.age_limit import RequestAges
+from sgl_pipeline.scheduling.arrivals import DISPLACED, Arrivals
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
+from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
 from sgl_pipeline.scheduling.logprob_rows import keep_logprobs
 from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.preemption import Preemption
-from sgl_pipeline.scheduling.radix_cache import RadixCache
+from sgl_pipeline.scheduling.radix_demand import RadixDemand
+from sgl_pipeline.scheduling.radix_storage import RadixStorage
+from sgl_pipeline.scheduling.radix_tree import RadixTree
 from sgl_pipeline.scheduling.request_limits import RequestLimits
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.stop_rules import finish_reason
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 from sgl_pipeline.throttle import PipelineLoad, Policy, TokenBudget
-
-# SGLang's `/health` sends requests whose ids begin like this; a full queue must not fail them.
-HEALTH_CHECK_PREFIX = "HEALTH_CHECK_"
-
-# Upstream's words (scheduler.py, _abort_on_queued_limit).
-DISPLACED = FinishReason(
-    "abort",
-    message="The request is aborted by a higher priority request.",
-    status_code=503,
-)
 
 
 class StepScheduler:
@@ -55,17 +49,17 @@ class StepScheduler:
     ) -> None:
         self.epoch = 0
         self.limits = RequestLimits(context_length, num_pages * args.page_size)
-        self._max_queued_requests = args.max_queued_requests
         self._policy = policy
         self._accounting = ACCOUNTINGS[args.accounting]
-        self._longest_output_first = args.schedule_policy == "lof"
         self._num_pages = num_pages
         # Also the depth over which decodes are shared out: that many steps wait for each other.
         self._max_in_flight = num_stages + args.extra_steps_in_flight
 
-        self._cache = RadixCache(args.page_size, enabled=args.radix_cache)
-        self._pages = RequestPages(PagePool(num_pages), self._cache)
-        self._waiting = WaitingQueue(self._cache, parks=not args.duplicate_prefills)
+        tree = RadixTree(args.page_size, enabled=args.radix_cache)
+        demand = RadixDemand(tree)
+        self._pages = RequestPages(PagePool(num_pages), RadixStorage(tree, demand), demand)
+        self._waiting = WaitingQueue(demand, parks=not args.duplicate_prefills)
+        self._arrivals = Arrivals(args, self.limits, self._waiting)
         self._running = RunningRequests()
         self._preemption = Preemption(self._running, self._waiting, self._pages)
         self._admission = Admission(
@@ -76,13 +70,14 @@ class StepScheduler:
             args.max_running_requests,
             args.preemption_threshold,
         )
+        self._explainer = RequestExplainer(
+            self._waiting, self._running, self._pages, args.max_running_requests
+        )
         self._decode_reserve = DecodeReserve(args.page_size, self._max_in_flight)
         self._ages = RequestAges(args.waiting_timeout_s, args.running_timeout_s)
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[Microbatch] = deque()
         self._next_step_id = 0
-        self._num_arrivals = 0
-        self._lowest_priority = 0
         self._is_paused = False
         self._retracts_running = False
 
@@ -96,41 +91,21 @@ class StepScheduler:
         """
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is already being served")
-        self.limits.check(request)
-        displaced = self._displace_for(request)
-        self._lowest_priority = min(self._lowest_priority, request.priority)
-        request.order = self._order_of(request)
-        self._num_arrivals += 1
+        displaced = self._arrivals.displaced_by(request)
+        if displaced is not None:
+            self.abort(displaced.request_id, DISPLACED)
+        self._arrivals.give_place(request)
         self._requests[request.request_id] = request
         self._waiting.add(request)
         self._ages.waits(request, request.arrival_s)
         return displaced
 
-    def _order_of(self, request: Request) -> tuple[int, int, int]:
-        max_new_tokens = request.stops.max_new_tokens if self._longest_output_first else 0
-        return (-request.priority, -max_new_tokens, self._num_arrivals)
-
     def check_arrival(self, request: Request, num_held: int) -> None:
         """Raises as `add` does, for a request that its caller keeps for now with `num_held` others.
 
-        Nobody is displaced for it; `add` will look again.
+        No request is displaced for it; `add` will look again.
         """
-        self.limits.check(request)
-        limit = self._max_queued_requests
-        if limit is not None and len(self._waiting) + num_held >= limit:
-            raise _queue_full(len(self._waiting) + num_held, limit)
-
-    def _displace_for(self, request: Request) -> Request | None:
-        """Makes room in a full queue at the cost of the last in it, if that has less priority."""
-        limit = self._max_queued_requests
-        is_exempt = request.request_id.startswith(HEALTH_CHECK_PREFIX)
-        if limit is None or len(self._waiting) < limit or is_exempt:
-            return None
-        # Without priorities nobody is displaced: then an overflow need not look at the queue.
-        last = self._waiting.last() if request.priority > self._lowest_priority else None
-        if last is None or last.priority >= request.priority:
-            raise _queue_full(len(self._waiting), limit)
-        return self.abort(last.request_id, DISPLACED)
+        self._arrivals.check(request, num_held)
 
     def abort(self, request_id: str, reason: FinishReason) -> Request | None:
         """Ends a request in whatever state it is; None if it is not (or no longer) served.
@@ -314,6 +289,14 @@ class StepScheduler:
             steps_in_flight=len(self._in_flight),
         )
 
+    def explain(self, request_id: str) -> Explanation | None:
+        """What the request waits for now; None if it is not (or no longer) served."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        budget = self._policy(self.load(self._accounting))
+        return self._explainer.explain(request, budget, is_paused=self._is_paused)
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
@@ -343,9 +326,9 @@ class StepScheduler:
         return self._admission.num_cached_tokens
 
     @property
-    def cache_hit_rate(self) -> float:
-        """Share of the prompt tokens since the start that the radix cache has served."""
-        return self._admission.num_cached_tokens / max(1, self._admission.num_prompt_tokens)
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens of all requests that were let in since the start."""
+        return self._admission.num_prompt_tokens
 
     @property
     def num_retractions(self) -> int:
@@ -380,16 +363,13 @@ class StepScheduler:
             assert self._pages.pages_for(request.num_scheduled) <= len(request.pages)
             if request.logprobs is not None:
                 assert request.num_computed <= request.first_logits_position
+        for microbatch in self._in_flight:
+            for chunk in microbatch.chunks:
+                assert len(chunk.request.pages) >= self._pages.pages_for(chunk.end)
+        assert all(request.is_prefilling for request in self._running.prefilling)
         for request in self._running.decoding:
             assert request.steps_in_flight == (request not in self._running.ready)
         assert self._running.remaining_output_tokens == sum(
             request.stops.max_new_tokens - len(request.output_ids)
             for request in self._running.decoding
         )
-
-
-def _queue_full(num_waiting: int, limit: int) -> QueueFullError:
-    return QueueFullError(
-        f"{num_waiting} requests wait already, the limit is {limit}; try again later or raise "
-        "--max-queued-requests"
-    )

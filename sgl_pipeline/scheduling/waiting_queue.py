@@ -9,21 +9,22 @@ import heapq
 
 from sgl_pipeline.args import Accounting
 from sgl_pipeline.requests import Request
-from sgl_pipeline.scheduling.radix_cache import RadixCache, RadixNode
+from sgl_pipeline.scheduling.radix_demand import RadixDemand
+from sgl_pipeline.scheduling.radix_tree import RadixNode
 
 # Bounds the time of one `head` when very many waiting requests share one prefix.
 MAX_PARKED_PER_CALL = 64
 
 
 class WaitingQueue:
-    """Ordered by `Request.order`, but for requests that are parked.
+    """Ordered by `Request.order`, except for requests that are parked.
 
     A request is parked while another one prefills pages that it needs too: they are computed once,
     unless it is told not to park.
     """
 
-    def __init__(self, cache: RadixCache, *, parks: bool = True) -> None:
-        self._cache = cache
+    def __init__(self, demand: RadixDemand, *, parks: bool = True) -> None:
+        self._demand = demand
         self._parks = parks
         self._paths: dict[Request, RadixNode] = {}
         self._parked: set[Request] = set()
@@ -36,19 +37,30 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._paths)
 
+    def ahead_of(self, request: Request) -> list[Request]:
+        """The waiting requests that are served before `request`, parked ones too, in order; looks
+        at all."""
+        ahead = (other for other in self._paths if other.order < request.order)
+        return sorted(ahead, key=lambda other: other.order)
+
+    def awaited_node(self, request: Request) -> RadixNode | None:
+        """The node that another request prefills and `request` waits for, parked there or to be
+        parked when it comes to the front; None where it need not wait."""
+        return self._demand.claimed_node(self._paths[request]) if self._parks else None
+
     def tokens_to_compute(self, accounting: Accounting) -> int:
         """For all that wait, as `accounting` counts; each request counts for at least one token."""
         if accounting.shared_once:
-            return self._tail_tokens + self._cache.pending_tokens
+            return self._tail_tokens + self._demand.pending_tokens
         if accounting.hits:
-            return self._tail_tokens + self._cache.missing_tokens
+            return self._tail_tokens + self._demand.missing_tokens
         return self.num_tokens
 
     def add(self, request: Request) -> None:
         """Enters a request; its `prefill_end` must not change while it waits."""
         # A hit ends before the first position whose logits are needed: the last, or sooner.
         tokens = request.tokens(0, request.first_logits_position)
-        path = self._cache.want(tokens, request.cache_namespace)
+        path = self._demand.want(tokens, request.cache_namespace)
         self._paths[request] = path
         self._tail_tokens += request.prefill_end - path.end
         self.num_tokens += request.prefill_end
@@ -56,7 +68,7 @@ class WaitingQueue:
 
     def discard(self, request: Request) -> None:
         """Takes out a request that shall never run."""
-        self._cache.unwant(self._forget(request))
+        self._demand.unwant(self._forget(request))
         self._parked.discard(request)
         if len(self._heap) > 2 * len(self._paths) + MAX_PARKED_PER_CALL:
             self._heap = [entry for entry in self._heap if entry[1] in self._paths]
@@ -71,11 +83,11 @@ class WaitingQueue:
             if not self._heap:
                 return None
             request = self._heap[0][1]
-            claimed = self._cache.claimed_node(self._paths[request]) if self._parks else None
+            claimed = self.awaited_node(request)
             if claimed is None:
                 return request
             heapq.heappop(self._heap)
-            claimed.parked.append(request)
+            self._demand.park(request, claimed)
             self._parked.add(request)
         return None
 
@@ -99,8 +111,7 @@ class WaitingQueue:
         return path
 
     def _return_unparked(self) -> None:
-        for request in self._cache.unparked:
+        for request in self._demand.take_unparked():
             if request in self._parked:
                 self._parked.remove(request)
                 heapq.heappush(self._heap, (request.order, request))
-        self._cache.unparked.clear()

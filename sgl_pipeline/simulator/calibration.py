@@ -64,6 +64,11 @@ class FittedCosts:
     def num_stages(self) -> int:
         return len(self.stages)
 
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """One a stage: a recorded stage is a lump, whose layers a trace does not tell apart."""
+        return (1,) * len(self.stages)
+
     def stage_seconds(self, shape: StepShape, step_id: int) -> tuple[float, ...]:
         """The fit for steps of this shape, times the noise whose turn it is."""
         attended = sum(shape.decode_contexts) + sum(

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.layer_partition import even_layer_counts
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, fit_trace
-from sgl_pipeline.simulator.kernel_costs import DEVICES, stage_costs
+from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
 from sgl_pipeline.simulator.models import MODELS
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts
 from sgl_pipeline.simulator.virtual_pipeline import Simulation, VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest
-from sgl_pipeline.stage_plan import even_layer_counts
 from sgl_pipeline.throttle import make_policy
 
 # Latency and bytes a second. pcie and net73 are gLLM's two machines (section 4.1: 20.79 GB/s and
@@ -65,7 +65,7 @@ class Cluster:
         model = MODELS[self.model]
         latency_s, bytes_per_s = LINKS[self.link]
         return PipelineCosts(
-            stage_costs(DEVICES[self.device], model, self.tensor_parallel),
+            part_seconds(DEVICES[self.device], model, self.tensor_parallel),
             self.layers,
             Link(
                 latency_s=latency_s,

@@ -17,7 +17,7 @@ from pathlib import Path
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.simulator.interpolation import Grid
 from sgl_pipeline.simulator.models import MODELS, ModelShape
-from sgl_pipeline.simulator.pipeline_costs import StageCosts
+from sgl_pipeline.simulator.pipeline_costs import PartSeconds
 from sgl_pipeline.simulator.step_shape import StepShape
 
 DATA = Path(__file__).parent / "data" / "kernels"
@@ -70,8 +70,8 @@ _PCIE_LATENCY_S = 20e-6
 _PCIE_BYTES_PER_S = 16e9
 
 
-def stage_costs(device: Device, model: ModelShape, tensor_parallel: int = 1) -> StageCosts:
-    """The costs of `model` on `device`. Raises ConfigurationError where nothing was measured."""
+def part_seconds(device: Device, model: ModelShape, tensor_parallel: int = 1) -> PartSeconds:
+    """The times of `model` on `device`. Raises ConfigurationError where nothing was measured."""
     measured = (model.name, tensor_parallel) in _OPERATOR_TABLES
     if device.tables == "rtxpro6000" and measured:
         return OperatorCosts.load(model, tensor_parallel)

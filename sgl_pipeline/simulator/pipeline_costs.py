@@ -1,6 +1,6 @@
 """How long a step takes on each stage, on the way between them and in the scheduler process.
 
-Put together from a `StageCosts` (kernel tables or a fit of our own stages), a layer split, a link
+Put together from a `PartSeconds` (kernel tables or a fit of our own stages), a layer split, a link
 and the host's overheads; read by `virtual_pipeline.py`.
 """
 
@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from sgl_pipeline.simulator.step_shape import StepShape
 
 
-class StageCosts(Protocol):
+class PartSeconds(Protocol):
     """Seconds of the parts that a stage may hold."""
 
     def layer_s(self, shape: StepShape) -> float:
@@ -84,6 +84,10 @@ class PipelineTiming(Protocol):
     @property
     def num_stages(self) -> int: ...
     @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+
+    @property
     def link(self) -> Link: ...
     @property
     def host(self) -> HostCosts: ...
@@ -95,7 +99,7 @@ class PipelineTiming(Protocol):
 class PipelineCosts:
     """`layer_counts[s]` layers on stage `s`; `stage_slowness[s]` multiplies all its times."""
 
-    stage: StageCosts
+    stage: PartSeconds
     layer_counts: tuple[int, ...]
     link: Link = Link()
     host: HostCosts = HostCosts()

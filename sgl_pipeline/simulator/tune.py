@@ -12,19 +12,35 @@ from typing import Any
 
 from sgl_pipeline.args import ThrottleArgs
 
-# Parameters by policy, in the order in which they are searched, and the values tried.
+# Parameters by policy, in the order in which they are searched, and the values tried: all that the
+# policy reads, except `min_prefill_tokens`.
+_SPREADS = (1, 2, 4, 8, 16)
+_LIMITS = (512, 1024, 2048, 4096)
+_ADAPTIVE_LIMITS = (2048, 4096, 8192, 16384)
+_PAUSES = (0.0, 0.05, 0.1)
 _BUDGETS = (256, 512, 1024, 2048, 4096)
 SEARCH_SPACE: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "throttle": {
-        "prefill_spread_steps": (1, 2, 4, 8, 16),
-        "max_prefill_tokens": (512, 1024, 2048, 4096),
-        "pause_free_share": (0.0, 0.05, 0.1),
+        "prefill_spread_steps": _SPREADS,
+        "max_prefill_tokens": _LIMITS,
+        "pause_free_share": _PAUSES,
     },
+    "throttle-adaptive": {
+        "prefill_spread_steps": _SPREADS,
+        "max_prefill_tokens": _ADAPTIVE_LIMITS,
+    },
+    "no-wt": {"max_prefill_tokens": _LIMITS, "pause_free_share": _PAUSES},
+    "no-ut": {
+        "prefill_spread_steps": _SPREADS,
+        "max_prefill_tokens": _LIMITS,
+        "pause_free_share": _PAUSES,
+    },
+    "no-threshold": {"prefill_spread_steps": _SPREADS, "max_prefill_tokens": _LIMITS},
     "sarathi": {"max_prefill_tokens": _BUDGETS},
     "greedy-queue": {"max_prefill_tokens": _BUDGETS},
 }
 
-# The server's flag of each parameter; test/simulator/test_tune.py holds them to the real parser.
+# The server's flag of each parameter; test/managers/test_server_args.py holds them to its parser.
 FLAGS = {
     "policy": "--policy",
     "prefill_spread_steps": "--prefill-spread-steps",

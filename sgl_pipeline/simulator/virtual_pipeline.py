@@ -1,7 +1,7 @@
-"""A pipeline in virtual time: the real `StepScheduler` over stages that only take time.
+"""A pipeline in virtual time: the server's own `PipelineCore` over stages that only take time.
 
-The loop is that of `managers/pipeline_scheduler.py`: take what has arrived, book what has finished,
-then send steps while there is work and room. A step passes the stages in order and first in first
+As in `managers/pipeline_scheduler.py`, what has arrived is taken, what has finished booked, then
+steps are sent while there is work and room. A step passes the stages in order and first in first
 out, so its times follow from the stages' last ones without a calendar of events: the only events
 are arrivals and results. Equal inputs give equal steps and equal times.
 """
@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.messages import StageReport
+from sgl_pipeline.pipeline.open_step import OpenStep
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import GREEDY, Request, StopRules
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.pipeline_costs import PipelineTiming
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.workload import SimulatedRequest
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.trace import RequestRecord, StepRecord
+from sgl_pipeline.trace import StepRecord
 
 
 @dataclass(slots=True)
@@ -56,8 +59,14 @@ class Simulation:
     num_retractions: int
 
 
-# Makes the step's record when it has come back, and with which requests' last tokens.
-_Finish = Callable[[float, tuple[RequestRecord, ...]], SimulatedStep]
+@dataclass(frozen=True, slots=True)
+class _Trip:
+    """A step on its way, whose times are known when it leaves: its tokens are back at `back_s`."""
+
+    step: OpenStep
+    shape: StepShape
+    timings: tuple[StageTiming, ...]
+    back_s: float
 
 
 @dataclass(slots=True)
@@ -77,14 +86,14 @@ class VirtualPipeline:
     """
 
     def __init__(self, scheduler: StepScheduler, costs: PipelineTiming) -> None:
-        self._scheduler = scheduler
+        self._core = PipelineCore(scheduler, StagePlan(0, costs.layer_counts))
         self._costs = costs
         self._clocks = [_StageClock() for _ in range(costs.num_stages)]
         self._arrivals: list[tuple[float, int, SimulatedRequest]] = []
         self._order = count()
         self._live: dict[Request, ServedRequest] = {}
         self._served: list[ServedRequest] = []
-        self._in_flight: deque[tuple[float, Microbatch, _Finish]] = deque()
+        self._in_flight: deque[_Trip] = deque()
         self._steps: list[SimulatedStep] = []
         # The scheduler process is busy until then: whatever happens before, it sees at that time.
         self._scheduler_free_s = 0.0
@@ -103,12 +112,13 @@ class VirtualPipeline:
             now_s = self._take_results(now_s)
             self._fill(now_s)
             on_progress(len(self._served) - len(self._live), now_s)
-        assert self._scheduler.is_idle, "requests are left, but nothing can run"
-        return Simulation(tuple(self._served), tuple(self._steps), self._scheduler.num_retractions)
+        scheduler = self._core.scheduler
+        assert scheduler.is_idle, "requests are left, but nothing can run"
+        return Simulation(tuple(self._served), tuple(self._steps), scheduler.num_retractions)
 
     def _next_event_s(self) -> float:
         arrival_s = self._arrivals[0][0] if self._arrivals else float("inf")
-        result_s = self._in_flight[0][0] if self._in_flight else float("inf")
+        result_s = self._in_flight[0].back_s if self._in_flight else float("inf")
         return min(arrival_s, result_s)
 
     def _expect(self, arrival_s: float, asked: SimulatedRequest) -> None:
@@ -127,7 +137,7 @@ class VirtualPipeline:
                 arrival_s=arrival_s,
             )
             try:
-                self._scheduler.add(request)
+                self._core.scheduler.add(request)
             except RequestError as error:
                 served.error = str(error)
             else:
@@ -135,21 +145,45 @@ class VirtualPipeline:
 
     def _take_results(self, now_s: float) -> float:
         """Books what has come back by `now_s`; returns when the scheduler is done with that."""
-        while self._in_flight and self._in_flight[0][0] <= now_s:
-            _, microbatch, finish = self._in_flight.popleft()
-            tokens = [
-                self._next_token(chunk.request) for chunk in microbatch.chunks if chunk.samples
-            ]
-            events = self._scheduler.on_result(microbatch.step_id, tokens, now_s)
-            ended = tuple(
-                RequestRecord.of(event.request, now_s) for event in events if event.finish
+        while self._in_flight and self._in_flight[0].back_s <= now_s:
+            trip = self._in_flight.popleft()
+            step = trip.step
+            for report in self._reports(trip):
+                self._core.take_report(report, now_s)
+            result_s = self._costs.host.result_s(trip.shape.num_samples)
+            step.result_ms = result_s * 1e3
+            (record,) = self._core.take_records()
+            self._steps.append(
+                SimulatedStep(
+                    trip.shape,
+                    record,
+                    tuple(timing.activations_s for timing in trip.timings),
+                    tuple(timing.done_s for timing in trip.timings),
+                )
             )
-            self._steps.append(finish(now_s, ended))
-            now_s += self._costs.host.result_s(len(tokens))
-            for event in events:
+            now_s += result_s
+            for event in step.events:
                 self._note_tokens(event.request, len(event.token_ids), now_s)
         self._scheduler_free_s = now_s
         return now_s
+
+    def _reports(self, trip: _Trip) -> list[StageReport]:
+        """What the stages report of a step that has passed them all."""
+        microbatch = trip.step.microbatch
+        tokens = tuple(
+            self._next_token(chunk.request) for chunk in microbatch.chunks if chunk.samples
+        )
+        last = len(trip.timings) - 1
+        return [
+            StageReport(
+                stage=stage,
+                step_id=microbatch.step_id,
+                epoch=microbatch.epoch,
+                timing=timing,
+                token_ids=tokens if stage == last else None,
+            )
+            for stage, timing in enumerate(trip.timings)
+        ]
 
     def _next_token(self, request: Request) -> int:
         return self._live[request].asked.output.first + len(request.output_ids)
@@ -167,62 +201,43 @@ class VirtualPipeline:
             self._expect(now_s + served.asked.think_s, served.asked.follow_up)
 
     def _fill(self, now_s: float) -> None:
-        while (microbatch := self._scheduler.next_microbatch(now_s)) is not None:
-            schedule_s = self._costs.host.schedule_s(len(microbatch.chunks))
+        while (step := self._core.next_step(now_s)) is not None:
+            schedule_s = self._costs.host.schedule_s(len(step.microbatch.chunks))
+            step.schedule_ms = schedule_s * 1e3
             now_s += schedule_s
-            self._send(microbatch, now_s, schedule_s)
+            self._in_flight.append(self._send(step, now_s))
         self._scheduler_free_s = now_s
 
-    def _send(self, microbatch: Microbatch, sent_s: float, schedule_s: float) -> None:
+    def _send(self, step: OpenStep, sent_s: float) -> _Trip:
         """Runs a step that leaves the scheduler at `sent_s` through all stages."""
-        costs, shape = self._costs, StepShape.of(microbatch)
-        compute_s = costs.stage_seconds(shape, microbatch.step_id)
-        starts, ends, timings = [], [], []
+        costs, shape = self._costs, StepShape.of(step.microbatch)
+        prepare_s = costs.host.prepare_s(len(step.microbatch.chunks))
+        compute_s = costs.stage_seconds(shape, step.microbatch.step_id)
+        timings = []
         input_s = sent_s
         for stage, clock in enumerate(self._clocks):
-            prepare_s = costs.host.prepare_s(len(microbatch.chunks))
-            start_s = costs.host.start_s(clock.free_s, sent_s, input_s, prepare_s)
-            end_s = start_s + compute_s[stage]
-            timings.append(
-                StageTiming(
-                    free_s=clock.free_s,
-                    plan_s=max(clock.free_s, sent_s),
-                    inputs_s=costs.host.inputs_s(clock.free_s, sent_s, prepare_s),
-                    activations_s=start_s,
-                    layers_s=end_s,
-                    done_s=end_s,
-                    sent_s=end_s,
-                )
-            )
-            starts.append(start_s)
-            ends.append(end_s)
-            clock.free_s = end_s
+            timing = self._run(clock, sent_s, input_s, prepare_s, compute_s[stage])
+            timings.append(timing)
+            clock.free_s = timing.done_s
             if stage + 1 < costs.num_stages:
                 transfer_s = costs.link.transfer_s(shape.num_tokens)
-                clock.link_free_s = max(end_s, clock.link_free_s) + transfer_s
+                clock.link_free_s = max(timing.done_s, clock.link_free_s) + transfer_s
                 input_s = clock.link_free_s + costs.link.latency_s
+        return _Trip(step, shape, tuple(timings), timings[-1].done_s + costs.host.transit_s)
 
-        def finish(finished_s: float, ended: tuple[RequestRecord, ...]) -> SimulatedStep:
-            record = StepRecord(
-                step_id=microbatch.step_id,
-                epoch=microbatch.epoch,
-                prefill_tokens=microbatch.num_prefill_tokens,
-                decodes=microbatch.num_decodes,
-                samples=microbatch.num_samples,
-                attended_tokens=microbatch.attended_tokens,
-                waiting_tokens=microbatch.load.waiting_tokens,
-                running_decodes=microbatch.load.running_decodes,
-                free_page_share=microbatch.load.free_share,
-                prefill_budget=microbatch.budget.prefill_tokens,
-                decode_budget=microbatch.budget.decodes,
-                bound_by=microbatch.budget.bound_by,
-                scheduled_s=sent_s - schedule_s,
-                finished_s=finished_s,
-                schedule_ms=schedule_s * 1e3,
-                result_ms=costs.host.result_s(shape.num_samples) * 1e3,
-                stages=tuple(timings),
-                ended=ended,
-            )
-            return SimulatedStep(shape, record, tuple(starts), tuple(ends))
-
-        self._in_flight.append((ends[-1] + costs.host.transit_s, microbatch, finish))
+    def _run(
+        self, clock: _StageClock, sent_s: float, input_s: float, prepare_s: float, compute_s: float
+    ) -> StageTiming:
+        """One stage's moments; its rows are there at `input_s`."""
+        host = self._costs.host
+        start_s = host.start_s(clock.free_s, sent_s, input_s, prepare_s)
+        end_s = start_s + compute_s
+        return StageTiming(
+            free_s=clock.free_s,
+            plan_s=max(clock.free_s, sent_s),
+            inputs_s=host.inputs_s(clock.free_s, sent_s, prepare_s),
+            activations_s=start_s,
+            layers_s=end_s,
+            done_s=end_s,
+            sent_s=end_s,
+        )

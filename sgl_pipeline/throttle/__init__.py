@@ -5,8 +5,7 @@ remembers, never draws a random number and never sees a request: equal loads giv
 the runtime and in the simulator.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from sgl_pipeline.args import ThrottleArgs
@@ -21,15 +20,19 @@ __all__ = ["Bound", "PipelineLoad", "Policy", "TokenBudget", "make_policy"]
 Policy = Callable[[PipelineLoad], TokenBudget]
 
 
+# What each policy of `args.POLICIES` computes; test/throttle/test_policy_table.py holds the two to
+# each other.
+POLICY_TABLE: Mapping[str, Callable[[ThrottleArgs, PipelineLoad], TokenBudget]] = {
+    "throttle": token_throttle,
+    "throttle-adaptive": adaptive_throttle,
+    "no-wt": partial(token_throttle, by_waiting=False),
+    "no-ut": partial(token_throttle, by_memory=False),
+    "no-threshold": partial(token_throttle, by_threshold=False),
+    "sarathi": fixed_budget,
+    "greedy-queue": greedy_queue,
+}
+
+
 def make_policy(args: ThrottleArgs) -> Policy:
     """The policy that `args.policy` names, with the parameters of `args`."""
-    policies: dict[str, Policy] = {
-        "throttle": partial(token_throttle, args),
-        "throttle-adaptive": partial(adaptive_throttle, args),
-        "no-wt": partial(token_throttle, args, by_waiting=False),
-        "no-ut": partial(token_throttle, args, by_memory=False),
-        "no-threshold": partial(token_throttle, replace(args, pause_free_share=0.0)),
-        "sarathi": partial(fixed_budget, args),
-        "greedy-queue": partial(greedy_queue, args),
-    }
-    return policies[args.policy]
+    return partial(POLICY_TABLE[args.policy], args)

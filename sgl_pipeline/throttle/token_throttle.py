@@ -11,24 +11,30 @@ from sgl_pipeline.throttle.decode_balance import balanced_decodes
 
 
 def token_throttle(
-    args: ThrottleArgs, load: PipelineLoad, *, by_waiting: bool = True, by_memory: bool = True
+    args: ThrottleArgs,
+    load: PipelineLoad,
+    *,
+    by_waiting: bool = True,
+    by_memory: bool = True,
+    by_threshold: bool = True,
 ) -> TokenBudget:
     """Prefill and decode budgets, independent of each other.
 
     Prefill is gLLM's eq. 3: max(min(#WP / #T, #MaxP * (KV_free - thresh) / (1 - thresh)), #MinP).
     Without `by_waiting` the first term is left out, without `by_memory` the second, and #MaxP takes
-    its place (eq. 1).
+    its place (eq. 1). Without `by_threshold` thresh is 0.
 
     Below the threshold the formula would still admit #MinP: there the pause wins.
     """
     decodes = balanced_decodes(load)
-    is_paused = load.free_share < args.pause_free_share
+    threshold = args.pause_free_share if by_threshold else 0.0
+    is_paused = load.free_share < threshold
     # Lifted while nothing else moves, since then no page would ever come back by itself.
     if is_paused and load.is_moving:
         return TokenBudget(0, decodes, "pause")
     terms: dict[Bound, int] = {"MaxP": args.prefill_limit}
     if by_memory and not is_paused:
-        headroom = (load.free_share - args.pause_free_share) / (1.0 - args.pause_free_share)
+        headroom = (load.free_share - threshold) / (1.0 - threshold)
         terms["UT"] = int(args.prefill_limit * headroom)
     if by_waiting:
         terms["WT"] = spread_tokens(args, load)

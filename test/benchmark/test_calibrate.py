@@ -1,26 +1,23 @@
 """How the calibration finds the front's share of the time to the first token."""
 
 import pytest
-from support.step_records import run_step
+from support.step_records import step_record
 
 from benchmark.bench_serving import MeasuredLoad
 from benchmark.calibrate import CALIBRATION_LOADS, Round, _at_once
 from benchmark.serving_report import Run
-from sgl_pipeline.managers.step_journal import StepJournal
 from sgl_pipeline.simulator.experiment import MeasuredPipeline
 
-SERVER_TTFT_MS = 1500.0  # of the request that `run_step` ends
+SERVER_TTFT_MS = 1500.0  # of the request that `step_record` ends
 
 
 def measured(front_ms: float) -> MeasuredLoad:
     """A load whose clients waited for so much longer than the server tells."""
-    journal = StepJournal(num_stages=2)
-    run_step(journal, 0)
     metrics = {"mean_ttft_ms": SERVER_TTFT_MS + front_ms}
     run = Run(
         engine="ours", round=1, input_tokens=3, output_tokens=2, duration_s=3.0, metrics=metrics
     )
-    return MeasuredLoad(run, tuple(journal.recent))
+    return MeasuredLoad(run, (step_record(0),))
 
 
 def test_the_front_has_a_share_for_bursts_and_one_for_single_requests() -> None:

@@ -1,6 +1,7 @@
 """The command lines of the engines, and the life of a server process, with a stand-in server."""
 
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,6 +38,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
+
+
+def test_ours_as_of_a_commit_runs_in_a_work_tree_of_it(tmp_path: Path) -> None:
+    engine = parse_engine("ours@HEAD --pp 2", MODEL, 31000, tmp_path, [0])
+    assert engine.directory is not None
+    try:
+        assert (engine.directory / "sgl_pipeline" / "launch_server.py").exists()
+        again = parse_engine("ours@HEAD --pp 2", MODEL, 31000, tmp_path, [0])
+        assert again.directory == engine.directory
+    finally:
+        command = ["git", "worktree", "remove", "--force", str(engine.directory)]
+        subprocess.run(command, check=True)
+    with pytest.raises(ConfigurationError, match="ours@nothing: "):
+        parse_engine("ours@nothing", MODEL, 31000, tmp_path, [0])
+    with pytest.raises(ConfigurationError, match="only ours can be had as of a commit"):
+        parse_engine("vllm@HEAD", MODEL, 31000, tmp_path, [0])
 
 
 def test_ours_gets_its_flags_and_an_empty_prefix_cache(tmp_path: Path) -> None:

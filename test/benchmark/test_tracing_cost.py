@@ -13,4 +13,4 @@ def test_all_kinds_are_measured_in_every_round():
 def test_timed_steps_carry_an_even_share_of_the_decodes():
     steps = list(_steps(40))
     assert len(steps) == 40
-    assert {microbatch.num_decodes for microbatch in steps[-20:]} == {REQUESTS // STAGES}
+    assert {step.microbatch.num_decodes for step in steps[-20:]} == {REQUESTS // STAGES}

@@ -17,7 +17,7 @@ from sgl_pipeline.managers.control_requests import CONTROL_TYPES, ControlDesk
 from sgl_pipeline.managers.entrance.route_guard import REFUSED_ROUTES
 from sgl_pipeline.managers.profile_desk import ProfileDesk
 from sgl_pipeline.managers.sglang_io import make_decoder
-from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.managers.trace_files import TraceFiles
 from sgl_pipeline.messages import ProfileReply, StartProfile
 
 # What `sglang_io.py` takes itself.
@@ -86,7 +86,7 @@ class Desk:
     def __init__(self) -> None:
         self.front, self.server = FakeFront(), FakeServer()
         channel = SimpleNamespace(send=self._recorded)
-        profiles = ProfileDesk(self.front, channel, range(1), StepJournal(1))
+        profiles = ProfileDesk(self.front, channel, range(1), TraceFiles())
         self.desk = ControlDesk(self.front, self.server, profiles)
         self._profiles = profiles
 

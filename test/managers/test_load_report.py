@@ -2,13 +2,12 @@ from pathlib import Path
 
 import pytest
 from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotReader
-from support.pipelines import VirtualPipeline, make_request
+from support.pipelines import FakePipeline, make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.load_report import LoadReport, loads_path
-from sgl_pipeline.managers.stage_launcher import PipelineCapacity
-from sgl_pipeline.managers.step_journal import StepJournal
 from sgl_pipeline.messages import StageLoaded
+from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
@@ -20,15 +19,14 @@ def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) ->
     args = SchedulingArgs(page_size=4, max_running_requests=1)
     policy = make_policy(ThrottleArgs(policy="sarathi"))
     steps = StepScheduler(args, policy, num_pages=10, num_stages=1, context_length=100)
-    pipeline = VirtualPipeline(steps, page_size=4)
-    journal = StepJournal(1)
+    pipeline = FakePipeline(steps, page_size=4)
     stages = (stage(GIB // 10), stage(GIB // 10))
     capacity = PipelineCapacity(StagePlan(0, (1, 1)), None, 10, stages, "torch", "torch")
     report = LoadReport(loads_path(str(tmp_path)), args, capacity)
     reader = ShmLoadSnapshotReader(loads_path(str(tmp_path)), dp_size=1)
 
     def published(now_s: float) -> LoadSnapshot:
-        report.publish(steps, 3, journal, now_s)
+        report.publish(pipeline.core.state(now_s, compiling_requests=3))
         load = reader.read(0)
         assert load is not None
         return load
@@ -36,11 +34,9 @@ def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) ->
     assert (published(100.0).num_running_reqs, published(100.0).token_usage) == (0, 0.0)
     steps.add(make_request("running", [1] * 8, 10))
     steps.add(make_request("waiting", [1] * 8 + [2] * 6, 10))
-    microbatch = pipeline.schedule()
-    assert microbatch is not None
-    journal.scheduled(microbatch, 0.0, 0.0)
+    pipeline.schedule()
     pipeline.complete()
-    journal.decodes = 30
+    pipeline.core.history.decodes = 30
     load = published(102.0)
     assert (load.num_running_reqs, load.num_waiting_reqs) == (1, 1)
     assert load.queues is not None and (load.queues.waiting, load.queues.grammar) == (1, 3)

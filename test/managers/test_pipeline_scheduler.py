@@ -18,10 +18,13 @@ from sgl_pipeline.managers.grammars.queue import GrammarQueue
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, GrammarSpec
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
 from sgl_pipeline.managers.sglang_io import AbortRequest, ControlRequest
-from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.managers.trace_files import TraceFiles
 from sgl_pipeline.messages import StageReady, StageReport
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.stage_orders import OrderReader, SealedOrder
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_plan import StepPlan
 from sgl_pipeline.throttle import make_policy
@@ -69,14 +72,17 @@ class FakeFront:
 class FakeStages:
     """One stage that answers every plan at once with token 7; `failure` is what `check` raises."""
 
-    workers = range(1)
+    stages = range(1)
 
     def __init__(self, socket: Any) -> None:
-        self.channel = SimpleNamespace(socket=socket, broadcast=self._run)
+        self.channel = SimpleNamespace(socket=socket)
         self.reports: list[Any] = []
         self.failure: Exception | None = None
+        self._orders = OrderReader()
 
-    def _run(self, workers: range, plan: StepPlan) -> None:
+    def broadcast(self, order: SealedOrder) -> None:
+        plan = self._orders.open(order)
+        assert isinstance(plan, StepPlan)
         token_ids = tuple(7 for chunk in plan.chunks if chunk.samples)
         self.reports.append(
             StageReport(
@@ -151,16 +157,13 @@ def parts():
 def run(parts: Any, script: list[list[Any]]) -> FakeFront:
     """Runs the loop over `script`, which should end it."""
     parts.front.script = script
-    loads = SimpleNamespace(
-        publish=lambda steps, num_compiling, *more: parts.reported.append(num_compiling)
-    )
-    journal = StepJournal(1)
+    loads = SimpleNamespace(publish=lambda state: parts.reported.append(state.compiling_requests))
     loop = PipelineScheduler(
         parts.front,
-        parts.steps,
+        PipelineCore(parts.steps, StagePlan(0, (1,))),
         parts.stages,
         parts.grammars,
-        journal,
+        TraceFiles(),
         loads,
         None,
         zmq.Poller(),
@@ -186,13 +189,13 @@ def test_a_request_is_served_to_its_end(parts):
 def test_the_next_step_is_sent_before_the_front_has_the_tokens_of_the_last(parts):
     told_at_plan: list[int] = []
     stages = parts.stages
-    run_plan = stages.channel.broadcast
+    run_plan = stages.broadcast
 
-    def broadcast(workers: range, plan: StepPlan) -> None:
+    def broadcast(order: SealedOrder) -> None:
         told_at_plan.append(len(parts.front.tokens))
-        run_plan(workers, plan)
+        run_plan(order)
 
-    stages.channel.broadcast = broadcast
+    stages.broadcast = broadcast
     front = run(parts, [[make_request("a", [1, 2, 3], 4)], *WAIT, [SHUT_DOWN]])
     assert told_at_plan == [0, 0, 1, 2]
     assert front.tokens == [7, 7, 7, 7]
@@ -284,7 +287,7 @@ def test_a_shutdown_answers_who_waits_for_a_grammar(parts):
 
 
 def test_a_full_queue_counts_who_waits_for_a_grammar(parts):
-    parts.steps._max_queued_requests = 2
+    parts.steps._arrivals._max_queued_requests = 2
     same = [constrained(name, 3) for name in "abc"]
     front = run(parts, [same, [SHUT_DOWN]])
     assert "--max-queued-requests" in front.finished["c"].message

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from sglang.srt.managers import io_struct as io
-from support.step_records import run_step
+from support.step_records import step_record
 
 from sgl_pipeline.managers.profile_desk import ProfileDesk
-from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.managers.trace_files import TraceFiles
 from sgl_pipeline.messages import ProfileReply, StartProfile, StopProfile
 
 STOP = io.ProfileReq(req_type=io.ProfileReqType.STOP_PROFILE)
@@ -20,12 +20,12 @@ class Desk:
     """A desk of two stages; `sent` holds what each was told."""
 
     def __init__(self) -> None:
-        self.journal = StepJournal(2)
+        self.traces = TraceFiles()
         self.replies: list[io.ProfileReqOutput] = []
         self.sent: dict[int, list[Any]] = {0: [], 1: []}
         front = SimpleNamespace(reply=lambda message, to: self.replies.append(message))
         channel = SimpleNamespace(send=lambda stage, message: self.sent[stage].append(message))
-        self.desk = ProfileDesk(front, channel, range(2), self.journal)
+        self.desk = ProfileDesk(front, channel, range(2), self.traces)
 
     def ask(self, message: Any) -> None:
         self.desk.answer(message)
@@ -79,13 +79,13 @@ def test_files_are_named_as_upstreams_and_lie_where_they_were_asked_for(
 def test_the_steps_that_end_while_a_stage_records_are_written_beside_its_trace(
     desk: Desk, tmp_path: Path
 ) -> None:
-    run_step(desk.journal, 0)
+    desk.traces.write([step_record(0)])
     desk.start()
-    run_step(desk.journal, 1)
+    desk.traces.write([step_record(1)])
     desk.stage_says(0, is_recording=False)
-    run_step(desk.journal, 2)
+    desk.traces.write([step_record(2)])
     desk.stage_says(1, is_recording=False)
-    run_step(desk.journal, 3)
+    desk.traces.write([step_record(3)])
     events = json.loads((tmp_path / "1-steps.trace.json").read_text())
     names = {event["name"] for event in events}
     assert {"step 1", "step 2"} <= names and not {"step 0", "step 3"} & names

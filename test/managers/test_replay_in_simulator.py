@@ -18,15 +18,18 @@ import zmq
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.grammars.queue import NoGrammars
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
-from sgl_pipeline.managers.step_journal import StepJournal
+from sgl_pipeline.managers.trace_files import TraceFiles
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import GREEDY, FinishReason, Request, StopRules
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
+from sgl_pipeline.stage_orders import OrderReader, SealedOrder
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_plan import StepPlan
 from sgl_pipeline.throttle import make_policy
@@ -95,19 +98,22 @@ class TurnFront:
 class SlowStages:
     """Stages in a row, first in first out, each of which takes some turns for a step."""
 
-    workers = range(NUM_STAGES)
+    stages = range(NUM_STAGES)
 
     def __init__(self, front: TurnFront, steps: RecordingScheduler, socket: Any) -> None:
-        self.channel = SimpleNamespace(socket=socket, broadcast=self._run)
+        self.channel = SimpleNamespace(socket=socket)
         self.turns_of_steps: dict[int, tuple[float, ...]] = {}
         self._front = front
         self._steps = steps
         self._random = Random(3)
+        self._orders = OrderReader()
         self._free_turn = [0.0] * NUM_STAGES
         self._in_flight: deque[tuple[float, Microbatch]] = deque()
 
-    def _run(self, workers: range, plan: StepPlan) -> None:
-        turns = tuple(float(self._random.choice((1, 1, 2, 5))) for _ in workers)
+    def broadcast(self, order: SealedOrder) -> None:
+        plan = self._orders.open(order)
+        assert isinstance(plan, StepPlan)
+        turns = tuple(float(self._random.choice((1, 1, 2, 5))) for _ in self.stages)
         self.turns_of_steps[plan.step_id] = turns
         input_turn = float(self._front.turn)
         for stage, needed in enumerate(turns):
@@ -128,7 +134,7 @@ class SlowStages:
                     timing=StageTiming(*[0.0] * 7),
                     token_ids=tokens if stage == NUM_STAGES - 1 else None,
                 )
-                for stage in self.workers
+                for stage in self.stages
             ]
         return reports
 
@@ -143,6 +149,7 @@ class RecordedTiming:
     """Gives each step the times that it had in the recorded run; nothing else takes any."""
 
     num_stages = NUM_STAGES
+    layer_counts = (1,) * NUM_STAGES
     link = Link()
     host = HostCosts()
 
@@ -191,11 +198,11 @@ def run_the_loop(
     stages = SlowStages(front, steps, socket)
     loop = PipelineScheduler(
         front,
-        steps,
+        PipelineCore(steps, StagePlan(0, (1,) * NUM_STAGES)),
         stages,
         NoGrammars("none here"),
-        StepJournal(NUM_STAGES),
-        SimpleNamespace(publish=lambda *arguments: None),
+        TraceFiles(),
+        SimpleNamespace(publish=lambda state: None),
         None,
         zmq.Poller(),
         {},

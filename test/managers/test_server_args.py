@@ -1,19 +1,22 @@
 import argparse
 import dataclasses
+import os
 import socket
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from support.front_model import write_front_model
 from support.tiny_models import tiny_model
 
-from sgl_pipeline.args import GrammarArgs, SchedulingArgs, StageArgs, ThrottleArgs
+from sgl_pipeline.args import POLICIES, GrammarArgs, SchedulingArgs, StageArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.server_args import (
+    _device,
     _parse,
     check_port_is_free,
     parse_command_line,
@@ -21,6 +24,7 @@ from sgl_pipeline.managers.server_args import (
 )
 from sgl_pipeline.managers.upstream_fields import refusal
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.simulator.tune import SEARCH_SPACE, server_flags
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +128,28 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
     assert (pipeline.trace_path, pipeline.trace_steps) == ("trace.jsonl", "steps.json")
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_flags_that_the_budget_search_ends_with_mean_its_parameters(
+    model: str, policy: str
+) -> None:
+    last_values = {name: values[-1] for name, values in SEARCH_SPACE[policy].items()}
+    found = ThrottleArgs(policy=policy, **last_values)
+    flags = ["--model-path", model, "--device", "cpu", *server_flags(found)]
+    assert parse_command_line(flags).pipeline.throttle == found
+
+
+def test_prefill_kernels_are_for_flashinfer_on_a_gpu(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    flags = ["--model-path", model, "--device", "cuda", "--stage-prefill-kernels", "fa2"]
+    assert parse_command_line(flags).pipeline.stages.prefill_kernels == "fa2"
+    with pytest.raises(ConfigurationError, match=r"fa2 chooses between.*backend is torch"):
+        parse_command_line([*flags, "--stage-attention-backend", "torch"])
+    with pytest.raises(ConfigurationError, match="'fa4' is unknown; choose from auto, fa2, fa3"):
+        StageArgs(model_path=model, dtype="bfloat16", device="cuda", prefill_kernels="fa4")
+
+
 @pytest.mark.parametrize("flags", [[], ["--grammar-backend", "xgrammar"]])
 def test_grammars_are_on_unless_told_otherwise(model: str, flags: list[str]) -> None:
     pipeline = parse_command_line(["--model-path", model, *flags]).pipeline
@@ -173,6 +199,7 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--dp-size 2", "--dp-size 2"),
         ("--trust-remote-code", "--trust-remote-code"),
         ("--attention-backend triton", "--stage-attention-backend"),
+        ("--stage-prefill-kernels fa2 --device cpu", "needs --device cuda, this is cpu"),
         ("--page-size 0", "--page-size 0"),
         ("--min-prefill-tokens 0", "between 1 and"),
         ("--chunked-prefill-size -1", "--chunked-prefill-size -1"),
@@ -200,6 +227,53 @@ def test_a_value_that_cannot_be_honoured_is_a_clear_error(
 ) -> None:
     with pytest.raises(ConfigurationError, match=named):
         parse_command_line(["--model-path", model, *flags.split()])
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver for CUDA 12.4, on a machine where PyTorch finds no GPU."""
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho '| NVIDIA-SMI 550.54    CUDA Version: 12.4   |'\n")
+    command.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("built_for", "reason"), [(None, "is built for CPUs"), ("13.0", "built for CUDA 13.0, cannot")]
+)
+@pytest.mark.usefixtures("driver")
+def test_a_driver_that_pytorch_cannot_use_is_named(
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    built_for: str | None,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    plan = parse_command_line(["--model-path", model])
+    assert plan.pipeline.stages.device == "cpu"
+    (notice,) = (line for line in caplog.messages if "--device auto" in line)
+    assert "NVIDIA driver for CUDA 12.4" in notice and reason in notice
+    with pytest.raises(ConfigurationError, match=f"--device cuda: .*CUDA 12.4.*{reason}"):
+        parse_command_line(["--model-path", model, "--device", "cuda"])
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_gpu_that_works_is_taken_without_a_notice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert _device(options_from("--device", "auto")) == "cuda"
+    assert not caplog.messages
+
+
+@pytest.mark.usefixtures("driver")
+def test_who_asks_for_the_cpu_hears_nothing_of_the_driver(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    parse_command_line(["--model-path", model, "--device", "cpu"])
+    assert not [line for line in caplog.messages if "driver" in line]
 
 
 def test_a_served_name_falls_back_to_what_the_user_typed(model: str) -> None:

@@ -1,6 +1,6 @@
 import math
 from array import array
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
@@ -15,6 +15,7 @@ from sgl_pipeline.managers.model_files import ModelLimits
 from sgl_pipeline.managers.priority_rules import PriorityRules
 from sgl_pipeline.managers.sglang_requests import RequestIntake
 from sgl_pipeline.managers.stop_text import StopTextCheck
+from sgl_pipeline.managers.upstream_messages import GenerateMessage, SamplingMessage
 from sgl_pipeline.requests import LogprobSpec, Request
 
 
@@ -316,18 +317,6 @@ WITHOUT_EFFECT = {
     "pp_prefetch_ticketed": "internal to upstream's pipeline",
     "lora_name": "only with lora_id",
 }
-READ = {
-    "rid",
-    "http_worker_ipc",
-    "input_ids",
-    "sampling_params",
-    "stream",
-    "extra_key",
-    "cache_salt",
-    "priority",
-    "require_reasoning",
-    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
-}
 
 SAMPLING_WITHOUT_EFFECT = {
     "n": "fanned out by upstream's front",
@@ -337,23 +326,16 @@ SAMPLING_WITHOUT_EFFECT = {
     "stop_regex_max_len": "derived",
     "is_normalized": "derived",
 }
-SAMPLING_READ = {
-    *("max_new_tokens", "stop_strs", "stop_token_ids", "temperature", "top_p", "top_k", "min_p"),
-    *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
-    *("stream_interval", "sampling_seed", "stop_regex_strs", "beam_width"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
-    "min_new_tokens",
-    # grammars/spec.py
-    *("json_schema", "regex", "ebnf", "ebnf_full_assistant", "structural_tag", "custom_params"),
-}
 
 
 def test_no_field_of_a_request_is_accepted_and_ignored() -> None:
     fields = {field.name for field in msgspec.structs.fields(io_struct.TokenizedGenerateReqInput)}
-    assert fields == READ | set(WITHOUT_EFFECT) | set(sglang_requests._UNBUILT_FIELDS)
+    read = set(get_type_hints(GenerateMessage))
+    assert fields == read | set(WITHOUT_EFFECT) | set(sglang_requests._UNBUILT_FIELDS)
     sampling = {field.name for field in msgspec.structs.fields(SamplingParams)}
     unbuilt = set(sglang_requests._UNBUILT_SAMPLING)
-    assert sampling == SAMPLING_READ | set(SAMPLING_WITHOUT_EFFECT) | unbuilt
+    read = set(get_type_hints(SamplingMessage))
+    assert sampling == read | set(SAMPLING_WITHOUT_EFFECT) | unbuilt
 
 
 def test_the_wire_carries_token_ids_as_an_array() -> None:

@@ -1,35 +1,86 @@
-"""Which link joins the stages."""
+"""Real workers get ready over real sockets, and another one comes when it is asked for."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import zmq
+from support.tiny_models import tiny_model
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
-from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.managers.stage_launcher import link_addresses
+from sgl_pipeline.errors import ConfigurationError, StageFailure
+from sgl_pipeline.managers.main_process_workers import MainProcessWorkers, serve_worker_requests
+from sgl_pipeline.managers.stage_launcher import StageLauncher
+from sgl_pipeline.managers.stage_processes import StageProcesses
+from sgl_pipeline.pp_runner.model_spec import read_model_spec
+
+pytestmark = pytest.mark.multiproc
+
+TIMEOUT_S = 60.0
 
 
-def links_of(device: str, num_gpus: int, link: str = "auto") -> tuple[str, ...]:
-    """Those of three stages."""
-    stages = StageArgs(num_stages=3, model_path="m", dtype="float32", device=device, link=link)
-    return link_addresses(PipelineArgs(stages=stages, run_directory="run"), num_gpus)
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[StageProcesses]:
+    processes = StageProcesses(str(tmp_path))
+    processes.start(1, 1)
+    yield processes
+    processes.close()
 
 
-@pytest.mark.parametrize(
-    ("device", "num_gpus", "kind"),
-    [("cpu", 0, "unix"), ("cuda", 1, "unix"), ("cuda", 3, "nccl"), ("cpu", 8, "unix")],
-)
-def test_stages_are_joined_by_nccl_only_where_each_has_a_gpu(device, num_gpus, kind):
-    links = links_of(device, num_gpus)
-    assert [link.partition(":")[0] for link in links] == [kind, kind]
-    if kind == "unix":
-        assert len(set(links)) == 2
+def launcher_of(
+    processes: StageProcesses, context: zmq.Context, run_directory: Path, **options: object
+) -> StageLauncher:
+    path = tiny_model("qwen3")
+    stages = StageArgs(model_path=str(path), dtype="float32", max_total_tokens=64, **options)
+    args = PipelineArgs(stages=stages, run_directory=str(run_directory))
+    own_end, scheduler_end = multiprocessing.Pipe()
+    serve_worker_requests(own_end, processes)
+    num_layers = read_model_spec(path).num_layers
+    source = MainProcessWorkers(scheduler_end)
+    return StageLauncher(args, num_layers, processes.pids, context, source)
 
 
-def test_a_link_that_was_asked_for_is_had_or_refused():
-    assert links_of("cuda", 3, "host") == ("unix:run/link-0", "unix:run/link-1")
-    assert links_of("cuda", 1, "cuda-ipc") == ("cuda-ipc:run/link-0", "cuda-ipc:run/link-1")
-    with pytest.raises(ConfigurationError, match="a GPU for each of the 3 stages, there are 2"):
-        links_of("cuda", 2, "nccl")
-    with pytest.raises(ConfigurationError, match=r"share one GPU.*CUDA_VISIBLE_DEVICES"):
-        links_of("cuda", 2, "cuda-ipc")
-    with pytest.raises(ConfigurationError, match="--stage-link cuda-ipc needs --device cuda"):
-        links_of("cpu", 0, "cuda-ipc")
+def test_another_worker_comes_when_it_is_asked_for_and_waits_as_a_spare(
+    processes: StageProcesses, tmp_path: Path
+) -> None:
+    with zmq.Context() as context:
+        launcher = launcher_of(processes, context, tmp_path)
+        try:
+            capacity = launcher.start()
+            assert (capacity.num_pages, capacity.plan.num_stages) == (4, 1)
+            assert launcher.ask_for_worker() == 1
+            deadline_s = time.monotonic() + TIMEOUT_S
+            while not launcher.roster.spare_workers and time.monotonic() < deadline_s:
+                launcher.channel.socket.poll(200)
+                launcher.check({})
+                for message in launcher.receive():
+                    assert launcher.roster.take(message) == []
+            assert launcher.roster.spare_workers == (1,)
+            assert len(processes.pids) == 2
+            # It is watched like the first ones: its end is noticed.
+            os.kill(processes.pids[1], 9)
+            with pytest.raises(StageFailure, match="killed by signal 9"):
+                while time.monotonic() < deadline_s:
+                    launcher.check({})
+        finally:
+            launcher.stop()
+
+
+def test_a_stage_that_does_not_fit_names_the_flag(
+    processes: StageProcesses, tmp_path: Path
+) -> None:
+    with zmq.Context() as context:
+        launcher = launcher_of(processes, context, tmp_path, attention_backend="flashinfer")
+        try:
+            with pytest.raises(ConfigurationError, match="stage 0: --stage-attention-backend"):
+                launcher.start()
+        finally:
+            launcher.stop()
+
+
+def test_no_worker_is_started_when_the_server_is_about_to_end(processes: StageProcesses) -> None:
+    processes.close()
+    assert processes.start_another(1) is None

@@ -2,19 +2,26 @@
 
 import pytest
 import torch
+from support.tiny_models import tiny_model
 
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
+from sgl_pipeline.pp_runner.cost_measurement import measure_stage_costs
 from sgl_pipeline.pp_runner.kernel_choice import (
     BackendChoice,
+    GraphChoice,
     choose_attention_backend,
+    choose_graphs,
     choose_layer_kernels,
     make_attention_backend,
     make_layer_kernels,
 )
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
+from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.stage_plan import StagePlan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -69,6 +76,36 @@ def test_the_compiled_kernels_refuse_fp16_and_auto_goes_to_torch():
     assert "float16" in choice.notice
 
 
+def test_prefill_kernels_without_flashinfers_attention_are_refused():
+    with pytest.raises(ConfigurationError, match=r"fa3 chooses between.*attention is torch"):
+        make_attention_backend(BackendChoice("torch"), shape(), "fa3")
+
+
+def test_stages_and_their_measurement_hand_the_prefill_kernels_on():
+    """On a CPU both must end in the refusal."""
+    assignment = StageAssignment(
+        stage=0,
+        plan=StagePlan(0, (2, 2)),
+        model_path=str(tiny_model("qwen3")),
+        load_format="dummy",
+        dtype="float32",
+        device="cpu",
+        attention_backend="torch",
+        prefill_kernels="fa2",
+        layer_kernels="torch",
+        page_size=16,
+        max_total_tokens=None,
+        memory_fraction=0.5,
+        links=("",),
+        cpu_threads=1,
+        cpu_cores=(),
+    )
+    with pytest.raises(ConfigurationError, match="--stage-prefill-kernels fa2"):
+        measure_stage_costs(assignment)
+    with pytest.raises(ConfigurationError, match="--stage-prefill-kernels fa2"):
+        StageRunner(assignment, None, shape(), 4, None)
+
+
 def test_torch_is_made_when_asked_for():
     assert isinstance(make_attention_backend(BackendChoice("torch"), shape()), TorchAttention)
 
@@ -107,3 +144,33 @@ def test_layer_kernels_that_cannot_be_had_are_named(monkeypatch):
         choose_layer_kernels("cpu", torch.float32, CPU)
     choice = choose_layer_kernels("auto", torch.float32, CPU)
     assert choice.name == "torch" and "no-such-compiler" in choice.notice
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
+def test_experts_take_graphs_only_where_their_groups_stay_on_the_gpu(dtype, capability):
+    def choose(has_experts: bool) -> GraphChoice:
+        return choose_graphs(
+            "auto",
+            BackendChoice("flashinfer"),
+            shape(CUDA, dtype),
+            has_experts,
+            lambda _: capability,
+        )
+
+    assert choose(has_experts=False) == GraphChoice(True)
+    stays = dtype == torch.bfloat16 and capability in [(9, 0), (10, 0), (10, 3)]
+    choice = choose(has_experts=True)
+    assert choice.is_on is stays
+    if stays:
+        assert choice.notice == ""
+    else:
+        number = ".".join(map(str, capability))
+        assert str(dtype) in choice.notice and f"this GPU has {number}" in choice.notice
+
+
+def test_graphs_are_off_where_they_were_switched_off_or_attention_is_not_flashinfers():
+    for name, attention in (("off", "flashinfer"), ("auto", "torch"), ("auto", "cpu")):
+        for has_experts in (False, True):
+            choice = choose_graphs(name, BackendChoice(attention), shape(CUDA), has_experts)
+            assert choice == GraphChoice(False)

@@ -1,15 +1,22 @@
 """How many pages fit, on a machine without a GPU."""
 
+import msgspec
 import pytest
 import torch
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.messages import StageAssignment
-from sgl_pipeline.pp_runner.kv_capacity import DEFAULT_CPU_KV_TOKENS, kv_page_capacity
+from sgl_pipeline.pp_runner.gpu_memory import CardMemory
+from sgl_pipeline.pp_runner.kv_capacity import (
+    DEFAULT_CPU_KV_TOKENS,
+    KvCapacity,
+    kv_page_capacity,
+)
 from sgl_pipeline.pp_runner.model_spec import model_spec
 from sgl_pipeline.stage_plan import StagePlan
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+GIB = 2**30
 SPEC = model_spec(
     {
         "architectures": ["LlamaForCausalLM"],
@@ -59,3 +66,55 @@ def test_less_than_a_page_names_the_knobs():
 def test_more_than_memory_holds_names_the_limit_and_the_knob():
     with pytest.raises(ConfigurationError, match=r"room for \d+ MiB.*lower --max-total-tokens"):
         kv_page_capacity(assignment(10**13), SPEC, CPU, torch.float32)
+
+
+def on_a_gpu(
+    card: CardMemory, stages_on_gpu: int = 1, max_total_tokens: int | None = None, **changes: object
+) -> KvCapacity:
+    own = msgspec.structs.replace(
+        assignment(max_total_tokens),
+        device="cuda",
+        dtype="bfloat16",
+        attention_backend="flashinfer",
+        stages_on_gpu=stages_on_gpu,
+        **changes,
+    )
+    return kv_page_capacity(own, SPEC, CUDA, torch.bfloat16, lambda _: card)
+
+
+ROOMY = CardMemory(24 * GIB, 22 * GIB, 1 * GIB)
+
+
+def test_a_gpu_is_filled_to_the_fraction_that_was_asked_for():
+    capacity = on_a_gpu(ROOMY)
+    assert capacity.page_bytes == 2 * 2 * 16 * 2 * 8 * 2
+    assert capacity.num_pages == (int(24 * GIB * 0.8) - GIB) // capacity.page_bytes
+    shared = on_a_gpu(ROOMY, stages_on_gpu=2)
+    assert shared.num_pages == (int(24 * GIB * 0.8) // 2 - GIB) // capacity.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [({"graphs": "off"}, "attention_bytes"), ({"links": ("nccl:path",)}, "link_bytes")],
+)
+def test_graphs_and_nccl_take_from_the_pages_of_a_full_gpu(changes, kind):
+    full = CardMemory(24 * GIB, 4 * GIB, 19 * GIB)
+    with_graphs = on_a_gpu(full, memory_fraction=0.99)
+    other = on_a_gpu(full, memory_fraction=0.99, **changes)
+    grows = kind == "attention_bytes"
+    assert (other.num_pages > with_graphs.num_pages) is grows
+    assert abs(other.num_pages - with_graphs.num_pages) * other.page_bytes > GIB // 8
+
+
+def test_a_full_gpu_is_refused_with_the_room_and_the_knobs_that_help():
+    by_fraction = CardMemory(24 * GIB, 4 * GIB, 20 * GIB)
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^stage 1 has room for 0 MiB .*; raise --mem-fraction-static, or spread",
+    ):
+        on_a_gpu(by_fraction)
+    by_needs = CardMemory(24 * GIB, GIB // 16, 23 * GIB)
+    with pytest.raises(ConfigurationError, match=r"room for 0 MiB of .* MiB; spread .* \(--pp\)$"):
+        on_a_gpu(by_needs, memory_fraction=0.99)
+    with pytest.raises(ConfigurationError, match=r"; lower --max-total-tokens, or raise"):
+        on_a_gpu(ROOMY, max_total_tokens=10**10)

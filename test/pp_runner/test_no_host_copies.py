@@ -1,31 +1,25 @@
 """No step makes the host wait for the GPU before its tokens are copied.
 
-Such code would be slow, and an error where it is captured. It runs on torch's meta device, whose
-tensors have no numbers to read: any read fails. Operators are not looked into (`grouped_mm` may
-copy the ends of its groups to the host: see `kernel_choice.choose_graphs`).
+Such code would be slow, and an error where it is captured. It runs on torch's meta device: any read
+of a number fails. Operators are not looked into (`grouped_mm` may copy the ends of its groups to
+the host: see `kernel_choice.choose_graphs`).
 """
 
 import contextlib
 from array import array
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 import torch
+from support.numberless_stage import META, NumberlessStage
 from support.tiny_models import VOCAB_SIZE, tiny_model
 
 from sgl_pipeline.pp_runner.download import Arrived
-from sgl_pipeline.pp_runner.kv_pool import KvPool
-from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.output_tail import OutputTail
-from sgl_pipeline.pp_runner.stage_model import StageModel
-from sgl_pipeline.pp_runner.step_inputs import PagedLayout, build_step_inputs
 from sgl_pipeline.requests import GREEDY, LogprobSpec, SamplingSpec
 from sgl_pipeline.step_plan import INT32, MirroredChunk, MirroredRequest
 
-META = torch.device("meta")
-PAGE_SIZE = 4
 SPECS = (
     GREEDY,
     SamplingSpec(),
@@ -37,31 +31,6 @@ SPECS = (
     SamplingSpec(frequency_penalty=0.5, repetition_penalty=1.1, logit_bias=((3, 1.0),)),
     SamplingSpec(min_new_tokens=9, masked_token_ids=(2,)),
 )
-
-
-class QueriesAsTheyAre:
-    """Stands in for the attention, whose kernels on a GPU are no operators of torch."""
-
-    def plan(self, layout: PagedLayout) -> None:
-        pass
-
-    def attend(
-        self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor
-    ) -> torch.Tensor:
-        return query.clone()
-
-
-class WeightsWithoutNumbers:
-    """A `WeightSource` of the meta device."""
-
-    def __init__(self) -> None:
-        self.loaded: dict[str, int] = {}
-
-    def has(self, name: str) -> bool:
-        return True
-
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device=META)
 
 
 class CopiesNothing:
@@ -83,7 +52,7 @@ def num_wanted_rows(chunks: Sequence[MirroredChunk]) -> int:
 
 
 def mixed_step(sampling: Sequence[SamplingSpec]) -> list[MirroredChunk]:
-    """A decode for each of `sampling`, one more under a mask, and a chunk of a prompt."""
+    """A decode for each of `sampling`, and a chunk of a prompt that samples under a mask."""
     chunks = []
     for handle, (spec, length) in enumerate([*((spec, 1) for spec in sampling), (GREEDY, 7)]):
         request = MirroredRequest(
@@ -99,33 +68,13 @@ def mixed_step(sampling: Sequence[SamplingSpec]) -> list[MirroredChunk]:
     return chunks
 
 
-def whole_model(spec: ModelSpec) -> StageModel:
-    return StageModel.build(
-        spec,
-        WeightsWithoutNumbers(),
-        device=META,
-        kernels=TorchKernels(),
-        layers=range(spec.num_layers),
-        is_first=True,
-        is_last=True,
-    )
-
-
 @pytest.mark.parametrize("name", ["qwen3", "glm4", "qwen2-moe", "qwen3-moe", "mixtral-sharded"])
 def test_layers_head_and_sampler_read_nothing_back(name: str) -> None:
-    spec = read_model_spec(tiny_model(name))
-    pool = KvPool(range(spec.num_layers), spec.attention_shape(PAGE_SIZE, torch.bfloat16, META), 64)
-
-    def upload(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        return [torch.from_numpy(values).to(META) for values in arrays]
-
-    chunks = mixed_step(SPECS)
-    inputs = build_step_inputs(chunks, PAGE_SIZE, META, upload)
-    model = whole_model(spec)
-    download = CopiesNothing()
-    tail = OutputTail(model.logits, META, download)
+    stage, chunks = NumberlessStage(read_model_spec(tiny_model(name))), mixed_step(SPECS)
+    inputs, download = stage.inputs(chunks), CopiesNothing()
+    tail = OutputTail(stage.model.logits, META, download)
     tail.plan(chunks, inputs)
-    hidden = model.forward(range(spec.num_layers), inputs, None, pool, QueriesAsTheyAre())
+    hidden = stage.forward(inputs)
     tail.draw(hidden)
     assert {tensor.device for tensor in (hidden, *download.tensors)} == {META}
     num_rows = num_wanted_rows(chunks)

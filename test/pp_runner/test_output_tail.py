@@ -152,6 +152,7 @@ def test_decided_rows_look_at_no_logits_again() -> None:
     chunks = chunks_of([GREEDY, SamplingSpec()], [LogprobSpec(2, 1)] * 2)
     download = LateDownload()
     pending = draw_with(download, chunks, rows_for(chunks))
+    assert pending.logits is None, "a pending step keeps logits that nothing needs"
     with RowsStayBeside(download) as reads:
         pending.result()
     assert reads.num_reads == 0

@@ -174,20 +174,27 @@ def test_only_rows_whose_mass_is_not_reached_are_drawn_again():
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "spec"),
+    ("device", "num_rows", "spec"),
     [
-        (240, SamplingSpec(min_p=0.1)),
-        (20, SamplingSpec(min_p=0.1)),
-        (80, SamplingSpec(top_p=0.99, temperature=100.0)),
-        (80, SamplingSpec(top_k=600)),
-        (160, SamplingSpec(top_k=100)),
+        ("meta", 256, SamplingSpec(min_p=0.1)),
+        ("meta", 20, SamplingSpec(min_p=0.1)),
+        ("meta", 256, SamplingSpec(top_k=600)),
+        ("meta", 256, SamplingSpec(top_k=100)),
+        # All rows are drawn again, which takes numbers.
+        ("cpu", 80, SamplingSpec(top_p=0.99, temperature=100.0)),
     ],
     ids=str,
 )
-def test_drawing_takes_no_more_memory_than_is_kept_free_for_it(num_rows, spec):
-    logits = torch.randn(num_rows, 2**17, generator=torch.Generator().manual_seed(2))
+def test_drawing_takes_no_more_memory_than_is_kept_free_for_it(device, num_rows, spec):
+    logits = torch.empty(num_rows, 2**17, device=device)
+    if device == "cpu":
+        logits.normal_(generator=torch.Generator().manual_seed(2))
     with LiveTensors() as live:
-        Sampler().sample(logits, [spec] * num_rows, torch.arange(num_rows))
+        drawn = Sampler().draw(logits, [spec] * num_rows, torch.arange(num_rows))
+        if device == "cpu":
+            token_ids = drawn.token_ids.tolist()
+            assert set(token_ids) == {UNDECIDED}
+            drawn.settle(token_ids)
     limit_bytes = sampler_memory_bytes(2**17, num_rows)
     assert live.peak_bytes <= limit_bytes
     # The rest is for what torch's operators allocate for themselves.

@@ -172,6 +172,16 @@ def test_a_stage_loads_the_experts_of_its_own_layers_and_no_others():
     )
 
 
+def test_a_stage_has_experts_where_one_of_its_own_layers_has():
+    splits = {"qwen3-moe": (1, 2, 1, 2), "qwen3": (3, 3)}
+    found = {
+        name: [stage.has_experts for stage in StageChain(tiny_model(name), counts).stages]
+        for name, counts in splits.items()
+    }
+    # Layers 0 (stage 0) and 4 of qwen3-moe are dense, 4 and 5 share a stage; layer 3 has its own.
+    assert found == {"qwen3-moe": [False, True, True, True], "qwen3": [False, False]}
+
+
 def test_a_stage_of_a_chatglm_checkpoint_loads_its_own_tensors():
     first, last = StageChain(tiny_model("chatglm"), (2, 4)).stages
     layer = "transformer.encoder.layers.1."

@@ -1,7 +1,7 @@
 """What a policy is told under each accounting, and that nothing but the policy is told it."""
 
 import pytest
-from support.pipelines import VirtualPipeline, make_request, output_when_alone
+from support.pipelines import FakePipeline, make_request, output_when_alone
 
 from sgl_pipeline.args import ACCOUNTINGS, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.scheduling import StepScheduler
@@ -17,7 +17,7 @@ def pipeline_of(
     *,
     policy: str = "throttle",
     duplicate_prefills: bool = False,
-) -> VirtualPipeline:
+) -> FakePipeline:
     """Pages of one token."""
     args = SchedulingArgs(
         page_size=1,
@@ -29,10 +29,10 @@ def pipeline_of(
     scheduler = StepScheduler(
         args, make_policy(throttle), num_pages=num_pages, num_stages=num_stages, context_length=5000
     )
-    return VirtualPipeline(scheduler, 1)
+    return FakePipeline(scheduler, 1)
 
 
-def load_of_next_step(pipeline: VirtualPipeline) -> PipelineLoad:
+def load_of_next_step(pipeline: FakePipeline) -> PipelineLoad:
     """Starts a step; returns what it was decided from."""
     microbatch = pipeline.schedule()
     assert microbatch is not None

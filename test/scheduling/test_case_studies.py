@@ -1,7 +1,7 @@
 """gLLM's case studies as golden runs: the whole scheduler on four stages, step by step."""
 
 import pytest
-from support.pipelines import VirtualPipeline, make_request
+from support.pipelines import FakePipeline, make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.scheduling import StepScheduler
@@ -11,7 +11,7 @@ STAGES = 4
 THROTTLES = ("throttle", "throttle-adaptive", "no-wt", "no-ut", "no-threshold")
 
 
-def pipeline_of(throttle: ThrottleArgs, num_pages: int, page_size: int = 1) -> VirtualPipeline:
+def pipeline_of(throttle: ThrottleArgs, num_pages: int, page_size: int = 1) -> FakePipeline:
     scheduler = StepScheduler(
         SchedulingArgs(page_size=page_size),
         make_policy(throttle),
@@ -19,7 +19,7 @@ def pipeline_of(throttle: ThrottleArgs, num_pages: int, page_size: int = 1) -> V
         num_stages=STAGES,
         context_length=10_000,
     )
-    return VirtualPipeline(scheduler, page_size)
+    return FakePipeline(scheduler, page_size)
 
 
 def test_a_burst_after_a_lull_is_spread_over_the_steps() -> None:

@@ -1,6 +1,6 @@
 """How the reserve for running decodes follows their remaining output and the retractions."""
 
-from support.pipelines import VirtualPipeline, make_request
+from support.pipelines import FakePipeline, make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.scheduling import StepScheduler
@@ -47,7 +47,7 @@ def test_asking_for_the_load_changes_nothing() -> None:
         num_stages=2,
         context_length=1000,
     )
-    pipeline = VirtualPipeline(scheduler, 2)
+    pipeline = FakePipeline(scheduler, 2)
     scheduler.add(make_request("a", [1, 2, 3], 101))
     scheduler.add(make_request("b", [4, 5, 6], 201))
     for _ in range(10):
@@ -69,7 +69,7 @@ def test_retractions_for_want_of_pages_raise_the_ratio_and_those_for_priority_do
             num_stages=1,
             context_length=1000,
         )
-        pipeline = VirtualPipeline(scheduler, 1)
+        pipeline = FakePipeline(scheduler, 1)
         for number in range(3):
             if number == 2:
                 pipeline.schedule()

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from support.pipelines import VirtualPipeline, make_request
+from support.pipelines import FakePipeline, make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.requests import FinishReason
@@ -25,7 +25,7 @@ class Decodes:
             num_stages=STAGES,
             context_length=10_000,
         )
-        self.pipeline = VirtualPipeline(scheduler, 16)
+        self.pipeline = FakePipeline(scheduler, 16)
         self.num_joined = 0
 
     def join(self, count: int) -> None:

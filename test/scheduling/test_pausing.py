@@ -1,6 +1,6 @@
 """A pause starts nothing and loses nothing: the outputs are those of requests that run alone."""
 
-from support.pipelines import VirtualPipeline, make_request, output_when_alone
+from support.pipelines import FakePipeline, make_request, output_when_alone
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.requests import FinishReason, Request, RequestState
@@ -12,7 +12,7 @@ PAGE_SIZE = 4
 
 def paused_midway(
     *, retract: bool, waiting_timeout_s: float | None = None
-) -> tuple[VirtualPipeline, list[Request]]:
+) -> tuple[FakePipeline, list[Request]]:
     """Four requests in two stages, some prefilling and some decoding, steps in flight; paused."""
     scheduler = StepScheduler(
         SchedulingArgs(page_size=PAGE_SIZE, waiting_timeout_s=waiting_timeout_s),
@@ -24,7 +24,7 @@ def paused_midway(
     requests = [make_request(f"r{i}", [i, *range(20)], 12) for i in range(4)]
     for request in requests:
         scheduler.add(request)
-    pipeline = VirtualPipeline(scheduler, PAGE_SIZE)
+    pipeline = FakePipeline(scheduler, PAGE_SIZE)
     for _ in range(6):
         pipeline.fill()
         pipeline.complete()
@@ -36,7 +36,7 @@ def paused_midway(
     return pipeline, requests
 
 
-def finish_steps_in_flight(pipeline: VirtualPipeline) -> None:
+def finish_steps_in_flight(pipeline: FakePipeline) -> None:
     assert pipeline.schedule() is None
     while pipeline.steps_in_flight:
         pipeline.complete()
@@ -44,7 +44,7 @@ def finish_steps_in_flight(pipeline: VirtualPipeline) -> None:
         assert pipeline.schedule() is None
 
 
-def assert_served_as_alone(pipeline: VirtualPipeline, requests: list[Request]) -> None:
+def assert_served_as_alone(pipeline: FakePipeline, requests: list[Request]) -> None:
     pipeline.scheduler.resume()
     pipeline.drain()
     for request in requests:

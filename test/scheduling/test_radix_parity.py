@@ -5,9 +5,10 @@ from array import array
 from typing import Any
 
 import pytest
+from support.radix import Radix
 
 from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim
-from sgl_pipeline.scheduling.radix_cache import RadixCache, RadixNode
+from sgl_pipeline.scheduling.radix_tree import RadixNode
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ class BothCaches:
     def __init__(self, upstream: Any, page_size: int) -> None:
         self.upstream = upstream
         self.page_size = page_size
-        self.ours = RadixCache(page_size)
+        self.ours = Radix(page_size)
         self.theirs = upstream.RadixCache.create_simulated(page_size=page_size)
         self.locked: list[tuple[RadixNode, Any]] = []
 
@@ -33,9 +34,7 @@ class BothCaches:
         return self.upstream.RadixKey(array("q", tokens), namespace or None)
 
     def match(self, tokens: list[int], namespace: str) -> tuple[RadixNode, Any]:
-        path = self.ours.want(tokens, namespace)
-        node = self.ours.match(path)
-        self.ours.unwant(path)
+        node = self.ours.matched(tokens, namespace)
         params = self.upstream.MatchPrefixParams(key=self.key(tokens, namespace))
         result = self.theirs.match_prefix(params)
         assert node.end == result.device_prefix_len
@@ -43,25 +42,27 @@ class BothCaches:
 
     def insert(self, tokens: list[int], namespace: str) -> None:
         num_pages = len(tokens) // self.page_size
-        insertion = self.ours.insert(self.ours.root, tokens, list(range(num_pages)), namespace)
+        insertion = self.ours.storage.insert(
+            self.ours.tree.root, tokens, list(range(num_pages)), namespace
+        )
         params = self.upstream.InsertParams(key=self.key(tokens, namespace))
         already_cached = self.theirs.insert(params).prefix_len
         assert len(insertion.declined) * self.page_size == already_cached
 
     def lock(self, tokens: list[int], namespace: str) -> None:
         ours, theirs = self.match(tokens, namespace)
-        self.ours.lock(ours)
+        self.ours.storage.lock(ours)
         self.theirs.inc_lock_ref(theirs)
         self.locked.append((ours, theirs))
 
     def unlock(self, index: int) -> None:
         ours, theirs = self.locked.pop(index)
-        self.ours.unlock(ours)
+        self.ours.storage.unlock(ours)
         self.theirs.dec_lock_ref(theirs)
 
     def check_sizes(self) -> None:
-        assert self.ours.evictable_pages * self.page_size == self.theirs.evictable_size()
-        assert self.ours.locked_pages * self.page_size == self.theirs.protected_size()
+        assert self.ours.storage.evictable_pages * self.page_size == self.theirs.evictable_size()
+        assert self.ours.storage.locked_pages * self.page_size == self.theirs.protected_size()
 
 
 def random_tokens(rng: random.Random, known: list[list[int]], page_size: int) -> list[int]:
@@ -104,4 +105,4 @@ def test_random_sequences_give_the_same_lengths_and_sizes(
     while both.locked:
         both.unlock(0)
         both.check_sizes()
-    assert both.ours.locked_pages == 0
+    assert both.ours.storage.locked_pages == 0

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from support.pipelines import VirtualPipeline, make_request, output_when_alone
+from support.pipelines import FakePipeline, make_request, output_when_alone
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import QueueFullError
@@ -12,7 +12,7 @@ from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.throttle import make_policy
 
 
-def pipeline_of(num_pages: int = 1000, num_stages: int = 1, **scheduling: Any) -> VirtualPipeline:
+def pipeline_of(num_pages: int = 1000, num_stages: int = 1, **scheduling: Any) -> FakePipeline:
     args = SchedulingArgs(**({"page_size": 1, "radix_cache": False} | scheduling))
     scheduler = StepScheduler(
         args,
@@ -21,10 +21,10 @@ def pipeline_of(num_pages: int = 1000, num_stages: int = 1, **scheduling: Any) -
         num_stages=num_stages,
         context_length=100_000,
     )
-    return VirtualPipeline(scheduler, args.page_size)
+    return FakePipeline(scheduler, args.page_size)
 
 
-def advance(pipeline: VirtualPipeline, num_steps: int) -> None:
+def advance(pipeline: FakePipeline, num_steps: int) -> None:
     """Books that many steps; the pipeline is full before each."""
     for _ in range(num_steps):
         pipeline.fill()
@@ -32,7 +32,7 @@ def advance(pipeline: VirtualPipeline, num_steps: int) -> None:
         pipeline.scheduler.check_invariants()
 
 
-def all_pages_are_back(pipeline: VirtualPipeline) -> bool:
+def all_pages_are_back(pipeline: FakePipeline) -> bool:
     load = pipeline.scheduler.load()
     return load.free_pages == load.total_pages and load.waiting_tokens == 0
 
@@ -143,7 +143,7 @@ def test_without_priorities_a_full_queue_refuses() -> None:
 # Too long
 
 
-def finishes(pipeline: VirtualPipeline, now_s: float) -> list[tuple[str, str, int | None]]:
+def finishes(pipeline: FakePipeline, now_s: float) -> list[tuple[str, str, int | None]]:
     ended = pipeline.scheduler.end_overdue(now_s)
     pipeline.scheduler.check_invariants()
     return [
@@ -198,7 +198,7 @@ def test_the_time_of_a_finished_request_does_not_count_for_the_next_of_its_name(
 
 
 def test_after_a_retraction_the_wait_begins_anew_and_the_run_goes_on() -> None:
-    def retracted_at_ten(**limits: float) -> VirtualPipeline:
+    def retracted_at_ten(**limits: float) -> FakePipeline:
         pipeline = pipeline_of(max_running_requests=1, preemption_threshold=0, **limits)
         pipeline.scheduler.add(make_request("victim", [1], 50))
         advance(pipeline, 1)

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.pipelines import VirtualPipeline, make_request, output_when_alone
+from support.pipelines import FakePipeline, make_request, output_when_alone
 
 from sgl_pipeline.args import SCHEDULE_POLICIES, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
@@ -19,7 +19,7 @@ def pipeline_of(
     num_stages: int = 2,
     throttle: ThrottleArgs | None = None,
     max_running_requests: int = 256,
-) -> VirtualPipeline:
+) -> FakePipeline:
     """Pages of one token."""
     args = SchedulingArgs(
         page_size=1, schedule_policy=schedule_policy, max_running_requests=max_running_requests
@@ -28,10 +28,10 @@ def pipeline_of(
     scheduler = StepScheduler(
         args, policy, num_pages=num_pages, num_stages=num_stages, context_length=10_000
     )
-    return VirtualPipeline(scheduler, args.page_size)
+    return FakePipeline(scheduler, args.page_size)
 
 
-def admitted(pipeline: VirtualPipeline, requests: list[Request]) -> list[str]:
+def admitted(pipeline: FakePipeline, requests: list[Request]) -> list[str]:
     """Adds all, serves them, and returns their ids in the order of their first chunks."""
     for request in requests:
         pipeline.scheduler.add(request)

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 from support.pipelines import (
-    VirtualPipeline,
-    logprobs_of,
+    FakePipeline,
     logprobs_when_alone,
     make_request,
     output_when_alone,
 )
 
+from benchmark.fault_schedules.fake_model import logprobs_of
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ProtocolError, QueueFullError, RequestError
 from sgl_pipeline.microbatch import Microbatch
@@ -26,21 +26,21 @@ def pipeline_of(
     num_stages: int = 1,
     throttle: ThrottleArgs | None = None,
     **scheduling: Any,
-) -> VirtualPipeline:
+) -> FakePipeline:
     """Pages of one token and budgets that are never short, unless told otherwise."""
     args = SchedulingArgs(**({"page_size": 1} | scheduling))
     policy = make_policy(throttle or ThrottleArgs(policy="sarathi"))
     scheduler = StepScheduler(
         args, policy, num_pages=num_pages, num_stages=num_stages, context_length=100_000
     )
-    return VirtualPipeline(scheduler, args.page_size)
+    return FakePipeline(scheduler, args.page_size)
 
 
 def small_chunks(tokens: int, policy: str = "sarathi") -> ThrottleArgs:
     return ThrottleArgs(policy=policy, max_prefill_tokens=tokens, min_prefill_tokens=1)
 
 
-def add(pipeline: VirtualPipeline, *requests: Request) -> None:
+def add(pipeline: FakePipeline, *requests: Request) -> None:
     for request in requests:
         pipeline.scheduler.add(request)
 
@@ -50,7 +50,7 @@ def shape(microbatch: Microbatch | None) -> list[tuple[str, int, int]]:
     return [(chunk.request.request_id, chunk.start, chunk.length) for chunk in microbatch.chunks]
 
 
-def all_pages_are_back(pipeline: VirtualPipeline) -> bool:
+def all_pages_are_back(pipeline: FakePipeline) -> bool:
     load = pipeline.scheduler.load()
     return load.free_pages == load.total_pages and load.waiting_tokens == 0
 
@@ -309,23 +309,23 @@ def test_flushing_is_refused_while_busy_and_empties_the_cache_when_idle() -> Non
 # Aborts
 
 
-def abort_while_waiting(pipeline: VirtualPipeline) -> None:
+def abort_while_waiting(pipeline: FakePipeline) -> None:
     pipeline.scheduler.abort("victim", ABORTED)
 
 
-def abort_with_chunks_in_flight(pipeline: VirtualPipeline) -> None:
+def abort_with_chunks_in_flight(pipeline: FakePipeline) -> None:
     pipeline.fill()
     assert pipeline.steps_in_flight == 3
     pipeline.scheduler.abort("victim", ABORTED)
 
 
-def abort_between_chunks(pipeline: VirtualPipeline) -> None:
+def abort_between_chunks(pipeline: FakePipeline) -> None:
     pipeline.schedule()
     pipeline.complete()
     pipeline.scheduler.abort("victim", ABORTED)
 
 
-def abort_with_a_decode_in_flight(pipeline: VirtualPipeline) -> None:
+def abort_with_a_decode_in_flight(pipeline: FakePipeline) -> None:
     pipeline.fill()
     for _ in range(3):
         pipeline.complete()
@@ -334,7 +334,7 @@ def abort_with_a_decode_in_flight(pipeline: VirtualPipeline) -> None:
     pipeline.scheduler.abort("victim", ABORTED)
 
 
-def abort_a_ready_decode(pipeline: VirtualPipeline) -> None:
+def abort_a_ready_decode(pipeline: FakePipeline) -> None:
     pipeline.fill()
     for _ in range(3):
         pipeline.complete()
@@ -388,7 +388,7 @@ def test_a_retracted_request_can_be_aborted() -> None:
 
 def pipeline_under_pressure(
     num_stages: int = 1, **scheduling: Any
-) -> tuple[VirtualPipeline, Request, Request]:
+) -> tuple[FakePipeline, Request, Request]:
     """Two requests that fit one after the other, but not together, in ten pages."""
     pipeline = pipeline_of(num_pages=10, num_stages=num_stages, **scheduling)
     old = make_request("old", [1, 2], max_new_tokens=8)
@@ -521,7 +521,7 @@ def test_a_step_carries_the_load_and_the_budget_that_made_it() -> None:
 
     args = SchedulingArgs(page_size=1, radix_cache=False)
     scheduler = StepScheduler(args, policy, num_pages=20, num_stages=1, context_length=100)
-    pipeline = VirtualPipeline(scheduler, 1)
+    pipeline = FakePipeline(scheduler, 1)
     add(pipeline, make_request("late", [1], max_new_tokens=15))
     pipeline.schedule()
     pipeline.complete()

@@ -4,13 +4,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.pipelines import (
-    VirtualPipeline,
-    logprobs_of,
+    FakePipeline,
     logprobs_when_alone,
     make_request,
     output_when_alone,
 )
 
+from benchmark.fault_schedules.fake_model import logprobs_of
 from sgl_pipeline.args import (
     ACCOUNTINGS,
     POLICIES,
@@ -22,7 +22,7 @@ from sgl_pipeline.errors import QueueFullError, RequestError
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.scheduling.age_limit import RAN_TOO_LONG, WAITED_TOO_LONG
-from sgl_pipeline.scheduling.step_scheduler import DISPLACED
+from sgl_pipeline.scheduling.arrivals import DISPLACED
 from sgl_pipeline.throttle import make_policy
 
 ABORTED = FinishReason("abort", message="the client went away")
@@ -92,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_stages=num_stages,
             context_length=1000,
         )
-        self.pipeline = VirtualPipeline(self.scheduler, page_size)
+        self.pipeline = FakePipeline(self.scheduler, page_size)
         self.added: list[Request] = []
 
     @rule(

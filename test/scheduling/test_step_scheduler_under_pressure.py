@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from support.pipelines import VirtualPipeline, make_request, output_when_alone
+from support.pipelines import FakePipeline, make_request, output_when_alone
 
 from sgl_pipeline.args import ACCOUNTINGS, POLICIES, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import RequestError
@@ -14,7 +14,7 @@ from sgl_pipeline.throttle import make_policy
 ABORTED = FinishReason("abort", message="the client went away")
 
 
-def random_pipeline(rng: random.Random, policy: str) -> tuple[VirtualPipeline, int]:
+def random_pipeline(rng: random.Random, policy: str) -> tuple[FakePipeline, int]:
     """A pipeline, and the tokens that its pool holds."""
     max_prefill_tokens = rng.choice([1, 3, 8, 64])
     throttle = ThrottleArgs(
@@ -40,7 +40,7 @@ def random_pipeline(rng: random.Random, policy: str) -> tuple[VirtualPipeline, i
         num_stages=rng.randint(1, 4),
         context_length=1000,
     )
-    return VirtualPipeline(scheduler, args.page_size), num_pages * args.page_size
+    return FakePipeline(scheduler, args.page_size), num_pages * args.page_size
 
 
 def random_request(rng: random.Random, name: str, pool_tokens: int) -> Request:

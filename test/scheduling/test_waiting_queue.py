@@ -3,11 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 from support.pipelines import make_request
+from support.radix import Radix
 
 from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.page_pool import PagePool
-from sgl_pipeline.scheduling.radix_cache import RadixCache, RadixNode
+from sgl_pipeline.scheduling.radix_tree import RadixNode
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.waiting_queue import MAX_PARKED_PER_CALL, WaitingQueue
 
@@ -26,9 +27,9 @@ class QueueAndPages:
         parks: bool = True,
     ) -> None:
         self.page_size = page_size
-        self.cache = RadixCache(page_size, enabled=radix_cache)
-        self.queue = WaitingQueue(self.cache, parks=parks)
-        self.pages = RequestPages(PagePool(num_pages), self.cache)
+        self.radix = Radix(page_size, enabled=radix_cache)
+        self.queue = WaitingQueue(self.radix.demand, parks=parks)
+        self.pages = RequestPages(PagePool(num_pages), self.radix.storage, self.radix.demand)
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.num_added = 0
@@ -96,14 +97,14 @@ class QueueAndPages:
 
         def visit(node: RadixNode, namespace: str, tokens: tuple[int, ...]) -> None:
             for key, child in node.children.items():
-                name = key[0] if node is self.cache.root else namespace
+                name = key[0] if node is self.radix.tree.root else namespace
                 whole = tokens + tuple(child.tokens)
                 if child.is_cached:
                     ends = range(len(tokens) + self.page_size, len(whole) + 1, self.page_size)
                     found.update((name, whole[:end]) for end in ends)
                 visit(child, name, whole)
 
-        visit(self.cache.root, "", ())
+        visit(self.radix.tree.root, "", ())
         return found
 
     def pending_tokens(self, accounting: str = "radix") -> int:
@@ -213,7 +214,7 @@ def test_nobody_is_parked_when_prefixes_are_computed_by_everyone() -> None:
     assert [both.admit(), both.admit()] == [first, second]
     for request in (first, second):
         both.advance(request, 3)
-    assert both.cache.cached_pages == 4
+    assert both.radix.storage.cached_pages == 4
     both.pages.check_conservation()
 
 
@@ -235,8 +236,8 @@ def test_a_parked_request_can_be_discarded() -> None:
     both.drop(first)
     assert both.queue.head() is None
     assert both.pending_tokens() == 0
-    assert both.cache.cached_pages == 0
-    assert not both.cache.root.children
+    assert both.radix.storage.cached_pages == 0
+    assert not both.radix.tree.root.children
 
 
 def test_one_call_parks_a_bounded_number_of_requests() -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from sgl_pipeline.args import POLICIES
 from sgl_pipeline.simulator.__main__ import main
+from sgl_pipeline.simulator.tune import FLAGS, SEARCH_SPACE
 from sgl_pipeline.trace import read_trace
 
 LENIENT = ["--target-ttft-ms", "1e6", "--target-tpot-ms", "1e6"]
@@ -35,16 +37,24 @@ def test_policies_and_rates_make_a_table(
     assert len(records[0].stages) == 4
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 def test_tune_ends_with_flags_for_the_server(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    policy: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     trace = tmp_path / "short.csv"
     trace.write_text("input_tokens,output_tokens\n" + "900,5\n" * 12)
-    arguments = ["tune", "--model", "Qwen2.5-14B", "--trace", str(trace), "--policy", "sarathi"]
+    arguments = ["tune", "--model", "Qwen2.5-14B", "--trace", str(trace), "--policy", policy]
     arguments += ["--target-ttft-ms", "400", "--target-tpot-ms", "200"]
     assert main(arguments) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.split()[:3] == ["--policy", "sarathi", "--chunked-prefill-size"]
+    last = capsys.readouterr().out.splitlines()[-1].split()
+    assert last[::2] == ["--policy", *(FLAGS[name] for name in SEARCH_SPACE[policy])]
+    assert last[1] == policy
+
+
+def test_tune_refuses_a_policy_that_is_none_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["tune", "--policy", "sarathi,throttled"])
+    assert "unknown: throttled; choose from throttle," in capsys.readouterr().err
 
 
 def test_a_recorded_run_takes_the_place_of_kernel_tables(

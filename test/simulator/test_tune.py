@@ -1,11 +1,14 @@
-"""Budget search against capacities that are known, and its flags against the server's parser."""
+"""Budget search against capacities that are known, and its parameters against the policies."""
 
 import math
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from sgl_pipeline.args import POLICIES, ThrottleArgs
 from sgl_pipeline.simulator.tune import FLAGS, RATE_TOLERANCE, SEARCH_SPACE, capacity, search
+from sgl_pipeline.throttle import PipelineLoad, make_policy
 
 
 def knows(limit_of: dict[int, float]):
@@ -45,6 +48,38 @@ def test_parameters_are_searched_one_after_the_other() -> None:
     assert (best.prefill_spread_steps, best.pause_free_share) == (4, 0.0)
 
 
-def test_every_policy_that_can_be_tuned_is_a_policy_of_the_server() -> None:
-    assert set(SEARCH_SPACE) <= set(POLICIES)
+def test_every_policy_of_the_server_can_be_tuned_and_has_flags_for_it() -> None:
+    assert set(SEARCH_SPACE) == set(POLICIES)
     assert {name for space in SEARCH_SPACE.values() for name in space} <= set(FLAGS)
+
+
+LOADS = [
+    PipelineLoad(
+        step_id=1,
+        pipeline_depth=4,
+        waiting_tokens=waiting,
+        prompts=2,
+        running_decodes=20,
+        ready_decodes=5,
+        free_pages=free,
+        reserved_pages=20,
+        total_pages=1000,
+        steps_in_flight=3,
+    )
+    for waiting, free in product((0, 3000, 10**6), (0, 30, 70, 500, 1000))
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_search_varies_what_a_policy_reads_and_nothing_else(policy: str) -> None:
+    def budgets(throttle: ThrottleArgs) -> list[object]:
+        return [make_policy(throttle)(load) for load in LOADS]
+
+    start = ThrottleArgs(policy=policy)
+    tried = {
+        (name, value) for space in SEARCH_SPACE.values() for name in space for value in space[name]
+    }
+    read = {
+        name for name, value in tried if budgets(replace(start, **{name: value})) != budgets(start)
+    }
+    assert set(SEARCH_SPACE[policy]) == read

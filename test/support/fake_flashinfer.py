@@ -1,49 +1,22 @@
 """Stand-ins for FlashInfer's wrappers and functions, on a CPU.
 
-They compute attention from nothing but the arguments of plan and run, as FlashInfer's documentation
-defines them, so a wrong index array is a wrong result.
+They compute from nothing but the arguments of plan and run, so a wrong index array is a wrong
+result. `test_flashinfer_contract.py` holds their parameters to the library's.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from support import flashinfer_arithmetic as arithmetic
 from support.emulated_graphs import EmulatedRecorder
+from support.flashinfer_arithmetic import Pages
 
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
 from sgl_pipeline.pp_runner.attention.flashinfer_parts import FlashInferParts
 
-Pages = tuple[torch.Tensor, torch.Tensor]
-
-
-def attention_of_indices(
-    q: torch.Tensor,
-    pages: Pages,
-    qo_indptr: list[int],
-    kv_indptr: list[int],
-    indices: torch.Tensor,
-    last_page_len: list[int],
-    sm_scale: float,
-) -> torch.Tensor:
-    """FlashInfer's tutorial on the KV layout: the last row of a request sees all of its keys."""
-    out = torch.empty_like(q)
-    group, page_size = q.shape[1] // pages[0].shape[2], pages[0].shape[1]
-    for request, last in enumerate(last_page_len):
-        own = indices[kv_indptr[request] : kv_indptr[request + 1]].long()
-        length = (len(own) - 1) * page_size + last
-        keys, values = (
-            store[own].flatten(0, 1)[:length].repeat_interleave(group, dim=1).double()
-            for store in pages
-        )
-        rows = q[qo_indptr[request] : qo_indptr[request + 1]].double()
-        scores = torch.einsum("thd,khd->htk", rows, keys) * sm_scale
-        hidden = torch.ones(len(rows), length).triu(length - len(rows) + 1).bool()
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-        out[qo_indptr[request] : qo_indptr[request + 1]] = torch.einsum(
-            "htk,khd->thd", weights, values
-        ).to(q.dtype)
-    return out
+DataType = torch.dtype | str
 
 
 @dataclass
@@ -74,27 +47,32 @@ class FakeDecodeWrapper:
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
-        **options: Any,
+        *,
+        q_data_type: DataType | None = "float16",
+        kv_data_type: DataType | None = None,
+        sm_scale: float | None = None,
     ) -> None:
         self.recorder.calls.append("plan decode")
-        self.arrays = (indptr, indices, last_page_len)
-        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        self.options = {"sizes": sizes, **options}
+        self._keep(indptr, indices, last_page_len)
+        self.options = {
+            "sizes": (num_qo_heads, num_kv_heads, head_dim, page_size),
+            "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type,
+            "sm_scale": sm_scale,
+        }
 
-    def run(self, q: torch.Tensor, paged_kv_cache: Pages, *, out: torch.Tensor) -> torch.Tensor:
+    def _keep(self, *arrays: torch.Tensor) -> None:
+        self.arrays = arrays
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: Pages, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         self.recorder.calls.append("run decode")
-        indptr, indices, last_page_len = self.arrays
-        assert len(q) == len(last_page_len)
-        result = attention_of_indices(
-            q,
-            paged_kv_cache,
-            list(range(len(q) + 1)),
-            indptr.tolist(),
-            indices,
-            last_page_len.tolist(),
-            self.options["sm_scale"],
-        )
-        return out.copy_(result)
+        assert out is not None, "an output of its own would not be the caller's"
+        assert len(q) == len(self.arrays[2])
+        one_row_each = torch.arange(len(q) + 1, dtype=torch.int32)
+        attend(q, paged_kv_cache, one_row_each, self.arrays, self.options, False, out)
+        return out
 
 
 @dataclass
@@ -113,27 +91,48 @@ class FakePrefillWrapper:
         num_kv_heads: int,
         head_dim_qk: int,
         page_size: int,
-        **options: Any,
+        *,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        q_data_type: DataType = "float16",
+        kv_data_type: DataType | None = None,
     ) -> None:
         self.recorder.calls.append("plan prefill")
         self.arrays = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        sizes = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
-        self.options = {"sizes": sizes, **options}
+        self.options = {
+            "sizes": (num_qo_heads, num_kv_heads, head_dim_qk, page_size),
+            "causal": causal,
+            "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type,
+            "sm_scale": sm_scale,
+        }
 
-    def run(self, q: torch.Tensor, paged_kv_cache: Pages, *, out: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: Pages, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         self.recorder.calls.append("run prefill")
-        qo_indptr, kv_indptr, indices, last_page_len = self.arrays
-        assert int(qo_indptr[-1]) == len(q)
-        result = attention_of_indices(
-            q,
-            paged_kv_cache,
-            qo_indptr.tolist(),
-            kv_indptr.tolist(),
-            indices,
-            last_page_len.tolist(),
-            self.options["sm_scale"],
-        )
-        return out.copy_(result)
+        assert out is not None, "an output of its own would not be the caller's"
+        is_causal = self.options["causal"]
+        attend(q, paged_kv_cache, self.arrays[0], self.arrays[1:], self.options, is_causal, out)
+        return out
+
+
+def attend(
+    q: torch.Tensor,
+    pages: Pages,
+    qo_indptr: torch.Tensor,
+    arrays: tuple[torch.Tensor, ...],
+    options: dict[str, Any],
+    is_causal: bool,
+    out: torch.Tensor,
+) -> None:
+    """The attention of what was planned; what is run must have its sizes and types."""
+    page_size, num_kv_heads, head_dim = pages[0].shape[1:]
+    assert options["sizes"] == (q.shape[1], num_kv_heads, head_dim, page_size)
+    assert options["q_data_type"] == q.dtype
+    assert (options["kv_data_type"] or options["q_data_type"]) == pages[0].dtype
+    scale = options["sm_scale"] or head_dim**-0.5
+    arithmetic.attention_of_indices(q, pages, qo_indptr, *arrays, scale, is_causal, out)
 
 
 @dataclass
@@ -146,23 +145,28 @@ class FakeGraphDecodeWrapper(FakeDecodeWrapper):
     graphs: EmulatedRecorder | None = None
 
     def __post_init__(self) -> None:
-        self.indptr_buffer = torch.zeros(self.num_rows + 1, dtype=torch.int32)
-        self.last_page_buffer = torch.zeros(self.num_rows, dtype=torch.int32)
+        device = self.indices_buffer.device
+        self.indptr_buffer = torch.zeros(self.num_rows + 1, dtype=torch.int32, device=device)
+        self.last_page_buffer = torch.zeros(self.num_rows, dtype=torch.int32, device=device)
 
-    def plan(self, *arrays: Any, **options: Any) -> None:
-        super().plan(*arrays, **options)
-        indptr, indices, last_page_len = self.arrays
+    def _keep(self, *arrays: torch.Tensor) -> None:
+        _, indices, last_page_len = arrays
         assert len(last_page_len) == self.num_rows, "the batch size is fixed"
         assert len(indices) <= len(self.indices_buffer)
-        self.indptr_buffer.copy_(indptr)
-        self.last_page_buffer.copy_(last_page_len)
-        self.indices_buffer[: len(indices)].copy_(indices)
+        assert indices.device == self.indices_buffer.device, "the copy would wait for the GPU"
         self.arrays = (self.indptr_buffer, self.indices_buffer, self.last_page_buffer)
+        for buffer, array in zip(self.arrays, arrays, strict=True):
+            # A copy would convert other types.
+            assert buffer.dtype == array.dtype == torch.int32
+            buffer[: len(array)].copy_(array)
 
-    def run(self, q: torch.Tensor, paged_kv_cache: Pages, *, out: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: Pages, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         run = super().run
         if self.graphs is None:
             return run(q, paged_kv_cache, out=out)
+        assert out is not None
         self.graphs.launch(lambda: run(q, paged_kv_cache, out=out))
         return out
 
@@ -176,9 +180,9 @@ class Fakes:
         self.decode = FakeDecodeWrapper(self.recorder)
         self.graph_decodes: dict[int, FakeGraphDecodeWrapper] = {}
         self._graphs = graphs
-        self.attention = FlashInferAttention(shape, self.open)
+        self.attention = FlashInferAttention(shape, open_parts=self.open)
 
-    def open(self, shape: AttentionShape) -> FlashInferParts:
+    def open(self, shape: AttentionShape, prefill_kernels: str) -> FlashInferParts:
         return FlashInferParts(
             self.prefill, self.decode, lambda: self.recorder, self.open_graph_decode
         )
@@ -192,22 +196,25 @@ class Fakes:
 
 
 class FakeFlashInferFunctions:
-    """FlashInfer's functions by their documentation, in fp64 with one rounding."""
+    """FlashInfer's functions by their documentation."""
 
     def __init__(self) -> None:
         self.cos_sin_tables: list[torch.Tensor] = []
 
-    def rmsnorm(self, input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        assert len(input), "a launch without a block fails"
-        assert input.stride(-1) == 1
-        x = input.double()
-        normed = x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * weight.double()
-        return normed.to(input.dtype)
+    def rmsnorm(self, input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+        out = torch.empty_like(input)
+        arithmetic.norm(out, input, weight, eps)
+        return out
+
+    def fused_add_rmsnorm(
+        self, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+    ) -> None:
+        arithmetic.add_and_norm(input, residual, weight, eps)
 
     def silu_and_mul(self, input: torch.Tensor) -> torch.Tensor:
-        assert len(input), "a launch without a block fails"
-        gate, up = input.double().chunk(2, dim=-1)
-        return (torch.nn.functional.silu(gate) * up).to(input.dtype)
+        out = input.new_empty(len(input), input.shape[1] // 2)
+        arithmetic.silu_and_mul(out, input)
+        return out
 
     def apply_rope_with_cos_sin_cache(
         self,
@@ -216,28 +223,13 @@ class FakeFlashInferFunctions:
         key: torch.Tensor,
         head_size: int,
         cos_sin_cache: torch.Tensor,
-        is_neox: bool,
+        is_neox: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert cos_sin_cache.dtype == torch.float32
-        assert cos_sin_cache.is_contiguous()
-        assert positions.is_contiguous()
         self.cos_sin_tables.append(cos_sin_cache)
-        table = cos_sin_cache[positions.long()].double()[:, None]
-        cosine, sine = table.chunk(2, dim=-1)
-        pairs = cosine.shape[-1]
-
-        def rotated(heads: torch.Tensor) -> torch.Tensor:
-            assert heads.view(len(heads), -1, head_size).shape == heads.shape
-            turned = heads.double()
-            first, second = turned[..., :pairs], turned[..., pairs : 2 * pairs]
-            if not is_neox:
-                first, second = turned[..., 0 : 2 * pairs : 2], turned[..., 1 : 2 * pairs : 2]
-            first_turned = first * cosine - second * sine
-            second.copy_(second * cosine + first * sine)
-            first.copy_(first_turned)
-            return turned.to(heads.dtype)
-
-        return rotated(query), rotated(key)
+        rotated = (torch.empty_like(query), torch.empty_like(key))
+        tensors = [heads.view(len(heads), -1, head_size) for heads in (query, key, *rotated)]
+        arithmetic.rotate(*tensors, cos_sin_cache, positions, not is_neox)
+        return rotated
 
     def append_paged_kv_cache(
         self,
@@ -250,12 +242,13 @@ class FakeFlashInferFunctions:
         kv_indptr: torch.Tensor,
         kv_last_page_len: torch.Tensor,
     ) -> None:
-        tables = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-        assert all(table.dtype == torch.int32 and table.is_contiguous() for table in tables)
-        assert len(kv_indptr) == len(kv_last_page_len) + 1
-        page_size = paged_kv_cache[0].shape[1]
-        assert (positions < (len(kv_indices) - 1) * page_size + kv_last_page_len[-1]).all()
-        first_pages = kv_indptr[batch_indices.long()].long()
-        pages = kv_indices[first_pages + positions // page_size].long()
-        for store, rows in zip(paged_kv_cache, (append_key, append_value), strict=True):
-            store[pages, (positions % page_size).long()] = rows
+        arithmetic.append(
+            append_key,
+            append_value,
+            batch_indices,
+            positions,
+            paged_kv_cache,
+            kv_indices,
+            kv_indptr,
+            kv_last_page_len,
+        )

@@ -1,7 +1,7 @@
 """The real scheduler and the real stages in one process, without sockets.
 
-The links are queues, everything else is what the server runs: `StepScheduler`, the plan encoder,
-and a `StageRunner` for each stage. Steps are computed when they are scheduled and their results
+The links are queues, everything else is what the server runs: a `PipelineCore` and a `StageRunner`
+for each stage. Steps are computed when they are scheduled and their results
 booked when the pipeline is full, as if each step took the whole trip.
 """
 
@@ -15,6 +15,7 @@ import torch
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.messages import StageAssignment, StageReport
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.output_tail import Tail
@@ -22,8 +23,9 @@ from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import StepScheduler, TokenEvent
+from sgl_pipeline.stage_orders import OrderReader
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import StepPlanEncoder
+from sgl_pipeline.step_plan import StepPlan
 from sgl_pipeline.throttle import make_policy
 
 
@@ -90,25 +92,29 @@ class LocalPipeline:
         )
         self.microbatches: list[Microbatch] = []
         self._plan = plan
-        self._encoder = StepPlanEncoder()
-        self._in_flight: deque[StageReport] = deque()
+        self._core = PipelineCore(self.scheduler, plan)
+        self._orders = OrderReader()
+        self._in_flight: deque[list[StageReport]] = deque()
 
     def schedule(self) -> bool:
         """Starts one step; False when the scheduler has none."""
-        microbatch = self.scheduler.next_microbatch(0.0)
-        if microbatch is None:
+        step = self._core.next_step(0.0)
+        if step is None:
             return False
-        self.microbatches.append(microbatch)
-        plan = msgspec.structs.replace(self._encoder.encode(microbatch), epoch=self._plan.epoch)
-        reports = [runner.run_step(plan).report() for runner in self.runners]
-        self._in_flight.append(reports[-1])
+        self.microbatches.append(step.microbatch)
+        plan = self._orders.open(step.order)
+        assert isinstance(plan, StepPlan)
+        plan = msgspec.structs.replace(plan, epoch=self._plan.epoch)
+        self._in_flight.append([runner.run_step(plan).report() for runner in self.runners])
         return True
 
     def complete(self) -> list[TokenEvent]:
         """Books the oldest step in flight."""
-        report = self._in_flight.popleft()
-        assert report.token_ids is not None
-        events = self.scheduler.on_result(report.step_id, report.token_ids, 0.0, report.logprobs)
+        events: list[TokenEvent] = []
+        for report in self._in_flight.popleft():
+            step = self._core.take_report(report, 0.0)
+            events += step.events if step is not None else []
+        self._core.take_records()
         self.scheduler.check_invariants()
         return events
 

@@ -1,23 +1,19 @@
-"""Steps of two stages as a `StepJournal` sees them, with numbers to check against."""
+"""Steps of two stages as they end, with numbers to check against."""
 
 from support.microbatches import microbatch_of
 from support.pipelines import make_request
 
-from sgl_pipeline.managers.step_journal import StepJournal
-from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Chunk, Microbatch
+from sgl_pipeline.pipeline.open_step import OpenStep
+from sgl_pipeline.stage_orders import SealedOrder
 from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.trace import RequestRecord
+from sgl_pipeline.trace import RequestRecord, StepRecord
 
 
 def microbatch(step_id: int) -> Microbatch:
     prefill = Chunk(make_request("p", [1] * 5), 0, 5, is_decode=False, samples=True)
     decode = Chunk(make_request("d", [1]), 0, 1, is_decode=True, samples=True)
     return microbatch_of(step_id, (decode, prefill))
-
-
-def report(stage: int, step_id: int) -> StageReport:
-    return StageReport(stage=stage, step_id=step_id, epoch=0, timing=timing(stage))
 
 
 def timing(stage: int) -> StageTiming:
@@ -34,10 +30,11 @@ def ended_request() -> RequestRecord:
     return RequestRecord.of(request, 10.0)
 
 
-def run_step(journal: StepJournal, step_id: int) -> None:
-    """A step from its schedule to the last report, always at the same times."""
-    journal.scheduled(microbatch(step_id), now_s=10.0, schedule_ms=0.25)
-    journal.finished(step_id, (ended_request(),), now_s=11.0, result_ms=0.5)
+def step_record(step_id: int) -> StepRecord:
+    """A step that both stages have reported, always with the same times."""
+    step = OpenStep(microbatch(step_id), SealedOrder(0, step_id, 0, b""), scheduled_s=10.0)
+    step.schedule_ms, step.result_ms, step.finished_s = 0.25, 0.5, 11.0
+    step.ended = (ended_request(),)
     # The last stage's report may overtake the first one's.
-    journal.reported(report(1, step_id))
-    journal.reported(report(0, step_id))
+    step.timings = {1: timing(1), 0: timing(0)}
+    return step.record()

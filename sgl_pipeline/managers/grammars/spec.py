@@ -15,6 +15,7 @@ from sglang.srt.constrained.json_schema_validation import (
 from sglang.srt.sampling.sampling_params import get_request_reasoning_in_grammar
 
 from sgl_pipeline.errors import RequestError
+from sgl_pipeline.managers.upstream_messages import GenerateMessage
 from sgl_pipeline.requests import Request
 
 MAX_GRAMMAR_CHARACTERS = 2**18
@@ -53,7 +54,7 @@ class ConstrainedRequest:
     grammar: GrammarSpec
 
 
-def grammar_of(message: Any) -> GrammarSpec | None:
+def grammar_of(message: GenerateMessage) -> GrammarSpec | None:
     """The grammar that `message`, a TokenizedGenerateReqInput, asks for; None if it does not.
 
     Raises RequestError (400) for two of them, one that is too large, or one that is no JSON where

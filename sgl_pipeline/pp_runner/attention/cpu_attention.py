@@ -47,6 +47,7 @@ class CpuAttention:
         """See `AttentionBackend.attend`."""
         shape, layout = self.shape, self._layout
         assert layout is not None, "attend before plan"
+        assert self.arithmetic is not None  # since __post_init__
         assert query.shape[1:] == (shape.num_query_heads, shape.head_dim)
         assert query.stride()[1:] == (shape.head_dim, 1), "a row of query is not contiguous"
         page_shape = (shape.page_size, shape.num_kv_heads, shape.head_dim)
@@ -55,22 +56,22 @@ class CpuAttention:
             assert pages.dtype == query.dtype == shape.dtype
         out = torch.empty(query.shape, dtype=query.dtype)
         self.kernels.paged_attention(
-            self.arithmetic,
-            query.data_ptr(),
-            query.stride(0),
-            key_pages.data_ptr(),
-            value_pages.data_ptr(),
-            out.data_ptr(),
-            layout.query_indptr.data_ptr(),
-            layout.page_indptr.data_ptr(),
-            layout.page_indices.data_ptr(),
-            layout.kv_lengths.data_ptr(),
-            layout.num_chunks,
-            shape.page_size,
-            shape.num_query_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.scale,
-            torch.get_num_threads(),
+            arithmetic=self.arithmetic,
+            query=query,
+            query_row_stride=query.stride(0),
+            key_pages=key_pages,
+            value_pages=value_pages,
+            out=out,
+            query_indptr=layout.query_indptr,
+            page_indptr=layout.page_indptr,
+            page_indices=layout.page_indices,
+            kv_lengths=layout.kv_lengths,
+            num_chunks=layout.num_chunks,
+            page_size=shape.page_size,
+            num_query_heads=shape.num_query_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            scale=shape.scale,
+            num_threads=torch.get_num_threads(),
         )
         return out

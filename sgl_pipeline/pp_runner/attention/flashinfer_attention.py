@@ -1,8 +1,8 @@
 """Paged attention on an NVIDIA GPU, by FlashInfer's wrappers (arXiv 2501.01005).
 
-Chosen by `pp_runner/kernel_choice.py`; the only file that imports flashinfer. Must never run ahead
-of the copies of an earlier plan. Written against the sources of flashinfer-python 0.6.18 and 0.7.2;
-what the wrappers are fed is tested on CPU, the kernels themselves are untested on hardware.
+Chosen by `pp_runner/kernel_choice.py`. Must never run ahead of the copies of an earlier plan.
+Written against the sources of flashinfer-python 0.6.18 and 0.7.2; what the wrappers are fed is
+tested on CPU, the kernels themselves are untested on hardware.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from sgl_pipeline.pp_runner.attention.flashinfer_parts import (
     Wrapper,
     plan_decodes,
 )
+from sgl_pipeline.pp_runner.cuda.kernel_builds import building_kernels
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout, to_device
 
 _WORKSPACE_BYTES = 128 * 2**20  # FlashInfer's recommendation, for partial results of split keys
@@ -27,23 +28,25 @@ _HEAD_DIMS = (64, 128, 256)
 _LARGEST_GROUP_WITHOUT_TENSOR_CORES = 2
 
 
-def open_flashinfer(shape: AttentionShape) -> FlashInferParts:
+def open_flashinfer(
+    shape: AttentionShape, prefill_kernels: str, use_tensor_cores: bool | None = None
+) -> FlashInferParts:
     """FlashInfer's wrappers on the device of `shape`.
 
-    All share one workspace: their kernels follow each other on one stream.
+    All share one workspace: their kernels follow each other on one stream. `use_tensor_cores` is
+    for decodes; None: as the heads are grouped.
 
-    Raises ConfigurationError when flashinfer is not installed.
+    Raises ConfigurationError when flashinfer or the compilers that it needs are missing, or for fa3
+    on a GPU that is no Hopper.
     """
-    try:
+    with building_kernels():
         import flashinfer
-    except ImportError as error:
-        raise ConfigurationError(
-            f"flashinfer cannot be imported ({error}); install requirements for CUDA, or choose "
-            "--stage-attention-backend torch"
-        ) from error
+    if prefill_kernels == "fa3":
+        _require_hopper(shape.device)
     workspace = torch.zeros(workspace_bytes(shape), dtype=torch.uint8, device=shape.device)
     group = shape.num_query_heads // shape.num_kv_heads
-    use_tensor_cores = group > _LARGEST_GROUP_WITHOUT_TENSOR_CORES
+    if use_tensor_cores is None:
+        use_tensor_cores = group > _LARGEST_GROUP_WITHOUT_TENSOR_CORES
 
     def open_graph_decode(num_rows: int, indices: torch.Tensor) -> Wrapper:
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -61,13 +64,25 @@ def open_flashinfer(shape: AttentionShape) -> FlashInferParts:
         )
 
     return FlashInferParts(
-        prefill=flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD"),
+        prefill=flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace, "NHD", backend=prefill_kernels
+        ),
         decode=flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=use_tensor_cores
         ),
         open_event=torch.cuda.Event,
         open_graph_decode=open_graph_decode,
     )
+
+
+def _require_hopper(device: torch.device) -> None:
+    """FlashInfer itself would compile its fa3 kernels for any GPU, and fail at the first launch."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        raise ConfigurationError(
+            f"--stage-prefill-kernels fa3 needs a GPU of compute capability 9 (Hopper), this is "
+            f"{major}.{minor}; choose fa2 or auto"
+        )
 
 
 def workspace_bytes(shape: AttentionShape) -> int:
@@ -89,15 +104,18 @@ class FlashInferAttention:
 
     Args:
         shape: head dim 64, 128 or 256.
+        prefill_kernels: of the prefill wrapper: fa2, fa3 or auto, which is FlashInfer's own choice.
         open_parts: makes the wrappers.
 
-    Raises ConfigurationError for a dtype or head dim without a kernel, or without flashinfer.
+    Raises ConfigurationError for a dtype or head dim without a kernel, for prefill kernels that the
+    GPU has not, or without flashinfer.
     """
 
     def __init__(
         self,
         shape: AttentionShape,
-        open_parts: Callable[[AttentionShape], FlashInferParts] = open_flashinfer,
+        prefill_kernels: str = "auto",
+        open_parts: Callable[[AttentionShape, str], FlashInferParts] = open_flashinfer,
     ) -> None:
         if shape.dtype not in _DTYPES or shape.head_dim not in _HEAD_DIMS:
             raise ConfigurationError(
@@ -106,7 +124,7 @@ class FlashInferAttention:
                 "--stage-attention-backend torch"
             )
         self._shape = shape
-        self._parts = open_parts(shape)
+        self._parts = open_parts(shape, prefill_kernels)
         self._planned = self._parts.open_event()
         self._num_decodes = 0
         self._num_rows = 0

@@ -1,50 +1,25 @@
 """The compiled functions of this directory's C++ sources, as Python calls them.
 
-Used by the CPU leaves of `attention/` and `layer_kernels/`. Knows the functions' argument types and
-nothing else: who passes a pointer has checked the tensor behind it.
+Used by the CPU leaves of `attention/` and `layer_kernels/`. Knows the functions' arguments and
+nothing else: whoever passes a tensor has checked its shape, type and layout.
 """
 
-import ctypes
-from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.profiler import record_function
 
-from sgl_pipeline.errors import KernelBuildError
 from sgl_pipeline.pp_runner.cpu_kernels.build import (
     build_library,
     default_cache_directory,
     find_compiler,
 )
+from sgl_pipeline.pp_runner.cpu_kernels.functions import CompiledFunctions
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 _DIRECTORY = Path(__file__).parent
 _SOURCES = tuple(sorted(_DIRECTORY.glob("*.cpp")))
 _HEADERS = tuple(sorted(_DIRECTORY.glob("*.h")))
-_INT, _INT64, _FLOAT, _POINTER = (
-    ctypes.c_int,
-    ctypes.c_int64,
-    ctypes.c_float,
-    ctypes.c_void_p,
-)
-# In the order of the definitions, which say what each one is.
-_ARGUMENT_TYPES: dict[str, list[Any]] = {
-    "sglp_has_arithmetic": [_INT],
-    "sglp_best_bf16_arithmetic": [],
-    "sglp_paged_attention": [_INT, _POINTER, _INT64, *7 * [_POINTER], *5 * [_INT], _FLOAT, _INT],
-    "sglp_rms_norm": [_INT, _INT64, _INT, *3 * [_POINTER], _FLOAT, *2 * [_POINTER], _INT],
-    "sglp_place_heads": [
-        *(_INT, _INT64, *5 * [_INT], *3 * [_POINTER], _FLOAT, *2 * [_POINTER]),
-        *(*4 * [_POINTER], _INT),
-    ],
-    "sglp_gate": [_INT, _INT64, _INT, *2 * [_POINTER], _INT],
-    "sglp_has_products": [],
-    "sglp_pack_weight": [*2 * [_INT64], *2 * [_POINTER], _INT64],
-    "sglp_product": [*3 * [_INT64], _INT, *4 * [_POINTER], _INT],
-}
 
 
 class Arithmetic(IntEnum):
@@ -62,59 +37,198 @@ class Arithmetic(IntEnum):
 
 
 class CpuKernels:
-    """The functions of a compiled library, by name without the prefix.
+    """The compiled functions. Arguments have the names of the C++ definitions, which say what each
+    one is; a test holds the two to each other.
 
-    Raises KernelBuildError when the file is not a library of ours.
+    Attribute `has_products`: whether `pack_weight` and `product` can be called, which need bf16
+    instructions.
     """
 
-    def __init__(self, library: Path) -> None:
-        try:
-            # torch's OpenMP runtime is in the process already, so both share one pool of threads.
-            loaded = ctypes.CDLL(str(library))
-            functions = {name: getattr(loaded, name) for name in _ARGUMENT_TYPES}
-        except (OSError, AttributeError) as error:
-            raise KernelBuildError(
-                f"the compiled kernels in {library} do not load: {error}; delete the file"
-            ) from error
-        for name, function in functions.items():
-            function.argtypes = _ARGUMENT_TYPES[name]
-            function.restype = None
-        self._has_arithmetic = functions["sglp_has_arithmetic"]
-        self._best_bf16_arithmetic = functions["sglp_best_bf16_arithmetic"]
-        for name in ("sglp_has_arithmetic", "sglp_best_bf16_arithmetic", "sglp_has_products"):
-            functions[name].restype = _INT
-        self.pack_weight = functions["sglp_pack_weight"]
-        self.paged_attention, self.rms_norm, self.place_heads, self.gate, self.product = (
-            _named_in_profiles(f"sglp_{name}", functions[f"sglp_{name}"])
-            for name in ("paged_attention", "rms_norm", "place_heads", "gate", "product")
-        )
-        # Whether `pack_weight` and `product` can be called: they need bf16 instructions.
-        self.has_products = bool(functions["sglp_has_products"]())
+    def __init__(self, functions: CompiledFunctions) -> None:
+        self._plain, self._kernel = functions.plain, functions.kernel
+        self.has_products = bool(self._plain("has_products")())
 
     def has(self, arithmetic: Arithmetic) -> bool:
         """Whether attention can be computed so on this machine, by this library.
 
         Asks the operating system to let this process use AMX, which it may refuse.
         """
-        return bool(self._has_arithmetic(arithmetic))
+        return bool(self._plain("has_arithmetic")(arithmetic))
 
     def best_arithmetic(self, dtype: torch.dtype) -> Arithmetic:
         """The fastest one for attention in `dtype`, one of CPU_DTYPES."""
         if dtype == torch.float32:
             return Arithmetic.FLOAT32_VECTORS
-        return Arithmetic(self._best_bf16_arithmetic())
+        return Arithmetic(self._plain("best_bf16_arithmetic")())
 
+    def paged_attention(
+        self,
+        *,
+        arithmetic: Arithmetic,
+        query: torch.Tensor,
+        query_row_stride: int,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        out: torch.Tensor,
+        query_indptr: torch.Tensor,
+        page_indptr: torch.Tensor,
+        page_indices: torch.Tensor,
+        kv_lengths: torch.Tensor,
+        num_chunks: int,
+        page_size: int,
+        num_query_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        num_threads: int,
+    ) -> None:
+        """Attends to keys and values in pages (attention.cpp)."""
+        self._kernel("paged_attention")(
+            arithmetic,
+            query.data_ptr(),
+            query_row_stride,
+            key_pages.data_ptr(),
+            value_pages.data_ptr(),
+            out.data_ptr(),
+            query_indptr.data_ptr(),
+            page_indptr.data_ptr(),
+            page_indices.data_ptr(),
+            kv_lengths.data_ptr(),
+            num_chunks,
+            page_size,
+            num_query_heads,
+            num_kv_heads,
+            head_dim,
+            scale,
+            num_threads,
+        )
 
-def _named_in_profiles(name: str, function: Callable[..., None]) -> Callable[..., None]:
-    """`function`, whose calls a running torch profiler (`/start_profile`) sees under `name`."""
+    def rms_norm(
+        self,
+        *,
+        is_bf16: bool,
+        num_rows: int,
+        size: int,
+        rows: torch.Tensor,
+        added: torch.Tensor | None,
+        weight: torch.Tensor,
+        epsilon: float,
+        sums: torch.Tensor | None,
+        normed: torch.Tensor,
+        num_threads: int,
+    ) -> None:
+        """Norms each row, after the sum with another where one is given (elementwise.cpp)."""
+        self._kernel("rms_norm")(
+            is_bf16,
+            num_rows,
+            size,
+            rows.data_ptr(),
+            None if added is None else added.data_ptr(),
+            weight.data_ptr(),
+            epsilon,
+            None if sums is None else sums.data_ptr(),
+            normed.data_ptr(),
+            num_threads,
+        )
 
-    def call(*arguments: Any) -> None:
-        if not torch.autograd._profiler_enabled():  # 0.1 us; a record_function takes 6
-            return function(*arguments)
-        with record_function(name):
-            return function(*arguments)
+    def place_heads(
+        self,
+        *,
+        is_bf16: bool,
+        num_rows: int,
+        num_query_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rotated_dims: int,
+        interleaved: bool,
+        qkv: torch.Tensor,
+        query_norm: torch.Tensor | None,
+        key_norm: torch.Tensor | None,
+        epsilon: float,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        slots: torch.Tensor,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        num_threads: int,
+    ) -> None:
+        """Norms and rotates heads, and writes keys and values to their slots (elementwise.cpp)."""
+        self._kernel("place_heads")(
+            is_bf16,
+            num_rows,
+            num_query_heads,
+            num_kv_heads,
+            head_dim,
+            rotated_dims,
+            interleaved,
+            qkv.data_ptr(),
+            None if query_norm is None else query_norm.data_ptr(),
+            None if key_norm is None else key_norm.data_ptr(),
+            epsilon,
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            slots.data_ptr(),
+            query.data_ptr(),
+            key_pages.data_ptr(),
+            value_pages.data_ptr(),
+            num_threads,
+        )
 
-    return call
+    def gate(
+        self,
+        *,
+        is_bf16: bool,
+        num_rows: int,
+        size: int,
+        gate_up: torch.Tensor,
+        gated: torch.Tensor,
+        num_threads: int,
+    ) -> None:
+        """Multiplies by silu of the gate (elementwise.cpp)."""
+        self._kernel("gate")(
+            is_bf16, num_rows, size, gate_up.data_ptr(), gated.data_ptr(), num_threads
+        )
+
+    def pack_weight(
+        self,
+        *,
+        outputs: int,
+        inputs: int,
+        weight: torch.Tensor,
+        packed: torch.Tensor,
+        block_step: int,
+    ) -> None:
+        """Puts a weight into the order in which `product` reads it (products.cpp)."""
+        self._plain("pack_weight")(
+            outputs, inputs, weight.data_ptr(), packed.data_ptr(), block_step
+        )
+
+    def product(
+        self,
+        *,
+        num_rows: int,
+        inputs: int,
+        outputs: int,
+        gated: bool,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        num_threads: int,
+    ) -> None:
+        """Multiplies rows by a packed weight (products.cpp)."""
+        self._kernel("product")(
+            num_rows,
+            inputs,
+            outputs,
+            gated,
+            rows.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            num_threads,
+        )
 
 
 def load_cpu_kernels(*extra_flags: str) -> CpuKernels:
@@ -124,6 +238,5 @@ def load_cpu_kernels(*extra_flags: str) -> CpuKernels:
     Raises KernelBuildError when there is no compiler, it fails, or the cache cannot be used.
     """
     compiler = [*find_compiler(), *extra_flags]
-    return CpuKernels(
-        build_library("cpu_kernels", _SOURCES, _HEADERS, compiler, default_cache_directory())
-    )
+    library = build_library("cpu_kernels", _SOURCES, _HEADERS, compiler, default_cache_directory())
+    return CpuKernels(CompiledFunctions(library))

@@ -29,6 +29,7 @@ from sgl_pipeline.pp_runner.cuda.captured_step import (
     capture_whole,
 )
 from sgl_pipeline.pp_runner.cuda.graph_recorder import GraphRecorder
+from sgl_pipeline.pp_runner.gpu_memory import layer_row_bytes
 from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout, StepInputs
@@ -202,9 +203,7 @@ def graph_memory_bytes(shape: AttentionShape, spec: ModelSpec, num_layers: int) 
     graph, and what the driver keeps for each recorded kernel. `make_step_layers` logs what it was.
     """
     wrappers = workspace_bytes(shape) + (2 + len(DECODE_ROWS)) * _WRAPPER_BYTES
-    heads = (2 * spec.num_query_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    row_numbers = 6 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size
-    activations = max(*DECODE_ROWS, *MIXED_ROWS) * row_numbers * shape.dtype.itemsize
+    activations = max(*DECODE_ROWS, *MIXED_ROWS) * layer_row_bytes(spec, shape.dtype.itemsize)
     num_kernels = (len(DECODE_ROWS) + len(MIXED_ROWS)) * num_layers * _KERNELS_PER_LAYER
     return wrappers + activations + num_kernels * _KERNEL_BYTES
 

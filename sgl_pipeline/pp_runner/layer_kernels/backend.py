@@ -59,7 +59,7 @@ class LayerKernels(Protocol):
     """Products, norms, heads and the gate of a layer. Tensors are in the model's dtype and
     contiguous.
 
-    No argument is written to but the pages.
+    No argument is written to but the pages, and what `add_norm` is given to write over.
     """
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -76,9 +76,21 @@ class LayerKernels(Protocol):
         """The normed `rows` [T, H]."""
 
     def add_norm(
-        self, stream: torch.Tensor, added: torch.Tensor, norm: RmsNorm
+        self,
+        stream: torch.Tensor,
+        added: torch.Tensor,
+        norm: RmsNorm,
+        may_overwrite: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`stream + added` [T, H], and that sum, as the dtype holds it, normed."""
+        """The sum `stream + added` [T, H], and the norm of the sum.
+
+        Backends may take the norm before they round the sum to the dtype, or after it; each must
+        do the same in every layer, or tokens would depend on where stages are cut.
+
+        Args:
+            added: the backend's to write over.
+            may_overwrite: whether `stream` is, too. Changes no bit of the results.
+        """
 
     def place_heads(
         self,

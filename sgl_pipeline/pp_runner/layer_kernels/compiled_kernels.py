@@ -51,7 +51,11 @@ class CompiledKernels:
         return normed
 
     def add_norm(
-        self, stream: torch.Tensor, added: torch.Tensor, norm: RmsNorm
+        self,
+        stream: torch.Tensor,
+        added: torch.Tensor,
+        norm: RmsNorm,
+        may_overwrite: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LayerKernels.add_norm`."""
         assert added.shape == stream.shape
@@ -80,24 +84,24 @@ class CompiledKernels:
         assert norms is None or norms.query.shape == norms.key.shape == (head_dim,)
         query = qkv.new_empty(num_rows, num_query_heads, head_dim)
         self._kernels.place_heads(
-            qkv.dtype == torch.bfloat16,
-            num_rows,
-            num_query_heads,
-            num_kv_heads,
-            head_dim,
-            2 * cosine.shape[1],
-            interleaved,
-            qkv.data_ptr(),
-            norms.query.data_ptr() if norms else None,
-            norms.key.data_ptr() if norms else None,
-            norms.epsilon if norms else 0.0,
-            cosine.data_ptr(),
-            sine.data_ptr(),
-            slots.data_ptr(),
-            query.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            torch.get_num_threads(),
+            is_bf16=qkv.dtype == torch.bfloat16,
+            num_rows=num_rows,
+            num_query_heads=num_query_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rotated_dims=2 * cosine.shape[1],
+            interleaved=interleaved,
+            qkv=qkv,
+            query_norm=norms.query if norms else None,
+            key_norm=norms.key if norms else None,
+            epsilon=norms.epsilon if norms else 0.0,
+            cosine=cosine,
+            sine=sine,
+            slots=slots,
+            query=query,
+            key_pages=keys,
+            value_pages=values,
+            num_threads=torch.get_num_threads(),
         )
         return query
 
@@ -108,12 +112,12 @@ class CompiledKernels:
         assert width % 2 == 0
         gated = gate_up.new_empty(num_rows, width // 2)
         self._kernels.gate(
-            gate_up.dtype == torch.bfloat16,
-            num_rows,
-            width // 2,
-            gate_up.data_ptr(),
-            gated.data_ptr(),
-            torch.get_num_threads(),
+            is_bf16=gate_up.dtype == torch.bfloat16,
+            num_rows=num_rows,
+            size=width // 2,
+            gate_up=gate_up,
+            gated=gated,
+            num_threads=torch.get_num_threads(),
         )
         return gated
 
@@ -129,16 +133,16 @@ class CompiledKernels:
         num_rows, size = rows.shape
         assert norm.weight.shape == (size,)
         self._kernels.rms_norm(
-            rows.dtype == torch.bfloat16,
-            num_rows,
-            size,
-            rows.data_ptr(),
-            None if added is None else added.data_ptr(),
-            norm.weight.data_ptr(),
-            norm.epsilon,
-            None if sums is None else sums.data_ptr(),
-            normed.data_ptr(),
-            torch.get_num_threads(),
+            is_bf16=rows.dtype == torch.bfloat16,
+            num_rows=num_rows,
+            size=size,
+            rows=rows,
+            added=added,
+            weight=norm.weight,
+            epsilon=norm.epsilon,
+            sums=sums,
+            normed=normed,
+            num_threads=torch.get_num_threads(),
         )
 
 

@@ -50,11 +50,11 @@ class CompiledLinear:
         self._packed = weight.new_empty(num_blocks, num_tiles, _BLOCK_OUTPUTS * _TILE_INPUTS)
         for first_block, part in zip(self._packed, parts, strict=False):
             kernels.pack_weight(
-                self.out_features,
-                self.in_features,
-                part.data_ptr(),
-                first_block.data_ptr(),
-                len(parts),
+                outputs=self.out_features,
+                inputs=self.in_features,
+                weight=part,
+                packed=first_block,
+                block_step=len(parts),
             )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,14 +64,14 @@ class CompiledLinear:
         assert x.dtype == torch.bfloat16 and x.device.type == "cpu"
         y = x.new_empty(x.shape[0], self.out_features)
         self._kernels.product(
-            x.shape[0],
-            self.in_features,
-            self.out_features,
-            self._is_gated,
-            x.data_ptr(),
-            self._packed.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-            y.data_ptr(),
-            torch.get_num_threads(),
+            num_rows=x.shape[0],
+            inputs=self.in_features,
+            outputs=self.out_features,
+            gated=self._is_gated,
+            rows=x,
+            weight=self._packed,
+            bias=self._bias,
+            out=y,
+            num_threads=torch.get_num_threads(),
         )
         return y

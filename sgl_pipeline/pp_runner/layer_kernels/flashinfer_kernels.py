@@ -4,9 +4,6 @@ Chosen by `pp_runner/kernel_choice.py`. Queries and keys take four kernels on th
 attention where plain torch takes twenty. Written against the sources of flashinfer-python 0.6.18
 and 0.7.2; what the functions are given is tested on CPU, the kernels themselves are untested on
 hardware.
-
-FlashInfer's fused addition and norm is not used: it writes over both of its arguments, which are
-not a layer's to write to.
 """
 
 from collections.abc import Callable
@@ -15,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.pp_runner.cuda.kernel_builds import building_kernels
 from sgl_pipeline.pp_runner.layer_kernels.backend import (
     GatedLinear,
     HeadNorms,
@@ -35,6 +32,12 @@ class FlashInferFunctions(Protocol):
 
     def rmsnorm(self, input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """[T, H], or [T, heads, D] with any strides; weight [H] or [D]."""
+
+    def fused_add_rmsnorm(
+        self, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> None:
+        """Adds `input` [T, H] to `residual` [T, H], and writes the norm of the sum, taken before
+        that was rounded, over `input`; weight [H]."""
 
     def silu_and_mul(self, input: torch.Tensor) -> torch.Tensor:
         """[T, F] of [T, 2 F], gate first."""
@@ -67,14 +70,9 @@ class FlashInferFunctions(Protocol):
 
 
 def open_functions() -> FlashInferFunctions:
-    """The library's. Raises ConfigurationError when it is not installed."""
-    try:
+    """Returns the library's. Raises ConfigurationError when it or a compiler is missing."""
+    with building_kernels():
         import flashinfer
-    except ImportError as error:
-        raise ConfigurationError(
-            f"flashinfer cannot be imported ({error}); install requirements for CUDA, or choose "
-            "--stage-kernels torch"
-        ) from error
     functions: FlashInferFunctions = flashinfer
     return functions
 
@@ -139,10 +137,18 @@ class FlashInferKernels:
         return self._library.rmsnorm(rows, norm.weight, norm.epsilon) if len(rows) else rows
 
     def add_norm(
-        self, stream: torch.Tensor, added: torch.Tensor, norm: RmsNorm
+        self,
+        stream: torch.Tensor,
+        added: torch.Tensor,
+        norm: RmsNorm,
+        may_overwrite: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        stream = stream + added
-        return stream, self.norm(stream, norm)
+        if not len(stream):
+            return stream, added
+        # Where `stream` is another's, a copy: no other kernel would round as this one does.
+        stream = stream if may_overwrite else stream.clone()
+        self._library.fused_add_rmsnorm(added, stream, norm.weight, norm.epsilon)
+        return stream, added
 
     def place_heads(
         self,

@@ -30,7 +30,11 @@ class TorchKernels:
         return F.rms_norm(rows, norm.weight.shape, norm.weight, norm.epsilon)
 
     def add_norm(
-        self, stream: torch.Tensor, added: torch.Tensor, norm: RmsNorm
+        self,
+        stream: torch.Tensor,
+        added: torch.Tensor,
+        norm: RmsNorm,
+        may_overwrite: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         stream = stream + added
         return stream, self.norm(stream, norm)

@@ -1,7 +1,9 @@
 """The activation link between stages that each have a GPU of their own: torch.distributed.
 
 Opened by `open_link.py`. Point-to-point sends and receives in step order, over NCCL (gloo in
-tests). Untested on hardware with NCCL.
+tests). Each boundary is a process group of its two stages: within one group NCCL runs all sends and
+receives on one stream, where a stage's next rows would wait until its neighbour has taken the last.
+Untested on hardware with NCCL.
 """
 
 from collections import deque
@@ -28,31 +30,41 @@ class DistributedLink:
         num_stages: int,
         timeout_s: float = 600.0,
     ) -> None:
+        timeout = timedelta(seconds=timeout_s)
         torch.distributed.init_process_group(
             backend,
             store=torch.distributed.FileStore(rendezvous_path, num_stages),
             rank=stage,
             world_size=num_stages,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timeout,
             device_id=shape.device if backend == "nccl" else None,
         )
+        # Every process makes every group, in the same order, its own or not.
+        groups = [
+            torch.distributed.new_group([boundary, boundary + 1], timeout=timeout)
+            for boundary in range(num_stages - 1)
+        ]
+        self._upstream = groups[stage - 1] if stage > 0 else None
+        self._downstream = groups[stage] if stage < num_stages - 1 else None
         self._shape = shape
         self._stage = stage
         # Whoever sends keeps the buffer until the send has completed.
         self._sending: deque[tuple[torch.distributed.Work, torch.Tensor]] = deque()
 
     def send(self, step_id: int, hidden: torch.Tensor) -> None:
+        assert self._downstream is not None, "the last stage sends to no other"
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
         rows = hidden.contiguous()
-        work = torch.distributed.isend(rows, self._stage + 1)
-        assert work is not None, "this rank is part of the default group"
+        work = torch.distributed.isend(rows, self._stage + 1, group=self._downstream)
+        assert work is not None, "this rank is part of its boundaries' groups"
         self._sending.append((work, rows))
 
     def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
+        assert self._upstream is not None, "the first stage receives from no other"
         shape = self._shape
         hidden = torch.empty(num_rows, shape.hidden_size, dtype=shape.dtype, device=shape.device)
-        torch.distributed.recv(hidden, self._stage - 1)
+        torch.distributed.recv(hidden, self._stage - 1, group=self._upstream)
         return hidden
 
     def has_rows(self) -> bool:

@@ -1,28 +1,57 @@
 """What FlashInfer's wrappers are fed, checked on CPU; and on a GPU, what comes out of them."""
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.emulated_graphs import EmulatedGraph, EmulatedRecorder
 from support.fake_flashinfer import Fakes
 from support.paged_attention import (
     ChunkExtent,
     attention_shape,
     exact_attention,
+    layout_of,
     random_problem,
 )
+from support.real_flashinfer import emulated_card
 
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.flashinfer_attention import (
     FlashInferAttention,
     workspace_bytes,
 )
+from sgl_pipeline.pp_runner.attention.flashinfer_graph import GraphDecodeAttention
+
+OpenAttention = Callable[[AttentionShape, EmulatedRecorder | None], FlashInferAttention]
+
+
+@pytest.fixture(scope="module", params=["stand-ins", "auto", "fa2", "fa3"])
+def open_attention(request: pytest.FixtureRequest) -> Iterator[OpenAttention]:
+    """Over stand-ins for the wrappers, or over FlashInfer's own with these prefill kernels."""
+    if request.param == "stand-ins":
+        yield lambda shape, graphs=None: Fakes(shape, graphs).attention
+        return
+    with emulated_card() as card:
+        # The wrappers of a shape serve one step after the other, as they do on a stage.
+        opened = cache(lambda shape: FlashInferAttention(shape, request.param))
+
+        def open_real(
+            shape: AttentionShape, graphs: EmulatedRecorder | None = None
+        ) -> FlashInferAttention:
+            card.graphs = graphs
+            return opened(shape)
+
+        yield open_real
 
 
 @settings(max_examples=60, deadline=None)
 @given(
+    heads=st.sampled_from([(4, 2), (8, 2), (4, 4)]),
     decodes=st.lists(st.integers(0, 70), max_size=4),
     prefills=st.lists(
         st.builds(ChunkExtent, start=st.integers(0, 40), length=st.integers(2, 30)), max_size=3
@@ -31,23 +60,23 @@ from sgl_pipeline.pp_runner.attention.flashinfer_attention import (
     page_size=st.sampled_from([1, 16, 64]),
 )
 def test_wrappers_are_fed_what_gives_the_right_answer(
-    decodes: list[int], prefills: list[ChunkExtent], late_decodes: list[int], page_size: int
+    open_attention: OpenAttention,
+    heads: tuple[int, int],
+    decodes: list[int],
+    prefills: list[ChunkExtent],
+    late_decodes: list[int],
+    page_size: int,
 ) -> None:
     """One-row chunks behind a longer one are not counted as decodes: they must go to prefill."""
     chunks = [ChunkExtent(start, 1) for start in decodes]
     chunks += prefills + [ChunkExtent(start, 1) for start in late_decodes]
     if not chunks:
         return
-    problem = random_problem(chunks, attention_shape(4, 2, 64, page_size, torch.bfloat16))
-    fakes = Fakes(problem.shape)
-    fakes.attention.plan(problem.layout)
-    out = fakes.attention.attend(problem.query, problem.key_pages, problem.value_pages)
+    problem = random_problem(chunks, attention_shape(*heads, 64, page_size, torch.bfloat16))
+    attention = open_attention(problem.shape)
+    attention.plan(problem.layout)
+    out = attention.attend(problem.query, problem.key_pages, problem.value_pages)
     torch.testing.assert_close(out.double(), exact_attention(problem), rtol=2.0**-7, atol=2.0**-7)
-    for fake in (fakes.decode, fakes.prefill):
-        for array in fake.arrays:
-            assert array.dtype == torch.int32
-            assert array.is_contiguous()
-            assert array.device.type == "cpu"
 
 
 def test_plan_says_sizes_types_scale_and_causality() -> None:
@@ -84,6 +113,41 @@ def test_a_step_without_decodes_leaves_the_decode_wrapper_alone() -> None:
     assert fakes.recorder.calls == ["synchronize", "plan prefill", "record", "run prefill"]
 
 
+@pytest.mark.parametrize(
+    ("heads", "capability", "asked", "used"),
+    [
+        ((4, 2), (9, 0), "auto", ["decode", "fa3"]),
+        ((4, 2), (9, 0), "fa2", ["decode", "fa2"]),
+        ((4, 2), (9, 0), "fa3", ["decode", "fa3"]),
+        ((8, 2), (9, 0), "fa3", ["fa2", "fa3"]),  # decodes of large groups, on tensor cores
+        ((4, 2), (8, 9), "auto", ["decode", "fa2"]),
+        ((4, 2), (8, 9), "fa2", ["decode", "fa2"]),
+    ],
+)
+def test_flashinfer_prefills_with_the_kernels_that_were_asked_for(
+    heads: tuple[int, int], capability: tuple[int, int], asked: str, used: list[str]
+) -> None:
+    """And decodes with the same ones in a graph and out of it."""
+    shape = attention_shape(*heads, 64, 16, torch.bfloat16)
+    decode, prefill = ChunkExtent(20, 1), ChunkExtent(0, 5)
+    with emulated_card(capability) as card:
+        attention = FlashInferAttention(shape, asked)
+        attention.plan(random_problem([decode, prefill], shape).layout)
+        graph = attention.decode_for_graph(1, 0, torch.zeros(9, dtype=torch.int32))
+        graph.plan(random_problem([decode], shape).layout)
+    assert card.attention_modules == [*used, used[0]]
+
+
+def test_fa3_is_refused_where_the_card_is_no_hopper() -> None:
+    shape = attention_shape(4, 2, 64, 16, torch.bfloat16)
+    for capability, named in (((8, 9), "8.9"), ((10, 0), "10.0"), ((12, 0), "12.0")):
+        with (
+            emulated_card(capability),
+            pytest.raises(ConfigurationError, match=f"fa3 needs.*this is {named}; choose fa2"),
+        ):
+            FlashInferAttention(shape, "fa3")
+
+
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float32), (80, torch.bfloat16)])
 def test_a_shape_without_a_kernel_is_refused_by_name(head_dim: int, dtype: torch.dtype) -> None:
     shape = attention_shape(2, 2, head_dim, 16, dtype)
@@ -91,18 +155,34 @@ def test_a_shape_without_a_kernel_is_refused_by_name(head_dim: int, dtype: torch
         Fakes(shape)
 
 
+def record_padding(
+    recorder: EmulatedRecorder,
+    graph: GraphDecodeAttention,
+    query: torch.Tensor,
+    pages: Sequence[torch.Tensor],
+) -> tuple[EmulatedGraph, torch.Tensor]:
+    """The graph of a step that is all padding, and where it writes what it computes."""
+    with recorder.session():
+        graph.plan(layout_of([], [], pages[0].shape[1]))
+        graph.attend(query, *pages)
+        recorder.begin()
+        out = graph.attend(query, *pages)
+        return recorder.end(), out
+
+
 @settings(max_examples=40, deadline=None)
 @given(
+    heads=st.sampled_from([(4, 2), (8, 2)]),
     decodes=st.lists(st.integers(0, 70), min_size=1, max_size=6),
     page_size=st.sampled_from([1, 16]),
 )
 def test_a_decode_graph_is_filled_up_with_rows_that_touch_nobody(
-    decodes: list[int], page_size: int
+    open_attention: OpenAttention, heads: tuple[int, int], decodes: list[int], page_size: int
 ) -> None:
     """The problem's last two pages hold NaN: the padding page must be finite, as in the pool."""
     problem = random_problem(
         [ChunkExtent(start, 1) for start in decodes],
-        attention_shape(4, 2, 64, page_size, torch.bfloat16),
+        attention_shape(*heads, 64, page_size, torch.bfloat16),
     )
     num_pages = len(problem.key_pages)
     pages = [
@@ -110,14 +190,15 @@ def test_a_decode_graph_is_filled_up_with_rows_that_touch_nobody(
         for store in (problem.key_pages, problem.value_pages)
     ]
     indices = torch.zeros(200 + 6, dtype=torch.int32)
-    fakes = Fakes(problem.shape)
-    graph = fakes.attention.decode_for_graph(6, num_pages, indices)
+    recorder = EmulatedRecorder()
+    graph = open_attention(problem.shape, recorder).decode_for_graph(6, num_pages, indices)
     if not graph.fits(problem.layout):
         assert problem.layout.page_indices.numel() + 6 - len(decodes) > 206
         return
+    query = torch.cat((problem.query, torch.randn(6, heads[0], 64)))[:6].bfloat16()
+    captured, out = record_padding(recorder, graph, query, pages)
     graph.plan(problem.layout)
-    query = torch.cat((problem.query, torch.randn(6, 4, 64)))[:6].bfloat16()
-    out = graph.attend(query, *pages)
+    captured.replay()
     assert out.isfinite().all()
     torch.testing.assert_close(
         out[: len(decodes)].double(), exact_attention(problem), rtol=2.0**-7, atol=2.0**-7
@@ -144,6 +225,13 @@ def test_the_workspace_holds_the_partial_results_of_a_whole_graph() -> None:
     assert workspace_bytes(attention_shape(4, 4, 64, 16, torch.bfloat16)) == 128 * 2**20
 
 
+def card() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+    pytest.importorskip("flashinfer")
+    return torch.device("cuda")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -152,10 +240,7 @@ def test_the_workspace_holds_the_partial_results_of_a_whole_graph() -> None:
 def test_kernels_match_the_definition_on_a_gpu(
     heads: tuple[int, int], head_dim: int, page_size: int, dtype: torch.dtype
 ) -> None:
-    pytest.importorskip("flashinfer")
-    if not torch.cuda.is_available():
-        pytest.skip("no NVIDIA GPU")
-    cuda = torch.device("cuda")
+    cuda = card()
     attention = None
     for chunks in (
         [ChunkExtent(0, 1), ChunkExtent(700, 1), ChunkExtent(0, 40), ChunkExtent(90, 33)],
@@ -171,6 +256,41 @@ def test_kernels_match_the_definition_on_a_gpu(
             store.nan_to_num(0.0).to(cuda) for store in (problem.key_pages, problem.value_pages)
         ]
         out = attention.attend(problem.query.to(cuda), *pages)
+        torch.testing.assert_close(
+            out.cpu().double(), exact_attention(problem), rtol=2.0**-7, atol=2.0**-7
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
+@pytest.mark.parametrize("prefill_kernels", ["fa2", "fa3"])
+@pytest.mark.parametrize("nan_in", ["kernels before", "unused slots"])
+def test_no_nan_gets_into_attention_on_a_gpu(
+    heads: tuple[int, int], prefill_kernels: str, nan_in: str
+) -> None:
+    """Kernels leave numbers in shared memory, where FlashInfer's issue 1046 found NaN of others.
+    Unused slots of pages hold none (`KvPool`); that FlashInfer needs it is not known."""
+    cuda = card()
+    if prefill_kernels == "fa3" and torch.cuda.get_device_capability(cuda)[0] != 9:
+        pytest.skip("fa3 is for Hopper")
+    shape = attention_shape(*heads, 128, 16, torch.bfloat16)
+    attention = FlashInferAttention(replace(shape, device=cuda), prefill_kernels)
+    nan = torch.full((4096, 4096), torch.nan, dtype=torch.bfloat16, device=cuda)
+    for chunks in (
+        [ChunkExtent(0, 1), ChunkExtent(700, 1), ChunkExtent(0, 40), ChunkExtent(90, 33)],
+        [ChunkExtent(15, 1), ChunkExtent(4, 1)],
+        [ChunkExtent(0, 200), ChunkExtent(3, 7)],
+    ):
+        problem = random_problem(chunks, shape)
+        pages = [
+            (store if nan_in == "unused slots" else store.nan_to_num(0.0)).to(cuda)
+            for store in (problem.key_pages, problem.value_pages)
+        ]
+        attention.plan(problem.layout)
+        query = problem.query.to(cuda)
+        if nan_in == "kernels before":
+            assert (nan @ nan).isnan().all()
+        out = attention.attend(query, *pages)
         torch.testing.assert_close(
             out.cpu().double(), exact_attention(problem), rtol=2.0**-7, atol=2.0**-7
         )

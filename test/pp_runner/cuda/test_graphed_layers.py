@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.emulated_graphs import EmulatedRecorder
 from support.fake_flashinfer import FakeFlashInferFunctions, Fakes
+from support.real_flashinfer import EmulatedCard, emulated_card
 
 from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
 from sgl_pipeline.pp_runner.checkpoint import DummyWeights
@@ -99,7 +100,10 @@ class Stage:
 
 
 def make_stage(
-    is_first: bool = True, device: torch.device = CPU, kernels: LayerKernels | None = None
+    is_first: bool = True,
+    device: torch.device = CPU,
+    kernels: LayerKernels | None = None,
+    card: EmulatedCard | None = None,
 ) -> Stage:
     shape = SPEC.attention_shape(PAGE_SIZE, torch.bfloat16, device)
     held = [
@@ -117,9 +121,13 @@ def make_stage(
         )
         for _ in range(2)
     ]
+    recorder: GraphRecorder
     if device.type == "cuda":
         attentions = [FlashInferAttention(shape) for _ in range(2)]
-        recorder: GraphRecorder = CudaGraphRecorder(device)
+        recorder = CudaGraphRecorder(device)
+    elif card is not None:
+        attentions = [FlashInferAttention(shape) for _ in range(2)]
+        recorder = card.graphs = EmulatedRecorder()
     else:
         recorder = EmulatedRecorder()
         attentions = [Fakes(shape).attention, Fakes(shape, recorder).attention]
@@ -167,9 +175,17 @@ def test_every_kind_of_step_is_the_same_from_graphs(is_first: bool, at_once: boo
     serve(stage)
 
 
-def test_flashinfers_layer_kernels_run_from_graphs_too() -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_flashinfers_layer_kernels_run_from_graphs_too(is_first: bool) -> None:
     """They keep a step's tables from the first layer to the last."""
-    serve(make_stage(kernels=FlashInferKernels(FakeFlashInferFunctions)))
+    serve(make_stage(is_first, kernels=FlashInferKernels(FakeFlashInferFunctions)))
+
+
+def test_flashinfers_own_python_runs_a_stage_from_graphs() -> None:
+    with emulated_card() as card:
+        stage = make_stage(False, kernels=FlashInferKernels(), card=card)
+        stage.graphed.prepare(0, range(NUM_LAYERS))
+        serve(stage)
 
 
 def test_recording_touches_no_request() -> None:
@@ -276,9 +292,9 @@ def test_the_memory_estimate_grows_with_the_stage() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_first", [True, False])
 def test_real_graphs_on_a_gpu(is_first: bool) -> None:
-    pytest.importorskip("flashinfer")
     if not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
+    pytest.importorskip("flashinfer")
     stage = make_stage(is_first, torch.device("cuda"), FlashInferKernels())
     stage.graphed.prepare(0, range(NUM_LAYERS))
     serve(stage)

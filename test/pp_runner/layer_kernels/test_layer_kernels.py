@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_flashinfer import FakeFlashInferFunctions
 from support.instruction_sets import INSTRUCTION_SETS, kernels_for
+from support.real_flashinfer import FunctionsOnEmulatedCard
 
 from sgl_pipeline.pp_runner.layer_kernels.backend import (
     HeadNorms,
@@ -29,7 +30,12 @@ PAGE_SIZE = 4
 COMPILED = [f"compiled {name}" for name in INSTRUCTION_SETS]
 every_leaf = pytest.mark.parametrize(
     "leaf",
-    ["torch", "flashinfer", *(pytest.param(leaf, marks=pytest.mark.compiler) for leaf in COMPILED)],
+    [
+        "torch",
+        "flashinfer",
+        "flashinfer's Python",
+        *(pytest.param(leaf, marks=pytest.mark.compiler) for leaf in COMPILED),
+    ],
 )
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 sizes = st.sampled_from([1, 7, 16, 40, 64, 100, 128, 1000])
@@ -48,6 +54,8 @@ def kernels_of(leaf: str) -> LayerKernels:
         return TorchKernels()
     if leaf == "flashinfer":
         return FlashInferKernels(FakeFlashInferFunctions)
+    if leaf == "flashinfer's Python":
+        return FlashInferKernels(FunctionsOnEmulatedCard)
     return CompiledKernels(kernels_for(leaf.removeprefix("compiled ")))
 
 
@@ -88,9 +96,13 @@ def test_norm_and_add_norm(
     stream, added = (random(seed + i, num_rows, size, dtype=dtype) for i in range(2))
     norm = RmsNorm(random(seed + 2, size, dtype=dtype), EPSILON)
     assert_near(leaf, kernels.norm(stream, norm), exact_norm(stream, norm.weight), dtype)
-    sums, normed = kernels.add_norm(stream, added, norm)
+    ours = stream.clone()
+    sums, normed = kernels.add_norm(stream, added.clone(), norm)
+    assert torch.equal(stream, ours), "it was not to be written over"
     assert torch.equal(sums, stream + added)
     assert_near(leaf, normed, exact_norm(sums, norm.weight), dtype)
+    overwritten = kernels.add_norm(ours, added.clone(), norm, may_overwrite=True)
+    assert all(map(torch.equal, overwritten, (sums, normed)))
 
 
 @every_leaf
@@ -222,11 +234,12 @@ def test_a_row_is_bitwise_the_same_in_every_microbatch(
     problem = heads_problem(70, (4, 2), (64, 64), False, True, dtype)
     query = kernels.place_heads(*problem)
     placed = [store.clone() for store in problem.pages]
-    normed, gated = kernels.add_norm(stream, added, norm)[1], kernels.gate(stream)
+    normed, gated = kernels.add_norm(stream, added.clone(), norm)[1], kernels.gate(stream)
     torch.set_num_threads(1)
     for start, end in [(0, 1), (3, 4), (5, 20), (20, 69)]:
         rows = slice(start, end)
-        assert torch.equal(kernels.add_norm(stream[rows], added[rows], norm)[1], normed[rows])
+        found = kernels.add_norm(stream[rows], added[rows].clone(), norm)[1]
+        assert torch.equal(found, normed[rows])
         assert torch.equal(kernels.gate(stream[rows]), gated[rows])
         assert torch.equal(kernels.place_heads(*problem.rows(start, end)), query[rows])
     assert all(map(torch.equal, problem.pages, placed))
@@ -282,9 +295,9 @@ def test_flashinfer_against_the_definitions_on_a_gpu(
     has_norms: bool,
     dtype: torch.dtype,
 ) -> None:
-    pytest.importorskip("flashinfer")
     if not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
+    pytest.importorskip("flashinfer")
     cuda = torch.device("cuda")
     kernels = FlashInferKernels()
     for num_rows in (1, 17, 300):
@@ -304,9 +317,12 @@ def test_flashinfer_against_the_definitions_on_a_gpu(
         assert_placed("flashinfer", problem, query)
         stream, added = (random(i, num_rows, 4096, dtype=dtype) for i in range(2))
         norm = RmsNorm(random(2, 4096, dtype=dtype), EPSILON)
-        sums, normed = kernels.add_norm(
-            stream.to(cuda), added.to(cuda), RmsNorm(norm.weight.to(cuda), EPSILON)
-        )
+        norm_there = RmsNorm(norm.weight.to(cuda), EPSILON)
+        on_card = stream.to(cuda)
+        sums, normed = kernels.add_norm(on_card, added.to(cuda), norm_there)
+        assert torch.equal(on_card.cpu(), stream)
+        overwritten = kernels.add_norm(on_card, added.to(cuda), norm_there, may_overwrite=True)
+        assert all(map(torch.equal, overwritten, (sums, normed)))
         assert torch.equal(sums.cpu(), stream + added)
         assert_near("flashinfer", normed.cpu(), exact_norm(sums.cpu(), norm.weight), dtype)
         gate, up = stream.double().chunk(2, dim=-1)

@@ -142,28 +142,54 @@ def test_a_stage_whose_neighbour_is_gone_waits_to_be_ended(tmp_path):
 
 GLOO_STAGE = """
 import sys, torch
+from torch import distributed
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
-stage, path = int(sys.argv[1]), sys.argv[2]
+stage, num_stages, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)
+used = []
+
+def watched(operation):
+    def call(rows, neighbour, group):
+        used.append((operation.__name__, neighbour, distributed.get_process_group_ranks(group)))
+        return operation(rows, neighbour, group=group)
+    return call
+
 link = open_activation_link(
-    ActivationShape(8, torch.bfloat16, torch.device("cpu")), (f"gloo:{path}",), stage
+    ActivationShape(8, torch.bfloat16, torch.device("cpu")),
+    (f"gloo:{path}",) * (num_stages - 1),
+    stage,
 )
-for step_id, rows in enumerate((1, 5, 300)):
+distributed.isend, distributed.recv = watched(distributed.isend), watched(distributed.recv)
+sizes = (1, 5, 300)
+for step_id, rows in enumerate(sizes):
     expected = torch.arange(rows * 8).reshape(rows, 8).to(torch.bfloat16) + step_id
-    if stage == 0:
-        link.send(step_id, expected)
-    else:
-        assert torch.equal(link.receive(step_id, rows), expected)
+    hidden = expected if stage == 0 else link.receive(step_id, rows)
+    assert torch.equal(hidden, expected)
+    if stage < num_stages - 1:
+        link.send(step_id, hidden)
 link.close()
+own = []
+if stage > 0:
+    own.append(("recv", stage - 1, [stage - 1, stage]))
+if stage < num_stages - 1:
+    own.append(("isend", stage + 1, [stage, stage + 1]))
+assert used == own * len(sizes), used
 """
 
 
 @pytest.mark.multiproc
-def test_distributed_link_carries_rows_between_processes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_distributed_link_carries_rows_over_a_group_for_each_boundary(
+    tmp_path, monkeypatch, num_stages
+):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     command = [sys.executable, "-c", GLOO_STAGE]
-    stages = [
-        subprocess.Popen([*command, str(stage), str(tmp_path / "rendezvous")]) for stage in (0, 1)
-    ]
-    assert [process.wait(120) for process in stages] == [0, 0]
+    arguments = [str(num_stages), str(tmp_path / "rendezvous")]
+    stages = [subprocess.Popen([*command, str(stage), *arguments]) for stage in range(num_stages)]
+    try:
+        assert [process.wait(120) for process in stages] == [0] * num_stages
+    finally:
+        for process in stages:
+            process.kill()
+            process.wait()

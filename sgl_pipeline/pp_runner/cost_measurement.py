@@ -1,22 +1,22 @@
 """Times the parts of a model on this worker: a layer of each kind, the embedding and the head.
 
 Called by the stage worker before it knows its stage, for `--pp-layer-partition auto`. The weights
-are made up: no product's time depends on them. Decides nothing: `stage_plan.py` does.
+are made up: no product's time depends on them. Decides nothing: `migration/` does.
 """
 
 import math
 import time
 from array import array
-from collections.abc import Callable, Mapping
-from statistics import median
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
+from sgl_pipeline.pp_runner.cuda.kernel_stopwatch import CudaTimeline, KernelStopwatch
 from sgl_pipeline.pp_runner.decoder import DecoderLayer
-from sgl_pipeline.pp_runner.device import open_device, pin_threads, release_memory, wait_for_device
+from sgl_pipeline.pp_runner.device import open_device, pin_threads, release_memory
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     choose_layer_kernels,
@@ -30,16 +30,15 @@ from sgl_pipeline.pp_runner.rotary import RotaryEmbedding
 from sgl_pipeline.pp_runner.sampler import Sampler
 from sgl_pipeline.pp_runner.stage_model import OutputHead
 from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
+from sgl_pipeline.pp_runner.stopwatch import HostStopwatch, Stopwatch
 from sgl_pipeline.requests import SamplingSpec
-from sgl_pipeline.stage_plan import TYPICAL_STEP, StageCosts
+from sgl_pipeline.stage_costs import TYPICAL_STEP, StageCosts
 from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
 
-# Head and embedding of a large vocabulary are timed on a part of it, which no cache holds either.
+# On a CPU the head of a large vocabulary is timed on a part of its table, which no cache holds
+# either, and on a part of that part: the difference is what rows cost, without what a call costs.
 _MOST_TABLE_BYTES = 64 * 2**20
-# Read before each call: a stage's other layers would have put this one's weights out of the caches.
-_CACHE_BYTES = 64 * 2**20
-_MOST_ROUNDS, _FEWEST_ROUNDS = 7, 3
-_TIME_LIMIT_S = 0.3
+_SMALLER_TABLE_SHARE = 4
 # Odd, so that the rows of a matrix (of a router, say) differ although they repeat it.
 _PATTERN_LENGTH = 1_000_003
 
@@ -51,19 +50,43 @@ def measure_stage_costs(assignment: StageAssignment) -> StageCosts:
     Raises ConfigurationError as loading the stage would.
     """
     pin_threads(assignment.cpu_threads, assignment.cpu_cores)
-    device = open_device(assignment.device, assignment.stage)
-    costs = _measure(assignment, device)
+    device = open_device(assignment.device, assignment.gpu)
+    costs = _measure(assignment, device, _stopwatch(assignment, device), _most_table_bytes(device))
     release_memory(device)  # of what was made up; the weights need the room
     return costs
 
 
+def _stopwatch(assignment: StageAssignment, device: torch.device) -> Stopwatch:
+    if device.type == "cuda":
+        return KernelStopwatch(CudaTimeline(device))
+    # CPU time, where it can be taken: the neighbours on the same core take nothing from it.
+    return HostStopwatch(time.thread_time if assignment.cpu_threads == 1 else time.perf_counter)
+
+
+def _most_table_bytes(device: torch.device) -> int | None:
+    """See `_measure`. A GPU has room for the whole table."""
+    return None if device.type == "cuda" else _MOST_TABLE_BYTES
+
+
 @torch.inference_mode()
-def _measure(assignment: StageAssignment, device: torch.device) -> StageCosts:
+def _measure(
+    assignment: StageAssignment,
+    device: torch.device,
+    stopwatch: Stopwatch,
+    most_table_bytes: int | None,
+) -> StageCosts:
+    """See `measure_stage_costs`.
+
+    Args:
+        most_table_bytes: of the head's table, to be timed at once; None: all of it.
+    """
     dtype = getattr(torch, assignment.dtype)
     spec = read_model_spec(assignment.model_path)
     shape = spec.attention_shape(assignment.page_size, dtype, device)
     attention = make_attention_backend(
-        choose_attention_backend(assignment.attention_backend, shape), shape
+        choose_attention_backend(assignment.attention_backend, shape),
+        shape,
+        assignment.prefill_kernels,
     )
     kernels = make_layer_kernels(choose_layer_kernels(assignment.layer_kernels, dtype, device))
     weights = _MadeUpWeights(dtype, device)
@@ -74,19 +97,40 @@ def _measure(assignment: StageAssignment, device: torch.device) -> StageCosts:
         kind: _layer_call(spec, kinds.index(kind), inputs, attention, weights, kernels, shape)
         for kind in set(kinds)
     }
-    num_table_rows = min(
-        spec.vocab_size, max(1, _MOST_TABLE_BYTES // (spec.hidden_size * dtype.itemsize))
-    )
-    table = weights.read("", (num_table_rows, spec.hidden_size))
-    calls["embedding"] = lambda: F.embedding(inputs.token_ids % num_table_rows, table)
-    calls["head"] = _head_call(spec, inputs, weights, kernels, table)
-    clock = time.thread_time if _runs_on_one_thread(assignment) else time.perf_counter
-    times_ms = _median_ms(calls, clock, device)
+    table_sizes = _table_sizes(spec, dtype.itemsize, most_table_bytes)
+    table = weights.read("", (table_sizes[-1], spec.hidden_size))
+    calls["embedding"] = lambda: F.embedding(inputs.token_ids % len(table), table)
+    heads = [("head", num_rows) for num_rows in table_sizes]
+    for name in heads:
+        calls[name] = _head_call(spec, inputs, weights, kernels, table[: name[1]])
+    times_ms = stopwatch.least_ms(calls)
     return StageCosts(
         layers_ms=tuple(times_ms[kind] for kind in kinds),
         embedding_ms=times_ms["embedding"],
-        head_ms=times_ms["head"] * spec.vocab_size / num_table_rows,
+        head_ms=_head_ms(table_sizes, [times_ms[name] for name in heads], spec.vocab_size),
     )
+
+
+def _table_sizes(spec: ModelSpec, itemsize: int, most_bytes: int | None) -> list[int]:
+    """How many rows the head has each time that it is timed, ascending."""
+    row_bytes = spec.hidden_size * itemsize
+    if most_bytes is None or spec.vocab_size * row_bytes <= most_bytes:
+        return [spec.vocab_size]
+    most_rows = max(2, most_bytes // row_bytes)
+    return [max(1, most_rows // _SMALLER_TABLE_SHARE), most_rows]
+
+
+def _head_ms(table_sizes: list[int], times_ms: list[float], vocab_size: int) -> float:
+    """The head's time with all rows, by a line through its times with `table_sizes` rows.
+
+    Noise may not make a row cost less than nothing, nor more than if there were no fixed cost.
+    """
+    most_rows, most_ms = table_sizes[-1], times_ms[-1]
+    if most_rows == vocab_size:
+        return most_ms
+    row_ms = (most_ms - times_ms[0]) / (most_rows - table_sizes[0])
+    row_ms = min(max(0.0, row_ms), most_ms / most_rows)
+    return most_ms + row_ms * (vocab_size - most_rows)
 
 
 def _layer_call(
@@ -119,7 +163,8 @@ def _head_call(
     head = OutputHead(norm, table, kernels)
     sampler = Sampler()
     rows = weights.read("", (len(inputs.sampling), spec.hidden_size))
-    return lambda: sampler.sample(head(rows), inputs.sampling, inputs.sample_positions)
+    # Without the copy of the token ids to the host, which is none of the GPU's time.
+    return lambda: sampler.draw(head(rows), inputs.sampling, inputs.sample_positions)
 
 
 def _typical_inputs(spec: ModelSpec, page_size: int, device: torch.device) -> StepInputs:
@@ -142,34 +187,6 @@ def _typical_inputs(spec: ModelSpec, page_size: int, device: torch.device) -> St
         start = context if is_decode else 0
         chunks.append(MirroredChunk(request, start, num_tokens - start, samples=is_decode))
     return build_step_inputs(chunks, page_size, device)
-
-
-def _median_ms(
-    calls: Mapping[object, Callable[[], object]],
-    clock: Callable[[], float],
-    device: torch.device,
-) -> dict[object, float]:
-    """The median time of each call. They take turns, and the first round is not counted."""
-    others = torch.ones(_CACHE_BYTES // 4, device=device)
-    times_ms: dict[object, list[float]] = {name: [] for name in calls}
-    started_s = time.perf_counter()
-    for number in range(_MOST_ROUNDS + 1):
-        if number > _FEWEST_ROUNDS and time.perf_counter() - started_s > _TIME_LIMIT_S:
-            break
-        for name, call in calls.items():
-            others.sum()
-            wait_for_device(device)
-            start_s = clock()
-            call()
-            wait_for_device(device)
-            if number > 0:
-                times_ms[name].append((clock() - start_s) * 1e3)
-    return {name: median(times) for name, times in times_ms.items()}
-
-
-def _runs_on_one_thread(assignment: StageAssignment) -> bool:
-    """Then its CPU time can be taken, from which the neighbours on the same core take nothing."""
-    return assignment.device == "cpu" and assignment.cpu_threads == 1
 
 
 class _MadeUpWeights:

@@ -1,0 +1,1 @@
+"""The pipeline core under random schedules of messages, workers, requests and memory."""

@@ -1,0 +1,80 @@
+"""Runs the pipeline core through many random schedules; a seed that fails is printed and replays.
+
+    python -m benchmark.fault_schedules --seeds 100000
+    python -m benchmark.fault_schedules --first 1234 --seeds 1     # one seed again, bit for bit
+
+Needs no model, no sockets and no clock. Exits with 1 when a seed failed.
+"""
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+from benchmark.fault_schedules.world import Outcome, run_seed
+
+_SEEDS_A_TASK = 50
+_PROGRESS_S = 5.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark.fault_schedules", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--seeds", type=int, default=1_000, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args(argv)
+    seeds = range(options.first, options.first + options.seeds)
+    steps = retractions = aborts = done = 0
+    failed: list[int] = []
+    started_s = shown_s = time.monotonic()
+    for seed, result in _results(seeds, options.processes):
+        done += 1
+        if isinstance(result, Outcome):
+            steps += result.num_steps
+            retractions += result.num_retractions
+            aborts += result.num_aborts
+        else:
+            failed.append(seed)
+            print(f"seed {seed} failed:\n{result}", flush=True)
+        now_s = time.monotonic()
+        if now_s - shown_s >= _PROGRESS_S:
+            shown_s = now_s
+            left_s = (now_s - started_s) / done * (len(seeds) - done)
+            print(f"{done} of {len(seeds)} seeds, {left_s:.0f} s left", flush=True)
+    print(
+        f"{done} seeds in {time.monotonic() - started_s:.0f} s: {steps} steps, {retractions} "
+        f"retractions, {aborts} requests that ended early, {len(failed)} seeds failed {failed[:20]}"
+    )
+    return 1 if failed else 0
+
+
+def _results(seeds: range, num_processes: int) -> Iterator[tuple[int, Outcome | str]]:
+    """Each seed's outcome, or the traceback of its failure."""
+    parts = [seeds[start : start + _SEEDS_A_TASK] for start in range(0, len(seeds), _SEEDS_A_TASK)]
+    if num_processes == 1 or len(parts) == 1:
+        for part in parts:
+            yield from _run(part)
+        return
+    with ProcessPoolExecutor(num_processes) as pool:
+        for results in pool.map(_run, parts):
+            yield from results
+
+
+def _run(seeds: Iterable[int]) -> list[tuple[int, Outcome | str]]:
+    results: list[tuple[int, Outcome | str]] = []
+    for seed in seeds:
+        try:
+            results.append((seed, run_seed(seed)))
+        except Exception:
+            results.append((seed, traceback.format_exc()))
+    return results
+
+
+if __name__ == "__main__":
+    sys.exit(main())

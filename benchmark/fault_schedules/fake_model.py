@@ -1,0 +1,150 @@
+"""A model without arithmetic, in which any page, token or row out of place changes what is drawn.
+
+Each stage turns the row of a position into a fingerprint of that row and of its own fingerprint of
+the position before, which it keeps where the KV of that token would be: in a slot of a page. The
+last stage draws the next token from all of a request's fingerprints, read back through its pages.
+What a request must yield follows from its prompt alone.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+from sgl_pipeline.requests import FinishReason, LogprobRows, Request
+from sgl_pipeline.step_plan import MirroredChunk
+
+VOCABULARY = 5
+# A `NoRepeats` is complete when its tokens add up to this.
+COMPLETE_SUM = 12
+
+
+class NoRepeats:
+    """A `TokenConstraint`: no token twice in a row; complete when the tokens add up to 12."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def allowed_tokens_mask(self) -> bytes:
+        forbidden = self.accepted[-1:]
+        allowed = [token for token in range(VOCABULARY) if token not in forbidden]
+        return sum(1 << token for token in allowed).to_bytes(4, "little")
+
+    def accept(self, token_id: int) -> FinishReason | None:
+        assert token_id in allowed_tokens(self.allowed_tokens_mask())
+        self.accepted.append(token_id)
+        return FinishReason("stop", token_id) if sum(self.accepted) >= COMPLETE_SUM else None
+
+
+def allowed_tokens(mask: bytes) -> list[int]:
+    """The tokens of the vocabulary that `mask` allows; all of them where it is empty."""
+    bits = int.from_bytes(mask, "little")
+    return [token for token in range(VOCABULARY) if not mask or bits >> token & 1]
+
+
+def draw(fingerprints: Sequence[int], mask: bytes = b"") -> int:
+    """The next token after positions with these fingerprints."""
+    allowed = allowed_tokens(mask)
+    return allowed[hash(tuple(fingerprints)) % len(allowed)]
+
+
+def fingerprint(previous: int, row: int) -> int:
+    """Of a position whose row is `row`, after one whose fingerprint is `previous`."""
+    return hash((previous, row))
+
+
+class FakeStage:
+    """One stage's KV, keyed by (page, offset), and what it computes on it."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._kv: dict[tuple[int, int], int] = {}
+
+    def run(self, chunks: Sequence[MirroredChunk], rows: Sequence[int] | None = None) -> list[int]:
+        """The rows that leave the stage, of all chunks' tokens in order.
+
+        Args:
+            rows: those of the stage before; None on the first, whose rows are the tokens.
+        """
+        incoming = iter(_token_rows(chunks) if rows is None else rows)
+        outgoing = []
+        for chunk in chunks:
+            start = chunk.start
+            previous = self._kv[self._slot(chunk, start - 1)] if start else 0
+            for position in range(start, start + chunk.length):
+                previous = fingerprint(previous, next(incoming))
+                self._kv[self._slot(chunk, position)] = previous
+                outgoing.append(previous)
+        return outgoing
+
+    def draw(self, chunks: Sequence[MirroredChunk]) -> list[int]:
+        """The tokens of the chunks that sample; for the last stage, after `run`."""
+        return [
+            draw(self._fingerprints(chunk, 0), chunk.token_mask)
+            for chunk in chunks
+            if chunk.samples
+        ]
+
+    def logprobs(self, chunks: Sequence[MirroredChunk]) -> list[LogprobRows]:
+        """The rows of the chunks that want log-probabilities: that of a position is its
+        fingerprint."""
+        found = []
+        for chunk in chunks:
+            if (spec := chunk.request.logprobs) is not None:
+                wanted = self._fingerprints(chunk, max(chunk.start, spec.prompt_start))
+                found.append(LogprobRows(len(wanted), array("q", wanted).tobytes()))
+        return found
+
+    def _fingerprints(self, chunk: MirroredChunk, start: int) -> list[int]:
+        """Of the request's positions from `start` to the end of `chunk`."""
+        end = chunk.start + chunk.length
+        return [self._kv[self._slot(chunk, position)] for position in range(start, end)]
+
+    def _slot(self, chunk: MirroredChunk, position: int) -> tuple[int, int]:
+        page, offset = divmod(position, self._page_size)
+        return chunk.request.pages[page], offset
+
+
+def _token_rows(chunks: Sequence[MirroredChunk]) -> list[int]:
+    return [
+        token
+        for chunk in chunks
+        for token in chunk.request.tokens[chunk.start : chunk.start + chunk.length]
+    ]
+
+
+class Oracle:
+    """What `request` must yield on `num_stages` stages when it is not ended early: `output`, and
+    `rows`, what its log-probabilities must be."""
+
+    def __init__(self, request: Request, num_stages: int = 1) -> None:
+        self._newest = [0] * num_stages
+        self._fingerprints: list[int] = []
+        self.output: list[int] = []
+        for token in request.prompt_ids:
+            self._append(token)
+        constraint = None if request.constraint is None else NoRepeats()
+        while len(self.output) < request.stops.max_new_tokens:
+            mask = b"" if constraint is None else constraint.allowed_tokens_mask()
+            token = draw(self._fingerprints, mask)
+            self.output.append(token)
+            self._append(token)
+            is_complete = constraint is not None and constraint.accept(token) is not None
+            if is_complete or token in request.stops.stop_token_ids:
+                break
+        self.rows: list[int] = []
+        if request.logprobs is not None:
+            start = min(request.logprobs.prompt_start, len(request.prompt_ids) - 1)
+            # The row of the last output token would be of a token that was never drawn.
+            end = len(request.prompt_ids) + max(0, len(self.output) - 1)
+            self.rows = self._fingerprints[start:end]
+
+    def _append(self, row: int) -> None:
+        for stage, newest in enumerate(self._newest):
+            self._newest[stage] = row = fingerprint(newest, row)
+        self._fingerprints.append(row)
+
+
+def logprobs_of(request: Request) -> list[int]:
+    """The rows that have come back to `request`."""
+    found = array("q", b"".join(run.chosen for run in request.logprob_runs)).tolist()
+    assert len(found) == request.num_logprob_rows
+    return found

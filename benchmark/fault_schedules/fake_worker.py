@@ -1,0 +1,177 @@
+"""A stage worker without arithmetic: real orders, a real mirror, fake layers, virtual time."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from benchmark.fault_schedules.fake_model import FakeStage
+from benchmark.fault_schedules.virtual_time import DelayedPipe, EventLoop
+from sgl_pipeline import __version__
+from sgl_pipeline.messages import (
+    FromWorker,
+    MeasureCosts,
+    MeasuredCosts,
+    PoolSize,
+    StageAssignment,
+    StageLoaded,
+    StageReady,
+    StageReport,
+    ToWorker,
+    WorkerHello,
+)
+from sgl_pipeline.requests import LogprobRows
+from sgl_pipeline.stage_costs import StageCosts
+from sgl_pipeline.stage_orders import OrderReader, SealedOrder, StageOrder
+from sgl_pipeline.stage_timing import StageTiming
+from sgl_pipeline.step_plan import MirroredChunk, MirrorSnapshot, RequestMirror, StepPlan
+
+# The rows that leave a stage, with the id of their step.
+Rows = tuple[int, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTempo:
+    """How long things take a worker, in virtual seconds; now and then a step takes much longer."""
+
+    start_s: float
+    step_s: float
+    stall_chance: float
+    stall_s: float
+
+
+class FakeWorker:
+    """One worker's life, from its hello on.
+
+    Args:
+        report: what it says to the scheduler goes here.
+        pages_of_stage: how many pages it has room for, whatever its stage.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        loop: EventLoop,
+        rng: Random,
+        tempo: WorkerTempo,
+        report: Callable[[FromWorker], None],
+        *,
+        page_size: int,
+        room_pages: int,
+    ) -> None:
+        self.number = number
+        self.downstream: DelayedPipe | None = None
+        self._loop, self._rng, self._tempo, self._report = loop, rng, tempo, report
+        self._room_pages = room_pages
+        self._assignment: StageAssignment | None = None
+        self._orders = OrderReader()
+        self._mirror = RequestMirror()
+        self._layers = FakeStage(page_size)
+        self._due: deque[StageOrder] = deque()
+        self._rows: deque[Rows] = deque()
+        self._is_busy = False
+
+    def start(self) -> None:
+        hello = WorkerHello(
+            worker=self.number,
+            host="virtual",
+            cores=(0,),
+            num_gpus=0,
+            memory_bytes=0,
+            version=__version__,
+        )
+        self._loop.after(self._rng.random() * self._tempo.start_s, lambda: self._report(hello))
+
+    def take(self, message: ToWorker) -> None:
+        """A message of the scheduler has arrived."""
+        if isinstance(message, SealedOrder):
+            self._due.append(self._orders.open(message))
+            self._work()
+        elif isinstance(message, MeasureCosts):
+            num_layers = message.assignment.plan.num_layers
+            costs = StageCosts((1.0,) * num_layers, 0.0, self._rng.random())
+            self._later(MeasuredCosts(self.number, costs))
+        elif isinstance(message, StageAssignment):
+            self._assignment = message
+            self._later(
+                StageLoaded(
+                    stage=message.stage,
+                    num_pages=self._room_pages,
+                    weight_bytes=0,
+                    page_bytes=0,
+                    load_seconds=0.0,
+                )
+            )
+        elif isinstance(message, PoolSize):
+            self._later(StageReady(self._own_assignment.stage, "fake", "fake"))
+        else:
+            raise AssertionError(f"what is a worker to do with {type(message).__name__}?")
+
+    def take_rows(self, rows: Rows) -> None:
+        """Activations of the stage before have arrived."""
+        self._rows.append(rows)
+        self._work()
+
+    @property
+    def _own_assignment(self) -> StageAssignment:
+        assert self._assignment is not None
+        return self._assignment
+
+    def _later(self, message: FromWorker) -> None:
+        delay_s = self._rng.random() * self._tempo.start_s
+        self._loop.after(delay_s, lambda: self._report(message))
+
+    def _work(self) -> None:
+        """Takes up the next order, if it can: a step needs its rows, and only one runs at once."""
+        while self._due and not self._is_busy:
+            order = self._due[0]
+            if isinstance(order, MirrorSnapshot):
+                self._mirror.restore(order)
+            elif self._own_assignment.stage > 0 and not self._rows:
+                return
+            else:
+                self._run(order)
+            self._due.popleft()
+
+    def _run(self, plan: StepPlan) -> None:
+        """Reads and writes its pages when the step ends: the latest moment at which it could."""
+        self._is_busy = True
+        chunks = self._mirror.apply(plan)
+        rows = None
+        if self._own_assignment.stage > 0:
+            step_id, rows = self._rows.popleft()
+            assert step_id == plan.step_id, "activations of another step"
+        step_s = self._rng.random() * self._tempo.step_s
+        if self._rng.random() < self._tempo.stall_chance:
+            step_s += self._tempo.stall_s
+        started_s = self._loop.now_s
+        self._loop.after(step_s, lambda: self._finish(plan, chunks, rows, started_s))
+
+    def _finish(
+        self,
+        plan: StepPlan,
+        chunks: list[MirroredChunk],
+        rows: Sequence[int] | None,
+        started_s: float,
+    ) -> None:
+        self._is_busy = False
+        outgoing = self._layers.run(chunks, rows)
+        tokens: tuple[int, ...] | None = None
+        logprobs: tuple[LogprobRows, ...] = ()
+        if self.downstream is not None:
+            self.downstream.send((plan.step_id, outgoing))
+        else:
+            tokens = tuple(self._layers.draw(chunks))
+            logprobs = tuple(self._layers.logprobs(chunks))
+        now_s = self._loop.now_s
+        self._report(
+            StageReport(
+                stage=self._own_assignment.stage,
+                step_id=plan.step_id,
+                epoch=plan.epoch,
+                timing=StageTiming(*[started_s] * 4, *[now_s] * 3),
+                token_ids=tokens,
+                logprobs=logprobs,
+            )
+        )
+        self._work()

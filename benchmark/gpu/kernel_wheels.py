@@ -1,0 +1,66 @@
+"""Installs wheels into a folder of their own: what compiles kernels, and what a pack of them needs.
+
+Called by `kernel_modules.prepare` and `kernel_pack.py`. Must leave the environment that runs it as
+it is.
+"""
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENTS = ROOT / "requirements" / "check-cuda.txt"
+CUDA_REQUIREMENTS = ROOT / "requirements" / "cuda.txt"
+# pip takes a wheel whose tag is named here; one built against an older glibc runs on a newer one.
+_PLATFORMS = (
+    *(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 26, 24, 17)),
+    "manylinux2014_x86_64",
+    "linux_x86_64",
+)
+
+
+def pins(requirements: Path) -> dict[str, str]:
+    """Maps the names of a requirements file, lower case with hyphens, to their versions."""
+    lines = requirements.read_text(encoding="utf-8").splitlines()
+    pairs = (line.partition("==") for line in lines if "==" in line and line[0] != "#")
+    return {name.lower().replace("_", "-"): version for name, _, version in pairs}
+
+
+def install_compiler(folder: Path, requirements: Path = REQUIREMENTS) -> Path:
+    """Installs the wheels of `requirements` in `folder`, once; returns where they are.
+
+    The place is named after the pins, so that with other pins every path that a compilation was
+    given is another one, and ninja compiles again. Raises CalledProcessError when pip fails.
+    """
+    fingerprint = hashlib.sha256(requirements.read_bytes()).hexdigest()[:16]
+    wheels = folder / f"wheels-{fingerprint}"
+    if not wheels.is_dir():
+        print(f"installing {requirements.name} (600 MB to download)", flush=True)
+        with tempfile.TemporaryDirectory(dir=folder) as directory:
+            partial = Path(directory) / "wheels"
+            _pip_install(partial, ["-r", str(requirements)])
+            partial.rename(wheels)  # there whole or not at all
+    return wheels
+
+
+def install_for_python(folder: Path, names: Sequence[str], python_version: str) -> None:
+    """Installs the packages, at the versions of the CUDA set, for another Python on x86-64.
+
+    Args:
+        python_version: such as 3.12.
+
+    Raises CalledProcessError when pip fails or has no wheel for it.
+    """
+    versions = pins(CUDA_REQUIREMENTS)
+    platforms = [f"--platform={platform}" for platform in _PLATFORMS]
+    requested = [f"{name}=={versions[name]}" for name in names]
+    _pip_install(folder, [f"--python-version={python_version}", *platforms, *requested])
+
+
+def _pip_install(folder: Path, arguments: Sequence[str]) -> None:
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-input", "--no-deps"]
+    command += ["--disable-pip-version-check", "--only-binary=:all:", f"--target={folder}"]
+    subprocess.run([*command, *arguments], check=True)

@@ -1,0 +1,70 @@
+"""What `/server_info` says of the pipeline: how it was started, and how it is doing.
+
+Called by the scheduler process; upstream adds what its front knows. JSON types only.
+"""
+
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+from sgl_pipeline.args import PipelineArgs
+from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
+
+
+def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, Any]:
+    """The pipeline as it was started."""
+    predicted_ms = capacity.predicted_ms
+    return {
+        "num_stages": capacity.plan.num_stages,
+        "layer_partition": list(capacity.plan.layer_counts),
+        "predicted_step_ms_of_stages": (
+            [round(stage_ms, 3) for stage_ms in predicted_ms] if predicted_ms else None
+        ),
+        "policy": args.throttle.policy,
+        "accounting": args.scheduling.accounting,
+        "page_size": args.scheduling.page_size,
+        "total_pages": capacity.num_pages,
+        "page_capacity_of_stages": [stage.num_pages for stage in capacity.stages],
+        "page_bytes_of_stages": [stage.page_bytes for stage in capacity.stages],
+        "weight_bytes_of_stages": [stage.weight_bytes for stage in capacity.stages],
+        "load_seconds_of_stages": [round(stage.load_seconds, 3) for stage in capacity.stages],
+        "dtype": args.stages.dtype,
+        "device": args.stages.device,
+        "stage_attention_backend": capacity.attention_backend,
+        "stage_kernels": capacity.layer_kernels,
+    }
+
+
+def describe_state(state: PipelineState) -> dict[str, Any]:
+    """The pipeline as it is doing."""
+    return {
+        "is_paused": state.is_paused,
+        "free_pages": state.load.free_pages,
+        "waiting_tokens": state.load.waiting_tokens,
+        "num_waiting_requests": state.waiting_requests,
+        "num_running_requests": state.running_requests,
+        "num_compiling_requests": state.compiling_requests,
+        "num_retractions": state.num_retractions,
+        "num_steps": state.num_steps,
+        "prefill_tokens": state.prefill_tokens,
+        "decodes": state.decodes,
+        "recent_steps": _describe_recent(state),
+    }
+
+
+def _describe_recent(state: PipelineState) -> dict[str, Any]:
+    """What the recent steps carried, what bound the newest, and the shares of each stage's time."""
+    steps = state.recent_steps
+    if not steps:
+        return {"steps": 0}
+    newest = steps[-1]
+    return {
+        "steps": len(steps),
+        "mean_prefill_tokens": fmean(step.prefill_tokens for step in steps),
+        "mean_decodes": fmean(step.decodes for step in steps),
+        "prefill_budget": newest.prefill_budget,
+        "decode_budget": newest.decode_budget,
+        "bound_by": newest.bound_by,
+        "stages": [asdict(shares) for shares in state.bubble_shares()],
+    }

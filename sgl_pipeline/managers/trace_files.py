@@ -1,0 +1,43 @@
+"""Hands every finished step to the writers of `--trace-path`, `--trace-steps` and profiles.
+
+Fed by `pipeline_scheduler.py` once the steps that follow are on their way.
+"""
+
+import logging
+from collections.abc import Iterable
+
+from sgl_pipeline.trace import StepRecord, StepWriter
+
+logger = logging.getLogger(__name__)
+
+
+class TraceFiles:
+    """The writers of one server; those of profiles come and go."""
+
+    def __init__(self, writers: Iterable[StepWriter] = ()) -> None:
+        self._writers = list(writers)
+
+    def add(self, writer: StepWriter) -> None:
+        """`writer` gets the steps that end from now on."""
+        self._writers.append(writer)
+
+    def remove(self, writer: StepWriter) -> None:
+        """Closes `writer`, unless a full disk has ended it already."""
+        if writer in self._writers:
+            self._writers.remove(writer)
+            writer.close()
+
+    def write(self, records: Iterable[StepRecord]) -> None:
+        """Writes `records` to all. A full disk ends one trace, not the server."""
+        for record in records:
+            for writer in tuple(self._writers):
+                try:
+                    writer.write(record)
+                    writer.flush()
+                except OSError as error:
+                    logger.error("the trace ends with step %d: %s", record.step_id, error)
+                    self._writers.remove(writer)
+
+    def close(self) -> None:
+        for writer in tuple(self._writers):
+            self.remove(writer)

@@ -1,0 +1,53 @@
+"""The workers' costs without their noise, and how long each stage takes under a split.
+
+Called by the stage launcher and by `partition.py`. Measures nothing: `pp_runner/` does.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from statistics import median
+
+from sgl_pipeline.stage_costs import StageCosts
+
+# Workers whose times differ by less are taken for equal: what is measured for a moment is noisy.
+SPEED_TOLERANCE = 0.15
+
+
+def agreed_costs(measured: Sequence[StageCosts], *, are_alike: bool) -> tuple[StageCosts, ...]:
+    """The workers' costs with less noise: their medians, times how slow a worker's layers are
+    where that differs by more than `SPEED_TOLERANCE` from the median.
+
+    Workers that `are_alike` are taken for equally fast whatever was measured: on a machine with
+    other tenants one core is often half as fast as the next, and not for long.
+    """
+    typical = StageCosts(
+        tuple(median(times) for times in zip(*(own.layers_ms for own in measured), strict=True)),
+        median(own.embedding_ms for own in measured),
+        median(own.head_ms for own in measured),
+    )
+    if are_alike:
+        return (typical,) * len(measured)
+    slowness = [sum(own.layers_ms) / sum(typical.layers_ms) for own in measured]
+    return tuple(
+        typical.scaled(1.0 if abs(slow - 1.0) <= SPEED_TOLERANCE else slow) for slow in slowness
+    )
+
+
+def stage_times_ms(costs: Sequence[StageCosts], layer_counts: Sequence[int]) -> tuple[float, ...]:
+    """What a step takes each stage, of the worker with the same place in `costs`."""
+    ends = list(accumulate(layer_counts))
+    return tuple(
+        run_ms(costs, stage, end - count, end)
+        for stage, (end, count) in enumerate(zip(ends, layer_counts, strict=True))
+    )
+
+
+def run_ms(costs: Sequence[StageCosts], stage: int, start: int, end: int) -> float:
+    """Milliseconds of layers [start, end) on `stage`, plus its embedding or head."""
+    own = costs[stage]
+    total_ms = sum(own.layers_ms[start:end])
+    if stage == 0:
+        total_ms += own.embedding_ms
+    if stage == len(costs) - 1:
+        total_ms += own.head_ms
+    return total_ms

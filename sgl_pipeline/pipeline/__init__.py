@@ -1,0 +1,1 @@
+"""What becomes of requests, steps and workers, without I/O and clock: one loop for all drivers."""

@@ -1,0 +1,66 @@
+"""A step between its decision and the last stage's report of it.
+
+Made by `PipelineCore`, which hands it to its driver twice: to send its order, and when its tokens
+are back.
+"""
+
+from dataclasses import dataclass, field
+
+from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.requests import TokenEvent
+from sgl_pipeline.stage_orders import SealedOrder
+from sgl_pipeline.stage_timing import StageTiming
+from sgl_pipeline.trace import RequestRecord, StepRecord
+
+
+@dataclass(slots=True, eq=False)
+class OpenStep:
+    """One step: what was decided, what came back, what each stage spent.
+
+    `order` is for every stage. `events` and `finished_s` are there once the tokens are. The driver
+    adds `schedule_ms` and `result_ms`, what its host spent on deciding the step and on its result:
+    the core reads no clock. Moments are seconds of the driver's clock.
+    """
+
+    microbatch: Microbatch
+    order: SealedOrder
+    scheduled_s: float
+    finished_s: float = 0.0
+    schedule_ms: float = 0.0
+    result_ms: float = 0.0
+    events: list[TokenEvent] = field(default_factory=list)
+    ended: tuple[RequestRecord, ...] = ()
+    timings: dict[int, StageTiming] = field(default_factory=dict)
+
+    def finish(self, events: list[TokenEvent], now_s: float) -> None:
+        """The tokens of the step are booked."""
+        self.events, self.finished_s = events, now_s
+        self.ended = tuple(
+            RequestRecord.of(event.request, now_s) for event in events if event.finish is not None
+        )
+
+    def record(self) -> StepRecord:
+        """The step for traces and metrics; all stages have reported it."""
+        microbatch = self.microbatch
+        load, budget = microbatch.load, microbatch.budget
+        decodes = microbatch.num_decodes
+        return StepRecord(
+            step_id=microbatch.step_id,
+            epoch=microbatch.epoch,
+            prefill_tokens=microbatch.num_tokens - decodes,
+            decodes=decodes,
+            samples=microbatch.num_samples,
+            attended_tokens=microbatch.attended_tokens,
+            waiting_tokens=load.waiting_tokens,
+            running_decodes=load.running_decodes,
+            free_page_share=load.free_share,
+            prefill_budget=budget.prefill_tokens,
+            decode_budget=budget.decodes,
+            bound_by=budget.bound_by,
+            scheduled_s=self.scheduled_s,
+            finished_s=self.finished_s,
+            schedule_ms=self.schedule_ms,
+            result_ms=self.result_ms,
+            stages=tuple(self.timings[stage] for stage in range(len(self.timings))),
+            ended=self.ended,
+        )

@@ -1,0 +1,119 @@
+"""The loop of the pipeline without its I/O: take, book, fill, encode.
+
+Driven by the server (`managers/pipeline_scheduler.py`), the simulator and the tests alike. Reports
+of stages go in, each with the moment of the driver's clock; steps come out, each with the sealed
+order that every stage must get, and later its token events. Reads no clock, sends nothing.
+"""
+
+from sgl_pipeline.args import ACCOUNTINGS
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.messages import StageReport
+from sgl_pipeline.pipeline.open_step import OpenStep
+from sgl_pipeline.pipeline.pipeline_state import PipelineState, StageState
+from sgl_pipeline.pipeline.step_history import StepHistory
+from sgl_pipeline.scheduling import Explanation, StepScheduler
+from sgl_pipeline.stage_orders import OrderStream
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.step_plan import StepPlanEncoder
+from sgl_pipeline.trace import StepRecord
+
+
+class PipelineCore:
+    """One pipeline: its scheduler, its plan, its stream of orders, its steps on the way.
+
+    Requests come and go through `scheduler` (add, abort, pause, resume); steps through this class.
+
+    Args:
+        scheduler: decides; shared with no other core.
+        plan: which stage owns which layers; its epoch is that of the scheduler.
+    """
+
+    def __init__(self, scheduler: StepScheduler, plan: StagePlan) -> None:
+        self.scheduler = scheduler
+        self.plan = plan
+        self.history = StepHistory(plan.num_stages)
+        self._encoder = StepPlanEncoder()
+        self._orders = OrderStream()
+        self._open: dict[int, OpenStep] = {}
+        self._reported: list[OpenStep] = []
+
+    def next_step(self, now_s: float) -> OpenStep | None:
+        """Decides and encodes the next step; None when the pipeline is full or nothing can run.
+
+        The driver must send its order to every stage before it asks for another one.
+        """
+        microbatch = self.scheduler.next_microbatch(now_s)
+        if microbatch is None:
+            return None
+        step = OpenStep(microbatch, self._orders.seal(self._encoder.encode(microbatch)), now_s)
+        self._open[microbatch.step_id] = step
+        self.history.scheduled(microbatch)
+        return step
+
+    def take_report(self, report: StageReport, now_s: float) -> OpenStep | None:
+        """Books a stage's report. The last stage's brings the tokens: then the step, with `events`.
+
+        Raises ProtocolError for a report that no stage could give now.
+        """
+        step = self._open.get(report.step_id)
+        if step is None or report.stage in step.timings:
+            raise ProtocolError(
+                f"stage {report.stage} reported step {report.step_id}, which it has reported "
+                "before or was never sent"
+            )
+        is_last = report.stage == self.plan.num_stages - 1
+        if is_last != (report.token_ids is not None):
+            raise ProtocolError(
+                f"stage {report.stage} of {self.plan.num_stages} reported step {report.step_id} "
+                f"{'without' if is_last else 'with'} tokens"
+            )
+        if report.token_ids is not None:
+            events = self.scheduler.on_result(
+                report.step_id, report.token_ids, now_s, report.logprobs
+            )
+            step.finish(events, now_s)
+        step.timings[report.stage] = report.timing
+        self.history.last_steps[report.stage] = report.step_id
+        if len(step.timings) == self.plan.num_stages:
+            self._reported.append(self._open.pop(report.step_id))
+        return step if is_last else None
+
+    def take_records(self) -> list[StepRecord]:
+        """The steps that all stages have reported since the last call, and that the driver is done
+        with: `result_ms` is on them."""
+        records = [step.record() for step in self._reported]
+        self._reported.clear()
+        for record in records:
+            self.history.add(record)
+        return records
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Why a request waits: which rule, which numbers, behind whom; None for an unknown one."""
+        return self.scheduler.explain(request_id)
+
+    def state(self, now_s: float, compiling_requests: int = 0) -> PipelineState:
+        """How things stand; `compiling_requests` are those that the driver holds back for now."""
+        scheduler, history = self.scheduler, self.history
+        return PipelineState(
+            now_s=now_s,
+            plan=self.plan,
+            is_paused=scheduler.is_paused,
+            load=scheduler.load(),
+            naive_load=scheduler.load(ACCOUNTINGS["naive"]),
+            unused_pages=scheduler.num_free_pages,
+            waiting_requests=scheduler.num_waiting,
+            compiling_requests=compiling_requests,
+            running_requests=scheduler.num_running,
+            queued_tokens=scheduler.queued_tokens,
+            decoding_tokens=scheduler.num_decoding_tokens,
+            prefill_tokens=history.prefill_tokens,
+            decodes=history.decodes,
+            cached_tokens=scheduler.num_cached_tokens,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            num_retractions=scheduler.num_retractions,
+            recent_steps=tuple(history.recent),
+            stages=tuple(
+                StageState(input_wait_ms=wait_ms, compute_ms=compute_ms, last_step=last_step)
+                for wait_ms, compute_ms, last_step in history.stage_totals()
+            ),
+        )

@@ -1,0 +1,73 @@
+"""How things stand: the one snapshot that metrics, `/v1/loads`, `/server_info` and the status line
+are written from.
+
+Made by `PipelineCore.state`, about ten times a second, between steps. Nothing here looks at waiting
+requests one by one.
+"""
+
+import msgspec
+
+from sgl_pipeline.pipeline_load import PipelineLoad
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.stage_timing import BubbleShares, bubble_shares
+from sgl_pipeline.trace import StepRecord
+
+
+class StageState(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage since the start: the milliseconds it waited for work and computed, and the last
+    step that it reported."""
+
+    input_wait_ms: float
+    compute_ms: float
+    last_step: int | None
+
+
+class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
+    """One moment, `now_s` on the driver's monotonic clock.
+
+    `load` counts exactly, `naive_load` whole prompts and free pages without the cached ones. Of the
+    pages of `load`, `unused_pages` hold nothing, the other free ones cached prefixes.
+    `waiting_requests` are in the queue, `compiling_requests` wait for their grammar before it.
+    `queued_tokens` are all prompt tokens of the queue, cached or not, `decoding_tokens` all tokens
+    of decoding requests. The totals since the start: tokens scheduled (`prefill_tokens`,
+    `decodes`), prompt tokens served from the cache and admitted, retractions. `recent_steps` are
+    the newest that all stages have reported, oldest first (`step_history.RECENT_STEPS`).
+    """
+
+    now_s: float
+    plan: StagePlan
+    is_paused: bool
+    load: PipelineLoad
+    naive_load: PipelineLoad
+    unused_pages: int
+    waiting_requests: int
+    compiling_requests: int
+    running_requests: int
+    queued_tokens: int
+    decoding_tokens: int
+    prefill_tokens: int
+    decodes: int
+    cached_tokens: int
+    prompt_tokens: int
+    num_retractions: int
+    recent_steps: tuple[StepRecord, ...]
+    stages: tuple[StageState, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps decided since the start."""
+        return self.load.step_id
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits, runs or has a step in flight."""
+        return bool(self.waiting_requests or self.running_requests or self.load.steps_in_flight)
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of the prompt tokens admitted since the start that the cache has served."""
+        return self.cached_tokens / max(1, self.prompt_tokens)
+
+    def bubble_shares(self) -> tuple[BubbleShares, ...]:
+        """What each stage spent its time on in the recent steps; costs a millisecond."""
+        return bubble_shares(self.recent_steps)

@@ -1,0 +1,47 @@
+"""What the steps of one server have carried, and what its stages spent on them.
+
+Kept by `PipelineCore`; `PipelineState` is made from it.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.trace import StepRecord
+
+RECENT_STEPS = 256
+
+
+class StepHistory:
+    """`recent` holds the newest records, oldest first, at most RECENT_STEPS.
+
+    `prefill_tokens` and `decodes` count what was scheduled since the start, `input_wait_ms` and
+    `compute_ms` are totals for each stage. `last_steps` maps a stage to the last step that it
+    reported.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self.recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
+        self.last_steps: dict[int, int] = {}
+        self.prefill_tokens = 0
+        self.decodes = 0
+        self.input_wait_ms = [0.0] * num_stages
+        self.compute_ms = [0.0] * num_stages
+
+    def scheduled(self, microbatch: Microbatch) -> None:
+        """Counts a step that was decided."""
+        decodes = microbatch.num_decodes
+        self.decodes += decodes
+        self.prefill_tokens += microbatch.num_tokens - decodes
+
+    def add(self, record: StepRecord) -> None:
+        """Keeps a step that all stages have reported."""
+        self.recent.append(record)
+        for stage, timing in enumerate(record.stages):
+            self.input_wait_ms[stage] += timing.input_wait_ms
+            self.compute_ms[stage] += timing.compute_ms
+
+    def stage_totals(self) -> Iterator[tuple[float, float, int | None]]:
+        """For each stage the totals of waiting and of computing, and its last step."""
+        for stage, wait_ms in enumerate(self.input_wait_ms):
+            yield wait_ms, self.compute_ms[stage], self.last_steps.get(stage)

@@ -1,0 +1,133 @@
+"""Why one request is where it is: the rule that holds it, its numbers, and behind whom it waits.
+
+Asked for now and then, about one request: it may look at all that wait, which a decision never
+does. It follows the rules of `Admission.fill` in their order, and changes nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sgl_pipeline.pipeline_load import TokenBudget
+from sgl_pipeline.requests import Request, RequestState
+from sgl_pipeline.scheduling.request_pages import RequestPages
+from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
+
+Rule = Literal[
+    "in-flight", "pause", "shared-prefix", "order", "running-limit", "pages", "budget", "turn"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What one request waits for.
+
+    `rule` is what holds it: its step is in the pipeline (`in-flight`), the scheduler is paused
+    (`pause`), another request prefills its prefix (`shared-prefix`), others come first (`order`),
+    as many run as may (`running-limit`), its prefill does not fit (`pages`), the prefill budget is
+    used up (`budget`), other decodes have been ready for longer (`turn`).
+
+    `behind` is the request that it waits for: the next before it in the queue, or the one that
+    prefills its prefix. `num_ahead` are those before it in the queue. `text` says it all in words.
+    """
+
+    request_id: str
+    state: Literal["waiting", "prefilling", "decoding"]
+    rule: Rule
+    text: str
+    behind: str | None = None
+    num_ahead: int = 0
+    num_retractions: int = 0
+
+
+class RequestExplainer:
+    """Explains the requests of one `StepScheduler`, whose parts these are."""
+
+    def __init__(
+        self,
+        waiting: WaitingQueue,
+        running: RunningRequests,
+        pages: RequestPages,
+        max_running_requests: int,
+    ) -> None:
+        self._waiting = waiting
+        self._running = running
+        self._pages = pages
+        self._max_running_requests = max_running_requests
+
+    def explain(self, request: Request, budget: TokenBudget, *, is_paused: bool) -> Explanation:
+        """What `request`, which waits or runs, waits for when `budget` is what a step may carry."""
+        if request.steps_in_flight:
+            text = f"{request.steps_in_flight} steps of it are in the pipeline"
+            return _explanation(request, "in-flight", text)
+        if is_paused:
+            return _explanation(request, "pause", "the scheduler is paused: no step starts")
+        if request.state is RequestState.WAITING:
+            return self._waiting_for(request, budget)
+        if request.is_prefilling:
+            text = (
+                f"{request.remaining_prefill} prompt tokens are left, a step may prefill "
+                f"{budget.prefill_tokens} (bound by {budget.bound_by}), older requests first"
+            )
+            return _explanation(request, "budget", text)
+        text = (
+            f"{len(self._running.ready)} requests are ready to decode, a step takes "
+            f"{budget.decodes}, the longest ready first"
+        )
+        return _explanation(request, "turn", text)
+
+    def _waiting_for(self, request: Request, budget: TokenBudget) -> Explanation:
+        awaited = self._waiting.awaited_node(request)
+        if awaited is not None:
+            claimant = self._pages.prefilling(awaited)
+            behind = None if claimant is None else claimant.request_id
+            text = f"request {behind} is computing {awaited.end} tokens that this one needs too"
+            return _explanation(request, "shared-prefix", text, behind)
+        # Requests that wait for a prefix keep their place in the order and hold no other back.
+        ahead = [
+            other
+            for other in self._waiting.ahead_of(request)
+            if self._waiting.awaited_node(other) is None
+        ]
+        if ahead:
+            text = f"{len(ahead)} waiting requests come first"
+            return _explanation(request, "order", text, ahead[-1].request_id, len(ahead))
+        return self._first_in_queue(request, budget)
+
+    def _first_in_queue(self, request: Request, budget: TokenBudget) -> Explanation:
+        num_running = len(self._running)
+        path = self._waiting.path_of(request)
+        if budget.prefill_tokens > 0 and num_running >= self._max_running_requests:
+            text = f"{num_running} requests run, the limit is --max-running-requests"
+            return _explanation(request, "running-limit", text)
+        if budget.prefill_tokens > 0 and not self._pages.fits(request, path, num_running):
+            text = (
+                f"its prefill needs {self._pages.missing_pages(request, path)} pages; "
+                f"{self._pages.num_available} are free or evictable, of which a page is kept for "
+                f"each of {num_running} running requests"
+            )
+            return _explanation(request, "pages", text)
+        text = (
+            f"it is first in the queue; a step may prefill {budget.prefill_tokens} tokens (bound "
+            f"by {budget.bound_by}), running prefills first"
+        )
+        return _explanation(request, "budget", text)
+
+
+def _explanation(
+    request: Request, rule: Rule, text: str, behind: str | None = None, num_ahead: int = 0
+) -> Explanation:
+    state: Literal["waiting", "prefilling", "decoding"] = "decoding"
+    if request.state is RequestState.WAITING:
+        state = "waiting"
+    elif request.num_computed < request.prefill_end:
+        state = "prefilling"
+    return Explanation(
+        request_id=request.request_id,
+        state=state,
+        rule=rule,
+        text=text,
+        behind=behind,
+        num_ahead=num_ahead,
+        num_retractions=request.num_retractions,
+    )

@@ -1,0 +1,103 @@
+"""Which prefixes waiting and prefilling requests want, and how many tokens that leaves to compute.
+
+`WaitingQueue` registers what its requests want, so that one walk at arrival replaces matching the
+queue again and again: a request's hit is the cached part of its path, current at any time.
+`RequestPages` reports which requests prefill, `RadixStorage` which nodes are cached. It never
+touches a page.
+"""
+
+from sgl_pipeline.requests import Request
+from sgl_pipeline.scheduling.radix_tree import RadixNode, RadixTree
+
+
+class RadixDemand:
+    """Counts what requests want of the nodes of `tree`, as requests and pages come and go.
+
+    `missing_tokens` are the tokens of nodes that waiting requests want and that are not cached,
+    once for each request. `pending_tokens` counts each of these nodes once, and only those that no
+    request prefills. A request is parked only at a node that is not cached and that another
+    request prefills.
+    """
+
+    def __init__(self, tree: RadixTree) -> None:
+        self._tree = tree
+        self.missing_tokens = 0
+        self.pending_tokens = 0
+        self._unparked: list[Request] = []
+
+    def want(self, tokens: list[int], namespace: str = "") -> RadixNode:
+        """Registers a waiting request's path over the whole pages of `tokens`; returns its end."""
+        nodes = self._tree.walk(self._tree.root, tokens, namespace)
+        path = nodes[-1] if nodes else self._tree.root
+        self._change(path, waiting=1)
+        return path
+
+    def unwant(self, path: RadixNode) -> None:
+        """The waiting request of `path` is gone."""
+        self._change(path, waiting=-1)
+
+    def claim(self, path: RadixNode) -> None:
+        """The waiting request of `path` prefills from now on."""
+        self._change(path, waiting=-1, prefilling=1)
+
+    def unclaim(self, path: RadixNode) -> None:
+        """The prefilling request of `path` has finished its prompt, or never will."""
+        self._change(path, prefilling=-1)
+
+    def claimed_node(self, path: RadixNode) -> RadixNode | None:
+        """The last node of `path` that is not cached yet and that another request prefills."""
+        node = path
+        while not node.is_cached:
+            if node.num_prefilling:
+                return node
+            assert node.parent is not None
+            node = node.parent
+        return None
+
+    def park(self, request: Request, claimed: RadixNode) -> None:
+        """Notes a request that waits until `claimed`, its `claimed_node`, is cached or given up."""
+        claimed.parked.append(request)
+
+    def take_unparked(self) -> list[Request]:
+        """The parked requests whose wait has ended since the last call."""
+        unparked, self._unparked = self._unparked, []
+        return unparked
+
+    # What the storage reports
+
+    def on_cached(self, node: RadixNode) -> None:
+        """`node` has just been cached."""
+        self._count(node, -1)
+        self._unpark(node)
+
+    def on_evicted(self, node: RadixNode) -> None:
+        """`node` has just lost its pages."""
+        self._count(node, 1)
+
+    def _change(self, path: RadixNode, waiting: int = 0, prefilling: int = 0) -> None:
+        """Changes how many requests want `path`, and with it every node above."""
+        node = path
+        while (parent := node.parent) is not None:
+            if node.is_cached:
+                node.num_waiting += waiting
+                node.num_prefilling += prefilling
+            else:
+                self._count(node, -1)
+                node.num_waiting += waiting
+                node.num_prefilling += prefilling
+                self._count(node, 1)
+                if not node.num_prefilling:
+                    self._unpark(node)
+                self._tree.prune(node)
+            node = parent
+
+    def _count(self, node: RadixNode, sign: int) -> None:
+        """Adds (`sign` 1) or takes off (-1) what `node` counts for while it is not cached."""
+        if node.num_waiting:
+            self.missing_tokens += sign * node.num_waiting * len(node.tokens)
+            if not node.num_prefilling:
+                self.pending_tokens += sign * len(node.tokens)
+
+    def _unpark(self, node: RadixNode) -> None:
+        self._unparked += node.parked
+        node.parked.clear()

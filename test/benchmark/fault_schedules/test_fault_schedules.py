@@ -1,0 +1,189 @@
+"""A thousand random schedules hold, replay bit for bit, and find what is broken on purpose."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from benchmark.fault_schedules.__main__ import main
+from benchmark.fault_schedules.world import run_seed
+from sgl_pipeline.microbatch import Chunk, Microbatch
+from sgl_pipeline.requests import FinishReason, Request, TokenEvent
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.scheduling.admission import Admission
+from sgl_pipeline.scheduling.page_pool import PagePool
+from sgl_pipeline.scheduling.preemption import Preemption
+from sgl_pipeline.scheduling.request_pages import RequestPages
+from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
+from sgl_pipeline.step_plan import ChunkPlan, StepPlanEncoder
+
+NUM_SEEDS = 1_000
+# Every mutation below is found much sooner.
+MOST_SEEDS = 200
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.mark.slow
+def test_a_thousand_schedules_hold() -> None:
+    outcomes = [run_seed(seed) for seed in range(NUM_SEEDS)]
+    # The schedules had what could go wrong.
+    assert sum(outcome.num_steps for outcome in outcomes) > 50 * NUM_SEEDS
+    assert sum(outcome.num_retractions for outcome in outcomes) > NUM_SEEDS
+    assert sum(outcome.num_aborts for outcome in outcomes) > 2 * NUM_SEEDS
+
+
+def test_a_seed_replays_bit_for_bit() -> None:
+    for seed in range(20):
+        assert run_seed(seed) == run_seed(seed)
+    assert len({run_seed(seed).digest for seed in range(20)}) == 20
+
+
+def matchable_before_the_step_is_back(patch: pytest.MonkeyPatch) -> None:
+    next_microbatch = StepScheduler.next_microbatch
+
+    def mutated(self: StepScheduler, now_s: float) -> Microbatch | None:
+        microbatch = next_microbatch(self, now_s)
+        for chunk in microbatch.chunks if microbatch is not None else ():
+            if not chunk.is_decode:
+                computed, chunk.request.num_computed = chunk.request.num_computed, chunk.end
+                self._pages.commit(chunk.request)
+                chunk.request.num_computed = computed
+        return microbatch
+
+    patch.setattr(StepScheduler, "next_microbatch", mutated)
+
+
+def pages_back_while_a_step_writes_them(patch: pytest.MonkeyPatch) -> None:
+    finish = StepScheduler._finish
+
+    def mutated(self: StepScheduler, request: Request, reason: FinishReason) -> None:
+        in_flight, request.steps_in_flight = request.steps_in_flight, 0
+        finish(self, request, reason)
+        # Booked again by the steps that are still to come back.
+        request.steps_in_flight = 1_000 * in_flight
+
+    patch.setattr(StepScheduler, "_finish", mutated)
+
+
+def a_page_is_not_sent(patch: pytest.MonkeyPatch) -> None:
+    encode_chunk = StepPlanEncoder._chunk
+
+    def mutated(self: StepPlanEncoder, chunk: Chunk) -> ChunkPlan:
+        sent = self._sent[chunk.request]
+        if sent.num_pages and len(chunk.request.pages) > sent.num_pages + 1:
+            sent.num_pages += 1
+        return encode_chunk(self, chunk)
+
+    patch.setattr(StepPlanEncoder, "_chunk", mutated)
+
+
+def drawn_tokens_go_to_other_chunks(patch: pytest.MonkeyPatch) -> None:
+    on_result = StepScheduler.on_result
+
+    def mutated(
+        self: StepScheduler, step_id: int, token_ids: Sequence[int], *more: object
+    ) -> list[TokenEvent]:
+        return on_result(self, step_id, token_ids[::-1], *more)  # type: ignore[arg-type]
+
+    patch.setattr(StepScheduler, "on_result", mutated)
+
+
+def parked_requests_stay_parked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitingQueue, "_return_unparked", lambda self: None)
+
+
+def a_retraction_forgets_the_output(patch: pytest.MonkeyPatch) -> None:
+    retract = Preemption.retract
+
+    def mutated(self: Preemption, request: Request) -> None:
+        retract(self, request)
+        request.prefill_end = len(request.prompt_ids)
+
+    patch.setattr(Preemption, "retract", mutated)
+
+
+def a_hit_reaches_into_the_wanted_rows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        Request, "first_logits_position", property(lambda request: request.prefill_end - 1)
+    )
+
+
+def a_page_is_handed_out_twice(patch: pytest.MonkeyPatch) -> None:
+    allocate = PagePool.allocate
+
+    def mutated(self: PagePool, count: int) -> list[int]:
+        pages = allocate(self, count)
+        return pages if count < 2 else [*pages[:-1], pages[0]]
+
+    patch.setattr(PagePool, "allocate", mutated)
+
+
+def masks_are_not_sent(patch: pytest.MonkeyPatch) -> None:
+    encode_chunk = StepPlanEncoder._chunk
+
+    def mutated(self: StepPlanEncoder, chunk: Chunk) -> ChunkPlan:
+        plan = encode_chunk(self, chunk)
+        return ChunkPlan(plan.handle, plan.start, plan.length, plan.samples, *plan_bytes(plan))
+
+    def plan_bytes(plan: ChunkPlan) -> tuple[bytes, bytes]:
+        return plan.new_tokens, plan.new_pages
+
+    patch.setattr(StepPlanEncoder, "_chunk", mutated)
+
+
+def a_decode_is_in_two_steps_at_once(patch: pytest.MonkeyPatch) -> None:
+    decodes = Admission._decodes
+
+    def mutated(self: Admission, limit: int) -> list[Chunk]:
+        chunks = decodes(self, limit)
+        for chunk in chunks:
+            self._running.make_ready(chunk.request)
+        return chunks
+
+    patch.setattr(Admission, "_decodes", mutated)
+
+
+def overdue_requests_keep_their_pages(patch: pytest.MonkeyPatch) -> None:
+    release = RequestPages.release
+
+    def mutated(self: RequestPages, request: Request) -> None:
+        if request.finish is None or "timeout" not in request.finish.message:
+            release(self, request)
+
+    patch.setattr(RequestPages, "release", mutated)
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    matchable_before_the_step_is_back,
+    pages_back_while_a_step_writes_them,
+    a_page_is_not_sent,
+    drawn_tokens_go_to_other_chunks,
+    parked_requests_stay_parked,
+    a_retraction_forgets_the_output,
+    a_hit_reaches_into_the_wanted_rows,
+    a_page_is_handed_out_twice,
+    masks_are_not_sent,
+    a_decode_is_in_two_steps_at_once,
+    overdue_requests_keep_their_pages,
+)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_what_is_broken_on_purpose_is_found(
+    mutation: Mutation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation(monkeypatch)
+    with pytest.raises(Exception):  # noqa: B017 - whatever notices it
+        for seed in range(MOST_SEEDS):
+            run_seed(seed)
+
+
+def test_the_command_prints_a_seed_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--first", "3", "--seeds", "2", "--processes", "1"]) == 0
+    assert "2 seeds in" in capsys.readouterr().out
+    drawn_tokens_go_to_other_chunks(monkeypatch)
+    assert main(["--seeds", "30", "--processes", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "seed " in printed and "Traceback" in printed and "seeds failed [" in printed

@@ -1,0 +1,74 @@
+"""The planned split against every other split, and what heavy heads and slow workers do to it."""
+
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_pipeline.migration.cost_model import agreed_costs, stage_times_ms
+from sgl_pipeline.migration.partition import balanced_layer_counts
+from sgl_pipeline.stage_costs import StageCosts
+
+
+@st.composite
+def stage_costs(draw: st.DrawFn) -> tuple[StageCosts, ...]:
+    """Of one to four workers, of which some are slow, and a model with layers of two kinds."""
+    num_stages = draw(st.integers(1, 4))
+    num_layers = draw(st.integers(num_stages, 11))
+    is_sparse = draw(st.lists(st.booleans(), min_size=num_layers, max_size=num_layers))
+    sparse_ms = draw(st.sampled_from([0.3, 1.0, 2.7]))
+    costs = StageCosts(
+        tuple(sparse_ms if sparse else 1.0 for sparse in is_sparse),
+        draw(st.floats(0, 1)),
+        draw(st.floats(0, 12)),
+    )
+    return tuple(
+        costs.scaled(draw(st.sampled_from([1.0, 1.0, 1.7, 3.0]))) for _ in range(num_stages)
+    )
+
+
+@given(stage_costs())
+def test_no_other_split_is_faster_nor_as_fast_and_more_even(costs: tuple[StageCosts, ...]) -> None:
+    num_layers = len(costs[0].layers_ms)
+    counts = balanced_layer_counts(costs)
+    assert sum(counts) == num_layers
+    assert min(counts) >= 1
+
+    def key(split: Sequence[int]) -> tuple[float, float]:
+        times_ms = stage_times_ms(costs, split)
+        return max(times_ms), sum(stage_ms**2 for stage_ms in times_ms)
+
+    splits = [
+        [end - start for start, end in pairwise((0, *cuts, num_layers))]
+        for cuts in combinations(range(1, num_layers), len(costs) - 1)
+    ]
+    assert key(counts) == pytest.approx(min(map(key, splits)), rel=1e-6)
+
+
+def equal_workers(
+    num_layers: int, num_stages: int, head_ms: float, embedding_ms: float = 0.0
+) -> list[StageCosts]:
+    return [StageCosts((1.0,) * num_layers, embedding_ms, head_ms)] * num_stages
+
+
+def test_a_heavy_head_takes_layers_off_the_last_stage() -> None:
+    assert balanced_layer_counts(equal_workers(16, 4, head_ms=2.9)) == (5, 5, 4, 2)
+    assert balanced_layer_counts(equal_workers(16, 4, head_ms=0.0)) == (4, 4, 4, 4)
+    assert balanced_layer_counts(equal_workers(16, 4, head_ms=99.0)) == (5, 5, 5, 1)
+
+
+def test_a_split_into_equal_stages_leaves_the_smaller_ones_at_the_ends() -> None:
+    assert balanced_layer_counts(equal_workers(10, 3, head_ms=0.5, embedding_ms=0.1)) == (3, 4, 3)
+
+
+def test_a_slow_worker_gets_fewer_layers() -> None:
+    fast, slow = StageCosts((1.0,) * 12, 0.1, 0.1), StageCosts((2.0,) * 12, 0.2, 0.2)
+    assert balanced_layer_counts([fast, slow, fast]) == (5, 2, 5)
+
+
+def test_a_core_that_is_slow_for_a_moment_gets_no_fewer_layers() -> None:
+    slow = [StageCosts((ms,) * 16, 0.0, 2 * ms) for ms in (2.0, 1.0)]
+    assert balanced_layer_counts(agreed_costs(slow, are_alike=False)) == (6, 10)
+    assert balanced_layer_counts(agreed_costs(slow, are_alike=True)) == (9, 7)

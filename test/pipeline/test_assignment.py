@@ -1,0 +1,115 @@
+"""Who gets which stage, cores, GPU and link."""
+
+import dataclasses
+
+import pytest
+from support.worker_messages import hello
+
+from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.messages import StageAssignment
+from sgl_pipeline.pipeline.assignment import assign, link_addresses, split_cores
+from sgl_pipeline.stage_plan import StagePlan
+
+
+def args_of(num_stages: int, device: str = "cpu", link: str = "auto") -> PipelineArgs:
+    stages = StageArgs(
+        num_stages=num_stages, model_path="m", dtype="float32", device=device, link=link
+    )
+    return PipelineArgs(stages=stages, run_directory="run")
+
+
+def links_of(device: str, num_gpus: int, link: str = "auto") -> tuple[str, ...]:
+    """Those of three stages."""
+    hellos = [hello(worker, num_gpus=num_gpus) for worker in range(3)]
+    return link_addresses(args_of(3, device, link), hellos)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "kind"),
+    [("cpu", 0, "unix"), ("cuda", 1, "unix"), ("cuda", 3, "nccl"), ("cpu", 8, "unix")],
+)
+def test_stages_are_joined_by_nccl_only_where_each_has_a_gpu(
+    device: str, num_gpus: int, kind: str
+) -> None:
+    links = links_of(device, num_gpus)
+    assert [link.partition(":")[0] for link in links] == [kind, kind]
+    if kind == "unix":
+        assert len(set(links)) == 2
+
+
+def test_a_link_that_was_asked_for_is_had_or_refused() -> None:
+    assert links_of("cuda", 3, "host") == ("unix:run/link-0", "unix:run/link-1")
+    assert links_of("cuda", 1, "cuda-ipc") == ("cuda-ipc:run/link-0", "cuda-ipc:run/link-1")
+    with pytest.raises(ConfigurationError, match="a GPU for each of the 3 stages, there are 2"):
+        links_of("cuda", 2, "nccl")
+    with pytest.raises(ConfigurationError, match=r"share one GPU.*CUDA_VISIBLE_DEVICES"):
+        links_of("cuda", 2, "cuda-ipc")
+    with pytest.raises(ConfigurationError, match="--stage-link cuda-ipc needs --device cuda"):
+        links_of("cpu", 0, "cuda-ipc")
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_stages", "sizes"),
+    [(2, 2, [1, 1]), (8, 3, [2, 3, 3]), (5, 1, [5]), (2, 4, [0, 0, 0, 0])],
+)
+def test_cores_are_split_over_the_stages_or_not_pinned_at_all(
+    num_cores: int, num_stages: int, sizes: list[int]
+) -> None:
+    cores = list(range(10, 10 + num_cores))
+    split = split_cores(cores, num_stages)
+    assert [len(own) for own in split] == sizes
+    if num_stages <= num_cores:
+        assert [core for own in split for core in own] == cores
+
+
+def test_the_stages_of_a_host_share_its_cores_and_gpus() -> None:
+    workers = [("a", (0, 1, 2, 3), 1), ("b", (8, 9), 2), ("b", (8, 9), 2), ("a", (0, 1, 2, 3), 1)]
+    hellos = [
+        hello(number, host=host, cores=cores, num_gpus=num_gpus)
+        for number, (host, cores, num_gpus) in enumerate(workers)
+    ]
+    plan = StagePlan(0, (1, 1, 1, 1))
+    assigned = assign(hellos, plan, args_of(4))
+    assert [one.stage for one in assigned] == [0, 1, 2, 3]
+    assert [one.cpu_cores for one in assigned] == [(0, 1), (8,), (9,), (2, 3)]
+    assert [one.cpu_threads for one in assigned] == [2, 1, 1, 2]
+    assigned = assign(hellos, plan, args_of(4, "cuda", "host"))
+    assert {one.cpu_cores for one in assigned} == {()}
+    assert [one.cpu_threads for one in assigned] == [2, 1, 1, 2]
+    assert [(one.gpu, one.stages_on_gpu) for one in assigned] == [(0, 2), (0, 1), (1, 1), (0, 2)]
+
+
+def test_stages_that_outnumber_cores_have_a_thread_each_and_no_cores_of_their_own() -> None:
+    hellos = [hello(worker) for worker in range(4)]
+    assigned = assign(hellos, StagePlan(0, (1, 1, 1, 1)), args_of(4))
+    assert {(one.cpu_cores, one.cpu_threads) for one in assigned} == {((), 1)}
+
+
+def test_a_worker_is_told_every_argument_of_its_stage() -> None:
+    """None of them has its default value, so none can be forgotten on the way."""
+    stages = StageArgs(
+        num_stages=1,
+        layer_partition="even",
+        model_path="model",
+        load_format="dummy",
+        dtype="bfloat16",
+        device="cuda",
+        attention_backend="flashinfer",
+        prefill_kernels="fa2",
+        graphs="off",
+        link="host",
+        layer_kernels="torch",
+        max_total_tokens=999,
+        memory_fraction=0.5,
+        cpu_threads=2,
+    )
+    defaults = {field.name: field.default for field in dataclasses.fields(StageArgs)}
+    told = set(StageAssignment.__struct_fields__) & set(defaults)
+    assert all(getattr(stages, name) != defaults[name] for name in told)
+    args = PipelineArgs(stages=stages, scheduling=SchedulingArgs(page_size=8))
+    plan = StagePlan(3, (5,))
+    (assignment,) = assign([hello(0, num_gpus=1)], plan, args)
+    expected = {name: getattr(stages, name) for name in told}
+    assert {name: getattr(assignment, name) for name in told} == expected
+    assert (assignment.plan, assignment.page_size) == (plan, 8)

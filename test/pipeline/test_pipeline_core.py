@@ -1,0 +1,138 @@
+"""The core books what stages report, in any order between them, and refuses what none could say."""
+
+import pytest
+from support.pipelines import make_request
+from support.step_records import ended_request, step_record, timing
+
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.messages import StageReport
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.step_history import RECENT_STEPS, StepHistory
+from sgl_pipeline.requests import FinishReason
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.stage_orders import OrderReader
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.step_plan import StepPlan
+from sgl_pipeline.throttle import make_policy
+
+
+def new_core(num_stages: int = 2) -> PipelineCore:
+    scheduler = StepScheduler(
+        SchedulingArgs(page_size=4),
+        make_policy(ThrottleArgs()),
+        num_pages=64,
+        num_stages=num_stages,
+        context_length=128,
+    )
+    return PipelineCore(scheduler, StagePlan(0, (1,) * num_stages))
+
+
+def report(stage: int, step_id: int, token_ids: tuple[int, ...] | None = None) -> StageReport:
+    return StageReport(
+        stage=stage, step_id=step_id, epoch=0, timing=timing(stage), token_ids=token_ids
+    )
+
+
+def test_a_step_goes_out_as_an_order_and_comes_back_as_events_and_a_record() -> None:
+    core = new_core()
+    core.scheduler.add(make_request("a", [1, 2, 3], 1))
+    step = core.next_step(10.0)
+    assert step is not None and core.next_step(10.0) is None
+    plan = OrderReader().open(step.order)
+    assert isinstance(plan, StepPlan) and [chunk.length for chunk in plan.chunks] == [3]
+    assert core.take_report(report(0, 0), 10.5) is None
+    assert core.take_report(report(1, 0, (7,)), 11.0) is step
+    ((event, reason),) = [(event.token_ids, event.finish) for event in step.events]
+    assert (event, reason) == ((7,), FinishReason("length"))
+    step.schedule_ms, step.result_ms = 0.25, 0.5
+    (record,) = core.take_records()
+    assert (record.step_id, record.prefill_tokens, record.samples) == (0, 3, 1)
+    assert (record.scheduled_s, record.finished_s) == (10.0, 11.0)
+    assert (record.schedule_ms, record.result_ms) == (0.25, 0.5)
+    assert record.stages == (timing(0), timing(1))
+    assert [request.request_id for request in record.ended] == ["a"]
+    assert core.take_records() == []
+
+
+def test_the_last_stage_may_be_heard_before_the_first() -> None:
+    core = new_core()
+    core.scheduler.add(make_request("a", [1, 2, 3], 2))
+    core.next_step(0.0)
+    assert core.take_report(report(1, 0, (7,)), 1.0) is not None
+    # The tokens are there, so the next step goes out; the record waits for the first stage.
+    assert core.next_step(1.0) is not None
+    assert core.take_records() == []
+    core.take_report(report(0, 0), 1.5)
+    assert [record.step_id for record in core.take_records()] == [0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (report(0, 1), "stage 0 reported step 1, which it has reported before or was never sent"),
+        (report(0, 0, (7,)), "stage 0 of 2 reported step 0 with tokens"),
+        (report(1, 0), "stage 1 of 2 reported step 0 without tokens"),
+        (report(1, 0, (7, 8)), "step 0 drew 2 tokens, 1 are due"),
+    ],
+)
+def test_what_no_stage_could_report_is_a_protocol_error(wrong: StageReport, message: str) -> None:
+    core = new_core()
+    core.scheduler.add(make_request("a", [1, 2, 3], 2))
+    core.next_step(0.0)
+    with pytest.raises(ProtocolError, match=message):
+        core.take_report(wrong, 1.0)
+
+
+def test_a_step_reported_twice_is_a_protocol_error() -> None:
+    core = new_core()
+    core.scheduler.add(make_request("a", [1, 2, 3], 2))
+    core.next_step(0.0)
+    core.take_report(report(0, 0), 1.0)
+    with pytest.raises(ProtocolError, match="before or was never sent"):
+        core.take_report(report(0, 0), 1.0)
+
+
+def test_a_record_holds_what_the_step_carried_and_cost() -> None:
+    record = step_record(4)
+    assert (record.step_id, record.epoch) == (4, 0)
+    assert (record.prefill_tokens, record.decodes, record.waiting_tokens) == (5, 1, 9)
+    assert (record.schedule_ms, record.result_ms, record.free_page_share) == (0.25, 0.5, 0.75)
+    assert record.stages == (timing(0), timing(1))
+    assert (record.prefill_budget, record.decode_budget, record.bound_by) == (9, 1, "MinP")
+    (ended,) = record.ended
+    assert ended == ended_request()
+    assert (ended.prompt_tokens, ended.cached_tokens, ended.output_tokens) == (3, 1, 2)
+    assert (ended.queue_ms, ended.first_token_ms, ended.total_ms) == (1000.0, 1500.0, 3000.0)
+
+
+def test_the_history_keeps_the_newest_steps_and_all_totals() -> None:
+    history = StepHistory(2)
+    for step_id in range(RECENT_STEPS + 3):
+        history.add(step_record(step_id))
+    assert [step.step_id for step in history.recent] == list(range(3, RECENT_STEPS + 3))
+    num_steps = RECENT_STEPS + 3
+    assert history.input_wait_ms == pytest.approx([0.5 * num_steps, 1.5 * num_steps])
+    assert history.compute_ms == pytest.approx([2.0 * num_steps] * 2)
+
+
+def test_the_state_counts_what_waits_runs_and_was_done() -> None:
+    core = new_core()
+    core.scheduler.add(make_request("a", [1, 2, 3], 2))
+    idle = new_core().state(5.0)
+    assert not idle.has_work and idle.recent_steps == () and idle.cache_hit_rate == 0.0
+    before = core.state(5.0, compiling_requests=3)
+    assert (before.now_s, before.waiting_requests, before.compiling_requests) == (5.0, 1, 3)
+    assert before.has_work and before.load.waiting_tokens == before.queued_tokens == 3
+    assert before.unused_pages == before.load.free_pages == 64
+    core.next_step(5.0)
+    core.take_report(report(0, 0), 6.0)
+    core.take_report(report(1, 0, (7,)), 6.0)
+    core.take_records()
+    after = core.state(6.0)
+    assert (after.waiting_requests, after.running_requests, after.decoding_tokens) == (0, 1, 4)
+    assert (after.num_steps, after.prefill_tokens, after.decodes) == (1, 3, 0)
+    assert (after.prompt_tokens, after.cached_tokens, after.unused_pages) == (3, 0, 63)
+    assert [stage.last_step for stage in after.stages] == [0, 0]
+    assert [stage.compute_ms for stage in after.stages] == pytest.approx([2.0, 2.0])
+    assert [shares.busy for shares in after.bubble_shares()] == pytest.approx([2 / 2.5, 2 / 3.5])

@@ -1,0 +1,161 @@
+"""Workers come in any order and at any time; each is told what its next thing is, once."""
+
+import random
+
+import msgspec
+import pytest
+from support.worker_messages import hello, loaded, ready
+
+from sgl_pipeline.args import PipelineArgs, StageArgs
+from sgl_pipeline.errors import ConfigurationError, ProtocolError
+from sgl_pipeline.messages import (
+    FromWorker,
+    MeasureCosts,
+    MeasuredCosts,
+    PoolSize,
+    StageAssignment,
+    StageReport,
+    ToWorker,
+)
+from sgl_pipeline.pipeline.worker_roster import WorkerRoster
+from sgl_pipeline.stage_costs import StageCosts
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.stage_timing import StageTiming
+
+NUM_LAYERS = 8
+COSTS = StageCosts((1.0,) * NUM_LAYERS, 0.0, 2.0)
+
+
+def roster_of(num_stages: int, layer_partition: str = "even") -> WorkerRoster:
+    stages = StageArgs(
+        num_stages=num_stages, layer_partition=layer_partition, model_path="m", dtype="float32"
+    )
+    return WorkerRoster(PipelineArgs(stages=stages, run_directory="run"), NUM_LAYERS)
+
+
+def answer(worker: int, message: ToWorker, num_pages: int = 10) -> FromWorker:
+    """What a healthy worker says to `message`; the worker of stage s has room for s pages more."""
+    if isinstance(message, MeasureCosts):
+        return MeasuredCosts(worker, COSTS)
+    if isinstance(message, StageAssignment):
+        return loaded(message.stage, num_pages + message.stage)
+    assert isinstance(message, PoolSize)
+    raise AssertionError("the test answers this itself, as it must know the stage")
+
+
+def bring_up(roster: WorkerRoster, workers: list[int], rng: random.Random) -> list[ToWorker]:
+    """Lets all workers greet and answer, in random order; returns all that they were told."""
+    told: list[ToWorker] = []
+    stage_of: dict[int, int] = {}
+    pending: list[FromWorker] = [hello(worker) for worker in workers]
+    while pending:
+        message = pending.pop(rng.randrange(len(pending)))
+        for worker, order in roster.take(message):
+            told.append(order)
+            if isinstance(order, StageAssignment):
+                stage_of[worker] = order.stage
+            if isinstance(order, PoolSize):
+                pending.append(ready(stage_of[worker], "one notice"))
+            else:
+                pending.append(answer(worker, order))
+    return told
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("layer_partition", ["even", "auto", "2,3,3"])
+def test_workers_get_ready_whatever_the_order_of_their_messages(
+    layer_partition: str, seed: int
+) -> None:
+    roster = roster_of(3, layer_partition)
+    told = bring_up(roster, [0, 1, 2], random.Random(seed))
+    assert sum(isinstance(order, StageAssignment) for order in told) == 3
+    assert [order for order in told if isinstance(order, PoolSize)] == [PoolSize(10)] * 3
+    capacity = roster.capacity()
+    assert capacity is not None
+    # Two layers' time for the head: the last stage has two fewer where times decide.
+    counts = {"even": (3, 3, 2), "auto": (4, 3, 1), "2,3,3": (2, 3, 3)}[layer_partition]
+    assert capacity.plan == StagePlan(0, counts)
+    assert (capacity.predicted_ms is not None) == (layer_partition == "auto")
+    assert [report.stage for report in capacity.stages] == [0, 1, 2]
+    assert (capacity.num_pages, capacity.attention_backend) == (10, "torch")
+    assert list(roster.notices()) == ["one notice"]
+    assert roster.workers_of_stages == [0, 1, 2]
+
+
+def test_nothing_is_told_before_every_stage_can_be_filled() -> None:
+    roster = roster_of(2)
+    assert roster.take(hello(1)) == []
+    told = roster.take(hello(0))
+    assert [(worker, type(order)) for worker, order in told] == [
+        (0, StageAssignment),
+        (1, StageAssignment),
+    ]
+    assert roster.capacity() is None
+
+
+def test_a_worker_more_than_there_are_stages_stays_a_spare() -> None:
+    roster = roster_of(2)
+    bring_up(roster, [0, 1], random.Random(0))
+    assert roster.take(hello(7)) == []
+    assert roster.spare_workers == (7,)
+
+
+def test_a_spare_takes_the_stage_of_a_lost_worker_with_the_pages_that_are_in_use() -> None:
+    roster = roster_of(2)
+    bring_up(roster, [0, 1], random.Random(0))
+    roster.take(hello(7))
+    assert roster.lose(1) == 1
+    assert roster.capacity() is None and roster.workers_of_stages == [0]
+    # The next message of anybody, here a newcomer's, fills the stage.
+    ((worker, order),) = roster.take(hello(9))
+    assert worker == 7 and isinstance(order, StageAssignment)
+    assert (order.stage, order.plan) == (1, StagePlan(0, (4, 4)))
+    assert roster.take(loaded(1, 64)) == [(7, PoolSize(10))]
+    assert roster.take(ready(1)) == []
+    capacity = roster.capacity()
+    assert capacity is not None and capacity.stages[1].num_pages == 64
+    assert (roster.workers_of_stages, roster.spare_workers) == ([0, 7], (9,))
+    assert (roster.stage_of(7), roster.stage_of(9), roster.stage_of(1)) == (1, 9, 1)
+
+
+def test_a_replacement_without_room_for_the_pages_in_use_is_refused() -> None:
+    roster = roster_of(2)
+    bring_up(roster, [0, 1], random.Random(0))
+    roster.take(hello(7))
+    roster.lose(1)
+    roster.take(hello(9))
+    with pytest.raises(ConfigurationError, match=r"room for 3 KV pages of stage 1.*uses 10"):
+        roster.take(loaded(1, 3))
+
+
+def test_a_worker_of_another_version_is_refused_by_name() -> None:
+    other = msgspec.structs.replace(hello(0), version="9.9")
+    with pytest.raises(ConfigurationError, match=r"worker 0 on here runs sgl_pipeline 9\.9, the"):
+        roster_of(1).take(other)
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        ([hello(0), hello(0)], "worker 0 greeted twice"),
+        ([hello(0), loaded(1)], "StageLoaded arrived from a worker that is unknown; assigned"),
+        ([hello(0), ready(0)], "StageReady arrived from a worker that is assigned; sized was due"),
+        ([hello(0), loaded(0), loaded(0)], "StageLoaded .* is sized; assigned was due"),
+        ([MeasuredCosts(0, COSTS)], "MeasuredCosts .* is unknown; measuring was due"),
+        (
+            [
+                StageReport(
+                    stage=0, step_id=0, epoch=0, timing=StageTiming(*[0.0] * 7), token_ids=()
+                )
+            ],
+            "a worker that is not ready sent StageReport",
+        ),
+    ],
+)
+def test_a_message_that_is_not_the_workers_next_is_a_protocol_error(
+    messages: list[FromWorker], found: str
+) -> None:
+    roster = roster_of(1)
+    with pytest.raises(ProtocolError, match=found):
+        for message in messages:
+            roster.take(message)

@@ -1,0 +1,130 @@
+"""What a worker measures before it knows its stage: positive times for every part of the model."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from support.tiny_models import NUM_LAYERS, VOCAB_SIZE, tiny_model
+from support.work_clock import WorkClock
+
+from sgl_pipeline.messages import StageAssignment
+from sgl_pipeline.migration.partition import balanced_layer_counts
+from sgl_pipeline.pp_runner import cost_measurement
+from sgl_pipeline.pp_runner.cost_measurement import measure_stage_costs
+from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.stopwatch import HostStopwatch
+from sgl_pipeline.stage_costs import TYPICAL_STEP, StageCosts
+from sgl_pipeline.stage_plan import StagePlan
+
+VOCAB_OF_A_LARGE_HEAD = 18_300  # 10 times the work of a layer of this size
+
+
+def assignment(path: Path, dtype: str = "float32") -> StageAssignment:
+    return StageAssignment(
+        stage=0,
+        plan=StagePlan(0, (2, 2)),
+        model_path=str(path),
+        load_format="safetensors",
+        dtype=dtype,
+        device="cpu",
+        attention_backend="auto",
+        layer_kernels="auto",
+        page_size=16,
+        max_total_tokens=None,
+        memory_fraction=0.5,
+        links=("",),
+        cpu_threads=1,
+        cpu_cores=(),
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "glm4"])
+def test_every_layer_the_embedding_and_the_head_take_some_time(name: str) -> None:
+    costs = measure_stage_costs(assignment(tiny_model(name)))
+    assert len(costs.layers_ms) == NUM_LAYERS
+    assert min(*costs.layers_ms, costs.embedding_ms, costs.head_ms) > 0
+
+
+def test_layers_of_a_kind_share_one_time() -> None:
+    costs = measure_stage_costs(assignment(tiny_model("qwen3"), "bfloat16"))
+    assert len(set(costs.layers_ms)) == 1
+
+
+def costs_by_work(
+    path: Path, most_table_bytes: int | None, ms_per_operator: float, ms_per_number: float
+) -> StageCosts:
+    """What is found with a clock that goes by the work alone, see `WorkClock`."""
+    own = msgspec.structs.replace(
+        assignment(path), attention_backend="torch", layer_kernels="torch"
+    )
+    with WorkClock(ms_per_operator, ms_per_number) as clock:
+        stopwatch = HostStopwatch(clock.now_s)
+        return cost_measurement._measure(own, torch.device("cpu"), stopwatch, most_table_bytes)
+
+
+@pytest.mark.parametrize("share_of_table", [2, 16])
+def test_a_fixed_cost_of_a_call_counts_once_however_little_of_the_head_is_timed(
+    share_of_table: int,
+) -> None:
+    path, table_bytes = tiny_model("qwen3"), VOCAB_SIZE * 64 * 4
+    whole = costs_by_work(path, None, 0.02, 1e-5)
+    part = costs_by_work(path, table_bytes // share_of_table, 0.02, 1e-5)
+    assert part.head_ms == pytest.approx(whole.head_ms)
+    assert part.layers_ms == pytest.approx(whole.layers_ms)
+    assert part.embedding_ms == pytest.approx(whole.embedding_ms)
+    # A good part of it is fixed: with a quarter of the time for the dozens of operators it grows.
+    assert costs_by_work(path, None, 0.0, 1e-5).head_ms < 0.8 * whole.head_ms
+
+
+@pytest.mark.parametrize("share_of_table", [None, 18])
+def test_the_head_of_a_model_on_four_gpus_does_not_take_all_layers_from_the_last_stage(
+    tmp_path: Path, share_of_table: int | None
+) -> None:
+    """36 layers of 0.11 ms, of which 0.08 are for as many operators, and a head of 0.36. Were its
+    operators multiplied by the share of the table, the last stage would have three layers."""
+    config = json.loads((tiny_model("qwen3") / "config.json").read_text())
+    config |= {"num_hidden_layers": 36, "layer_types": None, "vocab_size": VOCAB_OF_A_LARGE_HEAD}
+    config["max_position_embeddings"] = 16  # keeps the attention of the stand-in's layers small
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    operators, numbers = (
+        costs_by_work(tmp_path, None, *unit).layers_ms[0] for unit in ((1.0, 0.0), (0.0, 1.0))
+    )
+    table_bytes = VOCAB_OF_A_LARGE_HEAD * config["hidden_size"] * 4
+    most_bytes = None if share_of_table is None else table_bytes // share_of_table
+    costs = costs_by_work(tmp_path, most_bytes, 0.08 / operators, 0.03 / numbers)
+    assert costs.layers_ms == (pytest.approx(0.11),) * 36
+    assert costs.head_ms == pytest.approx(0.36, abs=0.005)
+    assert balanced_layer_counts([costs] * 4) == (10, 10, 10, 6)
+
+
+def test_the_whole_head_is_timed_on_a_gpu_and_a_part_of_it_on_a_cpu() -> None:
+    spec = read_model_spec(tiny_model("qwen3"))
+    assert cost_measurement._table_sizes(
+        spec, 4, cost_measurement._most_table_bytes(torch.device("cuda"))
+    ) == [VOCAB_SIZE]
+    large = dataclasses.replace(spec, vocab_size=10**6)
+    limit_bytes = cost_measurement._most_table_bytes(torch.device("cpu"))
+    assert limit_bytes == 64 * 2**20
+    assert cost_measurement._table_sizes(large, 4, limit_bytes) == [2**16, 2**18]
+    assert cost_measurement._table_sizes(
+        large, 4, cost_measurement._most_table_bytes(torch.device("cuda"))
+    ) == [10**6]
+
+
+def test_noise_makes_no_row_of_the_head_cheaper_than_nothing_or_dearer_than_all_of_it() -> None:
+    assert cost_measurement._head_ms([10], [3.0], 10) == 3.0
+    # 1 ms and 0.2 a row; then no slope, a negative one, and one steeper than from nothing.
+    assert cost_measurement._head_ms([5, 10], [2.0, 3.0], 100) == pytest.approx(21.0)
+    assert cost_measurement._head_ms([5, 10], [3.0, 3.0], 100) == 3.0
+    assert cost_measurement._head_ms([5, 10], [3.5, 3.0], 100) == 3.0
+    assert cost_measurement._head_ms([5, 10], [0.1, 3.0], 100) == pytest.approx(30.0)
+
+
+def test_a_model_of_few_positions_is_measured_as_well() -> None:
+    spec = dataclasses.replace(read_model_spec(tiny_model("qwen3")), context_length=3)
+    inputs = cost_measurement._typical_inputs(spec, 16, torch.device("cpu"))
+    assert inputs.num_tokens == TYPICAL_STEP.decodes + 2
+    assert len(inputs.sampling) == TYPICAL_STEP.decodes

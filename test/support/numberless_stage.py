@@ -1,0 +1,87 @@
+"""A stage on torch's meta device, where tensors have a shape and a memory size but no numbers.
+
+It takes the branches of a GPU, costs no time at any size, and fails where a number is read.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from sgl_pipeline.pp_runner.held_layers import HeldLayers
+from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
+from sgl_pipeline.pp_runner.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.step_inputs import PagedLayout, StepInputs, build_step_inputs
+from sgl_pipeline.requests import GREEDY
+from sgl_pipeline.step_plan import INT32, MirroredChunk, MirroredRequest
+
+META = torch.device("meta")
+PAGE_SIZE = 4
+
+
+class QueriesAsTheyAre:
+    """Stands in for the attention, whose kernels on a GPU are no operators of torch."""
+
+    def plan(self, layout: PagedLayout) -> None:
+        pass
+
+    def attend(
+        self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor
+    ) -> torch.Tensor:
+        return query.clone()
+
+
+class WeightsWithoutNumbers:
+    """A `WeightSource` of bf16 tensors."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, int] = {}
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=META)
+
+
+class NumberlessStage:
+    """All of a model in one stage, in bf16."""
+
+    def __init__(self, spec: ModelSpec, num_pages: int = 64) -> None:
+        self.model = StageModel.build(
+            spec,
+            WeightsWithoutNumbers(),
+            device=META,
+            kernels=TorchKernels(),
+            layers=range(spec.num_layers),
+            is_first=True,
+            is_last=True,
+        )
+        layers = range(spec.num_layers)
+        shape = spec.attention_shape(PAGE_SIZE, torch.bfloat16, META)
+        self._held_layers = HeldLayers(self.model, KvPool(layers, shape, num_pages))
+
+    def inputs(self, chunks: Sequence[MirroredChunk]) -> StepInputs:
+        def upload(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+            return [torch.from_numpy(values).to(META) for values in arrays]
+
+        return build_step_inputs(chunks, PAGE_SIZE, META, upload)
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        layers = range(self.model.spec.num_layers)
+        return self._held_layers.forward(layers, inputs, None, QueriesAsTheyAre())
+
+
+def prompt_chunk(num_tokens: int) -> MirroredChunk:
+    """A whole prompt."""
+    request = MirroredRequest(
+        handle=0,
+        sampling=GREEDY,
+        prompt_length=num_tokens,
+        tokens=array(INT32, [0]) * num_tokens,
+        pages=array(INT32, range(-(-num_tokens // PAGE_SIZE))),
+    )
+    return MirroredChunk(request, 0, num_tokens, samples=True)
