@@ -101,6 +101,8 @@ def check_blocks(
     contents: PlanContents, shape: AttentionShape, key_counts: Sequence[int], rows: Sequence[int]
 ) -> None:
     """Every tile of a request's rows meets every chunk of its keys in one block."""
+    # FA2 is compiled for these alone; a tile of 32 rows would be a symbol that nothing defines.
+    assert contents.tile_rows in (1, 16, 64, 128)
     group = shape.num_query_heads // shape.num_kv_heads
     expected = set()
     for request, (keys, own_rows) in enumerate(zip(key_counts, rows, strict=True)):
