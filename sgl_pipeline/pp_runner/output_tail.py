@@ -115,7 +115,7 @@ class _Drawn:
     def _settle(
         self, drawn_ids: list[int], logits: torch.Tensor, numbers: list[torch.Tensor]
     ) -> list[int]:
-        """`drawn_ids` with none undecided; corrects `numbers`, those of `logprobs`, where needed."""
+        """`drawn_ids` with none undecided; corrects `numbers`, those of `logprobs`."""
         # The next steps may be launched already: not behind them.
         with self.download.beside_kernels(logits):
             token_ids = self.drawn.settle(drawn_ids)
