@@ -187,7 +187,7 @@ def main() -> None:
 
 
 def _in_huge_pages() -> None:
-    """Starts over, once, with the memory that `managers/stage_launcher.py` gives to stages."""
+    """Starts over, once, with the memory that `stages/stage_processes.py` gives to stages."""
     if "GLIBC_TUNABLES" not in os.environ:
         os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
         os.execv(sys.executable, [sys.executable, "-m", "benchmark.kernels_cpu", *sys.argv[1:]])

@@ -17,7 +17,6 @@ from benchmark.make_model import PRESETS
 from benchmark.turns import Row, flops_per_ms, read_bytes_per_ms, take_turns
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
-from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.backend import (
     HeadNorms,
@@ -27,8 +26,9 @@ from sgl_pipeline.pp_runner.layer_kernels.backend import (
 )
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.model_spec import ModelSpec, read_model_spec
-from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest

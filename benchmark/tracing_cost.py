@@ -23,7 +23,7 @@ from benchmark.dated_result import markdown_table, save_result
 from benchmark.serving_report import spread
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
-from sgl_pipeline.managers.trace_files import TraceFiles
+from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore

@@ -1,8 +1,8 @@
 """The server's configuration, in frozen sections; each class takes its own section, not the lot.
 
-`managers/server_args.py` fills them from the command line, whose defaults are the ones written
-here, once. What is measured (page counts, free memory) never comes back into these: it arrives in
-messages.
+`managers/command_line/server_args.py` fills them from the command line, whose defaults are the
+ones written here, once. What is measured (page counts, free memory) never comes back into these: it
+arrives in messages.
 """
 
 from dataclasses import dataclass, field

@@ -25,9 +25,9 @@ from sgl_pipeline.process_lifetime import die_with_parent
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+    from sgl_pipeline.managers.command_line.upstream_arguments import SglangServerArgs
     from sgl_pipeline.managers.run_directory import RunDirectory
-    from sgl_pipeline.managers.stage_processes import StageProcesses
-    from sgl_pipeline.managers.upstream_arguments import SglangServerArgs
+    from sgl_pipeline.managers.stages.stage_processes import StageProcesses
 
 _SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 _EXIT_INTERRUPTED = 130
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         supported = " or ".join(f"{major}.{minor}" for major, minor in _SUPPORTED_PYTHONS)
         return _fail(f"Python {supported} is needed, this is {sys.version.split()[0]}")
     from sgl_pipeline.managers.run_directory import RunDirectory
-    from sgl_pipeline.managers.stage_processes import StageProcesses
+    from sgl_pipeline.managers.stages.stage_processes import StageProcesses
 
     try:
         run_directory = RunDirectory()
@@ -104,8 +104,8 @@ def _run_scheduler(
     *upstream: Any,
     **more: Any,
 ) -> None:
-    from sgl_pipeline.managers.main_process_workers import MainProcessWorkers
     from sgl_pipeline.managers.scheduler_process import run_scheduler_process
+    from sgl_pipeline.managers.stages.main_process_workers import MainProcessWorkers
 
     source = MainProcessWorkers(worker_pipe)
     run_scheduler_process(pipeline_args, stage_pids, source, *upstream, **more)
@@ -122,7 +122,10 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
     stages.start_unchecked(argv)
     gc.disable()  # SGLang's imports make millions of objects, and hardly any garbage
     _prepare_imports()
-    from sgl_pipeline.managers.server_args import check_port_is_free, parse_command_line
+    from sgl_pipeline.managers.command_line.server_args import (
+        check_port_is_free,
+        parse_command_line,
+    )
 
     plan = parse_command_line(argv)
     host, port = plan.upstream.host, plan.upstream.port
@@ -137,8 +140,8 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
     from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
     from sgl_pipeline.managers.entrance.route_guard import guard_routes
     from sgl_pipeline.managers.entrance.streamed_calls import read_calls_piece_by_piece
-    from sgl_pipeline.managers.load_report import loads_path
-    from sgl_pipeline.managers.main_process_workers import serve_worker_requests
+    from sgl_pipeline.managers.reports.load_report import loads_path
+    from sgl_pipeline.managers.stages.main_process_workers import serve_worker_requests
 
     app.add_middleware(OllamaErrors)
     read_calls_piece_by_piece()

@@ -23,7 +23,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
     The penalties look at the output tokens alone, as SGLang's do. `logit_bias` holds pairs of token
     id and what is added to its logit, each id once. `masked_token_ids` cannot be drawn before there
     are `min_new_tokens` output tokens. All ids are of the vocabulary, and how many there may be is
-    bounded where the spec is made (`managers/sglang_requests.py`).
+    bounded where the spec is made (`managers/front/sglang_requests.py`).
     """
 
     temperature: float = 1.0
@@ -65,7 +65,7 @@ class LogprobSpec(msgspec.Struct, frozen=True, array_like=True):
     position from `prompt_start` on gives one, and in any case the prompt's last, which tells of the
     first output token: for the output alone `prompt_start` is the prompt's length. All ids are of
     the vocabulary, and the counts are bounded where the spec is made
-    (`managers/sglang_requests.py`).
+    (`managers/front/sglang_requests.py`).
     """
 
     prompt_start: int
@@ -97,7 +97,7 @@ class FinishReason:
 
 
 class StopCheck(Protocol):
-    """A stop rule that needs more than token ids (text: `managers/stop_text.py`)."""
+    """A stop rule that needs more than token ids (text: `managers/front/stop_text.py`)."""
 
     def __call__(self, output_ids: list[int]) -> FinishReason | None:
         """Called once for each new output token, with all output ids so far."""

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from benchmark.demo_model.evaluate import Reply, held_out_questions, score
 from sgl_pipeline.args import POLICIES, ThrottleArgs
-from sgl_pipeline.managers.model_files import DEMO_MODEL
+from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 from sgl_pipeline.requests import GREEDY, Request, StopRules
 
 QUESTIONS_PER_TASK = 25

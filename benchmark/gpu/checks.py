@@ -16,11 +16,11 @@ from benchmark.gpu.lone_stage import LoneStage, StagePlace, kernels_for
 from benchmark.gpu.shapes import Extent, Step, decode_step, mixed_step, prefill_step
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
-from sgl_pipeline.pp_runner.checkpoint import DummyWeights
 from sgl_pipeline.pp_runner.kernel_choice import choose_attention_backend, make_attention_backend
-from sgl_pipeline.pp_runner.model_spec import ModelSpec
-from sgl_pipeline.pp_runner.sampler import Sampler
-from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.checkpoint import DummyWeights
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.output.sampler import Sampler
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout
 from sgl_pipeline.requests import SamplingSpec
 from sgl_pipeline.stage_plan import StagePlan

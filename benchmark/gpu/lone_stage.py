@@ -15,8 +15,8 @@ from sgl_pipeline.messages import StageAssignment, StageReport
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
-from sgl_pipeline.pp_runner.model_spec import ModelSpec
-from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.requests import GREEDY, LogprobSpec, SamplingSpec
 from sgl_pipeline.stage_plan import StagePlan

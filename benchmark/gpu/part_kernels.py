@@ -31,7 +31,7 @@ from benchmark.gpu.shapes import (
     spec_of,
 )
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 
 # Kind of step: the steps that stand for it.
 _STEPS = {

@@ -21,8 +21,8 @@ import zmq
 from benchmark.gpu.shapes import MODELS, PAGE_SIZE, spec_of
 from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs
 from sgl_pipeline.errors import StageFailure
-from sgl_pipeline.managers.stage_launcher import StageLauncher
-from sgl_pipeline.managers.stage_processes import StageProcesses
+from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
+from sgl_pipeline.managers.stages.stage_processes import StageProcesses
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.stage_orders import OrderStream
 from sgl_pipeline.stage_timing import StageTiming

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmark.make_model import PRESETS, Preset
-from sgl_pipeline.pp_runner.model_spec import ModelSpec, model_spec
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, model_spec
 
 PAGE_SIZE = 16  # tokens, the server's default
 

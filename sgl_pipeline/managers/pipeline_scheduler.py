@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from sgl_pipeline.errors import ProtocolError, RequestError
-from sgl_pipeline.managers.control_requests import ControlDesk
+from sgl_pipeline.managers.front.control_requests import ControlDesk
+from sgl_pipeline.managers.front.sglang_io import AbortRequest, Received, SglangFront
 from sgl_pipeline.managers.garbage import collect_at_leisure
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest
-from sgl_pipeline.managers.load_report import LoadReport
-from sgl_pipeline.managers.profile_desk import ProfileDesk
-from sgl_pipeline.managers.server_info import describe_state
-from sgl_pipeline.managers.sglang_io import AbortRequest, Received, SglangFront
-from sgl_pipeline.managers.stage_launcher import StageLauncher
-from sgl_pipeline.managers.status_line import StatusLine
-from sgl_pipeline.managers.trace_files import TraceFiles
+from sgl_pipeline.managers.reports.load_report import LoadReport
+from sgl_pipeline.managers.reports.profile_desk import ProfileDesk
+from sgl_pipeline.managers.reports.server_info import describe_state
+from sgl_pipeline.managers.reports.status_line import StatusLine
+from sgl_pipeline.managers.reports.trace_files import TraceFiles
+from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.messages import FromWorker, ProfileReply, StageReport
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
@@ -30,7 +30,7 @@ from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import WAITED_TOO_LONG
 
 if TYPE_CHECKING:
-    from sgl_pipeline.managers.metrics_report import MetricsReport
+    from sgl_pipeline.managers.reports.metrics_report import MetricsReport
 
 logger = logging.getLogger(__name__)
 

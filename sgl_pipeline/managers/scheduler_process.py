@@ -20,29 +20,29 @@ from sglang.srt.utils import configure_logger
 from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from sgl_pipeline.managers.command_line.model_files import ModelLimits, load_tokenizer, model_limits
+from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
+from sgl_pipeline.managers.front.sglang_io import SglangFront
 from sgl_pipeline.managers.garbage import postpone_full_collections
 from sgl_pipeline.managers.grammars.channel import CompilerSetup
 from sgl_pipeline.managers.grammars.client import GrammarCompilerClient
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammars.vocabulary import NoGrammarsError, read_vocabulary
-from sgl_pipeline.managers.load_report import LoadReport, loads_path
-from sgl_pipeline.managers.model_files import ModelLimits, load_tokenizer, model_limits
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
-from sgl_pipeline.managers.reasoning_tokens import ReasoningMarks
-from sgl_pipeline.managers.server_info import describe_start
-from sgl_pipeline.managers.sglang_io import SglangFront
-from sgl_pipeline.managers.stage_launcher import StageLauncher
-from sgl_pipeline.managers.trace_files import TraceFiles
+from sgl_pipeline.managers.reports.load_report import LoadReport, loads_path
+from sgl_pipeline.managers.reports.server_info import describe_start
+from sgl_pipeline.managers.reports.trace_files import TraceFiles
+from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 from sgl_pipeline.pipeline.worker_source import WorkerSource
-from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.trace import StepWriter, TraceWriter
 
 if TYPE_CHECKING:
-    from sgl_pipeline.managers.metrics_report import MetricsReport
+    from sgl_pipeline.managers.reports.metrics_report import MetricsReport
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ def _open_metrics(
 ) -> "MetricsReport | None":
     if not server_args.enable_metrics:
         return None
-    from sgl_pipeline.managers.metrics_report import MetricsReport
+    from sgl_pipeline.managers.reports.metrics_report import MetricsReport
 
     return MetricsReport(
         server_args,

@@ -1,8 +1,8 @@
 """The workers of one pipeline: who has come, which stage each fills, how far it has got.
 
-Driven by `managers/stage_launcher.py`, which brings the workers' messages and sends what this
-answers. A worker may come at any time, and each goes its own way: greeted, measured where layers
-are split by time, assigned, loaded, ready. Does no I/O.
+Driven by `managers/stages/stage_launcher.py`, which brings the workers' messages and sends what
+this answers. A worker may come at any time, and each goes its own way: greeted, measured where
+layers are split by time, assigned, loaded, ready. Does no I/O.
 """
 
 import logging

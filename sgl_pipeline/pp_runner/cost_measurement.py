@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
 from sgl_pipeline.pp_runner.cuda.kernel_stopwatch import CudaTimeline, KernelStopwatch
-from sgl_pipeline.pp_runner.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.device import open_device, pin_threads, release_memory
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
@@ -25,10 +24,11 @@ from sgl_pipeline.pp_runner.kernel_choice import (
 )
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, RmsNorm
-from sgl_pipeline.pp_runner.model_spec import ModelSpec, read_model_spec
-from sgl_pipeline.pp_runner.rotary import RotaryEmbedding
-from sgl_pipeline.pp_runner.sampler import Sampler
-from sgl_pipeline.pp_runner.stage_model import OutputHead
+from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
+from sgl_pipeline.pp_runner.model.stage_model import OutputHead
+from sgl_pipeline.pp_runner.output.sampler import Sampler
 from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.stopwatch import HostStopwatch, Stopwatch
 from sgl_pipeline.requests import SamplingSpec

@@ -7,8 +7,8 @@ is a constant with a name.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sgl_pipeline.pp_runner.model_spec import ModelSpec
-from sgl_pipeline.pp_runner.sampler import sampler_memory_bytes, settling_memory_bytes
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.output.sampler import sampler_memory_bytes, settling_memory_bytes
 
 # Of each process, for the CUDA context and the code of its kernels. Only where several processes
 # share a GPU: the context of one alone is measured.

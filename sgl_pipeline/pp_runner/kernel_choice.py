@@ -21,7 +21,6 @@ from sgl_pipeline.pp_runner.cuda.first_calls import call_layer_kernels, plan_dec
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder
 from sgl_pipeline.pp_runner.cuda.graphed_layers import GraphedLayers
 from sgl_pipeline.pp_runner.cuda.kernel_builds import building_kernels
-from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import (
@@ -29,7 +28,8 @@ from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import (
     FlashInferKernels,
 )
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.moe import groups_stay_on_device
+from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
+from sgl_pipeline.pp_runner.model.moe import groups_stay_on_device
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from sgl_pipeline.pp_runner.gpu_memory import (
 )
 from sgl_pipeline.pp_runner.kernel_choice import choose_attention_backend, choose_graphs
 from sgl_pipeline.pp_runner.kv_pool import kv_page_bytes
-from sgl_pipeline.pp_runner.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 

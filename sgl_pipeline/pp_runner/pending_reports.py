@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sgl_pipeline.messages import StageReport
-from sgl_pipeline.pp_runner.output_tail import PendingOutputs
+from sgl_pipeline.pp_runner.output.output_tail import PendingOutputs
 from sgl_pipeline.pp_runner.step_inputs import StepInputs
 from sgl_pipeline.requests import LogprobRows
 from sgl_pipeline.stage_timing import StageTiming

@@ -1,8 +1,8 @@
 """The entry of a stage worker: `python -m sgl_pipeline.pp_runner.stage_process`.
 
-Started by `managers/stage_processes.py`, at the very start of a server. Binds its life to the
-parent's before it imports torch, which takes seconds in which Ctrl-C or a wrong flag may end the
-server; hence nothing heavy at the top. What a worker does is `stage_worker.py`.
+Started by `managers/stages/stage_processes.py`, at the very start of a server. Binds its life to
+the parent's before it imports torch, which takes seconds in which Ctrl-C or a wrong flag may end
+the server; hence nothing heavy at the top. What a worker does is `stage_worker.py`.
 """
 
 import argparse

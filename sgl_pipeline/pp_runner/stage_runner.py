@@ -12,7 +12,6 @@ from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.device import make_download, make_upload
-from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     choose_graphs,
@@ -21,9 +20,10 @@ from sgl_pipeline.pp_runner.kernel_choice import (
 )
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.links.activation_link import ActivationLink
-from sgl_pipeline.pp_runner.output_tail import OutputTail, Tail
+from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
+from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.output.output_tail import OutputTail, Tail
 from sgl_pipeline.pp_runner.pending_reports import PendingReport, PreparedStep, StepClock
-from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_plan import MirrorSnapshot, RequestMirror, StepPlan

@@ -34,9 +34,9 @@ from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_laye
 from sgl_pipeline.pp_runner.kv_capacity import kv_page_capacity
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
-from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.pending_reports import PendingReports
-from sgl_pipeline.pp_runner.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.pp_runner.worker_hello import worker_hello

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
-from sgl_pipeline.pp_runner.held_layers import HeldLayers
+from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.step_inputs import StepInputs
 
 

@@ -40,7 +40,8 @@ SEARCH_SPACE: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "greedy-queue": {"max_prefill_tokens": _BUDGETS},
 }
 
-# The server's flag of each parameter; test/managers/test_server_args.py holds them to its parser.
+# The server's flag of each parameter, held to its parser by
+# test/managers/command_line/test_server_args.py.
 FLAGS = {
     "policy": "--policy",
     "prefill_spread_steps": "--prefill-spread-steps",

@@ -6,7 +6,7 @@ from support.stage_chain import StageChain, new_request
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmark.make_model import PRESETS, main, make_model
-from sgl_pipeline.pp_runner.model_spec import model_spec
+from sgl_pipeline.pp_runner.model.model_spec import model_spec
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-tied", "tiny-moe"])

@@ -12,13 +12,13 @@ from support.pipelines import make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ProtocolError, StageFailure
+from sgl_pipeline.managers.front.sglang_io import AbortRequest, ControlRequest
 from sgl_pipeline.managers.grammars.channel import CompileJob
 from sgl_pipeline.managers.grammars.compilation import Compilation
 from sgl_pipeline.managers.grammars.queue import GrammarQueue
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, GrammarSpec
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
-from sgl_pipeline.managers.sglang_io import AbortRequest, ControlRequest
-from sgl_pipeline.managers.trace_files import TraceFiles
+from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.messages import StageReady, StageReport
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import FinishReason, Request

@@ -18,7 +18,7 @@ import zmq
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.grammars.queue import NoGrammars
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
-from sgl_pipeline.managers.trace_files import TraceFiles
+from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore

@@ -14,7 +14,7 @@ from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.migration.partition import balanced_layer_counts
 from sgl_pipeline.pp_runner import cost_measurement
 from sgl_pipeline.pp_runner.cost_measurement import measure_stage_costs
-from sgl_pipeline.pp_runner.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.stopwatch import HostStopwatch
 from sgl_pipeline.stage_costs import TYPICAL_STEP, StageCosts
 from sgl_pipeline.stage_plan import StagePlan

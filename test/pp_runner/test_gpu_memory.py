@@ -9,7 +9,7 @@ from sgl_pipeline.pp_runner.gpu_memory import (
     StageNeeds,
     kv_room,
 )
-from sgl_pipeline.pp_runner.model_spec import ModelSpec, model_spec
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, model_spec
 
 MIB, GIB = 2**20, 2**30
 NO_NEEDS = StageNeeds(0, 0, 0, 0)

@@ -12,7 +12,7 @@ from sgl_pipeline.pp_runner.kv_capacity import (
     KvCapacity,
     kv_page_capacity,
 )
-from sgl_pipeline.pp_runner.model_spec import model_spec
+from sgl_pipeline.pp_runner.model.model_spec import model_spec
 from sgl_pipeline.stage_plan import StagePlan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

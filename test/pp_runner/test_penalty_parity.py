@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim
-from sgl_pipeline.pp_runner.logit_adjustments import plan_logit_adjustments
+from sgl_pipeline.pp_runner.output.logit_adjustments import plan_logit_adjustments
 from sgl_pipeline.requests import SamplingSpec
 from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
 

@@ -23,7 +23,7 @@ from sgl_pipeline.messages import (
     ToWorker,
     WorkerFailed,
 )
-from sgl_pipeline.pp_runner.output_tail import Tail
+from sgl_pipeline.pp_runner.output.output_tail import Tail
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.pp_runner.stage_worker import StageWorker, exit_code_of

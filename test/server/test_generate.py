@@ -8,7 +8,7 @@ import pytest
 import requests
 from transformers import AutoConfig, AutoTokenizer
 
-from sgl_pipeline.managers.model_files import DEMO_MODEL
+from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 
 pytestmark = pytest.mark.multiproc
 SUM = "<|user|>What is 17 + 25?<|end|><|assistant|>"

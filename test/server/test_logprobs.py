@@ -12,7 +12,7 @@ from support.greedy_oracle import reference_model
 from support.live_server import LiveServer
 from transformers import AutoTokenizer
 
-from sgl_pipeline.managers.model_files import DEMO_MODEL
+from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim
 
 pytestmark = pytest.mark.multiproc

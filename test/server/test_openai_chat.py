@@ -7,7 +7,7 @@ import pytest
 import requests
 from transformers import AutoTokenizer
 
-from sgl_pipeline.managers.model_files import DEMO_MODEL
+from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 
 pytestmark = pytest.mark.multiproc
 MODEL = "sgl-pipeline-demo"

@@ -4,7 +4,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from sgl_pipeline.managers.model_files import DEMO_MODEL
+from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 
 pytestmark = pytest.mark.multiproc
 MODEL = "sgl-pipeline-demo"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_pipeline.managers.model_files import DEMO_MODEL
+from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 
 pytestmark = pytest.mark.multiproc
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,6 +1,6 @@
 """What penalties, logit bias and min_new_tokens make of a row of logits: one token at a time.
 
-The judge of `pp_runner/logit_adjustments.py`, in Python floats, from SGLang's rules alone.
+The judge of `pp_runner/output/logit_adjustments.py`, in Python floats, from SGLang's rules alone.
 """
 
 import math

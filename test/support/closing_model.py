@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from sgl_pipeline.managers.model_files import DEMO_MODEL
+from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 
 _CLOSING = '"}])>,:'
 _VOCAB_SIZE = 320

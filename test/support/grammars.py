@@ -9,11 +9,11 @@ from typing import Any
 import xgrammar
 from support.front_model import END_OF_TEXT, TURN_END, VOCAB_SIZE, byte_tokenizer
 
+from sgl_pipeline.managers.command_line.model_files import ModelLimits
 from sgl_pipeline.managers.grammars.channel import CompiledJob, CompileJob, CompilerSetup
 from sgl_pipeline.managers.grammars.compilation import Compilation
 from sgl_pipeline.managers.grammars.spec import GrammarSpec, grammar_of
 from sgl_pipeline.managers.grammars.vocabulary import GrammarVocabulary, read_vocabulary
-from sgl_pipeline.managers.model_files import ModelLimits
 
 LIMITS = ModelLimits(256, VOCAB_SIZE, frozenset({TURN_END, END_OF_TEXT}))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_pipeline.pp_runner.output_tail import Outputs
+from sgl_pipeline.pp_runner.output.output_tail import Outputs
 from sgl_pipeline.pp_runner.step_inputs import StepInputs
 from sgl_pipeline.step_plan import MirroredChunk
 

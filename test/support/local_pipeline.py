@@ -17,9 +17,9 @@ from sgl_pipeline.messages import StageAssignment, StageReport
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
-from sgl_pipeline.pp_runner.model_spec import read_model_spec
-from sgl_pipeline.pp_runner.output_tail import Tail
-from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.output.output_tail import Tail
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import StepScheduler, TokenEvent

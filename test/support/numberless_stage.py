@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.model_spec import ModelSpec
-from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout, StepInputs, build_step_inputs
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.step_plan import INT32, MirroredChunk, MirroredRequest

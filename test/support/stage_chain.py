@@ -12,7 +12,6 @@ import torch
 from support.microbatches import microbatch_of
 
 from sgl_pipeline.microbatch import Chunk
-from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     choose_layer_kernels,
@@ -20,8 +19,9 @@ from sgl_pipeline.pp_runner.kernel_choice import (
     make_layer_kernels,
 )
 from sgl_pipeline.pp_runner.kv_pool import KvPool
-from sgl_pipeline.pp_runner.model_spec import read_model_spec
-from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
+from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
 from sgl_pipeline.requests import GREEDY, Request, SamplingSpec, StopRules
 from sgl_pipeline.stage_plan import StagePlan

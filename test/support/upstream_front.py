@@ -9,9 +9,9 @@ from sglang.srt.managers import io_struct
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.front_model import CONTEXT_LENGTH, TURN_END, VOCAB_SIZE, byte_tokenizer
 
-from sgl_pipeline.managers.model_files import ModelLimits
-from sgl_pipeline.managers.reasoning_tokens import ReasoningMarks
-from sgl_pipeline.managers.sglang_io import SglangFront
+from sgl_pipeline.managers.command_line.model_files import ModelLimits
+from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
+from sgl_pipeline.managers.front.sglang_io import SglangFront
 
 POOL_TOKENS = 128
 WAIT_MS = 2000

@@ -14,8 +14,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.managers.stop_regex import StopRegexes
-from sgl_pipeline.managers.stop_text import check_stop_strings
+from sgl_pipeline.managers.front.stop_regex import StopRegexes
+from sgl_pipeline.managers.front.stop_text import check_stop_strings
 
 # What Python raises where upstream takes apart a body whose form it has not checked. Such a request
 # is refused, and logged, since a mistake of upstream's own would look the same.

@@ -10,7 +10,7 @@ from typing import Any
 import xgrammar
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 
-from sgl_pipeline.managers.model_files import ModelLimits
+from sgl_pipeline.managers.command_line.model_files import ModelLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,14 @@ def plan_decode_and_prefill(attention: AttentionBackend, shape: AttentionShape) 
 
 @torch.inference_mode()
 def call_layer_kernels(kernels: LayerKernels, dtype: torch.dtype, device: torch.device) -> None:
-    """Runs norm, gate and heads on one row of zeros in `dtype` on `device`."""
+    """Runs norms, gate and heads on one row of zeros in `dtype` on `device`."""
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
 
-    kernels.norm(zeros(1, _HEAD_DIM), RmsNorm(zeros(_HEAD_DIM), 1e-6))
+    norm = RmsNorm(zeros(_HEAD_DIM), 1e-6)
+    kernels.norm(zeros(1, _HEAD_DIM), norm)
+    kernels.add_norm(zeros(1, _HEAD_DIM), zeros(1, _HEAD_DIM), norm)
     kernels.gate(zeros(1, 2 * _HEAD_DIM))
     half = zeros(1, _HEAD_DIM // 2, dtype=torch.float32)
     pages = (zeros(1, _PAGE_SIZE, 1, _HEAD_DIM), zeros(1, _PAGE_SIZE, 1, _HEAD_DIM))

@@ -30,8 +30,8 @@ from sgl_pipeline.pp_runner.cuda.captured_step import (
 )
 from sgl_pipeline.pp_runner.cuda.graph_recorder import GraphRecorder
 from sgl_pipeline.pp_runner.gpu_memory import layer_row_bytes
-from sgl_pipeline.pp_runner.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout, StepInputs
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from benchmark.gpu.pipelines import (
 )
 from benchmark.gpu.script import PlanWriter, Script
 from sgl_pipeline.errors import StageFailure
-from sgl_pipeline.managers.stage_launcher import StageLauncher
+from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.stage_timing import StageTiming

@@ -8,6 +8,7 @@ from support.grammars import LIMITS, setup, vocabulary
 from support.pipelines import make_request
 
 from sgl_pipeline.errors import RequestError
+from sgl_pipeline.managers.command_line.model_files import ModelLimits
 from sgl_pipeline.managers.grammars.cache import GrammarCache
 from sgl_pipeline.managers.grammars.channel import CompileJob, FailedJob, FromCompiler
 from sgl_pipeline.managers.grammars.compilation import Compilation
@@ -15,7 +16,6 @@ from sgl_pipeline.managers.grammars.constraint import AfterReasoning, GrammarCon
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, GrammarSpec
 from sgl_pipeline.managers.grammars.vocabulary import NoGrammarsError, read_vocabulary
-from sgl_pipeline.managers.model_files import ModelLimits
 
 
 class ScriptedCompiler:

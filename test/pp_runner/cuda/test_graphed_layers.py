@@ -14,7 +14,6 @@ from support.fake_flashinfer import FakeFlashInferFunctions, Fakes
 from support.real_flashinfer import EmulatedCard, emulated_card
 
 from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
-from sgl_pipeline.pp_runner.checkpoint import DummyWeights
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder, GraphRecorder
 from sgl_pipeline.pp_runner.cuda.graphed_layers import (
     DECODE_ROWS,
@@ -22,13 +21,14 @@ from sgl_pipeline.pp_runner.cuda.graphed_layers import (
     GraphedLayers,
     graph_memory_bytes,
 )
-from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import FlashInferKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.model_spec import model_spec
-from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.checkpoint import DummyWeights
+from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
+from sgl_pipeline.pp_runner.model.model_spec import model_spec
+from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.step_layers import EagerLayers
 from sgl_pipeline.requests import GREEDY

@@ -193,7 +193,7 @@ def test_a_stage_that_starts_compiles_and_fails_there(monkeypatch: pytest.Monkey
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     fakes = Fakes(SHAPE)
     fakes.prefill.plan = fail  # type: ignore[method-assign]
-    monkeypatch.setattr(kernel_choice, "FlashInferAttention", lambda shape: fakes.attention)
+    monkeypatch.setattr(kernel_choice, "FlashInferAttention", lambda *_: fakes.attention)
     with pytest.raises(ConfigurationError) as caught:
         make_attention_backend(BackendChoice("flashinfer"), SHAPE)
     assert "no kernel image" in one_line(caught.value)

@@ -10,14 +10,14 @@ from support.paged_attention import ChunkExtent, layout_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
-from sgl_pipeline.pp_runner.checkpoint import DummyWeights
-from sgl_pipeline.pp_runner.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import FlashInferKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.model_spec import model_spec
-from sgl_pipeline.pp_runner.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.checkpoint import DummyWeights
+from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
+from sgl_pipeline.pp_runner.model.model_spec import model_spec
+from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_inputs import StepInputs
 
 CPU = torch.device("cpu")

@@ -1,0 +1,126 @@
+"""Which model directory is served, and what the front must know of the model in it.
+
+Used by `server_args.py` before anything starts (which directory, which dtype) and by the scheduler
+process (context length, vocabulary, EOS ids, tokenizer). Never reads weights, nor runs code from
+the model's repository.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.managers.command_line.upstream_arguments import SglangServerArgs
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo_model"
+DTYPES = {
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+}
+_NEEDED_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What requests are checked against. `context_length` counts prompt and output tokens."""
+
+    context_length: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+def find_model(model: str | None, revision: str | None, cache_dir: str | None) -> str:
+    """The local directory of `model`: the demo model (None), a path, or a hub id, fetched here.
+
+    Raises ConfigurationError when it is neither a model directory nor a hub id that can be fetched.
+    """
+    if model is None:
+        if not (DEMO_MODEL / "config.json").is_file():
+            raise ConfigurationError(
+                f"the demo model is missing from {DEMO_MODEL}; name a model with --model-path"
+            )
+        return str(DEMO_MODEL)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigurationError(
+                f"--model-path {model} has no config.json: not a model in Hugging Face format"
+            )
+        return str(path.resolve())
+    if not _is_hub_id(model):
+        raise ConfigurationError(
+            f"--model-path {model} does not exist; give a directory, or a hub id like "
+            "Qwen/Qwen3-0.6B"
+        )
+    return _fetch(model, revision, cache_dir)
+
+
+def _is_hub_id(model: str) -> bool:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return not model.startswith(".")
+
+
+def _fetch(model: str, revision: str | None, cache_dir: str | None) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(
+            model, revision=revision, cache_dir=cache_dir, allow_patterns=list(_NEEDED_FILES)
+        )
+    # OSError covers a missing network, a full disk and all of the hub client's connection errors.
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise ConfigurationError(
+            f"--model-path {model} is no local directory and could not be fetched from the hub: "
+            f"{reason}"
+        ) from error
+
+
+def resolve_dtype(asked: str, checkpoint_dtype: str) -> str:
+    """The torch dtype name for `--dtype` (auto: the checkpoint's)."""
+    name = checkpoint_dtype if asked == "auto" else asked
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise ConfigurationError(
+            f"--dtype {asked}: {name} is not supported; choose from {', '.join(sorted(DTYPES))}"
+        ) from None
+
+
+def model_limits(spec: ModelSpec, context_length: int | None, tokenizer: Any) -> ModelLimits:
+    """The limits of requests to the model of `spec`.
+
+    Args:
+        context_length: `--context-length`, or None for the model's own.
+        tokenizer: its EOS id, and what upstream's loader calls its additional stop tokens, are
+            added to the EOS ids of config.json and generation_config.json, because chat models
+            often end a turn with a token that only one of these names.
+    """
+    own_eos = getattr(tokenizer, "eos_token_id", None)
+    named = set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
+    named |= set() if own_eos is None else {own_eos}
+    eos = spec.eos_token_ids | named
+    return ModelLimits(context_length or spec.context_length, spec.vocab_size, eos)
+
+
+def load_tokenizer(server_args: SglangServerArgs) -> Any:
+    """The tokenizer, loaded as upstream's front loads it, so that both see the same text."""
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    return get_tokenizer(
+        server_args.tokenizer_path or server_args.model_path,
+        tokenizer_mode=server_args.tokenizer_mode,
+        trust_remote_code=False,
+        revision=server_args.revision,
+        tokenizer_backend=server_args.tokenizer_backend,
+    )

@@ -1,0 +1,255 @@
+"""The command line: upstream's flags and ours, turned into what each side is told.
+
+Called by `launch_server.py` in the main process, once. Upstream's parser keeps its flags and their
+meaning; `upstream_fields.py` says who acts on each. Starts nothing and never guesses: what cannot
+be honoured ends in a ConfigurationError that names the flag.
+"""
+
+import argparse
+import logging
+import math
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_pipeline.args import GrammarArgs, PipelineArgs, SchedulingArgs, StageArgs, ThrottleArgs
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.layer_partition import parse_layer_partition
+from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
+from sgl_pipeline.managers.command_line.model_files import find_model, resolve_dtype
+from sgl_pipeline.managers.command_line.our_flags import add_our_flags, default_of
+from sgl_pipeline.managers.command_line.upstream_arguments import SglangServerArgs
+from sgl_pipeline.managers.command_line.upstream_fields import UPSTREAM_VALUES, refusal
+from sgl_pipeline.managers.entrance.openai_fields import ServedFeatures
+from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+
+logger = logging.getLogger(__name__)
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+GRAMMAR_BACKENDS = (None, "xgrammar", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """`upstream` is SGLang's ServerArgs, resolved at pp = tp = 1; `pipeline` is all of ours.
+
+    `context_length` is the one in force, in tokens.
+    """
+
+    upstream: SglangServerArgs
+    pipeline: PipelineArgs
+    context_length: int
+
+    @property
+    def features(self) -> ServedFeatures:
+        return ServedFeatures(
+            parses_tool_calls=self.upstream.tool_call_parser is not None,
+            has_completion_template=self.upstream.completion_template is not None,
+        )
+
+
+def parse_command_line(argv: list[str]) -> LaunchPlan:
+    """What `python -m sgl_pipeline.launch_server <argv>` asks for.
+
+    Fetches the model when it is named by a hub id. Raises ConfigurationError for a value that
+    cannot be honoured; argparse itself ends the process for an unknown flag.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    options = _parse(argv)
+    refuse_unsupported(options)
+    model_path = find_model(options.model_path, options.revision, options.download_dir)
+    served_name = options.served_model_name or options.model_path
+    spec = read_model_spec(model_path)
+    dtype = resolve_dtype(options.dtype, spec.dtype)
+    pipeline = _pipeline_args(options, model_path, dtype)
+    stages = pipeline.stages
+    # What it refuses is refused before anything starts.
+    parse_layer_partition(stages.layer_partition, stages.num_stages, spec.num_layers)
+
+    for name, value in UPSTREAM_VALUES.items():
+        setattr(options, name, value)
+    options.model_path, options.dtype = model_path, dtype
+    options.served_model_name = served_name or "sgl-pipeline-demo"
+    upstream = ServerArgs.from_cli_args(options)
+    try:
+        upstream.resolve_once()
+        upstream.check_server_args()
+    except (AssertionError, ValueError, OSError) as error:
+        raise ConfigurationError(f"SGLang refuses these arguments: {error}") from error
+    return LaunchPlan(upstream, pipeline, upstream.context_length or spec.context_length)
+
+
+def refuse_unsupported(options: argparse.Namespace) -> None:
+    """Raises ConfigurationError for the first upstream flag whose value we cannot honour."""
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+
+    for field in msgspec.structs.fields(ServerArgs):
+        if not hasattr(options, field.name):
+            continue
+        reason = refusal(field.name, ServerArgs._NS_BY_FIELD[field.name])
+        default = field.default
+        if default is msgspec.NODEFAULT:
+            default = None if field.required else field.default_factory()
+        value = getattr(options, field.name)
+        if reason is not None and value != default:
+            flag = "--" + field.name.replace("_", "-")
+            raise ConfigurationError(f"{flag} {value} cannot be honoured: {reason}")
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """Raises ConfigurationError when the HTTP server could not listen on `host:port`."""
+    if not 1 <= port <= 65535:
+        raise ConfigurationError(f"--port {port} must be between 1 and 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on --host {host} --port {port}: {error.strerror or error}"
+        ) from error
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(prog="python -m sgl_pipeline.launch_server")
+    ServerArgs.add_cli_args(parser)
+    for action in parser._actions:
+        if action.dest == "model_path":
+            action.required = False
+    add_our_flags(parser)
+    if "--config" in argv:
+        from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+        return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.config is not None:
+        raise ConfigurationError("write --config FILE in two words, or the file is not read")
+    return options
+
+
+def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> PipelineArgs:
+    _check_our_side(options)
+    device = _device(options)
+    stages = StageArgs(
+        num_stages=options.pp_size,
+        layer_partition=options.pp_layer_partition,
+        model_path=model_path,
+        load_format="safetensors" if options.load_format == "auto" else options.load_format,
+        dtype=dtype,
+        device=device,
+        attention_backend=options.stage_attention_backend,
+        prefill_kernels=options.stage_prefill_kernels,
+        graphs=options.stage_graphs,
+        link=options.stage_link,
+        layer_kernels=options.stage_kernels,
+        max_total_tokens=options.max_total_tokens,
+        memory_fraction=_given(options.mem_fraction_static, StageArgs, "memory_fraction"),
+        cpu_threads=options.cpu_threads_per_stage,
+    )
+    scheduling = SchedulingArgs(
+        page_size=_given(options.page_size, SchedulingArgs, "page_size"),
+        schedule_policy=options.schedule_policy,
+        max_running_requests=_given(
+            options.max_running_requests, SchedulingArgs, "max_running_requests"
+        ),
+        max_queued_requests=options.max_queued_requests,
+        radix_cache=not options.disable_radix_cache,
+        accounting=options.accounting,
+        duplicate_prefills=options.duplicate_prefills,
+        preemption_threshold=_preemption_threshold(options),
+        waiting_timeout_s=_timeout_s("SGLANG_REQ_WAITING_TIMEOUT"),
+        running_timeout_s=_timeout_s("SGLANG_REQ_RUNNING_TIMEOUT"),
+        extra_steps_in_flight=options.extra_steps_in_flight,
+    )
+    throttle = ThrottleArgs(
+        policy=options.policy,
+        prefill_spread_steps=options.prefill_spread_steps,
+        max_prefill_tokens=options.chunked_prefill_size,
+        min_prefill_tokens=options.min_prefill_tokens,
+        pause_free_share=options.pause_free_share,
+    )
+    grammars = GrammarArgs(
+        enabled=options.grammar_backend != "none",
+        any_whitespace=not options.constrained_json_disable_any_whitespace,
+        max_whitespace_count=options.constrained_json_max_whitespace_cnt,
+        compile_seconds=options.grammar_compile_seconds,
+        compile_memory_mib=options.grammar_compile_memory_mib,
+        match_ms_per_token=options.grammar_match_ms_per_token,
+    )
+    return PipelineArgs(
+        stages=stages,
+        scheduling=scheduling,
+        throttle=throttle,
+        grammars=grammars,
+        trace_path=options.trace_path,
+        trace_steps=options.trace_steps,
+        drain_timeout_s=options.drain_timeout_s,
+    )
+
+
+def _preemption_threshold(options: argparse.Namespace) -> int | None:
+    if not options.enable_priority_scheduling or options.disable_priority_preemption:
+        return None
+    return int(options.priority_scheduling_preemption_threshold)
+
+
+def _timeout_s(name: str) -> float | None:
+    """Seconds that upstream's environment variable `name` sets; none when it is zero or less."""
+    text = os.environ.get(name, "-1")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise ConfigurationError(f"{name}={text} is no number of seconds")
+    return seconds if seconds > 0 else None
+
+
+def _check_our_side(options: argparse.Namespace) -> None:
+    """Bounds on upstream's flags that our processes act on."""
+    if options.load_format not in LOAD_FORMATS:
+        raise ConfigurationError(
+            f"--load-format {options.load_format} is not supported; "
+            f"choose from {', '.join(LOAD_FORMATS)}"
+        )
+    if options.grammar_backend not in GRAMMAR_BACKENDS:
+        raise ConfigurationError(
+            f"--grammar-backend {options.grammar_backend} is not supported; choose xgrammar or none"
+        )
+    if options.context_length is not None and options.context_length < 2:
+        raise ConfigurationError(f"--context-length {options.context_length} must be at least 2")
+    if options.stream_interval < 1:
+        raise ConfigurationError(f"--stream-interval {options.stream_interval} must be at least 1")
+
+
+def _device(options: argparse.Namespace) -> str:
+    import torch
+
+    asked, has_gpu = options.device, torch.cuda.is_available()
+    if asked in (None, "auto"):
+        asked = "cuda" if has_gpu else "cpu"
+        if not has_gpu and (reason := why_gpu_is_unusable()) is not None:
+            logger.warning("--device auto serves on the CPU: %s", reason)
+    if asked not in ("cpu", "cuda"):
+        raise ConfigurationError(f"--device {asked} is not supported; choose cpu or cuda")
+    if asked == "cuda" and not has_gpu:
+        reason = why_gpu_is_unusable() or "this PyTorch finds no CUDA device"
+        raise ConfigurationError(f"--device cuda: {reason}")
+    if asked == "cpu" and options.mem_fraction_static is not None:
+        raise ConfigurationError(
+            "--mem-fraction-static sizes the KV pool of a GPU; on a CPU use --max-total-tokens"
+        )
+    return str(asked)
+
+
+def _given(value: Any, section: type, name: str) -> Any:
+    return default_of(section, name) if value is None else value

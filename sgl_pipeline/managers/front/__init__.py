@@ -1,0 +1,1 @@
+"""SGLang's sockets and messages: requests in, tokens and answers out."""

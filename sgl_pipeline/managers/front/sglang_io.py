@@ -1,0 +1,335 @@
+"""The scheduler process's sockets to upstream's front: requests in, tokens and replies out.
+
+Used by `pipeline_scheduler.py`. With `sglang_requests.py`, `sglang_output.py` and
+`control_requests.py` the only place that reads upstream's message fields, as typed in
+`upstream_messages.py`. Nothing that arrives here is unpickled, and a message that cannot be read
+ends one request, never the loop.
+"""
+
+import logging
+import time
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Union
+
+import msgspec
+import zmq
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers import io_struct
+from sglang.srt.utils import msgpack_utils
+
+from sgl_pipeline.errors import RequestError
+from sgl_pipeline.managers.command_line.model_files import ModelLimits
+from sgl_pipeline.managers.command_line.upstream_arguments import SglangPortArgs, SglangServerArgs
+from sgl_pipeline.managers.entrance.request_checks import MAX_REQUEST_ID_LENGTH
+from sgl_pipeline.managers.front.control_requests import CONTROL_TYPES
+from sgl_pipeline.managers.front.priority_rules import PriorityRules
+from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
+from sgl_pipeline.managers.front.sglang_output import (
+    OutputCursor,
+    OutputRow,
+    output_message,
+    refusal_row,
+)
+from sgl_pipeline.managers.front.sglang_requests import RequestIntake
+from sgl_pipeline.managers.front.upstream_messages import (
+    AbortMessage,
+    GenerateMessage,
+    SglangMessage,
+)
+from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, grammar_of
+from sgl_pipeline.requests import FinishReason, Request, RequestState
+from sgl_pipeline.scheduling import TokenEvent
+
+logger = logging.getLogger(__name__)
+
+_GENERATE = io_struct.TokenizedGenerateReqInput
+_GENERATE_MANY = io_struct.BatchTokenizedGenerateReqInput
+_EMBED = io_struct.TokenizedEmbeddingReqInput
+_EMBED_MANY = io_struct.BatchTokenizedEmbeddingReqInput
+_REFUSED_TYPES = (_EMBED, _EMBED_MANY)
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    """The front wants these live requests ended. `send_finish` each once it has been done."""
+
+    requests: tuple[Request, ...]
+    finish: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class ControlRequest:
+    """A message about the server, not about a generation: for `control_requests.ControlDesk`."""
+
+    message: SglangMessage
+
+
+Received = Request | ConstrainedRequest | AbortRequest | ControlRequest
+
+
+class SglangFront:
+    """Both directions of the seam.
+
+    Args:
+        server_args: upstream's, resolved and published in this process.
+        port_args: upstream's; the front binds all three sockets.
+        limits: of the model.
+        pool_tokens: tokens that the KV pool holds.
+        tokenizer: see `model_files.load_tokenizer`.
+        reasoning: what is counted as reasoning.
+    """
+
+    def __init__(
+        self,
+        server_args: SglangServerArgs,
+        port_args: SglangPortArgs,
+        limits: ModelLimits,
+        pool_tokens: int,
+        tokenizer: Any,
+        reasoning: ReasoningMarks,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+    ) -> None:
+        self.socket = _connect(context, zmq.PULL, port_args.scheduler_input_ipc_name)
+        self._to_detokenizer = _connect(context, zmq.PUSH, port_args.detokenizer_ipc_name)
+        self._to_tokenizer = _connect(context, zmq.PUSH, port_args.tokenizer_ipc_name)
+        priorities = PriorityRules(
+            server_args.enable_priority_scheduling,
+            server_args.schedule_low_priority_values_first,
+            server_args.abort_on_priority_when_disabled,
+        )
+        self._intake = RequestIntake(
+            limits, pool_tokens, tokenizer, server_args.random_seed, priorities
+        )
+        self._stream_interval = server_args.stream_interval
+        self._reasoning = reasoning
+        self._cursors: dict[str, OutputCursor] = {}
+        # Health checks that the next completed step answers: proof that the stages are alive.
+        self._waiting_health_checks: list[GenerateMessage] = []
+        self._decoder = make_decoder()
+
+    @property
+    def live_requests(self) -> list[Request]:
+        """Requests that have been handed out by `receive` and not been finished."""
+        return [cursor.request for cursor in self._cursors.values()]
+
+    def receive(self) -> list[Received]:
+        """All that has arrived. Requests that cannot be served have been answered already."""
+        received: list[Received] = []
+        refused: list[OutputRow] = []
+        while True:
+            try:
+                payload = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                message = self._decoder.decode(payload)
+            except Exception as error:
+                refused += self._refuse_unreadable(payload, error)
+                continue
+            self._sort(message, received, refused)
+        self._send_rows(list({row.request_id: row for row in refused}.values()))
+        return received
+
+    def send_events(self, events: Iterable[TokenEvent]) -> None:
+        """Sends the new tokens and endings of one completed step."""
+        rows = []
+        for event in events:
+            cursor = self._cursors.get(event.request.request_id)
+            if cursor is None or cursor.request is not event.request:
+                continue
+            if (row := cursor.next_row(event.finish)) is not None:
+                rows.append(row)
+            if event.finish is not None:
+                del self._cursors[event.request.request_id]
+        self._send_rows(rows)
+        for health_check in self._waiting_health_checks:
+            self.reply(io_struct.HealthCheckOutput(), health_check)
+        self._waiting_health_checks.clear()
+
+    def send_finish(self, request: Request, finish: FinishReason) -> None:
+        """Ends a live request outside a step: refused by the scheduler, aborted, stage lost."""
+        cursor = self._cursors.pop(request.request_id, None)
+        if cursor is not None and (row := cursor.next_row(finish)) is not None:
+            self._send_rows([row])
+
+    def end(self, request: Request) -> None:
+        """Ends a live request that the scheduler has finished outside a step."""
+        assert request.finish is not None
+        self.send_finish(request, request.finish)
+
+    def refuse(self, request: Request, error: RequestError) -> None:
+        """Ends a request that the scheduler did not take, with the error's HTTP status."""
+        self.send_finish(
+            request, FinishReason("abort", message=str(error), status_code=error.status_code)
+        )
+
+    def reply(self, message: SglangMessage, to: SglangMessage) -> None:
+        """Sends `message` to the TokenizerManager, as the answer to the control request `to`."""
+        message.http_worker_ipc = to.http_worker_ipc
+        self._to_tokenizer.send(io_struct.msgpack_encode(message))
+
+    def forward_to_detokenizer(self, message: SglangMessage) -> None:
+        """Passes on what concerns every process (logging, garbage collection)."""
+        self._to_detokenizer.send(io_struct.msgpack_encode(message))
+
+    def close(self) -> None:
+        for socket in (self.socket, self._to_detokenizer, self._to_tokenizer):
+            socket.close(linger=500)
+
+    def _sort(
+        self,
+        message: SglangMessage,
+        received: list[Received],
+        refused: list[OutputRow],
+    ) -> None:
+        if isinstance(message, _GENERATE):
+            self._take_generate(message, received, refused)
+        elif isinstance(message, _GENERATE_MANY):
+            for one in message.batch:
+                self._take_generate(one, received, refused)
+        elif isinstance(message, io_struct.AbortReq):
+            self._take_abort(message, received)
+        elif isinstance(message, _REFUSED_TYPES):
+            several = message.batch if isinstance(message, _EMBED_MANY) else [message]
+            refused += [
+                refusal_row(one.rid, "embeddings: not supported by this server", 400)
+                for one in several
+            ]
+        else:
+            received.append(ControlRequest(message))
+
+    def _take_generate(
+        self,
+        message: GenerateMessage,
+        received: list[Received],
+        refused: list[OutputRow],
+    ) -> None:
+        request_id = message.rid
+        if not isinstance(request_id, str) or not 1 <= len(request_id) <= MAX_REQUEST_ID_LENGTH:
+            # Without a usable id there is nobody to answer, but for one that is too long.
+            logger.error("a request with an unusable rid (%.40r) was dropped", request_id)
+            if isinstance(request_id, str) and request_id:
+                text = f"rid: at most {MAX_REQUEST_ID_LENGTH} characters"
+                refused.append(refusal_row(request_id, text, 400))
+            return
+        if request_id in self._cursors:
+            # The front refuses duplicates itself; an answer would end the request that runs.
+            logger.error("request %s is already being served; its double was dropped", request_id)
+            return
+        if request_id.startswith(HEALTH_CHECK_RID_PREFIX) and self._is_running:
+            self._waiting_health_checks.append(message)
+            return
+        try:
+            request = self._intake.build(message, time.monotonic())
+            grammar = grammar_of(message)
+        except RequestError as error:
+            refused.append(refusal_row(request_id, str(error), error.status_code))
+            return
+        except Exception:
+            logger.exception("request %s could not be read", request_id)
+            text = "internal error while the request was read; see the server's log"
+            refused.append(refusal_row(request_id, text, 500))
+            return
+        self._cursors[request_id] = OutputCursor(
+            request, message, self._stream_interval, self._reasoning.counter(message)
+        )
+        received.append(request if grammar is None else ConstrainedRequest(request, grammar))
+
+    def _take_abort(self, message: AbortMessage, received: list[Received]) -> None:
+        if ended := self._matching(message):
+            received.append(AbortRequest(ended, _abort_finish(message.finished_reason or {})))
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether a step must complete soon: one that waits may wait for its grammar."""
+        return any(one.state is RequestState.RUNNING for one in self.live_requests)
+
+    def _matching(self, message: AbortMessage) -> tuple[Request, ...]:
+        """The live requests that an AbortReq names. Upstream matches prefixes; the front names
+        only requests that it knows, so that an exact match is enough and cannot hit a stranger."""
+        if message.abort_all:
+            return tuple(self.live_requests)
+        cursor = self._cursors.get(message.rid or "")
+        return () if cursor is None else (cursor.request,)
+
+    def _refuse_unreadable(self, payload: bytes, error: Exception) -> list[OutputRow]:
+        rids = rids_of(payload)
+        logger.error("a message that cannot be read was refused (%s): %s", rids, error)
+        text = f"the request cannot be read: {error}"
+        return [refusal_row(rid, text, 400) for rid in rids if rid not in self._cursors]
+
+    def _send_rows(self, rows: list[OutputRow]) -> None:
+        if rows:
+            self._to_detokenizer.send(io_struct.msgpack_encode(output_message(rows)))
+
+
+def _abort_finish(reason: Mapping[str, Any]) -> FinishReason:
+    """Why an AbortReq ends requests: for its own reason, or because the client went away."""
+    message = reason.get("message") or "aborted by the client"
+    return FinishReason("abort", message=message, status_code=reason.get("status_code"))
+
+
+def make_decoder() -> "msgspec.msgpack.Decoder[Any]":
+    """A decoder of what the front may send to a scheduler, and of nothing else.
+
+    Upstream's own also accepts pickles and shared-memory handles, at any depth.
+    """
+    accepted = (
+        _GENERATE,
+        _GENERATE_MANY,
+        *_REFUSED_TYPES,
+        io_struct.AbortReq,
+        *CONTROL_TYPES,
+    )
+    return msgspec.msgpack.Decoder(
+        Union[accepted],  # noqa: UP007 - built at run time
+        dec_hook=msgpack_utils.dec_hook,
+        ext_hook=_arrays_only,
+    )
+
+
+def _arrays_only(code: int, data: memoryview) -> "array[int]":
+    if code != msgpack_utils._MSGPACK_EXT_ARRAY:
+        raise msgspec.DecodeError(f"extension {code} is not accepted")
+    decoded: array[int] = msgpack_utils.ext_hook(code, data)
+    return decoded
+
+
+class _Head(msgspec.Struct, array_like=True):
+    """How a message about one request begins."""
+
+    tag: str
+    rid: str | None = None
+
+
+class _ManyHead(msgspec.Struct, array_like=True):
+    """How a message about several requests begins."""
+
+    tag: str
+    rids: list[str] | None = None
+    http_worker_ipcs: list[str | None] | None = None
+    batch: list[_Head] = []
+
+
+def rids_of(payload: bytes) -> list[str]:
+    """The ids of the requests that an unreadable message is about, as far as they can be read."""
+    try:
+        head = msgspec.msgpack.decode(payload, type=_Head)
+        if not head.tag.startswith("Batch"):
+            return [head.rid] if head.rid else []
+        several = msgspec.msgpack.decode(payload, type=_ManyHead)
+    except (msgspec.DecodeError, RecursionError):  # ValidationError is a DecodeError
+        return []
+    return [one.rid for one in several.batch if one.rid]
+
+
+def _connect(
+    context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str
+) -> "zmq.Socket[bytes]":
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.connect(address)
+    return socket

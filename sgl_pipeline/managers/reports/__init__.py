@@ -1,0 +1,1 @@
+"""What the server says of itself: metrics, loads, traces, profiles, the status line."""

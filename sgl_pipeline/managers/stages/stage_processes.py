@@ -1,0 +1,120 @@
+"""The stage worker processes, as the server's main process owns them: started, and surely ended.
+
+Used by `launch_server.py`, which starts them before it imports SGLang, so that torch is imported on
+the other cores meanwhile. They wait for the scheduler process, which binds the address that they
+connect to. Must import neither torch nor sglang.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from sgl_pipeline.pipeline.assignment import num_threads, split_cores
+
+# More are started only once the whole command line has been checked.
+_MOST_UNCHECKED_STAGES = 16
+
+
+class StageProcesses:
+    """The workers of one server, numbered from 0. `close` must be called in the end.
+
+    Args:
+        run_directory: where the socket of `stage_address` will be.
+    """
+
+    def __init__(self, run_directory: str) -> None:
+        self._address = stage_address(run_directory)
+        self._threads: list[int] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        # `close` and `start_another` come from different threads.
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids by worker number. They stay taken until `close`, also when one has ended."""
+        return tuple(process.pid for process in self._processes)
+
+    def start(self, num_stages: int, cpu_threads: int | None) -> None:
+        """Starts a worker for each stage, unless the same ones were started before.
+
+        Args:
+            cpu_threads: compute threads of a stage; None: the cores are split over the stages.
+        """
+        threads = stage_threads(num_stages, cpu_threads)
+        if threads != self._threads:
+            self._kill_all()
+            self._threads = threads
+            for worker, own_threads in enumerate(threads):
+                self._processes.append(self._spawn(worker, own_threads))
+
+    def start_another(self, worker: int) -> int | None:
+        """Starts one more worker, which greets as `worker`. Returns its process id; None when the
+        server is about to end."""
+        with self._lock:
+            if self._is_closed:
+                return None
+            self._processes.append(self._spawn(worker, max(self._threads, default=1)))
+            return self._processes[-1].pid
+
+    def start_unchecked(self, argv: Sequence[str]) -> None:
+        """Starts the workers that `argv` asks for on the face of it; `start` puts right what that
+        got wrong, as it does with abbreviated flags and those of a `--config` file."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument("--pp", "--pp-size", "--pipeline-parallel-size", type=int, default=1)
+        parser.add_argument("--cpu-threads-per-stage", type=int)
+        try:
+            options, _ = parser.parse_known_args(argv)
+        except argparse.ArgumentError:
+            return
+        if 1 <= options.pp <= _MOST_UNCHECKED_STAGES:
+            self.start(options.pp, options.cpu_threads_per_stage)
+
+    def close(self) -> None:
+        """Kills the workers that are left; no other will be started."""
+        with self._lock:
+            self._is_closed = True
+            self._kill_all()
+
+    def _kill_all(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        self._processes.clear()
+
+    def _spawn(self, worker: int, threads: int) -> subprocess.Popen[bytes]:
+        package_root = str(Path(__file__).resolve().parents[3])
+        environment = dict(os.environ)
+        # OpenMP reads these before torch can be told. Threads spin for the next kernel of a step, a
+        # millisecond at most, as waking them takes long; then they sleep, for the neighbours' sake.
+        environment |= {
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        environment.setdefault("GOMP_SPINCOUNT", "20000")
+        # Weights in huge pages: a fifth off a step of few rows, which is bound by reading them.
+        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+        # All stages are on this host; the libraries would listen on its outer interfaces too.
+        environment |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+        paths = [package_root, environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        command = [sys.executable, "-m", "sgl_pipeline.pp_runner.stage_process"]
+        command += ["--address", self._address, "--worker", str(worker)]
+        command += ["--parent", str(os.getpid())]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+
+
+def stage_address(run_directory: str) -> str:
+    """Where the scheduler process meets the workers."""
+    return f"ipc://{run_directory}/stages"
+
+
+def stage_threads(num_stages: int, cpu_threads: int | None) -> list[int]:
+    """Compute threads of each stage, when all of them share the cores of this process."""
+    cores = split_cores(sorted(os.sched_getaffinity(0)), num_stages)
+    return [num_threads(own, cpu_threads) for own in cores]

@@ -1,0 +1,1 @@
+"""The model: its spec, its weights, its layers."""

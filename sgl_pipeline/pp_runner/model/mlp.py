@@ -1,0 +1,50 @@
+"""The gated MLP: all of a dense layer's feed-forward part, or one expert of a sparse one.
+
+Shapes: T rows, H hidden size, F feed-forward size.
+"""
+
+from typing import Protocol
+
+import torch
+
+from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
+from sgl_pipeline.pp_runner.model.families import MlpNames
+from sgl_pipeline.pp_runner.model.layer_tensors import LayerTensors
+
+
+class Mlp(Protocol):
+    """What stands between the second norm of a layer and the residual stream."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns [T, H] for `x` [T, H], in its dtype."""
+
+
+class GatedMlp:
+    """`down(silu(gate(x)) * up(x))` (SwiGLU, arXiv 2002.05202).
+
+    Args:
+        gated_up: to `silu(gate(x)) * up(x)` [T, F].
+        down: back to [T, H].
+    """
+
+    def __init__(self, gated_up: Linear, down: Linear) -> None:
+        self._gated_up = gated_up
+        self._down = down
+
+    @classmethod
+    def load(
+        cls,
+        tensors: LayerTensors,
+        names: MlpNames,
+        hidden_size: int,
+        inner_size: int,
+        has_bias: bool = False,
+    ) -> "GatedMlp":
+        """Reads the MLP that the checkpoint calls `names`."""
+        return cls(
+            tensors.gated_linear(names.gate_up, inner_size, hidden_size, has_bias),
+            tensors.linear((names.down,), (hidden_size,), inner_size, has_bias),
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down(self._gated_up(x))

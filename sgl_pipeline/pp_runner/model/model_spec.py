@@ -1,0 +1,317 @@
+"""What a model is, read from its Hugging Face config: sizes, rotary embedding, biases, EOS ids.
+
+Read by the stage worker, which builds its layers from it, and by `managers/`, which plans the
+stages with it. Must never pass over a config field that changes the maths: what the decoder does
+not compute is refused by name, because a model that runs slightly wrong looks like one that works.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
+from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.model.config_fields import ConfigFields
+from sgl_pipeline.pp_runner.model.families import FAMILIES, Family, TensorNames
+
+Config = Mapping[str, Any]
+
+ROPE_FACTORS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+# Fields whose names sound like maths (see below) but which are read here or concern training.
+_KNOWN_FIELDS = frozenset(
+    "attention_dropout hidden_act head_dim num_attention_heads rms_norm_eps"
+    " rope_parameters rope_scaling rope_theta sliding_window use_sliding_window max_window_layers"
+    " max_position_embeddings tie_word_embeddings attn_implementation _attn_implementation"
+    " _attn_implementation_autoset use_cache chunk_size_feed_forward output_attentions"
+    " num_key_value_heads layer_types".split()
+)
+# An unknown field is refused when its name holds one of these and its value does something.
+_MATHS_WORDS = tuple(
+    "activation alibi attention attn bias chunk clip compress embedding expert factor lora moe"
+    " multiplier norm quant residual rope rotary router scal sliding soft_cap softcap topk vision"
+    " window".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """The rotary embedding: base `theta`, and `factors` by their Hugging Face names
+    (`ROPE_FACTORS[kind]`).
+
+    The first `rotated_share` of a head's dimensions are rotated, in pairs of neighbours where
+    `interleaved`, else of the two halves.
+    """
+
+    theta: float
+    kind: str = "default"
+    factors: tuple[float, ...] = ()
+    rotated_share: float = 1.0
+    interleaved: bool = False
+
+    def rotated_dims(self, head_dim: int) -> int:
+        """How many of a head's dimensions are rotated."""
+        return int(head_dim * self.rotated_share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSpec:
+    """Mixture-of-experts layers: `layers` are their ids, the other layers are dense.
+
+    Each token goes to `experts_per_token` of `num_experts` MLPs of `inner_size`, whose routing
+    weights sum to one where they are `normalised`. A shared expert of `shared_inner_size` sees
+    every token (Qwen2-MoE); 0 where there is none.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    inner_size: int
+    normalised: bool
+    shared_inner_size: int
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Everything that the decoder needs to know of a model. Lengths in tokens.
+
+    `dtype` is the torch dtype name that the checkpoint was saved in. `eos_token_ids` are those of
+    config.json and generation_config.json; the tokenizer's are added by `managers/`.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    norm_epsilon: float
+    rope: RopeSpec
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    experts: ExpertSpec | None
+    tied_embeddings: bool
+    dtype: str
+    eos_token_ids: frozenset[int]
+    names: TensorNames
+
+    def layer_experts(self, layer: int) -> ExpertSpec | None:
+        """The experts of `layer`; None where it is dense."""
+        return self.experts if self.experts and layer in self.experts.layers else None
+
+    def attention_shape(
+        self, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> AttentionShape:
+        """What an attention backend needs to know; scores are scaled by head_dim ** -0.5."""
+        return AttentionShape(
+            num_query_heads=self.num_query_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_size=page_size,
+            scale=self.head_dim**-0.5,
+            dtype=dtype,
+            device=device,
+        )
+
+
+def read_model_spec(path: str | Path) -> ModelSpec:
+    """The spec of the model directory `path` (config.json, and generation_config.json if it is
+    there).
+
+    Raises ConfigurationError when there is no readable config, UnsupportedModelError when the model
+    needs something that the decoder does not compute.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ConfigurationError(f"--model-path {path}: no such directory")
+    generation_path = directory / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.exists() else {}
+    return model_spec(_read_json(directory / "config.json"), generation)
+
+
+def model_spec(config: Config, generation_config: Config | None = None) -> ModelSpec:
+    """The spec that the dicts of config.json and generation_config.json describe.
+
+    Raises UnsupportedModelError naming the architecture or the field.
+    """
+    architecture = _known_architecture(config)
+    family = FAMILIES[architecture]
+    fields = ConfigFields({**family.defaults, **config}, family.spellings)
+    _refuse_unsupported_fields(fields.raw, architecture)
+    num_query_heads = fields.positive("num_attention_heads")
+    hidden_size = fields.positive("hidden_size")
+    spec = ModelSpec(
+        architecture=architecture,
+        vocab_size=fields.positive("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.positive("intermediate_size"),
+        num_layers=fields.positive("num_hidden_layers"),
+        num_query_heads=num_query_heads,
+        num_kv_heads=fields.positive("num_key_value_heads", num_query_heads),
+        head_dim=fields.positive("head_dim", hidden_size // num_query_heads),
+        context_length=fields.positive("max_position_embeddings"),
+        norm_epsilon=fields.number("rms_norm_eps", 1e-6),
+        rope=_rope_spec(fields, family),
+        qkv_bias=family.qkv_bias or bool(fields.get("qkv_bias")),
+        output_bias=bool(fields.get("output_bias")),
+        mlp_bias=bool(fields.get("mlp_bias")),
+        qk_norm=family.qk_norm,
+        experts=_expert_spec(fields) if family.experts else None,
+        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
+        eos_token_ids=_eos_token_ids(config) | _eos_token_ids(generation_config or {}),
+        names=family.names,
+    )
+    if spec.num_query_heads % spec.num_kv_heads or spec.rope.rotated_dims(spec.head_dim) % 2:
+        raise ConfigurationError(
+            f"config.json: num_attention_heads {spec.num_query_heads} must be a multiple of "
+            f"num_key_value_heads {spec.num_kv_heads}, and head_dim {spec.head_dim} must be even "
+            "in its rotated share"
+        )
+    return spec
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationError(f"--model-path {path.parent} holds no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} is not readable JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} holds a {type(content).__name__}, not a JSON object")
+    return content
+
+
+def _known_architecture(config: Config) -> str:
+    architectures = config.get("architectures") or []
+    for architecture in architectures:
+        if architecture in FAMILIES:
+            return str(architecture)
+    raise UnsupportedModelError(
+        f"config.json names the architectures {architectures}; known are {', '.join(FAMILIES)}"
+    )
+
+
+def _refuse_unsupported_fields(config: Config, architecture: str) -> None:
+    family = FAMILIES[architecture]
+    if _sliding_window_in_use(config, family):
+        _refuse(config, "sliding_window", architecture)
+    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+        _refuse(config, "layer_types", architecture)
+    if config.get("hidden_act", "silu") != "silu":
+        _refuse(config, "hidden_act", architecture)
+    for name, needed in family.required.items():
+        if config.get(name) != needed:
+            _refuse(config, name, architecture)
+    known = _KNOWN_FIELDS | family.own_fields | {*family.spellings.values(), *family.required}
+    if family.partial_rope:
+        known |= {"partial_rotary_factor"}
+    for name, value in config.items():
+        sounds_like_maths = any(word in name for word in _MATHS_WORDS)
+        if name not in known and sounds_like_maths and not _is_neutral(name, value):
+            _refuse(config, name, architecture)
+
+
+def _refuse(config: Config, name: str, architecture: str) -> None:
+    value = repr(config[name])
+    shown = value if len(value) <= 80 else value[:77] + "..."
+    raise UnsupportedModelError(
+        f"config.json sets {name} = {shown}, which changes what the model computes; "
+        f"it is not supported for {architecture}"
+    )
+
+
+def _sliding_window_in_use(config: Config, family: Family) -> bool:
+    if config.get("sliding_window") is None:
+        return False
+    if not family.has_window_switch:
+        return True
+    # Where layer_types is given, it alone decides (and is checked by itself).
+    return bool(config.get("use_sliding_window")) and not config.get("layer_types")
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether `value` leaves the maths alone: switched off, or a multiplication by one."""
+    if not value:
+        return True
+    multiplies = any(word in name for word in ("factor", "multiplier", "scal"))
+    return multiplies and value is not True and value == 1
+
+
+def _expert_spec(fields: ConfigFields) -> ExpertSpec:
+    """Which layers are sparse: every `decoder_sparse_step`-th but those of `mlp_only_layers`."""
+    step = fields.positive("decoder_sparse_step", 1)
+    sparse = frozenset(range(step - 1, fields.positive("num_hidden_layers"), step))
+    shared = "shared_expert_intermediate_size"
+    experts = ExpertSpec(
+        num_experts=fields.positive("num_experts"),
+        experts_per_token=fields.positive("num_experts_per_tok"),
+        inner_size=fields.positive("moe_intermediate_size"),
+        normalised=bool(fields.get("norm_topk_prob")),
+        shared_inner_size=fields.positive(shared) if fields.get(shared) else 0,
+        layers=sparse - fields.integers("mlp_only_layers"),
+    )
+    if experts.experts_per_token > experts.num_experts:
+        raise ConfigurationError(
+            f"config.json: num_experts_per_tok {experts.experts_per_token} is more than "
+            f"{fields.spelt('num_experts')} {experts.num_experts}"
+        )
+    return experts
+
+
+def _rope_spec(fields: ConfigFields, family: Family) -> RopeSpec:
+    """transformers 5 writes `rope_parameters`; older ones `rope_theta` and `rope_scaling`."""
+    parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise UnsupportedModelError("config.json: rope_parameters for each layer type")
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in ROPE_FACTORS:
+        raise UnsupportedModelError(
+            f"config.json: rope type {kind!r} is not supported; known are {', '.join(ROPE_FACTORS)}"
+        )
+    rotated_share = parameters.get("partial_rotary_factor")
+    if family.partial_rope and rotated_share is None:
+        rotated_share = fields.get("partial_rotary_factor")
+    rotated_share = 1.0 if rotated_share is None else rotated_share
+    if not isinstance(rotated_share, int | float) or not 0 < rotated_share <= 1:
+        raise ConfigurationError(f"config.json: partial_rotary_factor is {rotated_share!r}")
+    if rotated_share != 1 and not family.partial_rope:
+        raise UnsupportedModelError(f"config.json: partial_rotary_factor {rotated_share}, not 1")
+    fallbacks = {"original_max_position_embeddings": fields.get("max_position_embeddings")}
+    factors = []
+    for name in ROPE_FACTORS[kind]:
+        factor = parameters.get(name, fallbacks.get(name))
+        if not isinstance(factor, int | float) or factor <= 0:
+            raise ConfigurationError(f"config.json: rope type {kind} needs {name}, got {factor!r}")
+        factors.append(float(factor))
+    theta = float(parameters.get("rope_theta") or fields.get("rope_theta") or 10_000.0)
+    # ChatGLM3 stretches the base: modeling_chatglm.py, RotaryEmbedding.forward_impl.
+    theta *= fields.number("rope_ratio", 1.0)
+    return RopeSpec(theta, kind, tuple(factors), float(rotated_share), family.interleaved_rope)
+
+
+def _eos_token_ids(config: Config) -> frozenset[int]:
+    value = config.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) for token in ids):
+        raise ConfigurationError(f"config.json: eos_token_id is {value!r}, not a token id")
+    return frozenset(ids)

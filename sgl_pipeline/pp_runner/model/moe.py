@@ -1,0 +1,197 @@
+"""The mixture-of-experts layer: a router, experts that run in groups of rows, a shared expert.
+
+Takes the place of the dense MLP in the layers that `ModelSpec.layer_experts` names. Rows are sorted
+by expert, so that each expert sees all of its rows at once, and every row's results are summed in
+the order of its routing: in fp32 on a CPU a row's bits do not depend on the rows beside it.
+
+Shapes: T rows, H hidden size, F an expert's size, E experts, K experts of a row.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
+from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
+from sgl_pipeline.pp_runner.model.families import MlpNames, TensorNames
+from sgl_pipeline.pp_runner.model.layer_tensors import LayerTensors
+from sgl_pipeline.pp_runner.model.mlp import GatedMlp
+from sgl_pipeline.pp_runner.model.model_spec import ExpertSpec
+
+
+class Routing(NamedTuple):
+    """Where rows go: `experts` [T, K] int64, best first, and their `weights` [T, K] fp32.
+
+    `shared_weight` [T, 1] fp32 is that of the shared expert, or empty, [T, 0], where there is none.
+    """
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+    shared_weight: torch.Tensor
+
+
+class Router:
+    """Softmax over the experts, then the K best (transformers: `MixtralTopKRouter`,
+    `Qwen2MoeTopKRouter`), all in fp32; the shared expert's sigmoid gate is one more row of it.
+
+    Args:
+        weight: [E, H], or [E + 1, H] with the shared expert's gate last.
+    """
+
+    def __init__(self, spec: ExpertSpec, weight: torch.Tensor) -> None:
+        self._spec = spec
+        self._linear = TorchLinear(weight.float())
+
+    def __call__(self, x: torch.Tensor) -> Routing:
+        """The routing of rows `x` [T, H]."""
+        logits = self._linear(x.float())
+        probabilities = logits[:, : self._spec.num_experts].softmax(dim=-1)
+        weights, experts = probabilities.topk(self._spec.experts_per_token, dim=-1)
+        if self._spec.normalised:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return Routing(experts, weights, logits[:, self._spec.num_experts :].sigmoid())
+
+
+class Experts(Protocol):
+    """All experts of a layer."""
+
+    def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Returns [T * K, H] for `rows` [T * K, H], sorted by expert.
+
+        Those of expert e end before `ends[e]` ([E], int32, ascending).
+        """
+
+
+class SeparateExperts:
+    """An MLP for each expert, with its weights packed (see `Linear`): for CPUs, where it costs
+    nothing to know the number of rows, and one product after the other uses all cores."""
+
+    def __init__(self, mlps: list[GatedMlp]) -> None:
+        self._mlps = mlps
+
+    @classmethod
+    def load(
+        cls, tensors: LayerTensors, names: MlpNames, hidden_size: int, spec: ExpertSpec
+    ) -> "SeparateExperts":
+        return cls(
+            [
+                GatedMlp.load(tensors, _expert_names(names, e), hidden_size, spec.inner_size)
+                for e in range(spec.num_experts)
+            ]
+        )
+
+    def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        outputs, start = [], 0
+        for mlp, end in zip(self._mlps, ends.tolist(), strict=True):
+            if start < end:
+                outputs.append(mlp(rows[start:end]))
+            start = end
+        return torch.cat(outputs)
+
+
+def groups_stay_on_device(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether `grouped_mm` leaves the ends of its groups on a GPU of this compute capability.
+
+    torch (2.11 to 2.14, `_scaled_mm_allowed_device`) has such a kernel for bf16 on 9.x and 10.x.
+    Elsewhere it copies them to the host and computes one product for each group.
+    """
+    return dtype == torch.bfloat16 and capability[0] in (9, 10)
+
+
+class StackedExperts:
+    """All experts in two grouped products (`torch.nn.functional.grouped_mm`): for GPUs, where the
+    number of rows of each expert need not come back to the host (`groups_stay_on_device`).
+
+    Args:
+        gate_up: [E, 2 F, H].
+        down: [E, H, F].
+        kernels: compute what lies between the two.
+    """
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, kernels: LayerKernels) -> None:
+        self._kernels = kernels
+        self._gate_up = gate_up.transpose(1, 2)
+        self._down = down.transpose(1, 2)
+
+    @classmethod
+    def load(
+        cls, tensors: LayerTensors, names: MlpNames, hidden_size: int, spec: ExpertSpec
+    ) -> "StackedExperts":
+        """Copies one expert after the other into its place: the stack is the only whole copy."""
+        stacks: list[torch.Tensor] = []
+        for e in range(spec.num_experts):
+            own = _expert_names(names, e)
+            weights = (
+                tensors.stacked_weight(
+                    own.gate_up, (spec.inner_size, spec.inner_size), hidden_size
+                ),
+                tensors.weight(own.down, (hidden_size, spec.inner_size)),
+            )
+            stacks = stacks or [
+                weight.new_empty(spec.num_experts, *weight.shape) for weight in weights
+            ]
+            for stack, weight in zip(stacks, weights, strict=True):
+                stack[e] = weight
+        gate_up, down = stacks
+        return cls(gate_up, down, tensors.kernels)
+
+    def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        inner = self._kernels.gate(F.grouped_mm(rows, self._gate_up, offs=ends))
+        return F.grouped_mm(inner, self._down, offs=ends)
+
+
+class SparseMlp:
+    """Router, experts and the shared expert, if there is one, as one `Mlp`."""
+
+    def __init__(
+        self, spec: ExpertSpec, router: Router, experts: Experts, shared_expert: GatedMlp | None
+    ) -> None:
+        self._spec = spec
+        self._router = router
+        self._experts = experts
+        self._shared_expert = shared_expert
+
+    @classmethod
+    def load(
+        cls, tensors: LayerTensors, names: TensorNames, hidden_size: int, spec: ExpertSpec
+    ) -> "SparseMlp":
+        gates = [tensors.weight(names.router, (spec.num_experts, hidden_size))]
+        shared_expert = None
+        if spec.shared_inner_size:
+            gates.append(tensors.weight(names.shared_expert_gate, (1, hidden_size)))
+            shared_expert = GatedMlp.load(
+                tensors, names.shared_expert, hidden_size, spec.shared_inner_size
+            )
+        on_cpu = gates[0].device.type == "cpu"
+        experts = SeparateExperts if on_cpu else StackedExperts
+        return cls(
+            spec,
+            Router(spec, torch.cat(gates)),
+            experts.load(tensors, names.expert, hidden_size, spec),
+            shared_expert,
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        routing = self._router(x)
+        mixed = self._mix(x, routing)
+        if self._shared_expert is not None:
+            mixed += routing.shared_weight * self._shared_expert(x)
+        return mixed.to(x.dtype)
+
+    def _mix(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """The weighted sum [T, H], in fp32, of what each row's experts make of it."""
+        per_row = self._spec.experts_per_token
+        by_expert, order = routing.experts.flatten().sort(stable=True)
+        all_experts = torch.arange(self._spec.num_experts, device=x.device)
+        ends = torch.searchsorted(by_expert, all_experts, right=True, out_int32=True)
+        outputs = self._experts(x[order // per_row], ends)
+        by_row = outputs[order.argsort()].unflatten(0, (-1, per_row))
+        return (by_row * routing.weights[..., None]).sum(dim=1)
+
+
+def _expert_names(names: MlpNames, expert: int) -> MlpNames:
+    return MlpNames(
+        tuple(name.format(expert=expert) for name in names.gate_up),
+        names.down.format(expert=expert),
+    )

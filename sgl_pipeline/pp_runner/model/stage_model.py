@@ -1,0 +1,221 @@
+"""A stage's share of the model's weights: its layers, the embedding on the first, the head on the
+last.
+
+Loaded and run by the stage worker; layers may come and go (`held_layers.py`). Never schedules,
+samples or sends, and keeps no state of a step: two stage models can live in one process.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
+from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, RmsNorm
+from sgl_pipeline.pp_runner.model.checkpoint import WeightSource, open_weights
+from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
+from sgl_pipeline.pp_runner.step_inputs import StepInputs
+
+
+class OutputHead:
+    """The final norm and lm_head, for the rows whose logits are wanted only."""
+
+    def __init__(self, norm: RmsNorm, weight: torch.Tensor, kernels: LayerKernels) -> None:
+        self._norm = norm
+        self._linear = kernels.linear(weight)
+        self._kernels = kernels
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [S, V] in fp32 of the residual stream's `rows` [S, H]; S may be 0."""
+        return self._linear(self._kernels.norm(rows, self._norm)).float()
+
+
+class StageModel:
+    """The weights of one stage. `layers` holds its decoder layers by model-wide id.
+
+    Use `StageModel.load`. `loaded` maps the names of the tensors that it holds to their bytes.
+
+    Args:
+        open_source: opens the weights, once now and again for each layer that is loaded later. A
+            source that stays open would keep in memory what has been read from its files.
+        layers: model-wide ids of the layers to load now.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        open_source: Callable[[], WeightSource],
+        *,
+        device: torch.device,
+        kernels: LayerKernels,
+        layers: Iterable[int],
+        is_first: bool,
+        is_last: bool,
+    ) -> None:
+        self.spec = spec
+        self.layers: dict[int, DecoderLayer] = {}
+        self.loaded: dict[str, int] = {}
+        self._open_source = open_source
+        self._kernels = kernels
+        with torch.inference_mode():
+            weights = open_source()
+            for layer in layers:
+                self.layers[layer] = DecoderLayer(spec, layer, weights, kernels)
+            self._embedding = _load_embedding(spec, weights) if is_first else None
+            self._head = _load_head(spec, weights, self._embedding, kernels) if is_last else None
+            self._rotary = RotaryEmbedding(spec.rope, spec.head_dim, device)
+        self.loaded.update(weights.loaded)
+
+    @classmethod
+    def load(
+        cls,
+        spec: ModelSpec,
+        path: str | Path,
+        *,
+        layers: Iterable[int],
+        is_first: bool,
+        is_last: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: LayerKernels,
+        load_format: str = "safetensors",
+    ) -> "StageModel":
+        """Reads the tensors of `layers`, and of embedding or head where the stage has them.
+
+        Raises CheckpointError that names file and tensor when one does not fit the spec.
+        """
+        return cls(
+            spec,
+            partial(open_weights, path, load_format, dtype, device),
+            device=device,
+            kernels=kernels,
+            layers=layers,
+            is_first=is_first,
+            is_last=is_last,
+        )
+
+    @classmethod
+    def build(
+        cls,
+        spec: ModelSpec,
+        weights: WeightSource,
+        *,
+        device: torch.device,
+        kernels: LayerKernels,
+        layers: Iterable[int],
+        is_first: bool,
+        is_last: bool,
+    ) -> "StageModel":
+        """The same from any source of weights, which lie on `device`."""
+        return cls(
+            spec,
+            lambda: weights,
+            device=device,
+            kernels=kernels,
+            layers=layers,
+            is_first=is_first,
+            is_last=is_last,
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage begins with token ids."""
+        return self._embedding is not None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage ends with logits."""
+        return self._head is not None
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any of the stage's layers is a mixture of experts."""
+        return any(layer.has_experts for layer in self.layers.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors as they were read."""
+        return sum(self.loaded.values())
+
+    @torch.inference_mode()
+    def load_layer(self, layer: int) -> None:
+        """Reads one layer more. Raises CheckpointError, and then has nothing of it."""
+        assert layer not in self.layers, f"layer {layer} is loaded already"
+        weights = self._open_source()
+        self.layers[layer] = DecoderLayer(self.spec, layer, weights, self._kernels)
+        prefix = self._prefix(layer)
+        self.loaded |= {n: size for n, size in weights.loaded.items() if n.startswith(prefix)}
+
+    def unload_layer(self, layer: int) -> None:
+        """Frees the weights of `layer`."""
+        del self.layers[layer]
+        prefix = self._prefix(layer)
+        self.loaded = {n: size for n, size in self.loaded.items() if not n.startswith(prefix)}
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        layers: Iterable[int],
+        inputs: StepInputs,
+        hidden: torch.Tensor | None,
+        kv_pool: KvPool,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """Runs `layers`, in their order, on a step for which `attention.plan` was called before.
+
+        Args:
+            hidden: the residual stream [T, H] from the stage before, in the model's dtype; None on
+                the first stage. Not written to: it may be a buffer of a graph or of a link.
+
+        Returns the residual stream [T, H], a tensor of its own: for the next stage, or on the last
+        one for `logits`.
+        """
+        if self._embedding is not None:
+            stream = F.embedding(inputs.token_ids, self._embedding)
+        else:
+            assert hidden is not None, "a stage after the first needs the residual stream"
+            stream = hidden
+        rotation = self._rotary.at(inputs.positions)
+        is_ours = self._embedding is not None  # so that a layer may write over it
+        for layer in layers:
+            stream = self.layers[layer].forward(
+                stream, rotation, inputs.slots, kv_pool, attention, is_ours
+            )
+            is_ours = True
+        return stream if is_ours else stream.clone()
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V] in fp32 of N rows [N, H] of the residual stream; on the last stage only."""
+        assert self._head is not None, "only the last stage has the head"
+        return self._head(hidden)
+
+    def _prefix(self, layer: int) -> str:
+        """What the names of the layer's tensors begin with."""
+        return self.spec.names.layer.format(layer=layer) + "."
+
+
+def _load_embedding(spec: ModelSpec, weights: WeightSource) -> torch.Tensor:
+    return weights.read(f"{spec.names.embedding}.weight", (spec.vocab_size, spec.hidden_size))
+
+
+def _load_head(
+    spec: ModelSpec,
+    weights: WeightSource,
+    embedding: torch.Tensor | None,
+    kernels: LayerKernels,
+) -> OutputHead:
+    """The head; where it is tied and not in the file, its matrix is the embedding table."""
+    norm_weight = weights.read(f"{spec.names.final_norm}.weight", (spec.hidden_size,))
+    norm = RmsNorm(norm_weight, spec.norm_epsilon)
+    head = f"{spec.names.head}.weight"
+    if not spec.tied_embeddings or weights.has(head):
+        matrix = weights.read(head, (spec.vocab_size, spec.hidden_size))
+    else:
+        matrix = _load_embedding(spec, weights) if embedding is None else embedding
+    return OutputHead(norm, matrix, kernels)

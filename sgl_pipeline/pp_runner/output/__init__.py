@@ -1,0 +1,1 @@
+"""From the last layer to a token: head, adjustments, masks, sampler, log-probabilities."""

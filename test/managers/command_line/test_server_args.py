@@ -1,0 +1,316 @@
+import argparse
+import dataclasses
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs
+from support.front_model import write_front_model
+from support.tiny_models import tiny_model
+
+from sgl_pipeline.args import POLICIES, GrammarArgs, SchedulingArgs, StageArgs, ThrottleArgs
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.managers.command_line.server_args import (
+    _device,
+    _parse,
+    check_port_is_free,
+    parse_command_line,
+    refuse_unsupported,
+)
+from sgl_pipeline.managers.command_line.upstream_fields import refusal
+from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+from sgl_pipeline.simulator.tune import SEARCH_SPACE, server_flags
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_front_model(tmp_path_factory.mktemp("model")))
+
+
+def options_from(*flags: str) -> argparse.Namespace:
+    return _parse(["--model-path", "unused", *flags])
+
+
+def other_than(value: Any) -> Any:
+    """A value that differs from a field's default, of whatever type."""
+    return not value if isinstance(value, bool) else f"not {value!r}"
+
+
+REFUSED = [
+    field.name
+    for field in msgspec.structs.fields(ServerArgs)
+    if refusal(field.name, ServerArgs._NS_BY_FIELD[field.name]) is not None
+]
+
+
+def test_the_defaults_of_every_upstream_flag_are_accepted() -> None:
+    refuse_unsupported(options_from())
+
+
+def test_a_refused_field_stops_the_start_and_is_named() -> None:
+    defaults = {field.name: field.default for field in msgspec.structs.fields(ServerArgs)}
+    assert len(REFUSED) > 400
+    for name in REFUSED:
+        options = argparse.Namespace(**{name: other_than(defaults[name])})
+        with pytest.raises(ConfigurationError, match="--" + name.replace("_", "-")):
+            refuse_unsupported(options)
+
+
+def test_our_defaults_are_those_of_the_argument_sections(model: str) -> None:
+    pipeline = parse_command_line(["--model-path", model, "--device", "cpu"]).pipeline
+    assert pipeline.throttle == ThrottleArgs()
+    assert pipeline.scheduling == SchedulingArgs()
+    assert pipeline.stages == StageArgs(model_path=model, dtype="float32")
+
+
+@pytest.mark.parametrize("flag", ["--pp", "--pp-size", "--pipeline-parallel-size"])
+def test_the_three_pipeline_flags_mean_stages_and_upstream_runs_at_one(
+    model: str, flag: str
+) -> None:
+    plan = parse_command_line(["--model-path", model, flag, "3"])
+    assert plan.pipeline.stages.num_stages == 3
+    assert (plan.upstream.pp_size, plan.upstream.tp_size) == (1, 1)
+
+
+def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
+    flags = """--pp 2 --pp-layer-partition 3,1 --policy sarathi --prefill-spread-steps 5
+        --min-prefill-tokens 7 --chunked-prefill-size 100 --pause-free-share 0.2
+        --extra-steps-in-flight 1 --stage-attention-backend torch --stage-kernels torch
+        --cpu-threads-per-stage 2
+        --trace-path trace.jsonl --trace-steps steps.json --page-size 16 --max-total-tokens 999
+        --max-running-requests 9 --max-queued-requests 0 --disable-radix-cache
+        --grammar-compile-seconds 3 --grammar-compile-memory-mib 100
+        --grammar-match-ms-per-token 1.5 --grammar-backend none
+        --constrained-json-disable-any-whitespace --constrained-json-max-whitespace-cnt 2
+        --schedule-policy lof --accounting gllm --duplicate-prefills --dtype bfloat16
+        --device cpu"""
+    pipeline = parse_command_line(["--model-path", model, *flags.split()]).pipeline
+    assert pipeline.throttle == ThrottleArgs(
+        policy="sarathi",
+        prefill_spread_steps=5,
+        max_prefill_tokens=100,
+        min_prefill_tokens=7,
+        pause_free_share=0.2,
+    )
+    assert pipeline.scheduling == SchedulingArgs(
+        page_size=16,
+        max_running_requests=9,
+        max_queued_requests=0,
+        schedule_policy="lof",
+        radix_cache=False,
+        accounting="gllm",
+        duplicate_prefills=True,
+        extra_steps_in_flight=1,
+    )
+    assert dataclasses.replace(pipeline.stages, model_path="") == StageArgs(
+        num_stages=2,
+        layer_partition="3,1",
+        model_path="",
+        dtype="bfloat16",
+        attention_backend="torch",
+        layer_kernels="torch",
+        max_total_tokens=999,
+        cpu_threads=2,
+    )
+    assert pipeline.grammars == GrammarArgs(
+        enabled=False,
+        any_whitespace=False,
+        max_whitespace_count=2,
+        compile_seconds=3.0,
+        compile_memory_mib=100,
+        match_ms_per_token=1.5,
+    )
+    assert (pipeline.trace_path, pipeline.trace_steps) == ("trace.jsonl", "steps.json")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_flags_that_the_budget_search_ends_with_mean_its_parameters(
+    model: str, policy: str
+) -> None:
+    last_values = {name: values[-1] for name, values in SEARCH_SPACE[policy].items()}
+    found = ThrottleArgs(policy=policy, **last_values)
+    flags = ["--model-path", model, "--device", "cpu", *server_flags(found)]
+    assert parse_command_line(flags).pipeline.throttle == found
+
+
+def test_prefill_kernels_are_for_flashinfer_on_a_gpu(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    flags = ["--model-path", model, "--device", "cuda", "--stage-prefill-kernels", "fa2"]
+    assert parse_command_line(flags).pipeline.stages.prefill_kernels == "fa2"
+    with pytest.raises(ConfigurationError, match=r"fa2 chooses between.*backend is torch"):
+        parse_command_line([*flags, "--stage-attention-backend", "torch"])
+    with pytest.raises(ConfigurationError, match="'fa4' is unknown; choose from auto, fa2, fa3"):
+        StageArgs(model_path=model, dtype="bfloat16", device="cuda", prefill_kernels="fa4")
+
+
+@pytest.mark.parametrize("flags", [[], ["--grammar-backend", "xgrammar"]])
+def test_grammars_are_on_unless_told_otherwise(model: str, flags: list[str]) -> None:
+    pipeline = parse_command_line(["--model-path", model, *flags]).pipeline
+    assert pipeline.grammars == GrammarArgs()
+
+
+def test_priority_scheduling_preempts_unless_told_not_to(model: str) -> None:
+    def threshold(*flags: str) -> int | None:
+        plan = parse_command_line(["--model-path", model, *flags])
+        return plan.pipeline.scheduling.preemption_threshold
+
+    enable = "--enable-priority-scheduling"
+    assert threshold() is None
+    assert threshold(enable) == 10  # upstream's default
+    assert threshold(enable, "--priority-scheduling-preemption-threshold", "3") == 3
+    assert threshold(enable, "--disable-priority-preemption") is None
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("2.5", 2.5), ("-1", None), ("0", None)])
+def test_upstreams_timeout_variables_set_seconds(
+    model: str, monkeypatch: pytest.MonkeyPatch, text: str, seconds: float | None
+) -> None:
+    monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", text)
+    scheduling = parse_command_line(["--model-path", model]).pipeline.scheduling
+    assert (scheduling.waiting_timeout_s, scheduling.running_timeout_s) == (seconds, None)
+
+
+def test_a_timeout_that_is_no_number_is_refused(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "5m")
+    with pytest.raises(ConfigurationError, match="SGLANG_REQ_RUNNING_TIMEOUT=5m"):
+        parse_command_line(["--model-path", model])
+
+
+def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
+    with pytest.raises(ConfigurationError, match="--config FILE"):
+        parse_command_line(["--model-path", model, "--config=settings.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--pp 0", "--pp 0"),
+        ("--nnodes 2", "--nnodes 2"),
+        ("--tp 2", "--tp-size 2"),
+        ("--dp-size 2", "--dp-size 2"),
+        ("--trust-remote-code", "--trust-remote-code"),
+        ("--attention-backend triton", "--stage-attention-backend"),
+        ("--stage-prefill-kernels fa2 --device cpu", "needs --device cuda, this is cpu"),
+        ("--page-size 0", "--page-size 0"),
+        ("--min-prefill-tokens 0", "between 1 and"),
+        ("--chunked-prefill-size -1", "--chunked-prefill-size -1"),
+        ("--mem-fraction-static 0.5 --device cpu", "use --max-total-tokens"),
+        ("--load-format gguf", "--load-format gguf"),
+        ("--context-length 1", "--context-length 1"),
+        ("--stream-interval 0", "--stream-interval 0"),
+        ("--cpu-threads-per-stage 0", "--cpu-threads-per-stage 0"),
+        ("--device tpu", "--device tpu"),
+        ("--grammar-backend llguidance", "choose xgrammar or none"),
+        ("--constrained-json-whitespace-pattern x", "xgrammar has no such pattern"),
+        ("--constrained-json-max-whitespace-cnt 0", "--constrained-json-max-whitespace-cnt 0"),
+        ("--grammar-compile-seconds 0", "--grammar-compile-seconds 0"),
+        ("--grammar-compile-memory-mib 1", "--grammar-compile-memory-mib 1"),
+        ("--grammar-match-ms-per-token 0", "--grammar-match-ms-per-token 0"),
+        ("--served-model-name a:b", "SGLang refuses"),
+        (
+            "--enable-priority-scheduling --priority-scheduling-preemption-threshold -1",
+            "--priority-scheduling-preemption-threshold -1",
+        ),
+    ],
+)
+def test_a_value_that_cannot_be_honoured_is_a_clear_error(
+    model: str, flags: str, named: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        parse_command_line(["--model-path", model, *flags.split()])
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver for CUDA 12.4, on a machine where PyTorch finds no GPU."""
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho '| NVIDIA-SMI 550.54    CUDA Version: 12.4   |'\n")
+    command.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("built_for", "reason"), [(None, "is built for CPUs"), ("13.0", "built for CUDA 13.0, cannot")]
+)
+@pytest.mark.usefixtures("driver")
+def test_a_driver_that_pytorch_cannot_use_is_named(
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    built_for: str | None,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    plan = parse_command_line(["--model-path", model])
+    assert plan.pipeline.stages.device == "cpu"
+    (notice,) = (line for line in caplog.messages if "--device auto" in line)
+    assert "NVIDIA driver for CUDA 12.4" in notice and reason in notice
+    with pytest.raises(ConfigurationError, match=f"--device cuda: .*CUDA 12.4.*{reason}"):
+        parse_command_line(["--model-path", model, "--device", "cuda"])
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_gpu_that_works_is_taken_without_a_notice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert _device(options_from("--device", "auto")) == "cuda"
+    assert not caplog.messages
+
+
+@pytest.mark.usefixtures("driver")
+def test_who_asks_for_the_cpu_hears_nothing_of_the_driver(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    parse_command_line(["--model-path", model, "--device", "cpu"])
+    assert not [line for line in caplog.messages if "driver" in line]
+
+
+def test_a_served_name_falls_back_to_what_the_user_typed(model: str) -> None:
+    assert parse_command_line(["--model-path", model]).upstream.served_model_name == model
+    named = ["--model-path", model, "--served-model-name", "mine"]
+    assert parse_command_line(named).upstream.served_model_name == "mine"
+
+
+def test_a_config_file_sets_our_flags_too(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(f"model-path: {model}\npp: 2\npolicy: greedy-queue\n", encoding="utf-8")
+    pipeline = parse_command_line(["--config", str(path)]).pipeline
+    assert (pipeline.stages.num_stages, pipeline.throttle.policy) == (2, "greedy-queue")
+
+
+@pytest.mark.parametrize("name", ["chatglm", "glm4", "mixtral-sharded", "qwen2-moe", "qwen3-moe"])
+def test_upstreams_front_reads_the_config_of_every_family(name: str) -> None:
+    path = str(tiny_model(name))
+    plan = parse_command_line(["--model-path", path, "--device", "cpu", "--pp", "4"])
+    config = ModelConfig.from_server_args(plan.upstream)
+    spec = read_model_spec(path)
+    assert (config.context_len, config.vocab_size) == (spec.context_length, spec.vocab_size)
+    assert config.hf_eos_token_id == spec.eos_token_ids
+
+
+def test_a_taken_port_is_named_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"--port {port}"):
+            check_port_is_free("127.0.0.1", port)
+    check_port_is_free("127.0.0.1", port)
+
+
+def test_a_port_or_host_that_cannot_exist_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="65535"):
+        check_port_is_free("127.0.0.1", 70000)
+    with pytest.raises(ConfigurationError, match="--host"):
+        check_port_is_free("no host of this name", 30000)

@@ -1,0 +1,60 @@
+from pathlib import Path
+
+import pytest
+from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotReader
+from support.pipelines import FakePipeline, make_request
+
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.managers.reports.load_report import LoadReport, loads_path
+from sgl_pipeline.messages import StageLoaded
+from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.throttle import make_policy
+
+GIB = 2**30
+
+
+def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) -> None:
+    args = SchedulingArgs(page_size=4, max_running_requests=1)
+    policy = make_policy(ThrottleArgs(policy="sarathi"))
+    steps = StepScheduler(args, policy, num_pages=10, num_stages=1, context_length=100)
+    pipeline = FakePipeline(steps, page_size=4)
+    stages = (stage(GIB // 10), stage(GIB // 10))
+    capacity = PipelineCapacity(StagePlan(0, (1, 1)), None, 10, stages, "torch", "torch")
+    report = LoadReport(loads_path(str(tmp_path)), args, capacity)
+    reader = ShmLoadSnapshotReader(loads_path(str(tmp_path)), dp_size=1)
+
+    def published(now_s: float) -> LoadSnapshot:
+        report.publish(pipeline.core.state(now_s, compiling_requests=3))
+        load = reader.read(0)
+        assert load is not None
+        return load
+
+    assert (published(100.0).num_running_reqs, published(100.0).token_usage) == (0, 0.0)
+    steps.add(make_request("running", [1] * 8, 10))
+    steps.add(make_request("waiting", [1] * 8 + [2] * 6, 10))
+    pipeline.schedule()
+    pipeline.complete()
+    pipeline.core.history.decodes = 30
+    load = published(102.0)
+    assert (load.num_running_reqs, load.num_waiting_reqs) == (1, 1)
+    assert load.queues is not None and (load.queues.waiting, load.queues.grammar) == (1, 3)
+    assert (load.num_used_tokens, load.num_total_tokens) == (8, 8 + 14)
+    assert load.num_waiting_uncached_tokens == 6
+    assert (load.max_total_num_tokens, load.max_running_requests) == (40, 1)
+    assert load.token_usage == 0.2
+    assert load.gen_throughput == 15.0
+    assert load.total_prefill_uncached_tokens == 8
+    assert load.memory is not None and load.memory.kv_cache_gb == pytest.approx(2.0, abs=0.001)
+    assert load.memory.weight_gb == 1.0
+    pipeline.drain()
+    assert published(103.0).cache_hit_rate == round(8 / 22, 4)
+    reader.close()
+    report.close()
+
+
+def stage(page_bytes: int) -> StageLoaded:
+    return StageLoaded(
+        stage=0, num_pages=10, page_bytes=page_bytes, weight_bytes=GIB // 2, load_seconds=0.0
+    )

@@ -1,0 +1,36 @@
+"""Every writer gets the steps that end while it is there, and a full disk ends only its trace."""
+
+from pathlib import Path
+
+from support.step_records import step_record
+
+from sgl_pipeline.managers.reports.trace_files import TraceFiles
+from sgl_pipeline.trace import TraceWriter, read_trace
+
+
+def test_a_writer_gets_the_steps_that_end_while_it_is_there(tmp_path: Path) -> None:
+    traces = TraceFiles()
+    writer = TraceWriter(tmp_path / "trace")
+    traces.write([step_record(0)])
+    traces.add(writer)
+    traces.write([step_record(1), step_record(2)])
+    traces.remove(writer)
+    traces.write([step_record(3)])
+    assert list(read_trace(tmp_path / "trace")) == [step_record(1), step_record(2)]
+
+
+def test_a_full_disk_ends_one_trace_and_neither_the_server_nor_another(tmp_path: Path) -> None:
+    class FullDisk(TraceWriter):
+        num_flushes = 0
+
+        def flush(self) -> None:
+            self.num_flushes += 1
+            raise OSError("no space left on device")
+
+    full, whole = FullDisk(tmp_path / "trace"), TraceWriter(tmp_path / "whole")
+    traces = TraceFiles([full, whole])
+    traces.write([step_record(0)])
+    traces.write([step_record(1)])
+    traces.close()
+    assert full.num_flushes == 1
+    assert len(list(read_trace(tmp_path / "whole"))) == 2

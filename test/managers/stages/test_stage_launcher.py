@@ -1,0 +1,89 @@
+"""Real workers get ready over real sockets, and another one comes when it is asked for."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from support.tiny_models import tiny_model
+
+from sgl_pipeline.args import PipelineArgs, StageArgs
+from sgl_pipeline.errors import ConfigurationError, StageFailure
+from sgl_pipeline.managers.stages.main_process_workers import (
+    MainProcessWorkers,
+    serve_worker_requests,
+)
+from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
+from sgl_pipeline.managers.stages.stage_processes import StageProcesses
+from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+
+pytestmark = pytest.mark.multiproc
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[StageProcesses]:
+    processes = StageProcesses(str(tmp_path))
+    processes.start(1, 1)
+    yield processes
+    processes.close()
+
+
+def launcher_of(
+    processes: StageProcesses, context: zmq.Context, run_directory: Path, **options: object
+) -> StageLauncher:
+    path = tiny_model("qwen3")
+    stages = StageArgs(model_path=str(path), dtype="float32", max_total_tokens=64, **options)
+    args = PipelineArgs(stages=stages, run_directory=str(run_directory))
+    own_end, scheduler_end = multiprocessing.Pipe()
+    serve_worker_requests(own_end, processes)
+    num_layers = read_model_spec(path).num_layers
+    source = MainProcessWorkers(scheduler_end)
+    return StageLauncher(args, num_layers, processes.pids, context, source)
+
+
+def test_another_worker_comes_when_it_is_asked_for_and_waits_as_a_spare(
+    processes: StageProcesses, tmp_path: Path
+) -> None:
+    with zmq.Context() as context:
+        launcher = launcher_of(processes, context, tmp_path)
+        try:
+            capacity = launcher.start()
+            assert (capacity.num_pages, capacity.plan.num_stages) == (4, 1)
+            assert launcher.ask_for_worker() == 1
+            deadline_s = time.monotonic() + TIMEOUT_S
+            while not launcher.roster.spare_workers and time.monotonic() < deadline_s:
+                launcher.channel.socket.poll(200)
+                launcher.check({})
+                for message in launcher.receive():
+                    assert launcher.roster.take(message) == []
+            assert launcher.roster.spare_workers == (1,)
+            assert len(processes.pids) == 2
+            # It is watched like the first ones: its end is noticed.
+            os.kill(processes.pids[1], 9)
+            with pytest.raises(StageFailure, match="killed by signal 9"):
+                while time.monotonic() < deadline_s:
+                    launcher.check({})
+        finally:
+            launcher.stop()
+
+
+def test_a_stage_that_does_not_fit_names_the_flag(
+    processes: StageProcesses, tmp_path: Path
+) -> None:
+    with zmq.Context() as context:
+        launcher = launcher_of(processes, context, tmp_path, attention_backend="flashinfer")
+        try:
+            with pytest.raises(ConfigurationError, match="stage 0: --stage-attention-backend"):
+                launcher.start()
+        finally:
+            launcher.stop()
+
+
+def test_no_worker_is_started_when_the_server_is_about_to_end(processes: StageProcesses) -> None:
+    processes.close()
+    assert processes.start_another(1) is None

@@ -1,0 +1,71 @@
+"""Stage workers that are started before anything is known, put right later, and surely ended."""
+
+import os
+
+import psutil
+import pytest
+
+from sgl_pipeline.managers.stages.stage_processes import StageProcesses
+
+
+@pytest.fixture
+def stages(tmp_path):
+    stages = StageProcesses(str(tmp_path))
+    yield stages
+    stages.close()
+
+
+def workers() -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process().children()
+        if "sgl_pipeline.pp_runner.stage_process" in child.cmdline()
+    ]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("arguments", "num_workers"),
+    [
+        ("", 1),
+        ("--pp 2 --port 31000", 2),
+        ("--pipeline-parallel-size=3 --config file", 3),
+        # What cannot be right is left to the parser that can say why.
+        ("--pp 1000000", 0),
+        ("--pp 0", 0),
+        ("--pp two", 0),
+        ("--pp", 0),
+    ],
+)
+def test_the_command_line_is_taken_at_its_word(stages, arguments, num_workers):
+    stages.start_unchecked(arguments.split())
+    assert len(stages.pids) == num_workers
+    assert {process.pid for process in workers()} == set(stages.pids)
+
+
+@pytest.mark.multiproc
+def test_workers_are_replaced_only_when_others_are_needed(stages):
+    stages.start_unchecked(["--pp", "2"])
+    first = stages.pids
+    stages.start(2, None)
+    assert stages.pids == first
+    stages.start(3, None)
+    assert len(stages.pids) == 3
+    assert {process.pid for process in workers()} == set(stages.pids)
+
+
+@pytest.mark.multiproc
+def test_a_worker_that_has_ended_keeps_its_process_id_until_all_are_closed(stages):
+    stages.start(1, None)
+    (pid,) = stages.pids
+    psutil.Process(pid).kill()
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    stages.close()
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.multiproc
+def test_the_number_of_threads_is_set_before_torch_is_there(stages):
+    stages.start(2, cpu_threads=3)
+    assert [process.environ()["OMP_NUM_THREADS"] for process in workers()] == ["3", "3"]
