@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from sgl_pipeline.errors import ProtocolError, RequestError
+from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.front.control_requests import ControlDesk
 from sgl_pipeline.managers.front.sglang_io import AbortRequest, Received, SglangFront
 from sgl_pipeline.managers.garbage import collect_at_leisure
@@ -180,7 +180,8 @@ class PipelineScheduler:
             self._profiles.on_reply(report)
             return
         if not isinstance(report, StageReport):
-            raise ProtocolError(f"a running stage sent {type(report).__name__}")
+            self._launcher.take(report)  # a worker that came later
+            return
         started = time.perf_counter()
         step = self._core.take_report(report, time.monotonic())
         if step is not None:

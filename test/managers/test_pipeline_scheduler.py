@@ -98,6 +98,10 @@ class FakeStages:
         reports, self.reports = self.reports, []
         return reports
 
+    def take(self, message: Any) -> None:
+        """As the roster does with what no worker may say now."""
+        raise ProtocolError(f"{type(message).__name__} was not due")
+
     def check(self, last_steps: Any) -> None:
         if self.failure is not None:
             raise self.failure

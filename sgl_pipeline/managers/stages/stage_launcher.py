@@ -63,13 +63,20 @@ class StageLauncher:
             if not self.channel.socket.poll(POLL_MS):
                 self.check({})
             for message in self.receive():
-                for worker, answer in self.roster.take(message):
-                    self.channel.send(worker, answer)
+                self.take(message)
             if self._failures:
                 self.check({})
         for notice in self.roster.notices():
             logger.warning("%s", notice)
         return capacity
+
+    def take(self, message: FromWorker) -> None:
+        """Books what a worker says on its way to readiness, and sends what follows from it.
+
+        Raises ProtocolError and ConfigurationError as `WorkerRoster.take`.
+        """
+        for worker, answer in self.roster.take(message):
+            self.channel.send(worker, answer)
 
     def send(self, stage: int, message: ToWorker) -> None:
         """Queues `message` for the worker that fills `stage`; every stage has one."""
