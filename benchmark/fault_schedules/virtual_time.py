@@ -20,8 +20,12 @@ class EventLoop:
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
         """Runs `call` in `delay_s` from now."""
+        self.at(self.now_s + delay_s, call)
+
+    def at(self, moment_s: float, call: Callable[[], None]) -> None:
+        """Runs `call` at `moment_s`, after all that was entered before for the same moment."""
         self.num_events += 1
-        heapq.heappush(self._heap, (self.now_s + delay_s, self.num_events, call))
+        heapq.heappush(self._heap, (moment_s, self.num_events, call))
 
     def run(self, max_events: int, check: Callable[[], None]) -> None:
         """Runs events, with `check` after each, until none is left.
@@ -57,4 +61,5 @@ class DelayedPipe:
         """`deliver` gets `message` later, after all that were sent before."""
         arrives_s = self._loop.now_s + self._rng.expovariate(1.0) * self._mean_s
         self._last_s = max(self._last_s, arrives_s)
-        self._loop.after(self._last_s - self._loop.now_s, lambda: self._deliver(message))
+        # The moment itself and not the time until then, whose rounding could swap two messages.
+        self._loop.at(self._last_s, lambda: self._deliver(message))

@@ -42,9 +42,6 @@ class Admission:
 
     def fill(self, budget: TokenBudget) -> list[Chunk]:
         """The chunks of the next step, decodes first; empty when nothing can run now."""
-        # Before the decodes: afterwards, those that could give way are in this step.
-        if self._preemption_threshold is not None:
-            self._make_room_for_head(self._preemption_threshold)
         chunks = self._decodes(budget.decodes)
         left_tokens = budget.prefill_tokens
         for request in sorted(self._running.prefilling, key=lambda request: request.order):
@@ -88,9 +85,16 @@ class Admission:
         chunks.append(Chunk(request, start, length, is_decode=False, samples=samples))
         return length
 
-    def _make_room_for_head(self, threshold: int) -> None:
-        """Retracts requests that the head of the queue outranks by more than `threshold`, the last
-        first, until it could be let in (upstream: schedule_policy.py, preempt_to_schedule)."""
+    def make_room_for_head(self) -> None:
+        """Retracts requests that the head of the queue outranks by more than the threshold, the
+        last first, until it could be let in (upstream: schedule_policy.py, preempt_to_schedule).
+
+        Called before the budget is set: a budget is a share of what waits and what decodes, and
+        this changes both.
+        """
+        threshold = self._preemption_threshold
+        if threshold is None:
+            return
         head = self._waiting.head()
         while head is not None and not self._could_admit(head):
             victim = self._preemption.last_idle()

@@ -186,6 +186,7 @@ class StepScheduler:
         return microbatch
 
     def _decide(self) -> tuple[PipelineLoad, TokenBudget, list[Chunk]]:
+        self._admission.make_room_for_head()
         load = self.load(self._accounting)
         budget = self._policy(load)
         return load, budget, self._admission.fill(budget)

@@ -12,11 +12,13 @@ from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.throttle import make_policy
 
 
-def pipeline_of(num_pages: int = 1000, num_stages: int = 1, **scheduling: Any) -> FakePipeline:
+def pipeline_of(
+    num_pages: int = 1000, num_stages: int = 1, policy: str = "sarathi", **scheduling: Any
+) -> FakePipeline:
     args = SchedulingArgs(**({"page_size": 1, "radix_cache": False} | scheduling))
     scheduler = StepScheduler(
         args,
-        make_policy(ThrottleArgs(policy="sarathi")),
+        make_policy(ThrottleArgs(policy=policy)),
         num_pages=num_pages,
         num_stages=num_stages,
         context_length=100_000,
@@ -90,6 +92,20 @@ def test_a_much_higher_priority_takes_the_pages_that_it_needs(radix_cache: bool)
     pipeline.drain()
     assert all(request.output_ids == output_when_alone(request) for request in running)
     assert all_pages_are_back(pipeline)
+
+
+def test_a_step_is_decided_after_others_have_made_room_for_it() -> None:
+    """With the pool full of decodes the throttle lets no prompt in; once they have given way, there
+    is nothing else to run."""
+    pipeline = pipeline_of(num_pages=60, policy="throttle", preemption_threshold=0)
+    decoding = make_request("decoding", range(58), 2)
+    pipeline.scheduler.add(decoding)
+    advance(pipeline, 2)
+    pipeline.scheduler.add(make_request("urgent", [7] * 9, 2, priority=1))
+    microbatch = pipeline.schedule()
+    assert decoding.num_retractions == 1
+    assert microbatch is not None
+    assert [chunk.request.request_id for chunk in microbatch.chunks] == ["urgent"]
 
 
 @pytest.mark.parametrize(("threshold", "priority"), [(None, 99), (10, 10), (10, 0)])
