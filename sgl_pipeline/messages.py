@@ -4,13 +4,14 @@ A worker's life: it connects and says `WorkerHello`; answers `MeasureCosts`, whi
 layers are to be split by time, with `MeasuredCosts`; gets a `StageAssignment`; loads its weights
 and says `StageLoaded`; gets a `PoolSize`, the smallest capacity of all stages; allocates, opens its
 links and says `StageReady`. Then come the `SealedOrder`s, with a `StageReport` for every step in
-them, and a `ProfileReply` for `StartProfile` and `StopProfile`, until `Shutdown` or a
-`WorkerFailed`. Frozen, tagged structs;
+them and the reports of `layer_moves.py` for every layer move, and a `ProfileReply` for
+`StartProfile` and `StopProfile`, until `Shutdown` or a `WorkerFailed`. Frozen, tagged structs;
 never pickled.
 """
 
 import msgspec
 
+from sgl_pipeline.layer_moves import MoveDone, MoveFailed, MoveReady
 from sgl_pipeline.requests import LogprobRows
 from sgl_pipeline.stage_costs import StageCosts
 from sgl_pipeline.stage_orders import SealedOrder
@@ -165,6 +166,9 @@ FromWorker = (
     | StageLoaded
     | StageReady
     | StageReport
+    | MoveReady
+    | MoveDone
+    | MoveFailed
     | ProfileReply
     | WorkerFailed
 )
