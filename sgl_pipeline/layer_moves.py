@@ -50,18 +50,18 @@ class MoveReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stage: int
     move: int
     load_ms: float
-    copied_bytes: int
 
 
 class MoveDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The stage runs under the new plan and has all that belongs to its layers.
 
-    `patched_bytes` were sent after the switch, in `patch_ms`; `wait_ms` is how long a step waited
-    for those of another stage.
+    `copied_bytes` were sent before the switch, `patched_bytes` after it, in `patch_ms`; `wait_ms` is
+    how long a step waited for those of another stage.
     """
 
     stage: int
     move: int
+    copied_bytes: int
     patched_bytes: int
     patch_ms: float
     wait_ms: float

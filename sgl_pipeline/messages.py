@@ -44,6 +44,9 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     `cpu_threads` is the number of compute threads; `cpu_cores` are the cores to pin them to (empty:
     do not pin). `max_total_tokens` bounds the KV pool (None: `memory_fraction` of the GPU's memory
     less the weights, or a fixed default on a CPU).
+    Layers that move: `max_layers` is the most that the stage may hold at once (None: those of
+    `plan`), `spare_layers` are those whose weights it loads beside its own, `page_links` the
+    directory where stages meet to hand over pages.
     """
 
     stage: int
@@ -64,6 +67,9 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     links: tuple[str, ...]
     cpu_threads: int
     cpu_cores: tuple[int, ...]
+    max_layers: int | None = None
+    spare_layers: tuple[int, ...] = ()
+    page_links: str = ""
 
 
 class MeasureCosts(msgspec.Struct, frozen=True, tag=True):

@@ -33,6 +33,7 @@ from sgl_pipeline.managers.reports.load_report import LoadReport, loads_path
 from sgl_pipeline.managers.reports.server_info import describe_start
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
+from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 from sgl_pipeline.pipeline.worker_source import WorkerSource
@@ -125,7 +126,8 @@ def _serve(
         pipe_writer.send(_ready_message(args, limits, capacity))
         grammars.start()
         postpone_full_collections()
-        core = PipelineCore(steps, capacity.plan)
+        migration = MigrationControl.of(args.migration, capacity.plan)
+        core = PipelineCore(steps, capacity.plan, migration)
         PipelineScheduler(
             front, core, launcher, grammars, traces, loads, metrics, poller, facts
         ).run()

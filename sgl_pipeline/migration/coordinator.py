@@ -162,9 +162,9 @@ class MoveCoordinator:
         if isinstance(report, MoveFailed):
             self._give_up = self._give_up or f"stage {report.stage}: {report.message}"
         elif isinstance(report, MoveReady):
-            record.copied_bytes += report.copied_bytes
             record.load_ms = max(record.load_ms, report.load_ms)
         else:
+            record.copied_bytes += report.copied_bytes
             record.patched_bytes += report.patched_bytes
             record.patch_ms = max(record.patch_ms, report.patch_ms)
             record.wait_ms = max(record.wait_ms, report.wait_ms)

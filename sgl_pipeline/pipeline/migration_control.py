@@ -5,13 +5,12 @@ Owned by `PipelineCore`. The move itself is `migration/coordinator.py`'s.
 
 from collections.abc import Callable, Sequence
 
+from sgl_pipeline.args import MigrationArgs
 from sgl_pipeline.errors import MoveRefused
 from sgl_pipeline.layer_moves import MoveOrder, MoveReport
 from sgl_pipeline.migration.coordinator import MoveCoordinator, MoveOutcome, MoveRecord
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.trace import StepRecord
-
-MIGRATION_TIMEOUT_S = 60.0
 
 
 class MigrationControl:
@@ -26,9 +25,15 @@ class MigrationControl:
         self.coordinator = coordinator
 
     @classmethod
+    def of(cls, args: MigrationArgs, plan: StagePlan) -> "MigrationControl":
+        """That of a pipeline that starts with `plan`."""
+        coordinator = MoveCoordinator(plan, args.max_layers(plan), args.timeout_s)
+        return cls(args.mode, coordinator)
+
+    @classmethod
     def off(cls, plan: StagePlan) -> "MigrationControl":
         """That of a pipeline whose layers stay where they are."""
-        return cls("off", MoveCoordinator(plan, plan.layer_counts, timeout_s=0.0))
+        return cls.of(MigrationArgs(mode="off"), plan)
 
     @property
     def history(self) -> tuple[MoveRecord, ...]:

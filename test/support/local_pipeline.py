@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import torch
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -104,7 +103,6 @@ class LocalPipeline:
         self.microbatches.append(step.microbatch)
         plan = self._orders.open(step.order)
         assert isinstance(plan, StepPlan)
-        plan = msgspec.structs.replace(plan, epoch=self._plan.epoch)
         self._in_flight.append([runner.run_step(plan).report() for runner in self.runners])
         return True
 

@@ -74,6 +74,9 @@ class LayerMover(Generic[R]):
         self._report = report
         self._clock = clock
         self._open: _OpenMove[R] | None = None
+        # Links of the last move, on which targets may still say what they have read: to close one
+        # that holds unread words would cost the target what it has not read yet.
+        self._used: list[OutgoingLayers[R]] = []
 
     @property
     def is_open(self) -> bool:
@@ -87,6 +90,7 @@ class LayerMover(Generic[R]):
                 f"move {order.move} began on stage {self._stage} before move "
                 f"{self._open.order.move} was over"
             )
+        self._close_used()
         moves = layer_moves(self.plan, order.plan)
         pages = array(INT32, order.pages)
         incoming = [
@@ -126,6 +130,7 @@ class LayerMover(Generic[R]):
         started_s = self._clock()
         for outgoing in move.outgoing:
             outgoing.finish()
+        self._used = move.outgoing
         move.patch_ms = (self._clock() - started_s) * 1e3
         self.plan = order.plan
         self._site.know_plan(order.plan)
@@ -157,8 +162,15 @@ class LayerMover(Generic[R]):
         self._look_whether_done()
         return did_work
 
+    def work_for(self, seconds: float) -> None:
+        """Works until so much time has passed, or there is nothing to do."""
+        end_s = self._clock() + seconds
+        while self._clock() < end_s and self.work():
+            pass
+
     def close(self) -> None:
-        """Closes the links of a move under way."""
+        """Closes all links."""
+        self._close_used()
         if self._open is not None:
             self._close_links(self._open)
             self._open = None
@@ -179,18 +191,23 @@ class LayerMover(Generic[R]):
             self._let_go(self._open)
             self._open.has_failed = True
             message = f"{type(error).__name__}: {error}"
-            self._report(
-                MoveFailed(stage=self._stage, move=self._open.order.move, message=message)
-            )
+            self._report(MoveFailed(stage=self._stage, move=self._open.order.move, message=message))
 
     def _let_go(self, move: _OpenMove[R]) -> None:
         self._close_links(move)
         self._site.drop(move.new_layers)
 
+    def _close_used(self) -> None:
+        for outgoing in self._used:
+            outgoing.close()
+        self._used = []
+
     @staticmethod
     def _close_links(move: _OpenMove[R]) -> None:
-        for part in (*move.outgoing, *move.incoming):
-            part.close()
+        for outgoing in move.outgoing:
+            outgoing.close()
+        for incoming in move.incoming:
+            incoming.close()
 
     def _look_whether_ready(self) -> None:
         move = self._open
@@ -203,7 +220,6 @@ class LayerMover(Generic[R]):
                     stage=self._stage,
                     move=move.order.move,
                     load_ms=move.load_ms,
-                    copied_bytes=sum(outgoing.copied_bytes for outgoing in move.outgoing),
                 )
             )
 
@@ -216,6 +232,7 @@ class LayerMover(Generic[R]):
                 MoveDone(
                     stage=self._stage,
                     move=move.order.move,
+                    copied_bytes=sum(outgoing.copied_bytes for outgoing in move.outgoing),
                     patched_bytes=sum(outgoing.patched_bytes for outgoing in move.outgoing),
                     patch_ms=move.patch_ms,
                     wait_ms=sum(incoming.wait_s for incoming in move.incoming) * 1e3,

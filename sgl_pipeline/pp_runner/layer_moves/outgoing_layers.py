@@ -69,7 +69,6 @@ class OutgoingLayers(Generic[R]):
             self._sender.send(parcel)
             self.patched_bytes += parcel.num_bytes
         self._sender.send(Parcel(None, 0, is_last=True))
-        self.close()
 
     def close(self) -> None:
         self._sender.close()
