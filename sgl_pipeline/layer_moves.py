@@ -55,8 +55,8 @@ class MoveReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class MoveDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The stage runs under the new plan and has all that belongs to its layers.
 
-    `copied_bytes` were sent before the switch, `patched_bytes` after it, in `patch_ms`; `wait_ms` is
-    how long a step waited for those of another stage.
+    `copied_bytes` were sent before the switch, `patched_bytes` after it, in `patch_ms`; `wait_ms`
+    is how long a step waited for those of another stage.
     """
 
     stage: int

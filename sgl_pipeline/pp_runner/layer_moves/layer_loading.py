@@ -33,7 +33,10 @@ class LayerLoading:
         self._thread.start()
 
     def take(self) -> list[LoadedLayer] | None:
-        """The layers, once, when all are there; None until then. Raises what reading them raised."""
+        """The layers, once, when all are there; None until then.
+
+        Raises what reading them raised.
+        """
         if self._thread.is_alive():
             return None
         if self._error is not None:
@@ -44,6 +47,11 @@ class LayerLoading:
     def abandon(self) -> None:
         """Reads no further layer, and forgets those that were read."""
         self._is_abandoned = True
+
+    def close(self) -> None:
+        """Returns when the thread has ended: one that still ran would not let the process end."""
+        self.abandon()
+        self._thread.join()
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)

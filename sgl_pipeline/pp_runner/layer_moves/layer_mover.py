@@ -155,9 +155,11 @@ class LayerMover(Generic[R]):
             self._try(self._take_loaded)
             if move.has_failed:
                 return False
-        did_work = any([outgoing.work() for outgoing in move.outgoing if not move.is_switched])
-        if not move.is_loading:
-            did_work |= any([incoming.work() for incoming in move.incoming])
+        did_work = False
+        for outgoing in move.outgoing if not move.is_switched else ():
+            did_work |= outgoing.work()
+        for incoming in move.incoming if not move.is_loading else ():
+            did_work |= incoming.work()
         self._look_whether_ready()
         self._look_whether_done()
         return did_work
@@ -169,7 +171,8 @@ class LayerMover(Generic[R]):
             pass
 
     def close(self) -> None:
-        """Closes all links."""
+        """Closes all links, and ends all loading."""
+        self._site.close()
         self._close_used()
         if self._open is not None:
             self._close_links(self._open)

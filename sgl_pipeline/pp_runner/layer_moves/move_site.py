@@ -81,6 +81,9 @@ class MoveSite(Protocol[R]):
     def know_plan(self, plan: StagePlan) -> None:
         """Makes ready for steps of the plan, whose layers are held."""
 
+    def close(self) -> None:
+        """Ends what `begin_loading` began."""
+
     def wait_before(self, layers: Iterable[int], incoming: "Awaited") -> None:
         """Has `incoming.wait` called before a step runs the first of `layers`."""
 

@@ -82,6 +82,10 @@ class StageSite:
     def know_plan(self, plan: StagePlan) -> None:
         self._runner.know_plan(plan)
 
+    def close(self) -> None:
+        if self._loading is not None:
+            self._loading.close()
+
     def wait_before(self, layers: Iterable[int], incoming: Awaited) -> None:
         for layer in layers:
             self._layers.before_run(layer, incoming.wait)
