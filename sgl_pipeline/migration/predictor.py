@@ -6,7 +6,7 @@ are those of a `StepCosts`.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from sgl_pipeline.migration.step_costs import RowCost, StepCosts
@@ -95,7 +95,7 @@ def _segments(cost: RowCost) -> tuple[tuple[float, ...], tuple[float, ...], tupl
     0 rows and its slope; `bisect_right(knots, rows)` is the place of the line for `rows`."""
     starts_ms, slopes_ms = [cost.times_ms[0]], [0.0]
     points = list(zip(cost.rows, cost.times_ms, strict=True))
-    for (low, low_ms), (high, high_ms) in zip(points, points[1:], strict=False):
+    for (low, low_ms), (high, high_ms) in pairwise(points):
         slope_ms = (high_ms - low_ms) / (high - low)
         starts_ms.append(low_ms - slope_ms * low)
         slopes_ms.append(slope_ms)
