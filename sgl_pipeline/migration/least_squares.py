@@ -45,9 +45,13 @@ def non_negative_fit(features: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Least squares with coefficients that are not negative: the most negative one is dropped
     until none is."""
     scales = np.maximum(features.max(axis=0), 1e-12)
+    # A triangle as small as the number of columns has the same solutions as all the rows.
+    stacked = np.column_stack((features / scales, values))
+    triangle = np.asarray(np.linalg.qr(stacked, mode="r"))
+    columns, values = triangle[:, :-1], triangle[:, -1]
     used = np.ones(features.shape[1], bool)
     while True:
-        solution = np.linalg.lstsq(features[:, used] / scales[used], values, rcond=None)[0]
+        solution = np.linalg.lstsq(columns[:, used], values, rcond=None)[0]
         if solution.size == 0 or solution.min() >= 0.0:
             break
         used[np.flatnonzero(used)[solution.argmin()]] = False

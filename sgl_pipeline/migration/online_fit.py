@@ -5,9 +5,9 @@ the last time, so that a server's life has a dozen fits of a few milliseconds ea
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from sgl_pipeline.migration.step_costs import StepCosts
+from sgl_pipeline.step_costs import StepCosts
 from sgl_pipeline.migration.step_fit import StageSample, fit_stages
 from sgl_pipeline.step_work import StepWork
 
@@ -21,9 +21,8 @@ _OUTLIER_SHARE = 0.5
 class OnlineFit:
     """All layers are taken for equal: whole stages do not tell one from another."""
 
-    def __init__(self, num_layers: int, num_stages: int) -> None:
+    def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self._last = num_stages - 1
         self._steps: deque[tuple[StepWork, tuple[int, ...], tuple[float, ...]]] = deque(
             maxlen=_MOST_KEPT_STEPS
         )
@@ -39,9 +38,18 @@ class OnlineFit:
         if self._num_seen < self._next_fit:
             return None
         self._next_fit *= 2
-        samples = [
-            StageSample(work, count, stage == 0, stage == self._last, stage_ms)
-            for work, counts, times_ms in self._steps
-            for stage, (count, stage_ms) in enumerate(zip(counts, times_ms, strict=True))
-        ]
+        samples = [sample for step in self._steps for sample in _stage_samples(*step)]
         return fit_stages(samples, self._num_layers, _OUTLIER_SHARE)
+
+
+def _stage_samples(
+    work: StepWork, layer_counts: Sequence[int], stages_ms: Sequence[float]
+) -> Iterator[StageSample]:
+    """The first stage, the last one, and those between as one: a fit takes no longer for many."""
+    last = len(layer_counts) - 1
+    yield StageSample(work, layer_counts[0], True, last == 0, stages_ms[0])
+    if last > 1:
+        between = sum(layer_counts[1:last])
+        yield StageSample(work, between, False, False, sum(stages_ms[1:last]))
+    if last > 0:
+        yield StageSample(work, layer_counts[last], False, True, stages_ms[last])

@@ -15,7 +15,7 @@ from sgl_pipeline.migration.delta_rule import best_removal, even_split_less
 from sgl_pipeline.migration.online_fit import OnlineFit
 from sgl_pipeline.migration.planner_args import PlannerArgs, Proposal
 from sgl_pipeline.migration.predictor import PartTimes, StepPredictor
-from sgl_pipeline.migration.split_search import SplitSearch, StageTerms
+from sgl_pipeline.migration.split_search import SplitSearch, StageTerms, can_stay_below
 from sgl_pipeline.migration.stage_speeds import StageSpeeds
 from sgl_pipeline.migration.work_window import Unanimity, WorkWindow
 from sgl_pipeline.stage_plan import StagePlan
@@ -55,15 +55,13 @@ class LayerPlanner:
         self.max_layers = max_layers
         self.layer_price_s = args.layer_price_s
         self._speeds = StageSpeeds(plan.num_stages) if learns else None
-        self._online = (
-            OnlineFit(plan.num_layers, plan.num_stages) if learns and predictor is None else None
-        )
+        self._online = OnlineFit(plan.num_layers) if learns and predictor is None else None
         self._window = WorkWindow(args.window_steps)
         positions = args.window_steps if args.rule == "dynapipe" else self._num_evaluations
         self._proposals: Unanimity[tuple[int, ...]] = Unanimity(positions)
         self._removals: Unanimity[int] = Unanimity(positions)
         self._agreed_removal: int | None = None
-        self._steps_since_evaluation = 0
+        self._steps_to_evaluation = args.evaluate_steps
         self._last_move_s = float("-inf")
         self._search: tuple[object, SplitSearch] | None = None
         self.know_plan(plan)
@@ -104,7 +102,7 @@ class LayerPlanner:
             predicted_ms[-1] += parts.tail_ms
             self._speeds.note([s.compute_ms for s in record.stages], predicted_ms)
         self._window.add(parts)
-        self._steps_since_evaluation += 1
+        self._steps_to_evaluation -= 1
         if self._args.rule == "dynapipe":
             self._note_removal(parts)
 
@@ -117,20 +115,28 @@ class LayerPlanner:
 
     def proposal(self, layer_counts: Sequence[int], now_s: float) -> Proposal | None:
         """A split that is worth leaving `layer_counts` for, if there is any."""
-        args = self._args
         if (
             self._predictor is None
             or not self._window.is_full
-            or self._steps_since_evaluation < args.evaluate_steps
+            or self._steps_to_evaluation > 0
             or self._num_stages == 1
+            or now_s - self._last_move_s < self._args.cooldown_s
         ):
             return None
-        self._steps_since_evaluation = 0
+        self._steps_to_evaluation = self._args.evaluate_steps
         current = tuple(layer_counts)
-        best = self._agreed_split(current)
-        if best is None or best == current or now_s - self._last_move_s < args.cooldown_s:
-            return None
-        return self._priced(current, best)
+        if self._args.rule == "dynapipe":
+            split = self._dynapipe_split(current)
+            return None if split is None else self._worthwhile(current, split)
+        split = self._balanced_split(current)
+        proposal = None if split is None else self._worthwhile(current, split)
+        if split is not None and proposal is None:
+            # A search that led to nothing: no other before all steps of the window are new.
+            self._steps_to_evaluation = self._args.window_steps
+        if self._args.reading == "accumulated":
+            return proposal
+        agreed = self._proposals.note(proposal.layer_counts if proposal else current)
+        return proposal if agreed != current and agreed is not None else None
 
     def preview(self, current: Sequence[int], layer_counts: Sequence[int]) -> Proposal | None:
         """What moving from one split to any other would bring, worth it or not; None while nothing
@@ -185,43 +191,28 @@ class LayerPlanner:
         assert self._predictor is not None
         return self._predictor.stage_times_ms(parts, layer_counts, self.speeds)
 
-    def _priced(self, current: tuple[int, ...], best: tuple[int, ...]) -> Proposal | None:
-        """The move to `best`, if it gains enough."""
-        preview = self.preview(current, best)
+    def _worthwhile(self, current: tuple[int, ...], split: tuple[int, ...]) -> Proposal | None:
+        """The move to `split`, if it is one and gains enough."""
+        preview = None if split == current else self.preview(current, split)
         if preview is None or preview.gain_share < self._args.min_gain_share:
             return None
         if preview.gain_share * self._args.horizon_s < preview.price_s:
             return None
         return preview
 
-    def _agreed_split(self, current: tuple[int, ...]) -> tuple[int, ...] | None:
-        if self._args.rule == "dynapipe":
-            return self._dynapipe_split(current)
-        best = self._balanced_split(current)
-        if best is None or self._args.reading == "accumulated":
-            return best
-        return self._proposals.note(best)
-
     def _balanced_split(self, current: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The best split for the window, or `current` where no other can be enough better."""
-        parts = self._window.mean()
-        slowest_ms = max(self._stage_times(current, parts))
-        least_ms = self._lower_bound_ms(parts)
-        if least_ms > (1.0 - self._args.min_gain_share) * slowest_ms:
-            return current
-        last = self._num_stages - 1
+        """The best split for the window; None where none is enough better than `current`."""
+        assert self._predictor is not None
+        parts, weight_ends = self._window.mean(), self._predictor.weight_ends
         extras_ms = [0.0] * self._num_stages
         extras_ms[0] += parts.embedding_ms
-        extras_ms[last] += parts.tail_ms
+        extras_ms[-1] += parts.tail_ms
         terms = [StageTerms(*pair) for pair in zip(self.speeds, extras_ms, strict=True)]
+        slowest_ms = max(self._stage_times(current, parts))
+        enough_ms = slowest_ms * (1.0 - self._args.min_gain_share)
+        if not can_stay_below(enough_ms, parts.layer_ms, terms, weight_ends):
+            return None
         return self._search_from(current).best(parts.layer_ms, terms)
-
-    def _lower_bound_ms(self, parts: PartTimes) -> float:
-        """What the slowest stage takes at least, whatever the split: were layers divisible."""
-        assert self._predictor is not None
-        work_ms = self._predictor.weight_ends[-1] * parts.layer_ms
-        work_ms += parts.embedding_ms + parts.tail_ms
-        return work_ms / sum(1.0 / speed for speed in self.speeds)
 
     def _search_from(self, current: tuple[int, ...]) -> SplitSearch:
         key = (current, self.max_layers)

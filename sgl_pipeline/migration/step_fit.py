@@ -7,7 +7,6 @@ Used by the fit command (`PartSample`s of made-up steps, each part by itself) an
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from sgl_pipeline.migration.least_squares import (
@@ -16,23 +15,14 @@ from sgl_pipeline.migration.least_squares import (
     rows_beyond_knots,
 )
 from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.migration.step_costs import FitErrors, LayerCost, RowCost, StepCosts
+from sgl_pipeline.step_costs import FitErrors, LayerCost, RowCost, StepCosts
+from sgl_pipeline.stage_costs import PartSample
 from sgl_pipeline.step_work import StepWork
 
 # Where made-up steps, which are many and little disturbed, may bend the curve of a part. There are
 # more than `KNOT_TOKENS`, and the slope may fall from one to the next, as it does where a block of
 # rows is full.
 CURVE_ROWS = (1.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
-
-
-class PartSample(msgspec.Struct, frozen=True, array_like=True):
-    """Milliseconds of a made-up step in the parts of a model: of each kind of layer, in the order
-    in which the kinds appear, of the embedding and of the tail."""
-
-    work: StepWork
-    kinds_ms: tuple[float, ...]
-    embedding_ms: float
-    tail_ms: float
 
 
 class StageSample(NamedTuple):
