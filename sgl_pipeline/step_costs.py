@@ -1,9 +1,9 @@
 """What the parts of one model cost on one machine, as functions of a step's work.
 
-Fitted by `migration/step_fit.py` from measurements or by `migration/online_fit.py` from steps, saved
-as JSON with the names of what they hold for, and evaluated by `migration/predictor.py`. The formulas are DynaPipe's
-(`T_layer = sum(phi1 n + phi2 n L + eps)`, `T_sample = alpha N + beta`), with curves where it has
-straight lines: on a CPU few rows cost as much as reading the weights.
+Fitted by `migration/step_fit.py` from measurements or by `migration/online_fit.py` from steps,
+saved as JSON with the names of what they hold for, and evaluated by `migration/predictor.py`. The
+formulas are DynaPipe's (`T_layer = sum(phi1 n + phi2 n L + eps)`, `T_sample = alpha N + beta`),
+with curves where it has straight lines: on a CPU few rows cost as much as reading the weights.
 """
 
 import msgspec

@@ -15,8 +15,8 @@ from sgl_pipeline.migration.least_squares import (
     rows_beyond_knots,
 )
 from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.step_costs import FitErrors, LayerCost, RowCost, StepCosts
 from sgl_pipeline.stage_costs import PartSample
+from sgl_pipeline.step_costs import FitErrors, LayerCost, RowCost, StepCosts
 from sgl_pipeline.step_work import StepWork
 
 # Where made-up steps, which are many and little disturbed, may bend the curve of a part. There are
