@@ -88,7 +88,9 @@ class LayerPlanner:
         stages' speeds."""
         work = StepWork.of_record(record)
         counts = self._plans.get(record.epoch)
-        if self._online is not None and counts is not None:
+        # A fit over stages of which one is disturbed would make its layers' or ends' costs of that.
+        is_even = len(set(self.speeds)) == 1
+        if self._online is not None and counts is not None and is_even:
             costs = self._online.note(work, counts, [s.compute_ms for s in record.stages])
             if costs is not None:
                 self._predict_with(StepPredictor(costs))

@@ -7,7 +7,7 @@ about 0.1 ms for 64 layers on 4 stages and 0.5 ms for 80 on 8.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -31,16 +31,18 @@ class StageTerms:
 def can_stay_below(
     slowest_ms: float, layer_ms: float, stages: Sequence[StageTerms], weight_ends: Sequence[float]
 ) -> bool:
-    """Whether any split of at least one layer a stage, whatever the stages may hold, keeps all of
-    them at `slowest_ms` or less: each takes as many layers as it can, in order."""
+    """Whether a split may keep all stages at `slowest_ms` or less, whatever they may hold: each
+    takes as many layers as it can, in order. Exact where all layers weigh the same; never False
+    where there is such a split."""
     end, last = 0, len(weight_ends) - 1
+    lightest = min(high - low for low, high in pairwise(weight_ends))
     layer_ms = max(layer_ms, 1e-9)
     for number, stage in enumerate(stages):
-        weight = (slowest_ms / stage.speed - stage.extra_ms) / layer_ms
-        start, most = end, last - (len(stages) - 1 - number)
-        end = min(most, bisect_right(weight_ends, weight_ends[start] + weight + 1e-9) - 1)
-        if end <= start:
+        weight = (slowest_ms / stage.speed - stage.extra_ms) / layer_ms + 1e-9
+        if weight < lightest:
             return False
+        most = last - (len(stages) - 1 - number)
+        end = min(most, bisect_right(weight_ends, weight_ends[end] + weight) - 1)
     return end == last
 
 
