@@ -133,7 +133,7 @@ def broken(**parts: object) -> bytes:
     ],
 )
 def test_a_file_that_holds_no_costs_is_refused(content: bytes) -> None:
-    with pytest.raises(ConfigurationError, match="^the-file"):
+    with pytest.raises(ConfigurationError, match=r"^the-file"):
         decode_costs(content, "the-file", num_layers=4, **NAMES)
 
 
