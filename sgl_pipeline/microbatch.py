@@ -76,3 +76,8 @@ class Microbatch:
     def attended_tokens(self) -> int:
         # Written out: a property's call for each decode of each step costs twice the sum.
         return sum([c.length * (2 * c.start + c.length + 1) // 2 for c in self.chunks])
+
+    @property
+    def decode_attended_tokens(self) -> int:
+        """Those of them that decodes attend to, which share no keys."""
+        return sum([c.start + c.length for c in self.chunks if c.is_decode])

@@ -47,9 +47,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     for scheduler and stages.
 
     `samples` are the rows that went through the head, `attended_tokens` the pairs of a row and a
-    token that it attends to; `ended` are the requests that had their last token in this step.
-    `prefill_budget` and `decode_budget` are what the policy allowed, `bound_by` what bound the
-    prefill (`throttle.load.TokenBudget`).
+    token that it attends to, `decode_attended_tokens` those of decodes, each of which costs several
+    of a prompt's (0 in traces written before there was the field); `ended` are the requests that
+    had their last token in this step. `prefill_budget` and `decode_budget` are what the policy
+    allowed, `bound_by` what bound the prefill (`throttle.load.TokenBudget`).
     """
 
     step_id: int
@@ -70,6 +71,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     result_ms: float
     stages: tuple[StageTiming, ...]
     ended: tuple[RequestRecord, ...] = ()
+    decode_attended_tokens: int = 0
 
 
 class StepWriter(Protocol):

@@ -51,6 +51,7 @@ class OpenStep:
             decodes=decodes,
             samples=microbatch.num_samples,
             attended_tokens=microbatch.attended_tokens,
+            decode_attended_tokens=microbatch.decode_attended_tokens,
             waiting_tokens=load.waiting_tokens,
             running_decodes=load.running_decodes,
             free_page_share=load.free_share,

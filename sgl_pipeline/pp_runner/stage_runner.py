@@ -35,8 +35,8 @@ class StageRunner:
     Args:
         tail: for tests, in place of the last stage's own.
 
-    `attention_backend` and `graphs` say what is in use, `shape` what a page holds. `held_layers` may change between two steps;
-    which of them a step runs is up to the plan of its epoch.
+    `attention_backend` and `graphs` say what is in use, `shape` what a page holds. `held_layers`
+    may change between two steps; which of them a step runs is up to the plan of its epoch.
     """
 
     def __init__(

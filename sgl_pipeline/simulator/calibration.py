@@ -11,17 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.migration.least_squares import relative_fit, rows_beyond_knots
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.trace import StepRecord, read_trace
 
-# Reading the weights bounds few rows, computing bounds many: a row more never costs less than the
-# last one did. So the slope may only grow at these, and goes on beyond the largest step recorded.
-KNOT_TOKENS = (1.0, 8.0, 32.0, 128.0, 512.0)
 MIN_STEPS = 200
 # The percentile that stands for waiting for nobody: the least of all may be a slip of a clock.
 FLOOR = 5
-FIT_PASSES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class StageFit:
     sample_s: float
 
     def seconds(self, num_tokens: int, attended_tokens: int, num_samples: int) -> float:
-        rows = _rows_beyond_knots(num_tokens)
+        rows = rows_beyond_knots(num_tokens)
         return (
             self.base_s
             + sum(slope * count for slope, count in zip(self.slopes_s, rows, strict=True))
@@ -127,41 +124,16 @@ def _fitted_s(fits: Sequence[StageFit], record: StepRecord) -> list[float]:
     return [fit.seconds(num_tokens, record.attended_tokens, record.samples) for fit in fits]
 
 
-def _rows_beyond_knots(num_tokens: int) -> list[float]:
-    """Of 40 rows 39, 32 and 8 are beyond the first three knots."""
-    return [max(num_tokens - knot, 0.0) for knot in KNOT_TOKENS]
-
-
 def _fit_stage(records: Sequence[StepRecord], measured_s: np.ndarray) -> StageFit:
     features = np.array(
         [
-            [1.0, *_rows_beyond_knots(r.prefill_tokens + r.decodes), r.attended_tokens, r.samples]
+            [1.0, *rows_beyond_knots(r.prefill_tokens + r.decodes), r.attended_tokens, r.samples]
             for r in records
         ]
     )
-    # What slows a step grows with it, so shares of its time are fitted, not seconds: the first pass
-    # gives the times to weigh by. It also makes the mean of the noise 1.
-    fitted_s = np.full_like(measured_s, measured_s.mean())
-    for _ in range(FIT_PASSES):
-        coefficients = _non_negative_fit(features / fitted_s[:, None], measured_s / fitted_s)
-        fitted_s = features @ coefficients
+    coefficients = relative_fit(features, measured_s)
     base_s, *slopes_s, attended_s, sample_s = (float(one) for one in coefficients)
     return StageFit(base_s, tuple(slopes_s), attended_s, sample_s)
-
-
-def _non_negative_fit(features: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Least squares with coefficients that are not negative: the most negative one is dropped
-    until none is."""
-    scales = np.maximum(features.max(axis=0), 1e-12)
-    used = np.ones(features.shape[1], bool)
-    while True:
-        solution = np.linalg.lstsq(features[:, used] / scales[used], values, rcond=None)[0]
-        if solution.size == 0 or solution.min() >= 0.0:
-            break
-        used[np.flatnonzero(used)[solution.argmin()]] = False
-    coefficients = np.zeros(features.shape[1])
-    coefficients[used] = solution / scales[used]
-    return coefficients
 
 
 def _prepare_s(records: Sequence[StepRecord]) -> float:

@@ -1,7 +1,8 @@
 """What a layer move needs of the stage and of its links to other stages.
 
 `stage_site.py` and `links/page_link.py` offer it in a worker, fakes in virtual time. Neither this
-file nor the state machines on it (`outgoing_layers`, `incoming_layers`, `layer_mover`) know tensors.
+file nor the state machines on it (`outgoing_layers`, `incoming_layers`, `layer_mover`) know
+tensors.
 """
 
 from collections.abc import Iterable, Sequence
@@ -64,7 +65,7 @@ class MoveSite(Protocol[R]):
         """Loads the weights of `layers` beside the steps."""
 
     def has_loaded(self) -> bool:
-        """Whether the layers of `begin_loading` can be held now. Raises what loading them raised."""
+        """Whether the layers of `begin_loading` can be held now. Raises what loading raised."""
 
     def hold(self, layers: Iterable[int]) -> None:
         """Takes over what was loaded and gives the layers pages."""

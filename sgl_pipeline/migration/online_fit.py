@@ -1,0 +1,55 @@
+"""Fits the costs of a model's parts to the steps that a server runs, where no file has them.
+
+Kept by the planner. Holds a bounded number of steps; fits when twice as many have been seen as at
+the last time, so that a server's life has a dozen fits of a few milliseconds each.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from sgl_pipeline.migration.step_fit import StageSample, fit_stages
+from sgl_pipeline.step_costs import StepCosts
+from sgl_pipeline.step_work import StepWork
+
+FIRST_FIT_STEPS = 256
+# Of the newest steps; noise, not their number, bounds how good a fit is.
+_MOST_KEPT_STEPS = 256
+# A step that took half as long again as its like was disturbed.
+_OUTLIER_SHARE = 0.5
+
+
+class OnlineFit:
+    """All layers are taken for equal: whole stages do not tell one from another."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._steps: deque[tuple[StepWork, tuple[int, ...], tuple[float, ...]]] = deque(
+            maxlen=_MOST_KEPT_STEPS
+        )
+        self._num_seen = 0
+        self._next_fit = FIRST_FIT_STEPS
+
+    def note(
+        self, work: StepWork, layer_counts: Sequence[int], stages_ms: Sequence[float]
+    ) -> StepCosts | None:
+        """One step, stage by stage. Returns new costs when it is time for them."""
+        self._steps.append((work, tuple(layer_counts), tuple(stages_ms)))
+        self._num_seen += 1
+        if self._num_seen < self._next_fit:
+            return None
+        self._next_fit *= 2
+        samples = [sample for step in self._steps for sample in _stage_samples(*step)]
+        return fit_stages(samples, self._num_layers, _OUTLIER_SHARE)
+
+
+def _stage_samples(
+    work: StepWork, layer_counts: Sequence[int], stages_ms: Sequence[float]
+) -> Iterator[StageSample]:
+    """The first stage, the last one, and those between as one: a fit takes no longer for many."""
+    last = len(layer_counts) - 1
+    yield StageSample(work, layer_counts[0], True, last == 0, stages_ms[0])
+    if last > 1:
+        between = sum(layer_counts[1:last])
+        yield StageSample(work, between, False, False, sum(stages_ms[1:last]))
+    if last > 0:
+        yield StageSample(work, layer_counts[last], False, True, stages_ms[last])

@@ -1,0 +1,67 @@
+"""What the planner of layer moves is told, and what it answers: `planner.py`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sgl_pipeline.args import require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerArgs:
+    """When a move is worth it.
+
+    `reading` is what the paper leaves open of its window: `unanimous`, a plan is proposed when it
+    was best at every position of the window; `accumulated`, when it is best for the sum of the
+    window's steps. A move costs `move_price_s + moved layers * layer_price_s` seconds of the
+    pipeline's time; it has to gain more within `horizon_s`, at least `min_gain_share` of the
+    slowest stage's time, and comes no sooner than `cooldown_s` after the last one.
+    """
+
+    rule: Literal["balance", "dynapipe"] = "balance"
+    reading: Literal["unanimous", "accumulated"] = "unanimous"
+    window_steps: int = 25
+    evaluate_steps: int = 5  # steps from one evaluation to the next, of the balance
+    min_gain_share: float = 0.03
+    horizon_s: float = 30.0
+    cooldown_s: float = 10.0
+    move_price_s: float = 0.0
+    layer_price_s: float = 0.1  # DynaPipe: under 100 ms a layer over PCIe
+
+    def __post_init__(self) -> None:
+        require(self.window_steps >= 1, f"a window of {self.window_steps} steps; 1 or more")
+        require(
+            1 <= self.evaluate_steps <= self.window_steps,
+            f"an evaluation every {self.evaluate_steps} steps; between 1 and the window's "
+            f"{self.window_steps}",
+        )
+        times_s = (self.horizon_s, self.cooldown_s, self.move_price_s, self.layer_price_s)
+        require(min(times_s) >= 0.0, "horizon, cooldown and prices must not be negative")
+
+    @classmethod
+    def as_published(
+        cls, window_steps: int = 25, reading: Literal["unanimous", "accumulated"] = "unanimous"
+    ) -> "PlannerArgs":
+        """DynaPipe's planner: its rule and its window, and nothing that holds it back."""
+        return cls(
+            rule="dynapipe",
+            reading=reading,
+            window_steps=window_steps,
+            evaluate_steps=1,
+            min_gain_share=-1.0,
+            horizon_s=0.0,
+            cooldown_s=0.0,
+            layer_price_s=0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A split that is worth moving to. Times are the mean predicted milliseconds of a step of the
+    window on each stage; `gain_share` is by how much of its time the slowest stage gets faster."""
+
+    layer_counts: tuple[int, ...]
+    before_ms: tuple[float, ...]
+    after_ms: tuple[float, ...]
+    gain_share: float
+    moved_layers: int
+    price_s: float

@@ -1,0 +1,105 @@
+"""Predicts what a step takes each part of the model, in about a microsecond.
+
+Asked by the planner for every step, by `partition.py` and by `sgl_pipeline plan`. Pure; the numbers
+are those of a `StepCosts`.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from sgl_pipeline.step_costs import RowCost, StepCosts
+from sgl_pipeline.step_work import StepWork
+
+
+class PartTimes(NamedTuple):
+    """Milliseconds of one step: of a layer of weight 1, of the embedding (only the first stage has
+    it) and of the tail (only the last stage has it)."""
+
+    layer_ms: float
+    embedding_ms: float
+    tail_ms: float
+
+
+class StepPredictor:
+    """The times of any step on one machine, by its `StepCosts`."""
+
+    __slots__ = (
+        "_decode_attended_ms",
+        "_decode_ms",
+        "_embedding",
+        "_layer",
+        "_prefill_attended_ms",
+        "_tail",
+        "costs",
+        "weight_ends",
+    )
+
+    def __init__(self, costs: StepCosts) -> None:
+        self.costs = costs
+        # weight_ends[e] - weight_ends[p] is the weight of layers [p, e).
+        self.weight_ends = (0.0, *accumulate(costs.layer_weights))
+        self._layer = _segments(costs.layer.rows)
+        self._embedding = _segments(costs.embedding)
+        self._tail = _segments(costs.tail)
+        self._decode_ms = costs.layer.decode_ms
+        self._decode_attended_ms = costs.layer.decode_attended_ms
+        self._prefill_attended_ms = costs.layer.prefill_attended_ms
+
+    def parts_ms(self, work: StepWork) -> PartTimes:
+        """What a step of this work takes each part."""
+        tokens, decodes, by_decodes, by_prefill, samples = work
+        # Written out: three calls would take as long again.
+        rows, starts_ms, slopes_ms = self._layer
+        place = bisect_right(rows, tokens)
+        layer_ms = (
+            starts_ms[place]
+            + slopes_ms[place] * tokens
+            + self._decode_ms * decodes
+            + self._decode_attended_ms * by_decodes
+            + self._prefill_attended_ms * by_prefill
+        )
+        rows, starts_ms, slopes_ms = self._embedding
+        place = bisect_right(rows, tokens)
+        embedding_ms = starts_ms[place] + slopes_ms[place] * tokens
+        if not samples:
+            return PartTimes(layer_ms, embedding_ms, 0.0)
+        rows, starts_ms, slopes_ms = self._tail
+        place = bisect_right(rows, samples)
+        return PartTimes(layer_ms, embedding_ms, starts_ms[place] + slopes_ms[place] * samples)
+
+    def stage_times_ms(
+        self, parts: PartTimes, layer_counts: Sequence[int], speeds: Sequence[float] = ()
+    ) -> tuple[float, ...]:
+        """What a step of these part times takes each stage of a split.
+
+        Args:
+            speeds: by what each stage's times are multiplied; none: all by 1.
+        """
+        ends = list(accumulate(layer_counts))
+        weight = self.weight_ends
+        times = [
+            (weight[end] - weight[end - count]) * parts.layer_ms
+            for end, count in zip(ends, layer_counts, strict=True)
+        ]
+        times[0] += parts.embedding_ms
+        times[-1] += parts.tail_ms
+        if speeds:
+            times = [one * speed for one, speed in zip(times, speeds, strict=True)]
+        return tuple(times)
+
+
+def _segments(cost: RowCost) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """The knots, and for the rows up to each knot and beyond the last the straight line's value at
+    0 rows and its slope; `bisect_right(knots, rows)` is the place of the line for `rows`."""
+    starts_ms, slopes_ms = [cost.times_ms[0]], [0.0]
+    points = list(zip(cost.rows, cost.times_ms, strict=True))
+    for (low, low_ms), (high, high_ms) in pairwise(points):
+        slope_ms = (high_ms - low_ms) / (high - low)
+        starts_ms.append(low_ms - slope_ms * low)
+        slopes_ms.append(slope_ms)
+    last, last_ms = points[-1]
+    starts_ms.append(last_ms - cost.row_ms * last)
+    slopes_ms.append(cost.row_ms)
+    return cost.rows, tuple(starts_ms), tuple(slopes_ms)

@@ -1,0 +1,170 @@
+"""Fits the costs of a model's parts to times of steps: `StepCosts` from what was measured.
+
+Used by the fit command (`PartSample`s of made-up steps, each part by itself) and by `online_fit.py`
+(`StageSample`s of served steps, where a stage's layers and ends are one time).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_pipeline.migration.least_squares import (
+    KNOT_TOKENS,
+    relative_fit,
+    rows_beyond_knots,
+)
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.stage_costs import PartSample
+from sgl_pipeline.step_costs import FitErrors, LayerCost, RowCost, StepCosts
+from sgl_pipeline.step_work import StepWork
+
+# Where made-up steps, which are many and little disturbed, may bend the curve of a part. There are
+# more than `KNOT_TOKENS`, and the slope may fall from one to the next, as it does where a block of
+# rows is full.
+CURVE_ROWS = (1.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+
+
+class StageSample(NamedTuple):
+    """What a served step took a stage with `num_layers` layers. Stages between the ends have
+    neither embedding nor tail."""
+
+    work: StepWork
+    num_layers: int
+    is_first: bool
+    is_last: bool
+    stage_ms: float
+
+
+def fit_parts(samples: Sequence[PartSample], kinds: Sequence[int]) -> StepCosts:
+    """The costs that come nearest to `samples`, in shares of their times.
+
+    Args:
+        kinds: of each layer of the model, the index of its kind in `PartSample.kinds_ms`.
+    """
+    means_ms = np.array([sample.kinds_ms for sample in samples]).mean(axis=0)
+    # The kind of most layers is what a weight of 1 is.
+    usual = max(set(kinds), key=list(kinds).count)
+    layer_ms = np.array([sample.kinds_ms[usual] for sample in samples])
+    works = [sample.work for sample in samples]
+    tails = [sample for sample in samples if sample.work.samples]
+    return StepCosts(
+        layer=_layer_cost(works, layer_ms),
+        embedding=_row_cost(
+            [work.tokens for work in works], np.array([s.embedding_ms for s in samples])
+        ),
+        tail=_row_cost(
+            [sample.work.samples for sample in tails], np.array([s.tail_ms for s in tails])
+        ),
+        layer_weights=tuple(float(means_ms[kind] / means_ms[usual]) for kind in kinds),
+    )
+
+
+def fit_stages(samples: Sequence[StageSample], num_layers: int, outlier_share: float) -> StepCosts:
+    """The costs of equal layers that come nearest to what whole stages took.
+
+    Args:
+        outlier_share: see `least_squares.relative_fit`.
+    """
+    features = np.array([_stage_features(sample) for sample in samples])
+    measured = np.array([sample.stage_ms for sample in samples])
+    found = [float(one) for one in relative_fit(features, measured, outlier_share)]
+    num_curve = 1 + len(KNOT_TOKENS)
+    base_ms, *slopes_ms = found[:num_curve]
+    decode_ms, by_decode_ms, by_prefill_ms, token_ms, tail_ms, sample_ms = found[num_curve:]
+    return StepCosts(
+        layer=LayerCost(_convex_rows(base_ms, slopes_ms), decode_ms, by_decode_ms, by_prefill_ms),
+        embedding=RowCost((1.0,), (token_ms,), token_ms),
+        tail=RowCost((1.0,), (tail_ms + sample_ms,), sample_ms),
+        layer_weights=(1.0,) * num_layers,
+    )
+
+
+def errors_on(costs: StepCosts, samples: Sequence[PartSample], kinds: Sequence[int]) -> FitErrors:
+    """How far the predictions for `samples` are from what was measured, on average over all kinds
+    of layers."""
+    predictor = StepPredictor(costs)
+    weights = {kind: costs.layer_weights[place] for place, kind in enumerate(kinds)}
+    layer_errors, tail_errors = [], []
+    for sample in samples:
+        parts = predictor.parts_ms(sample.work)
+        for kind, measured_ms in enumerate(sample.kinds_ms):
+            layer_errors.append(abs(weights[kind] * parts.layer_ms / measured_ms - 1.0))
+        if sample.work.samples:
+            tail_errors.append(abs(parts.tail_ms / sample.tail_ms - 1.0))
+    return FitErrors(float(np.mean(layer_errors)), float(np.mean(tail_errors)), len(samples))
+
+
+def _layer_cost(works: Sequence[StepWork], measured: np.ndarray) -> LayerCost:
+    knots = _used_knots([work.tokens for work in works])
+    features = np.array(
+        [
+            [
+                *_curve_features(work.tokens, knots),
+                work.decodes,
+                work.decode_attended_tokens,
+                work.prefill_attended_tokens,
+            ]
+            for work in works
+        ]
+    )
+    found = relative_fit(features, measured)
+    decode_ms, by_decode_ms, by_prefill_ms = (float(one) for one in found[-3:])
+    return LayerCost(_rising_rows(knots, found[:-3]), decode_ms, by_decode_ms, by_prefill_ms)
+
+
+def _row_cost(rows: Sequence[int], measured: np.ndarray) -> RowCost:
+    knots = _used_knots(rows)
+    features = np.array([_curve_features(count, knots) for count in rows])
+    return _rising_rows(knots, relative_fit(features, measured))
+
+
+def _used_knots(rows: Sequence[int]) -> tuple[float, ...]:
+    """The `CURVE_ROWS` below the most rows: what lies beyond is the last one's slope."""
+    return tuple(knot for knot in CURVE_ROWS if knot == 1.0 or knot < max(rows))
+
+
+def _curve_features(rows: int, knots: Sequence[float]) -> list[float]:
+    """1 for the time of a single row, then how many rows lie between one knot and the next, so
+    that times rise with rows and their slope is free."""
+    nexts = (*knots[1:], float("inf"))
+    between = (
+        min(max(rows - low, 0.0), high - low) for low, high in zip(knots, nexts, strict=True)
+    )
+    return [1.0, *between]
+
+
+def _rising_rows(knots: tuple[float, ...], found: np.ndarray) -> RowCost:
+    base_ms, *slopes_ms = (float(one) for one in found)
+    times_ms = [base_ms]
+    for slope_ms, low, high in zip(slopes_ms, knots, knots[1:], strict=False):
+        times_ms.append(times_ms[-1] + slope_ms * (high - low))
+    return RowCost(knots, tuple(times_ms), slopes_ms[-1])
+
+
+def _convex_rows(base_ms: float, slopes_ms: Sequence[float]) -> RowCost:
+    """Of slopes each of which adds to those before it."""
+    times_ms = [
+        base_ms
+        + sum(s * rows for s, rows in zip(slopes_ms, rows_beyond_knots(int(knot)), strict=True))
+        for knot in KNOT_TOKENS
+    ]
+    return RowCost(KNOT_TOKENS, tuple(times_ms), sum(slopes_ms))
+
+
+def _stage_features(sample: StageSample) -> list[float]:
+    work, count = sample.work, sample.num_layers
+    layer = (
+        1.0,
+        *rows_beyond_knots(work.tokens),
+        work.decodes,
+        work.decode_attended_tokens,
+        work.prefill_attended_tokens,
+    )
+    samples = work.samples if sample.is_last else 0
+    return [
+        *(count * one for one in layer),
+        work.tokens if sample.is_first else 0,
+        1.0 if samples else 0.0,
+        samples,
+    ]

@@ -1,0 +1,242 @@
+"""The planner on worked examples: when it proposes which split, and when it keeps still."""
+
+import pytest
+from support.planners import (
+    EAGER,
+    STEP_S,
+    first_split,
+    noise_of,
+    planner_of,
+    proposals,
+    random_works,
+)
+from support.served_steps import (
+    ServedSteps,
+    card_costs,
+    decode_step,
+    flat_costs,
+    mixed_step,
+)
+
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.migration.planner import LayerPlanner
+from sgl_pipeline.migration.planner_args import PlannerArgs, Proposal
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.step_costs import RowCost, StepCosts
+from sgl_pipeline.step_work import StepWork
+
+
+def output_share_step(ratio: float, prompt_tokens: int = 2048) -> StepWork:
+    """A step among requests with prompts of 512 tokens and `ratio` times as many of output: for
+    each prompt token so many decodes, and a first token for each prompt."""
+    decodes = round(prompt_tokens * ratio)
+    return mixed_step(decodes, prompt_tokens, decodes + prompt_tokens // 512)
+
+
+def test_a_tail_of_three_layers_takes_two_off_the_last_of_four_stages() -> None:
+    assert first_split(flat_costs(16, tail_ms=3.0), (4, 4, 4, 4), decode_step(8)) == (4, 5, 5, 2)
+    published = PlannerArgs.as_published()
+    costs = flat_costs(48, tail_ms=3.09)
+    split = first_split(costs, (12, 12, 12, 12), decode_step(8), published)
+    assert split == (12, 13, 13, 10)
+
+
+@pytest.mark.parametrize("args", [EAGER, PlannerArgs.as_published()])
+def test_the_longer_outputs_are_the_more_layers_leave_the_last_stage(args: PlannerArgs) -> None:
+    last = [
+        first_split(card_costs(48), (12, 12, 12, 12), output_share_step(ratio), args)[-1]
+        for ratio in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+    ]
+    assert last[0] == 12
+    assert last == sorted(last, reverse=True)
+    assert len(set(last)) >= 4
+    assert last[-1] <= 9
+
+
+@pytest.mark.parametrize("args", [EAGER, PlannerArgs.as_published()])
+def test_an_output_of_one_token_leaves_the_split_even(args: PlannerArgs) -> None:
+    split = (12, 12, 12, 12)
+    assert first_split(card_costs(48), split, output_share_step(0.0), args) == split
+
+
+def test_prefill_puts_the_odd_layer_on_the_last_stage_and_decodes_take_it_off() -> None:
+    """Both published observations: (15, 15, 15, 16) beats (16, 15, 15, 15) where prompts are long,
+    and layers leave the last stage where outputs are."""
+    plain = card_costs(17)
+    costs = StepCosts(
+        plain.layer, RowCost((1.0, 256.0), (0.01, 0.01), 0.4e-3), plain.tail, plain.layer_weights
+    )
+    prefill, decodes = mixed_step(0, 2048), decode_step(128)
+    assert first_split(costs, (9, 8), prefill) == (8, 9)
+    assert first_split(costs, (8, 9), prefill) == (8, 9)
+    assert first_split(costs, (9, 8), decodes)[-1] < 8
+    assert first_split(costs, (8, 9), decodes)[-1] < 8
+
+
+def test_a_sparse_layer_counts_for_as_many_dense_ones_as_it_takes() -> None:
+    plain = flat_costs(8, tail_ms=0.0)
+    costs = StepCosts(plain.layer, plain.embedding, plain.tail, (3.0, 3.0, 1, 1, 1, 1, 1, 1))
+    assert first_split(costs, (4, 4), decode_step(8)) == (2, 6)
+
+
+def test_a_proposal_says_what_it_brings_and_costs() -> None:
+    served = ServedSteps(flat_costs(8, tail_ms=2.0), StagePlan(0, (4, 4)))
+    args = PlannerArgs(cooldown_s=0.0, move_price_s=0.5, layer_price_s=0.25)
+    ((_, found), *_) = proposals(planner_of(served, args), served, [decode_step(4)] * 60)
+    assert found == Proposal(
+        layer_counts=(5, 3),
+        before_ms=pytest.approx((4.0, 6.0)),
+        after_ms=pytest.approx((5.0, 5.0)),
+        gain_share=pytest.approx(1 / 6),
+        moved_layers=1,
+        price_s=0.75,
+    )
+
+
+def test_any_split_can_be_previewed() -> None:
+    served = ServedSteps(flat_costs(8, tail_ms=2.0, embedding_ms=0.5), StagePlan(0, (4, 4)))
+    planner = planner_of(served)
+    assert planner.predict((4, 4)) is None
+    assert planner.preview((4, 4), (7, 1)) is None
+    planner.note(served.run(decode_step(4)))
+    assert planner.predict((1, 7)) == pytest.approx((1.5, 9.0))
+    preview = planner.preview((4, 4), (7, 1))
+    assert preview is not None
+    assert preview.moved_layers == 3
+    assert preview.gain_share == pytest.approx(1 - 7.5 / 6.0)
+
+
+def test_times_are_of_the_windows_steps_alone() -> None:
+    served = ServedSteps(card_costs(8), StagePlan(0, (4, 4)))
+    planner = planner_of(served)
+    for work in [mixed_step(0, 2048)] * 40 + [decode_step(10), decode_step(64)] * 13:
+        planner.note(served.run(work))
+    window = [decode_step(64)] * 13 + [decode_step(10)] * 12
+    expected = [served.truth.stage_times_ms(served.truth.parts_ms(work), (3, 5)) for work in window]
+    assert planner.predict((3, 5)) == pytest.approx(
+        [sum(times) / 25 for times in zip(*expected, strict=True)]
+    )
+
+
+def test_nothing_is_proposed_before_the_window_is_full_and_agrees() -> None:
+    served = ServedSteps(flat_costs(8, tail_ms=2.0), StagePlan(0, (4, 4)))
+    found = proposals(planner_of(served), served, [decode_step(4)] * 100)
+    # Full after 25 steps; then five evaluations, one every five steps, have to agree.
+    assert found[0][0] == 45
+    early = proposals(
+        planner_of(served, PlannerArgs(reading="accumulated", cooldown_s=0.0)),
+        served,
+        [decode_step(4)] * 100,
+    )
+    assert early[0][0] == 25
+
+
+ALTERNATING = [decode_step(1, 0), decode_step(200, 0)]  # tails of 0.9 and 1.82 ms; layers of 0.3
+
+
+def test_a_window_in_which_positions_disagree_proposes_nothing() -> None:
+    served = ServedSteps(card_costs(48), StagePlan(0, (12, 12, 12, 12)))
+    one, other = (
+        first_split(card_costs(48), (12, 12, 12, 12), work, PlannerArgs.as_published())
+        for work in ALTERNATING
+    )
+    assert one != other
+    unanimous = planner_of(served, PlannerArgs.as_published())
+    assert not proposals(unanimous, served, ALTERNATING * 100)
+
+
+def test_the_accumulated_reading_takes_the_windows_sum() -> None:
+    served = ServedSteps(card_costs(48), StagePlan(0, (12, 12, 12, 12)))
+    accumulated = planner_of(served, PlannerArgs.as_published(reading="accumulated"))
+    found = proposals(accumulated, served, ALTERNATING * 100)
+    assert len(found) > 100
+    # The mean tail of 1.3 to 1.4 ms is as long as 4.5 layers: three leave, whose places add one.
+    assert {proposal.layer_counts for _, proposal in found} == {(13, 13, 13, 9)}
+
+
+@pytest.mark.parametrize("window_steps", [1, 10, 25])
+def test_the_published_window_is_as_many_equal_steps(window_steps: int) -> None:
+    served = ServedSteps(flat_costs(48, tail_ms=3.09), StagePlan(0, (12, 12, 12, 12)))
+    planner = planner_of(served, PlannerArgs.as_published(window_steps))
+    found = proposals(planner, served, [decode_step(8)] * 60)
+    assert found[0][0] == window_steps
+
+
+def test_no_stage_is_given_more_than_it_may_hold() -> None:
+    served = ServedSteps(flat_costs(16, tail_ms=6.0), StagePlan(0, (4, 4, 4, 4)))
+    # The third stage holds what it gives and what it gets together: (5, 5, 5, 1) needs 7.
+    for args, split in ((EAGER, (4, 4, 6, 2)), (PlannerArgs.as_published(), (4, 5, 5, 2))):
+        planner = planner_of(served, args, max_layers=(4, 5, 6, 4))
+        found = proposals(planner, served, [decode_step(8)] * 100)
+        assert {proposal.layer_counts for _, proposal in found} == {split}
+        assert planner.is_allowed((4, 4, 4, 4), split)
+        assert not planner.is_allowed((4, 4, 4, 4), (5, 5, 5, 1))
+
+
+def test_limits_may_change_while_it_runs() -> None:
+    served = ServedSteps(flat_costs(16, tail_ms=6.0), StagePlan(0, (4, 4, 4, 4)))
+    planner = planner_of(served, EAGER, max_layers=(4, 4, 4, 4))
+    assert not proposals(planner, served, [decode_step(8)] * 100)
+    planner.max_layers = (4, 4, 5, 4)
+    found = proposals(planner, served, [decode_step(8)] * 100)
+    assert {proposal.layer_counts for _, proposal in found} == {(4, 4, 5, 3)}
+
+
+def test_a_move_that_gains_less_than_it_costs_is_not_proposed() -> None:
+    served = ServedSteps(flat_costs(8, tail_ms=2.0), StagePlan(0, (4, 4)))
+    for price_s, is_worth_it in ((1.6, True), (1.7, False)):  # a sixth of 10 s
+        args = PlannerArgs(cooldown_s=0.0, horizon_s=10.0, layer_price_s=price_s)
+        found = proposals(planner_of(served, args), served, [decode_step(4)] * 100)
+        assert bool(found) == is_worth_it
+
+
+def test_the_price_of_a_layer_may_be_learnt_from_moves() -> None:
+    served = ServedSteps(flat_costs(8, tail_ms=2.0), StagePlan(0, (4, 4)))
+    planner = planner_of(served, PlannerArgs(cooldown_s=0.0, horizon_s=10.0))
+    planner.layer_price_s = 1.7
+    assert not proposals(planner, served, [decode_step(4)] * 100)
+
+
+def test_a_small_gain_is_not_worth_a_move() -> None:
+    served = ServedSteps(flat_costs(8, tail_ms=2.0), StagePlan(0, (4, 4)))
+    for share, is_worth_it in ((0.166, True), (0.167, False)):
+        args = PlannerArgs(cooldown_s=0.0, min_gain_share=share)
+        found = proposals(planner_of(served, args), served, [decode_step(4)] * 100)
+        assert bool(found) == is_worth_it
+
+
+def test_after_a_move_it_keeps_still_for_a_while() -> None:
+    served = ServedSteps(flat_costs(8, tail_ms=2.0), StagePlan(0, (4, 4)))
+    planner = planner_of(served, PlannerArgs(cooldown_s=10.0))
+    planner.moved(0.0)
+    found = proposals(planner, served, [decode_step(4)] * 1000)
+    assert found[0][0] * STEP_S == pytest.approx(10.0, abs=30 * STEP_S)
+    assert found[0][0] * STEP_S >= 10.0
+
+
+def test_without_costs_it_learns_them_and_then_proposes() -> None:
+    served = ServedSteps(card_costs(16), StagePlan(0, (4, 4, 4, 4)), noise=noise_of(4, 0.05))
+    planner = LayerPlanner(PlannerArgs(cooldown_s=0.0), served.plan)
+    found = proposals(planner, served, random_works(5, 400))
+    assert found[0][0] >= 256
+    assert found[0][1].layer_counts[-1] < 4
+
+
+def test_a_single_stage_has_nothing_to_move() -> None:
+    served = ServedSteps(flat_costs(4, tail_ms=9.0), StagePlan(0, (4,)))
+    assert not proposals(planner_of(served), served, [decode_step(4)] * 100)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"window_steps": 0}, {"evaluate_steps": 26}, {"horizon_s": -1.0}, {"layer_price_s": -0.1}],
+)
+def test_senseless_arguments_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError):
+        PlannerArgs(**wrong)
+
+
+def test_the_predictor_can_be_asked_for() -> None:
+    served = ServedSteps(flat_costs(4, tail_ms=1.0), StagePlan(0, (2, 2)))
+    assert isinstance(planner_of(served).predictor, StepPredictor)

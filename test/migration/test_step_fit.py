@@ -1,0 +1,160 @@
+"""Fits find the costs that the samples came from, noise and outliers notwithstanding."""
+
+import random
+
+import numpy as np
+import pytest
+from support.served_steps import ServedSteps, card_costs, flat_costs
+
+from sgl_pipeline.migration.least_squares import non_negative_fit, relative_fit
+from sgl_pipeline.migration.online_fit import FIRST_FIT_STEPS, OnlineFit
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.step_fit import errors_on, fit_parts
+from sgl_pipeline.stage_costs import MadeUpStep, PartSample
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.step_costs import LayerCost, RowCost, StepCosts
+from sgl_pipeline.step_work import StepWork
+
+# The knots are of those that a fit may use.
+TRUTH = StepCosts(
+    layer=LayerCost(RowCost((1.0, 16.0, 128.0), (1.0, 1.2, 7.0), 0.06), 7e-3, 1.1e-4, 1.1e-5),
+    embedding=RowCost((1.0,), (0.002,), 1e-4),
+    tail=RowCost((1.0, 8.0), (4.0, 4.2), 0.05),
+    layer_weights=(1.0, 2.5, 1.0, 2.5, 1.0),
+)
+KINDS = (0, 1, 0, 1, 0)
+
+
+def random_steps(count: int, seed: int) -> list[MadeUpStep]:
+    rng = random.Random(seed)
+    return [
+        MadeUpStep(
+            int(2 ** rng.uniform(0, 8)),
+            rng.randrange(2000),
+            rng.choice([0, int(2 ** rng.uniform(0, 11))]),
+            rng.choice([0, rng.randrange(2000)]),
+        )
+        for _ in range(count)
+    ]
+
+
+def samples_of(costs: StepCosts, count: int, seed: int, noise: float = 0.0) -> list[PartSample]:
+    rng, predictor = random.Random(seed), StepPredictor(costs)
+
+    def noisy(ms: float) -> float:
+        return ms * (1.0 + noise * rng.uniform(-1.0, 1.0))
+
+    samples = []
+    for step in random_steps(count, seed):
+        parts = predictor.parts_ms(step.work)
+        kinds = (noisy(parts.layer_ms), noisy(2.5 * parts.layer_ms))
+        samples.append(
+            PartSample(step.work, kinds, noisy(parts.embedding_ms), noisy(parts.tail_ms))
+        )
+    return samples
+
+
+def test_exact_times_give_the_costs_back_on_steps_never_seen() -> None:
+    fitted = fit_parts(samples_of(TRUTH, 200, seed=1), KINDS)
+    errors = errors_on(fitted, samples_of(TRUTH, 100, seed=2), KINDS)
+    assert errors.layer < 1e-6
+    assert errors.tail < 1e-6
+    assert fitted.layer_weights == pytest.approx(TRUTH.layer_weights)
+    assert fitted.layer.decode_ms == pytest.approx(7e-3)
+    assert fitted.layer.decode_attended_ms == pytest.approx(1.1e-4)
+    assert fitted.layer.prefill_attended_ms == pytest.approx(1.1e-5)
+
+
+def test_noise_of_ten_percent_leaves_the_fit_within_two() -> None:
+    fitted = fit_parts(samples_of(TRUTH, 300, seed=3, noise=0.1), KINDS)
+    errors = errors_on(fitted, samples_of(TRUTH, 100, seed=4), KINDS)
+    assert errors.layer < 0.02
+    assert errors.tail < 0.02
+
+
+def test_errors_are_those_of_the_predictions() -> None:
+    doubled = StepCosts(
+        LayerCost(RowCost((1.0, 16.0, 128.0), (2.0, 2.4, 14.0), 0.12), 14e-3, 2.2e-4, 2.2e-5),
+        TRUTH.embedding,
+        RowCost((1.0, 8.0), (6.0, 6.3), 0.075),
+        TRUTH.layer_weights,
+    )
+    errors = errors_on(doubled, samples_of(TRUTH, 50, seed=5), KINDS)
+    assert errors.layer == pytest.approx(1.0)
+    assert errors.tail == pytest.approx(0.5)
+
+
+def test_no_coefficient_is_negative_and_the_rest_fits_without_it() -> None:
+    rows = np.array([[1.0, n, n % 3] for n in range(1, 30)])
+    values = 2.0 + 0.5 * rows[:, 1] - 0.2 * rows[:, 2]
+    found = non_negative_fit(rows, values)
+    assert found.min() >= 0.0
+    assert found[2] == 0.0
+    oracle = np.linalg.lstsq(rows[:, :2], values, rcond=None)[0]
+    assert found[:2] == pytest.approx(oracle)
+
+
+def test_shares_of_a_time_are_fitted_and_not_seconds() -> None:
+    # Two groups that no single factor fits: the one that halves both misses, in shares.
+    features, values = np.array([[1.0], [100.0]]), np.array([1.0, 200.0])
+    (found,) = relative_fit(features, values)
+    assert found == pytest.approx(1.5, abs=0.2)  # 2.0 were it seconds
+
+
+def test_an_outlier_pulls_no_harder_than_its_bound() -> None:
+    features, values = np.ones((100, 1)), np.ones(100)
+    values[7] = 1000.0
+    assert relative_fit(features, values, outlier_share=0.5)[0] < 1.05
+    assert relative_fit(features, values)[0] > 5.0
+
+
+def online_costs(
+    costs: StepCosts, layer_counts: tuple[int, ...], noise: float, outliers: bool = False
+) -> tuple[StepCosts, ServedSteps]:
+    rng = random.Random(6)
+    served = ServedSteps(
+        costs, StagePlan(0, layer_counts), (), lambda: 1.0 + noise * rng.uniform(-1, 1)
+    )
+    fit = OnlineFit(sum(layer_counts))
+    for number, step in enumerate(random_steps(FIRST_FIT_STEPS, seed=7), 1):
+        record = served.run(step.work)
+        times = [stage.compute_ms for stage in record.stages]
+        if outliers and number % 40 == 0:
+            times[number % len(times)] *= 30.0
+        found = fit.note(step.work, layer_counts, times)
+        assert (found is not None) == (number == FIRST_FIT_STEPS)
+    assert found is not None
+    return found, served
+
+
+@pytest.mark.parametrize("layer_counts", [(9, 7), (5, 5, 6), (3, 4, 4, 3, 2)])
+@pytest.mark.parametrize("outliers", [False, True])
+def test_whole_stages_tell_layers_and_tail_apart(
+    layer_counts: tuple[int, ...], outliers: bool
+) -> None:
+    truth = card_costs(16)
+    found, served = online_costs(truth, layer_counts, noise=0.05, outliers=outliers)
+    predictor = StepPredictor(found)
+    layer_errors, tail_errors = [], []
+    for step in random_steps(200, seed=8):
+        expected = served.truth.parts_ms(step.work)
+        parts = predictor.parts_ms(step.work)
+        layer_errors.append(abs(parts.layer_ms / expected.layer_ms - 1.0))
+        tail_errors.append(abs(parts.tail_ms / expected.tail_ms - 1.0))
+    assert np.mean(layer_errors) < 0.05
+    assert np.mean(tail_errors) < 0.10
+
+
+def test_a_server_fits_ever_more_rarely() -> None:
+    fit, record = OnlineFit(4), ServedSteps(flat_costs(4, 2.0), StagePlan(0, (2, 2)))
+    times = [
+        number
+        for number in range(1, 5000)
+        if fit.note(
+            StepWork(1 + number % 40, 0, 0, 0, 1),
+            (2, 2),
+            [s.compute_ms for s in record.run(StepWork(1, 0, 0, 0, 1)).stages],
+        )
+        is not None
+    ]
+    assert times == [256, 512, 1024, 2048, 4096]
