@@ -121,3 +121,15 @@ def wait_until_ready(server: LiveServer) -> None:
         assert server.process.poll() is None, f"the server ended:\n{server.text}"
         assert time.monotonic() < deadline, f"the server is not up:\n{server.text}"
         time.sleep(0.1)
+
+
+def wait_until_idle(server: LiveServer) -> None:
+    """Fails unless the server lives, is not paused and soon has no request left."""
+    assert server.process.poll() is None, f"a shared server ended:\n{server.text}"
+    assert not server.facts()["is_paused"], "a shared server was left paused"
+
+    def is_idle() -> bool:
+        facts = server.facts()
+        return bool(facts["num_running_requests"] == facts["num_waiting_requests"] == 0)
+
+    wait_until(is_idle)
