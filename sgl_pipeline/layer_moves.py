@@ -14,6 +14,9 @@ import msgspec
 
 from sgl_pipeline.stage_plan import StagePlan
 
+# A stage that always has a step to run gives so much of its time to a move that is prepared.
+MOVE_SHARE = 0.1
+
 
 class PrepareMove(msgspec.Struct, frozen=True, tag=True):
     """Make ready for `plan`. `move` is unique for the life of the server.

@@ -4,65 +4,48 @@ Owned by `PipelineCore`. The move itself is `migration/coordinator.py`'s.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from sgl_pipeline.args import MigrationArgs
 from sgl_pipeline.errors import MoveRefused
-from sgl_pipeline.layer_moves import MoveOrder, MoveReport
+from sgl_pipeline.layer_moves import (
+    MOVE_SHARE,
+    MoveOrder,
+    MoveReport,
+    SwitchPlan,
+    layer_moves,
+)
 from sgl_pipeline.migration.coordinator import MoveCoordinator
+from sgl_pipeline.migration.planner import LayerPlanner
+from sgl_pipeline.migration.planner_args import Proposal
 from sgl_pipeline.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.trace import StepRecord
 
 
-class Prediction(Protocol):
-    """What another layer split would bring. Times are predicted milliseconds of a recent step on
-    each stage, before and after; `gain_share` is by how much of its time the slowest stage gets
-    faster, `price_s` the seconds of the pipeline's time that the move is taken to cost."""
-
-    @property
-    def layer_counts(self) -> tuple[int, ...]: ...
-    @property
-    def before_ms(self) -> tuple[float, ...]: ...
-    @property
-    def after_ms(self) -> tuple[float, ...]: ...
-    @property
-    def gain_share(self) -> float: ...
-    @property
-    def moved_layers(self) -> int: ...
-    @property
-    def price_s(self) -> float: ...
-
-
-class SplitPredictor(Protocol):
-    """What has learnt from steps what a split costs (`migration/planner.py`)."""
-
-    def preview(self, current: Sequence[int], layer_counts: Sequence[int]) -> Prediction | None:
-        """What moving from one split to another would bring; None before enough is known."""
-
-
 class MigrationControl:
-    """The moves of one pipeline. `proposal` is the newest that the planner made and that is still
-    worth it, None where there is none.
+    """The moves of one pipeline.
 
     Args:
         mode: `off`, `manual` or `auto` (`args.MIGRATION_MODES`).
-        predictor: says what a split would bring; None: nothing is predicted.
+        planner: learns from the steps; None: nothing is predicted or proposed.
     """
 
     def __init__(
-        self, mode: str, coordinator: MoveCoordinator, predictor: SplitPredictor | None = None
+        self, mode: str, coordinator: MoveCoordinator, planner: LayerPlanner | None = None
     ) -> None:
         self.mode = mode
         self.coordinator = coordinator
-        self.predictor = predictor
-        self.proposal: Prediction | None = None
+        self.planner = planner
+        self._proposed: tuple[int, ...] | None = None
+        self._noted: MoveRecord | None = None  # the newest move that the planner knows the end of
 
     @classmethod
-    def of(cls, args: MigrationArgs, plan: StagePlan) -> "MigrationControl":
+    def of(
+        cls, args: MigrationArgs, plan: StagePlan, planner: LayerPlanner | None = None
+    ) -> "MigrationControl":
         """That of a pipeline that starts with `plan`."""
         coordinator = MoveCoordinator(plan, args.max_layers(plan), args.timeout_s)
-        return cls(args.mode, coordinator)
+        return cls(args.mode, coordinator, planner)
 
     @classmethod
     def off(cls, plan: StagePlan) -> "MigrationControl":
@@ -74,16 +57,13 @@ class MigrationControl:
         """The newest moves, oldest first."""
         return tuple(self.coordinator.history)
 
-    def preview(self, layer_counts: Sequence[int]) -> Prediction | None:
-        """What the move of `move_to` would bring; None before enough steps were measured.
-
-        Raises MoveRefused, with status 400, for a plan that `move_to` would refuse.
-        """
-        self._require_on()
-        self.coordinator.check(layer_counts)
-        if self.predictor is None:
+    @property
+    def proposal(self) -> Proposal | None:
+        """What the planner has proposed last, by what it has seen since, if that is still worth the
+        move."""
+        if self.planner is None or self._proposed is None:
             return None
-        return self.predictor.preview(self.coordinator.plan.layer_counts, layer_counts)
+        return self.planner.worthwhile(self.coordinator.plan.layer_counts, self._proposed)
 
     def move_to(self, layer_counts: Sequence[int], now_s: float) -> MoveRecord:
         """Begins the move that an operator wants.
@@ -119,15 +99,56 @@ class MigrationControl:
     def take(self, report: MoveReport, now_s: float) -> None:
         """Books what a stage says of the move under way."""
         self.coordinator.take(report, now_s)
+        self._note_end(now_s)
 
     def next_order(
         self, now_s: float, pages_in_use: Callable[[], Sequence[int]]
     ) -> MoveOrder | None:
         """What must be sealed now, if anything; to be asked until it is None."""
-        return self.coordinator.next_order(now_s, pages_in_use)
+        order = self.coordinator.next_order(now_s, pages_in_use)
+        if isinstance(order, SwitchPlan) and self.planner is not None:
+            self.planner.know_plan(order.plan)
+        self._note_end(now_s)
+        return order
 
     def note(self, record: StepRecord) -> None:
-        """A step has passed all stages."""
+        """A step has passed all stages. In mode `auto` a move may begin now."""
+        if self.planner is None:
+            return
+        self.planner.note(record)
+        if self.coordinator.current is not None:
+            return
+        now_s = record.finished_s
+        proposal = self.planner.proposal(self.coordinator.plan.layer_counts, now_s)
+        if proposal is not None:
+            self._proposed = proposal.layer_counts
+            if self.mode == "auto":
+                self.coordinator.begin(proposal.layer_counts, "auto", now_s)
+
+    def preview(self, layer_counts: Sequence[int]) -> Proposal | None:
+        """What moving to a plan would bring; None while too few steps were seen.
+
+        Raises MoveRefused, with status 400, for a plan that `move_to` would refuse.
+        """
+        self._require_on()
+        self.coordinator.check(layer_counts)
+        if self.planner is None:
+            return None
+        return self.planner.preview(self.coordinator.plan.layer_counts, layer_counts)
+
+    def _note_end(self, now_s: float) -> None:
+        """Tells the planner of a move that has ended, and what a layer of it cost: the time that
+        steps waited, and the stages' share of the time before that."""
+        newest = self.coordinator.history[-1] if self.coordinator.history else None
+        if self.planner is None or newest is None or newest is self._noted or not newest.is_over:
+            return
+        self._noted, self._proposed = newest, None
+        self.planner.moved(now_s)
+        if newest.switched_s is not None:
+            stalled_s = newest.gap_ms * 1e-3
+            shared_s = MOVE_SHARE * (newest.switched_s - newest.began_s)
+            old, new = (StagePlan(0, counts) for counts in (newest.before, newest.after))
+            self.planner.layer_price_s = (stalled_s + shared_s) / len(layer_moves(old, new))
 
     def _require_on(self) -> None:
         if self.mode == "off":

@@ -15,7 +15,7 @@ import zmq
 
 from sgl_pipeline.channels import WorkerChannel
 from sgl_pipeline.errors import ConfigurationError, ProtocolError
-from sgl_pipeline.layer_moves import AbandonMove, PrepareMove, SwitchPlan
+from sgl_pipeline.layer_moves import MOVE_SHARE, AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.messages import (
     MeasureCosts,
     MeasuredCosts,
@@ -55,8 +55,6 @@ Message = TypeVar("Message", bound=ToWorker)
 MAX_PENDING_REPORTS = 2
 # ZeroMQ's own timeouts are whole milliseconds, which is as long as a step of decodes.
 PENDING_POLL_S = 50e-6
-# A stage that always has a step to run gives so much of its time to layers that move.
-MOVE_SHARE = 0.1
 MOVE_POLL_S = 0.5e-3
 
 

@@ -9,8 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from sgl_pipeline.layer_moves import layer_moves
+from sgl_pipeline.migration.planner_args import Proposal
 from sgl_pipeline.move_record import MoveRecord
-from sgl_pipeline.pipeline.migration_control import MigrationControl, Prediction
+from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import bubble_shares
@@ -40,7 +41,7 @@ def describe_plan(state: PipelineState, migration: MigrationControl) -> dict[str
     }
 
 
-def describe_prediction(prediction: Prediction) -> dict[str, Any]:
+def describe_prediction(prediction: Proposal) -> dict[str, Any]:
     """What another split is predicted to bring."""
     return {
         "layer_counts": list(prediction.layer_counts),
