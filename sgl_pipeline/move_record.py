@@ -53,8 +53,3 @@ class MoveRecord(msgspec.Struct, kw_only=True):
         """At most how long the move held up a step: one stage's patches and another's wait for
         them may overlap."""
         return self.patch_ms + self.wait_ms
-
-    def describe(self) -> str:
-        """The move in a few words, for the log."""
-        before, after = (",".join(map(str, counts)) for counts in (self.before, self.after))
-        return f"layer move {self.move} ({self.wanted_by}): {before} to {after}"
