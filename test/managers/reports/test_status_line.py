@@ -71,7 +71,7 @@ def test_the_line_says_that_layers_move(caplog: pytest.LogCaptureFixture) -> Non
     core, status = movable_core(2, 2), StatusLine()
     core.scheduler.add(make_request("a", [1] * 16, 50))
     status.report(core.state(100.0))
-    core.migration.move_to((1, 3), 105.0)
+    core.migration.move_to((1, 3), 109.0)
     status.report(core.state(110.0))
     stages_get_ready(core, 111.0)
     stages_switch(core, 112.0)
