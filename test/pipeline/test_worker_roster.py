@@ -18,12 +18,15 @@ from sgl_pipeline.messages import (
     ToWorker,
 )
 from sgl_pipeline.pipeline.worker_roster import WorkerRoster
-from sgl_pipeline.stage_costs import StageCosts
+from sgl_pipeline.stage_costs import TYPICAL_STEP, PartCosts, PartSample, PartSizes
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
 
 NUM_LAYERS = 8
-COSTS = StageCosts((1.0,) * NUM_LAYERS, 0.0, 2.0)
+SIZES = PartSizes((100,) * NUM_LAYERS, 10, 10, page_layer_bytes=1, page_size=16)
+COSTS = PartCosts(
+    (0,) * NUM_LAYERS, (PartSample(TYPICAL_STEP.work, (1.0,), 0.0, 2.0),), SIZES, 10**9
+)
 
 
 def roster_of(num_stages: int, layer_partition: str = "even") -> WorkerRoster:
