@@ -8,6 +8,7 @@ arrives in messages.
 from dataclasses import dataclass, field
 
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.stage_plan import StagePlan
 
 # Each policy, and the most prefill tokens that its authors give a step. `throttle/` has a function
 # for each.
@@ -28,6 +29,8 @@ PREFILL_KERNELS = ("auto", "fa2", "fa3")  # of FlashInfer
 STAGE_GRAPHS = ("auto", "off")
 STAGE_LINKS = ("auto", "host", "cuda-ipc", "nccl")
 LAYER_KERNELS = ("auto", "flashinfer", "cpu", "torch")
+MIGRATION_MODES = ("off", "manual", "auto")
+MIGRATION_WEIGHTS = ("resident", "background")
 
 
 def require(condition: bool, message: str) -> None:
@@ -236,6 +239,60 @@ class StageArgs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationArgs:
+    """Whether and how layers move between stages while requests run (DynaPipe, NeurIPS'25).
+
+    `mode`: `off`, by hand (`manual`), or by the planner as well (`auto`). A stage may hold at most
+    `spare_layers` more than it starts with; memory for their pages is kept free. With `weights`
+    `resident` it loads the weights of that many layers on either side of its own at the start, with
+    `background` when a move begins. `window_steps` is how long the planner must be of one mind.
+    """
+
+    mode: str = "off"
+    spare_layers: int = 2
+    weights: str = "background"
+    window_steps: int = 25
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        require(
+            self.mode in MIGRATION_MODES,
+            f"--migration {self.mode!r} is unknown; choose from {', '.join(MIGRATION_MODES)}",
+        )
+        require(
+            self.spare_layers >= 1,
+            f"--migration-spare-layers {self.spare_layers} must be at least 1; layers stay where "
+            "they are with --migration off",
+        )
+        require(
+            self.weights in MIGRATION_WEIGHTS,
+            f"--migration-weights {self.weights!r} is unknown; choose from "
+            f"{', '.join(MIGRATION_WEIGHTS)}",
+        )
+        require(
+            self.window_steps >= 1,
+            f"--migration-window {self.window_steps} must be at least 1 step",
+        )
+        require(
+            0.0 < self.timeout_s < float("inf"),
+            f"--migration-timeout-s {self.timeout_s} must be a number of seconds above 0",
+        )
+
+    def max_layers(self, plan: StagePlan) -> tuple[int, ...]:
+        """The most layers that each stage may hold at once, when it starts with `plan`."""
+        spare = 0 if self.mode == "off" else self.spare_layers
+        return tuple(min(count + spare, plan.num_layers) for count in plan.layer_counts)
+
+    def layers_to_load(self, plan: StagePlan, stage: int) -> tuple[int, ...]:
+        """The layers whose weights `stage` loads at its start beside its own."""
+        if self.mode == "off" or self.weights == "background":
+            return ()
+        own, spare = plan.layers_of(stage), self.spare_layers
+        before = range(max(0, own.start - spare), own.start)
+        return (*before, *range(own.stop, min(own.stop + spare, plan.num_layers)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarArgs:
     """How output is held to a grammar (JSON schema, regex, EBNF, structural tag).
 
@@ -281,6 +338,7 @@ class PipelineArgs:
     stages: StageArgs
     scheduling: SchedulingArgs = field(default_factory=SchedulingArgs)
     throttle: ThrottleArgs = field(default_factory=ThrottleArgs)
+    migration: MigrationArgs = field(default_factory=MigrationArgs)
     grammars: GrammarArgs = field(default_factory=GrammarArgs)
     run_directory: str = ""
     trace_path: str | None = None

@@ -7,6 +7,7 @@
     |   +-- KernelBuildError        the CPU kernels cannot be compiled or loaded on this machine
     +-- RequestError                one request is refused; the server goes on
     |   +-- QueueFullError          too many requests wait (503)
+    |   +-- MoveRefused             layers cannot move as asked (400), or others move now (409)
     +-- ProtocolError               scheduler and stage disagree: a lost, repeated or late message
     +-- StageFailure                a stage process died or could not run a step
 
@@ -48,6 +49,10 @@ class QueueFullError(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status_code=503)
+
+
+class MoveRefused(RequestError):
+    """Raised when the layers cannot be split as an operator asks."""
 
 
 class ProtocolError(SglPipelineError):

@@ -4,13 +4,14 @@ A worker's life: it connects and says `WorkerHello`; answers each `MeasureCosts`
 the layers are to be split by time, with `MeasuredCosts`; gets a `StageAssignment`; loads its
 weights and says `StageLoaded`; gets a `PoolSize`, the smallest capacity of all stages; allocates,
 opens its links and says `StageReady`. Then come the `SealedOrder`s, with a `StageReport` for every
-step in them, and a `ProfileReply` for `StartProfile` and `StopProfile`, until `Shutdown` or a
-`WorkerFailed`. Frozen, tagged structs;
+step in them and the reports of `layer_moves.py` for every layer move, and a `ProfileReply` for
+`StartProfile` and `StopProfile`, until `Shutdown` or a `WorkerFailed`. Frozen, tagged structs;
 never pickled.
 """
 
 import msgspec
 
+from sgl_pipeline.layer_moves import MoveDone, MoveFailed, MoveReady
 from sgl_pipeline.requests import LogprobRows
 from sgl_pipeline.stage_costs import MadeUpStep, PartCosts
 from sgl_pipeline.stage_orders import SealedOrder
@@ -43,6 +44,9 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     `cpu_threads` is the number of compute threads; `cpu_cores` are the cores to pin them to (empty:
     do not pin). `max_total_tokens` bounds the KV pool (None: `memory_fraction` of the GPU's memory
     less the weights, or a fixed default on a CPU).
+    Layers that move: `max_layers` is the most that the stage may hold at once (None: those of
+    `plan`), `spare_layers` are those whose weights it loads beside its own, `page_links` the
+    directory where stages meet to hand over pages.
     """
 
     stage: int
@@ -63,6 +67,9 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     links: tuple[str, ...]
     cpu_threads: int
     cpu_cores: tuple[int, ...]
+    max_layers: int | None = None
+    spare_layers: tuple[int, ...] = ()
+    page_links: str = ""
 
 
 class MeasureCosts(msgspec.Struct, frozen=True, tag=True):
@@ -167,6 +174,9 @@ FromWorker = (
     | StageLoaded
     | StageReady
     | StageReport
+    | MoveReady
+    | MoveDone
+    | MoveFailed
     | ProfileReply
     | WorkerFailed
 )

@@ -13,9 +13,10 @@ import zlib
 import msgspec
 
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.layer_moves import AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 
-StageOrder = StepPlan | MirrorSnapshot
+StageOrder = StepPlan | MirrorSnapshot | PrepareMove | SwitchPlan | AbandonMove
 
 
 class SealedOrder(msgspec.Struct, frozen=True, tag=True):

@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(argv)
     seeds = range(options.first, options.first + options.seeds)
-    steps = retractions = aborts = done = 0
+    steps = retractions = aborts = moves = abandoned = done = 0
     failed: list[int] = []
     started_s = shown_s = time.monotonic()
     for seed, result in _results(seeds, options.processes):
@@ -39,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
             steps += result.num_steps
             retractions += result.num_retractions
             aborts += result.num_aborts
+            moves += result.num_moves
+            abandoned += result.num_abandoned_moves
         else:
             failed.append(seed)
             print(f"seed {seed} failed:\n{result}", flush=True)
@@ -49,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{done} of {len(seeds)} seeds, {left_s:.0f} s left", flush=True)
     print(
         f"{done} seeds in {time.monotonic() - started_s:.0f} s: {steps} steps, {retractions} "
-        f"retractions, {aborts} requests that ended early, {len(failed)} seeds failed {failed[:20]}"
+        f"retractions, {aborts} requests that ended early, {moves} layer moves and "
+        f"{abandoned} that were abandoned, {len(failed)} seeds failed {failed[:20]}"
     )
     return 1 if failed else 0
 

@@ -73,9 +73,9 @@ def _tokens(rng: Random, count: int) -> list[int]:
 class FakeFront:
     """Keeps what each client got, and judges it."""
 
-    def __init__(self, clients: list[Client], num_stages: int) -> None:
+    def __init__(self, clients: list[Client], num_layers: int) -> None:
         self.clients = clients
-        self._num_stages = num_stages
+        self._num_layers = num_layers
         self._client_of = {client.request: client for client in clients}
 
     def send_events(self, events: list[TokenEvent]) -> None:
@@ -99,7 +99,7 @@ class FakeFront:
             request = client.request
             name = f"request {request.request_id}"
             assert len(client.ends) == 1, f"{name} ended {len(client.ends)} times"
-            alone = Oracle(request, self._num_stages)
+            alone = Oracle(request, self._num_layers)
             rows = logprobs_of(request)
             if client.ends[0].kind == "abort":
                 assert client.tokens == alone.output[: len(client.tokens)], f"{name}: other tokens"

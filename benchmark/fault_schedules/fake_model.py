@@ -1,13 +1,14 @@
 """A model without arithmetic, in which any page, token or row out of place changes what is drawn.
 
-Each stage turns the row of a position into a fingerprint of that row and of its own fingerprint of
+Each layer turns the row of a position into a fingerprint of that row and of its own fingerprint of
 the position before, which it keeps where the KV of that token would be: in a slot of a page. The
-last stage draws the next token from all of a request's fingerprints, read back through its pages.
+last layer's stage draws the next token from all of a request's fingerprints there, read back
+through its pages.
 What a request must yield follows from its prompt alone.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sgl_pipeline.requests import FinishReason, LogprobRows, Request
 from sgl_pipeline.step_plan import MirroredChunk
@@ -51,27 +52,48 @@ def fingerprint(previous: int, row: int) -> int:
     return hash((previous, row))
 
 
+# The pages of one layer: page id -> offset -> fingerprint.
+LayerPages = dict[int, dict[int, int]]
+
+
 class FakeStage:
-    """One stage's KV, keyed by (page, offset), and what it computes on it."""
+    """One stage's KV: the pages of each layer that it holds, and what it computes on them."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, layers: Iterable[int] = (0,)) -> None:
         self._page_size = page_size
-        self._kv: dict[tuple[int, int], int] = {}
+        self.pages: dict[int, LayerPages] = {layer: {} for layer in layers}
+        self._last = 0  # the last layer that ran
 
-    def run(self, chunks: Sequence[MirroredChunk], rows: Sequence[int] | None = None) -> list[int]:
+    def run(
+        self,
+        chunks: Sequence[MirroredChunk],
+        rows: Sequence[int] | None = None,
+        layers: Iterable[int] = (0,),
+    ) -> list[int]:
         """The rows that leave the stage, of all chunks' tokens in order.
 
         Args:
             rows: those of the stage before; None on the first, whose rows are the tokens.
+            layers: to be run, all of them held.
         """
-        incoming = iter(_token_rows(chunks) if rows is None else rows)
+        stream = _token_rows(chunks) if rows is None else list(rows)
+        for layer in layers:
+            stream = self._run_layer(layer, chunks, stream)
+            self._last = layer
+        return stream
+
+    def _run_layer(
+        self, layer: int, chunks: Sequence[MirroredChunk], rows: Sequence[int]
+    ) -> list[int]:
+        pages, size = self.pages[layer], self._page_size
+        incoming = iter(rows)
         outgoing = []
         for chunk in chunks:
-            start = chunk.start
-            previous = self._kv[self._slot(chunk, start - 1)] if start else 0
+            start, own = chunk.start, chunk.request.pages
+            previous = pages[own[(start - 1) // size]][(start - 1) % size] if start else 0
             for position in range(start, start + chunk.length):
                 previous = fingerprint(previous, next(incoming))
-                self._kv[self._slot(chunk, position)] = previous
+                pages.setdefault(own[position // size], {})[position % size] = previous
                 outgoing.append(previous)
         return outgoing
 
@@ -94,13 +116,10 @@ class FakeStage:
         return found
 
     def _fingerprints(self, chunk: MirroredChunk, start: int) -> list[int]:
-        """Of the request's positions from `start` to the end of `chunk`."""
+        """Those of the last layer, of the request from `start` to the end of `chunk`."""
+        pages, size, own = self.pages[self._last], self._page_size, chunk.request.pages
         end = chunk.start + chunk.length
-        return [self._kv[self._slot(chunk, position)] for position in range(start, end)]
-
-    def _slot(self, chunk: MirroredChunk, position: int) -> tuple[int, int]:
-        page, offset = divmod(position, self._page_size)
-        return chunk.request.pages[page], offset
+        return [pages[own[position // size]][position % size] for position in range(start, end)]
 
 
 def _token_rows(chunks: Sequence[MirroredChunk]) -> list[int]:
@@ -112,11 +131,11 @@ def _token_rows(chunks: Sequence[MirroredChunk]) -> list[int]:
 
 
 class Oracle:
-    """What `request` must yield on `num_stages` stages when it is not ended early: `output`, and
+    """What `request` must yield from `num_layers` layers when it is not ended early: `output`, and
     `rows`, what its log-probabilities must be."""
 
-    def __init__(self, request: Request, num_stages: int = 1) -> None:
-        self._newest = [0] * num_stages
+    def __init__(self, request: Request, num_layers: int = 1) -> None:
+        self._newest = [0] * num_layers
         self._fingerprints: list[int] = []
         self.output: list[int] = []
         for token in request.prompt_ids:
@@ -138,8 +157,8 @@ class Oracle:
             self.rows = self._fingerprints[start:end]
 
     def _append(self, row: int) -> None:
-        for stage, newest in enumerate(self._newest):
-            self._newest[stage] = row = fingerprint(newest, row)
+        for layer, newest in enumerate(self._newest):
+            self._newest[layer] = row = fingerprint(newest, row)
         self._fingerprints.append(row)
 
 

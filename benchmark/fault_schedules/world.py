@@ -21,28 +21,34 @@ from benchmark.fault_schedules.fake_front import (
     FakeFront,
     make_clients,
 )
+from benchmark.fault_schedules.fake_moves import FakePageLinks, LoadTempo
 from benchmark.fault_schedules.fake_worker import FakeWorker, WorkerTempo
 from benchmark.fault_schedules.virtual_time import DelayedPipe, EventLoop
 from sgl_pipeline.args import (
     ACCOUNTINGS,
     POLICIES,
     SCHEDULE_POLICIES,
+    MigrationArgs,
     PipelineArgs,
     SchedulingArgs,
     StageArgs,
     ThrottleArgs,
 )
-from sgl_pipeline.errors import RequestError
+from sgl_pipeline.errors import MoveRefused, RequestError
+from sgl_pipeline.layer_moves import MoveReport
 from sgl_pipeline.messages import FromWorker, StageReport
+from sgl_pipeline.migration.coordinator import MoveOutcome
+from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.worker_roster import WorkerRoster
 from sgl_pipeline.requests import FinishReason
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.stage_orders import SealedOrder
 from sgl_pipeline.throttle import make_policy
 
 MAX_EVENTS = 50_000
-NUM_LAYERS = 12
+MOST_MOVES = 12
 CONTEXT_LENGTH = 1_000
 
 
@@ -56,6 +62,8 @@ class Outcome:
     num_steps: int
     num_retractions: int
     num_aborts: int
+    num_moves: int
+    num_abandoned_moves: int
 
 
 def run_seed(seed: int) -> Outcome:
@@ -94,6 +102,11 @@ def _random_args(rng: Random) -> PipelineArgs:
             max_prefill_tokens=max_prefill_tokens,
             min_prefill_tokens=rng.choice((1, max_prefill_tokens)),
         ),
+        migration=MigrationArgs(
+            mode=rng.choice(("off", "manual")),
+            spare_layers=rng.choice((1, 2)),
+            timeout_s=rng.choice((0.2, 5.0, 5.0)),
+        ),
         run_directory="virtual",
     )
 
@@ -107,14 +120,16 @@ class World:
         self._loop = EventLoop()
         self._args = _random_args(rng)
         self._num_stages = self._args.stages.num_stages
+        self._num_layers = self._num_stages + rng.choice((0, 1, 2, 4))
         max_tokens = rng.choice((4, 12, 30))
         clients = make_clients(rng, rng.randint(1, 40), rng.choice((0.0, 1.0, 5.0)), max_tokens)
-        self._front = FakeFront(clients, self._num_stages)
+        self._front = FakeFront(clients, self._num_layers)
         # Room for the largest request and little more, or for all of them.
         most = 2 * max_tokens + MAX_NEW_TOKENS
         self._num_pages = -(-most // self._args.scheduling.page_size) * rng.choice((1, 1, 2, 16))
-        self._roster = WorkerRoster(self._args, NUM_LAYERS)
+        self._roster = WorkerRoster(self._args, self._num_layers)
         self._core: PipelineCore | None = None
+        self._page_links = FakePageLinks(partial(self._pipe, mean_s=0.01))
         self._workers = self._make_workers()
         self._to_worker = {worker.number: self._pipe(worker.take, 0.01) for worker in self._workers}
         self._inbox: deque[FromWorker] = deque()
@@ -131,7 +146,11 @@ class World:
         load = scheduler.load()
         assert (load.free_pages, load.waiting_tokens) == (load.total_pages, 0)
         self._front.check()
+        for stage, number in enumerate(self._roster.workers_of_stages):
+            assert self._workers[number].held_layers == [*self._core.plan.layers_of(stage)]
         self._note([client.ends for client in self._front.clients])
+        moves = [one.outcome for one in self._core.migration.history]
+        assert set(moves) <= {MoveOutcome.DONE, MoveOutcome.ABANDONED}, "a move never ended"
         return Outcome(
             seed=self._seed,
             digest=self._digest,
@@ -139,6 +158,8 @@ class World:
             num_steps=load.step_id,
             num_retractions=scheduler.num_retractions,
             num_aborts=sum(client.ends[0].kind == "abort" for client in self._front.clients),
+            num_moves=moves.count(MoveOutcome.DONE),
+            num_abandoned_moves=moves.count(MoveOutcome.ABANDONED),
         )
 
     def _pipe(self, deliver: Callable[[Any], None], mean_s: float) -> DelayedPipe:
@@ -154,6 +175,7 @@ class World:
                 step_s=rng.choice((0.001, 0.05)),
                 stall_chance=rng.choice((0.0, 0.0, 0.1)),
                 stall_s=1.0,
+                load=LoadTempo(rng.choice((0.0, 0.1, 1.0)), rng.choice((0.0, 0.0, 0.0, 0.2))),
             )
             to_scheduler = self._pipe(self._take, 0.01)
             workers.append(
@@ -165,6 +187,7 @@ class World:
                     to_scheduler.send,
                     page_size=self._args.scheduling.page_size,
                     room_pages=self._num_pages + rng.randint(0, 3),
+                    page_links=self._page_links,
                 )
             )
         return workers
@@ -196,15 +219,18 @@ class World:
             elif isinstance(message, StageReport):
                 step = self._core.take_report(message, self._loop.now_s)
                 booked += [] if step is None else [step]
+            elif isinstance(message, MoveReport):
+                self._core.migration.take(message, self._loop.now_s)
             else:
                 assert self._roster.take(message) == [], "a spare was given work"
         if self._core is not None:
             self._go_on(self._core, booked)
 
     def _go_on(self, core: PipelineCore, booked: list[OpenStep]) -> None:
+        for order in core.move_orders(self._loop.now_s):
+            self._broadcast(order)
         while (step := core.next_step(self._loop.now_s)) is not None:
-            for worker in self._roster.workers_of_stages:
-                self._to_worker[worker].send(step.order)
+            self._broadcast(step.order)
         for step in booked:
             self._note(step.microbatch.step_id, [event.token_ids for event in step.events])
             self._front.send_events(step.events)
@@ -214,7 +240,12 @@ class World:
         for record in core.take_records():
             assert len(record.stages) == self._num_stages
 
+    def _broadcast(self, order: SealedOrder) -> None:
+        for worker in self._roster.workers_of_stages:
+            self._to_worker[worker].send(order)
+
     def _bring_up(self, message: FromWorker) -> None:
+        rng = self._rng
         for worker, answer in self._roster.take(message):
             self._to_worker[worker].send(answer)
         capacity = self._roster.capacity()
@@ -231,8 +262,12 @@ class World:
             num_stages=self._num_stages,
             context_length=CONTEXT_LENGTH,
         )
-        self._core = PipelineCore(scheduler, capacity.plan)
+        migration = MigrationControl.of(self._args.migration, capacity.plan)
+        self._core = PipelineCore(scheduler, capacity.plan, migration)
         self._open_doors(scheduler)
+        if self._args.migration.mode != "off":
+            for _ in range(rng.randint(1, MOST_MOVES)):
+                self._loop.after(rng.random() * 6.0, partial(self._move_layers, self._core))
 
     # What comes from outside
 
@@ -253,6 +288,25 @@ class World:
         if self._args.scheduling.waiting_timeout_s or self._args.scheduling.running_timeout_s:
             for second in range(1, 60):
                 self._loop.after(float(second), self._turn)
+
+    def _move_layers(self, core: PipelineCore) -> None:
+        """An operator wants another plan, which may be refused: for want of room, say."""
+        rng = self._rng
+        if rng.random() < 0.3 or self._num_stages == 1:
+            cuts = sorted(rng.sample(range(1, self._num_layers), self._num_stages - 1))
+            counts = [end - start for start, end in pairwise((0, *cuts, self._num_layers))]
+        else:
+            counts = list(core.plan.layer_counts)
+            source, target = rng.sample(range(self._num_stages), 2)
+            counts[source] -= 1
+            counts[target] += 1
+        try:
+            record = core.migration.move_to(counts, self._loop.now_s)
+        except MoveRefused:
+            return
+        self._note(record.before, record.after)
+        self._turn()
+        self._loop.after(self._args.migration.timeout_s * 1.01, self._turn)
 
     def _arrive(self, client: Client) -> None:
         if self._front.has_ended(client):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from sgl_pipeline.errors import RequestError
+from sgl_pipeline.layer_moves import MoveReport
 from sgl_pipeline.managers.front.control_requests import ControlDesk
 from sgl_pipeline.managers.front.sglang_io import AbortRequest, Received, SglangFront
 from sgl_pipeline.managers.garbage import collect_at_leisure
@@ -165,7 +166,9 @@ class PipelineScheduler:
         self._front.send_finish(request, finish)
 
     def _fill_pipeline(self) -> None:
-        """Sends steps while there is work and room in the pipeline."""
+        """Sends what layer moves need, and steps while there is work and room in the pipeline."""
+        for order in self._core.move_orders(time.monotonic()):
+            self._launcher.broadcast(order)
         while True:
             started = time.perf_counter()
             step = self._core.next_step(time.monotonic())
@@ -178,6 +181,9 @@ class PipelineScheduler:
         """Books a stage's report; the last stage's brings the tokens of its step."""
         if isinstance(report, ProfileReply):
             self._profiles.on_reply(report)
+            return
+        if isinstance(report, MoveReport):
+            self._core.migration.take(report, time.monotonic())
             return
         if not isinstance(report, StageReport):
             self._launcher.take(report)  # a worker that came later

@@ -33,11 +33,15 @@ from sgl_pipeline.managers.reports.load_report import LoadReport, loads_path
 from sgl_pipeline.managers.reports.server_info import describe_start
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
+from sgl_pipeline.migration.planner import LayerPlanner
+from sgl_pipeline.migration.planner_args import PlannerArgs
+from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 from sgl_pipeline.pipeline.worker_source import WorkerSource
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.trace import StepWriter, TraceWriter
 
@@ -125,7 +129,8 @@ def _serve(
         pipe_writer.send(_ready_message(args, limits, capacity))
         grammars.start()
         postpone_full_collections()
-        core = PipelineCore(steps, capacity.plan)
+        migration = _migration(args, capacity.plan)
+        core = PipelineCore(steps, capacity.plan, migration)
         PipelineScheduler(
             front, core, launcher, grammars, traces, loads, metrics, poller, facts
         ).run()
@@ -166,6 +171,23 @@ def _grammars(
         options.match_ms_per_token,
         args.scheduling.waiting_timeout_s,
     )
+
+
+def _migration(args: PipelineArgs, plan: StagePlan) -> MigrationControl:
+    """Who may move layers; with a planner where they may move at all."""
+    options = args.migration
+    if options.mode == "off":
+        return MigrationControl.off(plan)
+    planner = LayerPlanner(
+        PlannerArgs(
+            window_steps=options.window_steps,
+            evaluate_steps=min(PlannerArgs().evaluate_steps, options.window_steps),
+        ),
+        plan,
+        max_layers=options.max_layers(plan),
+        learns=args.stages.device == "cpu",
+    )
+    return MigrationControl.of(options, plan, planner)
 
 
 def _open_traces(args: PipelineArgs) -> list[StepWriter]:

@@ -106,4 +106,7 @@ def _assignment(
         # On a GPU the threads of driver and NCCL, and a compiler that a stage starts, would share
         # the cores that it is pinned to.
         cpu_cores=cores if stages.device == "cpu" else (),
+        max_layers=args.migration.max_layers(plan)[stage],
+        spare_layers=args.migration.layers_to_load(plan, stage),
+        page_links=args.run_directory,
     )

@@ -7,12 +7,14 @@ order that every stage must get, and later its token events. Reads no clock, sen
 
 from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.layer_moves import SwitchPlan
 from sgl_pipeline.messages import StageReport
+from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_state import PipelineState, StageState
 from sgl_pipeline.pipeline.step_history import StepHistory
 from sgl_pipeline.scheduling import Explanation, StepScheduler
-from sgl_pipeline.stage_orders import OrderStream
+from sgl_pipeline.stage_orders import OrderStream, SealedOrder
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_plan import StepPlanEncoder
 from sgl_pipeline.trace import StepRecord
@@ -25,17 +27,37 @@ class PipelineCore:
 
     Args:
         scheduler: decides; shared with no other core.
-        plan: which stage owns which layers; its epoch is that of the scheduler.
+        plan: which stage owns which layers, of the first epoch. It changes with the moves of
+            `migration`, and is that of the next step to be decided.
+        migration: may move layers; None: never.
     """
 
-    def __init__(self, scheduler: StepScheduler, plan: StagePlan) -> None:
+    def __init__(
+        self,
+        scheduler: StepScheduler,
+        plan: StagePlan,
+        migration: MigrationControl | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.plan = plan
+        self.migration = migration or MigrationControl.off(plan)
         self.history = StepHistory(plan.num_stages)
         self._encoder = StepPlanEncoder()
         self._orders = OrderStream()
         self._open: dict[int, OpenStep] = {}
         self._reported: list[OpenStep] = []
+
+    def move_orders(self, now_s: float) -> list[SealedOrder]:
+        """What the stages must know of layer moves before the next step. The driver must send each
+        to every stage before it asks for that."""
+        sealed = []
+        pages_in_use = self.scheduler.pages_in_use
+        while (order := self.migration.next_order(now_s, pages_in_use)) is not None:
+            if isinstance(order, SwitchPlan):
+                self.plan = order.plan
+                self.scheduler.epoch = order.plan.epoch
+            sealed.append(self._orders.seal(order))
+        return sealed
 
     def next_step(self, now_s: float) -> OpenStep | None:
         """Decides and encodes the next step; None when the pipeline is full or nothing can run.
@@ -85,6 +107,7 @@ class PipelineCore:
         self._reported.clear()
         for record in records:
             self.history.add(record)
+            self.migration.note(record)
         return records
 
     def explain(self, request_id: str) -> Explanation | None:

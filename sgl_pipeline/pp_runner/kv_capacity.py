@@ -68,21 +68,31 @@ def kv_page_capacity(
     device: torch.device,
     dtype: torch.dtype,
     measure: Callable[[torch.device], CardMemory] = measure_card,
+    *,
+    layer_bytes: int = 0,
 ) -> KvCapacity:
-    """How many KV pages this stage can hold. To be called when its weights are loaded.
+    """How many KV pages this stage can hold, with as many layers as it may ever hold at once. To be
+    called when its weights are loaded.
 
     With `max_total_tokens` it is that many tokens, rounded down to pages; without it is a fixed
     number on a CPU, and on a GPU all that `gpu_memory.kv_room` leaves.
 
+    Args:
+        layer_bytes: of the weights of a layer that may come.
+
     Raises ConfigurationError when memory does not hold that, or not a single page.
     """
     shape = spec.attention_shape(assignment.page_size, dtype, device)
-    num_layers = len(assignment.plan.layers_of(assignment.stage))
+    own_layers = len(assignment.plan.layers_of(assignment.stage))
+    num_layers = assignment.max_layers or own_layers
     page_bytes = kv_page_bytes(shape, num_layers)
     if device.type == "cuda":
-        room = _gpu_room(assignment, spec, shape, measure)
+        weights_here = own_layers + len(assignment.spare_layers)
+        reserved_bytes = max(0, num_layers - weights_here) * layer_bytes
+        room = _gpu_room(assignment, spec, shape, measure, num_layers, reserved_bytes)
     else:
         # All stages measure before any allocates, and all take from the same memory.
+        # Whoever has the layers, their pages are the same memory.
         share_bytes = _cpu_room_bytes() * num_layers // assignment.plan.num_layers
         room = KvRoom(share_bytes, has_more=False)
     pages_that_fit = room.num_bytes // page_bytes
@@ -124,16 +134,18 @@ def _gpu_room(
     spec: ModelSpec,
     shape: AttentionShape,
     measure: Callable[[torch.device], CardMemory],
+    num_layers: int,
+    reserved_bytes: int,
 ) -> KvRoom:
-    """The room for this stage's pages."""
+    """The room for the pages of `num_layers` layers, `reserved_bytes` of weights to come aside."""
     stage, plan = assignment.stage, assignment.plan
     layers = plan.layers_of(stage)
     attention = choose_attention_backend(assignment.attention_backend, shape)
     has_experts = any(spec.layer_experts(layer) is not None for layer in layers)
     has_graphs = choose_graphs(assignment.graphs, attention, shape, has_experts).is_on
     if has_graphs:
-        attention_bytes = graph_memory_bytes(shape, spec, len(layers))
-        attention_bytes += kv_page_bytes(shape, len(layers))
+        attention_bytes = graph_memory_bytes(shape, spec, num_layers)
+        attention_bytes += kv_page_bytes(shape, num_layers)
     else:
         attention_bytes = workspace_bytes(shape) if attention.name == "flashinfer" else 0
     needs = stage_needs(
@@ -145,6 +157,11 @@ def _gpu_room(
         has_nccl=any(link.startswith("nccl:") for link in assignment.links),
     )
     card, num_sharing = measure(shape.device), assignment.stages_on_gpu
+    # As if the layers that may come had been loaded.
+    card = card._replace(
+        free_bytes=card.free_bytes - reserved_bytes,
+        reserved_bytes=card.reserved_bytes + reserved_bytes,
+    )
     room = kv_room(card, needs, assignment.memory_fraction, num_sharing)
     _log(card, needs, room, num_sharing)
     return room

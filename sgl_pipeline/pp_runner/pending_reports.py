@@ -7,7 +7,7 @@ the way to the host. Never starts anything.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sgl_pipeline.messages import StageReport
@@ -15,14 +15,18 @@ from sgl_pipeline.pp_runner.output.output_tail import PendingOutputs
 from sgl_pipeline.pp_runner.step_inputs import StepInputs
 from sgl_pipeline.requests import LogprobRows
 from sgl_pipeline.stage_timing import StageTiming
+from sgl_pipeline.step_plan import MirroredChunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedStep:
-    """A step that has all but its activations. The moments are those of `StageTiming`."""
+    """A step of `chunks` that has all but its activations, and runs `layers`. The moments are those
+    of `StageTiming`."""
 
     step_id: int
     epoch: int
+    layers: range
+    chunks: Sequence[MirroredChunk]
     inputs: StepInputs
     plan_s: float
     inputs_s: float

@@ -35,8 +35,8 @@ class StageRunner:
     Args:
         tail: for tests, in place of the last stage's own.
 
-    `attention_backend` and `graphs` say what is in use. `held_layers` may change between two steps;
-    which of them a step runs is up to the plan of its epoch.
+    `attention_backend` and `graphs` say what is in use, `shape` what a page holds. `held_layers`
+    may change between two steps; which of them a step runs is up to the plan of its epoch.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class StageRunner:
     ) -> None:
         self._stage = assignment.stage
         self._is_first = assignment.stage == 0
-        self._shape = attention_shape
+        self.shape = attention_shape
         self.attention_backend = choose_attention_backend(
             assignment.attention_backend, attention_shape
         )
@@ -124,11 +124,19 @@ class StageRunner:
         plan_s = time.monotonic()
         layers = self._layers_of(plan)
         chunks = self._mirror.apply(plan)
-        inputs = build_step_inputs(chunks, self._shape.page_size, self._shape.device, self._upload)
+        inputs = build_step_inputs(chunks, self.shape.page_size, self.shape.device, self._upload)
         self._layers.plan(plan.epoch, layers, inputs)
         if self._tail is not None:
             self._tail.plan(chunks, inputs)
-        return PreparedStep(plan.step_id, plan.epoch, inputs, plan_s, time.monotonic())
+        return PreparedStep(
+            plan.step_id,
+            plan.epoch,
+            layers,
+            chunks,
+            inputs,
+            plan_s,
+            time.monotonic(),
+        )
 
     def can_launch(self) -> bool:
         """Whether `launch` would find its activations there."""
@@ -144,6 +152,8 @@ class StageRunner:
         if not self._is_first:
             hidden = self._link.receive(step.step_id, step.inputs.num_tokens)
         activations_s = time.monotonic()
+        if self.graphs.is_on:
+            self.held_layers.await_layers(step.layers)
         hidden = self._layers.run(step.inputs, hidden)
         layers_s = time.monotonic()
         outputs = None

@@ -15,6 +15,7 @@ import zmq
 
 from sgl_pipeline.channels import WorkerChannel
 from sgl_pipeline.errors import ConfigurationError, ProtocolError
+from sgl_pipeline.layer_moves import MOVE_SHARE, AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.messages import (
     MeasureCosts,
     MeasuredCosts,
@@ -32,13 +33,17 @@ from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
 from sgl_pipeline.pp_runner.device import open_device, pin_threads
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.kv_capacity import kv_page_capacity
+from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
+from sgl_pipeline.pp_runner.layer_moves.stage_site import StageSite
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
+from sgl_pipeline.pp_runner.links.page_link import HostPageLinks
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.pending_reports import PendingReports
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.pp_runner.step_inputs import written_pages
 from sgl_pipeline.pp_runner.worker_hello import worker_hello
 from sgl_pipeline.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
@@ -50,6 +55,7 @@ Message = TypeVar("Message", bound=ToWorker)
 MAX_PENDING_REPORTS = 2
 # ZeroMQ's own timeouts are whole milliseconds, which is as long as a step of decodes.
 PENDING_POLL_S = 50e-6
+MOVE_POLL_S = 0.5e-3
 
 
 class StageWorker:
@@ -64,12 +70,16 @@ class StageWorker:
         self._channel.send(worker_hello(self._worker))
         assignment = self._be_assigned()
         runner = self._become_ready(assignment)
+        mover = self._open_mover(assignment, runner)
         try:
-            self.serve(runner, StageProfile(assignment.stage, assignment.device == "cuda"))
+            self.serve(runner, mover, StageProfile(assignment.stage, assignment.device == "cuda"))
         finally:
+            mover.close()
             runner.close()
 
-    def serve(self, runner: StageRunner, profile: StageProfile) -> None:
+    def serve(
+        self, runner: StageRunner, mover: LayerMover[torch.Tensor], profile: StageProfile
+    ) -> None:
         """Obeys orders until a `Shutdown`. All but the next step wait for reports that are pending.
 
         Raises ProtocolError for a message that a ready stage does not expect, and whatever a step
@@ -77,14 +87,20 @@ class StageWorker:
         """
         orders = OrderReader()
         pending = PendingReports(self._channel.send)
-        while not isinstance(message := self._next_message(pending), Shutdown):
+        while not isinstance(message := self._next_message(pending, mover), Shutdown):
             order = orders.open(message) if isinstance(message, SealedOrder) else None
             if isinstance(order, StepPlan):
-                self._run_step(order, runner, profile, pending)
+                self._run_step(order, runner, mover, profile, pending)
                 continue
             pending.send_all_but(0)
             if isinstance(order, MirrorSnapshot):
                 runner.restore(order)
+            elif isinstance(order, PrepareMove):
+                mover.prepare(order)
+            elif isinstance(order, SwitchPlan):
+                mover.switch(order)
+            elif isinstance(order, AbandonMove):
+                mover.abandon(order)
             elif isinstance(message, StartProfile):
                 self._channel.send(profile.start(message))
             elif isinstance(message, StopProfile):
@@ -93,28 +109,42 @@ class StageWorker:
                 raise ProtocolError(f"a ready stage received {type(message).__name__}")
         pending.send_all_but(0)
 
-    def _next_message(self, pending: PendingReports) -> ToWorker | None:
+    def _next_message(
+        self, pending: PendingReports, mover: LayerMover[torch.Tensor]
+    ) -> ToWorker | None:
         """Waits for it. While reports are pending, it looks for both in turns: either waits no
         longer than `PENDING_POLL_S` and the kernel's timer slack, 0.1 ms together, and a report
-        besides for a step to be prepared or launched, if that is under way."""
-        while pending:
+        besides for a step to be prepared or launched, if that is under way. While layers move, the
+        stage works at that meanwhile."""
+        while pending or mover.is_open:
             pending.send_ready()
             if (message := self._channel.receive(timeout_ms=0)) is not None:
                 return message
-            time.sleep(PENDING_POLL_S)
+            if not mover.work():
+                time.sleep(PENDING_POLL_S if pending else MOVE_POLL_S)
         return self._channel.receive()
 
     def _run_step(
-        self, plan: StepPlan, runner: StageRunner, profile: StageProfile, pending: PendingReports
+        self,
+        plan: StepPlan,
+        runner: StageRunner,
+        mover: LayerMover[torch.Tensor],
+        profile: StageProfile,
+        pending: PendingReports,
     ) -> None:
         pending.send_all_but(MAX_PENDING_REPORTS - 1)
         step = runner.prepare(plan)
         pending.send_ready()
-        # Upstream may be far from done with the step: no report waits for that.
-        while pending and not runner.can_launch():
-            time.sleep(PENDING_POLL_S)
+        # Upstream may be far from done with the step: no report and no layer waits for that.
+        while (pending or mover.is_open) and not runner.can_launch():
+            if not mover.work():
+                time.sleep(PENDING_POLL_S)
             pending.send_ready()
+        started_s = time.monotonic()
         pending.add(runner.launch(step))
+        if mover.is_open:
+            mover.wrote(written_pages(step.chunks, runner.shape.page_size))
+            mover.work_for(MOVE_SHARE * (time.monotonic() - started_s))
         if profile.ends_with_this_step:
             pending.send_all_but(0)
         if (reply := profile.step_done()) is not None:
@@ -147,13 +177,17 @@ class StageWorker:
             kernels=make_layer_kernels(kernels),
             load_format=assignment.load_format,
         )
+        spare = [model.read_layer(layer) for layer in assignment.spare_layers]
+        spare_bytes = sum(layer.weight_bytes for layer in spare)
         shape = spec.attention_shape(assignment.page_size, dtype, device)
-        capacity = kv_page_capacity(assignment, spec, device, dtype)
+        capacity = kv_page_capacity(
+            assignment, spec, device, dtype, layer_bytes=model.largest_layer_bytes
+        )
         self._channel.send(
             StageLoaded(
                 stage=stage,
                 num_pages=capacity.num_pages,
-                weight_bytes=model.weight_bytes,
+                weight_bytes=model.weight_bytes + spare_bytes,
                 page_bytes=capacity.page_bytes,
                 load_seconds=time.perf_counter() - started,
             )
@@ -163,11 +197,23 @@ class StageWorker:
             ActivationShape(spec.hidden_size, dtype, device), assignment.links, stage
         )
         runner = StageRunner(assignment, model, shape, num_pages, link)
+        for layer in spare:
+            runner.held_layers.keep_spare(layer)
         attention = runner.attention_backend
         choices = (attention, kernels, runner.graphs)
         notices = tuple(choice.notice for choice in choices if choice.notice)
         self._channel.send(StageReady(stage, attention.name, kernels.name, notices))
         return runner
+
+    def _open_mover(
+        self, assignment: StageAssignment, runner: StageRunner
+    ) -> LayerMover[torch.Tensor]:
+        resident = {*assignment.spare_layers, *runner.held_layers.held}
+        site = StageSite(runner, resident if assignment.spare_layers else ())
+        links = HostPageLinks(assignment.page_links, assignment.stage, site.row_bytes)
+        return LayerMover(
+            assignment.stage, assignment.plan, site, links, self._channel.send, time.monotonic
+        )
 
     def _expect(self, kind: type[Message]) -> Message:
         return self._checked(self._receive(), kind)

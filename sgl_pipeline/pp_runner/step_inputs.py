@@ -112,6 +112,15 @@ def build_step_inputs(
     )
 
 
+def written_pages(chunks: Sequence[MirroredChunk], page_size: int) -> list[int]:
+    """The pages that the chunks write to; no two chunks of a step write to the same one."""
+    pages: list[int] = []
+    for chunk in chunks:
+        end = chunk.start + chunk.length
+        pages += chunk.request.pages[chunk.start // page_size : -(-end // page_size)]
+    return pages
+
+
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """`values` on the stage's device, without waiting for the copy."""
     tensor = torch.from_numpy(values)

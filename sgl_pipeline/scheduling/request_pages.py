@@ -47,6 +47,10 @@ class RequestPages:
         """Free, or cached and not locked."""
         return self._pool.num_free + self._storage.evictable_pages
 
+    def pages_in_use(self) -> list[int]:
+        """Pages that hold anything, cached or of a request; looks at all."""
+        return self._pool.pages_in_use()
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
 

@@ -316,6 +316,10 @@ class StepScheduler:
         """Pages that nobody uses; those of `load().free_pages` beyond them hold the cache."""
         return self._pages.num_free
 
+    def pages_in_use(self) -> list[int]:
+        """Pages that hold anything, cached or of a request; looks at all."""
+        return self._pages.pages_in_use()
+
     @property
     def num_decoding_tokens(self) -> int:
         """Tokens, of prompts and outputs, of all decoding requests; looks at each of them."""

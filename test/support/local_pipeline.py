@@ -1,29 +1,37 @@
-"""The real scheduler and the real stages in one process, without sockets.
+"""The real scheduler and the real stages in one process.
 
-The links are queues, everything else is what the server runs: a `PipelineCore` and a `StageRunner`
-for each stage. Steps are computed when they are scheduled and their results
-booked when the pipeline is full, as if each step took the whole trip.
+The activation links are queues, everything else is what the server runs: a `PipelineCore`, and for
+each stage a `StageRunner` and a `LayerMover`. Steps are computed when they are scheduled and their
+results booked when the pipeline is full, as if each step took the whole trip.
 """
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import msgspec
 import torch
 
-from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args import MigrationArgs, SchedulingArgs, ThrottleArgs
+from sgl_pipeline.layer_moves import AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.messages import StageAssignment, StageReport
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.migration.coordinator import MoveRecord
+from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
+from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
+from sgl_pipeline.pp_runner.layer_moves.stage_site import StageSite
+from sgl_pipeline.pp_runner.links.page_link import HostPageLinks
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.output.output_tail import Tail
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.pp_runner.step_inputs import written_pages
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import StepScheduler, TokenEvent
-from sgl_pipeline.stage_orders import OrderReader
+from sgl_pipeline.stage_orders import OrderReader, StageOrder
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_plan import StepPlan
 from sgl_pipeline.throttle import make_policy
@@ -91,56 +99,70 @@ class LocalPipeline:
             context_length=read_model_spec(model_path).context_length,
         )
         self.microbatches: list[Microbatch] = []
-        self._plan = plan
-        self._core = PipelineCore(self.scheduler, plan)
+        migration = MigrationControl.of(
+            MigrationArgs(mode="manual", spare_layers=plan.num_layers), plan
+        )
+        self.core = PipelineCore(self.scheduler, plan, migration)
         self._orders = OrderReader()
         self._in_flight: deque[list[StageReport]] = deque()
+        self._directory = TemporaryDirectory()
+        self.movers = [
+            self._mover(stage, runner, plan) for stage, runner in enumerate(self.runners)
+        ]
 
     def schedule(self) -> bool:
-        """Starts one step; False when the scheduler has none."""
-        step = self._core.next_step(0.0)
+        """Starts one step; False when the scheduler has none. A move under way gets a little done
+        before it."""
+        self.work_at_moves()
+        step = self.core.next_step(0.0)
         if step is None:
             return False
         self.microbatches.append(step.microbatch)
         plan = self._orders.open(step.order)
         assert isinstance(plan, StepPlan)
-        plan = msgspec.structs.replace(plan, epoch=self._plan.epoch)
-        self._in_flight.append([runner.run_step(plan).report() for runner in self.runners])
+        reports = []
+        for runner, mover in zip(self.runners, self.movers, strict=True):
+            prepared = runner.prepare(plan)
+            reports.append(runner.launch(prepared).report())
+            mover.wrote(written_pages(prepared.chunks, runner.shape.page_size))
+        self._in_flight.append(reports)
         return True
+
+    def work_at_moves(self) -> None:
+        """Gives out the orders that are due, and lets each stage do one small thing."""
+        for sealed in self.core.move_orders(0.0):
+            order = self._orders.open(sealed)
+            for mover in self.movers:
+                _obey(mover, order)
+        for mover in self.movers:
+            mover.work()
 
     def complete(self) -> list[TokenEvent]:
         """Books the oldest step in flight."""
         events: list[TokenEvent] = []
         for report in self._in_flight.popleft():
-            step = self._core.take_report(report, 0.0)
+            step = self.core.take_report(report, 0.0)
             events += step.events if step is not None else []
-        self._core.take_records()
+        self.core.take_records()
         self.scheduler.check_invariants()
         return events
 
-    def split_again(self, layer_counts: Sequence[int]) -> None:
-        """Moves layers between two steps, as orders will do it: the new owner holds a layer, takes
-        over its pages and runs it from the next step on; the old owner drops it."""
-        new = StagePlan(self._plan.epoch + 1, tuple(layer_counts))
-        stages = [runner.held_layers for runner in self.runners]
-        owner = {layer: stage for stage in stages for layer in stage.held}
-        moves = [
-            (layer, owner[layer], target)
-            for number, target in enumerate(stages)
-            for layer in new.layers_of(number)
-            if owner[layer] is not target
-        ]
-        for layer, source, target in moves:
-            target.hold(layer)
-            for mine, theirs in zip(
-                target.kv_pool.pages(layer), source.kv_pool.pages(layer), strict=True
-            ):
-                mine.copy_(theirs)
-        for runner in self.runners:
-            runner.know_plan(new)
-        for layer, source, _ in moves:
-            source.drop(layer)
-        self._plan = new
+    def finish_move(self, layer_counts: Sequence[int]) -> MoveRecord:
+        """Moves to a plan without a step."""
+        record = self.core.migration.move_to(layer_counts, 0.0)
+        while not record.is_over:
+            self.work_at_moves()
+        return record
+
+    def _mover(self, stage: int, runner: StageRunner, plan: StagePlan) -> LayerMover[torch.Tensor]:
+        # With all weights at hand, what happens when depends on no thread.
+        layers = range(plan.num_layers)
+        for layer in set(layers) - set(plan.layers_of(stage)):
+            runner.held_layers.keep_spare(runner.held_layers.model.read_layer(layer))
+        site = StageSite(runner, resident=layers)
+        links = HostPageLinks(self._directory.name, stage, site.row_bytes)
+        report = partial(self.core.migration.take, now_s=0.0)
+        return LayerMover(stage, plan, site, links, report, clock=lambda: 0.0)
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
         """The output ids of `requests`, all of which arrive at once."""
@@ -154,6 +176,16 @@ class LocalPipeline:
             self.complete()
         assert self.scheduler.is_idle
         return [request.output_ids for request in requests]
+
+
+def _obey(mover: LayerMover[torch.Tensor], order: StageOrder) -> None:
+    if isinstance(order, PrepareMove):
+        mover.prepare(order)
+    elif isinstance(order, SwitchPlan):
+        mover.switch(order)
+    else:
+        assert isinstance(order, AbandonMove)
+        mover.abandon(order)
 
 
 def open_stage(

@@ -1,9 +1,10 @@
 """Rows in buffers that two stages of one host both have open, and news of them through a socket.
 
-What `host_link` and `cuda_ipc_link` have in common: who owns a buffer, when it is free again, what
-crosses the socket. The stage upstream puts a step's rows into a free buffer and tells its number;
-the stage downstream computes on them where they lie, and gives the buffer back when it asks for the
-next step's rows. What a buffer is, and how it becomes known on the other side, is a `Buffers`'.
+What `host_link`, `cuda_ipc_link` and `page_link` have in common: who owns a buffer, when it is free
+again, what crosses the socket. The stage upstream puts rows into a free buffer and tells its number
+and a tag, of activations the step id; the stage downstream reads them where they lie, and gives the
+buffer back when it asks for the next rows. What a buffer is, and how it becomes known on the other
+side, is a `Buffers`'.
 
 The downstream end listens, and the upstream end connects with its first rows. A neighbour that is
 gone is the launcher's to notice: what is sent to it is dropped, and who waits for it waits.
@@ -21,7 +22,7 @@ import torch
 
 from sgl_pipeline.errors import ProtocolError
 
-_NEWS = struct.Struct("<qqq")  # step id, rows, number of the buffer; then what `introduce` says
+_NEWS = struct.Struct("<qqq")  # tag, rows, number of the buffer; then what `introduce` says
 _RETURN = struct.Struct("<q")  # number of the buffer; then what `after_reading` says
 _FEWEST_ROWS = 64  # of a buffer; all hold a power of two, so that steps share them
 
@@ -64,17 +65,27 @@ class BufferedLink(Generic[B]):
     """Rows of the residual stream in `buffers`; paths are Unix sockets in the run directory."""
 
     def __init__(self, upstream: str | None, downstream: str | None, buffers: Buffers[B]) -> None:
-        self._inbox = _Inbox(upstream, buffers) if upstream is not None else None
-        self._outbox = _Outbox(downstream, buffers) if downstream is not None else None
+        self._inbox = Inbox(upstream, buffers) if upstream is not None else None
+        self._outbox = Outbox(downstream, buffers) if downstream is not None else None
 
     def send(self, step_id: int, hidden: torch.Tensor) -> None:
         assert self._outbox is not None, "the last stage has nobody to send to"
-        self._outbox.send(step_id, hidden)
+        with contextlib.suppress(ConnectionError):
+            self._outbox.send(step_id, hidden)
 
     def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
         """The rows are to be read only, and by nothing that is asked for after the next one."""
         assert self._inbox is not None, "the first stage has nobody to receive from"
-        return self._inbox.receive(step_id, num_rows)
+        received = self._inbox.take()
+        if received is None:
+            _wait_for_the_end()
+        sent_step_id, rows = received
+        if (sent_step_id, len(rows)) != (step_id, num_rows):
+            raise ProtocolError(
+                f"expected {num_rows} rows of activations of step {step_id}, "
+                f"received {len(rows)} rows of step {sent_step_id}"
+            )
+        return rows
 
     def has_rows(self) -> bool:
         assert self._inbox is not None, "the first stage has nobody to receive from"
@@ -86,8 +97,8 @@ class BufferedLink(Generic[B]):
                 end.close()
 
 
-class _Outbox(Generic[B]):
-    """The upstream end: owns the buffers."""
+class Outbox(Generic[B]):
+    """The upstream end: owns the buffers. Connects with the first rows, or when asked."""
 
     def __init__(self, path: str, buffers: Buffers[B]) -> None:
         self._path = path
@@ -96,19 +107,24 @@ class _Outbox(Generic[B]):
         self._made: list[B] = []  # by number
         self._free: list[int] = []
 
-    def send(self, step_id: int, hidden: torch.Tensor) -> None:
-        with contextlib.suppress(ConnectionError):
-            neighbour = self._connected()
-            self._take_back(neighbour)
-            number, is_new = self._buffer_for(hidden.shape[0])
-            self._buffers.write(self._made[number], hidden)
-            data, descriptors = self._buffers.introduce(self._made[number], is_new)
-            try:
-                news = _NEWS.pack(step_id, hidden.shape[0], number) + data
-                socket.send_fds(neighbour, [news], descriptors)
-            finally:
-                for descriptor in descriptors:
-                    os.close(descriptor)
+    def send(self, tag: int, rows: torch.Tensor) -> None:
+        """Hands over `rows` without waiting. Raises ConnectionError when the other end is gone."""
+        neighbour = self._connected()
+        self._take_back(neighbour)
+        number, is_new = self._buffer_for(rows.shape[0])
+        self._buffers.write(self._made[number], rows)
+        data, descriptors = self._buffers.introduce(self._made[number], is_new)
+        try:
+            socket.send_fds(neighbour, [_NEWS.pack(tag, rows.shape[0], number) + data], descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def num_unread(self) -> int:
+        """Buffers that the other end has not given back. Raises OSError while it does not listen,
+        and ConnectionError when it is gone."""
+        self._take_back(self._connected())
+        return len(self._made) - len(self._free)
 
     def close(self) -> None:
         if self._socket is not None:
@@ -116,8 +132,13 @@ class _Outbox(Generic[B]):
 
     def _connected(self) -> socket.socket:
         if self._socket is None:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._socket.connect(self._path)
+            connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                connecting.connect(self._path)
+            except OSError:
+                connecting.close()
+                raise
+            self._socket = connecting
         return self._socket
 
     def _take_back(self, neighbour: socket.socket) -> None:
@@ -140,7 +161,7 @@ class _Outbox(Generic[B]):
         return len(self._made) - 1, True
 
 
-class _Inbox(Generic[B]):
+class Inbox(Generic[B]):
     """The downstream end."""
 
     def __init__(self, path: str, buffers: Buffers[B]) -> None:
@@ -152,33 +173,34 @@ class _Inbox(Generic[B]):
         self._opened: dict[int, B] = {}
         self._in_use: int | None = None
 
-    def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
+    def take(self) -> tuple[int, torch.Tensor] | None:
+        """The next tag and its rows, waited for; None when the other end is gone. The rows are
+        valid until the next call."""
         if self._socket is None:
             self._socket, _ = self._listener.accept()
         self._give_back(self._socket)
         num_bytes = _NEWS.size + self._buffers.news_bytes
-        news, descriptors, *_ = socket.recv_fds(self._socket, num_bytes, 1)
+        try:
+            news, descriptors, *_ = socket.recv_fds(self._socket, num_bytes, 1)
+        except ConnectionError:
+            return None
         if not news:
-            _wait_for_the_end()
-        sent_step_id, sent_rows, number = _NEWS.unpack_from(news)
+            return None
+        tag, num_rows, number = _NEWS.unpack_from(news)
         if number not in self._opened:
             self._opened[number] = self._buffers.open(news[_NEWS.size :], descriptors)
-        if (sent_step_id, sent_rows) != (step_id, num_rows):
-            raise ProtocolError(
-                f"expected {num_rows} rows of activations of step {step_id}, "
-                f"received {sent_rows} rows of step {sent_step_id}"
-            )
         self._in_use = number
-        return self._buffers.read(self._opened[number], num_rows)
+        return tag, self._buffers.read(self._opened[number], num_rows)
 
     def close(self) -> None:
         self._listener.close()
         if self._socket is not None:
             self._socket.close()
 
-    def has_news(self) -> bool:
-        """A neighbour that connects sends rows right away."""
-        readable, _, _ = select.select([self._socket or self._listener], [], [], 0)
+    def has_news(self, timeout_s: float = 0.0) -> bool:
+        """Whether the other end has sent something, or is gone, within `timeout_s`. For a neighbour
+        that connects and sends nothing at once, `take` waits."""
+        readable, _, _ = select.select([self._socket or self._listener], [], [], timeout_s)
         return bool(readable)
 
     def _give_back(self, neighbour: socket.socket) -> None:

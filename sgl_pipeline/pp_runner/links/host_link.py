@@ -21,10 +21,10 @@ class HostLink(BufferedLink[torch.Tensor]):
     def __init__(
         self, shape: ActivationShape, upstream: str | None, downstream: str | None
     ) -> None:
-        super().__init__(upstream, downstream, _SharedMemory(shape))
+        super().__init__(upstream, downstream, SharedMemory(shape))
 
 
-class _SharedMemory:
+class SharedMemory:
     """The `Buffers` of a HostLink."""
 
     news_bytes = 0

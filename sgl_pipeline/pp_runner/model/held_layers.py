@@ -6,14 +6,14 @@ its layers came. Never decides which layers to hold, and moves no keys or values
 layer that comes are zeros.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
 from sgl_pipeline.pp_runner.kv_pool import KvPool
-from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, StageModel
 from sgl_pipeline.pp_runner.step_inputs import StepInputs
 
 
@@ -24,17 +24,40 @@ class HeldLayers:
         assert sorted(model.layers) == sorted(kv_pool.layers)
         self.model = model
         self.kv_pool = kv_pool
+        self._spare: dict[int, LoadedLayer] = {}
         self._before_drop: list[Callable[[int], None]] = []
+        self._before_run: dict[int, Callable[[], None]] = {}
 
     @property
     def held(self) -> tuple[int, ...]:
         """Model-wide ids, ascending."""
         return tuple(sorted(self.model.layers))
 
-    def hold(self, layer: int) -> None:
-        """Loads the weights of `layer` and gives it pages, which are zeros.
+    @property
+    def spare(self) -> tuple[int, ...]:
+        """Model-wide ids of the layers whose weights are here and whose pages are not."""
+        return tuple(sorted(self._spare))
 
-        Takes as long as reading the weights does. Whatever it raises, nothing of the layer stays.
+    @property
+    def weight_bytes(self) -> int:
+        """Of all that the stage has, spare layers among it."""
+        spare_bytes = sum(loaded.weight_bytes for loaded in self._spare.values())
+        return self.model.weight_bytes + spare_bytes
+
+    def keep_spare(self, loaded: LoadedLayer) -> None:
+        """Keeps the weights of a layer that is not held, for `hold`."""
+        assert loaded.layer not in self.model.layers, f"layer {loaded.layer} is held"
+        self._spare[loaded.layer] = loaded
+
+    def drop_spare(self, layer: int) -> None:
+        """Frees the weights of a layer that is not held, if they are here."""
+        self._spare.pop(layer, None)
+
+    def hold(self, layer: int) -> None:
+        """Gives `layer` pages, which are zeros, and its weights: the spare ones, else from the
+        files, which takes as long as reading them does.
+
+        Whatever it raises, nothing of the layer stays but spare weights.
 
         Raises ProtocolError when the layer is held already or the model does not have it, and
         CheckpointError as at the start.
@@ -48,13 +71,16 @@ class HeldLayers:
             )
         self.kv_pool.add_layer(layer)
         try:
-            self.model.load_layer(layer)
+            loaded = self._spare.get(layer) or self.model.read_layer(layer)
         except BaseException:
             self.kv_pool.remove_layer(layer)
             raise
+        self._spare.pop(layer, None)
+        self.model.add_layer(loaded)
 
-    def drop(self, layer: int) -> None:
-        """Frees the weights and the pages of `layer`, with the keys and values in them.
+    def drop(self, layer: int, *, keep_weights: bool = False) -> None:
+        """Frees the pages of `layer`, with the keys and values in them, and its weights, unless
+        they are to be kept as spare ones.
 
         Raises ProtocolError when the layer is not held.
         """
@@ -62,8 +88,15 @@ class HeldLayers:
             raise ProtocolError(f"layer {layer} cannot be dropped: {self._holdings()}")
         for let_go in self._before_drop:
             let_go(layer)
-        self.model.unload_layer(layer)
+        self._before_run.pop(layer, None)
+        loaded = self.model.remove_layer(layer)
+        if keep_weights:
+            self._spare[layer] = loaded
         self.kv_pool.remove_layer(layer)
+
+    def before_run(self, layer: int, wait: Callable[[], None]) -> None:
+        """Has `wait` called once, before a step first runs `layer`."""
+        self._before_run[layer] = wait
 
     def before_drop(self, let_go: Callable[[int], None]) -> None:
         """Has `let_go` called with each layer that is about to be dropped, for who keeps references
@@ -85,7 +118,21 @@ class HeldLayers:
         attention: AttentionBackend,
     ) -> torch.Tensor:
         """Runs `layers`, all of them held. See `StageModel.forward`."""
-        return self.model.forward(layers, inputs, hidden, self.kv_pool, attention)
+        in_turn = self._awaited(layers) if self._before_run else layers
+        return self.model.forward(in_turn, inputs, hidden, self.kv_pool, attention)
+
+    def await_layers(self, layers: range) -> None:
+        """Does now what is to be done before a step runs any of `layers`."""
+        if self._before_run:
+            for _ in self._awaited(layers):
+                pass
+
+    def _awaited(self, layers: range) -> Iterator[int]:
+        """`layers`, each when it can be run."""
+        for layer in layers:
+            if (wait := self._before_run.pop(layer, None)) is not None:
+                wait()
+            yield layer
 
     def _holdings(self) -> str:
         ids = ", ".join(map(str, self.held))

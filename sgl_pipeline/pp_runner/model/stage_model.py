@@ -6,6 +6,7 @@ samples or sends, and keeps no state of a step: two stage models can live in one
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,19 @@ class OutputHead:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] in fp32 of the residual stream's `rows` [S, H]; S may be 0."""
         return self._linear(self._kernels.norm(rows, self._norm)).float()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedLayer:
+    """The weights of one decoder layer; `sizes` maps the names of its tensors to their bytes."""
+
+    layer: int
+    decoder: DecoderLayer
+    sizes: dict[str, int]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.sizes.values())
 
 
 class StageModel:
@@ -142,20 +156,41 @@ class StageModel:
         """Bytes of all tensors as they were read."""
         return sum(self.loaded.values())
 
-    @torch.inference_mode()
-    def load_layer(self, layer: int) -> None:
-        """Reads one layer more. Raises CheckpointError, and then has nothing of it."""
-        assert layer not in self.layers, f"layer {layer} is loaded already"
-        weights = self._open_source()
-        self.layers[layer] = DecoderLayer(self.spec, layer, weights, self._kernels)
-        prefix = self._prefix(layer)
-        self.loaded |= {n: size for n, size in weights.loaded.items() if n.startswith(prefix)}
+    @property
+    def largest_layer_bytes(self) -> int:
+        """Bytes of the tensors of the largest of its layers, as they were read."""
+        return max(
+            (
+                sum(size for name, size in self.loaded.items() if name.startswith(prefix))
+                for prefix in map(self._prefix, self.layers)
+            ),
+            default=0,
+        )
 
-    def unload_layer(self, layer: int) -> None:
-        """Frees the weights of `layer`."""
-        del self.layers[layer]
+    @torch.inference_mode()
+    def read_layer(self, layer: int) -> LoadedLayer:
+        """Reads one layer more, for `add_layer`; changes nothing, so that a thread may call it.
+
+        Raises CheckpointError as at the start.
+        """
+        weights = self._open_source()
+        decoder = DecoderLayer(self.spec, layer, weights, self._kernels)
         prefix = self._prefix(layer)
-        self.loaded = {n: size for n, size in self.loaded.items() if not n.startswith(prefix)}
+        sizes = {name: size for name, size in weights.loaded.items() if name.startswith(prefix)}
+        return LoadedLayer(layer, decoder, sizes)
+
+    def add_layer(self, loaded: LoadedLayer) -> None:
+        """Takes up a layer that was read."""
+        assert loaded.layer not in self.layers, f"layer {loaded.layer} is loaded already"
+        self.layers[loaded.layer] = loaded.decoder
+        self.loaded |= loaded.sizes
+
+    def remove_layer(self, layer: int) -> LoadedLayer:
+        """Gives up the weights of `layer`, to the caller."""
+        prefix = self._prefix(layer)
+        sizes = {name: size for name, size in self.loaded.items() if name.startswith(prefix)}
+        self.loaded = {name: size for name, size in self.loaded.items() if name not in sizes}
+        return LoadedLayer(layer, self.layers.pop(layer), sizes)
 
     @torch.inference_mode()
     def forward(

@@ -5,8 +5,12 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from benchmark.fault_schedules.__main__ import main
+from benchmark.fault_schedules.fake_moves import FakeSite
 from benchmark.fault_schedules.world import run_seed
 from sgl_pipeline.microbatch import Chunk, Microbatch
+from sgl_pipeline.migration.coordinator import MoveCoordinator
+from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
+from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import OutgoingLayers
 from sgl_pipeline.requests import FinishReason, Request, TokenEvent
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.scheduling.admission import Admission
@@ -30,6 +34,8 @@ def test_a_thousand_schedules_hold() -> None:
     assert sum(outcome.num_steps for outcome in outcomes) > 50 * NUM_SEEDS
     assert sum(outcome.num_retractions for outcome in outcomes) > NUM_SEEDS
     assert sum(outcome.num_aborts for outcome in outcomes) > 2 * NUM_SEEDS
+    assert sum(outcome.num_moves for outcome in outcomes) > NUM_SEEDS // 4
+    assert sum(outcome.num_abandoned_moves for outcome in outcomes) > NUM_SEEDS // 10
 
 
 def test_a_seed_replays_bit_for_bit() -> None:
@@ -153,7 +159,61 @@ def overdue_requests_keep_their_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestPages, "release", mutated)
 
 
+def what_is_written_during_a_move_is_not_patched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OutgoingLayers, "wrote", lambda self, pages: None)
+
+
+def cached_pages_do_not_move(patch: pytest.MonkeyPatch) -> None:
+    """Only those of running requests do."""
+
+    def mutated(self: RequestPages) -> list[int]:
+        return sorted({page for request in self._holdings for page in request.pages})
+
+    patch.setattr(RequestPages, "pages_in_use", mutated)
+
+
+def unsent_pages_are_forgotten_at_the_switch(patch: pytest.MonkeyPatch) -> None:
+    """Ready at once, with the first round still to be sent."""
+    finish = OutgoingLayers.finish
+
+    def mutated(self: OutgoingLayers[object]) -> None:
+        self._queue = []
+        finish(self)
+
+    patch.setattr(OutgoingLayers, "is_ready", property(lambda self: True))
+    patch.setattr(OutgoingLayers, "finish", mutated)
+
+
+def steps_do_not_wait_for_the_last_pages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FakeSite, "wait_before", lambda self, layers, incoming: None)
+
+
+def the_scheduler_misses_the_switch(patch: pytest.MonkeyPatch) -> None:
+    next_microbatch = StepScheduler.next_microbatch
+
+    def mutated(self: StepScheduler, now_s: float) -> Microbatch | None:
+        self.epoch = 0
+        return next_microbatch(self, now_s)
+
+    patch.setattr(StepScheduler, "next_microbatch", mutated)
+
+
+def one_stage_is_enough_to_switch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MoveCoordinator, "_all_answered", lambda self: bool(self._answered))
+
+
+def an_abandoned_move_keeps_its_layers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LayerMover, "_let_go", lambda self, move: self._close_links(move))
+
+
 MUTATIONS: tuple[Mutation, ...] = (
+    what_is_written_during_a_move_is_not_patched,
+    cached_pages_do_not_move,
+    unsent_pages_are_forgotten_at_the_switch,
+    steps_do_not_wait_for_the_last_pages,
+    the_scheduler_misses_the_switch,
+    one_stage_is_enough_to_switch,
+    an_abandoned_move_keeps_its_layers,
     matchable_before_the_step_is_back,
     pages_back_while_a_step_writes_them,
     a_page_is_not_sent,

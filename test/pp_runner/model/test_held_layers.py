@@ -265,5 +265,5 @@ def test_an_idle_stage_keeps_no_file_of_weights_mapped() -> None:
         kernels=TorchKernels(),
     )
     assert mapped_files() == before
-    model.load_layer(1)
+    model.add_layer(model.read_layer(1))
     assert mapped_files() == before

@@ -1,0 +1,184 @@
+"""What a layer move needs of a fake worker: its layers, and ways of pages in virtual time."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from benchmark.fault_schedules.fake_model import FakeStage, LayerPages
+from benchmark.fault_schedules.virtual_time import DelayedPipe, EventLoop
+from sgl_pipeline.errors import CheckpointError
+from sgl_pipeline.pp_runner.layer_moves.incoming_layers import IncomingLayers
+from sgl_pipeline.pp_runner.layer_moves.move_site import Awaited, Parcel, StageGone
+from sgl_pipeline.stage_plan import StagePlan
+
+# A layer and some of its pages.
+FakeRows = tuple[int, LayerPages]
+MAX_UNREAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTempo:
+    """How long weights take, in virtual seconds, and how often they cannot be read."""
+
+    load_s: float
+    failure_chance: float
+
+
+class FakeSite:
+    """A `MoveSite` over a `FakeStage`."""
+
+    def __init__(
+        self,
+        layers: FakeStage,
+        stage: int,
+        plan: StagePlan,
+        loop: EventLoop,
+        rng: Random,
+        tempo: LoadTempo,
+    ) -> None:
+        self._layers = layers
+        self._stage = stage
+        self._loop, self._rng, self._tempo = loop, rng, tempo
+        self._plans = {plan.epoch: plan}
+        self._loaded_s = 0.0
+        self._awaited: list[IncomingLayers[FakeRows]] = []
+        self.pages_per_parcel = rng.choice((1, 3, 100))
+
+    def layers_of(self, epoch: int) -> range:
+        return self._plans[epoch].layers_of(self._stage)
+
+    def can_run(self, epoch: int) -> bool:
+        """Whether all pages of the layers of `epoch` are there."""
+        layers = self.layers_of(epoch)
+        assert all(layer in self._layers.pages for layer in layers), "a step of a layer not held"
+        return all(incoming.has_all for incoming in self._awaited)
+
+    def begin_loading(self, layers: Sequence[int]) -> None:
+        self._loaded_s = self._loop.now_s + self._rng.random() * self._tempo.load_s
+
+    def has_loaded(self) -> bool:
+        if self._loop.now_s < self._loaded_s:
+            return False
+        if self._rng.random() < self._tempo.failure_chance:
+            raise CheckpointError("this layer is unreadable")
+        return True
+
+    def hold(self, layers: Iterable[int]) -> None:
+        for layer in layers:
+            assert layer not in self._layers.pages, f"layer {layer} is held already"
+            self._layers.pages[layer] = {}
+
+    def drop(self, layers: Iterable[int]) -> None:
+        for layer in layers:
+            self._layers.pages.pop(layer, None)
+
+    def read_pages(self, layer: int, pages: Sequence[int]) -> Parcel[FakeRows]:
+        held = self._layers.pages[layer]
+        copies = {page: dict(held[page]) for page in pages if page in held}
+        return Parcel((layer, copies), len(copies), is_last=False)
+
+    def write_pages(self, rows: FakeRows) -> None:
+        layer, pages = rows
+        self._layers.pages[layer] |= pages
+
+    def know_plan(self, plan: StagePlan) -> None:
+        self._plans[plan.epoch] = plan
+        self._awaited = []
+
+    def wait_before(self, layers: Iterable[int], incoming: Awaited) -> None:
+        assert isinstance(incoming, IncomingLayers)
+        self._awaited.append(incoming)
+
+    def close(self) -> None:
+        """Nothing runs beside the steps."""
+
+
+class FakeReceiver:
+    """A `PageReceiver`: what has come through its pipe, until it is closed. None in the queue says
+    that the source has closed its end."""
+
+    def __init__(self, on_arrival: Callable[[], None]) -> None:
+        self.queue: deque[Parcel[FakeRows] | None] = deque()
+        self.is_closed = False
+        self._on_arrival = on_arrival
+
+    def arrive(self, parcel: Parcel[FakeRows] | None) -> None:
+        if not self.is_closed:
+            self.queue.append(parcel)
+            self._on_arrival()
+
+    def receive(self, timeout_s: float) -> Parcel[FakeRows] | None:
+        assert timeout_s == 0.0, "in virtual time nobody waits"
+        if not self.queue:
+            return None
+        parcel = self.queue.popleft()
+        if parcel is None:
+            raise StageGone
+        return parcel
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeSender:
+    """A `PageSender` to a receiver that may not be there yet."""
+
+    def __init__(
+        self, find: Callable[[], FakeReceiver | None], make_pipe: Callable[..., DelayedPipe]
+    ) -> None:
+        self._find = find
+        self._num_on_way = 0
+        self._pipe = make_pipe(self._deliver)
+
+    def can_send(self) -> bool:
+        receiver = self._find()
+        return receiver is not None and self._num_on_way + len(receiver.queue) < MAX_UNREAD
+
+    def send(self, parcel: Parcel[FakeRows]) -> None:
+        assert self._find() is not None, "sent before the target listens"
+        self._num_on_way += 1
+        self._pipe.send(parcel)
+
+    def close(self) -> None:
+        self._num_on_way += 1
+        self._pipe.send(None)
+
+    def _deliver(self, parcel: Parcel[FakeRows] | None) -> None:
+        self._num_on_way -= 1
+        receiver = self._find()
+        if receiver is not None:
+            receiver.arrive(parcel)
+
+
+class FakePageLinks:
+    """The ways between all stages; `make_pipe` makes one with its own delays."""
+
+    def __init__(self, make_pipe: Callable[..., DelayedPipe]) -> None:
+        self._make_pipe = make_pipe
+        self._receivers: dict[tuple[int, int, int], FakeReceiver] = {}
+
+    def of_stage(self, stage: int, on_arrival: Callable[[], None]) -> "StagePageLinks":
+        return StagePageLinks(self, stage, on_arrival)
+
+    def open(self, way: tuple[int, int, int], on_arrival: Callable[[], None]) -> FakeReceiver:
+        self._receivers[way] = receiver = FakeReceiver(on_arrival)
+        return receiver
+
+    def sender(self, way: tuple[int, int, int]) -> FakeSender:
+        return FakeSender(lambda: self._receivers.get(way), self._make_pipe)
+
+
+class StagePageLinks:
+    """The `PageLinks` of one stage. A way is (move, source, target)."""
+
+    def __init__(self, links: FakePageLinks, stage: int, on_arrival: Callable[[], None]) -> None:
+        self._links = links
+        self._stage = stage
+        self._on_arrival = on_arrival
+
+    def sender(self, move: int, target: int) -> FakeSender:
+        return self._links.sender((move, self._stage, target))
+
+    def receiver(self, move: int, source: int) -> FakeReceiver:
+        return self._links.open((move, source, self._stage), self._on_arrival)

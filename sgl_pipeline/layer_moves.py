@@ -1,0 +1,111 @@
+"""What scheduler and stages say of layers that move from one stage to another.
+
+A move has three places in the stream of orders. `PrepareMove`: from here on the stages load the
+weights and copy the keys and values of the layers that will change hands, while the old plan's
+steps go on. `SwitchPlan`: the steps behind it run under the new plan; what was written since a page
+was copied follows. `AbandonMove`, in place of the switch: the old plan stands. Each stage answers
+the first with `MoveReady` or `MoveFailed`, the second with `MoveDone`, whether or not it has a part
+in the move.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from sgl_pipeline.stage_plan import StagePlan
+
+# A stage that always has a step to run gives so much of its time to a move that is prepared.
+MOVE_SHARE = 0.1
+
+
+class PrepareMove(msgspec.Struct, frozen=True, tag=True):
+    """Make ready for `plan`. `move` is unique for the life of the server.
+
+    `pages` is an int32 array of the pages that hold anything: of running requests and of the
+    prefix cache alike.
+    """
+
+    move: int
+    plan: StagePlan
+    pages: bytes
+
+
+class SwitchPlan(msgspec.Struct, frozen=True, tag=True):
+    """The steps behind this order run under `plan`."""
+
+    move: int
+    plan: StagePlan
+
+
+class AbandonMove(msgspec.Struct, frozen=True, tag=True):
+    """Forget what was prepared."""
+
+    move: int
+
+
+MoveOrder = PrepareMove | SwitchPlan | AbandonMove
+
+
+class MoveReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The stage has the weights of the layers that come, and has sent once the pages of those that
+    go. `load_ms` is how long the weights took, 0 where the stage had them."""
+
+    stage: int
+    move: int
+    load_ms: float
+
+
+class MoveDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The stage runs under the new plan and has all that belongs to its layers.
+
+    `copied_bytes` were sent before the switch, `patched_bytes` after it, in `patch_ms`; `wait_ms`
+    is how long a step waited for those of another stage.
+    """
+
+    stage: int
+    move: int
+    copied_bytes: int
+    patched_bytes: int
+    patch_ms: float
+    wait_ms: float
+
+
+class MoveFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The stage cannot get ready. It has let go of what it had for the move."""
+
+    stage: int
+    move: int
+    message: str
+
+
+MoveReport = MoveReady | MoveDone | MoveFailed
+
+
+class LayerMove(NamedTuple):
+    """One layer's way between stages."""
+
+    layer: int
+    source: int
+    target: int
+
+
+def layer_moves(old: StagePlan, new: StagePlan) -> tuple[LayerMove, ...]:
+    """The layers that change hands between two plans of one model, ascending."""
+    return tuple(
+        LayerMove(layer, source, target)
+        for layer, (source, target) in enumerate(zip(_owners(old), _owners(new), strict=True))
+        if source != target
+    )
+
+
+def most_layers_held(old: StagePlan, new: StagePlan) -> tuple[int, ...]:
+    """How many layers each stage holds at most on the way from `old` to `new`: those that come are
+    there before those that go have left."""
+    return tuple(
+        len({*old.layers_of(stage), *new.layers_of(stage)}) for stage in range(old.num_stages)
+    )
+
+
+def _owners(plan: StagePlan) -> list[int]:
+    """The stage of each layer."""
+    return [stage for stage, count in enumerate(plan.layer_counts) for _ in range(count)]

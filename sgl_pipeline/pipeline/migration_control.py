@@ -1,0 +1,131 @@
+"""Who may move layers, and when: the operator by hand, or the planner by what steps cost.
+
+Owned by `PipelineCore`. The move itself is `migration/coordinator.py`'s.
+"""
+
+from collections.abc import Callable, Sequence
+
+from sgl_pipeline.args import MigrationArgs
+from sgl_pipeline.errors import MoveRefused
+from sgl_pipeline.layer_moves import (
+    MOVE_SHARE,
+    MoveOrder,
+    MoveReport,
+    SwitchPlan,
+    layer_moves,
+)
+from sgl_pipeline.migration.coordinator import MoveCoordinator, MoveOutcome, MoveRecord
+from sgl_pipeline.migration.planner import LayerPlanner
+from sgl_pipeline.migration.planner_args import Proposal
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.trace import StepRecord
+
+
+class MigrationControl:
+    """The moves of one pipeline.
+
+    Args:
+        mode: `off`, `manual` or `auto` (`args.MIGRATION_MODES`).
+        planner: learns from the steps; None: nothing is predicted or proposed.
+    """
+
+    def __init__(
+        self, mode: str, coordinator: MoveCoordinator, planner: LayerPlanner | None = None
+    ) -> None:
+        self.mode = mode
+        self.coordinator = coordinator
+        self.planner = planner
+        self._noted: MoveRecord | None = None  # the newest move that the planner knows the end of
+
+    @classmethod
+    def of(
+        cls, args: MigrationArgs, plan: StagePlan, planner: LayerPlanner | None = None
+    ) -> "MigrationControl":
+        """That of a pipeline that starts with `plan`."""
+        coordinator = MoveCoordinator(plan, args.max_layers(plan), args.timeout_s)
+        return cls(args.mode, coordinator, planner)
+
+    @classmethod
+    def off(cls, plan: StagePlan) -> "MigrationControl":
+        """That of a pipeline whose layers stay where they are."""
+        return cls.of(MigrationArgs(mode="off"), plan)
+
+    @property
+    def history(self) -> tuple[MoveRecord, ...]:
+        """The newest moves, oldest first."""
+        return tuple(self.coordinator.history)
+
+    def move_to(self, layer_counts: Sequence[int], now_s: float) -> MoveRecord:
+        """Begins the move that an operator wants.
+
+        Raises MoveRefused: 400 for a plan that is none of this pipeline's, 409 while layers move.
+        """
+        self._require_on()
+        return self.coordinator.begin(layer_counts, "operator", now_s)
+
+    def undo(self, now_s: float) -> MoveRecord:
+        """Begins the move back to the plan before the newest move.
+
+        Raises MoveRefused as `move_to`, and where nothing has moved.
+        """
+        self._require_on()
+        done = [one for one in self.history if one.outcome is MoveOutcome.DONE]
+        if not done:
+            raise MoveRefused("no layer has moved: there is nothing to undo")
+        return self.coordinator.begin(done[-1].before, "undo", now_s)
+
+    def take(self, report: MoveReport, now_s: float) -> None:
+        """Books what a stage says of the move under way."""
+        self.coordinator.take(report, now_s)
+        self._note_end(now_s)
+
+    def next_order(
+        self, now_s: float, pages_in_use: Callable[[], Sequence[int]]
+    ) -> MoveOrder | None:
+        """What must be sealed now, if anything; to be asked until it is None."""
+        order = self.coordinator.next_order(now_s, pages_in_use)
+        if isinstance(order, SwitchPlan) and self.planner is not None:
+            self.planner.know_plan(order.plan)
+        self._note_end(now_s)
+        return order
+
+    def note(self, record: StepRecord) -> None:
+        """A step has passed all stages. In mode `auto` a move may begin now."""
+        if self.planner is None:
+            return
+        self.planner.note(record)
+        if self.mode == "auto" and self.coordinator.current is None:
+            now_s = record.finished_s
+            proposal = self.planner.proposal(self.coordinator.plan.layer_counts, now_s)
+            if proposal is not None:
+                self.coordinator.begin(proposal.layer_counts, "auto", now_s)
+
+    def preview(self, layer_counts: Sequence[int]) -> Proposal | None:
+        """What moving to a plan would bring; None while too few steps were seen.
+
+        Raises MoveRefused for a plan that `move_to` would refuse.
+        """
+        self.coordinator.check(layer_counts)
+        if self.planner is None:
+            return None
+        return self.planner.preview(self.coordinator.plan.layer_counts, layer_counts)
+
+    def _note_end(self, now_s: float) -> None:
+        """Tells the planner of a move that has ended, and what a layer of it cost: the time that
+        steps waited, and the stages' share of the time before that."""
+        newest = self.coordinator.history[-1] if self.coordinator.history else None
+        if self.planner is None or newest is None or newest is self._noted or not newest.is_over:
+            return
+        self._noted = newest
+        self.planner.moved(now_s)
+        if newest.switched_s is not None:
+            stalled_s = (newest.patch_ms + newest.wait_ms) * 1e-3
+            shared_s = MOVE_SHARE * (newest.switched_s - newest.began_s)
+            old, new = (StagePlan(0, counts) for counts in (newest.before, newest.after))
+            self.planner.layer_price_s = (stalled_s + shared_s) / len(layer_moves(old, new))
+
+    def _require_on(self) -> None:
+        if self.mode == "off":
+            raise MoveRefused(
+                "layers do not move on this server; start it with --migration manual or auto"
+            )

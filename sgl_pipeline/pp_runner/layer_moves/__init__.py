@@ -1,0 +1,1 @@
+"""A stage's part in layer moves: weights and pages come and go while steps run."""

@@ -1,0 +1,70 @@
+"""The layers that come from one other stage: their pages arrive while the old plan's steps run.
+
+Part of `LayerMover`. After the switch a step that reaches one of the layers waits for the last
+parcel, and for nothing before that.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Generic
+
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.pp_runner.layer_moves.move_site import MoveSite, PageReceiver, R, StageGone
+
+# How long one look for a parcel lasts in a step that waits.
+_WAIT_S = 1.0
+
+
+class IncomingLayers(Generic[R]):
+    """`has_all` once the last parcel was written; `wait_s` is how long a step waited for it.
+
+    Args:
+        source: the stage at the other end of `receiver`.
+    """
+
+    def __init__(
+        self, layers: Sequence[int], source: int, site: MoveSite[R], receiver: PageReceiver[R]
+    ) -> None:
+        self.layers = tuple(layers)
+        self.has_all = False
+        self.wait_s = 0.0
+        self._source = source
+        self._site = site
+        self._receiver = receiver
+        self._is_gone = False
+
+    def work(self, timeout_s: float = 0.0) -> bool:
+        """Takes up one parcel, if there is one within `timeout_s`. The layers are held."""
+        if self.has_all or self._is_gone:
+            return False
+        try:
+            parcel = self._receiver.receive(timeout_s)
+        except StageGone:
+            self._is_gone = True  # an AbandonMove is on its way, or the source has died
+            return False
+        if parcel is None:
+            return False
+        if parcel.rows is not None:
+            self._site.write_pages(parcel.rows)
+        if parcel.is_last:
+            self.has_all = True
+            self.close()
+        return True
+
+    def wait(self) -> None:
+        """Returns when everything is there; to be called after the switch.
+
+        Raises ProtocolError when the source has gone before it sent everything.
+        """
+        started_s = time.monotonic()
+        while not self.has_all:
+            if self._is_gone:
+                layers = ", ".join(map(str, self.layers))
+                raise ProtocolError(
+                    f"stage {self._source} was lost before it had handed over layers {layers}"
+                )
+            self.work(_WAIT_S)
+        self.wait_s += time.monotonic() - started_s
+
+    def close(self) -> None:
+        self._receiver.close()

@@ -1,0 +1,91 @@
+"""A stage worker's layers, as a layer move sees them: a `MoveSite` over `StageRunner`.
+
+Its weights are spare ones that the stage loaded at its start, or are read in a thread of their own.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from sgl_pipeline.pp_runner.kv_pool import kv_page_bytes
+from sgl_pipeline.pp_runner.layer_moves.layer_loading import LayerLoading
+from sgl_pipeline.pp_runner.layer_moves.move_site import Awaited, Parcel
+from sgl_pipeline.pp_runner.layer_moves.page_rows import PageRows
+from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.stage_plan import StagePlan
+
+# To copy so much takes a fraction of a millisecond, and a cache holds it until it is read.
+PARCEL_BYTES = 512 * 1024
+
+
+class StageSite:
+    """The layers of `runner`.
+
+    Args:
+        resident: layers whose weights stay when the layers go.
+    """
+
+    def __init__(self, runner: StageRunner, resident: Iterable[int]) -> None:
+        self._runner = runner
+        self._layers = runner.held_layers
+        self._resident = frozenset(resident)
+        self._rows = PageRows(self._layers.kv_pool, kv_page_bytes(runner.shape, 1))
+        self._loading: LayerLoading | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a page on its way."""
+        return self._rows.row_bytes
+
+    @property
+    def pages_per_parcel(self) -> int:
+        return max(1, PARCEL_BYTES // self._rows.row_bytes)
+
+    def begin_loading(self, layers: Sequence[int]) -> None:
+        missing = [layer for layer in layers if layer not in self._layers.spare]
+        if missing:
+            self._loading = LayerLoading(missing, self._layers.model.read_layer)
+
+    def has_loaded(self) -> bool:
+        if self._loading is None:
+            return True
+        loaded = self._loading.take()
+        if loaded is None:
+            return False
+        self._loading = None
+        for layer in loaded:
+            self._layers.keep_spare(layer)
+        return True
+
+    def hold(self, layers: Iterable[int]) -> None:
+        for layer in layers:
+            self._layers.hold(layer)
+
+    def drop(self, layers: Iterable[int]) -> None:
+        if self._loading is not None:
+            self._loading.abandon()
+            self._loading = None
+        for layer in layers:
+            stays = layer in self._resident
+            if layer in self._layers.held:
+                self._layers.drop(layer, keep_weights=stays)
+            elif not stays:
+                self._layers.drop_spare(layer)
+
+    def read_pages(self, layer: int, pages: Sequence[int]) -> Parcel[torch.Tensor]:
+        rows = self._rows.pack(layer, pages)
+        return Parcel(rows, rows.nbytes, is_last=False)
+
+    def write_pages(self, rows: torch.Tensor) -> None:
+        self._rows.unpack(rows)
+
+    def know_plan(self, plan: StagePlan) -> None:
+        self._runner.know_plan(plan)
+
+    def close(self) -> None:
+        if self._loading is not None:
+            self._loading.close()
+
+    def wait_before(self, layers: Iterable[int], incoming: Awaited) -> None:
+        for layer in layers:
+            self._layers.before_run(layer, incoming.wait)
