@@ -206,16 +206,16 @@ def _step_inputs(step: MadeUpStep, spec: ModelSpec, shape: AttentionShape) -> St
     ends = [(step.context_tokens, step.context_tokens + 1, True)] * step.decodes
     if step.prompt_tokens:
         ends.append((step.prompt_start, prompt_end, False))
-    pages_per_request = math.ceil(max(end for _, end, _ in ends) / shape.page_size)
-    chunks = []
+    chunks, num_pages = [], 0
     for number, (start, end, is_decode) in enumerate(ends):
-        first_page = number * pages_per_request
+        # Without gaps: there are as many pages as are used.
+        first_page, num_pages = num_pages, num_pages + math.ceil(end / shape.page_size)
         request = MirroredRequest(
             handle=number,
             sampling=SamplingSpec(seed=number),
             prompt_length=end,
             tokens=array("i", [number % spec.vocab_size]) * end,
-            pages=array("i", range(first_page, first_page + pages_per_request)),
+            pages=array("i", range(first_page, num_pages)),
         )
         chunks.append(MirroredChunk(request, start, end - start, samples=is_decode))
     return build_step_inputs(chunks, shape.page_size, shape.device)
