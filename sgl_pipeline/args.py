@@ -350,3 +350,8 @@ class PipelineArgs:
             0.0 <= self.drain_timeout_s < float("inf"),
             f"--drain-timeout-s {self.drain_timeout_s} must be a number of seconds, 0 or more",
         )
+        require(
+            self.migration.mode == "off" or self.stages.num_stages > 1,
+            f"--migration {self.migration.mode} needs stages between which layers can move; start "
+            "with --pp 2 or more",
+        )

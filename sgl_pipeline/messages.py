@@ -89,7 +89,8 @@ class MeasuredCosts(msgspec.Struct, frozen=True, tag=True):
 
 
 class StageLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Weights are in memory. `num_pages` is how many KV pages this stage can hold."""
+    """Weights are in memory. `num_pages` is how many KV pages this stage can hold, `page_bytes`
+    what one takes in as many layers as the stage may ever hold."""
 
     stage: int
     num_pages: int

@@ -21,6 +21,8 @@ from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.command_line.model_files import ModelLimits, load_tokenizer, model_limits
+from sgl_pipeline.managers.desk_channel import DeskSocket, desk_address
+from sgl_pipeline.managers.front.pipeline_desk import PipelineDesk
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
 from sgl_pipeline.managers.front.sglang_io import SglangFront
 from sgl_pipeline.managers.garbage import postpone_full_collections
@@ -113,7 +115,7 @@ def _serve(
     for_split = predictor if args.stages.device == "cpu" else None
     launcher = StageLauncher(args, spec.num_layers, stage_pids, context, worker_source, for_split)
     traces = TraceFiles(_open_traces(args))
-    front = loads = None
+    front = loads = operators = None
     try:
         capacity = launcher.start()
         facts = describe_start(args, capacity)
@@ -136,12 +138,15 @@ def _serve(
         postpone_full_collections()
         migration = _migration(args, capacity.plan, predictor)
         core = PipelineCore(steps, capacity.plan, migration)
+        operators = PipelineDesk(DeskSocket(context, desk_address(args.run_directory)), core)
         PipelineScheduler(
-            front, core, launcher, grammars, traces, loads, metrics, poller, facts
+            front, core, launcher, grammars, operators, traces, loads, metrics, poller, facts
         ).run()
     finally:
         if front is not None:
             front.close()
+        if operators is not None:
+            operators.close()
         if loads is not None:
             loads.close()
         grammars.close()

@@ -66,7 +66,7 @@ class Worker:
 class PipelineCapacity:
     """What the ready pipeline has: its plan, pages (the minimum over stages) and each stage's
     report of its load. `predicted_ms` is what a typical step takes each stage, where that was
-    measured."""
+    measured; `layer_page_bytes` the bytes of a page in one layer."""
 
     plan: StagePlan
     predicted_ms: tuple[float, ...] | None
@@ -74,6 +74,7 @@ class PipelineCapacity:
     stages: tuple[StageLoaded, ...]
     attention_backend: str
     layer_kernels: str
+    layer_page_bytes: int
 
 
 class WorkerRoster:
@@ -162,6 +163,7 @@ class WorkerRoster:
             loaded,
             ready[0].attention_backend,
             ready[0].layer_kernels,
+            loaded[0].page_bytes // self._args.migration.max_layers(self.plan)[0],
         )
 
     def notices(self) -> Iterable[str]:

@@ -17,7 +17,7 @@ from sgl_pipeline.args import MigrationArgs, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.layer_moves import AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.messages import StageAssignment, StageReport
 from sgl_pipeline.microbatch import Microbatch
-from sgl_pipeline.migration.coordinator import MoveRecord
+from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
