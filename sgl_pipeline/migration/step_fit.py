@@ -20,9 +20,9 @@ from sgl_pipeline.step_costs import FitErrors, LayerCost, RowCost, StepCosts
 from sgl_pipeline.step_work import StepWork
 
 # Where made-up steps, which are many and little disturbed, may bend the curve of a part. There are
-# more than `KNOT_TOKENS`, and the slope may fall from one to the next, as it does where a block of
-# rows is full.
-CURVE_ROWS = (1.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+# more than `KNOT_TOKENS`, and the slope may fall from one to the next: `cpu_kernels/products.cpp`
+# multiplies eight rows at a time, and a ninth costs a quarter of the first.
+CURVE_ROWS = (1.0, 8.0, 9.0, 16.0, 17.0, 24.0, 25.0, 32.0, 33.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 
 class StageSample(NamedTuple):
