@@ -266,6 +266,14 @@ def test_a_preview_says_what_a_move_would_bring_and_moves_nothing(offices: list[
     # As good as it gets: the slowest stage of 5,3 and of 6,2 takes 6 ms.
     assert plan["proposal"] is not None and plan["proposal"]["gain_share"] == round(1 / 7, 4)
     assert office.core.migration.history == ()
+    # What was proposed for one plan was not proposed for the next.
+    office.operators[0].ask(MoveLayers((3, 5), preview=False))
+    office.turn()
+    stages_get_ready(office.core, 101.0)
+    stages_switch(office.core, 101.0)
+    office.turn()
+    assert office.operators[0].answer()[0] == 200
+    assert office.ask(ShowPlan())[1]["proposal"] is None
 
 
 def test_a_question_that_fails_is_a_500_and_the_next_is_answered(
