@@ -65,7 +65,7 @@ def test_resident_weights_stay_for_ever() -> None:
 def test_a_layer_that_cannot_be_read_is_an_error_of_the_look() -> None:
     runner, site = stage_of_three(max_layers=5)
 
-    def unreadable(layer: int) -> None:
+    def unreadable(layer: int, pause: object) -> None:
         raise CheckpointError(f"layer {layer} is unreadable")
 
     runner.held_layers.model.read_layer = unreadable  # type: ignore[assignment, method-assign]
