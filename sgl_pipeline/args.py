@@ -245,7 +245,8 @@ class MigrationArgs:
     `mode`: `off`, by hand (`manual`), or by the planner as well (`auto`). A stage may hold at most
     `spare_layers` more than it starts with; memory for their pages is kept free. With `weights`
     `resident` it loads the weights of that many layers on either side of its own at the start, with
-    `background` when a move begins. `window_steps` is how long the planner must be of one mind.
+    `background` when a move begins; those of layers that leave stay while there is room.
+    `window_steps` is how long the planner must be of one mind.
     """
 
     mode: str = "off"

@@ -64,12 +64,15 @@ class DeskSocket:
         self.socket.bind(address)
 
     def receive(self) -> tuple[bytes, Question] | None:
-        """The next question that has come and who asks, or None."""
+        """The next question that has come and who asks, or None.
+
+        Raises msgspec.DecodeError for anything else.
+        """
         try:
-            asker, payload = self.socket.recv_multipart(zmq.NOBLOCK)
+            asker, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        return asker, _question_decoder.decode(payload)
+        return asker, _question_decoder.decode(b"".join(frames))
 
     def answer(self, asker: bytes, answer: DeskAnswer) -> None:
         """Sends an answer, if whoever asked still waits."""

@@ -208,8 +208,9 @@ class StageWorker:
     def _open_mover(
         self, assignment: StageAssignment, runner: StageRunner
     ) -> LayerMover[torch.Tensor]:
-        resident = {*assignment.spare_layers, *runner.held_layers.held}
-        site = StageSite(runner, resident if assignment.spare_layers else ())
+        held = runner.held_layers.held
+        resident = {*assignment.spare_layers, *held} if assignment.spare_layers else ()
+        site = StageSite(runner, resident, assignment.max_layers or len(held))
         links = HostPageLinks(assignment.page_links, assignment.stage, site.row_bytes)
         return LayerMover(
             assignment.stage, assignment.plan, site, links, self._channel.send, time.monotonic

@@ -79,7 +79,7 @@ class Stage:
             QueueLink(self.rows, deque()),
             tail=tail and tail(self.log),
         )
-        site = StageSite(self.runner, resident=())
+        site = StageSite(self.runner, (), 6)
         links = HostPageLinks("nowhere", stage, site.row_bytes)
         self.mover = LayerMover(stage, plan, site, links, self.channel.send, time.monotonic)
         self.worker = StageWorker(self.channel, 0)  # type: ignore[arg-type]

@@ -159,7 +159,7 @@ class LocalPipeline:
         layers = range(plan.num_layers)
         for layer in set(layers) - set(plan.layers_of(stage)):
             runner.held_layers.keep_spare(runner.held_layers.model.read_layer(layer))
-        site = StageSite(runner, resident=layers)
+        site = StageSite(runner, layers, plan.num_layers)
         links = HostPageLinks(self._directory.name, stage, site.row_bytes)
         report = partial(self.core.migration.take, now_s=0.0)
         return LayerMover(stage, plan, site, links, report, clock=lambda: 0.0)

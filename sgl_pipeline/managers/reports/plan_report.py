@@ -16,6 +16,9 @@ from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import bubble_shares
 
+# Taken once: a move has always begun at the same moment, whoever sets the clock.
+_UNIX_OFFSET_S = time.time() - time.monotonic()
+
 
 def describe_plan(state: PipelineState, migration: MigrationControl) -> dict[str, Any]:
     """The plan in use and how it is doing. Times and shares are means over the recent steps that
@@ -57,7 +60,7 @@ def describe_move(record: MoveRecord, now_s: float) -> dict[str, Any]:
     """One move and what it cost, `prepare_ms` and `total_ms` so far where it is under way.
 
     Args:
-        now_s: of the record's clock.
+        now_s: of the record's clock, the host's monotonic one.
     """
     end_s = now_s if record.ended_s is None else record.ended_s
     switched_s = end_s if record.switched_s is None else record.switched_s
@@ -71,7 +74,7 @@ def describe_move(record: MoveRecord, now_s: float) -> dict[str, Any]:
         "moved_layers": len(layer_moves(before, after)),
         "outcome": record.outcome.value,
         "reason": record.reason,
-        "began_unix_s": round(time.time() - (now_s - record.began_s), 3),
+        "began_unix_s": round(record.began_s + _UNIX_OFFSET_S, 3),
         "prepare_ms": round((switched_s - record.began_s) * 1e3, 3),
         "total_ms": round((end_s - record.began_s) * 1e3, 3),
         "load_ms": round(record.load_ms, 3),

@@ -229,6 +229,10 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--grammar-compile-memory-mib 1", "--grammar-compile-memory-mib 1"),
         ("--grammar-match-ms-per-token 0", "--grammar-match-ms-per-token 0"),
         ("--served-model-name a:b", "SGLang refuses"),
+        ("--migration manual", "--migration manual needs stages .* --pp 2 or more"),
+        ("--migration-spare-layers 0 --pp 2", "--migration-spare-layers 0 must be at least 1"),
+        ("--migration-window 0 --pp 2", "--migration-window 0 must be at least 1"),
+        ("--migration-timeout-s nan --pp 2", "--migration-timeout-s nan"),
         (
             "--enable-priority-scheduling --priority-scheduling-preemption-threshold -1",
             "--priority-scheduling-preemption-threshold -1",
