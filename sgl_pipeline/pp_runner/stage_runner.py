@@ -62,7 +62,13 @@ class StageRunner:
         )
         self.held_layers = HeldLayers(
             model,
-            KvPool(model.layers, attention_shape, num_pages, has_padding_page=self.graphs.is_on),
+            KvPool(
+                model.layers,
+                attention_shape,
+                num_pages,
+                has_padding_page=self.graphs.is_on,
+                max_layers=assignment.max_layers or 0,
+            ),
         )
         first_plan = assignment.plan
         self._plans = {first_plan.epoch: first_plan}

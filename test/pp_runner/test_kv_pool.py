@@ -28,3 +28,20 @@ def test_layers_come_and_go_and_keep_their_ids():
     assert not kv_pool.pages(9)[0].any()
     with pytest.raises(KeyError):
         kv_pool.pages(4)
+
+
+def test_memory_for_layers_that_may_come_is_there_from_the_start_and_stays() -> None:
+    pool = KvPool(range(4, 6), SHAPE, 5, max_layers=3)
+    num_bytes = pool.num_bytes
+    assert num_bytes == KvPool(range(3), SHAPE, 5).num_bytes
+    spare = pool._spare[0][0].data_ptr()
+    pool.add_layer(6)
+    assert pool.pages(6)[0].data_ptr() == spare
+    pool.remove_layer(4)
+    assert (pool.layers, pool.num_bytes) == ((5, 6), num_bytes)
+    # More than that are possible, and are not kept.
+    for layer in (7, 8):
+        pool.add_layer(layer)
+    assert pool.num_bytes > num_bytes
+    pool.remove_layer(8)
+    assert pool.num_bytes == num_bytes

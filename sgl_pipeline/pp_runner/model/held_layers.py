@@ -2,8 +2,8 @@
 
 Owned by the `StageRunner`. What a stage holds changes one layer at a time (`hold`, `drop`); what a
 step runs is the range that the plan of its epoch gives the stage, in the model's order, whenever
-its layers came. Never decides which layers to hold, and moves no keys or values: the pages of a
-layer that comes are zeros.
+its layers came. Never decides which layers to hold, and moves no keys or values: what the pages of
+a layer that comes hold means nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -55,7 +55,7 @@ class HeldLayers:
         self._spare.pop(layer, None)
 
     def hold(self, layer: int) -> None:
-        """Gives `layer` pages, which are zeros, and its weights: the spare ones, else from the
+        """Gives `layer` pages, of finite numbers, and its weights: the spare ones, else from the
         files, which takes as long as reading them does.
 
         Whatever it raises, nothing of the layer stays but spare weights.
@@ -80,7 +80,7 @@ class HeldLayers:
         self.model.add_layer(loaded)
 
     def drop(self, layer: int, *, keep_weights: bool = False) -> None:
-        """Frees the pages of `layer`, with the keys and values in them, and its weights, unless
+        """Takes the pages of `layer`, with the keys and values in them, and its weights, unless
         they are to be kept as spare ones.
 
         Raises ProtocolError when the layer is not held.
