@@ -15,8 +15,9 @@ from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.buffered_link import Inbox, Outbox
 from sgl_pipeline.pp_runner.links.host_link import SharedMemory
 
-# Buffers under way at most, before the switch: more would only make the target late.
-MAX_UNREAD = 4
+# Parcels under way at most, before the switch: enough for what a busy source sends after a step,
+# and little for a target that has to take them up before it can run the layers.
+MAX_UNREAD = 16
 # Tags of parcels.
 _MORE, _LAST = 0, 1
 
