@@ -1,0 +1,329 @@
+"""Layers that move in virtual time: by hand, and what must not change with them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from sgl_pipeline.args import MigrationArgs, SchedulingArgs, ThrottleArgs
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.migration.coordinator import MoveOutcome
+from sgl_pipeline.migration.planner_args import PlannerArgs
+from sgl_pipeline.pipeline.migration_control import MigrationControl
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.simulator.migration_setup import Migration
+from sgl_pipeline.simulator.page_copies import MoveCosts
+from sgl_pipeline.simulator.pipeline_costs import Link, PipelineCosts
+from sgl_pipeline.simulator.stage_clock import Slowdown
+from sgl_pipeline.simulator.step_shape import StepShape
+from sgl_pipeline.simulator.summary import summarise
+from sgl_pipeline.simulator.virtual_pipeline import Simulation, VirtualPipeline
+from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.throttle import make_policy
+
+MANUAL = MigrationArgs(mode="manual", spare_layers=8, timeout_s=1e6)
+AUTO = MigrationArgs(mode="auto", spare_layers=8)
+Wishes = Sequence[tuple[float, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class TokenSeconds:
+    """A layer takes `token` a token, or `step` whatever it carries; the tail takes `tail`."""
+
+    tail: float = 0.0
+    step: float = 0.0
+    token: float = 1.0
+
+    def layer_s(self, shape: StepShape) -> float:
+        return self.step or self.token * shape.num_tokens
+
+    def embedding_s(self, shape: StepShape) -> float:
+        return 0.0
+
+    def tail_s(self, shape: StepShape) -> float:
+        return self.tail if shape.num_samples else 0.0
+
+
+def scheduler(num_stages: int) -> StepScheduler:
+    return StepScheduler(
+        SchedulingArgs(page_size=4, radix_cache=False),
+        make_policy(ThrottleArgs(policy="throttle", max_prefill_tokens=64)),
+        num_pages=1000,
+        num_stages=num_stages,
+        context_length=1000,
+    )
+
+
+def requests(*lengths: tuple[float, int, int]) -> list[SimulatedRequest]:
+    ids = TokenIds()
+    return [
+        SimulatedRequest(arrival_s=arrival, prompt=(ids.fresh(inputs),), output=ids.fresh(outputs))
+        for arrival, inputs, outputs in lengths
+    ]
+
+
+def run_by_hand(
+    costs: PipelineCosts,
+    workload: Sequence[SimulatedRequest],
+    moves: MoveCosts,
+    wishes: Wishes,
+    slowdowns: Sequence[Slowdown] = (),
+) -> Simulation:
+    control = MigrationControl.of(MANUAL, StagePlan(0, costs.layer_counts))
+    pipeline = VirtualPipeline(
+        scheduler(costs.num_stages), costs, control, moves, slowdowns, wishes
+    )
+    return pipeline.run(workload)
+
+
+def run_planned(
+    costs: PipelineCosts,
+    workload: Sequence[SimulatedRequest],
+    migration: Migration,
+    slowdowns: Sequence[Slowdown] = (),
+) -> Simulation:
+    plan = StagePlan(0, costs.layer_counts)
+    control = migration.control(plan, costs.stage, costs.layer_weights)
+    return VirtualPipeline(
+        scheduler(costs.num_stages), costs, control, MoveCosts(page_size=4), slowdowns
+    ).run(workload)
+
+
+def spans(simulation: Simulation, step: int) -> list[tuple[float, float]]:
+    """When each stage ran a step."""
+    found = simulation.steps[step]
+    return [
+        (pytest.approx(start), pytest.approx(end))
+        for start, end in zip(found.starts_s, found.ends_s, strict=True)
+    ]
+
+
+# A page of a layer is 32 bytes, of which the link carries one a second; weights take a second.
+SLOW_MOVES = MoveCosts(
+    kv_bytes_per_token=8,
+    page_size=4,
+    weight_bytes=10,
+    weight_bytes_per_s=10.0,
+    latency_s=0.25,
+    bytes_per_s=32.0,
+)
+
+
+def test_a_move_by_hand() -> None:
+    costs = PipelineCosts(TokenSeconds(), layer_counts=(1, 2))
+    workload = requests((0.0, 4, 8))
+    simulation = run_by_hand(costs, workload, SLOW_MOVES, [(13.5, (2, 1))])
+    (move,) = simulation.moves
+    assert spans(simulation, 1) == [(12.0, 13.0), (13.0, 15.0)]
+    # Stage 1 takes the order after step 1, at 15, when the weights at stage 0 have been there for
+    # half a second. Of its two pages it sends 24 bytes until step 2 comes at 16 ...
+    assert spans(simulation, 2) == [(15.0, 16.0), (16.0, 18.0)]
+    # ... 6.4 in the 0.2 seconds after it, 25.6 from there until step 3, 6.4 after that one.
+    assert spans(simulation, 3) == [(18.0, 19.0), (19.0, 21.0)]
+    # The last 1.6 bytes are sent at 21.25: ready, while step 4 of the old plan is on its way.
+    assert move.switched_s == pytest.approx(21.25)
+    assert spans(simulation, 4) == [(21.0, 22.0), (22.0, 24.0)]
+    # One page was written since: a second from 24 on, and a quarter on its way. Step 5 runs its
+    # first layer at stage 0 meanwhile and waits a quarter of a second before the second one.
+    assert spans(simulation, 5) == [(24.0, 26.25), (26.25, 27.25)]
+    assert spans(simulation, 6) == [(27.25, 29.25), (29.25, 30.25)]
+    assert [step.record.epoch for step in simulation.steps] == [0] * 5 + [1] * 3
+    assert move.outcome is MoveOutcome.DONE
+    assert (move.began_s, move.ended_s) == (13.5, pytest.approx(25.25))
+    assert (move.copied_bytes, move.patched_bytes) == (64, 32)
+    assert (move.load_ms, move.patch_ms, move.wait_ms) == pytest.approx((1000.0, 1000.0, 250.0))
+
+
+def test_copies_beside_the_steps_cost_them_nothing_but_the_wait() -> None:
+    costs = PipelineCosts(TokenSeconds(), layer_counts=(1, 2))
+    beside = replace(SLOW_MOVES, copying="beside")
+    simulation = run_by_hand(costs, requests((0.0, 4, 8)), beside, [(13.5, (2, 1))])
+    (move,) = simulation.moves
+    # From 15.25 for two seconds, whatever runs; step 2 is back at 18 and step 3 the first new one.
+    assert move.switched_s == pytest.approx(17.25)
+    # The page that step 2 wrote leaves at 18 and is there at 19.25, when layer 0 has been run.
+    assert spans(simulation, 3) == [(18.0, 20.25), (20.25, 21.25)]
+    assert (move.copied_bytes, move.patched_bytes) == (64, 32)
+    assert move.wait_ms == pytest.approx(250.0)
+
+
+def test_on_a_shared_link_rows_wait_for_a_parcel_and_pages_for_rows() -> None:
+    costs = PipelineCosts(
+        TokenSeconds(), layer_counts=(2, 1), link=Link(bytes_per_s=8.0, bytes_per_token=4)
+    )
+    load, wishes = requests((0.0, 4, 8)), [(14.5, (1, 2))]
+    beside = replace(SLOW_MOVES, copying="beside", weight_bytes=0)
+    own = run_by_hand(costs, load, beside, wishes)
+    shared = run_by_hand(costs, load, replace(beside, shares_links=True), wishes)
+    # Stage 1 is there at 17.5: two pages are copied from 17.75 to 19.75.
+    assert spans(own, 2) == [(17.5, 19.5), (20.0, 21.0)]
+    assert own.moves[0].switched_s == pytest.approx(19.75)
+    # The row of step 2 leaves stage 0 at 19.5. It waits for the last 8 bytes, a quarter of a second,
+    # and these for the half that it takes itself.
+    assert spans(shared, 2) == [(17.5, 19.5), (20.25, 21.25)]
+    assert shared.moves[0].switched_s == pytest.approx(20.25)
+
+
+def test_pages_and_rows_in_opposite_directions_do_not_meet() -> None:
+    costs = PipelineCosts(
+        TokenSeconds(), layer_counts=(1, 2), link=Link(bytes_per_s=8.0, bytes_per_token=4)
+    )
+    load, wishes = requests((0.0, 4, 8)), [(15.5, (2, 1))]
+    beside = replace(SLOW_MOVES, copying="beside")
+    shared = replace(beside, shares_links=True)
+    assert run_by_hand(costs, load, shared, wishes) == run_by_hand(costs, load, beside, wishes)
+
+
+def random_load(seed: int, count: int) -> list[SimulatedRequest]:
+    random = Random(seed)
+    return requests(
+        *(
+            (random.uniform(0.0, 400.0), random.randint(1, 60), random.randint(1, 20))
+            for _ in range(count)
+        )
+    )
+
+
+@pytest.mark.parametrize("copying", ["stage", "beside"])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_request_ends_once_with_the_tokens_it_has_without_moves(
+    seed: int, copying: str
+) -> None:
+    random = Random(seed)
+    counts = (2, 3, 3)
+    wishes, split = [], counts
+    for number in range(12):
+        before = split
+        while split == before:
+            low, high = sorted(random.sample(range(1, 8), 2))
+            split = (low, high - low, 8 - high)
+        wishes.append((number * 40.0, split))
+    moves = replace(
+        SLOW_MOVES, copying=copying, bytes_per_s=32000.0, shares_links=bool(seed % 2)
+    )
+    costs = PipelineCosts(TokenSeconds(tail=0.1, token=0.02), layer_counts=counts)
+    load = random_load(seed, 60)
+    still = run_by_hand(costs, load, moves, [])
+    moving = run_by_hand(costs, load, moves, wishes)
+    assert {one.outcome for one in moving.moves} == {MoveOutcome.DONE}
+    assert len(moving.moves) >= 5
+    for simulation in (still, moving):
+        assert len(simulation.requests) == 60
+        assert all(served.finished_s is not None for served in simulation.requests)
+        for served in simulation.requests:
+            assert len(served.token_times_s) == served.asked.output_tokens
+            assert served.token_times_s == sorted(served.token_times_s)
+    for step, later in pairwise(moving.steps):
+        # First in, first out on every stage, whatever moves.
+        assert all(a <= b for a, b in zip(step.ends_s, later.starts_s, strict=True))
+        assert step.record.epoch <= later.record.epoch
+    # A step runs under the plan of its epoch: its stages take what their layers take, and more only
+    # where they wait for pages.
+    splits = [counts, *(one.after for one in moving.moves)]
+    for step in moving.steps:
+        expected = costs.under(splits[step.record.epoch]).stage_seconds(step.shape, 0)
+        for start, end, seconds in zip(step.starts_s, step.ends_s, expected, strict=True):
+            assert end - start >= seconds * (1 - 1e-9)
+    waits_s = sum(
+        sum(step.ends_s) - sum(step.starts_s)
+        - sum(costs.under(splits[step.record.epoch]).stage_seconds(step.shape, 0))
+        for step in moving.steps
+    )
+    assert waits_s <= sum(one.wait_ms for one in moving.moves) * 1e-3 * len(counts) + 1e-6
+
+
+def steady_load(num_clients: int, answers: int) -> list[SimulatedRequest]:
+    """Clients that ask again as soon as they are answered."""
+    ids = TokenIds()
+    return [
+        SimulatedRequest.chain(
+            [
+                SimulatedRequest(arrival_s=0.0, prompt=(ids.fresh(4),), output=ids.fresh(25))
+                for _ in range(answers)
+            ]
+        )
+        for _ in range(num_clients)
+    ]
+
+
+EAGER = PlannerArgs(cooldown_s=1.0, horizon_s=1000.0)
+PARTS = TokenSeconds(step=0.01, tail=0.03)
+
+
+def all_splits(num_layers: int) -> list[tuple[int, int, int]]:
+    return [
+        (a, b, num_layers - a - b) for a in range(1, num_layers) for b in range(1, num_layers - a)
+    ]
+
+
+@pytest.mark.parametrize("costs_from", ["tables", "online"])
+@pytest.mark.parametrize("start", [(4, 4, 4), (10, 1, 1), (1, 1, 10)])
+def test_on_a_steady_load_the_planner_ends_with_the_best_of_all_splits(
+    start: tuple[int, ...], costs_from: str
+) -> None:
+    tokens_per_s = {
+        split: summarise(
+            VirtualPipeline(scheduler(3), PipelineCosts(PARTS, split)).run(steady_load(9, 4))
+        ).output_tokens_per_s
+        for split in all_splits(12)
+    }
+    best = max(tokens_per_s.values())
+    migration = Migration(args=AUTO, planner=EAGER, costs=costs_from)  # type: ignore[arg-type]
+    simulation = run_planned(PipelineCosts(PARTS, start), steady_load(9, 40), migration)
+    last = simulation.moves[-1]
+    assert last.outcome is MoveOutcome.DONE
+    assert tokens_per_s[last.after] == pytest.approx(best)
+    assert tokens_per_s[start] < 0.9 * best
+
+
+def test_layers_leave_a_stage_that_has_become_slow() -> None:
+    costs = PipelineCosts(TokenSeconds(step=0.01), (4, 4, 4))
+    slow = [Slowdown(stage=1, from_s=20.0, factor=2.0)]
+    load = steady_load(9, 60)
+    moving = run_planned(costs, load, Migration(args=AUTO, planner=EAGER), slow)
+    still = VirtualPipeline(scheduler(3), costs, slowdowns=slow).run(load)
+    assert moving.moves[0].began_s > 20.0
+    # 5 + 2 x 2 + 5 of 12 layers' time: the slowest stage takes 5 layers' time and not 8.
+    assert moving.moves[-1].after == (5, 2, 5)
+    assert (
+        summarise(moving).output_tokens_per_s > 1.3 * summarise(still).output_tokens_per_s
+    )
+
+
+def test_a_stage_that_recovers_gets_its_layers_back() -> None:
+    costs = PipelineCosts(TokenSeconds(step=0.01), (4, 4, 4))
+    slow = [Slowdown(stage=0, from_s=20.0, factor=2.0, until_s=60.0)]
+    moving = run_planned(costs, steady_load(9, 80), Migration(args=AUTO, planner=EAGER), slow)
+    assert (2, 5, 5) in [move.after for move in moving.moves]
+    assert moving.moves[-1].after == (4, 4, 4)
+
+
+def test_layers_that_are_not_equal_move_by_their_weight() -> None:
+    costs = PipelineCosts(
+        TokenSeconds(step=0.01), (4, 4), layer_weights=(3.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    )
+    simulation = run_planned(costs, steady_load(8, 20), Migration(args=AUTO, planner=EAGER))
+    assert simulation.moves[-1].after == (2, 6)
+    shape = simulation.steps[-1].shape
+    assert costs.under((2, 6)).stage_seconds(shape, 0) == pytest.approx((0.06, 0.06))
+    assert costs.seconds_before(shape, 1, 6) == pytest.approx(0.02)
+
+
+def test_a_pipeline_in_which_nothing_moves_is_as_one_that_cannot() -> None:
+    costs = PipelineCosts(TokenSeconds(tail=2.0), (2, 3, 3))
+    load = random_load(1, 60)
+    plain = VirtualPipeline(scheduler(3), costs).run(load)
+    assert run_by_hand(costs, load, SLOW_MOVES, []) == plain
+    assert plain.moves == ()
+
+
+def test_recorded_stages_cannot_move() -> None:
+    from sgl_pipeline.simulator.calibration import FittedCosts
+    from sgl_pipeline.simulator.pipeline_costs import HostCosts
+
+    fitted = FittedCosts((), (), Link(), HostCosts(), ())
+    with pytest.raises(ConfigurationError, match="--calibrate"):
+        fitted.under((1,))
