@@ -12,7 +12,7 @@ from sgl_pipeline.layer_partition import even_layer_counts
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, fit_trace
 from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
-from sgl_pipeline.simulator.migration_setup import Migration
+from sgl_pipeline.simulator.migration_setup import STILL, Migration
 from sgl_pipeline.simulator.models import MODELS
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts
 from sgl_pipeline.simulator.stage_clock import Slowdown
@@ -61,7 +61,7 @@ class Cluster:
     layer_weights: tuple[float, ...] = ()
     stage_slowness: tuple[float, ...] = ()
     slowdowns: tuple[Slowdown, ...] = ()
-    migration: Migration = Migration()
+    migration: Migration = STILL
     pool_tokens: int | None = None
     host: HostCosts = MEASURED_HOST
 

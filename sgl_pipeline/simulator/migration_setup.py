@@ -30,6 +30,7 @@ _CHUNKS = (0, 32, 128, 256, 512, 1024, 2048)
 _STARTS = (0, 1024)
 # Reading weights from the host's memory over PCIe, as gLLM's machine has it.
 _WEIGHT_BYTES_PER_S = 20.79e9
+_OFF = MigrationArgs(mode="off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +38,13 @@ class Migration:
     """Whether and how layers move.
 
     `planner` None: as the server's, with the window of `args`. `costs` says what the planner
-    predicts by: `tables`, costs fitted beforehand to made-up steps of the cluster's own tables, as a
-    server has them from a file; `online`, costs fitted to the steps that it sees. The stages' speeds
-    are learnt from their steps with both. `copying` is `MoveCosts.copying`, `shares_links` its
-    namesake. `wishes` are an operator's plans, each with its moment.
+    predicts by: `tables`, costs fitted beforehand to made-up steps of the cluster's own tables, as
+    a server has them from a file; `online`, costs fitted to the steps that it sees. The stages'
+    speeds are learnt from their steps with both. `copying` and `shares_links` are as in
+    `MoveCosts`. `wishes` are an operator's plans, each with its moment.
     """
 
-    args: MigrationArgs = MigrationArgs()
+    args: MigrationArgs = _OFF
     planner: PlannerArgs | None = None
     costs: Literal["tables", "online"] = "tables"
     copying: Literal["stage", "beside"] = "stage"
@@ -85,6 +86,9 @@ class Migration:
             copying=self.copying,
             shares_links=self.shares_links,
         )
+
+
+STILL = Migration()
 
 
 def fitted_costs(

@@ -283,9 +283,7 @@ class VirtualPipeline:
             seconds *= slowdown.factor_at(stage, start_s)
         return seconds
 
-    def _wait_s(
-        self, stage: int, start_s: float, shape: StepShape, costs: PipelineTiming
-    ) -> float:
+    def _wait_s(self, stage: int, start_s: float, shape: StepShape, costs: PipelineTiming) -> float:
         """How long a step waits on a stage for pages of layers that have come there."""
         layer = self._moves.first_new_layer(stage)
         if layer is None:

@@ -161,8 +161,8 @@ def test_on_a_shared_link_rows_wait_for_a_parcel_and_pages_for_rows() -> None:
     # Stage 1 is there at 17.5: two pages are copied from 17.75 to 19.75.
     assert spans(own, 2) == [(17.5, 19.5), (20.0, 21.0)]
     assert own.moves[0].switched_s == pytest.approx(19.75)
-    # The row of step 2 leaves stage 0 at 19.5. It waits for the last 8 bytes, a quarter of a second,
-    # and these for the half that it takes itself.
+    # The row of step 2 leaves stage 0 at 19.5. It waits for the last 8 bytes, a quarter of a
+    # second, and these for the half that it takes itself.
     assert spans(shared, 2) == [(17.5, 19.5), (20.25, 21.25)]
     assert shared.moves[0].switched_s == pytest.approx(20.25)
 
@@ -201,9 +201,7 @@ def test_every_request_ends_once_with_the_tokens_it_has_without_moves(
             low, high = sorted(random.sample(range(1, 8), 2))
             split = (low, high - low, 8 - high)
         wishes.append((number * 40.0, split))
-    moves = replace(
-        SLOW_MOVES, copying=copying, bytes_per_s=32000.0, shares_links=bool(seed % 2)
-    )
+    moves = replace(SLOW_MOVES, copying=copying, bytes_per_s=32000.0, shares_links=bool(seed % 2))
     costs = PipelineCosts(TokenSeconds(tail=0.1, token=0.02), layer_counts=counts)
     load = random_load(seed, 60)
     still = run_by_hand(costs, load, moves, [])
@@ -228,7 +226,8 @@ def test_every_request_ends_once_with_the_tokens_it_has_without_moves(
         for start, end, seconds in zip(step.starts_s, step.ends_s, expected, strict=True):
             assert end - start >= seconds * (1 - 1e-9)
     waits_s = sum(
-        sum(step.ends_s) - sum(step.starts_s)
+        sum(step.ends_s)
+        - sum(step.starts_s)
         - sum(costs.under(splits[step.record.epoch]).stage_seconds(step.shape, 0))
         for step in moving.steps
     )
@@ -288,9 +287,7 @@ def test_layers_leave_a_stage_that_has_become_slow() -> None:
     assert moving.moves[0].began_s > 20.0
     # 5 + 2 x 2 + 5 of 12 layers' time: the slowest stage takes 5 layers' time and not 8.
     assert moving.moves[-1].after == (5, 2, 5)
-    assert (
-        summarise(moving).output_tokens_per_s > 1.3 * summarise(still).output_tokens_per_s
-    )
+    assert summarise(moving).output_tokens_per_s > 1.3 * summarise(still).output_tokens_per_s
 
 
 def test_a_stage_that_recovers_gets_its_layers_back() -> None:
