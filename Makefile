@@ -85,7 +85,7 @@ $(VENV)/contract/installed-%: | $(STAMP)
 
 .PHONY: test
 test: $(STAMP) $(CONTRACT_STAMP) | check-sglang
-	$(VENV_PYTHON) -m pytest -m 'not gpu and not cuda_toolkit' $(PYTEST_ARGS)
+	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m 'not gpu and not cuda_toolkit' $(PYTEST_ARGS)
 
 # They skip where there is no GPU; here its absence is a failure.
 .PHONY: test-gpu

@@ -245,7 +245,8 @@ class MigrationArgs:
     `mode`: `off`, by hand (`manual`), or by the planner as well (`auto`). A stage may hold at most
     `spare_layers` more than it starts with; memory for their pages is kept free. With `weights`
     `resident` it loads the weights of that many layers on either side of its own at the start, with
-    `background` when a move begins. `window_steps` is how long the planner must be of one mind.
+    `background` when a move begins; those of layers that leave stay while there is room.
+    `window_steps` is how long the planner must be of one mind.
     """
 
     mode: str = "off"
@@ -349,4 +350,9 @@ class PipelineArgs:
         require(
             0.0 <= self.drain_timeout_s < float("inf"),
             f"--drain-timeout-s {self.drain_timeout_s} must be a number of seconds, 0 or more",
+        )
+        require(
+            self.migration.mode == "off" or self.stages.num_stages > 1,
+            f"--migration {self.migration.mode} needs stages between which layers can move; start "
+            "with --pp 2 or more",
         )

@@ -1,19 +1,22 @@
 """Steps as a Chrome trace, which chrome://tracing and ui.perfetto.dev show: a track for the
-scheduler and one for each stage.
+scheduler and one for each stage, and one for layer moves.
 
 Written by `managers/` (`--trace-steps`, and beside the profiles of `/start_profile`). The format is
-the JSON array of "Trace Event Format" (Google, 2016): ph X is a span, ts and dur in microseconds.
+the JSON array of "Trace Event Format" (Google, 2016): ph X is a span, ts and dur in microseconds;
+ph i of scope p is an instant, drawn across all tracks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
+from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.trace import StepRecord
 
 _PROCESS = 1
+_MOVES_TRACK = 1_000_000  # below those of all stages
 _END = b"\n]\n"
 
 
@@ -24,20 +27,30 @@ class ChromeTraceWriter:
         self._file: IO[bytes] = Path(path).open("wb")  # noqa: SIM115 - closed by `close`
         self._encoder = msgspec.json.Encoder()
         self._num_tracks = 0
+        self._has_moves_track = False
         self._file.write(b"[" + self._encoder.encode(_name("process_name", "sgl_pipeline", 0)))
         self._file.write(_END)
 
     def write(self, record: StepRecord) -> None:
-        self._file.seek(-len(_END), 2)
-        for event in (*self._new_tracks(record), *_events(record)):
-            self._file.write(b",\n" + self._encoder.encode(event))
-        self._file.write(_END)
+        self._append((*self._new_tracks(record), *_events(record)))
+
+    def write_move(self, record: MoveRecord) -> None:
+        if not self._has_moves_track:
+            self._has_moves_track = True
+            self._append([_name("thread_name", "layer moves", _MOVES_TRACK)])
+        self._append(_move_events(record))
 
     def flush(self) -> None:
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+    def _append(self, events: Iterable[dict[str, Any]]) -> None:
+        self._file.seek(-len(_END), 2)
+        for event in events:
+            self._file.write(b",\n" + self._encoder.encode(event))
+        self._file.write(_END)
 
     def _new_tracks(self, record: StepRecord) -> Iterator[dict[str, Any]]:
         """Names for the tracks that appear for the first time: all, in the first record."""
@@ -74,6 +87,41 @@ def _events(record: StepRecord) -> Iterator[dict[str, Any]]:
         for name, start_s, end_s in spans:
             if end_s > start_s:
                 yield _span(name, track, start_s, end_s, carried if name == step else {})
+
+
+def _move_events(record: MoveRecord) -> Iterator[dict[str, Any]]:
+    """A move that is over: its preparation, the switch across all tracks, and what followed."""
+    assert record.ended_s is not None
+    args = {
+        "wanted_by": record.wanted_by,
+        "before": record.before,
+        "after": record.after,
+        "outcome": record.outcome.value,
+        "reason": record.reason,
+        "copied_bytes": record.copied_bytes,
+        "patched_bytes": record.patched_bytes,
+    }
+    after = ",".join(map(str, record.after))
+    switched_s, ended_s = record.switched_s, record.ended_s
+    prepared_s = ended_s if switched_s is None else switched_s
+    yield _span(f"prepare {after}", _MOVES_TRACK, record.began_s, prepared_s, args)
+    if switched_s is None:
+        yield _instant(f"abandon {after}", ended_s, args)
+    else:
+        yield _instant(f"switch to {after}", switched_s, args)
+        yield _span(f"patch {after}", _MOVES_TRACK, switched_s, ended_s, args)
+
+
+def _instant(name: str, moment_s: float, args: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "ph": "i",
+        "s": "p",
+        "ts": moment_s * 1e6,
+        "pid": _PROCESS,
+        "tid": _MOVES_TRACK,
+        "args": args,
+    }
 
 
 def _span(

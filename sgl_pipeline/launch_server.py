@@ -136,8 +136,10 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
     from sglang.srt.entrypoints.http_server import app, get_global_state
 
+    from sgl_pipeline.managers.desk_channel import desk_address
     from sgl_pipeline.managers.entrance.front_guard import GuardedTokenizerManager
     from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
+    from sgl_pipeline.managers.entrance.pipeline_routes import add_pipeline_routes
     from sgl_pipeline.managers.entrance.route_guard import guard_routes
     from sgl_pipeline.managers.entrance.streamed_calls import read_calls_piece_by_piece
     from sgl_pipeline.managers.reports.load_report import loads_path
@@ -145,6 +147,7 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
 
     app.add_middleware(OllamaErrors)
     read_calls_piece_by_piece()
+    add_pipeline_routes(app, desk_address(run_directory.path), pipeline_args.migration.timeout_s)
     guard_routes(
         app,
         plan.context_length,

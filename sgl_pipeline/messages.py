@@ -1,10 +1,10 @@
 """What travels between the scheduler and a stage worker, besides the orders of `stage_orders.py`.
 
-A worker's life: it connects and says `WorkerHello`; answers `MeasureCosts`, which comes where the
-layers are to be split by time, with `MeasuredCosts`; gets a `StageAssignment`; loads its weights
-and says `StageLoaded`; gets a `PoolSize`, the smallest capacity of all stages; allocates, opens its
-links and says `StageReady`. Then come the `SealedOrder`s, with a `StageReport` for every step in
-them and the reports of `layer_moves.py` for every layer move, and a `ProfileReply` for
+A worker's life: it connects and says `WorkerHello`; answers each `MeasureCosts`, which comes where
+the layers are to be split by time, with `MeasuredCosts`; gets a `StageAssignment`; loads its
+weights and says `StageLoaded`; gets a `PoolSize`, the smallest capacity of all stages; allocates,
+opens its links and says `StageReady`. Then come the `SealedOrder`s, with a `StageReport` for every
+step in them and the reports of `layer_moves.py` for every layer move, and a `ProfileReply` for
 `StartProfile` and `StopProfile`, until `Shutdown` or a `WorkerFailed`. Frozen, tagged structs;
 never pickled.
 """
@@ -13,7 +13,7 @@ import msgspec
 
 from sgl_pipeline.layer_moves import MoveDone, MoveFailed, MoveReady
 from sgl_pipeline.requests import LogprobRows
-from sgl_pipeline.stage_costs import StageCosts
+from sgl_pipeline.stage_costs import MadeUpStep, PartCosts
 from sgl_pipeline.stage_orders import SealedOrder
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
@@ -73,21 +73,24 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class MeasureCosts(msgspec.Struct, frozen=True, tag=True):
-    """Time the parts of a model before the stages are handed out. `assignment` is what the worker
-    would get if all stages had equally many layers."""
+    """Time the parts of a model in `steps` before the stages are handed out; without steps, say
+    only how large the parts are. `assignment` is what the worker would get if all stages had
+    equally many layers."""
 
     assignment: StageAssignment
+    steps: tuple[MadeUpStep, ...]
 
 
 class MeasuredCosts(msgspec.Struct, frozen=True, tag=True):
-    """What a typical step would take this worker."""
+    """What the steps would take this worker, one sample for each."""
 
     worker: int
-    costs: StageCosts
+    costs: PartCosts
 
 
 class StageLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Weights are in memory. `num_pages` is how many KV pages this stage can hold."""
+    """Weights are in memory. `num_pages` is how many KV pages this stage can hold, `page_bytes`
+    what one takes in as many layers as the stage may ever hold."""
 
     stage: int
     num_pages: int

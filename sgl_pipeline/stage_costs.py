@@ -1,6 +1,6 @@
 """What made-up steps cost a worker, part by part.
 
-Measured by `pp_runner/`, sent in a `MeasuredCosts` or `MeasuredParts`, weighed by `migration/`.
+Measured by `pp_runner/`, sent in a `MeasuredCosts`, weighed by `migration/`.
 """
 
 from typing import NamedTuple
@@ -22,6 +22,17 @@ class MadeUpStep(NamedTuple):
     def __str__(self) -> str:
         return f"{self.decodes} decodes and {self.prompt_tokens} prompt tokens"
 
+    def within(self, context_length: int) -> "MadeUpStep":
+        """The same, of requests no longer than a model allows."""
+        most = context_length - 1
+        prompt_tokens = min(self.prompt_tokens, most)
+        return MadeUpStep(
+            self.decodes,
+            min(self.context_tokens, most),
+            prompt_tokens,
+            min(self.prompt_start, most - prompt_tokens),
+        )
+
     @property
     def work(self) -> StepWork:
         """What its time depends on."""
@@ -42,23 +53,6 @@ class MadeUpStep(NamedTuple):
 TYPICAL_STEP = MadeUpStep(decodes=32, context_tokens=512, prompt_tokens=144)
 
 
-class StageCosts(msgspec.Struct, frozen=True, array_like=True):
-    """Milliseconds that a `TYPICAL_STEP` takes one worker: in each layer of the model, in the
-    embedding, and in the head with the sampler."""
-
-    layers_ms: tuple[float, ...]
-    embedding_ms: float
-    head_ms: float
-
-    def scaled(self, factor: float) -> "StageCosts":
-        """The costs of a worker that takes `factor` as long."""
-        return StageCosts(
-            tuple(factor * layer_ms for layer_ms in self.layers_ms),
-            factor * self.embedding_ms,
-            factor * self.head_ms,
-        )
-
-
 class PartSample(msgspec.Struct, frozen=True, array_like=True):
     """Milliseconds of a made-up step in the parts of a model: in a layer of each kind, in the order
     in which the kinds appear, in the embedding and in the tail (norm, head and sampler)."""
@@ -67,3 +61,63 @@ class PartSample(msgspec.Struct, frozen=True, array_like=True):
     kinds_ms: tuple[float, ...]
     embedding_ms: float
     tail_ms: float
+
+
+class PartSizes(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of a model's parts: the weights of each layer, of the embedding and of the head with
+    its norm, and the KV of one page in one layer of a page of `page_size` tokens."""
+
+    layers_bytes: tuple[int, ...]
+    embedding_bytes: int
+    head_bytes: int
+    page_layer_bytes: int
+    page_size: int
+
+    def weight_bytes(self, start: int, end: int) -> int:
+        """Of a stage with layers [start, end), and with the model's ends where these are its."""
+        total = sum(self.layers_bytes[start:end])
+        if start == 0:
+            total += self.embedding_bytes
+        if end == len(self.layers_bytes):
+            total += self.head_bytes
+        return total
+
+    def num_pages(self, start: int, end: int, memory_bytes: int) -> int:
+        """How many pages fit beside the weights of that stage; below 0 where not even these do."""
+        return (memory_bytes - self.weight_bytes(start, end)) // (
+            max(1, end - start) * self.page_layer_bytes
+        )
+
+
+class PartCosts(msgspec.Struct, frozen=True, array_like=True):
+    """A model's parts as one worker found them. `kinds[l]` is the place of layer `l`'s kind in the
+    times of `samples`; `memory_bytes` is what the worker may fill with weights and pages."""
+
+    kinds: tuple[int, ...]
+    samples: tuple[PartSample, ...]
+    sizes: PartSizes
+    memory_bytes: int
+
+
+class StageCosts(msgspec.Struct, frozen=True, array_like=True):
+    """Milliseconds that a `TYPICAL_STEP` takes one worker: in each layer of the model, in the
+    embedding, and in the head with the sampler."""
+
+    layers_ms: tuple[float, ...]
+    embedding_ms: float
+    head_ms: float
+
+    @classmethod
+    def of(cls, kinds: tuple[int, ...], sample: PartSample) -> "StageCosts":
+        """The sample, layer by layer."""
+        return cls(
+            tuple(sample.kinds_ms[kind] for kind in kinds), sample.embedding_ms, sample.tail_ms
+        )
+
+    def scaled(self, factor: float) -> "StageCosts":
+        """The costs of a worker that takes `factor` as long."""
+        return StageCosts(
+            tuple(factor * layer_ms for layer_ms in self.layers_ms),
+            factor * self.embedding_ms,
+            factor * self.head_ms,
+        )

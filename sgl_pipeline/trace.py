@@ -1,7 +1,7 @@
 """One record per step, the same from the runtime and from the simulator.
 
 Written as JSON lines by `managers/` (`--trace-path`) and `simulator/`; every plot and benchmark
-reads these and does not know which produced them.
+reads these and does not know which produced them. A layer move is a line among them.
 """
 
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from typing import IO, Protocol
 
 import msgspec
 
+from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.requests import Request
 from sgl_pipeline.stage_timing import StageTiming
 
@@ -79,10 +80,22 @@ class StepWriter(Protocol):
     may raise OSError."""
 
     def write(self, record: StepRecord) -> None: ...
+    def write_move(self, record: MoveRecord) -> None:
+        """A layer move is over."""
+
     def flush(self) -> None:
         """What was written is in the file from now on."""
 
     def close(self) -> None: ...
+
+
+class _MoveLine(msgspec.Struct, frozen=True):
+    """How a layer move stands in a trace file."""
+
+    layer_move: MoveRecord
+
+
+_MOVE_LINE_START = b'{"layer_move":'
 
 
 class TraceWriter:
@@ -95,6 +108,9 @@ class TraceWriter:
     def write(self, record: StepRecord) -> None:
         self._file.write(self._encoder.encode(record) + b"\n")
 
+    def write_move(self, record: MoveRecord) -> None:
+        self._file.write(self._encoder.encode(_MoveLine(record)) + b"\n")
+
     def flush(self) -> None:
         self._file.flush()
 
@@ -103,8 +119,18 @@ class TraceWriter:
 
 
 def read_trace(path: str | Path) -> Iterator[StepRecord]:
-    """The records of a trace file, in order. Raises msgspec.ValidationError on a foreign line."""
+    """The steps of a trace file, in order. Raises msgspec.ValidationError on a foreign line."""
     decoder = msgspec.json.Decoder(StepRecord)
     with open(path, "rb") as lines:
         for line in lines:
-            yield decoder.decode(line)
+            if not line.startswith(_MOVE_LINE_START):
+                yield decoder.decode(line)
+
+
+def read_moves(path: str | Path) -> Iterator[MoveRecord]:
+    """The layer moves of a trace file, in the order in which they ended."""
+    decoder = msgspec.json.Decoder(_MoveLine)
+    with open(path, "rb") as lines:
+        for line in lines:
+            if line.startswith(_MOVE_LINE_START):
+                yield decoder.decode(line).layer_move

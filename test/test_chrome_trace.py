@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from support.moves import abandoned_move, done_move
 from support.step_records import step_record
 
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
@@ -16,7 +17,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
     for event in events:
         assert isinstance(event["name"], str) and isinstance(event["args"], dict)
         assert {event["pid"]} == {1} and isinstance(event["tid"], int)
-        assert event["ph"] in ("X", "M")
+        assert event["ph"] in ("X", "M", "i")
         if event["ph"] == "X":
             assert event["ts"] >= 0 and event["dur"] >= 0
     return events
@@ -63,3 +64,32 @@ def test_each_stage_has_a_track_with_what_it_did_when(tmp_path: Path) -> None:
     assert decided["args"]["bound_by"] == "MinP" and decided["args"]["prefill_tokens"] == 5
     (computed,) = (e for e in events if e["name"] == "step 0" and e["tid"] == 1)
     assert computed["args"] == {"prefill_tokens": 5, "decodes": 1}
+
+
+def test_layer_moves_have_a_track_and_their_switch_crosses_all_tracks(tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    writer = ChromeTraceWriter(path)
+    writer.write_move(done_move())
+    writer.write(step_record(0))
+    writer.write_move(abandoned_move())
+    writer.close()
+    events = events_of(path)
+    tracks = [e for e in events if e["name"] == "thread_name"]
+    (moves_track,) = (e["tid"] for e in tracks if e["args"]["name"] == "layer moves")
+    assert len(tracks) == 4 and moves_track > max(t["tid"] for t in tracks[1:])
+    told = [
+        (e["name"], e["ph"], e["ts"] / 1e6, e.get("dur", 0) / 1e6)
+        for e in events
+        if e["tid"] == moves_track and e["ph"] != "M"
+    ]
+    assert told == [
+        ("prepare 1,3", "X", 10.0, 0.25),
+        ("switch to 1,3", "i", 10.25, 0.0),
+        ("patch 1,3", "X", 10.25, 0.25),
+        ("prepare 2,2", "X", 20.0, 0.5),
+        ("abandon 2,2", "i", 20.5, 0.0),
+    ]
+    instants = [e for e in events if e["ph"] == "i"]
+    assert {e["s"] for e in instants} == {"p"}
+    assert instants[0]["args"]["patched_bytes"] == 2**18
+    assert instants[1]["args"]["reason"] == "stage 1: no memory"

@@ -18,7 +18,7 @@ from support.tiny_models import (
 )
 
 from sgl_pipeline.args import ACCOUNTINGS, POLICIES, SchedulingArgs, ThrottleArgs
-from sgl_pipeline.migration.coordinator import MoveOutcome
+from sgl_pipeline.move_record import MoveOutcome
 from sgl_pipeline.requests import GREEDY, FinishReason, Request, SamplingSpec, StopRules
 
 SPLITS = {1: [(6,)], 2: [(3, 3), (1, 5)], 4: [(2, 1, 1, 2), (3, 1, 1, 1)]}

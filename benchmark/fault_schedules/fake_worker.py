@@ -26,7 +26,7 @@ from sgl_pipeline.messages import (
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.step_inputs import written_pages
 from sgl_pipeline.requests import LogprobRows
-from sgl_pipeline.stage_costs import StageCosts
+from sgl_pipeline.stage_costs import PartCosts, PartSample, PartSizes
 from sgl_pipeline.stage_orders import OrderReader, SealedOrder, StageOrder
 from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_plan import MirroredChunk, MirrorSnapshot, RequestMirror, StepPlan
@@ -108,9 +108,12 @@ class FakeWorker:
             self._due.append(self._orders.open(message))
             self._work()
         elif isinstance(message, MeasureCosts):
-            num_layers = message.assignment.plan.num_layers
-            costs = StageCosts((1.0,) * num_layers, 0.0, self._rng.random())
-            self._later(MeasuredCosts(self.number, costs))
+            sizes = PartSizes((1,) * message.assignment.plan.num_layers, 1, 1, 1, 1)
+            samples = [
+                PartSample(step.work, (1.0,), 0.0, self._rng.random()) for step in message.steps
+            ]
+            kinds = (0,) * len(sizes.layers_bytes)
+            self._later(MeasuredCosts(self.number, PartCosts(kinds, tuple(samples), sizes, 10**9)))
         elif isinstance(message, StageAssignment):
             self._be_assigned(message)
             self._later(

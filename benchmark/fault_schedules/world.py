@@ -37,7 +37,7 @@ from sgl_pipeline.args import (
 from sgl_pipeline.errors import MoveRefused, RequestError
 from sgl_pipeline.layer_moves import MoveReport
 from sgl_pipeline.messages import FromWorker, StageReport
-from sgl_pipeline.migration.coordinator import MoveOutcome
+from sgl_pipeline.move_record import MoveOutcome
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
@@ -76,9 +76,10 @@ def run_seed(seed: int) -> Outcome:
 
 def _random_args(rng: Random) -> PipelineArgs:
     max_prefill_tokens = rng.choice((4, 16, 64))
+    num_stages = rng.choice((1, 2, 2, 3, 4))
     return PipelineArgs(
         stages=StageArgs(
-            num_stages=rng.choice((1, 2, 2, 3, 4)),
+            num_stages=num_stages,
             layer_partition=rng.choice(("auto", "even")),
             model_path="fake",
             dtype="float32",
@@ -103,7 +104,7 @@ def _random_args(rng: Random) -> PipelineArgs:
             min_prefill_tokens=rng.choice((1, max_prefill_tokens)),
         ),
         migration=MigrationArgs(
-            mode=rng.choice(("off", "manual")),
+            mode=rng.choice(("off", "manual")) if num_stages > 1 else "off",
             spare_layers=rng.choice((1, 2)),
             timeout_s=rng.choice((0.2, 5.0, 5.0)),
         ),
@@ -292,7 +293,7 @@ class World:
     def _move_layers(self, core: PipelineCore) -> None:
         """An operator wants another plan, which may be refused: for want of room, say."""
         rng = self._rng
-        if rng.random() < 0.3 or self._num_stages == 1:
+        if rng.random() < 0.3:
             cuts = sorted(rng.sample(range(1, self._num_layers), self._num_stages - 1))
             counts = [end - start for start, end in pairwise((0, *cuts, self._num_layers))]
         else:

@@ -14,11 +14,13 @@ import zmq
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.layer_moves import MoveReport
 from sgl_pipeline.managers.front.control_requests import ControlDesk
+from sgl_pipeline.managers.front.pipeline_desk import PipelineDesk
 from sgl_pipeline.managers.front.sglang_io import AbortRequest, Received, SglangFront
 from sgl_pipeline.managers.garbage import collect_at_leisure
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest
 from sgl_pipeline.managers.reports.load_report import LoadReport
+from sgl_pipeline.managers.reports.move_log import log_begun, log_ended
 from sgl_pipeline.managers.reports.profile_desk import ProfileDesk
 from sgl_pipeline.managers.reports.server_info import describe_state
 from sgl_pipeline.managers.reports.status_line import StatusLine
@@ -44,6 +46,7 @@ class PipelineScheduler:
     """Connects a `PipelineCore` to the world.
 
     Args:
+        operators: answers `/pipeline/...`.
         metrics: None without `--enable-metrics`.
         poller: watches whatever may send: the sockets of front and stages are registered here.
         facts: what `/server_info` says of the pipeline as it was started; JSON types only.
@@ -55,6 +58,7 @@ class PipelineScheduler:
         core: PipelineCore,
         launcher: StageLauncher,
         grammars: GrammarQueue | NoGrammars,
+        operators: PipelineDesk,
         traces: TraceFiles,
         loads: LoadReport,
         metrics: "MetricsReport | None",
@@ -66,6 +70,7 @@ class PipelineScheduler:
         self._requests = core.scheduler
         self._launcher = launcher
         self._grammars = grammars
+        self._operators = operators
         self._traces = traces
         self._loads = loads
         self._metrics = metrics
@@ -76,6 +81,7 @@ class PipelineScheduler:
         self._poller = poller
         self._poller.register(front.socket, zmq.POLLIN)
         self._poller.register(launcher.channel.socket, zmq.POLLIN)
+        self._poller.register(operators.socket, zmq.POLLIN)
         # Steps whose tokens are booked, and not yet passed on.
         self._booked: list[OpenStep] = []
         self._next_check_s = 0.0
@@ -100,6 +106,7 @@ class PipelineScheduler:
                         self._front.refuse(request, error)
                 for report in self._launcher.receive():
                     self._on_report(report)
+                self._operators.serve(time.monotonic())
                 self._fill_pipeline()
                 # The stages have their work; everything below can wait.
                 self._pass_on_results()
@@ -204,6 +211,20 @@ class PipelineScheduler:
                 self._metrics.ended(step.ended)
         self._booked.clear()
         self._traces.write(self._core.take_records())
+        self._report_moves()
+
+    def _report_moves(self) -> None:
+        """Lets everybody know of layer moves that have begun or ended."""
+        migration = self._core.migration
+        for record in migration.take_begun():
+            log_begun(record)
+        ended = migration.take_ended()
+        for record in ended:
+            log_ended(record)
+            self._operators.ended(record, time.monotonic())
+            if self._metrics is not None:
+                self._metrics.moved(record)
+        self._traces.write_moves(ended)
 
     def _check_now_and_then(self) -> None:
         now_s = time.monotonic()

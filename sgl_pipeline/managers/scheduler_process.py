@@ -21,6 +21,8 @@ from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.command_line.model_files import ModelLimits, load_tokenizer, model_limits
+from sgl_pipeline.managers.desk_channel import DeskSocket, desk_address
+from sgl_pipeline.managers.front.pipeline_desk import PipelineDesk
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
 from sgl_pipeline.managers.front.sglang_io import SglangFront
 from sgl_pipeline.managers.garbage import postpone_full_collections
@@ -29,17 +31,19 @@ from sgl_pipeline.managers.grammars.client import GrammarCompilerClient
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammars.vocabulary import NoGrammarsError, read_vocabulary
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
+from sgl_pipeline.managers.planning.cost_files import find_costs
 from sgl_pipeline.managers.reports.load_report import LoadReport, loads_path
 from sgl_pipeline.managers.reports.server_info import describe_start
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import PlannerArgs
+from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 from sgl_pipeline.pipeline.worker_source import WorkerSource
-from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
@@ -106,9 +110,12 @@ def _serve(
     poller = zmq.Poller()
     grammars = _grammars(args, limits, tokenizer, poller)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    launcher = StageLauncher(args, spec.num_layers, stage_pids, context, worker_source)
+    predictor = _saved_predictor(args, spec)
+    # Several GPUs may differ; all stages on this machine's CPU are alike.
+    for_split = predictor if args.stages.device == "cpu" else None
+    launcher = StageLauncher(args, spec.num_layers, stage_pids, context, worker_source, for_split)
     traces = TraceFiles(_open_traces(args))
-    front = loads = None
+    front = loads = operators = None
     try:
         capacity = launcher.start()
         facts = describe_start(args, capacity)
@@ -129,14 +136,17 @@ def _serve(
         pipe_writer.send(_ready_message(args, limits, capacity))
         grammars.start()
         postpone_full_collections()
-        migration = _migration(args, capacity.plan)
+        migration = _migration(args, capacity.plan, predictor)
         core = PipelineCore(steps, capacity.plan, migration)
+        operators = PipelineDesk(DeskSocket(context, desk_address(args.run_directory)), core)
         PipelineScheduler(
-            front, core, launcher, grammars, traces, loads, metrics, poller, facts
+            front, core, launcher, grammars, operators, traces, loads, metrics, poller, facts
         ).run()
     finally:
         if front is not None:
             front.close()
+        if operators is not None:
+            operators.close()
         if loads is not None:
             loads.close()
         grammars.close()
@@ -173,7 +183,18 @@ def _grammars(
     )
 
 
-def _migration(args: PipelineArgs, plan: StagePlan) -> MigrationControl:
+def _saved_predictor(args: PipelineArgs, spec: ModelSpec) -> StepPredictor | None:
+    """What `sgl_pipeline.migration.fit` has saved for stages like these, if it has."""
+    file = find_costs(args.stages, spec.num_layers)
+    if file is None:
+        return None
+    logger.info("step costs of %s are those fitted on %s", file.model, file.date)
+    return StepPredictor(file.costs)
+
+
+def _migration(
+    args: PipelineArgs, plan: StagePlan, predictor: StepPredictor | None
+) -> MigrationControl:
     """Who may move layers; with a planner where they may move at all."""
     options = args.migration
     if options.mode == "off":
@@ -184,6 +205,7 @@ def _migration(args: PipelineArgs, plan: StagePlan) -> MigrationControl:
             evaluate_steps=min(PlannerArgs().evaluate_steps, options.window_steps),
         ),
         plan,
+        predictor,
         max_layers=options.max_layers(plan),
         learns=args.stages.device == "cpu",
     )

@@ -8,9 +8,6 @@ them is the order stream's doing, and which plan is a good one is `planner.py`'s
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import StrEnum
-
-import msgspec
 
 from sgl_pipeline.errors import MoveRefused, ProtocolError
 from sgl_pipeline.layer_moves import (
@@ -23,50 +20,11 @@ from sgl_pipeline.layer_moves import (
     SwitchPlan,
     most_layers_held,
 )
+from sgl_pipeline.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_plan import INT32
 
 KEPT_RECORDS = 64
-
-
-class MoveOutcome(StrEnum):
-    """How far a move has got; the last two are ends."""
-
-    PREPARING = "preparing"
-    SWITCHING = "switching"
-    DONE = "done"
-    ABANDONED = "abandoned"
-
-
-class MoveRecord(msgspec.Struct, kw_only=True):
-    """One move and what it cost. Moments are seconds of the driver's clock.
-
-    `wanted_by` is who asked for it: `operator`, `undo` or `auto`. `epoch` is that of the new plan.
-    `reason` says why a move was abandoned. Bytes are the keys and values of all stages together:
-    `copied_bytes` while the old plan ran, `patched_bytes` after the switch. `load_ms` is the
-    longest that a stage took for its weights, `patch_ms` for its patches, `wait_ms` the longest
-    that a step waited for them.
-    """
-
-    move: int
-    epoch: int
-    wanted_by: str
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    outcome: MoveOutcome = MoveOutcome.PREPARING
-    reason: str = ""
-    began_s: float
-    switched_s: float | None = None
-    ended_s: float | None = None
-    copied_bytes: int = 0
-    patched_bytes: int = 0
-    load_ms: float = 0.0
-    patch_ms: float = 0.0
-    wait_ms: float = 0.0
-
-    @property
-    def is_over(self) -> bool:
-        return self.outcome in (MoveOutcome.DONE, MoveOutcome.ABANDONED)
 
 
 class MoveCoordinator:
@@ -89,6 +47,8 @@ class MoveCoordinator:
         self._is_announced = False  # the stages have been sent PrepareMove
         self._answered: set[int] = set()
         self._give_up: str | None = None
+        self._begun: list[MoveRecord] = []
+        self._ended: list[MoveRecord] = []
 
     @property
     def current(self) -> MoveRecord | None:
@@ -140,7 +100,18 @@ class MoveCoordinator:
         self._current, self._is_announced, self._give_up = record, False, None
         self._answered.clear()
         self.history.append(record)
+        self._begun.append(record)
         return record
+
+    def take_begun(self) -> list[MoveRecord]:
+        """The moves that have begun since the last call."""
+        begun, self._begun = self._begun, []
+        return begun
+
+    def take_ended(self) -> list[MoveRecord]:
+        """The moves that have ended since the last call. Their records change no more."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def take(self, report: MoveReport, now_s: float) -> None:
         """Books a stage's word. One of an earlier move is late, and means nothing any more.
@@ -206,4 +177,5 @@ class MoveCoordinator:
     def _end(self, outcome: MoveOutcome, now_s: float) -> None:
         assert self._current is not None
         self._current.outcome, self._current.ended_s = outcome, now_s
+        self._ended.append(self._current)
         self._current = None

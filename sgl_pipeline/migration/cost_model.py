@@ -1,16 +1,26 @@
 """The workers' costs without their noise, and how long each stage takes under a split.
 
-Called by the stage launcher and by `partition.py`. Measures nothing: `pp_runner/` does.
+Called by the worker roster, by `sgl_pipeline plan` and by `partition.py`. Measures nothing: that is
+`pp_runner/`'s job.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
 from statistics import median
 
+from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.stage_costs import StageCosts
+from sgl_pipeline.step_work import StepWork
 
 # Workers whose times differ by less are taken for equal: what is measured for a moment is noisy.
 SPEED_TOLERANCE = 0.15
+
+
+def predicted_costs(predictor: StepPredictor, work: StepWork) -> StageCosts:
+    """What a step of that work takes the parts of the predictor's model, layer by layer."""
+    parts = predictor.parts_ms(work)
+    layers_ms = tuple(weight * parts.layer_ms for weight in predictor.costs.layer_weights)
+    return StageCosts(layers_ms, parts.embedding_ms, parts.tail_ms)
 
 
 def agreed_costs(measured: Sequence[StageCosts], *, are_alike: bool) -> tuple[StageCosts, ...]:

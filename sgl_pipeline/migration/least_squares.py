@@ -37,7 +37,7 @@ def relative_fit(
             off = np.abs(measured - fitted) * weights
             weights *= np.sqrt(np.minimum(1.0, outlier_share / np.maximum(off, outlier_share)))
         coefficients = non_negative_fit(features * weights[:, None], measured * weights)
-        fitted = features @ coefficients
+        fitted = np.einsum("ij,j->i", features, coefficients)
     return coefficients
 
 
@@ -45,13 +45,14 @@ def non_negative_fit(features: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Least squares with coefficients that are not negative: the most negative one is dropped
     until none is."""
     scales = np.maximum(features.max(axis=0), 1e-12)
-    # A triangle as small as the number of columns has the same solutions as all the rows.
-    stacked = np.column_stack((features / scales, values))
-    triangle = np.asarray(np.linalg.qr(stacked, mode="r"))
-    columns, values = triangle[:, :-1], triangle[:, -1]
+    scaled = features / scales
+    # Sums of products, as small as the number of columns. Without BLAS: its threads would wait for
+    # the cores that the stages compute on, and the scheduler for them.
+    products = np.einsum("ij,ik->jk", scaled, scaled)
+    targets = np.einsum("ij,i->j", scaled, values)
     used = np.ones(features.shape[1], bool)
     while True:
-        solution = np.linalg.lstsq(columns[:, used], values, rcond=None)[0]
+        solution = np.linalg.lstsq(products[np.ix_(used, used)], targets[used], rcond=None)[0]
         if solution.size == 0 or solution.min() >= 0.0:
             break
         used[np.flatnonzero(used)[solution.argmin()]] = False

@@ -1,33 +1,55 @@
 """The layer split whose slowest stage takes least, from the costs of the workers.
 
-Called by the stage launcher for `--pp-layer-partition auto`. Knows only costs: whether layers fit a
-stage's memory is not asked here.
+Called by the worker roster for `--pp-layer-partition auto` and by `sgl_pipeline plan`.
 """
 
 from collections.abc import Callable, Sequence
 from math import inf
 
+from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.migration.cost_model import run_ms, stage_times_ms
-from sgl_pipeline.stage_costs import StageCosts
+from sgl_pipeline.stage_costs import PartSizes, StageCosts
+
+# Whether stage `s` can hold layers [start, end), and the model's ends where these are its.
+Fits = Callable[[int, int, int], bool]
 
 
-def balanced_layer_counts(costs: Sequence[StageCosts]) -> tuple[int, ...]:
-    """The split, of at least one layer a stage, whose slowest stage takes least; of several such,
-    the most even one (the least sum of squares of the stages' times), then longer runs first."""
-    fastest = _cheapest_split(costs, max)
+def fits_in(sizes: PartSizes, memory_bytes: Sequence[int], num_tokens: int) -> Fits:
+    """A `Fits`: weights and pages for `num_tokens` tokens, one page at least, go into each stage's
+    memory."""
+    least_pages = max(1, -(-num_tokens // sizes.page_size))
+    return lambda stage, start, end: sizes.num_pages(start, end, memory_bytes[stage]) >= least_pages
+
+
+def balanced_layer_counts(
+    costs: Sequence[StageCosts], fits: Fits = lambda stage, start, end: True
+) -> tuple[int, ...]:
+    """The split, of at least one layer a stage that it can hold, whose slowest stage takes least;
+    of several such, the most even one (the least sum of squares of the stages' times), then longer
+    runs first.
+
+    Raises ConfigurationError where the stages cannot hold the model, however it is split.
+    """
+    fastest = _cheapest_split(costs, max, fits)
+    if fastest is None:
+        raise ConfigurationError(
+            f"the {len(costs[0].layers_ms)} layers do not fit into the memory of {len(costs)} "
+            "stages, however they are split; use more stages (--pp) or fewer KV tokens "
+            "(--max-total-tokens)"
+        )
     slowest_ms = max(stage_times_ms(costs, fastest))
 
     def add_square(total: float, stage_ms: float) -> float:
         return total + stage_ms**2 if _comparable(stage_ms) <= _comparable(slowest_ms) else inf
 
-    return _cheapest_split(costs, add_square)
+    return _cheapest_split(costs, add_square, fits) or fastest
 
 
 def _cheapest_split(
-    costs: Sequence[StageCosts], add: Callable[[float, float], float]
-) -> tuple[int, ...]:
+    costs: Sequence[StageCosts], add: Callable[[float, float], float], fits: Fits
+) -> tuple[int, ...] | None:
     """The linear partition problem, by dynamic programming: `add(total, stage_ms)` is what the
-    stages up to one cost together, when those before it cost `total`."""
+    stages up to one cost together, when those before it cost `total`. None where nothing fits."""
     num_layers, num_stages = len(costs[0].layers_ms), len(costs)
     # The end of the runs so far: what they cost, and their lengths.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
@@ -36,14 +58,16 @@ def _cheapest_split(
         ends = range(stage + 1, most + 1) if stage < num_stages - 1 else [num_layers]
         longer = {}
         for end in ends:
-            cost, negative_start = min(
+            choices = [
                 (_comparable(add(total, run_ms(costs, stage, start, end))), -start)
                 for start, (total, _) in best.items()
-                if start < end
-            )
-            longer[end] = (cost, (*best[-negative_start][1], end + negative_start))
+                if start < end and fits(stage, start, end)
+            ]
+            if choices:
+                cost, negative_start = min(choices)
+                longer[end] = (cost, (*best[-negative_start][1], end + negative_start))
         best = longer
-    return best[num_layers][1]
+    return best[num_layers][1] if num_layers in best else None
 
 
 def _comparable(cost: float) -> float:

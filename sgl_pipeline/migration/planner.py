@@ -129,9 +129,9 @@ class LayerPlanner:
         current = tuple(layer_counts)
         if self._args.rule == "dynapipe":
             split = self._dynapipe_split(current)
-            return None if split is None else self._worthwhile(current, split)
+            return None if split is None else self.worthwhile(current, split)
         split = self._balanced_split(current)
-        proposal = None if split is None else self._worthwhile(current, split)
+        proposal = None if split is None else self.worthwhile(current, split)
         if split is not None and proposal is None:
             # A search that led to nothing: no other before all steps of the window are new.
             self._steps_to_evaluation = self._args.window_steps
@@ -155,6 +155,15 @@ class LayerPlanner:
             moved_layers=moved,
             price_s=self._args.move_price_s + moved * self.layer_price_s,
         )
+
+    def worthwhile(self, current: tuple[int, ...], split: tuple[int, ...]) -> Proposal | None:
+        """The move to `split`, if it is one and gains enough."""
+        preview = None if split == current else self.preview(current, split)
+        if preview is None or preview.gain_share < self._args.min_gain_share:
+            return None
+        if preview.gain_share * self._args.horizon_s < preview.price_s:
+            return None
+        return preview
 
     def is_allowed(self, current: Sequence[int], layer_counts: Sequence[int]) -> bool:
         """Whether every stage may hold its layers of both splits."""
@@ -192,15 +201,6 @@ class LayerPlanner:
     def _stage_times(self, layer_counts: Sequence[int], parts: PartTimes) -> tuple[float, ...]:
         assert self._predictor is not None
         return self._predictor.stage_times_ms(parts, layer_counts, self.speeds)
-
-    def _worthwhile(self, current: tuple[int, ...], split: tuple[int, ...]) -> Proposal | None:
-        """The move to `split`, if it is one and gains enough."""
-        preview = None if split == current else self.preview(current, split)
-        if preview is None or preview.gain_share < self._args.min_gain_share:
-            return None
-        if preview.gain_share * self._args.horizon_s < preview.price_s:
-            return None
-        return preview
 
     def _balanced_split(self, current: tuple[int, ...]) -> tuple[int, ...] | None:
         """The best split for the window; None where none is enough better than `current`."""

@@ -20,9 +20,9 @@ from sgl_pipeline.step_costs import FitErrors, LayerCost, RowCost, StepCosts
 from sgl_pipeline.step_work import StepWork
 
 # Where made-up steps, which are many and little disturbed, may bend the curve of a part. There are
-# more than `KNOT_TOKENS`, and the slope may fall from one to the next, as it does where a block of
-# rows is full.
-CURVE_ROWS = (1.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+# more than `KNOT_TOKENS`, and the slope may fall from one to the next: `cpu_kernels/products.cpp`
+# multiplies eight rows at a time, and a ninth costs a quarter of the first.
+CURVE_ROWS = (1.0, 8.0, 9.0, 16.0, 17.0, 24.0, 25.0, 32.0, 33.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 
 class StageSample(NamedTuple):
@@ -36,11 +36,16 @@ class StageSample(NamedTuple):
     stage_ms: float
 
 
-def fit_parts(samples: Sequence[PartSample], kinds: Sequence[int]) -> StepCosts:
+def fit_parts(
+    samples: Sequence[PartSample],
+    kinds: Sequence[int],
+    curve_rows: tuple[float, ...] = CURVE_ROWS,
+) -> StepCosts:
     """The costs that come nearest to `samples`, in shares of their times.
 
     Args:
         kinds: of each layer of the model, the index of its kind in `PartSample.kinds_ms`.
+        curve_rows: where times may bend, ascending; (1.0,) gives DynaPipe's straight lines.
     """
     means_ms = np.array([sample.kinds_ms for sample in samples]).mean(axis=0)
     # The kind of most layers is what a weight of 1 is.
@@ -49,12 +54,16 @@ def fit_parts(samples: Sequence[PartSample], kinds: Sequence[int]) -> StepCosts:
     works = [sample.work for sample in samples]
     tails = [sample for sample in samples if sample.work.samples]
     return StepCosts(
-        layer=_layer_cost(works, layer_ms),
+        layer=_layer_cost(works, layer_ms, curve_rows),
         embedding=_row_cost(
-            [work.tokens for work in works], np.array([s.embedding_ms for s in samples])
+            [work.tokens for work in works],
+            np.array([s.embedding_ms for s in samples]),
+            curve_rows,
         ),
         tail=_row_cost(
-            [sample.work.samples for sample in tails], np.array([s.tail_ms for s in tails])
+            [sample.work.samples for sample in tails],
+            np.array([s.tail_ms for s in tails]),
+            curve_rows,
         ),
         layer_weights=tuple(float(means_ms[kind] / means_ms[usual]) for kind in kinds),
     )
@@ -95,8 +104,10 @@ def errors_on(costs: StepCosts, samples: Sequence[PartSample], kinds: Sequence[i
     return FitErrors(float(np.mean(layer_errors)), float(np.mean(tail_errors)), len(samples))
 
 
-def _layer_cost(works: Sequence[StepWork], measured: np.ndarray) -> LayerCost:
-    knots = _used_knots([work.tokens for work in works])
+def _layer_cost(
+    works: Sequence[StepWork], measured: np.ndarray, curve_rows: tuple[float, ...]
+) -> LayerCost:
+    knots = _used_knots([work.tokens for work in works], curve_rows)
     features = np.array(
         [
             [
@@ -113,15 +124,15 @@ def _layer_cost(works: Sequence[StepWork], measured: np.ndarray) -> LayerCost:
     return LayerCost(_rising_rows(knots, found[:-3]), decode_ms, by_decode_ms, by_prefill_ms)
 
 
-def _row_cost(rows: Sequence[int], measured: np.ndarray) -> RowCost:
-    knots = _used_knots(rows)
+def _row_cost(rows: Sequence[int], measured: np.ndarray, curve_rows: tuple[float, ...]) -> RowCost:
+    knots = _used_knots(rows, curve_rows)
     features = np.array([_curve_features(count, knots) for count in rows])
     return _rising_rows(knots, relative_fit(features, measured))
 
 
-def _used_knots(rows: Sequence[int]) -> tuple[float, ...]:
-    """The `CURVE_ROWS` below the most rows: what lies beyond is the last one's slope."""
-    return tuple(knot for knot in CURVE_ROWS if knot == 1.0 or knot < max(rows))
+def _used_knots(rows: Sequence[int], curve_rows: tuple[float, ...]) -> tuple[float, ...]:
+    """Those of `curve_rows` below the most rows: what lies beyond is the last one's slope."""
+    return tuple(knot for knot in curve_rows if knot == 1.0 or knot < max(rows))
 
 
 def _curve_features(rows: int, knots: Sequence[float]) -> list[float]:

@@ -14,15 +14,17 @@ from sgl_pipeline.layer_moves import (
     SwitchPlan,
     layer_moves,
 )
-from sgl_pipeline.migration.coordinator import MoveCoordinator, MoveOutcome, MoveRecord
+from sgl_pipeline.migration.coordinator import MoveCoordinator
 from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import Proposal
+from sgl_pipeline.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.trace import StepRecord
 
 
 class MigrationControl:
-    """The moves of one pipeline.
+    """The moves of one pipeline. `proposal` is the newest that the planner made for the plan in
+    use; None where there is none.
 
     Args:
         mode: `off`, `manual` or `auto` (`args.MIGRATION_MODES`).
@@ -35,7 +37,8 @@ class MigrationControl:
         self.mode = mode
         self.coordinator = coordinator
         self.planner = planner
-        self._noted: MoveRecord | None = None  # the newest move that the planner knows the end of
+        self.proposal: Proposal | None = None
+        self._ended: list[MoveRecord] = []
 
     @classmethod
     def of(
@@ -55,6 +58,17 @@ class MigrationControl:
         """The newest moves, oldest first."""
         return tuple(self.coordinator.history)
 
+    def preview(self, layer_counts: Sequence[int]) -> Proposal | None:
+        """What the move of `move_to` would bring; None before enough steps were measured.
+
+        Raises MoveRefused, with status 400, for a plan that `move_to` would refuse.
+        """
+        self._require_on()
+        self.coordinator.check(layer_counts)
+        if self.planner is None:
+            return None
+        return self.planner.preview(self.coordinator.plan.layer_counts, layer_counts)
+
     def move_to(self, layer_counts: Sequence[int], now_s: float) -> MoveRecord:
         """Begins the move that an operator wants.
 
@@ -68,16 +82,29 @@ class MigrationControl:
 
         Raises MoveRefused as `move_to`, and where nothing has moved.
         """
+        return self.coordinator.begin(self.plan_before(), "undo", now_s)
+
+    def plan_before(self) -> tuple[int, ...]:
+        """The layer counts that `undo` goes back to. Raises MoveRefused as `undo`."""
         self._require_on()
         done = [one for one in self.history if one.outcome is MoveOutcome.DONE]
         if not done:
             raise MoveRefused("no layer has moved: there is nothing to undo")
-        return self.coordinator.begin(done[-1].before, "undo", now_s)
+        return done[-1].before
+
+    def take_begun(self) -> list[MoveRecord]:
+        """The moves that have begun since the last call."""
+        return self.coordinator.take_begun()
+
+    def take_ended(self) -> list[MoveRecord]:
+        """The moves that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def take(self, report: MoveReport, now_s: float) -> None:
         """Books what a stage says of the move under way."""
         self.coordinator.take(report, now_s)
-        self._note_end(now_s)
+        self._note_ends(now_s)
 
     def next_order(
         self, now_s: float, pages_in_use: Callable[[], Sequence[int]]
@@ -86,7 +113,7 @@ class MigrationControl:
         order = self.coordinator.next_order(now_s, pages_in_use)
         if isinstance(order, SwitchPlan) and self.planner is not None:
             self.planner.know_plan(order.plan)
-        self._note_end(now_s)
+        self._note_ends(now_s)
         return order
 
     def note(self, record: StepRecord) -> None:
@@ -94,35 +121,30 @@ class MigrationControl:
         if self.planner is None:
             return
         self.planner.note(record)
-        if self.mode == "auto" and self.coordinator.current is None:
-            now_s = record.finished_s
-            proposal = self.planner.proposal(self.coordinator.plan.layer_counts, now_s)
-            if proposal is not None:
-                self.coordinator.begin(proposal.layer_counts, "auto", now_s)
-
-    def preview(self, layer_counts: Sequence[int]) -> Proposal | None:
-        """What moving to a plan would bring; None while too few steps were seen.
-
-        Raises MoveRefused for a plan that `move_to` would refuse.
-        """
-        self.coordinator.check(layer_counts)
-        if self.planner is None:
-            return None
-        return self.planner.preview(self.coordinator.plan.layer_counts, layer_counts)
-
-    def _note_end(self, now_s: float) -> None:
-        """Tells the planner of a move that has ended, and what a layer of it cost: the time that
-        steps waited, and the stages' share of the time before that."""
-        newest = self.coordinator.history[-1] if self.coordinator.history else None
-        if self.planner is None or newest is None or newest is self._noted or not newest.is_over:
+        if self.coordinator.current is not None:
             return
-        self._noted = newest
-        self.planner.moved(now_s)
-        if newest.switched_s is not None:
-            stalled_s = (newest.patch_ms + newest.wait_ms) * 1e-3
-            shared_s = MOVE_SHARE * (newest.switched_s - newest.began_s)
-            old, new = (StagePlan(0, counts) for counts in (newest.before, newest.after))
-            self.planner.layer_price_s = (stalled_s + shared_s) / len(layer_moves(old, new))
+        now_s = record.finished_s
+        proposal = self.planner.proposal(self.coordinator.plan.layer_counts, now_s)
+        if proposal is None:
+            return
+        self.proposal = proposal
+        if self.mode == "auto":
+            self.coordinator.begin(proposal.layer_counts, "auto", now_s)
+
+    def _note_ends(self, now_s: float) -> None:
+        """Tells the planner of moves that have ended, and what a layer of each cost: the time that
+        steps waited, and the stages' share of the time before that."""
+        for record in self.coordinator.take_ended():
+            self._ended.append(record)
+            self.proposal = None
+            if self.planner is None:
+                continue
+            self.planner.moved(now_s)
+            if record.switched_s is not None:
+                stalled_s = (record.patch_ms + record.wait_ms) * 1e-3
+                shared_s = MOVE_SHARE * (record.switched_s - record.began_s)
+                old, new = (StagePlan(0, counts) for counts in (record.before, record.after))
+                self.planner.layer_price_s = (stalled_s + shared_s) / len(layer_moves(old, new))
 
     def _require_on(self) -> None:
         if self.mode == "off":

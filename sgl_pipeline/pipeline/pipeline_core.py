@@ -5,6 +5,8 @@ of stages go in, each with the moment of the driver's clock; steps come out, eac
 order that every stage must get, and later its token events. Reads no clock, sends nothing.
 """
 
+from copy import copy
+
 from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.layer_moves import SwitchPlan
@@ -139,4 +141,6 @@ class PipelineCore:
                 StageState(input_wait_ms=wait_ms, compute_ms=compute_ms, last_step=last_step)
                 for wait_ms, compute_ms, last_step in history.stage_totals()
             ),
+            # Copies: the record of a move under way still changes.
+            moves=tuple(map(copy, self.migration.history)),
         )

@@ -7,6 +7,7 @@ requests one by one.
 
 import msgspec
 
+from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.pipeline_load import PipelineLoad
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import BubbleShares, bubble_shares
@@ -31,7 +32,8 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     `queued_tokens` are all prompt tokens of the queue, cached or not, `decoding_tokens` all tokens
     of decoding requests. The totals since the start: tokens scheduled (`prefill_tokens`,
     `decodes`), prompt tokens served from the cache and admitted, retractions. `recent_steps` are
-    the newest that all stages have reported, oldest first (`step_history.RECENT_STEPS`).
+    the newest that all stages have reported, oldest first (`step_history.RECENT_STEPS`). `moves`
+    are the newest layer moves, oldest first, the one under way among them.
     """
 
     now_s: float
@@ -52,6 +54,12 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     num_retractions: int
     recent_steps: tuple[StepRecord, ...]
     stages: tuple[StageState, ...]
+    moves: tuple[MoveRecord, ...]
+
+    @property
+    def current_move(self) -> MoveRecord | None:
+        """The layer move under way."""
+        return self.moves[-1] if self.moves and not self.moves[-1].is_over else None
 
     @property
     def num_steps(self) -> int:
@@ -67,6 +75,11 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     def cache_hit_rate(self) -> float:
         """Share of the prompt tokens admitted since the start that the cache has served."""
         return self.cached_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def steps_of_plan(self) -> tuple[StepRecord, ...]:
+        """Those of the recent steps that ran under the plan in use."""
+        return tuple(step for step in self.recent_steps if step.epoch == self.plan.epoch)
 
     def bubble_shares(self) -> tuple[BubbleShares, ...]:
         """What each stage spent its time on in the recent steps; costs a millisecond."""

@@ -24,10 +24,11 @@ from sgl_pipeline.messages import (
     ToWorker,
     WorkerHello,
 )
-from sgl_pipeline.migration.cost_model import agreed_costs, stage_times_ms
-from sgl_pipeline.migration.partition import balanced_layer_counts
+from sgl_pipeline.migration.cost_model import agreed_costs, predicted_costs, stage_times_ms
+from sgl_pipeline.migration.partition import balanced_layer_counts, fits_in
+from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.assignment import assign
-from sgl_pipeline.stage_costs import TYPICAL_STEP, StageCosts
+from sgl_pipeline.stage_costs import TYPICAL_STEP, PartCosts, StageCosts
 from sgl_pipeline.stage_plan import StagePlan
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Worker:
     hello: WorkerHello
     phase: WorkerPhase = WorkerPhase.GREETED
     stage: int | None = None
-    costs: StageCosts | None = None
+    costs: PartCosts | None = None
     loaded: StageLoaded | None = None
     ready: StageReady | None = None
 
@@ -65,7 +66,7 @@ class Worker:
 class PipelineCapacity:
     """What the ready pipeline has: its plan, pages (the minimum over stages) and each stage's
     report of its load. `predicted_ms` is what a typical step takes each stage, where that was
-    measured."""
+    measured; `layer_page_bytes` the bytes of a page in one layer."""
 
     plan: StagePlan
     predicted_ms: tuple[float, ...] | None
@@ -73,6 +74,7 @@ class PipelineCapacity:
     stages: tuple[StageLoaded, ...]
     attention_backend: str
     layer_kernels: str
+    layer_page_bytes: int
 
 
 class WorkerRoster:
@@ -80,11 +82,15 @@ class WorkerRoster:
 
     Args:
         num_layers: of the model.
+        predictor: of its parts' times on each of the workers; None: they time a typical step.
 
     Raises ConfigurationError when the model cannot be split as `args` asks.
     """
 
-    def __init__(self, args: PipelineArgs, num_layers: int) -> None:
+    def __init__(
+        self, args: PipelineArgs, num_layers: int, predictor: StepPredictor | None = None
+    ) -> None:
+        self._predictor = predictor
         self._args = args
         self._num_layers = num_layers
         self._num_stages = args.stages.num_stages
@@ -157,6 +163,7 @@ class WorkerRoster:
             loaded,
             ready[0].attention_backend,
             ready[0].layer_kernels,
+            loaded[0].page_bytes // self._args.migration.max_layers(self.plan)[0],
         )
 
     def notices(self) -> Iterable[str]:
@@ -191,18 +198,26 @@ class WorkerRoster:
         if all(worker.costs is not None for worker in workers):
             self._plan_by_time([worker.costs for worker in workers if worker.costs is not None])
             return
+        steps = (TYPICAL_STEP,) if self._predictor is None else ()
         even = StagePlan(0, even_layer_counts(self._num_layers, self._num_stages))
         assignments = assign([worker.hello for worker in workers], even, self._args)
         for number, assignment in zip(first, assignments, strict=True):
             worker = self._workers[number]
             if worker.phase is WorkerPhase.GREETED and worker.costs is None:
                 worker.phase = WorkerPhase.MEASURING
-                yield number, MeasureCosts(assignment)
+                yield number, MeasureCosts(assignment, steps)
 
-    def _plan_by_time(self, measured: list[StageCosts]) -> None:
-        """The plan whose slowest stage takes least."""
-        costs = agreed_costs(measured, are_alike=self._args.stages.device == "cpu")
-        counts = balanced_layer_counts(costs)
+    def _plan_by_time(self, found: list[PartCosts]) -> None:
+        """The plan whose slowest stage takes least, of those that fit the stages' memory."""
+        stages = self._args.stages
+        if self._predictor is not None:
+            costs = (predicted_costs(self._predictor, TYPICAL_STEP.work),) * self._num_stages
+        else:
+            measured = [StageCosts.of(own.kinds, own.samples[0]) for own in found]
+            costs = agreed_costs(measured, are_alike=stages.device == "cpu")
+        memory_bytes = [own.memory_bytes for own in found]
+        fits = fits_in(found[0].sizes, memory_bytes, stages.max_total_tokens or 0)
+        counts = balanced_layer_counts(costs, fits)
         even = even_layer_counts(self._num_layers, self._num_stages)
         self.plan = StagePlan(0, counts)
         self.predicted_ms = stage_times_ms(costs, counts)

@@ -7,13 +7,13 @@ are made up: no product's time depends on them. Decides nothing: `migration/` do
 import math
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.messages import StageAssignment
-from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
+from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.cuda.kernel_stopwatch import CudaTimeline, KernelStopwatch
 from sgl_pipeline.pp_runner.device import open_device, pin_threads, release_memory
 from sgl_pipeline.pp_runner.kernel_choice import (
@@ -22,8 +22,9 @@ from sgl_pipeline.pp_runner.kernel_choice import (
     make_attention_backend,
     make_layer_kernels,
 )
-from sgl_pipeline.pp_runner.kv_pool import KvPool
-from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, RmsNorm
+from sgl_pipeline.pp_runner.kv_capacity import usable_memory_bytes
+from sgl_pipeline.pp_runner.kv_pool import KvPool, kv_page_bytes
+from sgl_pipeline.pp_runner.layer_kernels.backend import RmsNorm
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
@@ -32,7 +33,7 @@ from sgl_pipeline.pp_runner.output.sampler import Sampler
 from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.stopwatch import HostStopwatch, Stopwatch
 from sgl_pipeline.requests import SamplingSpec
-from sgl_pipeline.stage_costs import TYPICAL_STEP, StageCosts
+from sgl_pipeline.stage_costs import MadeUpStep, PartCosts, PartSample, PartSizes
 from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
 
 # On a CPU the head of a large vocabulary is timed on a part of its table, which no cache holds
@@ -43,15 +44,16 @@ _SMALLER_TABLE_SHARE = 4
 _PATTERN_LENGTH = 1_000_003
 
 
-def measure_stage_costs(assignment: StageAssignment) -> StageCosts:
-    """Milliseconds of a `TYPICAL_STEP` in each part of the model of `assignment`, whose stage and
-    plan do not matter but for the device.
+def measure_part_costs(assignment: StageAssignment, steps: Sequence[MadeUpStep]) -> PartCosts:
+    """Milliseconds of each of `steps` in each part of the model of `assignment`, whose stage and
+    plan do not matter but for the device, and the parts' bytes.
 
     Raises ConfigurationError as loading the stage would.
     """
     pin_threads(assignment.cpu_threads, assignment.cpu_cores)
     device = open_device(assignment.device, assignment.gpu)
-    costs = _measure(assignment, device, _stopwatch(assignment, device), _most_table_bytes(device))
+    stopwatch, most_table_bytes = _stopwatch(assignment, device), _most_table_bytes(device)
+    costs = _measure(assignment, device, stopwatch, most_table_bytes, steps)
     release_memory(device)  # of what was made up; the weights need the room
     return costs
 
@@ -74,8 +76,9 @@ def _measure(
     device: torch.device,
     stopwatch: Stopwatch,
     most_table_bytes: int | None,
-) -> StageCosts:
-    """See `measure_stage_costs`.
+    steps: Sequence[MadeUpStep],
+) -> PartCosts:
+    """See `measure_part_costs`.
 
     Args:
         most_table_bytes: of the head's table, to be timed at once; None: all of it.
@@ -83,32 +86,96 @@ def _measure(
     dtype = getattr(torch, assignment.dtype)
     spec = read_model_spec(assignment.model_path)
     shape = spec.attention_shape(assignment.page_size, dtype, device)
-    attention = make_attention_backend(
-        choose_attention_backend(assignment.attention_backend, shape),
-        shape,
-        assignment.prefill_kernels,
+    model = _MadeUpModel(assignment, spec, shape, most_table_bytes)
+    return PartCosts(
+        kinds=model.kinds,
+        samples=tuple(model.sample(step.within(spec.context_length), stopwatch) for step in steps),
+        sizes=PartSizes(
+            layers_bytes=tuple(model.kind_bytes[kind] for kind in model.kinds),
+            embedding_bytes=spec.vocab_size * spec.hidden_size * dtype.itemsize,
+            head_bytes=(spec.vocab_size + 1) * spec.hidden_size * dtype.itemsize,
+            page_layer_bytes=kv_page_bytes(shape, 1),
+            page_size=assignment.page_size,
+        ),
+        memory_bytes=usable_memory_bytes(assignment, device),
     )
-    kernels = make_layer_kernels(choose_layer_kernels(assignment.layer_kernels, dtype, device))
-    weights = _MadeUpWeights(dtype, device)
-    inputs = _typical_inputs(spec, assignment.page_size, device)
-    attention.plan(inputs.layout)
-    kinds = [spec.layer_experts(layer) for layer in range(spec.num_layers)]
-    calls: dict[object, Callable[[], object]] = {
-        kind: _layer_call(spec, kinds.index(kind), inputs, attention, weights, kernels, shape)
-        for kind in set(kinds)
-    }
-    table_sizes = _table_sizes(spec, dtype.itemsize, most_table_bytes)
-    table = weights.read("", (table_sizes[-1], spec.hidden_size))
-    calls["embedding"] = lambda: F.embedding(inputs.token_ids % len(table), table)
-    heads = [("head", num_rows) for num_rows in table_sizes]
-    for name in heads:
-        calls[name] = _head_call(spec, inputs, weights, kernels, table[: name[1]])
-    times_ms = stopwatch.least_ms(calls)
-    return StageCosts(
-        layers_ms=tuple(times_ms[kind] for kind in kinds),
-        embedding_ms=times_ms["embedding"],
-        head_ms=_head_ms(table_sizes, [times_ms[name] for name in heads], spec.vocab_size),
-    )
+
+
+class _MadeUpModel:
+    """A layer of each kind, the embedding and the head, ready to be timed.
+
+    `kinds[l]` is the kind of layer `l`, by the order in which they appear; `kind_bytes` are the
+    weights of a layer of each.
+    """
+
+    def __init__(
+        self,
+        assignment: StageAssignment,
+        spec: ModelSpec,
+        shape: AttentionShape,
+        most_table_bytes: int | None,
+    ) -> None:
+        self._spec, self._shape, device = spec, shape, shape.device
+        self._attention = make_attention_backend(
+            choose_attention_backend(assignment.attention_backend, shape),
+            shape,
+            assignment.prefill_kernels,
+        )
+        choice = choose_layer_kernels(assignment.layer_kernels, shape.dtype, device)
+        self._kernels = make_layer_kernels(choice)
+        self._weights = _MadeUpWeights(shape.dtype, device)
+        experts = [spec.layer_experts(layer) for layer in range(spec.num_layers)]
+        firsts = sorted({experts.index(own) for own in experts})
+        self.kinds = tuple(firsts.index(experts.index(own)) for own in experts)
+        self.kind_bytes: list[int] = []
+        self._layers: list[DecoderLayer] = []
+        for layer in firsts:
+            before = self._weights.read_bytes
+            self._layers.append(DecoderLayer(spec, layer, self._weights, self._kernels))
+            self.kind_bytes.append(self._weights.read_bytes - before)
+        self._table_sizes = _table_sizes(spec, shape.dtype.itemsize, most_table_bytes)
+        self._table = self._weights.read("", (self._table_sizes[-1], spec.hidden_size))
+        norm = RmsNorm(self._weights.read("", (spec.hidden_size,)), spec.norm_epsilon)
+        self._heads = [
+            OutputHead(norm, self._table[:num_rows], self._kernels)
+            for num_rows in self._table_sizes
+        ]
+
+    def sample(self, step: MadeUpStep, stopwatch: Stopwatch) -> PartSample:
+        """Times a step whose requests are within the model's context length."""
+        inputs = _step_inputs(step, self._spec, self._shape)
+        self._attention.plan(inputs.layout)
+        calls: dict[object, Callable[[], object]] = {
+            kind: self._layer_call(layer, inputs) for kind, layer in enumerate(self._layers)
+        }
+        calls["embedding"] = lambda: F.embedding(inputs.token_ids % len(self._table), self._table)
+        heads = [("head", number) for number in range(len(self._heads) if step.decodes else 0)]
+        for name, head in zip(heads, self._heads, strict=False):
+            calls[name] = self._head_call(head, inputs)
+        times_ms = stopwatch.least_ms(calls)
+        heads_ms = [times_ms[name] for name in heads]
+        return PartSample(
+            work=step.work,
+            kinds_ms=tuple(times_ms[kind] for kind in range(len(self._layers))),
+            embedding_ms=times_ms["embedding"],
+            tail_ms=_head_ms(self._table_sizes, heads_ms, self._spec.vocab_size) if heads else 0.0,
+        )
+
+    def _layer_call(self, layer: DecoderLayer, inputs: StepInputs) -> Callable[[], object]:
+        kv_pool = KvPool([layer.layer], self._shape, inputs.layout.page_indices.numel())
+        for pages in kv_pool.pages(layer.layer):
+            pages.fill_(0.5)  # untouched pages would share one page of memory
+        spec = self._spec
+        rotary = RotaryEmbedding(spec.rope, spec.head_dim, self._shape.device)
+        rotation = rotary.at(inputs.positions)
+        stream = self._weights.read("", (inputs.num_tokens, spec.hidden_size))
+        return lambda: layer.forward(stream, rotation, inputs.slots, kv_pool, self._attention)
+
+    def _head_call(self, head: OutputHead, inputs: StepInputs) -> Callable[[], object]:
+        sampler = Sampler()
+        rows = self._weights.read("", (len(inputs.sampling), self._spec.hidden_size))
+        # Without the copy of the token ids to the host, which is none of the GPU's time.
+        return lambda: sampler.draw(head(rows), inputs.sampling, inputs.sample_positions)
 
 
 def _table_sizes(spec: ModelSpec, itemsize: int, most_bytes: int | None) -> list[int]:
@@ -133,60 +200,25 @@ def _head_ms(table_sizes: list[int], times_ms: list[float], vocab_size: int) -> 
     return most_ms + row_ms * (vocab_size - most_rows)
 
 
-def _layer_call(
-    spec: ModelSpec,
-    layer: int,
-    inputs: StepInputs,
-    attention: AttentionBackend,
-    weights: "_MadeUpWeights",
-    kernels: LayerKernels,
-    shape: AttentionShape,
-) -> Callable[[], object]:
-    kv_pool = KvPool([layer], shape, inputs.layout.page_indices.numel())
-    for pages in kv_pool.pages(layer):
-        pages.fill_(0.5)  # untouched pages would share one page of memory
-    decoder_layer = DecoderLayer(spec, layer, weights, kernels)
-    rotary = RotaryEmbedding(spec.rope, spec.head_dim, weights.device)
-    rotation = rotary.at(inputs.positions)
-    stream = weights.read("", (inputs.num_tokens, spec.hidden_size))
-    return lambda: decoder_layer.forward(stream, rotation, inputs.slots, kv_pool, attention)
-
-
-def _head_call(
-    spec: ModelSpec,
-    inputs: StepInputs,
-    weights: "_MadeUpWeights",
-    kernels: LayerKernels,
-    table: torch.Tensor,
-) -> Callable[[], object]:
-    norm = RmsNorm(weights.read("", (spec.hidden_size,)), spec.norm_epsilon)
-    head = OutputHead(norm, table, kernels)
-    sampler = Sampler()
-    rows = weights.read("", (len(inputs.sampling), spec.hidden_size))
-    # Without the copy of the token ids to the host, which is none of the GPU's time.
-    return lambda: sampler.draw(head(rows), inputs.sampling, inputs.sample_positions)
-
-
-def _typical_inputs(spec: ModelSpec, page_size: int, device: torch.device) -> StepInputs:
-    """A `TYPICAL_STEP`: decodes, each at the end of its context, and a chunk of another prompt."""
-    context = min(TYPICAL_STEP.context_tokens, spec.context_length - 1)
-    prompt = min(TYPICAL_STEP.prompt_tokens, spec.context_length - 1)
-    pages_per_request = math.ceil((max(context, prompt) + 1) / page_size)
-    chunks = []
-    for number in range(TYPICAL_STEP.decodes + 1):
-        is_decode = number < TYPICAL_STEP.decodes
-        num_tokens = context + 1 if is_decode else prompt
-        first_page = number * pages_per_request
+def _step_inputs(step: MadeUpStep, spec: ModelSpec, shape: AttentionShape) -> StepInputs:
+    """Decodes, each at the end of its context, and a chunk of another prompt."""
+    prompt_end = step.prompt_start + step.prompt_tokens
+    ends = [(step.context_tokens, step.context_tokens + 1, True)] * step.decodes
+    if step.prompt_tokens:
+        ends.append((step.prompt_start, prompt_end, False))
+    chunks, num_pages = [], 0
+    for number, (start, end, is_decode) in enumerate(ends):
+        # Without gaps: there are as many pages as are used.
+        first_page, num_pages = num_pages, num_pages + math.ceil(end / shape.page_size)
         request = MirroredRequest(
             handle=number,
             sampling=SamplingSpec(seed=number),
-            prompt_length=num_tokens,
-            tokens=array("i", [number % spec.vocab_size]) * num_tokens,
-            pages=array("i", range(first_page, first_page + pages_per_request)),
+            prompt_length=end,
+            tokens=array("i", [number % spec.vocab_size]) * end,
+            pages=array("i", range(first_page, num_pages)),
         )
-        start = context if is_decode else 0
-        chunks.append(MirroredChunk(request, start, num_tokens - start, samples=is_decode))
-    return build_step_inputs(chunks, page_size, device)
+        chunks.append(MirroredChunk(request, start, end - start, samples=is_decode))
+    return build_step_inputs(chunks, shape.page_size, shape.device)
 
 
 class _MadeUpWeights:
@@ -196,6 +228,7 @@ class _MadeUpWeights:
         self.loaded: dict[str, int] = {}
         self.dtype = dtype
         self.device = device
+        self.read_bytes = 0  # of all tensors so far
         generator = torch.Generator().manual_seed(0)
         pattern = torch.empty(_PATTERN_LENGTH).normal_(0.0, 0.02, generator=generator)
         self._pattern = pattern.to(device, dtype)
@@ -207,4 +240,5 @@ class _MadeUpWeights:
         tensor = torch.empty(math.prod(shape), dtype=self.dtype, device=self.device)
         for part in tensor.split(_PATTERN_LENGTH):
             part.copy_(self._pattern[: part.numel()])
+        self.read_bytes += tensor.nbytes
         return tensor.view(shape)

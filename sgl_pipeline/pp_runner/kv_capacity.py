@@ -52,6 +52,16 @@ def measure_card(device: torch.device) -> CardMemory:
     return CardMemory(total_bytes, free_bytes, torch.cuda.memory_reserved(device))
 
 
+def usable_memory_bytes(assignment: StageAssignment, device: torch.device) -> int:
+    """What a stage may fill with weights and pages, before it has any: of a GPU its share, on a CPU
+    all that is available, as its stages take from the same memory."""
+    if device.type == "cuda":
+        card = measure_card(device)
+        share_bytes = int(card.total_bytes * assignment.memory_fraction) // assignment.stages_on_gpu
+        return min(share_bytes, card.free_bytes // assignment.stages_on_gpu)
+    return _cpu_room_bytes()
+
+
 def kv_page_capacity(
     assignment: StageAssignment,
     spec: ModelSpec,

@@ -29,7 +29,7 @@ from sgl_pipeline.messages import (
     ToWorker,
     WorkerFailed,
 )
-from sgl_pipeline.pp_runner.cost_measurement import measure_stage_costs
+from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
 from sgl_pipeline.pp_runner.device import open_device, pin_threads
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.kv_capacity import kv_page_capacity
@@ -152,8 +152,8 @@ class StageWorker:
 
     def _be_assigned(self) -> StageAssignment:
         message = self._receive()
-        if isinstance(message, MeasureCosts):
-            costs = measure_stage_costs(message.assignment)
+        while isinstance(message, MeasureCosts):
+            costs = measure_part_costs(message.assignment, message.steps)
             self._channel.send(MeasuredCosts(self._worker, costs))
             message = self._receive()
         return self._checked(message, StageAssignment)
@@ -208,8 +208,9 @@ class StageWorker:
     def _open_mover(
         self, assignment: StageAssignment, runner: StageRunner
     ) -> LayerMover[torch.Tensor]:
-        resident = {*assignment.spare_layers, *runner.held_layers.held}
-        site = StageSite(runner, resident if assignment.spare_layers else ())
+        held = runner.held_layers.held
+        resident = {*assignment.spare_layers, *held} if assignment.spare_layers else ()
+        site = StageSite(runner, resident, assignment.max_layers or len(held))
         links = HostPageLinks(assignment.page_links, assignment.stage, site.row_bytes)
         return LayerMover(
             assignment.stage, assignment.plan, site, links, self._channel.send, time.monotonic

@@ -1,12 +1,13 @@
 """The command lines of the engines, and the life of a server process, with a stand-in server."""
 
-import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from support.ports import number_of, reserve_port
 
 from benchmark.engines import Engine, EngineFailure, bind_threads, parse_engine, running
 from sgl_pipeline.errors import ConfigurationError
@@ -14,10 +15,10 @@ from sgl_pipeline.errors import ConfigurationError
 MODEL = Path("model")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserve_port() as reserved:
+        yield number_of(reserved)
 
 
 def engine_of(program: str, port: int) -> Engine:
@@ -109,22 +110,22 @@ def test_more_stages_than_cores_are_refused() -> None:
         bind_threads([0, 1], 3)
 
 
-def test_a_server_is_gone_with_its_children_when_its_turn_ends(tmp_path: Path) -> None:
-    with running(engine_of(SERVER, free_port()), tmp_path / "log"):
-        started = psutil.Process().children(recursive=True)
+def test_a_server_is_gone_with_its_children_when_its_turn_ends(tmp_path: Path, port: int) -> None:
+    others = set(psutil.Process().children(recursive=True))
+    with running(engine_of(SERVER, port), tmp_path / "log"):
+        started = set(psutil.Process().children(recursive=True)) - others
         assert {"sleep"} <= {process.name() for process in started}
     assert not [process for process in started if process.is_running()]
 
 
-def test_a_server_that_ends_at_start_is_reported_with_its_log(tmp_path: Path) -> None:
-    engine = engine_of("raise SystemExit('no such model')", free_port())
+def test_a_server_that_ends_at_start_is_reported_with_its_log(tmp_path: Path, port: int) -> None:
+    engine = engine_of("raise SystemExit('no such model')", port)
     expected = pytest.raises(EngineFailure, match=r"stand-in: ended with 1(?s:.*)no such model")
     with expected, running(engine, tmp_path / "log"):
         pytest.fail("a dead server was used")
 
 
-def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    port = free_port()
+def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path, port: int) -> None:
     with (
         running(engine_of(SERVER, port), tmp_path / "log"),
         pytest.raises(ConfigurationError, match="is taken"),

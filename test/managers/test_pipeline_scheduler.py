@@ -152,6 +152,11 @@ def parts():
         stages=FakeStages(idle),
         steps=steps,
         compiler=compiler,
+        operators=SimpleNamespace(
+            socket=context.socket(zmq.ROUTER),
+            serve=lambda now_s: None,
+            ended=lambda record, now_s: None,
+        ),
         grammars=GrammarQueue(compiler, vocabulary(), 1000.0),
         reported=[],
     )
@@ -167,6 +172,7 @@ def run(parts: Any, script: list[list[Any]]) -> FakeFront:
         PipelineCore(parts.steps, StagePlan(0, (1,))),
         parts.stages,
         parts.grammars,
+        parts.operators,
         TraceFiles(),
         loads,
         None,

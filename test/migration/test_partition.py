@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.migration.cost_model import agreed_costs, stage_times_ms
-from sgl_pipeline.migration.partition import balanced_layer_counts
-from sgl_pipeline.stage_costs import StageCosts
+from sgl_pipeline.migration.partition import balanced_layer_counts, fits_in
+from sgl_pipeline.stage_costs import PartSizes, StageCosts
 
 
 @st.composite
@@ -45,6 +46,37 @@ def test_no_other_split_is_faster_nor_as_fast_and_more_even(costs: tuple[StageCo
         for cuts in combinations(range(1, num_layers), len(costs) - 1)
     ]
     assert key(counts) == pytest.approx(min(map(key, splits)), rel=1e-6)
+
+
+@given(stage_costs(), st.lists(st.integers(0, 30), min_size=4, max_size=4), st.integers(0, 3))
+def test_no_other_split_that_fits_is_faster(
+    costs: tuple[StageCosts, ...], memory_bytes: list[int], num_tokens: int
+) -> None:
+    """A layer takes 2 bytes and a page 1 more in each, the embedding 1 and the head 3."""
+    num_layers, num_stages = len(costs[0].layers_ms), len(costs)
+    sizes = PartSizes((2,) * num_layers, 1, 3, page_layer_bytes=1, page_size=2)
+    pages = 2 if num_tokens == 3 else 1
+
+    def fits(split: Sequence[int]) -> bool:
+        needs = [(2 + pages) * count for count in split]
+        needs[0] += 1
+        needs[-1] += 3
+        return all(need <= memory for need, memory in zip(needs, memory_bytes, strict=False))
+
+    splits = [
+        split
+        for cuts in combinations(range(1, num_layers), num_stages - 1)
+        if fits(split := [b - a for a, b in pairwise((0, *cuts, num_layers))])
+    ]
+    fit = fits_in(sizes, memory_bytes, num_tokens)
+    if not splits:
+        with pytest.raises(ConfigurationError, match="do not fit"):
+            balanced_layer_counts(costs, fit)
+        return
+    counts = balanced_layer_counts(costs, fit)
+    assert list(counts) in splits
+    least_ms = min(max(stage_times_ms(costs, split)) for split in splits)
+    assert max(stage_times_ms(costs, counts)) == pytest.approx(least_ms, rel=1e-6)
 
 
 def equal_workers(

@@ -65,6 +65,20 @@ def test_exact_times_give_the_costs_back_on_steps_never_seen() -> None:
     assert fitted.layer.prefill_attended_ms == pytest.approx(1.1e-5)
 
 
+def test_a_jump_where_a_block_of_rows_is_full_is_fitted() -> None:
+    """As measured: nine rows cost a quarter more than eight, and the next seven little more."""
+    jumping = StepCosts(
+        LayerCost(RowCost((8.0, 9.0, 16.0, 17.0), (1.0, 1.25, 1.4, 1.8), 0.06), 0.0, 1e-4, 1e-5),
+        TRUTH.embedding,
+        TRUTH.tail,
+        TRUTH.layer_weights,
+    )
+    fitted = fit_parts(samples_of(jumping, 300, seed=9), KINDS)
+    assert errors_on(fitted, samples_of(jumping, 100, seed=10), KINDS).layer < 1e-6
+    straight = fit_parts(samples_of(jumping, 300, seed=9), KINDS, curve_rows=(1.0,))
+    assert errors_on(straight, samples_of(jumping, 100, seed=10), KINDS).layer > 0.02
+
+
 def test_noise_of_ten_percent_leaves_the_fit_within_two() -> None:
     fitted = fit_parts(samples_of(TRUTH, 300, seed=3, noise=0.1), KINDS)
     errors = errors_on(fitted, samples_of(TRUTH, 100, seed=4), KINDS)

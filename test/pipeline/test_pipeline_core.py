@@ -1,12 +1,15 @@
 """The core books what stages report, in any order between them, and refuses what none could say."""
 
+import msgspec
 import pytest
+from support.moves import movable_core, stage_fails, stages_get_ready, stages_switch
 from support.pipelines import make_request
 from support.step_records import ended_request, step_record, timing
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.messages import StageReport
+from sgl_pipeline.move_record import MoveOutcome
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.step_history import RECENT_STEPS, StepHistory
 from sgl_pipeline.requests import FinishReason
@@ -136,3 +139,35 @@ def test_the_state_counts_what_waits_runs_and_was_done() -> None:
     assert [stage.last_step for stage in after.stages] == [0, 0]
     assert [stage.compute_ms for stage in after.stages] == pytest.approx([2.0, 2.0])
     assert [shares.busy for shares in after.bubble_shares()] == pytest.approx([2 / 2.5, 2 / 3.5])
+
+
+def test_a_state_keeps_what_a_move_was_and_knows_the_steps_of_its_plan() -> None:
+    core = movable_core(2, 2)
+    core.history.add(msgspec.structs.replace(step_record(0), epoch=0))
+    core.migration.move_to((1, 3), 1.0)
+    before = core.state(1.5)
+    assert before.current_move is not None
+    assert (before.current_move.outcome, before.plan.epoch) == (MoveOutcome.PREPARING, 0)
+    assert [step.step_id for step in before.steps_of_plan] == [0]
+    stages_get_ready(core, 2.0)
+    stages_switch(core, 3.0)
+    core.history.add(msgspec.structs.replace(step_record(1), epoch=1))
+    after = core.state(3.5)
+    assert (after.current_move, after.plan.layer_counts) == (None, (1, 3))
+    assert [step.step_id for step in after.steps_of_plan] == [1]
+    assert [move.outcome for move in after.moves] == [MoveOutcome.DONE]
+    # The record went on, the older state did not.
+    assert before.current_move.outcome is MoveOutcome.PREPARING
+
+
+def test_the_begin_and_the_end_of_a_move_are_reported_once() -> None:
+    core = movable_core(2, 2)
+    record = core.migration.move_to((1, 3), 1.0)
+    assert (core.migration.take_begun(), core.migration.take_ended()) == ([record], [])
+    stages_get_ready(core, 2.0)
+    stages_switch(core, 3.0)
+    assert (core.migration.take_begun(), core.migration.take_ended()) == ([], [record])
+    undo = core.migration.undo(4.0)
+    stage_fails(core, 5.0)
+    assert (core.migration.take_begun(), core.migration.take_ended()) == ([undo], [undo])
+    assert (core.migration.take_begun(), core.migration.take_ended()) == ([], [])

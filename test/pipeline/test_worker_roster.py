@@ -4,6 +4,7 @@ import random
 
 import msgspec
 import pytest
+from support.served_steps import flat_costs
 from support.worker_messages import hello, loaded, ready
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
@@ -17,26 +18,36 @@ from sgl_pipeline.messages import (
     StageReport,
     ToWorker,
 )
+from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.worker_roster import WorkerRoster
-from sgl_pipeline.stage_costs import StageCosts
+from sgl_pipeline.stage_costs import TYPICAL_STEP, PartCosts, PartSample, PartSizes
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
 
 NUM_LAYERS = 8
-COSTS = StageCosts((1.0,) * NUM_LAYERS, 0.0, 2.0)
+SIZES = PartSizes((100,) * NUM_LAYERS, 10, 10, page_layer_bytes=1, page_size=16)
+COSTS = PartCosts(
+    (0,) * NUM_LAYERS, (PartSample(TYPICAL_STEP.work, (1.0,), 0.0, 2.0),), SIZES, 10**9
+)
 
 
-def roster_of(num_stages: int, layer_partition: str = "even") -> WorkerRoster:
+def roster_of(
+    num_stages: int, layer_partition: str = "even", predictor: StepPredictor | None = None
+) -> WorkerRoster:
     stages = StageArgs(
         num_stages=num_stages, layer_partition=layer_partition, model_path="m", dtype="float32"
     )
-    return WorkerRoster(PipelineArgs(stages=stages, run_directory="run"), NUM_LAYERS)
+    return WorkerRoster(PipelineArgs(stages=stages, run_directory="run"), NUM_LAYERS, predictor)
 
 
-def answer(worker: int, message: ToWorker, num_pages: int = 10) -> FromWorker:
+def answer(
+    worker: int, message: ToWorker, num_pages: int = 10, memory_bytes: int = 10**9
+) -> FromWorker:
     """What a healthy worker says to `message`; the worker of stage s has room for s pages more."""
     if isinstance(message, MeasureCosts):
-        return MeasuredCosts(worker, COSTS)
+        samples = COSTS.samples[: len(message.steps)]
+        costs = msgspec.structs.replace(COSTS, samples=samples, memory_bytes=memory_bytes)
+        return MeasuredCosts(worker, costs)
     if isinstance(message, StageAssignment):
         return loaded(message.stage, num_pages + message.stage)
     assert isinstance(message, PoolSize)
@@ -80,6 +91,37 @@ def test_workers_get_ready_whatever_the_order_of_their_messages(
     assert (capacity.num_pages, capacity.attention_backend) == (10, "torch")
     assert list(roster.notices()) == ["one notice"]
     assert roster.workers_of_stages == [0, 1, 2]
+
+
+def test_known_costs_are_not_measured_again() -> None:
+    """A tail of four layers, not of the two that the workers would measure."""
+    roster = roster_of(3, "auto", StepPredictor(flat_costs(NUM_LAYERS, tail_ms=4.0)))
+    told = bring_up(roster, [0, 1, 2], random.Random(0))
+    asked = [order for order in told if isinstance(order, MeasureCosts)]
+    assert [order.steps for order in asked] == [()] * 3
+    assert roster.plan == StagePlan(0, (4, 3, 1))
+    assert roster.predicted_ms == (4.0, 3.0, 5.0)
+
+
+def told_of_memory(*memory_bytes: int) -> WorkerRoster:
+    """A roster whose workers, one for each stage, have measured; each has that much memory."""
+    roster = roster_of(len(memory_bytes), "auto")
+    asked = [order for worker in range(len(memory_bytes)) for order in roster.take(hello(worker))]
+    for worker, order in asked:
+        roster.take(answer(worker, order, memory_bytes=memory_bytes[worker]))
+    return roster
+
+
+def test_a_stage_is_not_given_layers_that_it_cannot_hold() -> None:
+    # Each of the eight takes 100 bytes and one for its page; the ends take 10 more.
+    assert told_of_memory(10**9, 10**9).plan == StagePlan(0, (5, 3))
+    assert told_of_memory(10 + 4 * 101, 10**9).plan == StagePlan(0, (4, 4))
+    assert told_of_memory(10 + 4 * 101 - 1, 10**9).plan == StagePlan(0, (3, 5))
+
+
+def test_a_model_that_fits_in_no_split_ends_the_start() -> None:
+    with pytest.raises(ConfigurationError, match="do not fit into the memory of 2 stages"):
+        told_of_memory(300, 300)
 
 
 def test_nothing_is_told_before_every_stage_can_be_filled() -> None:

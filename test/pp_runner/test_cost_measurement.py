@@ -13,11 +13,14 @@ from support.work_clock import WorkClock
 from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.migration.partition import balanced_layer_counts
 from sgl_pipeline.pp_runner import cost_measurement
-from sgl_pipeline.pp_runner.cost_measurement import measure_stage_costs
+from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
+from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.stopwatch import HostStopwatch
-from sgl_pipeline.stage_costs import TYPICAL_STEP, StageCosts
+from sgl_pipeline.stage_costs import TYPICAL_STEP, MadeUpStep, PartCosts, StageCosts
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.step_work import StepWork
 
 VOCAB_OF_A_LARGE_HEAD = 18_300  # 10 times the work of a layer of this size
 
@@ -41,15 +44,20 @@ def assignment(path: Path, dtype: str = "float32") -> StageAssignment:
     )
 
 
+def stage_costs(costs: PartCosts) -> StageCosts:
+    return StageCosts.of(costs.kinds, costs.samples[0])
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "glm4"])
 def test_every_layer_the_embedding_and_the_head_take_some_time(name: str) -> None:
-    costs = measure_stage_costs(assignment(tiny_model(name)))
+    costs = stage_costs(measure_part_costs(assignment(tiny_model(name)), [TYPICAL_STEP]))
     assert len(costs.layers_ms) == NUM_LAYERS
     assert min(*costs.layers_ms, costs.embedding_ms, costs.head_ms) > 0
 
 
 def test_layers_of_a_kind_share_one_time() -> None:
-    costs = measure_stage_costs(assignment(tiny_model("qwen3"), "bfloat16"))
+    own = assignment(tiny_model("qwen3"), "bfloat16")
+    costs = stage_costs(measure_part_costs(own, [TYPICAL_STEP]))
     assert len(set(costs.layers_ms)) == 1
 
 
@@ -62,7 +70,10 @@ def costs_by_work(
     )
     with WorkClock(ms_per_operator, ms_per_number) as clock:
         stopwatch = HostStopwatch(clock.now_s)
-        return cost_measurement._measure(own, torch.device("cpu"), stopwatch, most_table_bytes)
+        steps = [TYPICAL_STEP]
+        return stage_costs(
+            cost_measurement._measure(own, torch.device("cpu"), stopwatch, most_table_bytes, steps)
+        )
 
 
 @pytest.mark.parametrize("share_of_table", [2, 16])
@@ -125,6 +136,44 @@ def test_noise_makes_no_row_of_the_head_cheaper_than_nothing_or_dearer_than_all_
 
 def test_a_model_of_few_positions_is_measured_as_well() -> None:
     spec = dataclasses.replace(read_model_spec(tiny_model("qwen3")), context_length=3)
-    inputs = cost_measurement._typical_inputs(spec, 16, torch.device("cpu"))
+    step = TYPICAL_STEP.within(spec.context_length)
+    shape = spec.attention_shape(16, torch.float32, torch.device("cpu"))
+    inputs = cost_measurement._step_inputs(step, spec, shape)
     assert inputs.num_tokens == TYPICAL_STEP.decodes + 2
     assert len(inputs.sampling) == TYPICAL_STEP.decodes
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_each_step_is_timed_by_itself_and_the_parts_are_weighed(name: str) -> None:
+    path = tiny_model(name)
+    steps = [MadeUpStep(3, 20, 0), MadeUpStep(0, 0, 40, prompt_start=10), MadeUpStep(2, 5, 7)]
+    costs = measure_part_costs(assignment(path), steps)
+    assert [sample.work for sample in costs.samples] == [step.work for step in steps]
+    assert [sample.tail_ms > 0 for sample in costs.samples] == [True, False, True]
+    spec = read_model_spec(path)
+    model = StageModel.load(
+        spec,
+        path,
+        layers=range(spec.num_layers),
+        is_first=True,
+        is_last=True,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        kernels=make_layer_kernels(
+            choose_layer_kernels("torch", torch.float32, torch.device("cpu"))
+        ),
+    )
+    assert costs.sizes.weight_bytes(0, spec.num_layers) == model.weight_bytes
+    assert costs.sizes.page_layer_bytes == 2 * 16 * spec.num_kv_heads * spec.head_dim * 4
+    assert costs.memory_bytes > 0
+
+
+def test_without_steps_only_the_parts_are_weighed() -> None:
+    costs = measure_part_costs(assignment(tiny_model("qwen3")), [])
+    assert not costs.samples
+    assert min(costs.sizes.layers_bytes) > 0
+
+
+def test_a_made_up_step_has_the_work_of_its_chunks() -> None:
+    step = MadeUpStep(decodes=3, context_tokens=20, prompt_tokens=4, prompt_start=10)
+    assert step.work == StepWork(7, 3, 3 * 21, 11 + 12 + 13 + 14, 3)

@@ -1,5 +1,6 @@
 """A worker launches the next step while the last one's tokens are on their way, and no more."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -23,6 +24,9 @@ from sgl_pipeline.messages import (
     ToWorker,
     WorkerFailed,
 )
+from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
+from sgl_pipeline.pp_runner.layer_moves.stage_site import StageSite
+from sgl_pipeline.pp_runner.links.page_link import HostPageLinks
 from sgl_pipeline.pp_runner.output.output_tail import Tail
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
@@ -75,11 +79,14 @@ class Stage:
             QueueLink(self.rows, deque()),
             tail=tail and tail(self.log),
         )
+        site = StageSite(self.runner, (), 6)
+        links = HostPageLinks("nowhere", stage, site.row_bytes)
+        self.mover = LayerMover(stage, plan, site, links, self.channel.send, time.monotonic)
         self.worker = StageWorker(self.channel, 0)  # type: ignore[arg-type]
 
     def serve(self) -> list[str]:
         """What happened, in order."""
-        self.worker.serve(self.runner, StageProfile(0, has_gpu=False))
+        self.worker.serve(self.runner, self.mover, StageProfile(0, has_gpu=False))
         return self.log
 
 

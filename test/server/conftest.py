@@ -1,22 +1,40 @@
-"""Servers for all tests that only talk to one, each with two stages and in fp32."""
+"""Servers for all tests that only talk to one, each with two stages and in fp32.
+
+With several pytest workers (`make test`), each worker has servers of its own and runs whole files.
+"""
 
 from collections.abc import Iterator
 
 import openai
 import pytest
-from support.live_server import LiveServer, live_server
+from support.live_server import LiveServer, live_server, wait_until_idle
 from support.parrot_model import parrot_model
 
 
 @pytest.fixture(scope="session")
-def demo_server() -> Iterator[LiveServer]:
+def shared_servers() -> list[LiveServer]:
+    """Those of the servers below that have been started."""
+    return []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def servers_are_left_idle(shared_servers: list[LiveServer]) -> Iterator[None]:
+    """A file that leaves a request or a pause behind fails, and not the next file."""
+    yield
+    for server in shared_servers:
+        wait_until_idle(server)
+
+
+@pytest.fixture(scope="session")
+def demo_server(shared_servers: list[LiveServer]) -> Iterator[LiveServer]:
     """The demo model, with the flags that a user gets without asking."""
     with live_server("--pp", "2", "--dtype", "float32") as server:
+        shared_servers.append(server)
         yield server
 
 
 @pytest.fixture(scope="session")
-def parrot_server() -> Iterator[LiveServer]:
+def parrot_server(shared_servers: list[LiveServer]) -> Iterator[LiveServer]:
     """A model that thinks and calls tools (`support/parrot_model.py`), and the parsers for it.
 
     Chunks of several tokens, as a front that lags behind has them at any time: the marks of
@@ -28,6 +46,7 @@ def parrot_server() -> Iterator[LiveServer]:
     with live_server(
         "--pp", "2", "--dtype", "float32", "--model-path", str(parrot_model()), *flags
     ) as server:
+        shared_servers.append(server)
         yield server
 
 

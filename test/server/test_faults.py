@@ -2,8 +2,9 @@
 
 import os
 import signal
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,14 @@ LONG = {
     "text": "<|user|>Hello",
     "sampling_params": {"max_new_tokens": 20_000, "ignore_eos": True, "temperature": 0},
 }
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A short TMPDIR for servers: pytest's own are too long for Unix sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        monkeypatch.setenv("TMPDIR", path)
+        yield Path(path)
 
 
 class LongRequest:
@@ -58,9 +67,8 @@ def test_a_client_that_disconnects_mid_stream_frees_its_pages(demo_server):
     wait_until(lambda: demo_server.facts()["free_pages"] == total)
 
 
-def test_two_servers_run_side_by_side_and_leave_nothing(tmp_path, monkeypatch):
+def test_two_servers_run_side_by_side_and_leave_nothing(directory):
     """Busy as they are, one is stopped by Ctrl-C and the other by a second SIGTERM, at once."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     shared_memory = set(os.listdir("/dev/shm"))
     with live_server("--pp", "2") as first, live_server("--pp", "2") as second:
         answers = [server.generate(**short_request()).json()["text"] for server in (first, second)]
@@ -76,12 +84,11 @@ def test_two_servers_run_side_by_side_and_leave_nothing(tmp_path, monkeypatch):
         stop(second, second.process.terminate)
         assert second.process.returncode == 143
         assert all(request.join(5) and request.error for request in lost)
-        assert_nothing_left(first_processes + second_processes, tmp_path, shared_memory)
+        assert_nothing_left(first_processes + second_processes, directory, shared_memory)
     assert "Traceback" not in first.text + second.text
 
 
-def test_a_killed_stage_ends_requests_and_server_and_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_a_killed_stage_ends_requests_and_server_and_is_named(directory):
     shared_memory = set(os.listdir("/dev/shm"))
     with live_server("--pp", "2") as server:
         processes = server.descendants()
@@ -92,13 +99,12 @@ def test_a_killed_stage_ends_requests_and_server_and_is_named(tmp_path, monkeypa
         assert request.response.status_code == 500
         assert "stage 1 failed" in request.response.text
         assert server.process.wait(15) != 0
-        assert_nothing_left(processes, tmp_path, shared_memory)
+        assert_nothing_left(processes, directory, shared_memory)
     assert "stage 1 failed after step" in server.text
 
 
 @pytest.mark.parametrize("victim", ["main", "scheduler", "detokenizer"])
-def test_kill_minus_nine_leaves_no_process_socket_or_shared_memory(tmp_path, monkeypatch, victim):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_kill_minus_nine_leaves_no_process_socket_or_shared_memory(directory, victim):
     shared_memory = set(os.listdir("/dev/shm"))
     with live_server("--pp", "2") as server:
         processes = server.descendants()
@@ -108,11 +114,10 @@ def test_kill_minus_nine_leaves_no_process_socket_or_shared_memory(tmp_path, mon
             "detokenizer": server.detokenizer().kill,
         }[victim]()
         assert server.process.wait(15) != 0
-        assert_nothing_left(processes, tmp_path, shared_memory)
+        assert_nothing_left(processes, directory, shared_memory)
 
 
-def test_a_scheduler_that_is_told_to_go_takes_the_server_with_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_a_scheduler_that_is_told_to_go_takes_the_server_with_it(directory):
     shared_memory = set(os.listdir("/dev/shm"))
     with live_server("--pp", "2") as server:
         processes = server.descendants()
@@ -120,11 +125,10 @@ def test_a_scheduler_that_is_told_to_go_takes_the_server_with_it(tmp_path, monke
         server.scheduler().terminate()
         assert request.join(10), "the request in flight was left waiting"
         assert server.process.wait(15) != 0
-        assert_nothing_left(processes, tmp_path, shared_memory)
+        assert_nothing_left(processes, directory, shared_memory)
 
 
-def test_sigterm_while_starting_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_sigterm_while_starting_leaves_nothing(directory):
     shared_memory = set(os.listdir("/dev/shm"))
     server = start_server("--pp", "2")
     try:
@@ -132,7 +136,7 @@ def test_sigterm_while_starting_leaves_nothing(tmp_path, monkeypatch):
         wait_until(lambda: len(server.descendants()) >= 3, timeout_s=120)
         processes = server.descendants()
         stop(server, server.process.terminate)
-        assert_nothing_left(processes, tmp_path, shared_memory)
+        assert_nothing_left(processes, directory, shared_memory)
     finally:
         server.process.kill()
 

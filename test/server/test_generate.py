@@ -82,16 +82,26 @@ def test_samples_with_a_seed_differ_from_each_other_and_never_from_themselves(de
     assert [answer["text"] for answer in second] == texts
 
 
-@pytest.mark.parametrize(("interval", "num_events"), [(1, 6), (2, 4), (100, 2)])
-def test_a_stream_comes_in_steps_of_its_interval(demo_server, interval, num_events):
-    """The first token at once, the last ones when they end it."""
-    events = events_of(demo_server, SPELL, {"stream_interval": interval})
-    assert len(events) <= num_events
-    assert events[-1]["text"] == "c-a-t"
-    counts = [event["meta_info"]["completion_tokens"] for event in events]
-    assert counts == sorted(set(counts)) and counts[-1] == 6
-    if interval > 1:
-        assert counts[0] == 1
+@pytest.mark.parametrize(
+    ("interval", "due"), [(1, {1, 2, 3, 4, 5, 6}), (2, {1, 3, 5, 6}), (100, {1, 6})]
+)
+def test_a_stream_comes_in_steps_of_its_interval(demo_server, interval, due):
+    """The first token at once, the last ones when they end it.
+
+    SGLang's front joins events that wait for it, so a busy machine may skip some of those that are
+    due in a stream; each comes in one of several streams.
+    """
+    seen = set()
+    for _ in range(20):
+        events = events_of(demo_server, SPELL, {"stream_interval": interval})
+        assert events[-1]["text"] == "c-a-t"
+        counts = [event["meta_info"]["completion_tokens"] for event in events]
+        assert counts == sorted(set(counts)) and counts[-1] == 6
+        assert set(counts) <= due
+        seen.update(counts)
+        if seen == due:
+            return
+    pytest.fail(f"{due - seen} never came as events of their own")
 
 
 def test_token_ids_of_prompt_and_output(demo_server):

@@ -16,15 +16,10 @@ from pathlib import Path
 
 import psutil
 import requests
+from support.ports import number_of, reserve_port
 
 START_TIMEOUT_S = 180.0
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -32,8 +27,12 @@ class LiveServer:
     """A running `python -m sgl_pipeline.launch_server`; `output` is all that it has printed."""
 
     process: subprocess.Popen[str]
-    port: int
+    reserved_port: socket.socket
     output: list[str] = field(default_factory=list)
+
+    @property
+    def port(self) -> int:
+        return number_of(self.reserved_port)
 
     @property
     def url(self) -> str:
@@ -79,10 +78,11 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-def start_server(*flags: str, port: int | None = None) -> LiveServer:
+def start_server(*flags: str) -> LiveServer:
     """Starts a server and returns at once."""
-    port = port or free_port()
-    command = [sys.executable, "-m", "sgl_pipeline.launch_server", "--port", str(port), *flags]
+    port = reserve_port()
+    command = [sys.executable, "-m", "sgl_pipeline.launch_server", "--port", str(number_of(port))]
+    command += flags
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -121,3 +121,15 @@ def wait_until_ready(server: LiveServer) -> None:
         assert server.process.poll() is None, f"the server ended:\n{server.text}"
         assert time.monotonic() < deadline, f"the server is not up:\n{server.text}"
         time.sleep(0.1)
+
+
+def wait_until_idle(server: LiveServer) -> None:
+    """Fails unless the server lives, is not paused and soon has no request left."""
+    assert server.process.poll() is None, f"a shared server ended:\n{server.text}"
+    assert not server.facts()["is_paused"], "a shared server was left paused"
+
+    def is_idle() -> bool:
+        facts = server.facts()
+        return bool(facts["num_running_requests"] == facts["num_waiting_requests"] == 0)
+
+    wait_until(is_idle)

@@ -17,7 +17,7 @@ from sgl_pipeline.args import MigrationArgs, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.layer_moves import AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.messages import StageAssignment, StageReport
 from sgl_pipeline.microbatch import Microbatch
-from sgl_pipeline.migration.coordinator import MoveRecord
+from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
@@ -159,7 +159,7 @@ class LocalPipeline:
         layers = range(plan.num_layers)
         for layer in set(layers) - set(plan.layers_of(stage)):
             runner.held_layers.keep_spare(runner.held_layers.model.read_layer(layer))
-        site = StageSite(runner, resident=layers)
+        site = StageSite(runner, layers, plan.num_layers)
         links = HostPageLinks(self._directory.name, stage, site.row_bytes)
         report = partial(self.core.migration.take, now_s=0.0)
         return LayerMover(stage, plan, site, links, report, clock=lambda: 0.0)

@@ -13,7 +13,14 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_pipeline.args import GrammarArgs, PipelineArgs, SchedulingArgs, StageArgs, ThrottleArgs
+from sgl_pipeline.args import (
+    GrammarArgs,
+    MigrationArgs,
+    PipelineArgs,
+    SchedulingArgs,
+    StageArgs,
+    ThrottleArgs,
+)
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import parse_layer_partition
 from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
@@ -189,10 +196,21 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         stages=stages,
         scheduling=scheduling,
         throttle=throttle,
+        migration=_migration_args(options),
         grammars=grammars,
         trace_path=options.trace_path,
         trace_steps=options.trace_steps,
         drain_timeout_s=options.drain_timeout_s,
+    )
+
+
+def _migration_args(options: argparse.Namespace) -> MigrationArgs:
+    return MigrationArgs(
+        mode=options.migration,
+        spare_layers=options.migration_spare_layers,
+        weights=options.migration_weights,
+        window_steps=options.migration_window,
+        timeout_s=options.migration_timeout_s,
     )
 
 

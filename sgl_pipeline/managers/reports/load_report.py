@@ -37,7 +37,8 @@ class LoadReport:
         self._writer = ShmLoadSnapshotWriter(path, dp_size=1, dp_rank=0)
         self._page_size = args.page_size
         self._max_running_requests = args.max_running_requests
-        page_bytes = sum(stage.page_bytes for stage in capacity.stages)
+        # Of all layers, wherever they are; stages keep room for more than they have.
+        page_bytes = capacity.plan.num_layers * capacity.layer_page_bytes
         self._memory = MemoryMetrics(
             weight_gb=round(sum(stage.weight_bytes for stage in capacity.stages) / _GIB, 3),
             kv_cache_gb=round(capacity.num_pages * page_bytes / _GIB, 3),

@@ -7,7 +7,7 @@ is counted anyway: Prometheus asks less often, and no step waits for it.
 
 from typing import Any, get_args
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.observability.metrics_collector import (
     QueueCount,
@@ -15,6 +15,7 @@ from sglang.srt.observability.metrics_collector import (
     SchedulerStats,
 )
 
+from sgl_pipeline.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.pipeline.step_history import RECENT_STEPS
 from sgl_pipeline.stage_timing import BUBBLE_CAUSES
@@ -22,6 +23,7 @@ from sgl_pipeline.throttle import Bound
 from sgl_pipeline.trace import RequestRecord
 
 _INTERVAL_S = 1.0
+_MOVE_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
 class MetricsReport:
@@ -59,6 +61,19 @@ class MetricsReport:
         """Some requests have had their last token."""
         for request in requests:
             self._upstream.observe_queue_time(request.queue_ms / 1e3)
+
+    def moved(self, record: MoveRecord) -> None:
+        """A layer move is over."""
+        assert record.ended_s is not None
+        own, outcome = self._own, record.outcome.value
+        own.moves.labels(**own.labels, outcome=outcome, wanted_by=record.wanted_by).inc()
+        own.move_seconds.labels(**own.labels, outcome=outcome).observe(
+            record.ended_s - record.began_s
+        )
+        own.copied_bytes.inc(record.copied_bytes)
+        own.patched_bytes.inc(record.patched_bytes)
+        if record.outcome is MoveOutcome.DONE:
+            own.move_gap_s.set(record.gap_ms / 1e3)
 
     def publish(self, load: LoadSnapshot, state: PipelineState) -> None:
         """Writes `state`, if it is time; `load` is the same as upstream counts it."""
@@ -106,6 +121,9 @@ class MetricsReport:
         own.naive_waiting_tokens.set(state.naive_load.waiting_tokens)
         own.naive_free_page_share.set(state.naive_load.free_share)
         own.steps_in_flight.set(state.load.steps_in_flight)
+        own.plan_epoch.set(state.plan.epoch)
+        for gauge, count in zip(own.stage_layers, state.plan.layer_counts, strict=True):
+            gauge.set(count)
         self._count(own.steps, state.num_steps)
         self._count(own.prefill_tokens, state.prefill_tokens)
         self._count(own.decodes, state.decodes)
@@ -152,6 +170,8 @@ class _PipelineMetrics:
     """Our own metrics. The tokens of a microbatch are rate(step_tokens) / rate(steps)."""
 
     def __init__(self, labels: dict[str, str], num_stages: int) -> None:
+        self.labels = labels
+        self._add_moves(num_stages)
         self.waiting_tokens = _gauge(
             "waiting_tokens", "Prompt tokens not yet scheduled, cache hits excluded.", labels
         )
@@ -208,6 +228,28 @@ class _PipelineMetrics:
         stages = range(num_stages)
         self.stage_input_wait_s = [waits.labels(**labels, stage=str(stage)) for stage in stages]
         self.stage_compute_s = [computes.labels(**labels, stage=str(stage)) for stage in stages]
+
+    def _add_moves(self, num_stages: int) -> None:
+        """Those of the layer split and its changes."""
+        labels = self.labels
+        layers = _labelled_gauge("stage_layers", "Layers of the plan in use.", labels, "stage")
+        self.stage_layers = [
+            layers.labels(**labels, stage=str(stage)) for stage in range(num_stages)
+        ]
+        self.plan_epoch = _gauge("plan_epoch", "Number of the plan in use.", labels)
+        self.moves = _counter("layer_moves", "Layer moves.", labels, "outcome", "wanted_by")
+        moved = _counter("layer_move_bytes", "Keys and values sent by moves.", labels, "phase")
+        self.copied_bytes = moved.labels(**labels, phase="copied")
+        self.patched_bytes = moved.labels(**labels, phase="patched")
+        self.move_gap_s = _gauge(
+            "layer_move_gap_seconds", "At most how long the last move held up a step.", labels
+        )
+        self.move_seconds = Histogram(
+            "sgl_pipeline_layer_move_seconds",
+            "From the wish for a move to its end.",
+            labelnames=[*labels, "outcome"],
+            buckets=_MOVE_SECONDS,
+        )
 
 
 def _gauge(name: str, text: str, labels: dict[str, str]) -> Gauge:

@@ -13,7 +13,8 @@ from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 
 
 def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, Any]:
-    """The pipeline as it was started."""
+    """The pipeline as it was started; what changes with its plan is in `describe_state` as well,
+    which goes before."""
     predicted_ms = capacity.predicted_ms
     return {
         "num_stages": capacity.plan.num_stages,
@@ -26,11 +27,12 @@ def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, 
         "page_size": args.scheduling.page_size,
         "total_pages": capacity.num_pages,
         "page_capacity_of_stages": [stage.num_pages for stage in capacity.stages],
-        "page_bytes_of_stages": [stage.page_bytes for stage in capacity.stages],
+        "page_bytes_of_layer": capacity.layer_page_bytes,
         "weight_bytes_of_stages": [stage.weight_bytes for stage in capacity.stages],
         "load_seconds_of_stages": [round(stage.load_seconds, 3) for stage in capacity.stages],
         "dtype": args.stages.dtype,
         "device": args.stages.device,
+        "migration": args.migration.mode,
         "stage_attention_backend": capacity.attention_backend,
         "stage_kernels": capacity.layer_kernels,
     }
@@ -38,7 +40,11 @@ def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, 
 
 def describe_state(state: PipelineState) -> dict[str, Any]:
     """The pipeline as it is doing."""
-    return {
+    # What was predicted was predicted of the first plan.
+    outdated = {} if state.plan.epoch == 0 else {"predicted_step_ms_of_stages": None}
+    return outdated | {
+        "layer_partition": list(state.plan.layer_counts),
+        "plan_epoch": state.plan.epoch,
         "is_paused": state.is_paused,
         "free_pages": state.load.free_pages,
         "waiting_tokens": state.load.waiting_tokens,

@@ -1,4 +1,5 @@
-"""Hands every finished step to the writers of `--trace-path`, `--trace-steps` and profiles.
+"""Hands every finished step and layer move to the writers of `--trace-path`, `--trace-steps` and
+profiles.
 
 Fed by `pipeline_scheduler.py` once the steps that follow are on their way.
 """
@@ -6,6 +7,7 @@ Fed by `pipeline_scheduler.py` once the steps that follow are on their way.
 import logging
 from collections.abc import Iterable
 
+from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.trace import StepRecord, StepWriter
 
 logger = logging.getLogger(__name__)
@@ -30,14 +32,31 @@ class TraceFiles:
     def write(self, records: Iterable[StepRecord]) -> None:
         """Writes `records` to all. A full disk ends one trace, not the server."""
         for record in records:
-            for writer in tuple(self._writers):
-                try:
+            self._hand_on(record)
+
+    def write_moves(self, records: Iterable[MoveRecord]) -> None:
+        """Writes layer moves that are over to all, as `write` does with steps."""
+        for record in records:
+            self._hand_on(record)
+
+    def _hand_on(self, record: StepRecord | MoveRecord) -> None:
+        for writer in tuple(self._writers):
+            try:
+                if isinstance(record, StepRecord):
                     writer.write(record)
-                    writer.flush()
-                except OSError as error:
-                    logger.error("the trace ends with step %d: %s", record.step_id, error)
-                    self._writers.remove(writer)
+                else:
+                    writer.write_move(record)
+                writer.flush()
+            except OSError as error:
+                logger.error("the trace ends with %s: %s", _name(record), error)
+                self._writers.remove(writer)
 
     def close(self) -> None:
         for writer in tuple(self._writers):
             self.remove(writer)
+
+
+def _name(record: StepRecord | MoveRecord) -> str:
+    if isinstance(record, StepRecord):
+        return f"step {record.step_id}"
+    return f"layer move {record.move}"

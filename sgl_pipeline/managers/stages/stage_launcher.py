@@ -15,6 +15,7 @@ from sgl_pipeline.channels import SchedulerChannel
 from sgl_pipeline.errors import ConfigurationError, StageFailure
 from sgl_pipeline.managers.stages.stage_processes import stage_address
 from sgl_pipeline.messages import FromWorker, Shutdown, ToWorker, WorkerFailed
+from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.worker_roster import PipelineCapacity, WorkerRoster
 from sgl_pipeline.pipeline.worker_source import WorkerSource
 from sgl_pipeline.process_lifetime import WatchedProcess
@@ -32,6 +33,7 @@ class StageLauncher:
         num_layers: of the model.
         pids: of the workers that have been started, by number.
         source: who can be asked for more; None: nobody.
+        predictor: of the parts' times on each worker, where that is known.
     """
 
     def __init__(
@@ -41,8 +43,9 @@ class StageLauncher:
         pids: Sequence[int],
         context: "zmq.Context[zmq.Socket[bytes]]",
         source: WorkerSource | None = None,
+        predictor: StepPredictor | None = None,
     ) -> None:
-        self.roster = WorkerRoster(args, num_layers)
+        self.roster = WorkerRoster(args, num_layers, predictor)
         self.channel = SchedulerChannel(context, stage_address(args.run_directory))
         self._source = source
         self._num_stages = args.stages.num_stages

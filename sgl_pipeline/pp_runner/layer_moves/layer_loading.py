@@ -1,7 +1,7 @@
 """Weights that are read while steps run: a thread that yields to the thread of the steps.
 
-Used by `stage_site.py`. The thread has the lowest priority, so that it takes what the steps leave
-of the stage's cores; where it holds Python's lock, the thread of the steps sleeps and the kernel
+Used by `stage_site.py`. The thread has a low priority, so that it takes little from the steps
+of a busy stage; where it holds Python's lock, the thread of the steps sleeps and the kernel
 gives it the core at once.
 """
 
@@ -13,7 +13,8 @@ import torch
 
 from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer
 
-_LOWEST_PRIORITY = 19
+# A tenth of a core that the steps would use up (sched(7): a weight of 110 beside 1024).
+_NICENESS = 10
 
 
 class LayerLoading:
@@ -54,7 +55,7 @@ class LayerLoading:
         self._thread.join()
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         torch.set_num_threads(1)
         try:
             for layer in self._layers:

@@ -1,6 +1,7 @@
 """A stage worker's layers, as a layer move sees them: a `MoveSite` over `StageRunner`.
 
-Its weights are spare ones that the stage loaded at its start, or are read in a thread of their own.
+Weights that come are spare ones, or are read in a thread of their own. Those of layers that have
+left stay as spare ones while the stage has room for them: loads swing back.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,13 +23,15 @@ class StageSite:
     """The layers of `runner`.
 
     Args:
-        resident: layers whose weights stay when the layers go.
+        resident: layers whose weights stay for ever.
+        max_layers: the most layers whose weights are here, resident ones that have left aside.
     """
 
-    def __init__(self, runner: StageRunner, resident: Iterable[int]) -> None:
+    def __init__(self, runner: StageRunner, resident: Iterable[int], max_layers: int) -> None:
         self._runner = runner
         self._layers = runner.held_layers
         self._resident = frozenset(resident)
+        self._max_layers = max_layers
         self._rows = PageRows(self._layers.kv_pool, kv_page_bytes(runner.shape, 1))
         self._loading: LayerLoading | None = None
 
@@ -43,6 +46,7 @@ class StageSite:
 
     def begin_loading(self, layers: Sequence[int]) -> None:
         missing = [layer for layer in layers if layer not in self._layers.spare]
+        self._make_room(len(missing), needed=layers)
         if missing:
             self._loading = LayerLoading(missing, self._layers.model.read_layer)
 
@@ -66,11 +70,9 @@ class StageSite:
             self._loading.abandon()
             self._loading = None
         for layer in layers:
-            stays = layer in self._resident
             if layer in self._layers.held:
-                self._layers.drop(layer, keep_weights=stays)
-            elif not stays:
-                self._layers.drop_spare(layer)
+                self._layers.drop(layer, keep_weights=True)
+        self._make_room(0, needed=())
 
     def read_pages(self, layer: int, pages: Sequence[int]) -> Parcel[torch.Tensor]:
         rows = self._rows.pack(layer, pages)
@@ -85,6 +87,13 @@ class StageSite:
     def close(self) -> None:
         if self._loading is not None:
             self._loading.close()
+
+    def _make_room(self, num_layers: int, needed: Sequence[int]) -> None:
+        """Frees the oldest spare weights that are not `needed`, until `num_layers` may come."""
+        kept = [layer for layer in self._layers.spare if layer not in self._resident]
+        surplus = len(self._layers.held) + len(kept) + num_layers - self._max_layers
+        for layer in [layer for layer in kept if layer not in needed][: max(0, surplus)]:
+            self._layers.drop_spare(layer)
 
     def wait_before(self, layers: Iterable[int], incoming: Awaited) -> None:
         for layer in layers:

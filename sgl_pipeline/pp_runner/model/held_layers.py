@@ -35,8 +35,9 @@ class HeldLayers:
 
     @property
     def spare(self) -> tuple[int, ...]:
-        """Model-wide ids of the layers whose weights are here and whose pages are not."""
-        return tuple(sorted(self._spare))
+        """Model-wide ids of the layers whose weights are here and whose pages are not, those that
+        came first first."""
+        return tuple(self._spare)
 
     @property
     def weight_bytes(self) -> int:

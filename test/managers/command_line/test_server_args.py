@@ -13,7 +13,14 @@ from sglang.srt.server_args import ServerArgs
 from support.front_model import write_front_model
 from support.tiny_models import tiny_model
 
-from sgl_pipeline.args import POLICIES, GrammarArgs, SchedulingArgs, StageArgs, ThrottleArgs
+from sgl_pipeline.args import (
+    POLICIES,
+    GrammarArgs,
+    MigrationArgs,
+    SchedulingArgs,
+    StageArgs,
+    ThrottleArgs,
+)
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.command_line.server_args import (
     _device,
@@ -65,6 +72,7 @@ def test_our_defaults_are_those_of_the_argument_sections(model: str) -> None:
     pipeline = parse_command_line(["--model-path", model, "--device", "cpu"]).pipeline
     assert pipeline.throttle == ThrottleArgs()
     assert pipeline.scheduling == SchedulingArgs()
+    assert pipeline.migration == MigrationArgs()
     assert pipeline.stages == StageArgs(model_path=model, dtype="float32")
 
 
@@ -88,6 +96,8 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
         --grammar-match-ms-per-token 1.5 --grammar-backend none
         --constrained-json-disable-any-whitespace --constrained-json-max-whitespace-cnt 2
         --schedule-policy lof --accounting gllm --duplicate-prefills --dtype bfloat16
+        --migration manual --migration-spare-layers 3 --migration-weights resident
+        --migration-window 50 --migration-timeout-s 2.5
         --device cpu"""
     pipeline = parse_command_line(["--model-path", model, *flags.split()]).pipeline
     assert pipeline.throttle == ThrottleArgs(
@@ -116,6 +126,9 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
         layer_kernels="torch",
         max_total_tokens=999,
         cpu_threads=2,
+    )
+    assert pipeline.migration == MigrationArgs(
+        mode="manual", spare_layers=3, weights="resident", window_steps=50, timeout_s=2.5
     )
     assert pipeline.grammars == GrammarArgs(
         enabled=False,
@@ -216,6 +229,10 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--grammar-compile-memory-mib 1", "--grammar-compile-memory-mib 1"),
         ("--grammar-match-ms-per-token 0", "--grammar-match-ms-per-token 0"),
         ("--served-model-name a:b", "SGLang refuses"),
+        ("--migration manual", "--migration manual needs stages .* --pp 2 or more"),
+        ("--migration-spare-layers 0 --pp 2", "--migration-spare-layers 0 must be at least 1"),
+        ("--migration-window 0 --pp 2", "--migration-window 0 must be at least 1"),
+        ("--migration-timeout-s nan --pp 2", "--migration-timeout-s nan"),
         (
             "--enable-priority-scheduling --priority-scheduling-preemption-threshold -1",
             "--priority-scheduling-preemption-threshold -1",

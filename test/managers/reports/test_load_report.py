@@ -21,7 +21,7 @@ def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) ->
     steps = StepScheduler(args, policy, num_pages=10, num_stages=1, context_length=100)
     pipeline = FakePipeline(steps, page_size=4)
     stages = (stage(GIB // 10), stage(GIB // 10))
-    capacity = PipelineCapacity(StagePlan(0, (1, 1)), None, 10, stages, "torch", "torch")
+    capacity = PipelineCapacity(StagePlan(0, (1, 1)), None, 10, stages, "torch", "torch", GIB // 10)
     report = LoadReport(loads_path(str(tmp_path)), args, capacity)
     reader = ShmLoadSnapshotReader(loads_path(str(tmp_path)), dp_size=1)
 

@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 import pytest
+from support.moves import movable_core, stages_get_ready, stages_switch
 from support.pipelines import FakePipeline, make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -63,3 +64,18 @@ def test_an_idle_server_says_nothing_and_the_next_interval_begins_with_the_next_
     status.report(pipeline.core.state(100.0))
     status.report(pipeline.core.state(109.9))
     assert lines(caplog) == []
+
+
+def test_the_line_says_that_layers_move(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    core, status = movable_core(2, 2), StatusLine()
+    core.scheduler.add(make_request("a", [1] * 16, 50))
+    status.report(core.state(100.0))
+    core.migration.move_to((1, 3), 109.0)
+    status.report(core.state(110.0))
+    stages_get_ready(core, 111.0)
+    stages_switch(core, 112.0)
+    status.report(core.state(120.0))
+    moving, moved = lines(caplog)
+    assert moving.startswith("step 0, moving layers to 1,3: waiting 1")
+    assert moved.startswith("step 0: waiting 1")

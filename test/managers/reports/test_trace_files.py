@@ -1,11 +1,14 @@
-"""Every writer gets the steps that end while it is there, and a full disk ends only its trace."""
+"""Every writer gets the steps and moves that end while it is there, and a full disk ends only its
+trace."""
 
 from pathlib import Path
 
+import pytest
+from support.moves import abandoned_move, done_move
 from support.step_records import step_record
 
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
-from sgl_pipeline.trace import TraceWriter, read_trace
+from sgl_pipeline.trace import TraceWriter, read_moves, read_trace
 
 
 def test_a_writer_gets_the_steps_that_end_while_it_is_there(tmp_path: Path) -> None:
@@ -34,3 +37,26 @@ def test_a_full_disk_ends_one_trace_and_neither_the_server_nor_another(tmp_path:
     traces.close()
     assert full.num_flushes == 1
     assert len(list(read_trace(tmp_path / "whole"))) == 2
+
+
+def test_layer_moves_are_lines_among_the_steps(tmp_path: Path) -> None:
+    traces = TraceFiles([TraceWriter(tmp_path / "trace")])
+    traces.write([step_record(0)])
+    traces.write_moves([done_move()])
+    traces.write([step_record(1)])
+    traces.write_moves([abandoned_move()])
+    traces.close()
+    assert list(read_trace(tmp_path / "trace")) == [step_record(0), step_record(1)]
+    assert list(read_moves(tmp_path / "trace")) == [done_move(), abandoned_move()]
+
+
+def test_a_full_disk_met_by_a_move_ends_the_trace_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FullDisk(TraceWriter):
+        def flush(self) -> None:
+            raise OSError("no space left on device")
+
+    traces = TraceFiles([FullDisk(tmp_path / "trace")])
+    traces.write_moves([done_move(), abandoned_move()])
+    assert caplog.messages == ["the trace ends with layer move 3: no space left on device"]

@@ -1,0 +1,137 @@
+"""`/pipeline/...`: the HTTP routes by which operators look at the pipeline and change it.
+
+`launch_server.py` adds them to upstream's application. Bodies are checked here; what can be done is
+decided in the scheduler process (`front/pipeline_desk.py`). Who may call them is upstream's rule
+for its own administrative routes: with `--admin-api-key` that key, else with `--api-key` that one,
+else everybody.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Depends
+from msgspec import Meta
+from sglang.srt.entrypoints.http_server import validate_json_request
+from sglang.srt.utils.auth import AuthLevel, auth_level
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from sgl_pipeline.errors import RequestError
+from sgl_pipeline.managers.desk_channel import (
+    DeskClient,
+    MoveLayers,
+    Question,
+    ShowPlan,
+    UndoMove,
+)
+
+ANSWER_TIMEOUT_S = 10.0
+# Beyond the time that stages have to get ready: what is behind the switch has no bound of its own.
+SWITCH_TIMEOUT_S = 30.0
+MAX_STAGES = 256
+_HOW_TO_ASK = (
+    'send {"layer_counts": [...]} with the layers of each stage, or {"undo": true}; '
+    '"preview": true predicts and moves nothing'
+)
+
+
+class PlanChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /pipeline/plan."""
+
+    layer_counts: (
+        Annotated[
+            tuple[Annotated[int, Meta(ge=0, le=1_000_000)], ...],
+            Meta(min_length=1, max_length=MAX_STAGES),
+        ]
+        | None
+    ) = None
+    undo: bool = False
+    preview: bool = False
+
+    def question(self) -> MoveLayers | UndoMove:
+        """What is to be asked. Raises RequestError unless one of the two changes is named."""
+        if self.undo == (self.layer_counts is not None):
+            both = "both" if self.undo else "neither"
+            raise RequestError(f"{both} of layer_counts and undo is given; {_HOW_TO_ASK}")
+        if self.layer_counts is not None:
+            return MoveLayers(self.layer_counts, self.preview)
+        return UndoMove(self.preview)
+
+
+_decoder = msgspec.json.Decoder(PlanChange)
+
+
+def add_pipeline_routes(app: Any, address: str, move_timeout_s: float) -> None:
+    """Adds the routes to upstream's FastAPI application, before it is started.
+
+    Args:
+        address: of the scheduler process's desk (`desk_channel.desk_address`).
+        move_timeout_s: how long stages may take to get ready for a move.
+    """
+    routes = _PipelineRoutes(DeskClient(address), move_timeout_s)
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def show_plan() -> Response:
+        """The layer split in use, what its stages spend their time on, and the moves so far."""
+        return await routes.show_plan()
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def change_plan(request: Request) -> Response:
+        """Moves layers between stages, or predicts what that would bring."""
+        return await routes.change_plan(request)
+
+    app.add_api_route("/pipeline/plan", show_plan, methods=["GET"], response_model=None)
+    app.add_api_route(
+        "/pipeline/plan",
+        change_plan,
+        methods=["POST"],
+        response_model=None,
+        dependencies=[Depends(validate_json_request)],
+    )
+
+
+class _PipelineRoutes:
+    """What the routes do. A client that leaves changes nothing: a move that has begun goes on."""
+
+    def __init__(self, desk: DeskClient, move_timeout_s: float) -> None:
+        self._desk = desk
+        self._move_timeout_s = move_timeout_s
+
+    async def show_plan(self) -> Response:
+        return await self._ask(ShowPlan(), ANSWER_TIMEOUT_S)
+
+    async def change_plan(self, request: Request) -> Response:
+        try:
+            question = read_plan_change(await request.body()).question()
+        except ClientDisconnect:
+            return _refusal("the client has left", 400)
+        except RequestError as error:
+            return _refusal(str(error), error.status_code)
+        if question.preview:
+            return await self._ask(question, ANSWER_TIMEOUT_S)
+        return await self._ask(question, self._move_timeout_s + SWITCH_TIMEOUT_S)
+
+    async def _ask(self, question: Question, timeout_s: float) -> Response:
+        try:
+            answer = await self._desk.ask(question, timeout_s)
+        except RequestError as error:
+            return _refusal(str(error), error.status_code)
+        if answer is None:
+            return _refusal(
+                f"the scheduler has not answered within {timeout_s:g} s; a move that has begun "
+                "goes on, and GET /pipeline/plan shows how it ends",
+                504,
+            )
+        return Response(answer.body, answer.status, media_type="application/json")
+
+
+def read_plan_change(body: bytes) -> PlanChange:
+    """Reads the body of POST /pipeline/plan. Raises RequestError for any other."""
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body cannot be read: {error}; {_HOW_TO_ASK}") from error
+
+
+def _refusal(message: str, status: int) -> JSONResponse:
+    return JSONResponse({"error": {"message": message}}, status)

@@ -1,0 +1,124 @@
+"""Answers operators' questions about the running pipeline, in the scheduler process.
+
+Driven by `pipeline_scheduler.py`. The HTTP routes are `entrance/pipeline_routes.py`, the messages
+`desk_channel.py`. Decides nothing: what may move is `PipelineCore.migration`'s question. A question
+that goes wrong is answered, and never ends the loop.
+"""
+
+import logging
+from typing import Any
+
+import msgspec
+import zmq
+
+from sgl_pipeline.errors import RequestError
+from sgl_pipeline.managers.desk_channel import (
+    DeskAnswer,
+    DeskSocket,
+    MoveLayers,
+    Question,
+    ShowPlan,
+)
+from sgl_pipeline.managers.reports.plan_report import (
+    describe_move,
+    describe_plan,
+    describe_prediction,
+)
+from sgl_pipeline.move_record import MoveOutcome, MoveRecord
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+
+logger = logging.getLogger(__name__)
+
+# Each costs up to a few milliseconds, in which no step is decided.
+MAX_QUESTIONS_PER_TURN = 4
+
+
+class PipelineDesk:
+    """One question at a time; whoever wants layers to move hears of it when that is over."""
+
+    def __init__(self, socket: DeskSocket, core: PipelineCore) -> None:
+        self._socket = socket
+        self._core = core
+        # Who waits for the end of a move, by its number.
+        self._askers: dict[int, bytes] = {}
+
+    @property
+    def socket(self) -> "zmq.Socket[bytes]":
+        """Readable when a question has come."""
+        return self._socket.socket
+
+    def serve(self, now_s: float) -> None:
+        """Takes the questions that have come. A move that one begins has its first order in
+        `PipelineCore.move_orders`."""
+        for _ in range(MAX_QUESTIONS_PER_TURN):
+            try:
+                received = self._socket.receive()
+            except msgspec.DecodeError:
+                logger.exception("a question about the pipeline cannot be read")
+                continue
+            if received is None:
+                return
+            asker, question = received
+            try:
+                answer = self._answer(asker, question, now_s)
+            except RequestError as error:
+                answer = refusal(str(error), error.status_code)
+            except Exception:
+                logger.exception("a question about the pipeline failed: %r", question)
+                answer = refusal("internal error; see the server's log", 500)
+            if answer is not None:
+                self._socket.answer(asker, answer)
+
+    def ended(self, record: MoveRecord, now_s: float) -> None:
+        """A move is over: answers whoever wanted it, if it was an operator."""
+        asker = self._askers.pop(record.move, None)
+        if asker is None:
+            return
+        move = describe_move(record, now_s)
+        if record.outcome is MoveOutcome.DONE:
+            self._socket.answer(asker, answer_with({"move": move}))
+        else:
+            message = f"the move was abandoned, the old plan stands: {record.reason}"
+            self._socket.answer(asker, refusal(message, 503, move=move))
+
+    def close(self) -> None:
+        """Answers whoever still waits, and listens no more."""
+        for asker in self._askers.values():
+            self._socket.answer(asker, refusal("the server is shutting down", 503))
+        self._askers.clear()
+        self._socket.close()
+
+    def _answer(self, asker: bytes, question: Question, now_s: float) -> DeskAnswer | None:
+        """What can be answered now. Raises RequestError for what is refused."""
+        migration = self._core.migration
+        if isinstance(question, ShowPlan):
+            return answer_with(describe_plan(self._core.state(now_s), migration))
+        if isinstance(question, MoveLayers):
+            if question.preview:
+                return self._preview(question.layer_counts)
+            record = migration.move_to(question.layer_counts, now_s)
+        else:
+            if question.preview:
+                return self._preview(migration.plan_before())
+            record = migration.undo(now_s)
+        self._askers[record.move] = asker
+        return None
+
+    def _preview(self, layer_counts: tuple[int, ...]) -> DeskAnswer:
+        prediction = self._core.migration.preview(layer_counts)
+        if prediction is None:
+            raise RequestError(
+                "nothing can be predicted yet: too few steps were measured; ask again under load",
+                status_code=503,
+            )
+        return answer_with({"preview": describe_prediction(prediction)})
+
+
+def answer_with(body: dict[str, Any]) -> DeskAnswer:
+    """A 200 with `body`."""
+    return DeskAnswer(200, msgspec.json.encode(body))
+
+
+def refusal(message: str, status: int, **more: Any) -> DeskAnswer:
+    """An error reply in the form of our other routes."""
+    return DeskAnswer(status, msgspec.json.encode({"error": {"message": message}} | more))

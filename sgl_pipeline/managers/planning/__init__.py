@@ -1,0 +1,1 @@
+"""Commands without a server: fit the costs of a model, show what a layer split brings."""
