@@ -24,7 +24,7 @@ from sgl_pipeline.args import (
     require,
 )
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.migration.coordinator import MoveRecord
+from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.simulator.experiment import LINKS, Cluster, MeasuredPipeline, simulate
 from sgl_pipeline.simulator.kernel_costs import DEVICES
 from sgl_pipeline.simulator.migration_setup import Migration

@@ -28,6 +28,8 @@ _DECODES = (0, 1, 4, 16, 32, 64, 96, 128, 192, 256)
 _CONTEXTS = (128, 512, 1536)
 _CHUNKS = (0, 32, 128, 256, 512, 1024, 2048)
 _STARTS = (0, 1024)
+# Where a card's times may bend.
+_CURVE_ROWS = (1.0, 16.0, 32.0, 64.0, 96.0, 128.0, 192.0, 256.0, 512.0, 1024.0)
 # Reading weights from the host's memory over PCIe, as gLLM's machine has it.
 _WEIGHT_BYTES_PER_S = 20.79e9
 _OFF = MigrationArgs(mode="off")
@@ -95,7 +97,7 @@ def fitted_costs(
     parts: PartSeconds, num_layers: int, layer_weights: tuple[float, ...] = ()
 ) -> StepCosts:
     """The costs that come nearest to the tables' times of made-up steps."""
-    costs = fit_parts(list(_samples(parts, _made_up_steps())), (0,) * num_layers)
+    costs = fit_parts(list(_samples(parts, _made_up_steps())), (0,) * num_layers, _CURVE_ROWS)
     if layer_weights:
         return StepCosts(costs.layer, costs.embedding, costs.tail, layer_weights)
     return costs

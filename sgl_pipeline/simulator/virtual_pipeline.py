@@ -16,7 +16,7 @@ from itertools import count
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
-from sgl_pipeline.migration.coordinator import MoveRecord
+from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore

@@ -9,8 +9,8 @@ import pytest
 
 from sgl_pipeline.args import MigrationArgs, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.migration.coordinator import MoveOutcome
 from sgl_pipeline.migration.planner_args import PlannerArgs
+from sgl_pipeline.move_record import MoveOutcome
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.migration_setup import Migration
