@@ -14,7 +14,7 @@ from sgl_pipeline.simulator.calibration import FittedCosts, fit_trace
 from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
 from sgl_pipeline.simulator.migration_setup import STILL, Migration
 from sgl_pipeline.simulator.models import MODELS
-from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts
+from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts, ScaledTail
 from sgl_pipeline.simulator.stage_clock import Slowdown
 from sgl_pipeline.simulator.virtual_pipeline import Simulation, VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest
@@ -49,7 +49,7 @@ class Cluster:
     """`num_stages` equal cards, one a stage. `memory_share` of each is for weights and KV; some of
     the rest is for activations. `pool_tokens` overrides what would fit. Where layers may move, each
     card keeps room for the most of them that it may hold. `layer_weights` are as in
-    `PipelineCosts`."""
+    `PipelineCosts`; norm, head and sampling take `tail_factor` times what the tables say."""
 
     model: str
     device: str
@@ -59,6 +59,7 @@ class Cluster:
     memory_share: float = 0.9
     layer_counts: tuple[int, ...] = ()
     layer_weights: tuple[float, ...] = ()
+    tail_factor: float = 1.0
     stage_slowness: tuple[float, ...] = ()
     slowdowns: tuple[Slowdown, ...] = ()
     migration: Migration = STILL
@@ -73,8 +74,9 @@ class Cluster:
     def costs(self) -> PipelineCosts:
         model = MODELS[self.model]
         latency_s, bytes_per_s = LINKS[self.link]
+        parts = part_seconds(DEVICES[self.device], model, self.tensor_parallel)
         return PipelineCosts(
-            part_seconds(DEVICES[self.device], model, self.tensor_parallel),
+            parts if self.tail_factor == 1.0 else ScaledTail(parts, self.tail_factor),
             self.layers,
             Link(
                 latency_s=latency_s,

@@ -25,6 +25,23 @@ class PartSeconds(Protocol):
         """Final norm, lm_head and sampling: what only the last stage does."""
 
 
+@dataclass(frozen=True, slots=True)
+class ScaledTail:
+    """`parts` with a tail that takes `factor` times as long: another sampler's work."""
+
+    parts: PartSeconds
+    factor: float
+
+    def layer_s(self, shape: StepShape) -> float:
+        return self.parts.layer_s(shape)
+
+    def embedding_s(self, shape: StepShape) -> float:
+        return self.parts.embedding_s(shape)
+
+    def tail_s(self, shape: StepShape) -> float:
+        return self.factor * self.parts.tail_s(shape)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """Between neighbouring stages. `bytes_per_token` of the residual stream, one row."""
