@@ -75,11 +75,12 @@ def conclude(rows: Sequence[Row]) -> list[str]:
 FIGURE = Figure(
     name="move_links",
     title="Layers that move over slow links, Qwen2.5-14B, ShareGPT",
-    claim="DynaPipe (D11, D14): over TCP the gain on gLLM is slightly smaller than in the node, about "
-    "24 % (second-hand); a layer costs less than 100 ms beyond its step over PCIe, mostly hidden.",
+    claim="DynaPipe (D11, D14): over TCP the gain on gLLM is slightly smaller than in the node, "
+    "about 24 % (second-hand); a layer costs less than 100 ms beyond its step over PCIe, mostly "
+    "hidden.",
     assumptions="net73 is gLLM's network (73.28 Gbps), net10 a 10 Gbps one; both carry pages and "
-    "activations alike, PCIe does not. dynapipe copies beside its steps with resident weights; auto "
-    "copies in its stages' own time and reads weights at 20.79 GB/s.",
+    "activations alike, PCIe does not. dynapipe copies beside its steps, with resident weights; "
+    "auto copies in its stages' own time and reads weights at 20.79 GB/s.",
     compute=compute,
     draw=draw,
     conclude=conclude,
