@@ -101,8 +101,6 @@ class VirtualPipeline:
         plan = StagePlan(0, costs.layer_counts)
         self._core = PipelineCore(scheduler, plan, migration)
         self._costs = costs
-        # The steps of an epoch run under its plan, also those that come back after a switch.
-        self._costs_of = {0: costs}
         self._clocks = [StageClock() for _ in range(costs.num_stages)]
         self._moves = VirtualMoves(
             move_costs or MoveCosts(), plan, self._clocks, costs.host.transit_s
@@ -240,9 +238,9 @@ class VirtualPipeline:
     def _fill(self, now_s: float) -> None:
         for order in self._core.move_orders(now_s):
             self._moves.take(order, now_s)
-            plan = self._core.plan
-            if plan.epoch not in self._costs_of:
-                self._costs_of[plan.epoch] = self._costs.under(plan.layer_counts)
+            if self._core.plan.layer_counts != self._costs.layer_counts:
+                # Times of steps that were sent are known already.
+                self._costs = self._costs.under(self._core.plan.layer_counts)
         while (step := self._core.next_step(now_s)) is not None:
             schedule_s = self._costs.host.schedule_s(len(step.microbatch.chunks))
             step.schedule_ms = schedule_s * 1e3
@@ -253,7 +251,7 @@ class VirtualPipeline:
     def _send(self, step: OpenStep, sent_s: float) -> _Trip:
         """Runs a step that leaves the scheduler at `sent_s` through all stages."""
         microbatch = step.microbatch
-        costs, shape = self._costs_of[microbatch.epoch], StepShape.of(microbatch)
+        costs, shape = self._costs, StepShape.of(microbatch)
         prepare_s = costs.host.prepare_s(len(microbatch.chunks))
         compute_s = costs.stage_seconds(shape, microbatch.step_id)
         pages = self._written_pages(microbatch) if self._moves.is_copying else []
@@ -264,7 +262,7 @@ class VirtualPipeline:
             end_s = start_s + self._slowed(stage, start_s, compute_s[stage])
             if self._moves.is_open:
                 self._moves.idle(stage, start_s)
-                end_s += self._wait_s(stage, start_s, shape, costs)
+                end_s += self._wait_s(stage, start_s, shape)
             timing = self._timing(clock.free_s, sent_s, prepare_s, start_s, end_s)
             timings.append(timing)
             clock.free_s = end_s
@@ -283,13 +281,13 @@ class VirtualPipeline:
             seconds *= slowdown.factor_at(stage, start_s)
         return seconds
 
-    def _wait_s(self, stage: int, start_s: float, shape: StepShape, costs: PipelineTiming) -> float:
+    def _wait_s(self, stage: int, start_s: float, shape: StepShape) -> float:
         """How long a step waits on a stage for pages of layers that have come there."""
         layer = self._moves.first_new_layer(stage)
         if layer is None:
             return 0.0
-        before_s = self._slowed(stage, start_s, costs.seconds_before(shape, stage, layer))
-        reached_s = start_s + before_s
+        before_s = self._costs.seconds_before(shape, stage, layer)
+        reached_s = start_s + self._slowed(stage, start_s, before_s)
         return self._moves.wait(stage, reached_s) - reached_s
 
     def _written_pages(self, microbatch: Microbatch) -> list[int]:

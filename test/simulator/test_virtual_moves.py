@@ -18,7 +18,7 @@ from sgl_pipeline.simulator.page_copies import MoveCosts
 from sgl_pipeline.simulator.pipeline_costs import Link, PipelineCosts
 from sgl_pipeline.simulator.stage_clock import Slowdown
 from sgl_pipeline.simulator.step_shape import StepShape
-from sgl_pipeline.simulator.summary import summarise
+from sgl_pipeline.simulator.summary import bubble_share, summarise
 from sgl_pipeline.simulator.virtual_pipeline import Simulation, VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 from sgl_pipeline.stage_plan import StagePlan
@@ -150,6 +150,32 @@ def test_copies_beside_the_steps_cost_them_nothing_but_the_wait() -> None:
     assert move.wait_ms == pytest.approx(250.0)
 
 
+def test_nothing_is_copied_before_the_target_has_the_weights() -> None:
+    costs = PipelineCosts(TokenSeconds(), layer_counts=(1, 2))
+    slow = replace(SLOW_MOVES, copying="beside", weight_bytes_per_s=2.0)
+    (move,) = run_by_hand(costs, requests((0.0, 4, 8)), slow, [(13.5, (2, 1))]).moves
+    # Stage 0 reads for five seconds, then two pages take a second each.
+    assert (move.load_ms, move.switched_s) == pytest.approx((5000.0, 18.5 + 0.25 + 2.0))
+
+
+def test_a_busy_stage_gives_a_tenth_of_its_time() -> None:
+    costs = PipelineCosts(TokenSeconds(), layer_counts=(1, 2))
+    load = requests((0.0, 16, 30), (49.0, 1, 30))
+    simulation = run_by_hand(costs, load, SLOW_MOVES, [(60.0, (2, 1))])
+    (move,) = simulation.moves
+    starts = [step.starts_s[1] for step in simulation.steps if step.record.epoch == 0]
+    # Two requests in turns keep stage 1 busy: a step of one token every two seconds, then 2.2.
+    gaps = [
+        (end > 62.5, pytest.approx(end - start))
+        for start, end in pairwise(one for one in starts if one > 52.0)
+    ]
+    assert gaps.count((False, 2.0)) >= 3
+    assert gaps.count((True, 2.2)) >= 10
+    # Stage 1 sends 6.4 bytes between two steps, and never more.
+    assert move.switched_s is not None
+    assert move.copied_bytes / 6.4 * 2.2 == pytest.approx(move.switched_s - 62.0, abs=4.4)
+
+
 def test_on_a_shared_link_rows_wait_for_a_parcel_and_pages_for_rows() -> None:
     costs = PipelineCosts(
         TokenSeconds(), layer_counts=(2, 1), link=Link(bytes_per_s=8.0, bytes_per_token=4)
@@ -250,6 +276,14 @@ def steady_load(num_clients: int, answers: int) -> list[SimulatedRequest]:
 
 EAGER = PlannerArgs(cooldown_s=1.0, horizon_s=1000.0)
 PARTS = TokenSeconds(step=0.01, tail=0.03)
+
+
+def test_in_each_step_all_stages_but_the_last_idle_for_the_tail() -> None:
+    """DynaPipe: a decode step adds (stages - 1) bubbles as long as its sampling."""
+    steady = VirtualPipeline(scheduler(3), PipelineCosts(PARTS, (4, 4, 4))).run(steady_load(9, 20))
+    assert bubble_share(steady) == pytest.approx(2 * 0.03 / (3 * (4 * 0.01 + 0.03)), abs=0.01)
+    moved = VirtualPipeline(scheduler(3), PipelineCosts(PARTS, (5, 5, 2))).run(steady_load(9, 20))
+    assert bubble_share(moved) == pytest.approx(0.0, abs=0.01)
 
 
 def all_splits(num_layers: int) -> list[tuple[int, int, int]]:
