@@ -15,7 +15,7 @@ from benchmark.figures.plans import (
     with_removed,
 )
 from sgl_pipeline.simulator.experiment import Cluster
-from sgl_pipeline.simulator.virtual_pipeline import Simulation
+from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.workload import SimulatedRequest
 
 INPUT_TOKENS = 512

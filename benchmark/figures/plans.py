@@ -17,9 +17,9 @@ from sgl_pipeline.move_record import MoveOutcome
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.migration_setup import Migration
 from sgl_pipeline.simulator.models import MODELS
+from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import Distribution, LatencyTarget
 from sgl_pipeline.simulator.traces import load_trace
-from sgl_pipeline.simulator.virtual_pipeline import Simulation
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds, poisson_arrivals
 
 # DynaPipe: the 32B model's stages have 16 layers and may have 19.

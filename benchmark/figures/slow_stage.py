@@ -8,8 +8,8 @@ from matplotlib.figure import Figure as Canvas
 from benchmark.figures.figure import Figure, Options, Row, closed_loop, select
 from benchmark.figures.plans import made_up, plan_text, served, with_auto, with_published
 from sgl_pipeline.simulator.experiment import Cluster
+from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.stage_clock import Slowdown
-from sgl_pipeline.simulator.virtual_pipeline import Simulation
 
 CLIENTS = 192
 SLOW_STAGE, FACTOR = 1, 1.3

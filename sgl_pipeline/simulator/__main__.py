@@ -29,10 +29,10 @@ from sgl_pipeline.simulator.experiment import LINKS, Cluster, MeasuredPipeline, 
 from sgl_pipeline.simulator.kernel_costs import DEVICES
 from sgl_pipeline.simulator.migration_setup import Migration
 from sgl_pipeline.simulator.models import MODELS
+from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import LatencyTarget, Summary, summarise
 from sgl_pipeline.simulator.traces import SHIPPED, load_trace, shared_prefixes
 from sgl_pipeline.simulator.tune import Trial, search, server_flags
-from sgl_pipeline.simulator.virtual_pipeline import Simulation
 from sgl_pipeline.simulator.workload import (
     SimulatedRequest,
     poisson_arrivals,

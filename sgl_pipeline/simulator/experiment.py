@@ -15,8 +15,9 @@ from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
 from sgl_pipeline.simulator.migration_setup import STILL, Migration
 from sgl_pipeline.simulator.models import MODELS
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts, ScaledTail
+from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.stage_clock import Slowdown
-from sgl_pipeline.simulator.virtual_pipeline import Simulation, VirtualPipeline
+from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy

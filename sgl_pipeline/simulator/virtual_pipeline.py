@@ -10,13 +10,12 @@ give equal steps and equal times.
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
-from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
@@ -24,47 +23,13 @@ from sgl_pipeline.requests import GREEDY, Request, StopRules
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.page_copies import MoveCosts
 from sgl_pipeline.simulator.pipeline_costs import PipelineTiming
+from sgl_pipeline.simulator.simulation import ServedRequest, SimulatedStep, Simulation
 from sgl_pipeline.simulator.stage_clock import Slowdown, StageClock
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_moves import VirtualMoves
 from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.trace import StepRecord
-
-
-@dataclass(slots=True)
-class ServedRequest:
-    """What a client saw of a request. Times are virtual seconds; `finished_s` is None until the
-    last token, `error` says why there is none."""
-
-    asked: SimulatedRequest
-    arrival_s: float
-    token_times_s: list[float] = field(default_factory=list)
-    finished_s: float | None = None
-    cached_tokens: int = 0
-    num_retractions: int = 0
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedStep:
-    """A step as it was decided and as it ran: `starts_s[s]` and `ends_s[s]` on stage `s`."""
-
-    shape: StepShape
-    record: StepRecord
-    starts_s: tuple[float, ...]
-    ends_s: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """All that happened."""
-
-    requests: tuple[ServedRequest, ...]
-    steps: tuple[SimulatedStep, ...]
-    num_retractions: int
-    moves: tuple[MoveRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from sgl_pipeline.simulator.experiment import Cluster, simulate
 from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
 from sgl_pipeline.simulator.migration_setup import Migration, fit_errors
 from sgl_pipeline.simulator.models import MODELS
+from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.summary import Summary, summarise
 from sgl_pipeline.simulator.traces import load_trace
-from sgl_pipeline.simulator.virtual_pipeline import Simulation
 from sgl_pipeline.simulator.workload import poisson_arrivals
 
 AUTO = MigrationArgs(mode="auto", spare_layers=3)
