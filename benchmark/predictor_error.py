@@ -1,11 +1,13 @@
 """How far the predictor is off on steps that it was not fitted to, and what it costs.
 
-    python -m benchmark.predictor_error /some/model --pp 2
+    python -m benchmark.predictor_error /some/model --pp 2 --trace FILE --layer-counts 8,8
 
-Three sources: this machine's own kernels, timed by a stage worker as `sgl_pipeline.migration.fit`
-does; and the published kernel tables of `sgl_pipeline/simulator/data`, for DynaPipe's models. Each
-is fitted twice: with our curves, and with the straight lines of DynaPipe's formulas. A fifth of the
-steps is held out. Besides, the time of a prediction and of a step's planning.
+Sources: this machine's own kernels, timed by a stage worker as `sgl_pipeline.migration.fit` does;
+and the published kernel tables of `sgl_pipeline/simulator/data`, for DynaPipe's models. Each is
+fitted twice: with our curves, and with the straight lines of DynaPipe's formulas. A fifth of the
+steps is held out. With the trace of a server that ran this model on this machine: whole stages, by
+the costs from the kernels and by those that the planner fits while it runs. Besides, the time of a
+prediction and of a step's planning.
 """
 
 import argparse
@@ -33,7 +35,8 @@ from sgl_pipeline.stage_costs import MadeUpStep, PartSample
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_costs import StepCosts
-from sgl_pipeline.trace import StepRecord
+from sgl_pipeline.step_work import StepWork
+from sgl_pipeline.trace import StepRecord, read_trace
 
 TABLES = (
     ("a100-80g", "Qwen2.5-14B"),
@@ -89,19 +92,48 @@ def _judge(
         groups.setdefault(f"layer, {kind if work.decodes else 'prompts'}", []).append(off)
         if work.samples:
             groups.setdefault("tail", []).append(parts.tail_ms / sample.tail_ms - 1.0)
-    return [
-        ErrorRow(
-            source,
-            lines,
-            part,
-            len(offs),
-            float(np.mean(np.abs(offs))),
-            float(np.median(np.abs(offs))),
-            float(np.percentile(np.abs(offs), 95)),
-            float(np.mean(offs)),
-        )
-        for part, offs in sorted(groups.items())
-    ]
+    return [_row(source, lines, part, offs) for part, offs in sorted(groups.items())]
+
+
+def _row(source: str, lines: str, part: str, offs: Sequence[float]) -> ErrorRow:
+    sizes = np.abs(offs)
+    return ErrorRow(
+        source,
+        lines,
+        part,
+        len(offs),
+        float(np.mean(sizes)),
+        float(np.median(sizes)),
+        float(np.percentile(sizes, 95)),
+        float(np.mean(offs)),
+    )
+
+
+def trace_rows(
+    records: Sequence[StepRecord], layer_counts: tuple[int, ...], costs: StepCosts
+) -> list[ErrorRow]:
+    """How far off whole stages of a served run are: by `costs` as they are and times what the
+    planner took for the stages' speeds just then, and by what it fitted to the steps before."""
+    plan = StagePlan(0, layer_counts)
+    rows = []
+    for lines, given in (("curves", StepPredictor(costs)), ("fitted while running", None)):
+        planner = LayerPlanner(PlannerArgs(), plan, given)
+        plain: list[list[float]] = [[] for _ in layer_counts]
+        sped: list[list[float]] = [[] for _ in layer_counts]
+        for record in records:
+            if planner.predictor is not None:
+                parts = planner.predictor.parts_ms(StepWork.of_record(record))
+                times_ms = planner.predictor.stage_times_ms(parts, layer_counts)
+                for stage, timing in enumerate(record.stages):
+                    plain[stage].append(times_ms[stage] / timing.compute_ms - 1.0)
+                    by_speed = times_ms[stage] * planner.speeds[stage]
+                    sped[stage].append(by_speed / timing.compute_ms - 1.0)
+            planner.note(record)
+        for stage, offs in enumerate(plain):
+            rows.append(_row("served run", lines, f"stage {stage}", offs))
+        for stage, offs in enumerate(sped):
+            rows.append(_row("served run", lines, f"stage {stage}, with its speed", offs))
+    return rows
 
 
 def table_samples(device: str, model: str, num_steps: int) -> list[PartSample]:
@@ -197,6 +229,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trace", help="of a server with this model on this machine")
+    parser.add_argument("--layer-counts", help="of the server that wrote the trace, such as 8,8")
     options = parser.parse_args()
     path = find_model(options.model, None, None)
     spec = read_model_spec(path)
@@ -216,6 +250,9 @@ def main() -> None:
         for layers, stages in ((16, 2), (16, 4), (64, 4), (80, 8))
         for known in (True, False)
     ]
+    if options.trace is not None:
+        counts = tuple(int(count) for count in options.layer_counts.split(","))
+        rows += trace_rows(list(read_trace(options.trace)), counts, file.costs)
     heads = ["times of", "fit", "part", "steps", "mean error", "median", "95th percentile", "bias"]
     facts = {
         "fit": {

@@ -118,10 +118,10 @@ class MoveCoordinator:
 
         Raises ProtocolError for one that no stage could give now.
         """
+        if report.move >= self._next_move:
+            raise ProtocolError(f"stage {report.stage} speaks of move {report.move}, unknown")
         record = self._current
         if record is None or report.move < record.move:
-            if report.move >= self._next_move:
-                raise ProtocolError(f"stage {report.stage} speaks of move {report.move}, unknown")
             return
         is_switching = record.outcome is MoveOutcome.SWITCHING
         if isinstance(report, MoveDone) != is_switching or report.stage in self._answered:

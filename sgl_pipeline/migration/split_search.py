@@ -37,12 +37,11 @@ def can_stay_below(
     end, last = 0, len(weight_ends) - 1
     lightest = min(high - low for low, high in pairwise(weight_ends))
     layer_ms = max(layer_ms, 1e-9)
-    for number, stage in enumerate(stages):
+    for stage in stages:
         weight = (slowest_ms / stage.speed - stage.extra_ms) / layer_ms + 1e-9
         if weight < lightest:
             return False
-        most = last - (len(stages) - 1 - number)
-        end = min(most, bisect_right(weight_ends, weight_ends[end] + weight) - 1)
+        end = bisect_right(weight_ends, weight_ends[end] + weight) - 1
     return end == last
 
 

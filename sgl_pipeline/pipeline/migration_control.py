@@ -23,8 +23,7 @@ from sgl_pipeline.trace import StepRecord
 
 
 class MigrationControl:
-    """The moves of one pipeline. `proposal` is the newest that the planner made for the plan in
-    use; None where there is none.
+    """The moves of one pipeline.
 
     Args:
         mode: `off`, `manual` or `auto` (`args.MIGRATION_MODES`).
@@ -37,7 +36,7 @@ class MigrationControl:
         self.mode = mode
         self.coordinator = coordinator
         self.planner = planner
-        self.proposal: Proposal | None = None
+        self._proposed: tuple[int, ...] | None = None  # for the plan in use
         self._ended: list[MoveRecord] = []
 
     @classmethod
@@ -57,6 +56,14 @@ class MigrationControl:
     def history(self) -> tuple[MoveRecord, ...]:
         """The newest moves, oldest first."""
         return tuple(self.coordinator.history)
+
+    @property
+    def proposal(self) -> Proposal | None:
+        """What the planner proposed last for the plan in use, by the steps that it has seen since,
+        if that is still worth the move."""
+        if self.planner is None or self._proposed is None:
+            return None
+        return self.planner.worthwhile(self.coordinator.plan.layer_counts, self._proposed)
 
     def preview(self, layer_counts: Sequence[int]) -> Proposal | None:
         """What the move of `move_to` would bring; None before enough steps were measured.
@@ -127,7 +134,7 @@ class MigrationControl:
         proposal = self.planner.proposal(self.coordinator.plan.layer_counts, now_s)
         if proposal is None:
             return
-        self.proposal = proposal
+        self._proposed = proposal.layer_counts
         if self.mode == "auto":
             self.coordinator.begin(proposal.layer_counts, "auto", now_s)
 
@@ -136,12 +143,12 @@ class MigrationControl:
         steps waited, and the stages' share of the time before that."""
         for record in self.coordinator.take_ended():
             self._ended.append(record)
-            self.proposal = None
+            self._proposed = None
             if self.planner is None:
                 continue
             self.planner.moved(now_s)
             if record.switched_s is not None:
-                stalled_s = (record.patch_ms + record.wait_ms) * 1e-3
+                stalled_s = record.gap_ms * 1e-3
                 shared_s = MOVE_SHARE * (record.switched_s - record.began_s)
                 old, new = (StagePlan(0, counts) for counts in (record.before, record.after))
                 self.planner.learn_price((stalled_s + shared_s) / len(layer_moves(old, new)))

@@ -201,6 +201,8 @@ def run_the_loop(
         PipelineCore(steps, StagePlan(0, (1,) * NUM_STAGES)),
         stages,
         NoGrammars("none here"),
+        # Nobody asks, so it sleeps wherever the front would.
+        SimpleNamespace(socket=socket, serve=lambda now_s: None),
         TraceFiles(),
         SimpleNamespace(publish=lambda state: None),
         None,

@@ -215,6 +215,15 @@ def test_a_small_gain_is_not_worth_a_move() -> None:
         assert bool(found) == is_worth_it
 
 
+def test_what_limits_leave_of_a_gain_has_to_be_worth_it() -> None:
+    """Without limits six layers would leave the last stage; one of 24 gains 4 %."""
+    served = ServedSteps(flat_costs(64, tail_ms=8.0), StagePlan(0, (16, 16, 16, 16)))
+    for share, is_worth_it in ((0.04, True), (0.05, False)):
+        args = PlannerArgs(cooldown_s=0.0, min_gain_share=share)
+        planner = planner_of(served, args, max_layers=(16, 16, 17, 16))
+        assert bool(proposals(planner, served, [decode_step(4)] * 100)) == is_worth_it
+
+
 def test_after_a_move_it_keeps_still_for_a_while() -> None:
     served = ServedSteps(flat_costs(8, tail_ms=2.0), StagePlan(0, (4, 4)))
     planner = planner_of(served, PlannerArgs(cooldown_s=10.0))

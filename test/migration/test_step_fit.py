@@ -159,6 +159,15 @@ def test_whole_stages_tell_layers_and_tail_apart(
     assert np.mean(tail_errors) < 0.10
 
 
+@pytest.mark.parametrize("layer_counts", [(5, 5, 6), (3, 4, 4, 3, 2)])
+def test_the_embedding_is_the_first_stages_alone(layer_counts: tuple[int, ...]) -> None:
+    plain = card_costs(16)
+    by_token = RowCost((1.0,), (4e-3,), 4e-3)  # of many tokens as long as several layers
+    truth = StepCosts(plain.layer, by_token, plain.tail, plain.layer_weights)
+    found, _ = online_costs(truth, layer_counts, noise=0.05)
+    assert found.embedding.row_ms == pytest.approx(4e-3, rel=0.05)
+
+
 def test_a_server_fits_ever_more_rarely() -> None:
     fit, record = OnlineFit(4), ServedSteps(flat_costs(4, 2.0), StagePlan(0, (2, 2)))
     times = [

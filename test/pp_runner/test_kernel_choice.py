@@ -8,7 +8,7 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
-from sgl_pipeline.pp_runner.cost_measurement import measure_stage_costs
+from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
 from sgl_pipeline.pp_runner.kernel_choice import (
     BackendChoice,
     GraphChoice,
@@ -21,6 +21,7 @@ from sgl_pipeline.pp_runner.kernel_choice import (
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.stage_costs import TYPICAL_STEP
 from sgl_pipeline.stage_plan import StagePlan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -101,7 +102,7 @@ def test_stages_and_their_measurement_hand_the_prefill_kernels_on():
         cpu_cores=(),
     )
     with pytest.raises(ConfigurationError, match="--stage-prefill-kernels fa2"):
-        measure_stage_costs(assignment)
+        measure_part_costs(assignment, [TYPICAL_STEP])
     with pytest.raises(ConfigurationError, match="--stage-prefill-kernels fa2"):
         StageRunner(assignment, None, shape(), 4, None)
 

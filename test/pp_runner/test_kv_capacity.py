@@ -58,6 +58,13 @@ def test_capacity_on_a_cpu_is_a_fixed_size_or_what_was_asked_for():
     assert kv_page_capacity(assignment(100), SPEC, CPU, torch.float32).num_pages == 6
 
 
+def test_pages_are_those_of_the_most_layers_that_a_stage_may_hold():
+    fixed = kv_page_capacity(assignment(None), SPEC, CPU, torch.float32)
+    may_hold_four = msgspec.structs.replace(assignment(None), max_layers=4)
+    moving = kv_page_capacity(may_hold_four, SPEC, CPU, torch.float32)
+    assert moving.page_bytes == 2 * fixed.page_bytes
+
+
 def test_less_than_a_page_names_the_knobs():
     with pytest.raises(ConfigurationError, match=r"--max-total-tokens 15 .* --page-size"):
         kv_page_capacity(assignment(15), SPEC, CPU, torch.float32)
@@ -69,7 +76,11 @@ def test_more_than_memory_holds_names_the_limit_and_the_knob():
 
 
 def on_a_gpu(
-    card: CardMemory, stages_on_gpu: int = 1, max_total_tokens: int | None = None, **changes: object
+    card: CardMemory,
+    stages_on_gpu: int = 1,
+    max_total_tokens: int | None = None,
+    layer_bytes: int = 0,
+    **changes: object,
 ) -> KvCapacity:
     own = msgspec.structs.replace(
         assignment(max_total_tokens),
@@ -79,10 +90,23 @@ def on_a_gpu(
         stages_on_gpu=stages_on_gpu,
         **changes,
     )
-    return kv_page_capacity(own, SPEC, CUDA, torch.bfloat16, lambda _: card)
+    return kv_page_capacity(
+        own, SPEC, CUDA, torch.bfloat16, lambda _: card, layer_bytes=layer_bytes
+    )
 
 
 ROOMY = CardMemory(24 * GIB, 22 * GIB, 1 * GIB)
+
+
+def test_a_gpu_keeps_room_for_layers_that_may_come():
+    """Two may, and the weights of one of them are here already."""
+    fixed = on_a_gpu(ROOMY)
+    may_come = {"max_layers": 4, "spare_layers": (1,)}
+    pages_only = on_a_gpu(ROOMY, **may_come)
+    assert pages_only.num_pages == fixed.num_pages // 2
+    with_weights = on_a_gpu(ROOMY, layer_bytes=GIB, **may_come)
+    lost_bytes = (pages_only.num_pages - with_weights.num_pages) * with_weights.page_bytes
+    assert abs(lost_bytes - GIB) <= with_weights.page_bytes
 
 
 def test_a_gpu_is_filled_to_the_fraction_that_was_asked_for():

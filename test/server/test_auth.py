@@ -134,3 +134,15 @@ def test_what_is_the_admins_needs_the_admins_key(server: LiveServer) -> None:
 
     assert flush(KEY) == 401
     assert flush(ADMIN_KEY) == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_the_layer_split_is_the_admins(server: LiveServer, method: str) -> None:
+    def status(*headers: bytes) -> int:
+        body = (b"Host: a", b"Content-Type: application/json", b"Content-Length: 0")
+        return status_of(server, f"{method} /pipeline/plan HTTP/1.1".encode(), *body, *headers)
+
+    assert status() == status(BEARER) == 401
+    # An empty body is a 400 once the door is open.
+    admin = f"Authorization: Bearer {ADMIN_KEY}".encode()
+    assert status(admin) == (200 if method == "GET" else 400)

@@ -1,11 +1,13 @@
 """Clients that vanish, processes that are killed, servers that are told to go."""
 
+import contextlib
 import os
 import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -101,6 +103,81 @@ def test_a_killed_stage_ends_requests_and_server_and_is_named(directory):
         assert server.process.wait(15) != 0
         assert_nothing_left(processes, directory, shared_memory)
     assert "stage 1 failed after step" in server.text
+
+
+class WantedMove:
+    """A move by hand, in a thread of its own, that the stages have not got ready for."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self._server = server
+        first, last = self.plan()["layer_counts"]
+        self._counts = [first - 1, last + 1]
+        self.response: requests.Response | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        wait_until(lambda: self.plan()["move_under_way"] is not None)
+
+    def plan(self) -> dict[str, Any]:
+        return requests.get(f"{self._server.url}/pipeline/plan", timeout=30).json()
+
+    def join(self) -> None:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        with contextlib.suppress(requests.ConnectionError):
+            self.response = requests.post(
+                f"{self._server.url}/pipeline/plan",
+                json={"layer_counts": self._counts},
+                timeout=60,
+            )
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["source", "target"])
+def test_a_stage_killed_while_it_hands_over_a_layer_ends_the_server_with_its_name(
+    directory, victim
+):
+    shared_memory = set(os.listdir("/dev/shm"))
+    with live_server("--pp", "2", "--migration", "manual") as server:
+        processes = server.descendants()
+        request = LongRequest(server)
+        stages = server.stages()
+        stages[1].suspend()  # the target gets no further
+        move = WantedMove(server)
+        stages[victim].kill()
+        assert request.join(5) and request.response is not None, request.error
+        assert request.response.status_code == 500
+        assert f"stage {victim} failed" in request.response.text
+        move.join()
+        assert move.response is None or move.response.status_code == 503
+        assert server.process.wait(15) != 0
+        assert_nothing_left(processes, directory, shared_memory)
+
+
+def test_a_stage_that_is_slow_costs_the_move_and_nothing_else(directory):
+    flags = ("--pp", "2", "--migration", "manual", "--migration-timeout-s", "0.5")
+    body = {"text": "<|user|>Hello", "sampling_params": {"max_new_tokens": 40, "temperature": 0}}
+    with live_server(*flags) as server:
+        expected = requests.post(f"{server.url}/generate", json=body, timeout=60).json()["text"]
+        target = server.stages()[1]
+        target.suspend()
+        move = WantedMove(server)
+        move.join()
+        assert move.response is not None and move.response.status_code == 503
+        assert "--migration-timeout-s" in move.response.text
+        target.resume()
+        after = requests.post(f"{server.url}/generate", json=body, timeout=60).json()["text"]
+        assert after == expected
+        plan = move.plan()
+        assert plan["epoch"] == 0 and plan["history"][-1]["outcome"] == "abandoned"
+        # What was given up can be done again.
+        first, last = plan["layer_counts"]
+        again = requests.post(
+            f"{server.url}/pipeline/plan", json={"layer_counts": [first - 1, last + 1]}, timeout=60
+        )
+        assert again.status_code == 200
+        after = requests.post(f"{server.url}/generate", json=body, timeout=60).json()["text"]
+        assert after == expected
 
 
 @pytest.mark.parametrize("victim", ["main", "scheduler", "detokenizer"])

@@ -1,35 +1,35 @@
-"""Weights that are read while steps run: a thread that yields to the thread of the steps.
+"""Weights that are read while steps run: a thread that works little and rests much.
 
-Used by `stage_site.py`. The thread has a low priority, so that it takes little from the steps
-of a busy stage; where it holds Python's lock, the thread of the steps sleeps and the kernel
-gives it the core at once.
+Used by `stage_site.py`. It rests after each tensor, three times as long as that took. A low
+priority would not do: between two tensors the thread holds Python's lock, and with it the steps,
+and would get no core from the server's other processes meanwhile.
 """
 
-import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 import torch
 
 from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer
 
-# A tenth of a core that the steps would use up (sched(7): a weight of 110 beside 1024).
-_NICENESS = 10
+# Of the thread's time.
+_REST_PER_WORK = 3.0
+
+# Reads the weights of a layer, and calls what it is given before each tensor.
+ReadLayer = Callable[[int, Callable[[], None]], LoadedLayer]
 
 
 class LayerLoading:
-    """Reads `layers` one after the other, from now on.
+    """Reads `layers` one after the other, from now on, by `read` in a thread of its own."""
 
-    Args:
-        read: reads one; called in the thread.
-    """
-
-    def __init__(self, layers: Iterable[int], read: Callable[[int], LoadedLayer]) -> None:
+    def __init__(self, layers: Iterable[int], read: ReadLayer) -> None:
         self._layers = tuple(layers)
         self._read = read
         self._loaded: list[LoadedLayer] = []
         self._error: Exception | None = None
-        self._is_abandoned = False
+        self._is_abandoned = threading.Event()
+        self._rested_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="layer loading", daemon=True)
         self._thread.start()
 
@@ -47,7 +47,7 @@ class LayerLoading:
 
     def abandon(self) -> None:
         """Reads no further layer, and forgets those that were read."""
-        self._is_abandoned = True
+        self._is_abandoned.set()
 
     def close(self) -> None:
         """Returns when the thread has ended: one that still ran would not let the process end."""
@@ -55,14 +55,18 @@ class LayerLoading:
         self._thread.join()
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         torch.set_num_threads(1)
         try:
             for layer in self._layers:
-                loaded = self._read(layer)
-                if self._is_abandoned:
+                loaded = self._read(layer, self._rest)
+                if self._is_abandoned.is_set():
                     self._loaded.clear()
                     return
                 self._loaded.append(loaded)
         except Exception as error:
             self._error = error
+
+    def _rest(self) -> None:
+        worked_s = time.monotonic() - self._rested_s
+        self._is_abandoned.wait(_REST_PER_WORK * worked_s)
+        self._rested_s = time.monotonic()

@@ -74,8 +74,8 @@ class LayerMover(Generic[R]):
         self._report = report
         self._clock = clock
         self._open: _OpenMove[R] | None = None
-        # Links of the last move, on which targets may still say what they have read: to close one
-        # that holds unread words would cost the target what it has not read yet.
+        # Links of the last move. A socket that is closed with unread words in it (what the target
+        # gave back) may be reset, and what the target has not read yet be lost.
         self._used: list[OutgoingLayers[R]] = []
 
     @property

@@ -6,6 +6,7 @@ name. Must never read a tensor that was not asked for: a stage holds its own lay
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -113,6 +114,22 @@ class Checkpoint:
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} is truncated or corrupt: {error}") from None
         return self._opened[file_name]
+
+
+class PacedWeights:
+    """The tensors of `source`, with a `pause` before each."""
+
+    def __init__(self, source: WeightSource, pause: Callable[[], None]) -> None:
+        self._source = source
+        self._pause = pause
+        self.loaded = source.loaded
+
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        self._pause()
+        return self._source.read(name, shape)
 
 
 class DummyWeights:

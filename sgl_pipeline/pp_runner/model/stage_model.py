@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, RmsNorm
-from sgl_pipeline.pp_runner.model.checkpoint import WeightSource, open_weights
+from sgl_pipeline.pp_runner.model.checkpoint import PacedWeights, WeightSource, open_weights
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
@@ -168,12 +168,15 @@ class StageModel:
         )
 
     @torch.inference_mode()
-    def read_layer(self, layer: int) -> LoadedLayer:
+    def read_layer(self, layer: int, pause: Callable[[], None] = lambda: None) -> LoadedLayer:
         """Reads one layer more, for `add_layer`; changes nothing, so that a thread may call it.
+
+        Args:
+            pause: called before each tensor is read.
 
         Raises CheckpointError as at the start.
         """
-        weights = self._open_source()
+        weights = PacedWeights(self._open_source(), pause)
         decoder = DecoderLayer(self.spec, layer, weights, self._kernels)
         prefix = self._prefix(layer)
         sizes = {name: size for name, size in weights.loaded.items() if name.startswith(prefix)}

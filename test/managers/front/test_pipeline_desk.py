@@ -8,7 +8,7 @@ import pytest
 import zmq
 from support.moves import movable_core, stage_fails, stages_get_ready, stages_switch
 from support.planners import EAGER
-from support.served_steps import ServedSteps, decode_step, flat_costs
+from support.served_steps import ServedSteps, decode_step, flat_costs, mixed_step
 
 from sgl_pipeline.managers.desk_channel import (
     DeskAnswer,
@@ -266,6 +266,21 @@ def test_a_preview_says_what_a_move_would_bring_and_moves_nothing(offices: list[
     # As good as it gets: the slowest stage of 5,3 and of 6,2 takes 6 ms.
     assert plan["proposal"] is not None and plan["proposal"]["gain_share"] == round(1 / 7, 4)
     assert office.core.migration.history == ()
+    # Steps without samples leave the head nothing to do: 4,4 is even.
+    for _ in range(30):
+        office.core.migration.note(served.run(mixed_step(0, 64, samples=0)))
+    assert office.ask(ShowPlan())[1]["proposal"] is None
+    for _ in range(60):
+        office.core.migration.note(served.run(decode_step(8)))
+    assert office.ask(ShowPlan())[1]["proposal"] is not None
+    # What was proposed for one plan was not proposed for the next.
+    office.operators[0].ask(MoveLayers((3, 5), preview=False))
+    office.turn()
+    stages_get_ready(office.core, 101.0)
+    stages_switch(office.core, 101.0)
+    office.turn()
+    assert office.operators[0].answer()[0] == 200
+    assert office.ask(ShowPlan())[1]["proposal"] is None
 
 
 def test_a_question_that_fails_is_a_500_and_the_next_is_answered(
