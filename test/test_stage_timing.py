@@ -7,8 +7,9 @@ import pytest
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts
+from sgl_pipeline.simulator.simulation import SimulatedStep
 from sgl_pipeline.simulator.step_shape import StepShape
-from sgl_pipeline.simulator.virtual_pipeline import SimulatedStep, VirtualPipeline
+from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 from sgl_pipeline.stage_timing import StageTiming, bubble_shares
 from sgl_pipeline.throttle import make_policy

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure as Canvas
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.simulator.experiment import Cluster, simulate
+from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import LatencyTarget, summarise
 from sgl_pipeline.simulator.traces import load_trace
-from sgl_pipeline.simulator.virtual_pipeline import Simulation
 from sgl_pipeline.simulator.workload import SimulatedRequest, poisson_arrivals
 
 Row = dict[str, Any]

@@ -18,8 +18,8 @@ from benchmark.figures.figure import (
 )
 from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.simulator.experiment import Cluster
+from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.traces import load_trace
-from sgl_pipeline.simulator.virtual_pipeline import Simulation
 
 MODELS = ("Qwen2.5-14B", "Qwen2.5-32B")
 STAGES = (1, 2, 3, 4, 8, 16)

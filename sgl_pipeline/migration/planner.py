@@ -169,6 +169,12 @@ class LayerPlanner:
         """Whether every stage may hold its layers of both splits."""
         return self._search_from(tuple(current)).is_allowed(layer_counts)
 
+    def learn_price(self, layer_price_s: float) -> None:
+        """What a layer of the last move cost. Where the arguments let layers move for nothing, they
+        go on doing so: a rule without prices is not held back by the first move."""
+        if self._args.layer_price_s > 0.0:
+            self.layer_price_s = layer_price_s
+
     def moved(self, now_s: float) -> None:
         """A move has ended, well or not: the cooldown begins, and proposals begin anew."""
         self._last_move_s = now_s

@@ -151,7 +151,7 @@ class MigrationControl:
                 stalled_s = record.gap_ms * 1e-3
                 shared_s = MOVE_SHARE * (record.switched_s - record.began_s)
                 old, new = (StagePlan(0, counts) for counts in (record.before, record.after))
-                self.planner.layer_price_s = (stalled_s + shared_s) / len(layer_moves(old, new))
+                self.planner.learn_price((stalled_s + shared_s) / len(layer_moves(old, new)))
 
     def _require_on(self) -> None:
         if self.mode == "off":

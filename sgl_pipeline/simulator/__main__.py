@@ -15,20 +15,24 @@ from random import Random
 import msgspec
 
 from sgl_pipeline.args import (
+    MIGRATION_WEIGHTS,
     POLICIES,
     SCHEDULE_POLICIES,
+    MigrationArgs,
     SchedulingArgs,
     ThrottleArgs,
     require,
 )
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.simulator.experiment import LINKS, Cluster, MeasuredPipeline, simulate
 from sgl_pipeline.simulator.kernel_costs import DEVICES
+from sgl_pipeline.simulator.migration_setup import Migration
 from sgl_pipeline.simulator.models import MODELS
+from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import LatencyTarget, Summary, summarise
 from sgl_pipeline.simulator.traces import SHIPPED, load_trace, shared_prefixes
 from sgl_pipeline.simulator.tune import Trial, search, server_flags
-from sgl_pipeline.simulator.virtual_pipeline import Simulation
 from sgl_pipeline.simulator.workload import (
     SimulatedRequest,
     poisson_arrivals,
@@ -59,6 +63,8 @@ def _run(options: argparse.Namespace) -> int:
             simulation = _simulate(options, pipeline, ThrottleArgs(policy=policy), rate)
             summary = summarise(simulation, target)
             print(_row(policy, rate, summary), flush=True)
+            for move in simulation.moves:
+                print(_move_row(move), flush=True)
             _write(options, policy, rate, simulation, summary)
     return 0
 
@@ -114,6 +120,11 @@ def _workload(options: argparse.Namespace, rate_per_s: float) -> list[SimulatedR
 def _pipeline(options: argparse.Namespace) -> Cluster | MeasuredPipeline:
     if options.calibrate is not None:
         require(options.pool_tokens is not None, "--calibrate needs --pool-tokens")
+        require(
+            options.migration == "off",
+            "layers cannot move in a recorded pipeline, whose trace tells no layer from another; "
+            "use --migration without --calibrate",
+        )
         return MeasuredPipeline(trace_path=options.calibrate, pool_tokens=options.pool_tokens)
     return Cluster(
         pool_tokens=options.pool_tokens,
@@ -122,7 +133,18 @@ def _pipeline(options: argparse.Namespace) -> Cluster | MeasuredPipeline:
         link=options.link,
         num_stages=options.pp,
         memory_share=options.mem_fraction_static,
+        migration=_migration(options),
     )
+
+
+def _migration(options: argparse.Namespace) -> Migration:
+    args = MigrationArgs(
+        mode=options.migration,
+        spare_layers=options.migration_spare_layers,
+        weights=options.migration_weights,
+        window_steps=options.migration_window,
+    )
+    return Migration(args=args, costs=options.migration_costs)
 
 
 def _target(options: argparse.Namespace) -> LatencyTarget | None:
@@ -159,6 +181,15 @@ def _row(policy: str, rate: float, summary: Summary) -> str:
         f"{summary.ttft_ms.mean:9.0f} {summary.ttft_ms.p99:7.0f} "
         f"{summary.tpot_ms.mean:9.1f} {summary.tpot_ms.p99:7.1f} {summary.e2e_ms.mean:12.0f} "
         f"{summary.bubble_share:8.1%} {summary.cache_hit_share:6.1%} {target:>7}"
+    )
+
+
+def _move_row(move: MoveRecord) -> str:
+    before, after = (",".join(map(str, counts)) for counts in (move.before, move.after))
+    megabytes = (move.copied_bytes + move.patched_bytes) / 1e6
+    return (
+        f"    layers {before} to {after} from {move.began_s:.1f} s on: {move.outcome}, "
+        f"{megabytes:.0f} MB of KV, a step waited {move.wait_ms:.1f} ms"
     )
 
 
@@ -242,6 +273,23 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule-policy", choices=SCHEDULE_POLICIES, default="fcfs")
     parser.add_argument("--max-running-requests", type=int, default=1024)
     parser.add_argument("--disable-radix-cache", action="store_true")
+    defaults = MigrationArgs()
+    parser.add_argument(
+        "--migration",
+        choices=("off", "auto"),
+        default=defaults.mode,
+        help="whether the planner moves layers between stages while requests run",
+    )
+    parser.add_argument("--migration-window", type=int, default=defaults.window_steps)
+    parser.add_argument("--migration-spare-layers", type=int, default=defaults.spare_layers)
+    parser.add_argument("--migration-weights", choices=MIGRATION_WEIGHTS, default=defaults.weights)
+    parser.add_argument(
+        "--migration-costs",
+        choices=("tables", "online"),
+        default="tables",
+        help="the planner predicts by costs fitted beforehand to the tables, or to the steps that "
+        "it sees",
+    )
     parser.add_argument("--target-ttft-ms", type=float)
     parser.add_argument("--target-tpot-ms", type=float)
 

@@ -76,6 +76,17 @@ class FittedCosts:
             for stage, noise in zip(self.stages, self.noise[step_id % len(self.noise)], strict=True)
         )
 
+    def under(self, layer_counts: tuple[int, ...]) -> "FittedCosts":
+        """Never to be had: raises ConfigurationError."""
+        raise ConfigurationError(
+            "layers cannot move in a recorded pipeline: its trace tells no layer from another; "
+            "name --model, --device and --link in place of --calibrate"
+        )
+
+    def seconds_before(self, shape: StepShape, stage: int, layer: int) -> float:
+        """As `under`."""
+        raise AssertionError("no layer has moved to a recorded stage")
+
     def slowed_by(self, factor: float) -> "FittedCosts":
         """The same pipeline on a machine whose stages take `factor` times as long."""
         noise = tuple(tuple(factor * one for one in step) for step in self.noise)

@@ -12,18 +12,23 @@ from sgl_pipeline.layer_partition import even_layer_counts
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, fit_trace
 from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
+from sgl_pipeline.simulator.migration_setup import STILL, Migration
 from sgl_pipeline.simulator.models import MODELS
-from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts
-from sgl_pipeline.simulator.virtual_pipeline import Simulation, VirtualPipeline
+from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts, ScaledTail
+from sgl_pipeline.simulator.simulation import Simulation
+from sgl_pipeline.simulator.stage_clock import Slowdown
+from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
 
 # Latency and bytes a second. pcie and net73 are gLLM's two machines (section 4.1: 20.79 GB/s and
 # 73.28 Gbps), with the latency of Vidur's a100_dgx inter-node fit; nvlink is that file's intra-node
-# fit.
+# fit. net10 is a 10 Gbps network of that latency.
 LINKS = {
     "pcie": (27e-6, 20.79e9),
     "net73": (27e-6, 9.16e9),
+    "net10": (27e-6, 1.25e9),
     "nvlink": (14e-6, 317e9),
     "ideal": (0.0, float("inf")),
 }
@@ -43,7 +48,9 @@ MEASURED_HOST = HostCosts(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """`num_stages` equal cards, one a stage. `memory_share` of each is for weights and KV; some of
-    the rest is for activations. `pool_tokens` overrides what would fit."""
+    the rest is for activations. `pool_tokens` overrides what would fit. Where layers may move, each
+    card keeps room for the most of them that it may hold. `layer_weights` are as in
+    `PipelineCosts`; norm, head and sampling take `tail_factor` times what the tables say."""
 
     model: str
     device: str
@@ -52,7 +59,11 @@ class Cluster:
     tensor_parallel: int = 1
     memory_share: float = 0.9
     layer_counts: tuple[int, ...] = ()
+    layer_weights: tuple[float, ...] = ()
+    tail_factor: float = 1.0
     stage_slowness: tuple[float, ...] = ()
+    slowdowns: tuple[Slowdown, ...] = ()
+    migration: Migration = STILL
     pool_tokens: int | None = None
     host: HostCosts = MEASURED_HOST
 
@@ -64,8 +75,9 @@ class Cluster:
     def costs(self) -> PipelineCosts:
         model = MODELS[self.model]
         latency_s, bytes_per_s = LINKS[self.link]
+        parts = part_seconds(DEVICES[self.device], model, self.tensor_parallel)
         return PipelineCosts(
-            part_seconds(DEVICES[self.device], model, self.tensor_parallel),
+            parts if self.tail_factor == 1.0 else ScaledTail(parts, self.tail_factor),
             self.layers,
             Link(
                 latency_s=latency_s,
@@ -74,6 +86,7 @@ class Cluster:
             ),
             self.host,
             self.stage_slowness,
+            self.layer_weights,
         )
 
     @property
@@ -86,7 +99,21 @@ class Cluster:
         if self.pool_tokens is not None:
             return self.pool_tokens
         usable = DEVICES[self.device].memory_bytes * self.memory_share * self.tensor_parallel
-        return MODELS[self.model].kv_pool_tokens(self.layers, usable)
+        most_layers = self.migration.args.max_layers(StagePlan(0, self.layers))
+        return MODELS[self.model].kv_pool_tokens(most_layers, usable)
+
+    def pipeline(self, scheduler: StepScheduler, page_size: int) -> VirtualPipeline:
+        """A new one, with nothing in it."""
+        costs = self.costs()
+        plan = StagePlan(0, costs.layer_counts)
+        return VirtualPipeline(
+            scheduler,
+            costs,
+            self.migration.control(plan, costs.stage, self.layer_weights),
+            self.migration.move_costs(MODELS[self.model], *LINKS[self.link], page_size),
+            self.slowdowns,
+            self.migration.wishes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +131,14 @@ class MeasuredPipeline:
     def kv_pool_tokens(self) -> int:
         return self.pool_tokens
 
+    @property
+    def num_stages(self) -> int:
+        return self.costs().num_stages
+
+    def pipeline(self, scheduler: StepScheduler, page_size: int) -> VirtualPipeline:
+        """A new one, with nothing in it; its layers stay where they are."""
+        return VirtualPipeline(scheduler, self.costs())
+
 
 def simulate(
     pipeline: Cluster | MeasuredPipeline,
@@ -113,13 +148,12 @@ def simulate(
     on_progress: Callable[[int, float], None] = lambda finished, now_s: None,
 ) -> Simulation:
     """Serves `workload` to its end with the runtime's own scheduler and policy."""
-    costs = pipeline.costs()
     pool_tokens = pipeline.kv_pool_tokens()
     scheduler = StepScheduler(
         scheduling,
         make_policy(throttle),
         num_pages=pool_tokens // scheduling.page_size,
-        num_stages=costs.num_stages,
+        num_stages=pipeline.num_stages,
         context_length=pool_tokens,
     )
-    return VirtualPipeline(scheduler, costs).run(workload, on_progress)
+    return pipeline.pipeline(scheduler, scheduling.page_size).run(workload, on_progress)

@@ -4,7 +4,9 @@ Put together from a `PartSeconds` (kernel tables or a fit of our own stages), a 
 and the host's overheads; read by `virtual_pipeline.py`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, Protocol
 
 from sgl_pipeline.simulator.step_shape import StepShape
@@ -21,6 +23,23 @@ class PartSeconds(Protocol):
 
     def tail_s(self, shape: StepShape) -> float:
         """Final norm, lm_head and sampling: what only the last stage does."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledTail:
+    """`parts` with a tail that takes `factor` times as long: another sampler's work."""
+
+    parts: PartSeconds
+    factor: float
+
+    def layer_s(self, shape: StepShape) -> float:
+        return self.parts.layer_s(shape)
+
+    def embedding_s(self, shape: StepShape) -> float:
+        return self.parts.embedding_s(shape)
+
+    def tail_s(self, shape: StepShape) -> float:
+        return self.factor * self.parts.tail_s(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,27 +113,60 @@ class PipelineTiming(Protocol):
     def stage_seconds(self, shape: StepShape, step_id: int) -> tuple[float, ...]:
         """Compute time of the step on every stage."""
 
+    def under(self, layer_counts: tuple[int, ...]) -> "PipelineTiming":
+        """The same pipeline with that split. Raises ConfigurationError where layers are unknown."""
+
+    def seconds_before(self, shape: StepShape, stage: int, layer: int) -> float:
+        """What the step takes that stage up to that layer."""
+
 
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
-    """`layer_counts[s]` layers on stage `s`; `stage_slowness[s]` multiplies all its times."""
+    """`layer_counts[s]` layers on stage `s`; `stage_slowness[s]` multiplies all its times, and
+    `layer_weights[i]` those of layer `i` (none: 1 each)."""
 
     stage: PartSeconds
     layer_counts: tuple[int, ...]
     link: Link = Link()
     host: HostCosts = HostCosts()
     stage_slowness: tuple[float, ...] = ()
+    layer_weights: tuple[float, ...] = ()
 
     @property
     def num_stages(self) -> int:
         return len(self.layer_counts)
 
+    def under(self, layer_counts: tuple[int, ...]) -> "PipelineCosts":
+        """The same pipeline with another split of the same layers."""
+        assert sum(layer_counts) == sum(self.layer_counts)
+        return replace(self, layer_counts=layer_counts)
+
     def stage_seconds(self, shape: StepShape, step_id: int) -> tuple[float, ...]:
         """Compute time of the step on every stage, the same for equal steps."""
         layer_s = self.stage.layer_s(shape)
-        seconds = [count * layer_s for count in self.layer_counts]
+        seconds = [weight * layer_s for weight in self._weights]
         seconds[0] += self.stage.embedding_s(shape)
         seconds[-1] += self.stage.tail_s(shape)
         if self.stage_slowness:
             seconds = [s * slow for s, slow in zip(seconds, self.stage_slowness, strict=True)]
         return tuple(seconds)
+
+    def seconds_before(self, shape: StepShape, stage: int, layer: int) -> float:
+        """What the step takes that stage up to that layer, which it has."""
+        first = sum(self.layer_counts[:stage])
+        seconds = self._weight(first, layer) * self.stage.layer_s(shape)
+        if stage == 0:
+            seconds += self.stage.embedding_s(shape)
+        return seconds * (self.stage_slowness[stage] if self.stage_slowness else 1.0)
+
+    @property
+    def _weights(self) -> Sequence[float]:
+        """Of the layers of each stage."""
+        if not self.layer_weights:
+            return self.layer_counts
+        ends = accumulate(self.layer_counts)
+        counts = self.layer_counts
+        return [self._weight(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+    def _weight(self, first: int, end: int) -> float:
+        return sum(self.layer_weights[first:end]) if self.layer_weights else end - first

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from sgl_pipeline.simulator.virtual_pipeline import ServedRequest, Simulation
+from sgl_pipeline.simulator.simulation import ServedRequest, Simulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,60 +3,33 @@
 As in `managers/pipeline_scheduler.py`, what has arrived is taken, what has finished booked, then
 steps are sent while there is work and room. A step passes the stages in order and first in first
 out, so its times follow from the stages' last ones without a calendar of events: the only events
-are arrivals and results. Equal inputs give equal steps and equal times.
+are arrivals and results, and what stages say of layers that move (`virtual_moves.py`). Equal inputs
+give equal steps and equal times.
 """
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.messages import StageReport
+from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import GREEDY, Request, StopRules
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.simulator.page_copies import MoveCosts
 from sgl_pipeline.simulator.pipeline_costs import PipelineTiming
+from sgl_pipeline.simulator.simulation import ServedRequest, SimulatedStep, Simulation
+from sgl_pipeline.simulator.stage_clock import Slowdown, StageClock
 from sgl_pipeline.simulator.step_shape import StepShape
+from sgl_pipeline.simulator.virtual_moves import VirtualMoves
 from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.trace import StepRecord
-
-
-@dataclass(slots=True)
-class ServedRequest:
-    """What a client saw of a request. Times are virtual seconds; `finished_s` is None until the
-    last token, `error` says why there is none."""
-
-    asked: SimulatedRequest
-    arrival_s: float
-    token_times_s: list[float] = field(default_factory=list)
-    finished_s: float | None = None
-    cached_tokens: int = 0
-    num_retractions: int = 0
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedStep:
-    """A step as it was decided and as it ran: `starts_s[s]` and `ends_s[s]` on stage `s`."""
-
-    shape: StepShape
-    record: StepRecord
-    starts_s: tuple[float, ...]
-    ends_s: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """All that happened."""
-
-    requests: tuple[ServedRequest, ...]
-    steps: tuple[SimulatedStep, ...]
-    num_retractions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +42,36 @@ class _Trip:
     back_s: float
 
 
-@dataclass(slots=True)
-class _StageClock:
-    """When a stage was free last, and when its link to the next stage was."""
-
-    free_s: float = 0.0
-    link_free_s: float = 0.0
-
-
 class VirtualPipeline:
     """Runs one workload to its end.
 
     Args:
         scheduler: a new one; the caller chose its policy, pages and stages.
         costs: how long everything takes; has as many stages as the scheduler plans for.
+        migration: may move layers; None: never.
+        move_costs: how long that takes.
+        slowdowns: of stages, for some time.
+        wishes: an operator's plans, each with its moment.
     """
 
-    def __init__(self, scheduler: StepScheduler, costs: PipelineTiming) -> None:
-        self._core = PipelineCore(scheduler, StagePlan(0, costs.layer_counts))
+    def __init__(
+        self,
+        scheduler: StepScheduler,
+        costs: PipelineTiming,
+        migration: MigrationControl | None = None,
+        move_costs: MoveCosts | None = None,
+        slowdowns: Sequence[Slowdown] = (),
+        wishes: Sequence[tuple[float, tuple[int, ...]]] = (),
+    ) -> None:
+        plan = StagePlan(0, costs.layer_counts)
+        self._core = PipelineCore(scheduler, plan, migration)
         self._costs = costs
-        self._clocks = [_StageClock() for _ in range(costs.num_stages)]
+        self._clocks = [StageClock() for _ in range(costs.num_stages)]
+        self._moves = VirtualMoves(
+            move_costs or MoveCosts(), plan, self._clocks, costs.host.transit_s
+        )
+        self._slowdowns = tuple(slowdowns)
+        self._wishes = deque(sorted(wishes))
         self._arrivals: list[tuple[float, int, SimulatedRequest]] = []
         self._order = count()
         self._live: dict[Request, ServedRequest] = {}
@@ -106,20 +89,29 @@ class VirtualPipeline:
         """Serves all requests; `on_progress` gets the number that have ended and the time."""
         for asked in workload:
             self._expect(asked.arrival_s, asked)
-        while self._arrivals or self._in_flight:
+        while self._arrivals or self._in_flight or self._moves.is_open:
             now_s = max(self._next_event_s(), self._scheduler_free_s)
             self._take_arrivals(now_s)
             now_s = self._take_results(now_s)
+            self._take_moves(now_s)
             self._fill(now_s)
             on_progress(len(self._served) - len(self._live), now_s)
         scheduler = self._core.scheduler
         assert scheduler.is_idle, "requests are left, but nothing can run"
-        return Simulation(tuple(self._served), tuple(self._steps), scheduler.num_retractions)
+        return Simulation(
+            tuple(self._served),
+            tuple(self._steps),
+            scheduler.num_retractions,
+            self._core.migration.history,
+        )
 
     def _next_event_s(self) -> float:
         arrival_s = self._arrivals[0][0] if self._arrivals else float("inf")
         result_s = self._in_flight[0].back_s if self._in_flight else float("inf")
-        return min(arrival_s, result_s)
+        if not self._moves.is_open and not self._wishes:
+            return min(arrival_s, result_s)
+        wish_s = self._wishes[0][0] if self._wishes else float("inf")
+        return min(arrival_s, result_s, wish_s, self._moves.next_report_s())
 
     def _expect(self, arrival_s: float, asked: SimulatedRequest) -> None:
         heapq.heappush(self._arrivals, (arrival_s, next(self._order), asked))
@@ -200,7 +192,20 @@ class VirtualPipeline:
         if served.asked.follow_up is not None:
             self._expect(now_s + served.asked.think_s, served.asked.follow_up)
 
+    def _take_moves(self, now_s: float) -> None:
+        """Books what stages say of a move, and begins what an operator wants."""
+        migration = self._core.migration
+        for report in self._moves.take_reports(now_s):
+            migration.take(report, now_s)
+        while self._wishes and self._wishes[0][0] <= now_s:
+            migration.move_to(self._wishes.popleft()[1], now_s)
+
     def _fill(self, now_s: float) -> None:
+        for order in self._core.move_orders(now_s):
+            self._moves.take(order, now_s)
+            if self._core.plan.layer_counts != self._costs.layer_counts:
+                # Times of steps that were sent are known already.
+                self._costs = self._costs.under(self._core.plan.layer_counts)
         while (step := self._core.next_step(now_s)) is not None:
             schedule_s = self._costs.host.schedule_s(len(step.microbatch.chunks))
             step.schedule_ms = schedule_s * 1e3
@@ -210,32 +215,62 @@ class VirtualPipeline:
 
     def _send(self, step: OpenStep, sent_s: float) -> _Trip:
         """Runs a step that leaves the scheduler at `sent_s` through all stages."""
-        costs, shape = self._costs, StepShape.of(step.microbatch)
-        prepare_s = costs.host.prepare_s(len(step.microbatch.chunks))
-        compute_s = costs.stage_seconds(shape, step.microbatch.step_id)
+        microbatch = step.microbatch
+        costs, shape = self._costs, StepShape.of(microbatch)
+        prepare_s = costs.host.prepare_s(len(microbatch.chunks))
+        compute_s = costs.stage_seconds(shape, microbatch.step_id)
+        pages = self._written_pages(microbatch) if self._moves.is_copying else []
         timings = []
         input_s = sent_s
         for stage, clock in enumerate(self._clocks):
-            timing = self._run(clock, sent_s, input_s, prepare_s, compute_s[stage])
+            start_s = costs.host.start_s(clock.free_s, sent_s, input_s, prepare_s)
+            end_s = start_s + self._slowed(stage, start_s, compute_s[stage])
+            if self._moves.is_open:
+                self._moves.idle(stage, start_s)
+                end_s += self._wait_s(stage, start_s, shape)
+            timing = self._timing(clock.free_s, sent_s, prepare_s, start_s, end_s)
             timings.append(timing)
-            clock.free_s = timing.done_s
+            clock.free_s = end_s
+            if pages:
+                clock.free_s = self._moves.ran(stage, end_s - start_s, end_s, pages)
             if stage + 1 < costs.num_stages:
                 transfer_s = costs.link.transfer_s(shape.num_tokens)
+                if self._moves.is_open:
+                    transfer_s += self._moves.delay_transfer(stage, transfer_s)
                 clock.link_free_s = max(timing.done_s, clock.link_free_s) + transfer_s
                 input_s = clock.link_free_s + costs.link.latency_s
         return _Trip(step, shape, tuple(timings), timings[-1].done_s + costs.host.transit_s)
 
-    def _run(
-        self, clock: _StageClock, sent_s: float, input_s: float, prepare_s: float, compute_s: float
+    def _slowed(self, stage: int, start_s: float, seconds: float) -> float:
+        for slowdown in self._slowdowns:
+            seconds *= slowdown.factor_at(stage, start_s)
+        return seconds
+
+    def _wait_s(self, stage: int, start_s: float, shape: StepShape) -> float:
+        """How long a step waits on a stage for pages of layers that have come there."""
+        layer = self._moves.first_new_layer(stage)
+        if layer is None:
+            return 0.0
+        before_s = self._costs.seconds_before(shape, stage, layer)
+        reached_s = start_s + self._slowed(stage, start_s, before_s)
+        return self._moves.wait(stage, reached_s) - reached_s
+
+    def _written_pages(self, microbatch: Microbatch) -> list[int]:
+        """The pages that the step writes to."""
+        size = self._moves.page_size
+        pages: list[int] = []
+        for chunk in microbatch.chunks:
+            pages += chunk.request.pages[chunk.start // size : -(-chunk.end // size)]
+        return pages
+
+    def _timing(
+        self, free_s: float, sent_s: float, prepare_s: float, start_s: float, end_s: float
     ) -> StageTiming:
-        """One stage's moments; its rows are there at `input_s`."""
-        host = self._costs.host
-        start_s = host.start_s(clock.free_s, sent_s, input_s, prepare_s)
-        end_s = start_s + compute_s
+        """One stage's moments."""
         return StageTiming(
-            free_s=clock.free_s,
-            plan_s=max(clock.free_s, sent_s),
-            inputs_s=host.inputs_s(clock.free_s, sent_s, prepare_s),
+            free_s=free_s,
+            plan_s=max(free_s, sent_s),
+            inputs_s=self._costs.host.inputs_s(free_s, sent_s, prepare_s),
             activations_s=start_s,
             layers_s=end_s,
             done_s=end_s,

@@ -194,8 +194,17 @@ def test_a_move_that_gains_less_than_it_costs_is_not_proposed() -> None:
 def test_the_price_of_a_layer_may_be_learnt_from_moves() -> None:
     served = ServedSteps(flat_costs(8, tail_ms=2.0), StagePlan(0, (4, 4)))
     planner = planner_of(served, PlannerArgs(cooldown_s=0.0, horizon_s=10.0))
-    planner.layer_price_s = 1.7
+    planner.learn_price(1.7)
     assert not proposals(planner, served, [decode_step(4)] * 100)
+
+
+def test_the_published_rule_moves_layers_again_whatever_the_last_move_cost() -> None:
+    served = ServedSteps(flat_costs(8, tail_ms=2.0), StagePlan(0, (4, 4)))
+    planner = planner_of(served, PlannerArgs.as_published())
+    planner.learn_price(1.7)
+    found = proposals(planner, served, [decode_step(4)] * 30)
+    assert found[0][1].layer_counts == (5, 3)
+    assert found[0][1].price_s == 0.0
 
 
 def test_a_small_gain_is_not_worth_a_move() -> None:

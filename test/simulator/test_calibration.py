@@ -11,9 +11,10 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, StageFit, fit_trace
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link
+from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import bubble_share, summarise
 from sgl_pipeline.simulator.traces import load_trace
-from sgl_pipeline.simulator.virtual_pipeline import Simulation, VirtualPipeline
+from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import poisson_arrivals
 from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.trace import TraceWriter

@@ -37,6 +37,17 @@ def test_policies_and_rates_make_a_table(
     assert len(records[0].stages) == 4
 
 
+def test_moves_stand_below_the_row_of_their_run(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["run", "--model", "Qwen2.5-14B", "--trace", "sharegpt", "--requests", "150"]
+    arguments += ["--rate", "24", "--policy", "throttle"]
+    assert main(arguments) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert main([*arguments, "--migration", "auto", "--migration-costs", "online"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[3].startswith("    layers 12,12,12,12 to ")
+    assert "done" in rows[3]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tune_ends_with_flags_for_the_server(
     policy: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -89,6 +100,11 @@ def test_a_rate_that_is_none_is_a_usage_error(
         (["run", "--model", "Llama-3.1-70B", "--pp", "2"], "stage 0 needs 70.6 GB"),
         (["run", "--model", "Llama-3.1-8B"], "no kernel times of Llama-3.1-8B"),
         (["run", "--calibrate", "x"], "--calibrate needs --pool-tokens"),
+        (
+            ["run", "--calibrate", "x", "--pool-tokens", "9", "--migration", "auto"],
+            "layers cannot move in a recorded pipeline",
+        ),
+        (["run", "--migration-window", "0"], "--migration-window 0 must be at least 1"),
         (["tune", *SMALL], "needs --target-ttft-ms"),
         (["tune", *SMALL, *LENIENT], "all requests at once meet the target"),
     ],

@@ -7,9 +7,9 @@ import pytest
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.simulator.experiment import Cluster, simulate
 from sgl_pipeline.simulator.recorded_run import recorded_requests, run_figures
+from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import summarise
 from sgl_pipeline.simulator.traces import load_trace
-from sgl_pipeline.simulator.virtual_pipeline import Simulation
 from sgl_pipeline.simulator.workload import SimulatedRequest, poisson_arrivals
 
 

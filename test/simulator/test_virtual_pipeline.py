@@ -9,9 +9,10 @@ import pytest
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts
+from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.summary import bubble_share, summarise
-from sgl_pipeline.simulator.virtual_pipeline import Simulation, VirtualPipeline
+from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import Segment, SimulatedRequest, TokenIds
 from sgl_pipeline.throttle import make_policy
 

@@ -1,0 +1,175 @@
+"""Pages of the layers that go from one stage to another, as time that passes.
+
+Part of `virtual_moves.py`; the stages' own way is `pp_runner/layer_moves/outgoing_layers.py`: a
+round of all pages, further rounds of what was written meanwhile until that is little, a patch after
+the switch. Bytes are a fluid here: no parcel is cut.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+# As `pp_runner/layer_moves/outgoing_layers.py` has them.
+SMALL_PATCH_PAGES = 64
+MAX_ROUNDS = 4
+# As `layer_moves/stage_site.py` and `links/page_link.py`: a parcel, and how many may be unread.
+PARCEL_BYTES = 512 * 1024
+MAX_UNREAD = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveCosts:
+    """What a layer's way to another stage takes.
+
+    `kv_bytes_per_token` of one layer. `weight_bytes_per_s` is how fast a layer's weights are read
+    when a move begins; infinite where they are resident. `copying` says whose time the pages take:
+    the `stage`'s own, as ours do (its idle time and `MOVE_SHARE` of each step's; between two steps
+    no more than `slice_bytes`, which the target has to take up first), or nobody's, `beside` its
+    kernels (a card's copy engine, as DynaPipe's). With `shares_links` pages and activations use one
+    port of each stage: activations wait for a parcel under way, pages for all activations.
+    """
+
+    kv_bytes_per_token: int = 0
+    page_size: int = 16
+    weight_bytes: int = 0
+    weight_bytes_per_s: float = float("inf")
+    latency_s: float = 0.0
+    bytes_per_s: float = float("inf")
+    copying: Literal["stage", "beside"] = "stage"
+    slice_bytes: float = MAX_UNREAD * PARCEL_BYTES
+    shares_links: bool = False
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one layer."""
+        return self.kv_bytes_per_token * self.page_size
+
+    def load_s(self, num_layers: int) -> float:
+        return num_layers * self.weight_bytes / self.weight_bytes_per_s
+
+    def copy_s(self, num_bytes: float) -> float:
+        return num_bytes / self.bytes_per_s
+
+
+@dataclass(slots=True)
+class PageCopy:
+    """The `layers` that go from `source` to `target`.
+
+    Copying begins at `begins_s`. `ready_s` is when what is left first was little; None until then.
+    `arrived_s` is when the last byte of the patch is at the target, known from the switch on;
+    `all_s` when the target has taken up everything, known once it has.
+    """
+
+    costs: MoveCosts
+    layers: tuple[int, ...]
+    source: int
+    target: int
+    num_pages: int
+    begins_s: float
+    queued_bytes: float = field(init=False)
+    copied_bytes: float = 0.0
+    taken_bytes: float = 0.0
+    patch_bytes: float = 0.0
+    arrived_s: float = float("inf")
+    all_s: float | None = None
+    ready_s: float | None = None
+    looked_s: float = field(init=False)  # for copies beside the steps: accounted for until then
+    took_s: float = 0.0  # the target's time is accounted for until then
+    debt_s: float = 0.0  # activations had the link
+    _written: set[int] = field(default_factory=set)
+    _rounds: int = 1
+
+    def __post_init__(self) -> None:
+        self.queued_bytes = self._bytes_of(self.num_pages)
+        self.looked_s = self.begins_s
+
+    @property
+    def untaken_bytes(self) -> float:
+        """What is on its way or lies at the target."""
+        return self.copied_bytes + self.patch_bytes - self.taken_bytes
+
+    def wrote(self, pages: list[int]) -> None:
+        """A step on the source has written to these."""
+        self._written.update(pages)
+
+    def send(self, since_s: float, until_s: float, most_bytes: float = float("inf")) -> float:
+        """Sends what there is to send from one moment to another; returns when that ended, which is
+        `since_s` where nothing was sent."""
+        now_s = max(since_s, self.begins_s) + self.debt_s
+        self.debt_s = max(0.0, min(self.debt_s, now_s - until_s))
+        ended_s = since_s
+        while now_s <= until_s:
+            num_bytes = min(self.queued_bytes, most_bytes, self._most_in(until_s - now_s))
+            self.queued_bytes -= num_bytes
+            self.copied_bytes += num_bytes
+            most_bytes -= num_bytes
+            now_s += self.costs.copy_s(num_bytes)
+            ended_s = now_s if num_bytes else ended_s
+            if self.queued_bytes > 0.0:
+                break
+            if self.ready_s is None and not self._has_more_rounds():
+                self.ready_s = now_s
+            if not self._has_more_rounds():
+                break
+            self._rounds += 1
+            self.queued_bytes = self._bytes_of(len(self._written))
+            self._written.clear()
+        return ended_s
+
+    def sent_if_idle(self, since_s: float) -> float:
+        """When there were nothing left to send if the source did nothing else from now on."""
+        left = self.queued_bytes
+        if self._has_more_rounds():
+            left += self._bytes_of(len(self._written))
+        return max(since_s, self.begins_s) + self.debt_s + self.costs.copy_s(left)
+
+    def take(self, since_s: float, until_s: float, most_bytes: float = float("inf")) -> float:
+        """The target takes up what has been sent; returns when that ended."""
+        now_s = max(since_s, self.took_s)
+        num_bytes = min(self.untaken_bytes, most_bytes, self._most_in(until_s - now_s))
+        if num_bytes <= 0.0:
+            return since_s
+        self.taken_bytes += num_bytes
+        now_s += self.costs.copy_s(num_bytes)
+        if self.untaken_bytes <= 0.0:
+            self._note_all(now_s)
+        return now_s
+
+    def finish(self, now_s: float) -> float:
+        """The switch: all that the target lacks is sent. Returns when it is on its way."""
+        self.patch_bytes = self.queued_bytes + self._bytes_of(len(self._written))
+        self.queued_bytes = 0.0
+        sent_s = now_s + self.costs.copy_s(self.patch_bytes)
+        self.arrived_s = sent_s + self.costs.latency_s
+        return sent_s
+
+    def has_all_if_idle(self, since_s: float) -> float:
+        """When the target has everything, if it does nothing else from `since_s` on. Infinity
+        before the switch."""
+        if self.all_s is not None:
+            return self.all_s
+        if self.costs.copying == "beside":
+            return self.arrived_s
+        taken_s = max(since_s, self.took_s) + self.costs.copy_s(self.untaken_bytes)
+        return max(self.arrived_s, taken_s)
+
+    def wait(self, since_s: float) -> float:
+        """A step of the target does nothing else until it has everything; returns when."""
+        self.all_s = self.has_all_if_idle(since_s)
+        self.taken_bytes += self.untaken_bytes
+        return max(since_s, self.all_s)
+
+    def _note_all(self, now_s: float) -> None:
+        if self.arrived_s < float("inf"):
+            self.all_s = max(now_s, self.arrived_s)
+
+    def _most_in(self, seconds: float) -> float:
+        """The most bytes that can be copied in that time."""
+        if self.costs.bytes_per_s == float("inf"):
+            return float("inf") if seconds >= 0.0 else 0.0
+        return max(0.0, seconds) * self.costs.bytes_per_s
+
+    def _has_more_rounds(self) -> bool:
+        return len(self._written) > SMALL_PATCH_PAGES and self._rounds < MAX_ROUNDS
+
+    def _bytes_of(self, num_pages: int) -> float:
+        return float(num_pages * len(self.layers) * self.costs.page_bytes)

@@ -1,0 +1,45 @@
+"""What a simulation brought: every request, every step, every move.
+
+Made by `virtual_pipeline.py`; `summary.py` and the figures read it.
+"""
+
+from dataclasses import dataclass, field
+
+from sgl_pipeline.move_record import MoveRecord
+from sgl_pipeline.simulator.step_shape import StepShape
+from sgl_pipeline.simulator.workload import SimulatedRequest
+from sgl_pipeline.trace import StepRecord
+
+
+@dataclass(slots=True)
+class ServedRequest:
+    """What a client saw of a request. Times are virtual seconds; `finished_s` is None until the
+    last token, `error` says why there is none."""
+
+    asked: SimulatedRequest
+    arrival_s: float
+    token_times_s: list[float] = field(default_factory=list)
+    finished_s: float | None = None
+    cached_tokens: int = 0
+    num_retractions: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """A step as it was decided and as it ran: `starts_s[s]` and `ends_s[s]` on stage `s`."""
+
+    shape: StepShape
+    record: StepRecord
+    starts_s: tuple[float, ...]
+    ends_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """All that happened."""
+
+    requests: tuple[ServedRequest, ...]
+    steps: tuple[SimulatedStep, ...]
+    num_retractions: int
+    moves: tuple[MoveRecord, ...] = ()

@@ -1,0 +1,85 @@
+"""Small pipelines in virtual time, whose steps and moves can be followed by hand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sgl_pipeline.args import MigrationArgs, SchedulingArgs, ThrottleArgs
+from sgl_pipeline.pipeline.migration_control import MigrationControl
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.simulator.migration_setup import Migration
+from sgl_pipeline.simulator.page_copies import MoveCosts
+from sgl_pipeline.simulator.pipeline_costs import PipelineCosts
+from sgl_pipeline.simulator.simulation import Simulation
+from sgl_pipeline.simulator.stage_clock import Slowdown
+from sgl_pipeline.simulator.step_shape import StepShape
+from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
+from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.throttle import make_policy
+
+MANUAL = MigrationArgs(mode="manual", spare_layers=8, timeout_s=1e6)
+AUTO = MigrationArgs(mode="auto", spare_layers=8)
+Wishes = Sequence[tuple[float, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class TokenSeconds:
+    """A layer takes `token` a token, or `step` whatever it carries; the tail takes `tail`."""
+
+    tail: float = 0.0
+    step: float = 0.0
+    token: float = 1.0
+
+    def layer_s(self, shape: StepShape) -> float:
+        return self.step or self.token * shape.num_tokens
+
+    def embedding_s(self, shape: StepShape) -> float:
+        return 0.0
+
+    def tail_s(self, shape: StepShape) -> float:
+        return self.tail if shape.num_samples else 0.0
+
+
+def scheduler(num_stages: int) -> StepScheduler:
+    return StepScheduler(
+        SchedulingArgs(page_size=4, radix_cache=False),
+        make_policy(ThrottleArgs(policy="throttle", max_prefill_tokens=64)),
+        num_pages=1000,
+        num_stages=num_stages,
+        context_length=1000,
+    )
+
+
+def requests(*lengths: tuple[float, int, int]) -> list[SimulatedRequest]:
+    ids = TokenIds()
+    return [
+        SimulatedRequest(arrival_s=arrival, prompt=(ids.fresh(inputs),), output=ids.fresh(outputs))
+        for arrival, inputs, outputs in lengths
+    ]
+
+
+def run_by_hand(
+    costs: PipelineCosts,
+    workload: Sequence[SimulatedRequest],
+    moves: MoveCosts,
+    wishes: Wishes,
+    slowdowns: Sequence[Slowdown] = (),
+) -> Simulation:
+    control = MigrationControl.of(MANUAL, StagePlan(0, costs.layer_counts))
+    pipeline = VirtualPipeline(
+        scheduler(costs.num_stages), costs, control, moves, slowdowns, wishes
+    )
+    return pipeline.run(workload)
+
+
+def run_planned(
+    costs: PipelineCosts,
+    workload: Sequence[SimulatedRequest],
+    migration: Migration,
+    slowdowns: Sequence[Slowdown] = (),
+) -> Simulation:
+    plan = StagePlan(0, costs.layer_counts)
+    control = migration.control(plan, costs.stage, costs.layer_weights)
+    return VirtualPipeline(
+        scheduler(costs.num_stages), costs, control, MoveCosts(page_size=4), slowdowns
+    ).run(workload)
