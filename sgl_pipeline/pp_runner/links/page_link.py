@@ -73,7 +73,6 @@ class HostPageReceiver:
 
     def __init__(self, path: str, shape: ActivationShape) -> None:
         self._inbox = Inbox(path, SharedMemory(shape))
-        self._is_closed = False
 
     def receive(self, timeout_s: float) -> Parcel[torch.Tensor] | None:
         if not self._inbox.has_news(timeout_s):
