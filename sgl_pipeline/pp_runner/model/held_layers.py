@@ -39,12 +39,6 @@ class HeldLayers:
         came first first."""
         return tuple(self._spare)
 
-    @property
-    def weight_bytes(self) -> int:
-        """Of all that the stage has, spare layers among it."""
-        spare_bytes = sum(loaded.weight_bytes for loaded in self._spare.values())
-        return self.model.weight_bytes + spare_bytes
-
     def keep_spare(self, loaded: LoadedLayer) -> None:
         """Keeps the weights of a layer that is not held, for `hold`."""
         assert loaded.layer not in self.model.layers, f"layer {loaded.layer} is held"
