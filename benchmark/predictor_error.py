@@ -178,7 +178,7 @@ def planning_us(costs: StepCosts, num_stages: int, knows_costs: bool) -> tuple[f
     for number in range(PLANNED_STEPS):
         start_s = time.thread_time()
         planner.note(records[number % len(records)])
-        planner.proposal(plan.layer_counts, number * 0.02)
+        planner.proposal(plan.layer_counts)
         times.append(time.thread_time() - start_s)
     return 1e6 * sum(times) / len(times), 1e6 * max(times)
 

@@ -4,8 +4,8 @@ Owned by the coordinator of layer moves, told every step that has ended; asked b
 moments are the caller's. Together with the predictor it costs under 50 us a step on average.
 
 The default rule balances: among all splits that the stages may hold it finds the one whose slowest
-stage takes least in the window's steps, and proposes it when what that gains within `horizon_s` is
-worth the move. The rule `dynapipe` is the paper's: `delta_rule.py`.
+stage takes least in the window's steps, and proposes it once staying has cost more than the move.
+The rule `dynapipe` is the paper's: `delta_rule.py`.
 """
 
 from collections.abc import Sequence
@@ -57,12 +57,10 @@ class LayerPlanner:
         self._speeds = StageSpeeds(plan.num_stages) if learns else None
         self._online = OnlineFit(plan.num_layers) if learns and predictor is None else None
         self._window = WorkWindow(args.window_steps)
-        positions = args.window_steps if args.rule == "dynapipe" else self._num_evaluations
-        self._proposals: Unanimity[tuple[int, ...]] = Unanimity(positions)
-        self._removals: Unanimity[int] = Unanimity(positions)
+        self._removals: Unanimity[int] = Unanimity(args.window_steps)
         self._agreed_removal: int | None = None
         self._steps_to_evaluation = args.evaluate_steps
-        self._last_move_s = float("-inf")
+        self._lost_s = 0.0  # by not having moved yet
         self._search: tuple[object, SplitSearch] | None = None
         self.know_plan(plan)
 
@@ -115,14 +113,13 @@ class LayerPlanner:
             return None
         return self._stage_times(layer_counts, self._window.mean())
 
-    def proposal(self, layer_counts: Sequence[int], now_s: float) -> Proposal | None:
+    def proposal(self, layer_counts: Sequence[int]) -> Proposal | None:
         """A split that is worth leaving `layer_counts` for, if there is any."""
         if (
             self._predictor is None
             or not self._window.is_full
             or self._steps_to_evaluation > 0
             or self._num_stages == 1
-            or now_s - self._last_move_s < self._args.cooldown_s
         ):
             return None
         self._steps_to_evaluation = self._args.evaluate_steps
@@ -132,13 +129,15 @@ class LayerPlanner:
             return None if split is None else self.worthwhile(current, split)
         split = self._balanced_split(current)
         proposal = None if split is None else self.worthwhile(current, split)
-        if split is not None and proposal is None:
-            # A search that led to nothing: no other before all steps of the window are new.
-            self._steps_to_evaluation = self._args.window_steps
-        if self._args.reading == "accumulated":
-            return proposal
-        agreed = self._proposals.note(proposal.layer_counts if proposal else current)
-        return proposal if agreed != current and agreed is not None else None
+        if proposal is None:
+            self._lost_s = 0.0
+            if split is not None:
+                # A search that led to nothing: no other before all steps of the window are new.
+                self._steps_to_evaluation = self._args.window_steps
+            return None
+        lost_ms_per_step = max(proposal.before_ms) - max(proposal.after_ms)
+        self._lost_s += self._args.evaluate_steps * lost_ms_per_step * 1e-3
+        return proposal if self._lost_s >= proposal.price_s else None
 
     def preview(self, current: Sequence[int], layer_counts: Sequence[int]) -> Proposal | None:
         """What moving from one split to any other would bring, worth it or not; None while nothing
@@ -159,11 +158,7 @@ class LayerPlanner:
     def worthwhile(self, current: tuple[int, ...], split: tuple[int, ...]) -> Proposal | None:
         """The move to `split`, if it is one and gains enough."""
         preview = None if split == current else self.preview(current, split)
-        if preview is None or preview.gain_share < self._args.min_gain_share:
-            return None
-        if preview.gain_share * self._args.horizon_s < preview.price_s:
-            return None
-        return preview
+        return preview if preview and preview.gain_share >= self._args.min_gain_share else None
 
     def is_allowed(self, current: Sequence[int], layer_counts: Sequence[int]) -> bool:
         """Whether every stage may hold its layers of both splits."""
@@ -175,17 +170,11 @@ class LayerPlanner:
         if self._args.layer_price_s > 0.0:
             self.layer_price_s = layer_price_s
 
-    def moved(self, now_s: float) -> None:
-        """A move has ended, well or not: the cooldown begins, and proposals begin anew."""
-        self._last_move_s = now_s
-        self._proposals.clear()
+    def moved(self) -> None:
+        """A move has ended, well or not: proposals begin anew."""
+        self._lost_s = 0.0
         self._removals.clear()
         self._agreed_removal = None
-
-    @property
-    def _num_evaluations(self) -> int:
-        """Evaluations that make up a window."""
-        return -(-self._args.window_steps // self._args.evaluate_steps)
 
     def _predict_with(self, predictor: StepPredictor) -> None:
         self._predictor = predictor

@@ -10,11 +10,14 @@ from sgl_pipeline.args import require
 class PlannerArgs:
     """When a move is worth it.
 
-    `reading` is what the paper leaves open of its window: `unanimous`, a plan is proposed when it
-    was best at every position of the window; `accumulated`, when it is best for the sum of the
-    window's steps. A move costs `move_price_s + moved layers * layer_price_s` seconds of the
-    pipeline's time; it has to gain more within `horizon_s`, at least `min_gain_share` of the
-    slowest stage's time, and comes no sooner than `cooldown_s` after the last one.
+    A move costs `move_price_s + moved layers * layer_price_s` seconds of the pipeline's time. The
+    rule `balance` proposes it once the steps have lost as much by staying, counted while another
+    split is at least `min_gain_share` of the slowest stage's time faster: whatever the load does
+    next, moving has then cost no more than not moving had (ski rental).
+
+    The rule `dynapipe` is the paper's. `reading` is what it leaves open of its window: `unanimous`,
+    a plan is proposed when it was best at every position of the window; `accumulated`, when it is
+    best for the sum of the window's steps.
     """
 
     rule: Literal["balance", "dynapipe"] = "balance"
@@ -22,8 +25,6 @@ class PlannerArgs:
     window_steps: int = 25
     evaluate_steps: int = 5  # steps from one evaluation to the next, of the balance
     min_gain_share: float = 0.03
-    horizon_s: float = 30.0
-    cooldown_s: float = 10.0
     move_price_s: float = 0.0
     layer_price_s: float = 0.1  # DynaPipe: under 100 ms a layer over PCIe
 
@@ -34,8 +35,7 @@ class PlannerArgs:
             f"an evaluation every {self.evaluate_steps} steps; between 1 and the window's "
             f"{self.window_steps}",
         )
-        times_s = (self.horizon_s, self.cooldown_s, self.move_price_s, self.layer_price_s)
-        require(min(times_s) >= 0.0, "horizon, cooldown and prices must not be negative")
+        require(min(self.move_price_s, self.layer_price_s) >= 0.0, "prices must not be negative")
 
     @classmethod
     def as_published(
@@ -48,8 +48,6 @@ class PlannerArgs:
             window_steps=window_steps,
             evaluate_steps=1,
             min_gain_share=-1.0,
-            horizon_s=0.0,
-            cooldown_s=0.0,
             layer_price_s=0.0,
         )
 

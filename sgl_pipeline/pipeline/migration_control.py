@@ -111,7 +111,7 @@ class MigrationControl:
     def take(self, report: MoveReport, now_s: float) -> None:
         """Books what a stage says of the move under way."""
         self.coordinator.take(report, now_s)
-        self._note_ends(now_s)
+        self._note_ends()
 
     def next_order(
         self, now_s: float, pages_in_use: Callable[[], Sequence[int]]
@@ -120,7 +120,7 @@ class MigrationControl:
         order = self.coordinator.next_order(now_s, pages_in_use)
         if isinstance(order, SwitchPlan) and self.planner is not None:
             self.planner.know_plan(order.plan)
-        self._note_ends(now_s)
+        self._note_ends()
         return order
 
     def note(self, record: StepRecord) -> None:
@@ -130,15 +130,14 @@ class MigrationControl:
         self.planner.note(record)
         if self.coordinator.current is not None:
             return
-        now_s = record.finished_s
-        proposal = self.planner.proposal(self.coordinator.plan.layer_counts, now_s)
+        proposal = self.planner.proposal(self.coordinator.plan.layer_counts)
         if proposal is None:
             return
         self._proposed = proposal.layer_counts
         if self.mode == "auto":
-            self.coordinator.begin(proposal.layer_counts, "auto", now_s)
+            self.coordinator.begin(proposal.layer_counts, "auto", record.finished_s)
 
-    def _note_ends(self, now_s: float) -> None:
+    def _note_ends(self) -> None:
         """Tells the planner of moves that have ended, and what a layer of each cost: the time that
         steps waited, and the stages' share of the time before that."""
         for record in self.coordinator.take_ended():
@@ -146,7 +145,7 @@ class MigrationControl:
             self._proposed = None
             if self.planner is None:
                 continue
-            self.planner.moved(now_s)
+            self.planner.moved()
             if record.switched_s is not None:
                 stalled_s = record.gap_ms * 1e-3
                 shared_s = MOVE_SHARE * (record.switched_s - record.began_s)

@@ -6,7 +6,6 @@ import random
 import pytest
 from support.planners import (
     EAGER,
-    STEP_S,
     first_split,
     noise_of,
     planner_of,
@@ -26,6 +25,9 @@ from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import PlannerArgs
 from sgl_pipeline.stage_plan import StagePlan
 
+# Moves as cheap as on one host: what restrains is not their price.
+CHEAP = PlannerArgs(layer_price_s=0.01)
+
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_layers", [16, 48, 64])
@@ -33,12 +35,11 @@ from sgl_pipeline.stage_plan import StagePlan
 def test_noise_moves_nothing_in_ten_thousand_steps(
     seed: int, num_layers: int, knows_costs: bool
 ) -> None:
-    """From the best split, with 10 % of noise on each stage's time and no cooldown."""
+    """From the best split, with 10 % of noise on each stage's time."""
     costs, works = card_costs(num_layers), random_works(seed, 10_000)
     split = first_split(costs, (num_layers // 4,) * 4, mixed_step(40, 80))
     served = ServedSteps(costs, StagePlan(0, split), noise=noise_of(seed, 0.1))
-    args = PlannerArgs(cooldown_s=0.0)
-    planner = LayerPlanner(args, served.plan, served.truth if knows_costs else None)
+    planner = LayerPlanner(CHEAP, served.plan, served.truth if knows_costs else None)
     assert not proposals(planner, served, works)
     assert planner.predictor is not None
 
@@ -48,16 +49,16 @@ def test_work_between_two_splits_does_not_make_it_flap(seed: int) -> None:
     """The tail swings around the point where a layer more or less on the last stage is as good."""
     rng = random.Random(seed)
     served = ServedSteps(card_costs(16), StagePlan(0, (5, 4, 4, 3)), noise=noise_of(seed, 0.1))
-    planner = planner_of(served, PlannerArgs(cooldown_s=1.0))
+    planner = planner_of(served, CHEAP)
     moves = 0
-    for number in range(10_000):
+    for _ in range(10_000):
         planner.note(served.run(decode_step(rng.randint(1, 220))))
-        found = planner.proposal(served.plan.layer_counts, number * STEP_S)
+        found = planner.proposal(served.plan.layer_counts)
         if found is not None:
             moves += 1
             served.plan = StagePlan(moves, found.layer_counts)
             planner.know_plan(served.plan)
-            planner.moved(number * STEP_S)
+            planner.moved()
     assert moves <= 2
 
 
@@ -67,9 +68,7 @@ def test_a_stage_that_gets_slower_is_relieved(slow_stage: int, knows_costs: bool
     costs = card_costs(48)
     split = first_split(costs, (12, 12, 12, 12), decode_step(40))
     served = ServedSteps(costs, StagePlan(0, split), noise=noise_of(1, 0.1))
-    planner = LayerPlanner(
-        PlannerArgs(cooldown_s=0.0), served.plan, served.truth if knows_costs else None
-    )
+    planner = LayerPlanner(CHEAP, served.plan, served.truth if knows_costs else None)
     assert not proposals(planner, served, random_works(2, 400))
     served.slowness = tuple(1.3 if stage == slow_stage else 1.0 for stage in range(4))
     found = proposals(planner, served, random_works(3, 150))

@@ -27,7 +27,7 @@ def steady_load(num_clients: int, answers: int) -> list[SimulatedRequest]:
     ]
 
 
-EAGER = PlannerArgs(cooldown_s=1.0, horizon_s=1000.0)
+EAGER = PlannerArgs(layer_price_s=0.01)
 PARTS = TokenSeconds(step=0.01, tail=0.03)
 
 

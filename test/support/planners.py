@@ -11,8 +11,7 @@ from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_costs import StepCosts
 from sgl_pipeline.step_work import StepWork
 
-EAGER = PlannerArgs(min_gain_share=0.0, cooldown_s=0.0, layer_price_s=0.0)
-STEP_S = 0.02
+EAGER = PlannerArgs(min_gain_share=0.0, layer_price_s=0.0)
 
 
 def planner_of(
@@ -31,7 +30,7 @@ def proposals(
     found = []
     for number, work in enumerate(works, 1):
         planner.note(served.run(work))
-        proposal = planner.proposal(served.plan.layer_counts, number * STEP_S)
+        proposal = planner.proposal(served.plan.layer_counts)
         if proposal is not None:
             found.append((number, proposal))
     return found
