@@ -27,6 +27,7 @@ from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import PlannerArgs
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_fit import CURVE_ROWS, fit_parts
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
 from sgl_pipeline.simulator.models import MODELS
@@ -117,18 +118,18 @@ def trace_rows(
     plan = StagePlan(0, layer_counts)
     rows = []
     for lines, given in (("curves", StepPredictor(costs)), ("fitted while running", None)):
-        planner = LayerPlanner(PlannerArgs(), plan, given)
+        forecast = StepForecast(plan, given)
         plain: list[list[float]] = [[] for _ in layer_counts]
         sped: list[list[float]] = [[] for _ in layer_counts]
         for record in records:
-            if planner.predictor is not None:
-                parts = planner.predictor.parts_ms(StepWork.of_record(record))
-                times_ms = planner.predictor.stage_times_ms(parts, layer_counts)
+            if forecast.predictor is not None:
+                parts = forecast.predictor.parts_ms(record.work)
+                times_ms = forecast.predictor.stage_times_ms(parts, layer_counts)
                 for stage, timing in enumerate(record.stages):
                     plain[stage].append(times_ms[stage] / timing.compute_ms - 1.0)
-                    by_speed = times_ms[stage] * planner.speeds[stage]
+                    by_speed = times_ms[stage] * forecast.speeds[stage]
                     sped[stage].append(by_speed / timing.compute_ms - 1.0)
-            planner.note(record)
+            forecast.note(record)
         for stage, offs in enumerate(plain):
             rows.append(_row("served run", lines, f"stage {stage}", offs))
         for stage, offs in enumerate(sped):
@@ -173,11 +174,14 @@ def planning_us(costs: StepCosts, num_stages: int, knows_costs: bool) -> tuple[f
     base, more = divmod(num_layers, num_stages)
     plan = StagePlan(0, tuple(base + (stage < more) for stage in range(num_stages)))
     records = [_record(step, predictor, plan, rng) for step in random_steps(500, 4096, seed=4)]
-    planner = LayerPlanner(PlannerArgs(), plan, predictor if knows_costs else None)
+    forecast = StepForecast(plan, predictor if knows_costs else None)
+    planner = LayerPlanner(PlannerArgs(), plan, forecast)
     times = []
     for number in range(PLANNED_STEPS):
         start_s = time.thread_time()
-        planner.note(records[number % len(records)])
+        parts = forecast.note(records[number % len(records)])
+        if parts is not None:
+            planner.note(parts)
         planner.proposal(plan.layer_counts)
         times.append(time.thread_time() - start_s)
     return 1e6 * sum(times) / len(times), 1e6 * max(times)
@@ -186,28 +190,36 @@ def planning_us(costs: StepCosts, num_stages: int, knows_costs: bool) -> tuple[f
 def _record(
     step: MadeUpStep, predictor: StepPredictor, plan: StagePlan, rng: random.Random
 ) -> StepRecord:
-    work = step.work
-    times_ms = predictor.stage_times_ms(predictor.parts_ms(work), plan.layer_counts)
-    ends_s = [one * 1e-3 * rng.uniform(0.9, 1.1) for one in times_ms]
+    times_ms = predictor.stage_times_ms(predictor.parts_ms(step.work), plan.layer_counts)
+    return made_up_record(step.work, [one * rng.uniform(0.9, 1.1) for one in times_ms], plan.epoch)
+
+
+def made_up_record(
+    work: StepWork, stages_ms: Sequence[float], epoch: int = 0, step_id: int = 0
+) -> StepRecord:
+    """The step as stages that took so long would have reported it."""
     return StepRecord(
-        step_id=0,
-        epoch=plan.epoch,
+        step_id=step_id,
+        epoch=epoch,
         prefill_tokens=work.tokens - work.decodes,
         decodes=work.decodes,
         samples=work.samples,
         attended_tokens=work.decode_attended_tokens + work.prefill_attended_tokens,
         decode_attended_tokens=work.decode_attended_tokens,
         waiting_tokens=0,
-        running_decodes=0,
-        free_page_share=1.0,
+        running_decodes=work.decodes,
+        free_page_share=0.5,
         prefill_budget=0,
         decode_budget=0,
         bound_by="",
         scheduled_s=0.0,
-        finished_s=0.0,
+        finished_s=1.0,
         schedule_ms=0.0,
         result_ms=0.0,
-        stages=tuple(StageTiming(0.0, 0.0, 0.0, 0.0, end_s, end_s, end_s) for end_s in ends_s),
+        stages=tuple(
+            StageTiming(0.0, 0.0, 0.0, 1.0, 1.0 + ms * 1e-3, 1.0 + ms * 1e-3, 1.0 + ms * 1e-3)
+            for ms in stages_ms
+        ),
     )
 
 

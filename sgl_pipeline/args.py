@@ -14,6 +14,7 @@ from sgl_pipeline.stage_plan import StagePlan
 # for each.
 DEFAULT_PREFILL_LIMITS = {
     "throttle": 2048,
+    "throttle-time": 2048,
     "throttle-adaptive": 8192,
     "no-wt": 2048,
     "no-ut": 2048,

@@ -10,6 +10,7 @@ import msgspec
 
 from sgl_pipeline.pipeline_load import PipelineLoad, TokenBudget
 from sgl_pipeline.requests import Request
+from sgl_pipeline.step_work import StepWork, attended_tokens
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -33,7 +34,7 @@ class Chunk(msgspec.Struct, frozen=True):
     @property
     def attended_tokens(self) -> int:
         """Pairs of a row and a token that it attends to: what attention costs grow with."""
-        return self.length * (self.start + self.end + 1) // 2
+        return attended_tokens(self.start, self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +82,15 @@ class Microbatch:
     def decode_attended_tokens(self) -> int:
         """Those of them that decodes attend to, which share no keys."""
         return sum([c.start + c.length for c in self.chunks if c.is_decode])
+
+    @property
+    def work(self) -> StepWork:
+        """What its time depends on."""
+        by_decodes = self.decode_attended_tokens
+        return StepWork(
+            self.num_tokens,
+            self.num_decodes,
+            by_decodes,
+            self.attended_tokens - by_decodes,
+            self.num_samples,
+        )

@@ -9,9 +9,12 @@ randomness).
 from dataclasses import dataclass
 from typing import Literal
 
+from sgl_pipeline.step_work import StepTimes
+
 # The term of gLLM's eq. 3 that a prefill budget equals: #WP / #T, the share of free memory, #MinP,
-# none because of the pause, or #MaxP, which is also the fixed budget of other policies.
-Bound = Literal["WT", "UT", "MinP", "pause", "MaxP"]
+# none because of the pause, or #MaxP, which is also the fixed budget of other policies. Or a target
+# that the server was given: for the time between tokens, or to the first one.
+Bound = Literal["WT", "UT", "MinP", "pause", "MaxP", "TPOT", "TTFT"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,10 @@ class PipelineLoad:
     counts decoding requests, in flight or not (gLLM #RD); `ready_decodes` those that are not in
     flight. `free_pages` are free or evictable; `reserved_pages` of them the running decodes are
     expected to need before they end. `args.Accounting` can switch single counts off.
+
+    For policies that budget time: `waiting_attended_tokens` are the pairs of a row and a token that
+    it attends to, of the waiting tokens; `decode_attended_tokens` those of one more token of each
+    running decode; `step_times` says what a step takes, None while that is not known.
     """
 
     step_id: int
@@ -35,6 +42,9 @@ class PipelineLoad:
     reserved_pages: int
     total_pages: int
     steps_in_flight: int
+    waiting_attended_tokens: int = 0
+    decode_attended_tokens: int = 0
+    step_times: StepTimes | None = None
 
     @property
     def free_share(self) -> float:
@@ -48,10 +58,32 @@ class PipelineLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeShare:
+    """Decodes by what they take: `row_ms` each and `attended_ms` for each token that it attends
+    to, `share_ms` in all."""
+
+    share_ms: float
+    row_ms: float
+    attended_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimit:
+    """What a step may take, by `times`: prefill fills what its decodes leave of `step_ms`, and gets
+    `least_prefill_tokens` of one prompt whatever they leave."""
+
+    step_ms: float
+    least_prefill_tokens: int
+    times: StepTimes
+    decodes: DecodeShare
+
+
+@dataclass(frozen=True, slots=True)
 class TokenBudget:
     """Upper bounds for one microbatch; less is used where pages or requests run out. `bound_by` is
-    what made `prefill_tokens` what it is."""
+    what made the prefill budget what it is: `prefill_tokens`, or where there is one, `time`."""
 
     prefill_tokens: int
     decodes: int
     bound_by: Bound
+    time: TimeLimit | None = None

@@ -1,13 +1,10 @@
 """What the time of a step depends on, in five numbers.
 
-Made from a `Microbatch` or from the `StepRecord` that it becomes; read by `migration/`, whose
-predictor turns it into milliseconds.
+`Microbatch.work` of a step that was decided, `StepRecord.work` of one that has ended; the predictor
+in `migration/` turns it into milliseconds.
 """
 
-from typing import NamedTuple
-
-from sgl_pipeline.microbatch import Microbatch
-from sgl_pipeline.trace import StepRecord
+from typing import NamedTuple, Protocol
 
 
 class StepWork(NamedTuple):
@@ -25,25 +22,14 @@ class StepWork(NamedTuple):
     prefill_attended_tokens: int
     samples: int
 
-    @classmethod
-    def of(cls, microbatch: Microbatch) -> "StepWork":
-        """The work of a step that was decided."""
-        by_decodes = microbatch.decode_attended_tokens
-        return cls(
-            microbatch.num_tokens,
-            microbatch.num_decodes,
-            by_decodes,
-            microbatch.attended_tokens - by_decodes,
-            microbatch.num_samples,
-        )
 
-    @classmethod
-    def of_record(cls, record: StepRecord) -> "StepWork":
-        """The work of a step that has ended."""
-        return cls(
-            record.prefill_tokens + record.decodes,
-            record.decodes,
-            record.decode_attended_tokens,
-            record.attended_tokens - record.decode_attended_tokens,
-            record.samples,
-        )
+class StepTimes(Protocol):
+    """Says what steps take, as far as it is known just now. Never changes."""
+
+    def step_ms(self, work: StepWork) -> float:
+        """Predicted milliseconds of the stage that takes longest. More work never takes less."""
+
+
+def attended_tokens(start: int, end: int) -> int:
+    """Pairs of a row and a token that it attends to, for the rows of positions [start, end)."""
+    return (end - start) * (start + end + 1) // 2

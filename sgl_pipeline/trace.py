@@ -13,6 +13,7 @@ import msgspec
 from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.requests import Request
 from sgl_pipeline.stage_timing import StageTiming
+from sgl_pipeline.step_work import StepWork
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +74,17 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageTiming, ...]
     ended: tuple[RequestRecord, ...] = ()
     decode_attended_tokens: int = 0
+
+    @property
+    def work(self) -> StepWork:
+        """What its time depends on."""
+        return StepWork(
+            self.prefill_tokens + self.decodes,
+            self.decodes,
+            self.decode_attended_tokens,
+            self.attended_tokens - self.decode_attended_tokens,
+            self.samples,
+        )
 
 
 class StepWriter(Protocol):

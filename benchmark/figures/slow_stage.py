@@ -18,7 +18,7 @@ SYSTEMS = {
     "even": lambda cluster: cluster,
     "dynapipe": with_published,
     "auto": with_auto,
-    "auto, costs learnt": lambda cluster: with_auto(cluster, costs="online"),
+    "auto, costs learnt": lambda cluster: with_auto(replace(cluster, forecast="online")),
 }
 COLORS = {
     "even": "#999999",

@@ -17,7 +17,7 @@ import zmq
 from sglang.srt.runtime_context import get_serving, publish
 from sglang.srt.utils import configure_logger
 
-from sgl_pipeline.args import PipelineArgs
+from sgl_pipeline.args import MigrationArgs, PipelineArgs
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.command_line.model_files import ModelLimits, load_tokenizer, model_limits
@@ -39,6 +39,7 @@ from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import PlannerArgs
 from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
@@ -136,8 +137,9 @@ def _serve(
         pipe_writer.send(_ready_message(args, limits, capacity))
         grammars.start()
         postpone_full_collections()
-        migration = _migration(args, capacity.plan, predictor)
-        core = PipelineCore(steps, capacity.plan, migration)
+        forecast = StepForecast(capacity.plan, predictor, learns=args.stages.device == "cpu")
+        migration = _migration(args.migration, capacity.plan, forecast)
+        core = PipelineCore(steps, capacity.plan, migration, forecast)
         operators = PipelineDesk(DeskSocket(context, desk_address(args.run_directory)), core)
         PipelineScheduler(
             front, core, launcher, grammars, operators, traces, loads, metrics, poller, facts
@@ -192,11 +194,8 @@ def _saved_predictor(args: PipelineArgs, spec: ModelSpec) -> StepPredictor | Non
     return StepPredictor(file.costs)
 
 
-def _migration(
-    args: PipelineArgs, plan: StagePlan, predictor: StepPredictor | None
-) -> MigrationControl:
+def _migration(options: MigrationArgs, plan: StagePlan, forecast: StepForecast) -> MigrationControl:
     """Who may move layers; with a planner where they may move at all."""
-    options = args.migration
     if options.mode == "off":
         return MigrationControl.off(plan)
     planner = LayerPlanner(
@@ -205,9 +204,8 @@ def _migration(
             evaluate_steps=min(PlannerArgs().evaluate_steps, options.window_steps),
         ),
         plan,
-        predictor,
+        forecast,
         max_layers=options.max_layers(plan),
-        learns=args.stages.device == "cpu",
     )
     return MigrationControl.of(options, plan, planner)
 

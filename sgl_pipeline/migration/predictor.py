@@ -90,6 +90,37 @@ class StepPredictor:
         return tuple(times)
 
 
+class SlowestStage:
+    """A `StepTimes`: what a step takes the stage of a split that takes longest.
+
+    Args:
+        speeds: by what each stage's times are multiplied.
+    """
+
+    __slots__ = ("_first", "_last", "_middle", "_predictor")
+
+    def __init__(
+        self, predictor: StepPredictor, layer_counts: Sequence[int], speeds: Sequence[float]
+    ) -> None:
+        ends, weight = list(accumulate(layer_counts)), predictor.weight_ends
+        layers = [
+            speed * (weight[end] - weight[end - count])
+            for end, count, speed in zip(ends, layer_counts, speeds, strict=True)
+        ]
+        self._predictor = predictor
+        self._middle = max(layers)  # the first and the last stage take no less than their layers
+        self._first = (layers[0], speeds[0])
+        self._last = (layers[-1], speeds[-1], speeds[-1] if len(layers) == 1 else 0.0)
+
+    def step_ms(self, work: StepWork) -> float:
+        layer_ms, embedding_ms, tail_ms = self._predictor.parts_ms(work)
+        weight, speed = self._first
+        first_ms = weight * layer_ms + speed * embedding_ms
+        weight, speed, embedding_speed = self._last
+        last_ms = weight * layer_ms + speed * tail_ms + embedding_speed * embedding_ms
+        return max(self._middle * layer_ms, first_ms, last_ms)
+
+
 def _segments(cost: RowCost) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     """The knots, and for the rows up to each knot and beyond the last the straight line's value at
     0 rows and its slope; `bisect_right(knots, rows)` is the place of the line for `rows`."""

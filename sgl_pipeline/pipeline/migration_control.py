@@ -11,15 +11,14 @@ from sgl_pipeline.layer_moves import (
     MOVE_SHARE,
     MoveOrder,
     MoveReport,
-    SwitchPlan,
     layer_moves,
 )
 from sgl_pipeline.migration.coordinator import MoveCoordinator
 from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import Proposal
+from sgl_pipeline.migration.predictor import PartTimes
 from sgl_pipeline.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.trace import StepRecord
 
 
 class MigrationControl:
@@ -118,16 +117,14 @@ class MigrationControl:
     ) -> MoveOrder | None:
         """What must be sealed now, if anything; to be asked until it is None."""
         order = self.coordinator.next_order(now_s, pages_in_use)
-        if isinstance(order, SwitchPlan) and self.planner is not None:
-            self.planner.know_plan(order.plan)
         self._note_ends()
         return order
 
-    def note(self, record: StepRecord) -> None:
-        """A step has passed all stages. In mode `auto` a move may begin now."""
+    def note(self, parts: PartTimes, now_s: float) -> None:
+        """A step of these predicted times has ended. In mode `auto` a move may begin now."""
         if self.planner is None:
             return
-        self.planner.note(record)
+        self.planner.note(parts)
         if self.coordinator.current is not None:
             return
         proposal = self.planner.proposal(self.coordinator.plan.layer_counts)
@@ -135,7 +132,7 @@ class MigrationControl:
             return
         self._proposed = proposal.layer_counts
         if self.mode == "auto":
-            self.coordinator.begin(proposal.layer_counts, "auto", record.finished_s)
+            self.coordinator.begin(proposal.layer_counts, "auto", now_s)
 
     def _note_ends(self) -> None:
         """Tells the planner of moves that have ended, and what a layer of each cost: the time that

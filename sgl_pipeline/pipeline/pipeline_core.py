@@ -11,6 +11,7 @@ from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.layer_moves import SwitchPlan
 from sgl_pipeline.messages import StageReport
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_state import PipelineState, StageState
@@ -32,6 +33,7 @@ class PipelineCore:
         plan: which stage owns which layers, of the first epoch. It changes with the moves of
             `migration`, and is that of the next step to be decided.
         migration: may move layers; None: never.
+        forecast: learns what steps take; None: a new one.
     """
 
     def __init__(
@@ -39,15 +41,18 @@ class PipelineCore:
         scheduler: StepScheduler,
         plan: StagePlan,
         migration: MigrationControl | None = None,
+        forecast: StepForecast | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.plan = plan
         self.migration = migration or MigrationControl.off(plan)
+        self.forecast = forecast or StepForecast(plan)
         self.history = StepHistory(plan.num_stages)
         self._encoder = StepPlanEncoder()
         self._orders = OrderStream()
         self._open: dict[int, OpenStep] = {}
         self._reported: list[OpenStep] = []
+        self._refresh_times()
 
     def move_orders(self, now_s: float) -> list[SealedOrder]:
         """What the stages must know of layer moves before the next step. The driver must send each
@@ -58,6 +63,8 @@ class PipelineCore:
             if isinstance(order, SwitchPlan):
                 self.plan = order.plan
                 self.scheduler.epoch = order.plan.epoch
+                self.forecast.know_plan(order.plan)
+                self._refresh_times()
             sealed.append(self._orders.seal(order))
         return sealed
 
@@ -109,8 +116,15 @@ class PipelineCore:
         self._reported.clear()
         for record in records:
             self.history.add(record)
-            self.migration.note(record)
+            parts = self.forecast.note(record)
+            if parts is not None:
+                self.migration.note(parts, record.finished_s)
+        self._refresh_times()
         return records
+
+    def _refresh_times(self) -> None:
+        """Policies budget by what is known now, of the plan that is in use now."""
+        self.scheduler.step_times = self.forecast.slowest(self.plan.layer_counts)
 
     def explain(self, request_id: str) -> Explanation | None:
         """Why a request waits: which rule, which numbers, behind whom; None for an unknown one."""

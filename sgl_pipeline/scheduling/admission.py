@@ -7,15 +7,11 @@ pages say whether; it never asks why the budget is what it is.
 from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.requests import Request, RequestState
 from sgl_pipeline.scheduling.preemption import Preemption
+from sgl_pipeline.scheduling.prefill_room import PrefillRoom
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
-from sgl_pipeline.throttle import TokenBudget
-
-# A rest of a prompt goes along with the chunk before it when it is at most this long, and at most
-# an eighth of that chunk: a step of its own would read all weights for it. By this much, and once a
-# step, the prefill budget may be exceeded.
-MAX_TAIL_TOKENS = 16
+from sgl_pipeline.throttle import DecodeShare, TokenBudget
 
 
 class Admission:
@@ -42,20 +38,27 @@ class Admission:
 
     def fill(self, budget: TokenBudget) -> list[Chunk]:
         """The chunks of the next step, decodes first; empty when nothing can run now."""
-        chunks = self._decodes(budget.decodes)
-        left_tokens = budget.prefill_tokens
+        chunks = self._decodes(budget.decodes, budget.time.decodes if budget.time else None)
+        room = PrefillRoom(budget, chunks)
         for request in sorted(self._running.prefilling, key=lambda request: request.order):
-            left_tokens -= self._prefill(request, left_tokens, chunks)
-        while left_tokens > 0 and (newcomer := self._admit_next()) is not None:
-            left_tokens -= self._prefill(newcomer, left_tokens, chunks)
+            self._prefill(request, room, chunks)
+        while room.is_open and (newcomer := self._admit_next()) is not None:
+            self._prefill(newcomer, room, chunks)
         return chunks
 
-    def _decodes(self, limit: int) -> list[Chunk]:
+    def _decodes(self, limit: int, share: DecodeShare | None) -> list[Chunk]:
         chunks: list[Chunk] = []
         ready = self._running.ready
+        taken_ms = 0.0
         for request in list(ready):
             if len(chunks) == limit:
                 break
+            if share is not None:
+                own_ms = share.row_ms + share.attended_ms * request.num_tokens
+                # To the nearest number of them, and one at least.
+                if chunks and taken_ms + own_ms / 2 > share.share_ms:
+                    break
+                taken_ms += own_ms
             # One further up may have retracted it.
             if request in ready and self._preemption.extend(request, request.num_scheduled + 1):
                 start = request.num_scheduled
@@ -65,12 +68,12 @@ class Admission:
                 chunks.append(Chunk(request, start, 1, is_decode=True, samples=True))
         return chunks
 
-    def _prefill(self, request: Request, left_tokens: int, chunks: list[Chunk]) -> int:
-        """Appends the longest chunk that budget and pages allow; returns its length."""
-        length = with_tiny_tail(left_tokens, request.remaining_prefill)
+    def _prefill(self, request: Request, room: PrefillRoom, chunks: list[Chunk]) -> None:
+        """Appends the longest chunk that budget and pages allow."""
+        length = room.chunk_length(request.num_scheduled, request.remaining_prefill)
         length = min(length, self._pages.reachable_tokens(request) - request.num_scheduled)
         if length <= 0:
-            return 0
+            return
         extended = self._pages.extend(request, request.num_scheduled + length)
         assert extended
         start = request.num_scheduled
@@ -83,7 +86,7 @@ class Admission:
         draws = request.stops.max_new_tokens > 0 or request.logprobs is not None
         samples = end == request.num_tokens and draws
         chunks.append(Chunk(request, start, length, is_decode=False, samples=samples))
-        return length
+        room.take(start, length, samples)
 
     def make_room_for_head(self) -> None:
         """Retracts requests that the head of the queue outranks by more than the threshold, the
@@ -130,10 +133,3 @@ class Admission:
             self.num_prompt_tokens += len(request.prompt_ids)
             self.num_cached_tokens += request.cached_tokens
         return request
-
-
-def with_tiny_tail(left_tokens: int, remaining_tokens: int) -> int:
-    """A chunk's length within `left_tokens`, a tiny rest of the prompt taken along."""
-    length = min(left_tokens, remaining_tokens)
-    rest = remaining_tokens - length
-    return remaining_tokens if rest <= min(MAX_TAIL_TOKENS, length // 8) else length

@@ -8,6 +8,7 @@ touches a page.
 
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.radix_tree import RadixNode, RadixTree
+from sgl_pipeline.step_work import attended_tokens
 
 
 class RadixDemand:
@@ -15,14 +16,16 @@ class RadixDemand:
 
     `missing_tokens` are the tokens of nodes that waiting requests want and that are not cached,
     once for each request. `pending_tokens` counts each of these nodes once, and only those that no
-    request prefills. A request is parked only at a node that is not cached and that another
-    request prefills.
+    request prefills. `missing_attended` and `pending_attended` are what the same tokens attend to.
+    A request is parked only at a node that is not cached and that another request prefills.
     """
 
     def __init__(self, tree: RadixTree) -> None:
         self._tree = tree
         self.missing_tokens = 0
         self.pending_tokens = 0
+        self.missing_attended = 0
+        self.pending_attended = 0
         self._unparked: list[Request] = []
 
     def want(self, tokens: list[int], namespace: str = "") -> RadixNode:
@@ -93,10 +96,15 @@ class RadixDemand:
 
     def _count(self, node: RadixNode, sign: int) -> None:
         """Adds (`sign` 1) or takes off (-1) what `node` counts for while it is not cached."""
-        if node.num_waiting:
-            self.missing_tokens += sign * node.num_waiting * len(node.tokens)
-            if not node.num_prefilling:
-                self.pending_tokens += sign * len(node.tokens)
+        if not node.num_waiting:
+            return
+        tokens = sign * len(node.tokens)
+        attended = sign * attended_tokens(node.end - len(node.tokens), node.end)
+        self.missing_tokens += node.num_waiting * tokens
+        self.missing_attended += node.num_waiting * attended
+        if not node.num_prefilling:
+            self.pending_tokens += tokens
+            self.pending_attended += attended
 
     def _unpark(self, node: RadixNode) -> None:
         self._unparked += node.parked

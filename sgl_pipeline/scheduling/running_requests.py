@@ -13,17 +13,19 @@ class RunningRequests:
     """Ordered sets (dicts without values, so that every order is deterministic).
 
     `prefilling`: some of the prompt is not scheduled yet. `decoding`: prompt computed, in flight or
-    not, with the output tokens that it may still draw. `ready`: decoding and not in flight, the
-    longest ready first. A request whose last prefill chunk is in flight is in none of them.
+    not, with the output tokens that it may still draw and what its next token attends to. `ready`:
+    decoding and not in flight, the longest ready first. A request whose last prefill chunk is in
+    flight is in none of them.
     """
 
     def __init__(self) -> None:
         self._admitted: dict[Request, None] = {}
         self.prefilling: dict[Request, None] = {}
-        self.decoding: dict[Request, int] = {}
+        self.decoding: dict[Request, tuple[int, int]] = {}
         self.ready: dict[Request, None] = {}
-        # Sum over `decoding`.
+        # Sums over `decoding`.
         self.remaining_output_tokens = 0
+        self.attended_tokens = 0
 
     def __len__(self) -> int:
         return len(self._admitted)
@@ -43,8 +45,11 @@ class RunningRequests:
     def make_ready(self, request: Request) -> None:
         """The request has a new token to decode from, and no step in flight."""
         remaining = request.stops.max_new_tokens - len(request.output_ids)
-        self.remaining_output_tokens += remaining - self.decoding.get(request, 0)
-        self.decoding[request] = remaining
+        attended = len(request.prompt_ids) + len(request.output_ids)
+        old_remaining, old_attended = self.decoding.get(request, (0, 0))
+        self.remaining_output_tokens += remaining - old_remaining
+        self.attended_tokens += attended - old_attended
+        self.decoding[request] = (remaining, attended)
         self.ready[request] = None
 
     def start_decode(self, request: Request) -> None:
@@ -53,6 +58,8 @@ class RunningRequests:
 
     def drop(self, request: Request) -> None:
         """The request ended or was retracted."""
-        self.remaining_output_tokens -= self.decoding.pop(request, 0)
+        remaining, attended = self.decoding.pop(request, (0, 0))
+        self.remaining_output_tokens -= remaining
+        self.attended_tokens -= attended
         for members in (self._admitted, self.prefilling, self.ready):
             members.pop(request, None)

@@ -27,6 +27,7 @@ from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.stop_rules import finish_reason
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
+from sgl_pipeline.step_work import StepTimes, attended_tokens
 from sgl_pipeline.throttle import PipelineLoad, Policy, TokenBudget
 
 
@@ -35,7 +36,8 @@ class StepScheduler:
 
     Steps are FIFO through every stage. A decoding request is in at most one step in flight, a
     prefilling one may have consecutive chunks in several. Pages of a step in flight are never freed
-    or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under.
+    or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under, and
+    `step_times` says what they take, as far as that is known.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class StepScheduler:
         context_length: int,
     ) -> None:
         self.epoch = 0
+        self.step_times: StepTimes | None = None
         self.limits = RequestLimits(context_length, num_pages * args.page_size)
         self._policy = policy
         self._accounting = ACCOUNTINGS[args.accounting]
@@ -277,6 +280,10 @@ class StepScheduler:
         """The state of the whole system: as it is, or counted as a policy shall see it."""
         running, pages = self._running, self._pages
         unscheduled = sum(request.remaining_prefill for request in running.prefilling)
+        unscheduled_attended = sum(
+            attended_tokens(request.num_scheduled, request.prefill_end)
+            for request in running.prefilling
+        )
         return PipelineLoad(
             step_id=self._next_step_id,
             pipeline_depth=self._max_in_flight,
@@ -288,6 +295,10 @@ class StepScheduler:
             reserved_pages=self._decode_reserve.pages(running.remaining_output_tokens),
             total_pages=self._num_pages,
             steps_in_flight=len(self._in_flight),
+            waiting_attended_tokens=self._waiting.attended_to_compute(accounting)
+            + unscheduled_attended,
+            decode_attended_tokens=running.attended_tokens,
+            step_times=self.step_times,
         )
 
     def explain(self, request_id: str) -> Explanation | None:
@@ -322,8 +333,8 @@ class StepScheduler:
 
     @property
     def num_decoding_tokens(self) -> int:
-        """Tokens, of prompts and outputs, of all decoding requests; looks at each of them."""
-        return sum(request.num_tokens for request in self._running.decoding)
+        """Tokens, of prompts and outputs, of all decoding requests."""
+        return self._running.attended_tokens
 
     @property
     def num_cached_tokens(self) -> int:
@@ -374,7 +385,8 @@ class StepScheduler:
         assert all(request.is_prefilling for request in self._running.prefilling)
         for request in self._running.decoding:
             assert request.steps_in_flight == (request not in self._running.ready)
+        decoding = self._running.decoding
         assert self._running.remaining_output_tokens == sum(
-            request.stops.max_new_tokens - len(request.output_ids)
-            for request in self._running.decoding
+            request.stops.max_new_tokens - len(request.output_ids) for request in decoding
         )
+        assert self._running.attended_tokens == sum(request.num_tokens for request in decoding)

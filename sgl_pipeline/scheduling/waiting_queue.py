@@ -11,6 +11,7 @@ from sgl_pipeline.args import Accounting
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.radix_demand import RadixDemand
 from sgl_pipeline.scheduling.radix_tree import RadixNode
+from sgl_pipeline.step_work import attended_tokens
 
 # Bounds the time of one `head` when very many waiting requests share one prefix.
 MAX_PARKED_PER_CALL = 64
@@ -30,9 +31,12 @@ class WaitingQueue:
         self._parked: set[Request] = set()
         # Every waiting request that is not parked, and some that have left the queue.
         self._heap: list[tuple[tuple[int, int, int], Request]] = []
+        # Tokens that no page of a radix node will hold, and what they attend to.
         self._tail_tokens = 0
+        self._tail_attended = 0
         # Tokens to prefill of all that wait, hits or not.
         self.num_tokens = 0
+        self._num_attended = 0
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -56,14 +60,21 @@ class WaitingQueue:
             return self._tail_tokens + self._demand.missing_tokens
         return self.num_tokens
 
+    def attended_to_compute(self, accounting: Accounting) -> int:
+        """What the tokens of `tokens_to_compute` attend to, those before them included."""
+        if accounting.shared_once:
+            return self._tail_attended + self._demand.pending_attended
+        if accounting.hits:
+            return self._tail_attended + self._demand.missing_attended
+        return self._num_attended
+
     def add(self, request: Request) -> None:
         """Enters a request; its `prefill_end` must not change while it waits."""
         # A hit ends before the first position whose logits are needed: the last, or sooner.
         tokens = request.tokens(0, request.first_logits_position)
         path = self._demand.want(tokens, request.cache_namespace)
         self._paths[request] = path
-        self._tail_tokens += request.prefill_end - path.end
-        self.num_tokens += request.prefill_end
+        self._count(request, path, 1)
         heapq.heappush(self._heap, (request.order, request))
 
     def discard(self, request: Request) -> None:
@@ -106,9 +117,16 @@ class WaitingQueue:
 
     def _forget(self, request: Request) -> RadixNode:
         path = self._paths.pop(request)
-        self._tail_tokens -= request.prefill_end - path.end
-        self.num_tokens -= request.prefill_end
+        self._count(request, path, -1)
         return path
+
+    def _count(self, request: Request, path: RadixNode, sign: int) -> None:
+        """Adds (`sign` 1) or takes off (-1) what `request` has to prefill."""
+        end = request.prefill_end
+        self._tail_tokens += sign * (end - path.end)
+        self._tail_attended += sign * attended_tokens(path.end, end)
+        self.num_tokens += sign * end
+        self._num_attended += sign * attended_tokens(0, end)
 
     def _return_unparked(self) -> None:
         for request in self._demand.take_unparked():

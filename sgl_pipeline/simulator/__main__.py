@@ -134,6 +134,7 @@ def _pipeline(options: argparse.Namespace) -> Cluster | MeasuredPipeline:
         num_stages=options.pp,
         memory_share=options.mem_fraction_static,
         migration=_migration(options),
+        forecast=options.forecast,
     )
 
 
@@ -144,7 +145,7 @@ def _migration(options: argparse.Namespace) -> Migration:
         weights=options.migration_weights,
         window_steps=options.migration_window,
     )
-    return Migration(args=args, costs=options.migration_costs)
+    return Migration(args=args)
 
 
 def _target(options: argparse.Namespace) -> LatencyTarget | None:
@@ -284,11 +285,11 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--migration-spare-layers", type=int, default=defaults.spare_layers)
     parser.add_argument("--migration-weights", choices=MIGRATION_WEIGHTS, default=defaults.weights)
     parser.add_argument(
-        "--migration-costs",
+        "--forecast",
         choices=("tables", "online"),
         default="tables",
-        help="the planner predicts by costs fitted beforehand to the tables, or to the steps that "
-        "it sees",
+        help="planner and policy predict by costs fitted beforehand to the tables, or to the "
+        "steps that they see",
     )
     parser.add_argument("--target-ttft-ms", type=float)
     parser.add_argument("--target-tpot-ms", type=float)

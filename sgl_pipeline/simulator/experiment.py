@@ -5,12 +5,16 @@ The door of the room: the command line, the figures and the budget search all go
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import even_layer_counts
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, fit_trace
+from sgl_pipeline.simulator.forecasts import fitted_costs
 from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
 from sgl_pipeline.simulator.migration_setup import STILL, Migration
 from sgl_pipeline.simulator.models import MODELS
@@ -50,7 +54,12 @@ class Cluster:
     """`num_stages` equal cards, one a stage. `memory_share` of each is for weights and KV; some of
     the rest is for activations. `pool_tokens` overrides what would fit. Where layers may move, each
     card keeps room for the most of them that it may hold. `layer_weights` are as in
-    `PipelineCosts`; norm, head and sampling take `tail_factor` times what the tables say."""
+    `PipelineCosts`; norm, head and sampling take `tail_factor` times what the tables say.
+
+    `forecast` says what planner and policy predict by: `tables`, costs fitted beforehand to made-up
+    steps of the cluster's own tables, as a server has them from a file; `online`, costs fitted to
+    the steps that they see. The stages' speeds are learnt from their steps with both.
+    """
 
     model: str
     device: str
@@ -64,6 +73,7 @@ class Cluster:
     stage_slowness: tuple[float, ...] = ()
     slowdowns: tuple[Slowdown, ...] = ()
     migration: Migration = STILL
+    forecast: Literal["tables", "online"] = "tables"
     pool_tokens: int | None = None
     host: HostCosts = MEASURED_HOST
 
@@ -102,18 +112,30 @@ class Cluster:
         most_layers = self.migration.args.max_layers(StagePlan(0, self.layers))
         return MODELS[self.model].kv_pool_tokens(most_layers, usable)
 
-    def pipeline(self, scheduler: StepScheduler, page_size: int) -> VirtualPipeline:
-        """A new one, with nothing in it."""
+    def pipeline(
+        self, scheduler: StepScheduler, page_size: int, *, is_timed: bool = False
+    ) -> VirtualPipeline:
+        """A new one, with nothing in it; `is_timed` where its policy asks what steps take."""
         costs = self.costs()
         plan = StagePlan(0, costs.layer_counts)
+        forecast = StepForecast(plan, learns=False)
+        if is_timed or self.migration.is_on:
+            forecast = StepForecast(plan, self._predictor(costs))
         return VirtualPipeline(
             scheduler,
             costs,
-            self.migration.control(plan, costs.stage, self.layer_weights),
+            forecast,
+            self.migration.control(plan, forecast),
             self.migration.move_costs(MODELS[self.model], *LINKS[self.link], page_size),
             self.slowdowns,
             self.migration.wishes,
         )
+
+    def _predictor(self, costs: PipelineCosts) -> StepPredictor | None:
+        if self.forecast == "online":
+            return None
+        num_layers = sum(costs.layer_counts)
+        return StepPredictor(fitted_costs(costs.stage, num_layers, self.layer_weights))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +157,13 @@ class MeasuredPipeline:
     def num_stages(self) -> int:
         return self.costs().num_stages
 
-    def pipeline(self, scheduler: StepScheduler, page_size: int) -> VirtualPipeline:
+    def pipeline(
+        self, scheduler: StepScheduler, page_size: int, *, is_timed: bool = False
+    ) -> VirtualPipeline:
         """A new one, with nothing in it; its layers stay where they are."""
-        return VirtualPipeline(scheduler, self.costs())
+        costs = self.costs()
+        forecast = StepForecast(StagePlan(0, costs.layer_counts), learns=is_timed)
+        return VirtualPipeline(scheduler, costs, forecast)
 
 
 def simulate(
@@ -156,4 +182,6 @@ def simulate(
         num_stages=pipeline.num_stages,
         context_length=pool_tokens,
     )
-    return pipeline.pipeline(scheduler, scheduling.page_size).run(workload, on_progress)
+    is_timed = throttle.policy == "throttle-time"
+    virtual = pipeline.pipeline(scheduler, scheduling.page_size, is_timed=is_timed)
+    return virtual.run(workload, on_progress)

@@ -25,6 +25,11 @@ SEARCH_SPACE: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "max_prefill_tokens": _LIMITS,
         "pause_free_share": _PAUSES,
     },
+    "throttle-time": {
+        "prefill_spread_steps": _SPREADS,
+        "max_prefill_tokens": _LIMITS,
+        "pause_free_share": _PAUSES,
+    },
     "throttle-adaptive": {
         "prefill_spread_steps": _SPREADS,
         "max_prefill_tokens": _ADAPTIVE_LIMITS,

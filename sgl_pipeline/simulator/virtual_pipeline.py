@@ -16,6 +16,7 @@ from itertools import count
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
@@ -48,6 +49,7 @@ class VirtualPipeline:
     Args:
         scheduler: a new one; the caller chose its policy, pages and stages.
         costs: how long everything takes; has as many stages as the scheduler plans for.
+        forecast: learns what steps take; None: nothing does.
         migration: may move layers; None: never.
         move_costs: how long that takes.
         slowdowns: of stages, for some time.
@@ -58,13 +60,15 @@ class VirtualPipeline:
         self,
         scheduler: StepScheduler,
         costs: PipelineTiming,
+        forecast: StepForecast | None = None,
         migration: MigrationControl | None = None,
         move_costs: MoveCosts | None = None,
         slowdowns: Sequence[Slowdown] = (),
         wishes: Sequence[tuple[float, tuple[int, ...]]] = (),
     ) -> None:
         plan = StagePlan(0, costs.layer_counts)
-        self._core = PipelineCore(scheduler, plan, migration)
+        forecast = forecast or StepForecast(plan, learns=False)
+        self._core = PipelineCore(scheduler, plan, migration, forecast)
         self._costs = costs
         self._clocks = [StageClock() for _ in range(costs.num_stages)]
         self._moves = VirtualMoves(

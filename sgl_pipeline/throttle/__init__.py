@@ -9,13 +9,22 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from sgl_pipeline.args import ThrottleArgs
-from sgl_pipeline.pipeline_load import Bound, PipelineLoad, TokenBudget
+from sgl_pipeline.pipeline_load import Bound, DecodeShare, PipelineLoad, TimeLimit, TokenBudget
 from sgl_pipeline.throttle.adaptive_throttle import adaptive_throttle
 from sgl_pipeline.throttle.fixed_budget import fixed_budget
 from sgl_pipeline.throttle.greedy_queue import greedy_queue
+from sgl_pipeline.throttle.time_throttle import time_throttle
 from sgl_pipeline.throttle.token_throttle import token_throttle
 
-__all__ = ["Bound", "PipelineLoad", "Policy", "TokenBudget", "make_policy"]
+__all__ = [
+    "Bound",
+    "DecodeShare",
+    "PipelineLoad",
+    "Policy",
+    "TimeLimit",
+    "TokenBudget",
+    "make_policy",
+]
 
 Policy = Callable[[PipelineLoad], TokenBudget]
 
@@ -24,6 +33,7 @@ Policy = Callable[[PipelineLoad], TokenBudget]
 # each other.
 POLICY_TABLE: Mapping[str, Callable[[ThrottleArgs, PipelineLoad], TokenBudget]] = {
     "throttle": token_throttle,
+    "throttle-time": time_throttle,
     "throttle-adaptive": adaptive_throttle,
     "no-wt": partial(token_throttle, by_waiting=False),
     "no-ut": partial(token_throttle, by_memory=False),

@@ -5,6 +5,7 @@ from support.planners import (
     EAGER,
     first_split,
     noise_of,
+    note,
     planner_of,
     proposals,
     random_works,
@@ -18,7 +19,6 @@ from support.served_steps import (
 )
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import PlannerArgs, Proposal
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.stage_plan import StagePlan
@@ -98,7 +98,7 @@ def test_any_split_can_be_previewed() -> None:
     planner = planner_of(served)
     assert planner.predict((4, 4)) is None
     assert planner.preview((4, 4), (7, 1)) is None
-    planner.note(served.run(decode_step(4)))
+    note(planner, served.run(decode_step(4)))
     assert planner.predict((1, 7)) == pytest.approx((1.5, 9.0))
     preview = planner.preview((4, 4), (7, 1))
     assert preview is not None
@@ -110,7 +110,7 @@ def test_times_are_of_the_windows_steps_alone() -> None:
     served = ServedSteps(card_costs(8), StagePlan(0, (4, 4)))
     planner = planner_of(served)
     for work in [mixed_step(0, 2048)] * 40 + [decode_step(10), decode_step(64)] * 13:
-        planner.note(served.run(work))
+        note(planner, served.run(work))
     window = [decode_step(64)] * 13 + [decode_step(10)] * 12
     expected = [served.truth.stage_times_ms(served.truth.parts_ms(work), (3, 5)) for work in window]
     assert planner.predict((3, 5)) == pytest.approx(
@@ -188,10 +188,10 @@ def test_what_staying_has_cost_is_forgotten_where_staying_is_best() -> None:
     planner = planner_of(served, PlannerArgs(layer_price_s=0.05))
     assert not proposals(planner, served, [decode_step(4)] * 60)
     served.plan = StagePlan(1, (5, 3))
-    planner.know_plan(served.plan)
+    planner.forecast.know_plan(served.plan)
     assert not proposals(planner, served, [decode_step(4)] * 10)
     served.plan = StagePlan(2, (4, 4))
-    planner.know_plan(served.plan)
+    planner.forecast.know_plan(served.plan)
     assert proposals(planner, served, [decode_step(4)] * 60)[0][0] >= 46
 
 
@@ -240,7 +240,7 @@ def test_after_a_move_the_count_of_what_was_lost_begins_anew() -> None:
 
 def test_without_costs_it_learns_them_and_then_proposes() -> None:
     served = ServedSteps(card_costs(16), StagePlan(0, (4, 4, 4, 4)), noise=noise_of(4, 0.05))
-    planner = LayerPlanner(EAGER, served.plan)
+    planner = planner_of(served, knows_costs=False)
     found = proposals(planner, served, random_works(5, 400))
     assert found[0][0] >= 256
     assert found[0][1].layer_counts[-1] < 4
@@ -262,4 +262,4 @@ def test_senseless_arguments_are_refused(wrong: dict[str, float]) -> None:
 
 def test_the_predictor_can_be_asked_for() -> None:
     served = ServedSteps(flat_costs(4, tail_ms=1.0), StagePlan(0, (2, 2)))
-    assert isinstance(planner_of(served).predictor, StepPredictor)
+    assert isinstance(planner_of(served).forecast.predictor, StepPredictor)

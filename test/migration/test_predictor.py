@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.microbatches import microbatch_of
 from support.pipelines import make_request
-from support.served_steps import flat_costs, record_of
+from support.served_steps import flat_costs
 from support.step_records import step_record
 
+from benchmark.predictor_error import made_up_record
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.migration.predictor import StepPredictor
@@ -73,7 +74,7 @@ def test_a_record_says_the_same_of_a_step_as_its_microbatch(
         Chunk(make_request("r", [1]), start, 1 if decode else length, decode, decode or samples)
         for start, length, decode, samples in drawn
     )
-    work = StepWork.of(microbatch_of(0, chunks))
+    work = microbatch_of(0, chunks).work
     pairs = [
         (chunk.is_decode, sum(range(chunk.start + 1, chunk.end + 1)))  # a row attends to itself too
         for chunk in chunks
@@ -81,12 +82,12 @@ def test_a_record_says_the_same_of_a_step_as_its_microbatch(
     assert work.decode_attended_tokens == sum(count for decode, count in pairs if decode)
     assert work.prefill_attended_tokens == sum(count for decode, count in pairs if not decode)
     assert work.tokens == sum(chunk.length for chunk in chunks)
-    assert StepWork.of_record(record_of(work, [1.0])) == work
+    assert made_up_record(work, [1.0]).work == work
 
 
 def test_a_real_steps_record_keeps_what_decodes_attend_to() -> None:
     # Five tokens of a prompt, and a decode of one token.
-    assert StepWork.of_record(step_record(3)) == StepWork(6, 1, 1, 15, 2)
+    assert step_record(3).work == StepWork(6, 1, 1, 15, 2)
 
 
 NAMES = {"model": "m", "dtype": "bfloat16", "device": "cpu", "threads": 2}

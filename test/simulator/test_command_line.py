@@ -42,7 +42,7 @@ def test_moves_stand_below_the_row_of_their_run(capsys: pytest.CaptureFixture[st
     arguments += ["--rate", "24", "--policy", "throttle"]
     assert main(arguments) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
-    assert main([*arguments, "--migration", "auto", "--migration-costs", "online"]) == 0
+    assert main([*arguments, "--migration", "auto", "--forecast", "online"]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert rows[3].startswith("    layers 12,12,12,12 to ")
     assert "done" in rows[3]

@@ -9,8 +9,9 @@ from sgl_pipeline.args import MigrationArgs, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.layer_partition import even_layer_counts
 from sgl_pipeline.migration.delta_rule import even_split_less
 from sgl_pipeline.simulator.experiment import Cluster, simulate
+from sgl_pipeline.simulator.forecasts import fit_errors
 from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
-from sgl_pipeline.simulator.migration_setup import Migration, fit_errors
+from sgl_pipeline.simulator.migration_setup import Migration
 from sgl_pipeline.simulator.models import MODELS
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.step_shape import StepShape
@@ -95,8 +96,8 @@ def test_costs_from_tables_and_costs_learnt_lead_to_equally_good_splits(
     ]
     best_ms = min(one.e2e_ms.mean for one in still)
     for costs in ("tables", "online"):
-        migration = Migration(args=AUTO, costs=costs)  # type: ignore[arg-type]
-        simulation = serve(replace(CARDS, migration=migration), trace, 400, rate_per_s)
+        moving = replace(CARDS, migration=Migration(args=AUTO), forecast=costs)
+        simulation = serve(moving, trace, 400, rate_per_s)
         assert simulation.moves, costs
         last = simulation.moves[-1].after
         assert last[-1] < even[-1]

@@ -45,10 +45,10 @@ def all_splits(num_layers: int) -> list[tuple[int, int, int]]:
     ]
 
 
-@pytest.mark.parametrize("costs_from", ["tables", "online"])
+@pytest.mark.parametrize("knows_costs", [True, False])
 @pytest.mark.parametrize("start", [(4, 4, 4), (10, 1, 1), (1, 1, 10)])
 def test_on_a_steady_load_the_planner_ends_with_the_best_of_all_splits(
-    start: tuple[int, ...], costs_from: str
+    start: tuple[int, ...], knows_costs: bool
 ) -> None:
     tokens_per_s = {
         split: summarise(
@@ -57,8 +57,10 @@ def test_on_a_steady_load_the_planner_ends_with_the_best_of_all_splits(
         for split in all_splits(12)
     }
     best = max(tokens_per_s.values())
-    migration = Migration(args=AUTO, planner=EAGER, costs=costs_from)  # type: ignore[arg-type]
-    simulation = run_planned(PipelineCosts(PARTS, start), steady_load(9, 40), migration)
+    migration = Migration(args=AUTO, planner=EAGER)
+    simulation = run_planned(
+        PipelineCosts(PARTS, start), steady_load(9, 40), migration, knows_costs=knows_costs
+    )
     last = simulation.moves[-1]
     assert last.outcome is MoveOutcome.DONE
     assert tokens_per_s[last.after] == pytest.approx(best)

@@ -9,6 +9,7 @@ from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.trace import StepRecord
 
 
 def movable_core(
@@ -24,7 +25,15 @@ def movable_core(
         context_length=128,
     )
     args = MigrationArgs(mode=mode, timeout_s=5.0)
-    return PipelineCore(steps, plan, MigrationControl.of(args, plan, planner))
+    forecast = planner.forecast if planner else None
+    return PipelineCore(steps, plan, MigrationControl.of(args, plan, planner), forecast)
+
+
+def note_step(core: PipelineCore, record: StepRecord) -> None:
+    """As the core does with a step that has ended."""
+    parts = core.forecast.note(record)
+    if parts is not None:
+        core.migration.note(parts, record.finished_s)
 
 
 def stages_get_ready(core: PipelineCore, now_s: float) -> None:

@@ -7,9 +7,11 @@ from support.served_steps import ServedSteps, mixed_step
 
 from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import PlannerArgs, Proposal
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_costs import StepCosts
 from sgl_pipeline.step_work import StepWork
+from sgl_pipeline.trace import StepRecord
 
 EAGER = PlannerArgs(min_gain_share=0.0, layer_price_s=0.0)
 
@@ -19,8 +21,17 @@ def planner_of(
     args: PlannerArgs = EAGER,
     max_layers: tuple[int, ...] | None = None,
     learns: bool = True,
+    knows_costs: bool = True,
 ) -> LayerPlanner:
-    return LayerPlanner(args, served.plan, served.truth, max_layers, learns)
+    forecast = StepForecast(served.plan, served.truth if knows_costs else None, learns)
+    return LayerPlanner(args, served.plan, forecast, max_layers)
+
+
+def note(planner: LayerPlanner, record: StepRecord) -> None:
+    """As `PipelineCore` does with a step that has ended."""
+    parts = planner.forecast.note(record)
+    if parts is not None:
+        planner.note(parts)
 
 
 def proposals(
@@ -29,7 +40,7 @@ def proposals(
     """What is proposed after which step, were no proposal followed."""
     found = []
     for number, work in enumerate(works, 1):
-        planner.note(served.run(work))
+        note(planner, served.run(work))
         proposal = planner.proposal(served.plan.layer_counts)
         if proposal is not None:
             found.append((number, proposal))

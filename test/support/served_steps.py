@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from benchmark.predictor_error import made_up_record
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_costs import LayerCost, RowCost, StepCosts
 from sgl_pipeline.step_work import StepWork
 from sgl_pipeline.trace import StepRecord
@@ -41,35 +41,6 @@ def mixed_step(decodes: int, prompt_tokens: int, samples: int | None = None) -> 
     return StepWork(decodes + prompt_tokens, decodes, decodes * 512, by_prompt, own)
 
 
-def record_of(
-    work: StepWork, stages_ms: Sequence[float], epoch: int = 0, step_id: int = 0
-) -> StepRecord:
-    """The step as its stages reported it."""
-    return StepRecord(
-        step_id=step_id,
-        epoch=epoch,
-        prefill_tokens=work.tokens - work.decodes,
-        decodes=work.decodes,
-        samples=work.samples,
-        attended_tokens=work.decode_attended_tokens + work.prefill_attended_tokens,
-        decode_attended_tokens=work.decode_attended_tokens,
-        waiting_tokens=0,
-        running_decodes=work.decodes,
-        free_page_share=0.5,
-        prefill_budget=0,
-        decode_budget=0,
-        bound_by="",
-        scheduled_s=0.0,
-        finished_s=1.0,
-        schedule_ms=0.0,
-        result_ms=0.0,
-        stages=tuple(
-            StageTiming(0.0, 0.0, 0.0, 1.0, 1.0 + ms * 1e-3, 1.0 + ms * 1e-3, 1.0 + ms * 1e-3)
-            for ms in stages_ms
-        ),
-    )
-
-
 class ServedSteps:
     """Runs steps on stages that behave as `costs` say, times `slowness` and noise.
 
@@ -93,4 +64,4 @@ class ServedSteps:
     def run(self, work: StepWork) -> StepRecord:
         parts = self.truth.parts_ms(work)
         times = self.truth.stage_times_ms(parts, self.plan.layer_counts, self.slowness)
-        return record_of(work, [one * self._noise() for one in times], self.plan.epoch)
+        return made_up_record(work, [one * self._noise() for one in times], self.plan.epoch)

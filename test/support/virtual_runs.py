@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sgl_pipeline.args import MigrationArgs, SchedulingArgs, ThrottleArgs
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.simulator.forecasts import fitted_costs
 from sgl_pipeline.simulator.migration_setup import Migration
 from sgl_pipeline.simulator.page_copies import MoveCosts
 from sgl_pipeline.simulator.pipeline_costs import PipelineCosts
@@ -67,7 +70,7 @@ def run_by_hand(
 ) -> Simulation:
     control = MigrationControl.of(MANUAL, StagePlan(0, costs.layer_counts))
     pipeline = VirtualPipeline(
-        scheduler(costs.num_stages), costs, control, moves, slowdowns, wishes
+        scheduler(costs.num_stages), costs, None, control, moves, slowdowns, wishes
     )
     return pipeline.run(workload)
 
@@ -77,9 +80,13 @@ def run_planned(
     workload: Sequence[SimulatedRequest],
     migration: Migration,
     slowdowns: Sequence[Slowdown] = (),
+    *,
+    knows_costs: bool = True,
 ) -> Simulation:
     plan = StagePlan(0, costs.layer_counts)
-    control = migration.control(plan, costs.stage, costs.layer_weights)
+    fitted = fitted_costs(costs.stage, plan.num_layers, costs.layer_weights)
+    forecast = StepForecast(plan, StepPredictor(fitted) if knows_costs else None)
+    control = migration.control(plan, forecast)
     return VirtualPipeline(
-        scheduler(costs.num_stages), costs, control, MoveCosts(page_size=4), slowdowns
+        scheduler(costs.num_stages), costs, forecast, control, MoveCosts(page_size=4), slowdowns
     ).run(workload)

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from support.moves import movable_core, stage_fails, stages_get_ready, stages_switch
-from support.planners import EAGER
+from support.moves import movable_core, note_step, stage_fails, stages_get_ready, stages_switch
+from support.planners import EAGER, planner_of
 from support.served_steps import ServedSteps, decode_step, flat_costs, mixed_step
 
 from sgl_pipeline.managers.desk_channel import (
@@ -19,7 +19,6 @@ from sgl_pipeline.managers.desk_channel import (
     UndoMove,
 )
 from sgl_pipeline.managers.front.pipeline_desk import MAX_QUESTIONS_PER_TURN, PipelineDesk
-from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.stage_plan import StagePlan
 
@@ -247,11 +246,11 @@ def test_nothing_is_predicted_before_steps_were_measured(office: Office) -> None
 def test_a_preview_says_what_a_move_would_bring_and_moves_nothing(offices: list[Office]) -> None:
     """Layers take 1 ms, the head 3: eight layers of stages of 4 are best as 4,4 to 5,3."""
     served = ServedSteps(flat_costs(8, tail_ms=3.0), StagePlan(0, (4, 4)))
-    planner = LayerPlanner(EAGER, served.plan, served.truth, (6, 6))
+    planner = planner_of(served, EAGER, max_layers=(6, 6))
     offices.append(Office(movable_core(4, 4, planner=planner)))
     office = offices[0]
     for _ in range(60):
-        office.core.migration.note(served.run(decode_step(8)))
+        note_step(office.core, served.run(decode_step(8)))
     expected = {
         "layer_counts": [5, 3],
         "stage_ms_before": [4.0, 7.0],
@@ -268,10 +267,10 @@ def test_a_preview_says_what_a_move_would_bring_and_moves_nothing(offices: list[
     assert office.core.migration.history == ()
     # Steps without samples leave the head nothing to do: 4,4 is even.
     for _ in range(30):
-        office.core.migration.note(served.run(mixed_step(0, 64, samples=0)))
+        note_step(office.core, served.run(mixed_step(0, 64, samples=0)))
     assert office.ask(ShowPlan())[1]["proposal"] is None
     for _ in range(60):
-        office.core.migration.note(served.run(decode_step(8)))
+        note_step(office.core, served.run(decode_step(8)))
     assert office.ask(ShowPlan())[1]["proposal"] is not None
     # What was proposed for one plan was not proposed for the next.
     office.operators[0].ask(MoveLayers((3, 5), preview=False))

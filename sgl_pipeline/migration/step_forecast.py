@@ -1,0 +1,99 @@
+"""What steps take, as far as it is known: a predictor, fitted or given, and the stages' speeds.
+
+Owned by `PipelineCore`, told every step that has ended; read by the planner of layer moves and,
+through `SlowestStage`, by policies that budget time. Pure.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from sgl_pipeline.migration.online_fit import OnlineFit
+from sgl_pipeline.migration.predictor import PartTimes, SlowestStage, StepPredictor
+from sgl_pipeline.migration.stage_speeds import StageSpeeds
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.trace import StepRecord
+
+# Plans whose steps may still come back: the one in use, the one before and one to come.
+_MOST_KNOWN_PLANS = 4
+
+
+class StepForecast:
+    """Learns from ended steps what the next ones will take.
+
+    Args:
+        plan: the one in use.
+        predictor: None: fitted from the first steps, and again as there are more; nothing is known
+            before that.
+        learns: whether the stages' timings are their computing. Those of a GPU's stages are its
+            host's, and say nothing of its speed.
+    """
+
+    def __init__(
+        self, plan: StagePlan, predictor: StepPredictor | None = None, learns: bool = True
+    ) -> None:
+        self._num_stages = plan.num_stages
+        self._plans: dict[int, tuple[int, ...]] = {}
+        self._weights: dict[int, tuple[float, ...]] = {}
+        self.predictor = predictor
+        self._speeds = StageSpeeds(plan.num_stages) if learns else None
+        self._online = OnlineFit(plan.num_layers) if learns and predictor is None else None
+        self._slowest: tuple[object, SlowestStage] | None = None
+        self.know_plan(plan)
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """What each stage takes over what is predicted for it."""
+        return self._speeds.factors if self._speeds else (1.0,) * self._num_stages
+
+    def know_plan(self, plan: StagePlan) -> None:
+        """Steps of this plan's epoch may be noted from now on."""
+        self._plans[plan.epoch] = plan.layer_counts
+        while len(self._plans) > _MOST_KNOWN_PLANS:
+            self._plans.pop(min(self._plans))
+        self._weights.clear()
+
+    def note(self, record: StepRecord) -> PartTimes | None:
+        """A step has ended on all stages; one of a plan that is not known teaches nothing of the
+        stages' speeds. Returns its predicted times, None while nothing is known."""
+        work = record.work
+        counts = self._plans.get(record.epoch)
+        # A fit over stages of which one is disturbed would make its layers' or ends' costs of that.
+        is_even = len(set(self.speeds)) == 1
+        if self._online is not None and counts is not None and is_even:
+            costs = self._online.note(work, counts, [s.compute_ms for s in record.stages])
+            if costs is not None:
+                self._predict_with(StepPredictor(costs))
+        if self.predictor is None:
+            return None
+        parts = self.predictor.parts_ms(work)
+        if self._speeds is not None and counts is not None:
+            weights = self._weights.get(record.epoch) or self._weigh(record.epoch, counts)
+            predicted_ms = [weight * parts.layer_ms for weight in weights]
+            predicted_ms[0] += parts.embedding_ms
+            predicted_ms[-1] += parts.tail_ms
+            self._speeds.note([s.compute_ms for s in record.stages], predicted_ms)
+        return parts
+
+    def slowest(self, layer_counts: tuple[int, ...]) -> SlowestStage | None:
+        """What steps take the slowest stage of that split; None while nothing is known."""
+        if self.predictor is None:
+            return None
+        key = (self.predictor, layer_counts, self.speeds)
+        if self._slowest is None or self._slowest[0] != key:
+            self._slowest = (key, SlowestStage(*key))
+        return self._slowest[1]
+
+    def _predict_with(self, predictor: StepPredictor) -> None:
+        self.predictor = predictor
+        self._weights.clear()
+        if self._speeds is not None:
+            self._speeds.forget()
+
+    def _weigh(self, epoch: int, counts: Sequence[int]) -> tuple[float, ...]:
+        """The weight of each stage's layers."""
+        assert self.predictor is not None
+        ends, total = list(accumulate(counts)), self.predictor.weight_ends
+        self._weights[epoch] = tuple(
+            total[end] - total[end - count] for end, count in zip(ends, counts, strict=True)
+        )
+        return self._weights[epoch]
