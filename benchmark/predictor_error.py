@@ -142,9 +142,7 @@ def table_samples(device: str, model: str, num_steps: int) -> list[PartSample]:
     seconds = part_seconds(DEVICES[device], MODELS[model])
     samples = []
     for step in random_steps(num_steps, 16384, seed=1):
-        prefills = ((step.prompt_tokens, step.prompt_start),) if step.prompt_tokens else ()
-        contexts = (step.context_tokens + 1,) * step.decodes
-        shape = StepShape(prefills, contexts, step.decodes)
+        shape = StepShape.made_up(step)
         samples.append(
             PartSample(
                 step.work,

@@ -53,6 +53,11 @@ class ThrottleArgs:
     max_prefill_tokens: int | None = None  # gLLM #MaxP; None: as the authors of `policy`
     min_prefill_tokens: int = 32  # gLLM #MinP
     pause_free_share: float = 0.05  # gLLM KVthresh: no prefill while KV_free is below
+    # Chunks get shorter the later they lie in a prompt, so that all take as long as the first.
+    dynamic_chunking: bool = False
+    # Of `throttle-time`: mean milliseconds between a request's tokens, and to its first one.
+    target_tpot_ms: float | None = None
+    target_ttft_ms: float | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -72,6 +77,19 @@ class ThrottleArgs:
             0.0 <= self.pause_free_share < 1.0,
             f"--pause-free-share {self.pause_free_share} must be in [0, 1)",
         )
+        for flag, target_ms in (
+            ("--target-tpot-ms", self.target_tpot_ms),
+            ("--target-ttft-ms", self.target_ttft_ms),
+        ):
+            require(
+                target_ms is None or 0.0 < target_ms < float("inf"),
+                f"{flag} {target_ms} must be a number of milliseconds above 0",
+            )
+            require(
+                target_ms is None or self.policy == "throttle-time",
+                f"{flag} needs --policy throttle-time, this is {self.policy}: only a policy that "
+                "budgets time can hold a time",
+            )
 
     @property
     def prefill_limit(self) -> int:

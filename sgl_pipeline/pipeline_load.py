@@ -15,6 +15,7 @@ from sgl_pipeline.step_work import StepTimes
 # none because of the pause, or #MaxP, which is also the fixed budget of other policies. Or a target
 # that the server was given: for the time between tokens, or to the first one.
 Bound = Literal["WT", "UT", "MinP", "pause", "MaxP", "TPOT", "TTFT"]
+Target = Literal["TPOT", "TTFT"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,9 @@ class PipelineLoad:
 
     For policies that budget time: `waiting_attended_tokens` are the pairs of a row and a token that
     it attends to, of the waiting tokens; `decode_attended_tokens` those of one more token of each
-    running decode; `step_times` says what a step takes, None while that is not known.
+    running decode; `step_times` says what a step takes, None while that is not known, and
+    `in_flight_ms` what the longest of the steps in flight takes. `newest_wait_ms` is for how long
+    the request has been there that arrived last, of those whose prompt is not computed.
     """
 
     step_id: int
@@ -45,6 +48,8 @@ class PipelineLoad:
     waiting_attended_tokens: int = 0
     decode_attended_tokens: int = 0
     step_times: StepTimes | None = None
+    in_flight_ms: float = 0.0
+    newest_wait_ms: float = 0.0
 
     @property
     def free_share(self) -> float:
@@ -60,7 +65,7 @@ class PipelineLoad:
 @dataclass(frozen=True, slots=True)
 class DecodeShare:
     """Decodes by what they take: `row_ms` each and `attended_ms` for each token that it attends
-    to, `share_ms` in all."""
+    to, `share_ms` in all. The fixed part of a step is divided among their `row_ms`."""
 
     share_ms: float
     row_ms: float
@@ -70,20 +75,29 @@ class DecodeShare:
 @dataclass(frozen=True, slots=True)
 class TimeLimit:
     """What a step may take, by `times`: prefill fills what its decodes leave of `step_ms`, and gets
-    `least_prefill_tokens` of one prompt whatever they leave."""
+    `least_prefill_tokens` of one prompt whatever they leave. `decodes` None: by count alone."""
 
     step_ms: float
     least_prefill_tokens: int
     times: StepTimes
-    decodes: DecodeShare
+    decodes: DecodeShare | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
     """Upper bounds for one microbatch; less is used where pages or requests run out. `bound_by` is
-    what made the prefill budget what it is: `prefill_tokens`, or where there is one, `time`."""
+    what made the prefill budget what it is: `prefill_tokens`, or where there is one, `time`.
+    `missed` is the target that cannot be met as things stand."""
 
     prefill_tokens: int
     decodes: int
     bound_by: Bound
     time: TimeLimit | None = None
+    missed: Target | None = None
+
+    @property
+    def prefill_text(self) -> str:
+        """What a step may prefill, in words."""
+        if self.time is None:
+            return f"{self.prefill_tokens} prompt tokens (bound by {self.bound_by})"
+        return f"what its decodes leave of {self.time.step_ms:.1f} ms (bound by {self.bound_by})"

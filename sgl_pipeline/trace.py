@@ -74,6 +74,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageTiming, ...]
     ended: tuple[RequestRecord, ...] = ()
     decode_attended_tokens: int = 0
+    # Where the policy limits time: what it allowed, and the target that it could not meet.
+    budget_ms: float | None = None
+    missed_target: str | None = None
 
     @property
     def work(self) -> StepWork:

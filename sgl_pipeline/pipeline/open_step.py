@@ -58,6 +58,8 @@ class OpenStep:
             prefill_budget=budget.prefill_tokens,
             decode_budget=budget.decodes,
             bound_by=budget.bound_by,
+            budget_ms=budget.time.step_ms if budget.time else None,
+            missed_target=budget.missed,
             scheduled_s=self.scheduled_s,
             finished_s=self.finished_s,
             schedule_ms=self.schedule_ms,

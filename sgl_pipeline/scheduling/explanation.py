@@ -67,7 +67,7 @@ class RequestExplainer:
         if request.is_prefilling:
             text = (
                 f"{request.remaining_prefill} prompt tokens are left, a step may prefill "
-                f"{budget.prefill_tokens} (bound by {budget.bound_by}), older requests first"
+                f"{budget.prefill_text}, older requests first"
             )
             return _explanation(request, "budget", text)
         text = (

@@ -76,6 +76,7 @@ class StepScheduler:
         self._explainer = RequestExplainer(
             self._waiting, self._running, self._pages, args.max_running_requests
         )
+        self._now_s = 0.0
         self._decode_reserve = DecodeReserve(args.page_size, self._max_in_flight)
         self._ages = RequestAges(args.waiting_timeout_s, args.running_timeout_s)
         self._requests: dict[str, Request] = {}
@@ -170,6 +171,7 @@ class StepScheduler:
         """
         if self._is_paused or len(self._in_flight) >= self._max_in_flight:
             return None
+        self._now_s = now_s
         load, budget, chunks = self._decide()
         # Nothing moves although requests run: they hold the pages that they need from each other.
         while not chunks and not self._in_flight and len(self._running) > 1:
@@ -299,7 +301,22 @@ class StepScheduler:
             + unscheduled_attended,
             decode_attended_tokens=running.attended_tokens,
             step_times=self.step_times,
+            in_flight_ms=self._in_flight_ms(),
+            newest_wait_ms=1e3 * (self._now_s - self._newest_arrival_s()),
         )
+
+    def _newest_arrival_s(self) -> float:
+        """Of the requests whose prompt is not scheduled whole; now where there are none."""
+        newest = self._waiting.newest()
+        if newest is None:
+            newest = next(reversed(self._running.prefilling), None)
+        return self._now_s if newest is None else newest.arrival_s
+
+    def _in_flight_ms(self) -> float:
+        times = self.step_times
+        if times is None:
+            return 0.0
+        return max([times.step_ms(one.work) for one in self._in_flight], default=0.0)
 
     def explain(self, request_id: str) -> Explanation | None:
         """What the request waits for now; None if it is not (or no longer) served."""

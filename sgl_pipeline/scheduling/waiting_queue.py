@@ -106,6 +106,10 @@ class WaitingQueue:
         """The request that is served last; looks at all of them."""
         return max(self._paths, key=lambda request: request.order, default=None)
 
+    def newest(self) -> Request | None:
+        """The request that joined the queue last, of those that wait."""
+        return next(reversed(self._paths), None)
+
     def path_of(self, request: Request) -> RadixNode:
         """Where the radix tree keeps what the request wants."""
         return self._paths[request]

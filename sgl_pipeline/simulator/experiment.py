@@ -10,6 +10,7 @@ from typing import Literal
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import even_layer_counts
+from sgl_pipeline.migration.partition import balanced_layer_counts
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.scheduling import StepScheduler
@@ -18,11 +19,19 @@ from sgl_pipeline.simulator.forecasts import fitted_costs
 from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
 from sgl_pipeline.simulator.migration_setup import STILL, Migration
 from sgl_pipeline.simulator.models import MODELS
-from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts, ScaledTail
+from sgl_pipeline.simulator.pipeline_costs import (
+    HostCosts,
+    Link,
+    PartSeconds,
+    PipelineCosts,
+    ScaledTail,
+)
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.stage_clock import Slowdown
+from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest
+from sgl_pipeline.stage_costs import TYPICAL_STEP, StageCosts
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
 
@@ -53,7 +62,10 @@ MEASURED_HOST = HostCosts(
 class Cluster:
     """`num_stages` equal cards, one a stage. `memory_share` of each is for weights and KV; some of
     the rest is for activations. `pool_tokens` overrides what would fit. Where layers may move, each
-    card keeps room for the most of them that it may hold. `layer_weights` are as in
+    card keeps room for the most of them that it may hold.
+
+    `layer_counts` is the split, by default made by `split`: `auto` is the server's, by the time of
+    a typical step, the head included, among those that fit. `layer_weights` are as in
     `PipelineCosts`; norm, head and sampling take `tail_factor` times what the tables say.
 
     `forecast` says what planner and policy predict by: `tables`, costs fitted beforehand to made-up
@@ -68,6 +80,7 @@ class Cluster:
     tensor_parallel: int = 1
     memory_share: float = 0.9
     layer_counts: tuple[int, ...] = ()
+    split: Literal["even", "auto"] = "even"
     layer_weights: tuple[float, ...] = ()
     tail_factor: float = 1.0
     stage_slowness: tuple[float, ...] = ()
@@ -85,9 +98,8 @@ class Cluster:
     def costs(self) -> PipelineCosts:
         model = MODELS[self.model]
         latency_s, bytes_per_s = LINKS[self.link]
-        parts = part_seconds(DEVICES[self.device], model, self.tensor_parallel)
         return PipelineCosts(
-            parts if self.tail_factor == 1.0 else ScaledTail(parts, self.tail_factor),
+            self._parts(),
             self.layers,
             Link(
                 latency_s=latency_s,
@@ -101,16 +113,46 @@ class Cluster:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        return self.layer_counts or even_layer_counts(
-            MODELS[self.model].num_layers, self.num_stages
+        if self.layer_counts:
+            return self.layer_counts
+        if self.split == "auto":
+            return self._auto_layers()
+        return even_layer_counts(MODELS[self.model].num_layers, self.num_stages)
+
+    def _auto_layers(self) -> tuple[int, ...]:
+        """As the server splits: what the typical step takes each worker, by the tables."""
+        model = MODELS[self.model]
+        weights = self.layer_weights or (1.0,) * model.num_layers
+        parts, shape = self._parts(), StepShape.made_up(TYPICAL_STEP)
+        layer_ms = parts.layer_s(shape) * 1e3
+        costs = StageCosts(
+            tuple(weight * layer_ms for weight in weights),
+            parts.embedding_s(shape) * 1e3,
+            parts.tail_s(shape) * 1e3,
         )
+        slowness = self.stage_slowness or (1.0,) * self.num_stages
+        return balanced_layer_counts([costs.scaled(slow) for slow in slowness], self._fits)
+
+    def _fits(self, stage: int, start: int, end: int) -> bool:
+        """Whether a card holds those layers' weights and a page."""
+        model = MODELS[self.model]
+        num_ends = (stage == 0) + (stage == self.num_stages - 1)
+        return model.weight_bytes(end - start, num_ends) < self._usable_bytes
+
+    @property
+    def _usable_bytes(self) -> float:
+        """For weights and KV, of a stage."""
+        return DEVICES[self.device].memory_bytes * self.memory_share * self.tensor_parallel
+
+    def _parts(self) -> PartSeconds:
+        parts = part_seconds(DEVICES[self.device], MODELS[self.model], self.tensor_parallel)
+        return parts if self.tail_factor == 1.0 else ScaledTail(parts, self.tail_factor)
 
     def kv_pool_tokens(self) -> int:
         if self.pool_tokens is not None:
             return self.pool_tokens
-        usable = DEVICES[self.device].memory_bytes * self.memory_share * self.tensor_parallel
         most_layers = self.migration.args.max_layers(StagePlan(0, self.layers))
-        return MODELS[self.model].kv_pool_tokens(most_layers, usable)
+        return MODELS[self.model].kv_pool_tokens(most_layers, self._usable_bytes)
 
     def pipeline(
         self, scheduler: StepScheduler, page_size: int, *, is_timed: bool = False

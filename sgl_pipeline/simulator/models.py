@@ -39,6 +39,10 @@ class ModelShape:
     def hidden_bytes_per_token(self) -> int:
         return self.hidden_size * BYTES_PER_NUMBER
 
+    def weight_bytes(self, num_layers: int, num_ends: int) -> int:
+        """Of so many layers and of so many of embedding and lm_head."""
+        return num_layers * self.layer_weight_bytes + num_ends * self.end_weight_bytes
+
     def kv_pool_tokens(self, layer_counts: tuple[int, ...], usable_bytes: float) -> int:
         """Tokens whose KV fits on every stage, given the bytes each has for weights and KV.
 
@@ -47,7 +51,7 @@ class ModelShape:
         tokens = []
         for stage, count in enumerate(layer_counts):
             num_ends = (stage == 0) + (stage == len(layer_counts) - 1)
-            weights = count * self.layer_weight_bytes + num_ends * self.end_weight_bytes
+            weights = self.weight_bytes(count, num_ends)
             if usable_bytes <= weights:
                 raise ConfigurationError(
                     f"stage {stage} needs {weights / 1e9:.1f} GB for {count} layers of "

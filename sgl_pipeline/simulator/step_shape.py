@@ -1,12 +1,13 @@
 """What a step costs depends on: the sizes of its chunks, not on whose they are.
 
-Made from a `Microbatch` for the cost models; the only door between the scheduler's requests and
-the simulated times.
+Made from a `Microbatch`, or from a `MadeUpStep`, for the cost models; the only door between the
+scheduler's requests and the simulated times.
 """
 
 from dataclasses import dataclass
 
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.stage_costs import MadeUpStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,11 @@ class StepShape:
             tuple(chunk.end for chunk in chunks if chunk.is_decode),
             microbatch.num_samples,
         )
+
+    @classmethod
+    def made_up(cls, step: MadeUpStep) -> "StepShape":
+        prefills = ((step.prompt_tokens, step.prompt_start),) if step.prompt_tokens else ()
+        return cls(prefills, (step.context_tokens + 1,) * step.decodes, step.decodes)
 
     @property
     def num_decodes(self) -> int:

@@ -154,8 +154,7 @@ def _conversations(
 def _mooncake(path: Path, lines: Iterable[str], limit: int | None) -> list[SimulatedRequest]:
     """Equal block ids are equal prefixes; the last block may be partial."""
     ids = TokenIds()
-    # Ids below are those of blocks: no request is near this many tokens.
-    ids.fresh(2**40)
+    blocks: dict[int, Segment] = {}
     requests = []
     for line, text in enumerate(islice(lines, limit), 1):
         try:
@@ -163,7 +162,9 @@ def _mooncake(path: Path, lines: Iterable[str], limit: int | None) -> list[Simul
             left, prompt = int(row["input_tokens"]), []
             for block in row["hash_ids"]:
                 length = min(left, MOONCAKE_BLOCK_TOKENS)
-                prompt.append(Segment(int(block) * MOONCAKE_BLOCK_TOKENS, length))
+                if block not in blocks:
+                    blocks[block] = ids.fresh(MOONCAKE_BLOCK_TOKENS)
+                prompt.append(Segment(blocks[block].first, length))
                 left -= length
             arrival_s, output_tokens = row["timestamp_ms"] / 1e3, int(row["output_tokens"])
         except (KeyError, TypeError, ValueError) as error:

@@ -9,8 +9,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from sgl_pipeline.args import ThrottleArgs
-from sgl_pipeline.pipeline_load import Bound, DecodeShare, PipelineLoad, TimeLimit, TokenBudget
+from sgl_pipeline.pipeline_load import (
+    Bound,
+    DecodeShare,
+    PipelineLoad,
+    Target,
+    TimeLimit,
+    TokenBudget,
+)
 from sgl_pipeline.throttle.adaptive_throttle import adaptive_throttle
+from sgl_pipeline.throttle.equal_chunks import equal_chunks
 from sgl_pipeline.throttle.fixed_budget import fixed_budget
 from sgl_pipeline.throttle.greedy_queue import greedy_queue
 from sgl_pipeline.throttle.time_throttle import time_throttle
@@ -21,6 +29,7 @@ __all__ = [
     "DecodeShare",
     "PipelineLoad",
     "Policy",
+    "Target",
     "TimeLimit",
     "TokenBudget",
     "make_policy",
@@ -45,4 +54,7 @@ POLICY_TABLE: Mapping[str, Callable[[ThrottleArgs, PipelineLoad], TokenBudget]] 
 
 def make_policy(args: ThrottleArgs) -> Policy:
     """The policy that `args.policy` names, with the parameters of `args`."""
-    return partial(POLICY_TABLE[args.policy], args)
+    policy = partial(POLICY_TABLE[args.policy], args)
+    if not args.dynamic_chunking:
+        return policy
+    return lambda load: equal_chunks(policy(load), load, args.min_prefill_tokens)

@@ -8,12 +8,27 @@ decodes came out cheap takes more prefill, and a cached prefix costs its attenti
 """
 
 from sgl_pipeline.args import ThrottleArgs
-from sgl_pipeline.pipeline_load import Bound, DecodeShare, PipelineLoad, TimeLimit, TokenBudget
+from sgl_pipeline.pipeline_load import (
+    Bound,
+    DecodeShare,
+    PipelineLoad,
+    Target,
+    TimeLimit,
+    TokenBudget,
+)
 from sgl_pipeline.step_work import StepTimes, StepWork, attended_tokens
 from sgl_pipeline.throttle.decode_balance import balanced_decodes
 from sgl_pipeline.throttle.token_throttle import token_throttle
 
-_NOTHING = StepWork(0, 0, 0, 0, 0)
+# A step may nearly take what the longest one in flight takes: beside it a shorter one would only
+# idle. When a burst of prompts is over, steps get shorter by this share in a round of the pipeline.
+EBB_SHARE = 0.25
+# A step may always take this much longer than its decodes alone: where the weights have to be read
+# anyway, that is many prompt tokens.
+MIN_GROWTH = 1.05
+# Prompts are spread over so many rounds of the pipeline, where that is more than #T steps, up to
+# 1.5 #T: steps that differ within a round leave bubbles.
+SPREAD_ROUNDS = 3
 
 
 def time_throttle(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:
@@ -24,28 +39,65 @@ def time_throttle(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:
     decodes = _decode_share(load, times)
     if load.free_share < args.pause_free_share and load.is_moving:
         return TokenBudget(0, load.ready_decodes, "pause", TimeLimit(0.0, 0, times, decodes))
-    step_ms, bound_by = _step_limit(args, load, times)
+    step_ms, bound_by, missed = _step_limit(args, load, times)
     limit = TimeLimit(step_ms, args.min_prefill_tokens, times, decodes)
-    return TokenBudget(args.prefill_limit, load.ready_decodes, bound_by, limit)
+    return TokenBudget(args.prefill_limit, load.ready_decodes, bound_by, limit, missed)
 
 
-def _step_limit(args: ThrottleArgs, load: PipelineLoad, times: StepTimes) -> tuple[float, Bound]:
-    """What a step may take, and by which term."""
-    decodes = _decode_work(load)
-    terms: dict[Bound, float] = {"MaxP": times.step_ms(_with_fresh(decodes, args.prefill_limit))}
+def _step_limit(
+    args: ThrottleArgs, load: PipelineLoad, times: StepTimes
+) -> tuple[float, Bound, Target | None]:
+    """What a step may take, by which term, and which target that misses."""
+    decodes = decode_work(load)
+    terms: dict[Bound, float] = {"MaxP": times.step_ms(with_fresh(decodes, args.prefill_limit))}
     threshold = args.pause_free_share
     if load.free_share >= threshold:
         headroom = (load.free_share - threshold) / (1.0 - threshold)
-        terms["UT"] = times.step_ms(_with_fresh(decodes, int(headroom * args.prefill_limit)))
-    terms["WT"] = times.step_ms(_with_waiting(decodes, load, args.prefill_spread_steps))
+        terms["UT"] = times.step_ms(with_fresh(decodes, int(headroom * args.prefill_limit)))
+    if args.target_tpot_ms is not None:
+        # A request has a token in each round.
+        terms["TPOT"] = args.target_tpot_ms / load.pipeline_depth
+    steps = spread_steps(args, load)
+    spread_ms = times.step_ms(_with_waiting(decodes, load, steps))
+    held_ms = (1.0 - EBB_SHARE / load.pipeline_depth) * load.in_flight_ms
+    terms["WT"] = max(spread_ms, held_ms)
+    needed_ms = _ttft_ms(args.target_ttft_ms, load, times, steps)
+    if needed_ms > terms["WT"]:
+        del terms["WT"]
+        terms["TTFT"] = needed_ms
     bound_by = min(terms, key=terms.__getitem__)
-    least_ms = times.step_ms(_with_fresh(decodes, args.min_prefill_tokens))
+    missed: Target | None = "TTFT" if needed_ms > terms[bound_by] else None
+    least_ms = max(
+        times.step_ms(with_fresh(decodes, args.min_prefill_tokens)),
+        MIN_GROWTH * times.step_ms(decodes),
+    )
     if terms[bound_by] < least_ms:
-        return least_ms, "MinP"
-    return terms[bound_by], bound_by
+        return least_ms, "MinP", "TPOT" if bound_by == "TPOT" else missed
+    return terms[bound_by], bound_by, missed
 
 
-def _decode_work(load: PipelineLoad) -> StepWork:
+def _ttft_ms(target_ms: float | None, load: PipelineLoad, times: StepTimes, steps: int) -> float:
+    """The shortest steps, of which there may be `steps`, that compute all that waits before the
+    newest request's target is missed; infinite where none do."""
+    if target_ms is None or not load.waiting_tokens:
+        return 0.0
+    left_ms = target_ms - load.newest_wait_ms
+    decodes = decode_work(load)
+    for num_steps in range(steps, 0, -1):
+        step_ms = times.step_ms(_with_waiting(decodes, load, num_steps))
+        # The last one has to pass the pipeline.
+        if (num_steps + load.pipeline_depth - 1) * step_ms <= left_ms:
+            return step_ms
+    return float("inf")
+
+
+def spread_steps(args: ThrottleArgs, load: PipelineLoad) -> int:
+    """Over how many steps the waiting work is spread: #T, or more in deep pipelines."""
+    steps = args.prefill_spread_steps
+    return max(steps, min(steps + steps // 2, SPREAD_ROUNDS * load.pipeline_depth))
+
+
+def decode_work(load: PipelineLoad) -> StepWork:
     """An equal share of the running decodes, rounded up."""
     rows = -(-load.running_decodes // load.pipeline_depth)
     attended = -(-load.decode_attended_tokens // load.pipeline_depth)
@@ -61,7 +113,7 @@ def _with_waiting(work: StepWork, load: PipelineLoad, steps: int) -> StepWork:
     )
 
 
-def _with_fresh(work: StepWork, tokens: int) -> StepWork:
+def with_fresh(work: StepWork, tokens: int) -> StepWork:
     """`work` and the first tokens of a long prompt."""
     return work._replace(
         tokens=work.tokens + tokens, prefill_attended_tokens=attended_tokens(0, tokens)
@@ -71,16 +123,14 @@ def _with_fresh(work: StepWork, tokens: int) -> StepWork:
 def _decode_share(load: PipelineLoad, times: StepTimes) -> DecodeShare:
     """As many decodes as `balanced_decodes`, of mean length: more short ones, fewer long ones.
 
-    Where rows cost nothing, because the weights have to be read anyway, and nothing is attended to,
-    the decodes count alike.
+    They bear what a step costs anyway in equal parts: contexts that hardly count beside it leave
+    the decodes shared out by number.
     """
-    work = _decode_work(load)
+    work = decode_work(load)
     if not work.decodes:
         return DecodeShare(0.0, 1.0, 0.0)
     without_context_ms = times.step_ms(work._replace(decode_attended_tokens=0))
-    row_ms = (without_context_ms - times.step_ms(_NOTHING)) / work.decodes
+    row_ms = without_context_ms / work.decodes
     attended_ms = (times.step_ms(work) - without_context_ms) / work.decode_attended_tokens
-    if row_ms <= 0.0 and attended_ms <= 0.0:
-        row_ms = 1.0
     mean_ms = row_ms + attended_ms * load.decode_attended_tokens / load.running_decodes
     return DecodeShare(balanced_decodes(load) * mean_ms, row_ms, attended_ms)

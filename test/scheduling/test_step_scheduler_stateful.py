@@ -9,6 +9,7 @@ from support.pipelines import (
     make_request,
     output_when_alone,
 )
+from support.served_steps import card_costs, flat, flat_costs
 
 from benchmark.fault_schedules.fake_model import logprobs_of
 from sgl_pipeline.args import (
@@ -19,13 +20,19 @@ from sgl_pipeline.args import (
     ThrottleArgs,
 )
 from sgl_pipeline.errors import QueueFullError, RequestError
+from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.scheduling.age_limit import RAN_TOO_LONG, WAITED_TOO_LONG
 from sgl_pipeline.scheduling.arrivals import DISPLACED
+from sgl_pipeline.step_costs import LayerCost, StepCosts
 from sgl_pipeline.throttle import make_policy
 
 ABORTED = FinishReason("abort", message="the client went away")
+
+
+# What is attended to takes all the time: a late chunk is much longer than an early one.
+LONG_CONTEXTS = StepCosts(LayerCost(flat(0.0), 0.0, 1.0, 1.0), flat(0.0), flat(0.0), (1.0,))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -46,6 +53,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_queued=st.sampled_from([None, None, 2]),
         preemption_threshold=st.sampled_from([None, 0]),
         timeouts_s=st.sampled_from([(None, None), (5.0, 9.0)]),
+        costs=st.sampled_from([None, flat_costs(1, 1.0), card_costs(1), LONG_CONTEXTS]),
+        dynamic_chunking=st.booleans(),
+        targets_ms=st.sampled_from([(None, None), (2.0, None), (1e-3, 1e-3), (5.0, 9.0)]),
     )
     def start(
         self,
@@ -63,12 +73,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_queued: int | None,
         preemption_threshold: int | None,
         timeouts_s: tuple[float | None, float | None],
+        costs: StepCosts | None,
+        dynamic_chunking: bool,
+        targets_ms: tuple[float | None, float | None],
     ) -> None:
+        target_tpot_ms, target_ttft_ms = targets_ms if policy == "throttle-time" else (None, None)
         throttle = ThrottleArgs(
             policy=policy,
             max_prefill_tokens=max_prefill_tokens,
             min_prefill_tokens=min(2, max_prefill_tokens),
             prefill_spread_steps=2,
+            dynamic_chunking=dynamic_chunking,
+            target_tpot_ms=target_tpot_ms,
+            target_ttft_ms=target_ttft_ms,
         )
         args = SchedulingArgs(
             page_size=page_size,
@@ -92,7 +109,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_stages=num_stages,
             context_length=1000,
         )
-        self.pipeline = FakePipeline(self.scheduler, page_size)
+        predictor = None if costs is None else StepPredictor(costs)
+        self.pipeline = FakePipeline(self.scheduler, page_size, predictor)
         self.added: list[Request] = []
 
     @rule(

@@ -122,6 +122,23 @@ class QueueAndPages:
             return missing * self.page_size + tails
         return len(shared - cached - claimed) * self.page_size + tails
 
+    def brute_force_attended(self, accounting: str) -> int:
+        """Position by position: a row at position p attends to p + 1 tokens."""
+        whole = sum(sum(range(1, len(r.prompt_ids) + 1)) for r in self.waiting)
+        if accounting in ("gllm", "naive"):
+            return whole
+        cached = self.cached()
+        claimed = set().union(*(self.wanted(request) for request in self.prefilling))
+        shared = set().union(*(self.wanted(request) for request in self.waiting))
+        tails = sum(
+            sum(range(self.longest_hit(r) + 1, len(r.prompt_ids) + 1)) for r in self.waiting
+        )
+        wanted = [self.wanted(request) - cached for request in self.waiting]
+        if accounting != "radix-unshared":
+            wanted = [shared - cached - claimed]
+        ends = [len(tokens) for one in wanted for _, tokens in one]
+        return tails + sum(sum(range(end - self.page_size + 1, end + 1)) for end in ends)
+
     def brute_force_head(self) -> Request | None:
         in_work = set().union(*(self.wanted(request) for request in self.prefilling))
         in_work -= self.cached()
@@ -165,6 +182,8 @@ def test_pending_tokens_and_head_equal_a_brute_force_count(
                 both.advance(request, number + 1)
         for accounting in ACCOUNTINGS:
             assert both.pending_tokens(accounting) == both.brute_force_pending(accounting)
+            attended = both.queue.attended_to_compute(ACCOUNTINGS[accounting])
+            assert attended == both.brute_force_attended(accounting)
         assert both.queue.head() is both.brute_force_head()
         assert len(both.queue) == len(both.waiting)
         both.pages.check_conservation()

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from benchmark.fault_schedules.fake_model import FakeStage, NoRepeats, Oracle
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import (
     GREEDY,
@@ -64,11 +66,15 @@ def logprobs_when_alone(request: Request) -> list[int]:
 class FakePipeline:
     """Sends a scheduler's steps through the wire format to the fake stages, first in first out."""
 
-    def __init__(self, scheduler: StepScheduler, page_size: int) -> None:
+    def __init__(
+        self, scheduler: StepScheduler, page_size: int, predictor: StepPredictor | None = None
+    ) -> None:
         self.scheduler = scheduler
         self.now_s = 0.0
         self.microbatches: list[Microbatch] = []
-        self.core = PipelineCore(scheduler, StagePlan(0, (1,)))
+        plan = StagePlan(0, (1,))
+        forecast = StepForecast(plan, predictor, learns=False)
+        self.core = PipelineCore(scheduler, plan, forecast=forecast)
         self._orders = OrderReader()
         self._mirror = RequestMirror()
         self._early, self._late = FakeStage(page_size), FakeStage(page_size)

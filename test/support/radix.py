@@ -61,6 +61,15 @@ class Radix:
         assert self.demand.pending_tokens == sum(
             len(node.tokens) for node in missing if node.num_waiting and not node.num_prefilling
         )
+        attended = {
+            node: sum(range(node.end - len(node.tokens) + 1, node.end + 1)) for node in missing
+        }
+        assert self.demand.missing_attended == sum(
+            attended[node] * node.num_waiting for node in missing
+        )
+        assert self.demand.pending_attended == sum(
+            attended[node] for node in missing if node.num_waiting and not node.num_prefilling
+        )
         runs = [node.run for node in nodes if node.run is not None]
         locked = sum(len(run.pages) for run in runs if run.lock_count)
         assert self.storage.locked_pages == locked

@@ -97,9 +97,9 @@ OUR_FLAGS = (
         "--policy",
         ThrottleArgs,
         "policy",
-        "How many tokens a microbatch carries: token throttling (gLLM; with a reserve that "
-        "adapts; or without one of its terms), a fixed budget (Sarathi-Serve), or vLLM's greedy "
-        "queue.",
+        "How many tokens a microbatch carries: token throttling (gLLM; by predicted time; with a "
+        "reserve that adapts; or without one of its terms), a fixed budget (Sarathi-Serve), or "
+        "vLLM's greedy queue.",
         choices=POLICIES,
     ),
     Flag(
@@ -131,6 +131,22 @@ OUR_FLAGS = (
         "min_prefill_tokens",
         "Fewest prefill tokens worth a step (gLLM #MinP); --chunked-prefill-size is the most.",
         int,
+    ),
+    Flag(
+        "--target-tpot-ms",
+        ThrottleArgs,
+        "target_tpot_ms",
+        "With --policy throttle-time: no more prefill than leaves this many milliseconds between "
+        "the tokens of a request. Comes before --target-ttft-ms where both cannot be met.",
+        float,
+    ),
+    Flag(
+        "--target-ttft-ms",
+        ThrottleArgs,
+        "target_ttft_ms",
+        "With --policy throttle-time: prefill faster than it would where a request would get its "
+        "first token later than this many milliseconds after it came.",
+        float,
     ),
     Flag(
         "--pause-free-share",

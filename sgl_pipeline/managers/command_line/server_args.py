@@ -183,6 +183,9 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         max_prefill_tokens=options.chunked_prefill_size,
         min_prefill_tokens=options.min_prefill_tokens,
         pause_free_share=options.pause_free_share,
+        dynamic_chunking=options.enable_dynamic_chunking,
+        target_tpot_ms=options.target_tpot_ms,
+        target_ttft_ms=options.target_ttft_ms,
     )
     grammars = GrammarArgs(
         enabled=options.grammar_backend != "none",

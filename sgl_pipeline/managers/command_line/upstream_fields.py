@@ -11,7 +11,8 @@ HONOURED = frozenset(
     model_path revision download_dir load_format dtype context_length device random_seed
     pp_size page_size chunked_prefill_size max_total_tokens mem_fraction_static
     max_running_requests max_queued_requests disable_radix_cache stream_interval sleep_on_idle
-    schedule_policy enable_priority_scheduling schedule_low_priority_values_first
+    schedule_policy enable_dynamic_chunking
+    enable_priority_scheduling schedule_low_priority_values_first
     abort_on_priority_when_disabled disable_priority_preemption
     priority_scheduling_preemption_threshold
     grammar_backend constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
@@ -127,7 +128,7 @@ _REFUSED_TEXT = {
         disable_overlap_schedule num_continuous_decode_steps scheduler_recv_interval
         enable_mixed_chunk min_free_slots_delay""",
     _PREFILL: """max_prefill_tokens prefill_max_requests prefill_decode_interval
-        prefill_decode_interval_min_bs enable_dynamic_chunking disable_chunked_prefix_cache
+        prefill_decode_interval_min_bs disable_chunked_prefix_cache
         prefill_only_disable_kv_cache enable_prefill_delayer prefill_delayer_max_delay_passes
         prefill_delayer_token_usage_low_watermark prefill_delayer_forward_passes_buckets
         prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio

@@ -19,7 +19,7 @@ from sgl_pipeline.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.pipeline.step_history import RECENT_STEPS
 from sgl_pipeline.stage_timing import BUBBLE_CAUSES
-from sgl_pipeline.throttle import Bound
+from sgl_pipeline.throttle import Bound, Target
 from sgl_pipeline.trace import RequestRecord
 
 _INTERVAL_S = 1.0
@@ -142,6 +142,8 @@ class MetricsReport:
         own.decode_budget.set(newest.decode_budget)
         for rule, gauge in own.bound_by.items():
             gauge.set(rule == newest.bound_by)
+        for target, gauge in own.missed_targets.items():
+            gauge.set(target == newest.missed_target)
         for gauges, shares in zip(own.bubble_shares, state.bubble_shares(), strict=True):
             for cause, gauge in gauges.items():
                 gauge.set(getattr(shares, cause))
@@ -199,6 +201,15 @@ class _PipelineMetrics:
             "rule",
         )
         self.bound_by = {rule: bound.labels(**labels, rule=rule) for rule in get_args(Bound)}
+        missed = _labelled_gauge(
+            "target_missed",
+            "1 for the target that cannot be met as things stand.",
+            labels,
+            "target",
+        )
+        self.missed_targets = {
+            target: missed.labels(**labels, target=target) for target in get_args(Target)
+        }
         bubbles = _labelled_gauge(
             "stage_bubble_share",
             f"Share of a stage's time lost to this cause over the newest {RECENT_STEPS} steps.",

@@ -72,5 +72,7 @@ def _describe_recent(state: PipelineState) -> dict[str, Any]:
         "prefill_budget": newest.prefill_budget,
         "decode_budget": newest.decode_budget,
         "bound_by": newest.bound_by,
+        "budget_ms": newest.budget_ms,
+        "missed_target": newest.missed_target,
         "stages": [asdict(shares) for shares in state.bubble_shares()],
     }

@@ -33,10 +33,11 @@ def status_line(since: PipelineState, state: PipelineState) -> str:
     idle = ", ".join(f"{1.0 - shares.busy:.0%}" for shares in state.bubble_shares())
     move = state.current_move
     moving = f", moving layers to {','.join(map(str, move.after))}" if move is not None else ""
+    missed = state.recent_steps[-1].missed_target if state.recent_steps else None
     return (
         f"step {state.num_steps}{', paused' if state.is_paused else ''}{moving}: "
         f"waiting {state.waiting_requests} ({state.load.waiting_tokens} tokens), "
         f"running {state.running_requests}, free pages {state.load.free_share:.0%}, "
         f"{num_tokens / (state.now_s - since.now_s):.0f} tokens/s, "
-        f"stages idle {idle or 'unknown'}"
+        f"stages idle {idle or 'unknown'}{f', {missed} target missed' if missed else ''}"
     )

@@ -1,0 +1,237 @@
+"""The throttle by time on worked examples, and its sharing out of decodes."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from sgl_pipeline.args import ThrottleArgs
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.pipeline_load import PipelineLoad, TokenBudget
+from sgl_pipeline.step_work import StepWork
+from sgl_pipeline.throttle import make_policy
+
+ARGS = ThrottleArgs(policy="throttle-time")
+
+
+@dataclass(frozen=True)
+class Times:
+    """A step takes `base_ms`, and so much for each row, sample and thousand of attended tokens."""
+
+    base_ms: float = 10.0
+    row_ms: float = 0.1
+    sample_ms: float = 0.0
+    attended_ms: float = 0.0
+
+    def step_ms(self, work: StepWork) -> float:
+        attended = work.decode_attended_tokens + work.prefill_attended_tokens
+        rows_ms = self.row_ms * work.tokens + self.sample_ms * work.samples
+        return self.base_ms + rows_ms + self.attended_ms * attended / 1000
+
+
+def load(times: Times | None = Times(), **changes: float) -> PipelineLoad:
+    """An idle pipeline of two stages, all of whose 1000 pages are free, with `changes`."""
+    values = {
+        "step_id": 0,
+        "pipeline_depth": 2,
+        "waiting_tokens": 0,
+        "prompts": 1,
+        "running_decodes": 0,
+        "ready_decodes": 0,
+        "free_pages": 1000,
+        "reserved_pages": 4,
+        "total_pages": 1000,
+        "steps_in_flight": 0,
+    }
+    # A decode attends to its own token at least.
+    values["decode_attended_tokens"] = changes.get("running_decodes", 0)
+    return PipelineLoad(**(values | changes), step_times=times)  # type: ignore[arg-type]
+
+
+def budget(
+    args: ThrottleArgs = ARGS, times: Times | None = Times(), **changes: float
+) -> TokenBudget:
+    return make_policy(args)(load(times, **changes))
+
+
+def step_ms(args: ThrottleArgs = ARGS, times: Times = Times(), **changes: float) -> float:
+    limit = budget(args, times, **changes).time
+    assert limit is not None
+    return limit.step_ms
+
+
+def test_while_nobody_knows_what_steps_take_it_throttles_tokens() -> None:
+    for changes in ({"waiting_tokens": 8000}, {"running_decodes": 9, "ready_decodes": 5}):
+        by_tokens = make_policy(ThrottleArgs())(load(None, **changes))
+        assert budget(times=None, **changes) == by_tokens
+
+
+def test_a_step_may_take_what_its_share_of_all_work_takes() -> None:
+    """Half of the decodes, an eighth of the prompts: 10 + 50 x 0.1 + 1000 x 0.1."""
+    found = budget(waiting_tokens=8000, running_decodes=100, ready_decodes=50)
+    assert found.time is not None
+    assert found.time.step_ms == pytest.approx(10 + 5 + 100)
+    assert (found.bound_by, found.prefill_tokens, found.decodes) == ("WT", 2048, 50)
+
+
+def test_what_is_attended_to_counts() -> None:
+    """Decodes of context 400 and a prompt whose first part is cached."""
+    times = Times(attended_ms=1.0)
+    found = step_ms(
+        times=times,
+        waiting_tokens=800,
+        waiting_attended_tokens=80_000,
+        running_decodes=20,
+        decode_attended_tokens=8000,
+    )
+    assert found == pytest.approx(10 + 1 + 4 + 10 + 10)
+
+
+def test_samples_of_prompts_count_in_the_step_that_ends_them() -> None:
+    times = Times(row_ms=0.01, sample_ms=2.0)
+    assert step_ms(times=times, waiting_tokens=800, prompts=16) == pytest.approx(10 + 1 + 2 * 2)
+
+
+def test_free_memory_bounds_it_as_a_share_of_the_largest_step() -> None:
+    """(0.525 - 0.05) / 0.95 is a half: 1024 tokens of the largest 2048."""
+    found = budget(waiting_tokens=10**6, free_pages=525)
+    assert found.time is not None and found.bound_by == "UT"
+    assert found.time.step_ms == pytest.approx(10 + 102.4)
+
+
+def test_no_step_takes_longer_than_the_largest() -> None:
+    found = budget(waiting_tokens=10**6)
+    assert found.time is not None and found.bound_by in ("MaxP", "UT")
+    assert found.time.step_ms == pytest.approx(10 + 204.8)
+
+
+def test_a_step_may_have_the_least_prefill_or_a_twentieth_more_than_its_decodes() -> None:
+    few = budget(waiting_tokens=8)
+    assert few.time is not None
+    assert (few.time.step_ms, few.bound_by) == (pytest.approx(10 + 3.2), "MinP")
+    assert few.time.least_prefill_tokens == 32
+    many = step_ms(waiting_tokens=8, running_decodes=2000)
+    assert many == pytest.approx(1.05 * (10 + 100))
+
+
+def test_below_the_threshold_prefill_pauses_while_something_moves() -> None:
+    paused = budget(waiting_tokens=8000, free_pages=49, running_decodes=4, ready_decodes=2)
+    assert (paused.bound_by, paused.prefill_tokens, paused.decodes) == ("pause", 0, 2)
+    assert budget(waiting_tokens=8000, free_pages=49).bound_by == "WT"
+
+
+def test_a_step_may_nearly_take_what_those_in_flight_take() -> None:
+    """Beside them a shorter one would idle; memory still bounds it."""
+    assert step_ms(waiting_tokens=80, in_flight_ms=100.0) == pytest.approx(87.5)
+    assert step_ms(waiting_tokens=8000, in_flight_ms=100.0) == pytest.approx(110.0)
+    deep = step_ms(waiting_tokens=80, in_flight_ms=100.0, pipeline_depth=8)
+    assert deep == pytest.approx(100 * (1 - 1 / 32))
+    assert step_ms(waiting_tokens=80, in_flight_ms=1e3, free_pages=525) == pytest.approx(112.4)
+
+
+@pytest.mark.parametrize(("depth", "steps"), [(1, 8), (2, 8), (3, 9), (4, 12), (8, 12)])
+def test_deep_pipelines_spread_prompts_over_whole_rounds(depth: int, steps: int) -> None:
+    found = step_ms(waiting_tokens=1440, pipeline_depth=depth)
+    assert found == pytest.approx(10 + 0.1 * 1440 / steps)
+
+
+# Decodes by time
+
+
+def test_decodes_of_equal_contexts_are_shared_out_by_number() -> None:
+    for step_id, number in ((0, 4), (1, 3)):
+        found = budget(
+            times=Times(attended_ms=1.0),
+            step_id=step_id,
+            running_decodes=7,
+            ready_decodes=7,
+            decode_attended_tokens=7 * 500,
+        ).time
+        assert found is not None and found.decodes is not None
+        share = found.decodes
+        assert share.share_ms / (share.row_ms + 500 * share.attended_ms) == pytest.approx(number)
+
+
+def test_contexts_count_by_what_they_take_beside_the_rest_of_a_step() -> None:
+    share = budget(
+        times=Times(attended_ms=1.0),
+        running_decodes=20,
+        ready_decodes=20,
+        decode_attended_tokens=10**5,
+    ).time
+    assert share is not None and share.decodes is not None
+    # Ten decodes bear 10 + 1 ms; a context of 1000 adds one.
+    assert share.decodes.row_ms == pytest.approx(1.1)
+    assert share.decodes.attended_ms == pytest.approx(1e-3)
+
+
+# Targets
+
+
+def targeted(tpot_ms: float | None = None, ttft_ms: float | None = None) -> ThrottleArgs:
+    return ThrottleArgs(policy="throttle-time", target_tpot_ms=tpot_ms, target_ttft_ms=ttft_ms)
+
+
+def test_a_request_gets_a_token_a_round_so_a_step_may_take_its_share_of_the_target() -> None:
+    found = budget(targeted(tpot_ms=60.0), waiting_tokens=8000)
+    assert found.time is not None
+    assert (found.time.step_ms, found.bound_by, found.missed) == (30.0, "TPOT", None)
+    assert budget(targeted(tpot_ms=500.0), waiting_tokens=8000).bound_by == "WT"
+
+
+def test_a_target_that_decodes_alone_miss_is_said_to_be_missed_and_prompts_go_on() -> None:
+    found = budget(targeted(tpot_ms=60.0), waiting_tokens=8000, running_decodes=1000)
+    assert found.time is not None
+    assert (found.bound_by, found.missed) == ("MinP", "TPOT")
+    assert found.time.step_ms == pytest.approx(60 + 3.2)
+
+
+def test_prompts_are_computed_faster_where_their_first_token_would_be_late() -> None:
+    """In n steps of 10 + 800 / n ms, and one more to pass the pipeline: 8 take 990 ms, 4 1050."""
+    found = budget(targeted(ttft_ms=990.0), waiting_tokens=8000)
+    assert (found.bound_by, found.missed) == ("WT", None)
+    sooner = budget(targeted(ttft_ms=980.0), waiting_tokens=8000)
+    assert sooner.time is not None
+    # No number of steps up to 8 is fast enough but none is faster than 8 of them.
+    assert (sooner.bound_by, sooner.missed) == ("MaxP", "TTFT")
+    waited = budget(targeted(ttft_ms=1990.0), waiting_tokens=8000, newest_wait_ms=1000.0)
+    assert (waited.bound_by, waited.missed) == ("WT", None)
+
+
+def test_fewer_longer_steps_hold_a_target_where_each_has_a_high_price() -> None:
+    """In n steps of 100 + 80 / n ms, and one more: 8 take 990 ms, 2 take 420."""
+    found = budget(targeted(ttft_ms=420.0), Times(base_ms=100.0), waiting_tokens=800)
+    assert found.time is not None
+    assert (found.bound_by, found.missed) == ("TTFT", None)
+    assert found.time.step_ms == pytest.approx(100 + 40)
+
+
+def test_where_both_cannot_be_met_the_time_to_the_first_token_gives() -> None:
+    args = targeted(tpot_ms=210.0, ttft_ms=420.0)
+    found = budget(args, Times(base_ms=100.0), waiting_tokens=800)
+    assert found.time is not None
+    assert (found.time.step_ms, found.bound_by, found.missed) == (105.0, "TPOT", "TTFT")
+
+
+@pytest.mark.parametrize("wrong", [{"target_tpot_ms": 0.0}, {"target_ttft_ms": float("inf")}])
+def test_targets_are_times(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match="milliseconds above 0"):
+        ThrottleArgs(policy="throttle-time", **wrong)  # type: ignore[arg-type]
+    (name,) = wrong
+    with pytest.raises(ConfigurationError, match="needs --policy throttle-time"):
+        ThrottleArgs(**{name: 5.0})  # type: ignore[arg-type]
+
+
+# Chunks of equal latency under other policies
+
+
+def test_with_dynamic_chunks_all_take_as_long_as_the_first_of_a_prompt() -> None:
+    times = Times(attended_ms=1.0)
+    for policy in ("throttle", "sarathi", "throttle-adaptive"):
+        plain = make_policy(ThrottleArgs(policy=policy))
+        leveled = make_policy(ThrottleArgs(policy=policy, dynamic_chunking=True))
+        state = load(times, waiting_tokens=8000)
+        found, tokens = leveled(state), plain(state).prefill_tokens
+        assert found.prefill_tokens == tokens and found.time is not None
+        assert found.time.step_ms == pytest.approx(10 + 0.1 * tokens + tokens * (tokens + 1) / 2e3)
+        assert found.time.decodes is None
+        assert leveled(load(None, waiting_tokens=8000)) == plain(load(None, waiting_tokens=8000))
