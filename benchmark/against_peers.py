@@ -18,16 +18,21 @@ from dataclasses import asdict
 from benchmark.bench_serving import DEFAULT_PRESET, SCRATCH, check_equal_work, make_model, measure
 from benchmark.dated_result import save_result
 from benchmark.engines import Engine, parse_engine, running
-from benchmark.loads import Load
+from benchmark.loads import ClientLoad, Load, MixedLoad
 from benchmark.machine import usable_cores
 from benchmark.serving_report import Run, comparison_table, cost_table
 from sgl_pipeline.errors import SglPipelineError
+from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 
-LOADS = {
+LOADS: dict[str, Load | MixedLoad] = {
     "offline": Load(),
     "online": Load(requests_per_s=3.0),
     "decode-heavy": Load(input_tokens=32, output_tokens=256),
     "prefill-heavy": Load(num_requests=32, input_tokens=1024, output_tokens=8),
+    "long-prompts": MixedLoad(
+        groups=((1, 8000, 64), (1, 6000, 64), (1, 4000, 64), (24, 128, 64)), requests_per_s=2.0
+    ),
+    "mixed-contexts": MixedLoad(groups=((4, 3000, 96), (28, 64, 96))),
 }
 WARM_UP = Load(seed=7)
 ENGINES = ("ours --pp 2", "vllm --pp 2")
@@ -71,7 +76,8 @@ def _compare(options: argparse.Namespace, names: Sequence[str]) -> None:
         )
         for text in options.engine or ENGINES
     ]
-    loads, times_each = [LOADS[name] for name in names], 2 if options.prefix_caches else 1
+    loads = [_ready(name, read_model_spec(str(model)).vocab_size) for name in names]
+    times_each = 2 if options.prefix_caches else 1
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for round_number in range(1, options.rounds + 1):
         for engine in engines:
@@ -89,11 +95,18 @@ def _compare(options: argparse.Namespace, names: Sequence[str]) -> None:
         caches = "on, second run of each load" if options.prefix_caches else "off"
         facts = {
             "model": {DEFAULT_PRESET: f"prefix caches {caches}; medians (smallest to largest)"},
-            "loads": {name: " ".join(LOADS[name].client_flags()) for name in names},
+            "loads": {name: str(LOADS[name]) for name in names},
         }
         record = {"runs": {name: [asdict(run) for run in runs[name]] for name in names}}
         stem = save_result("against_peers", "against_peers", facts, record, tables)
         print(f"\nWritten: {stem}.md and .json")
+
+
+def _ready(name: str, vocab_size: int) -> ClientLoad:
+    load = LOADS[name]
+    if isinstance(load, MixedLoad):
+        return load.written(SCRATCH / f"{name}.jsonl", vocab_size)
+    return load
 
 
 def _throughputs(runs: dict[str, list[Run]], names: Sequence[str]) -> str:

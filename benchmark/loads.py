@@ -75,6 +75,27 @@ class WrittenLoad:
         return [*_words(flags), *(["--flush-cache"] if self.flush_cache else [])]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedLoad:
+    """Requests of several sizes, shuffled: `groups` are (how many, tokens in, tokens out)."""
+
+    groups: tuple[tuple[int, int, int], ...]
+    requests_per_s: float = float("inf")
+
+    def written(self, path: Path, vocab_size: int) -> WrittenLoad:
+        """The same as a file for the client."""
+        ids = TokenIds()
+        requests = [
+            SimulatedRequest(arrival_s=0.0, prompt=(ids.fresh(inputs),), output=ids.fresh(outputs))
+            for count, inputs, outputs in self.groups
+            for _ in range(count)
+        ]
+        write_workload(requests, path, vocab_size)
+        return WrittenLoad(
+            path=path, num_requests=len(requests), requests_per_s=self.requests_per_s
+        )
+
+
 def scaled_trace(
     name: str, num_requests: int, scale: float, max_output_tokens: int
 ) -> list[SimulatedRequest]:
