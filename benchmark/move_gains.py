@@ -53,14 +53,14 @@ SWING = "swing"
 class Clients:
     """Serve one load after the other; `tokens` are those in and out of answers, by moment."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, load: ClosedLoop) -> None:
         self._url = url + "/generate"
-        self._load: ClosedLoop = LOADS["decode-heavy"]
+        self._load = load
         self._lock = threading.Lock()
         self._moments: list[tuple[float, int]] = []
         self._numbers = itertools.count()
         self._errors: list[str] = []
-        most = max(load.clients for load in LOADS.values())
+        most = max(one.clients for one in (load, *LOADS.values()))
         self._is_over = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(number,), daemon=True)
@@ -190,7 +190,7 @@ def _fixed_splits(options: argparse.Namespace, round_number: int) -> list[Rate]:
     )
     rates = []
     with running(engine, SCRATCH / "move_gains_fixed.log"):
-        clients = Clients(engine.base_url)
+        clients = Clients(engine.base_url, LOADS["decode-heavy"])
         for first in range(least, most + 1):
             split = (first, NUM_LAYERS - first)
             _move_to(engine.base_url, split)
@@ -213,18 +213,18 @@ def _auto(options: argparse.Namespace, round_number: int) -> list[Rate]:
     )
     rates = []
     with running(engine, SCRATCH / "move_gains_auto.log"):
-        clients = Clients(engine.base_url)
+        clients = Clients(engine.base_url, LOADS["decode-heavy"])
         for name, load in LOADS.items():
             clients.put_on(load)
             # Time to find its split; how long that takes is what the swing is for.
             rate = clients.rate(options.phase_s, options.measured_s)
-            rates.append(_rate(round_number, _split(engine.base_url), True, name, rate))
+            rates.append(_rate(round_number, current_split(engine.base_url), True, name, rate))
         for _ in range(options.swings):
             for name, load in LOADS.items():
                 clients.put_on(load)
                 rate = clients.rate(0.0, options.phase_s)
                 label = f"{SWING}: {name}"
-                rates.append(_rate(round_number, _split(engine.base_url), True, label, rate))
+                rates.append(_rate(round_number, current_split(engine.base_url), True, label, rate))
         clients.stop()
     return rates
 
@@ -243,13 +243,14 @@ def _rate(
     )
 
 
-def _split(url: str) -> tuple[int, ...]:
+def current_split(url: str) -> tuple[int, ...]:
+    """The layers of each stage, as the server says."""
     plan = requests.get(url + "/pipeline/plan", timeout=_TIMEOUT_S).json()
     return tuple(plan["layer_counts"])
 
 
 def _move_to(url: str, split: tuple[int, ...]) -> None:
-    if _split(url) == split:
+    if current_split(url) == split:
         return
     body = {"layer_counts": list(split)}
     reply = requests.post(url + "/pipeline/plan", json=body, timeout=_TIMEOUT_S)
