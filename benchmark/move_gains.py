@@ -8,7 +8,8 @@ several layers when many rows are drawn, and next to nothing in a prefill. One s
 fixed splits, moving from one to the next by hand, the other one starts with an even split and moves
 by itself. Loads are closed loops of clients, decode-heavy, prefill-heavy, and one that swings
 between the two. A split's score under the swing is its mean share, over both phases, of what the
-best split of that phase does; a fixed split's is computed from its two loads.
+best split does when that phase's load lasts; it may be above 1, since clients that begin together
+are served faster.
 """
 
 import argparse
@@ -152,6 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--settle-s", type=float, default=4.0, help="before that")
     parser.add_argument("--phase-s", type=float, default=30.0, help="of the swing")
     parser.add_argument("--swings", type=int, default=2, help="times both phases come")
+    parser.add_argument("--swing-first", default="8,11,13", help="fixed splits that get the swing")
     parser.add_argument("--port", type=int, default=31900, help="loopback port of the server")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args(argv)
@@ -198,6 +200,8 @@ def _fixed_splits(options: argparse.Namespace, round_number: int) -> list[Rate]:
                 clients.put_on(load)
                 rate = clients.rate(options.settle_s, options.measured_s)
                 rates.append(_rate(round_number, split, False, name, rate))
+            if str(first) in options.swing_first.split(","):
+                rates += _swing(options, clients, engine.base_url, round_number, is_auto=False)
         clients.stop()
     return rates
 
@@ -219,13 +223,22 @@ def _auto(options: argparse.Namespace, round_number: int) -> list[Rate]:
             # Time to find its split; how long that takes is what the swing is for.
             rate = clients.rate(options.phase_s, options.measured_s)
             rates.append(_rate(round_number, current_split(engine.base_url), True, name, rate))
-        for _ in range(options.swings):
-            for name, load in LOADS.items():
-                clients.put_on(load)
-                rate = clients.rate(0.0, options.phase_s)
-                label = f"{SWING}: {name}"
-                rates.append(_rate(round_number, current_split(engine.base_url), True, label, rate))
+        rates += _swing(options, clients, engine.base_url, round_number, is_auto=True)
         clients.stop()
+    return rates
+
+
+def _swing(
+    options: argparse.Namespace, clients: Clients, url: str, round_number: int, *, is_auto: bool
+) -> list[Rate]:
+    """Both loads in turns."""
+    rates = []
+    for _ in range(options.swings):
+        for name, load in LOADS.items():
+            clients.put_on(load)
+            rate = clients.rate(0.0, options.phase_s)
+            split = current_split(url)
+            rates.append(_rate(round_number, split, is_auto, f"{SWING}: {name}", rate))
     return rates
 
 
@@ -271,14 +284,22 @@ def gain_table(rates: Sequence[Rate]) -> str:
             f"{fixed[split, load]:.0f} ({share:.2f})"
             for load, share in zip(LOADS, shares, strict=True)
         ]
-        rows.append([",".join(map(str, split)), *cells, f"{statistics.fmean(shares):.3f}"])
-    cells, swing_shares = [], []
+        rows.append([",".join(map(str, split)), *cells, _score(rates, best, split)])
+    cells = []
     for load in LOADS:
         rate = _median(rates, load, split=None)
         cells.append(f"{rate:.0f} ({rate / best[load]:.2f})")
-        swing_shares.append(_median(rates, f"{SWING}: {load}", split=None) / best[load])
-    rows.append(["auto", *cells, f"{statistics.fmean(swing_shares):.3f}"])
+    rows.append(["auto", *cells, _score(rates, best, None)])
     return markdown_table(heads, rows)
+
+
+def _score(rates: Sequence[Rate], best: dict[str, float], split: tuple[int, ...] | None) -> str:
+    """Under the swing, of a fixed split or (None) of `auto`."""
+    swung = {one.split for one in rates if one.load.startswith(SWING) and not one.is_auto}
+    if split is not None and split not in swung:
+        return "-"
+    shares = [_median(rates, f"{SWING}: {load}", split=split) / best[load] for load in LOADS]
+    return f"{statistics.fmean(shares):.3f}"
 
 
 def _median(rates: Sequence[Rate], load: str, *, split: tuple[int, ...] | None) -> float:
