@@ -6,6 +6,7 @@ order that every stage must get, and later its token events. Reads no clock, sen
 """
 
 from copy import copy
+from dataclasses import replace
 
 from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.errors import ProtocolError
@@ -137,8 +138,9 @@ class PipelineCore:
             now_s=now_s,
             plan=self.plan,
             is_paused=scheduler.is_paused,
-            load=scheduler.load(),
-            naive_load=scheduler.load(ACCOUNTINGS["naive"]),
+            # Numbers alone: a state is sent to other processes.
+            load=replace(scheduler.load(), step_times=None),
+            naive_load=replace(scheduler.load(ACCOUNTINGS["naive"]), step_times=None),
             unused_pages=scheduler.num_free_pages,
             waiting_requests=scheduler.num_waiting,
             compiling_requests=compiling_requests,

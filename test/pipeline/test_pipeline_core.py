@@ -4,13 +4,17 @@ import msgspec
 import pytest
 from support.moves import movable_core, stage_fails, stages_get_ready, stages_switch
 from support.pipelines import make_request
+from support.served_steps import flat_costs
 from support.step_records import ended_request, step_record, timing
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.messages import StageReport
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.move_record import MoveOutcome
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.pipeline.step_history import RECENT_STEPS, StepHistory
 from sgl_pipeline.requests import FinishReason
 from sgl_pipeline.scheduling import StepScheduler
@@ -139,6 +143,18 @@ def test_the_state_counts_what_waits_runs_and_was_done() -> None:
     assert [stage.last_step for stage in after.stages] == [0, 0]
     assert [stage.compute_ms for stage in after.stages] == pytest.approx([2.0, 2.0])
     assert [shares.busy for shares in after.bubble_shares()] == pytest.approx([2 / 2.5, 2 / 3.5])
+
+
+def test_a_state_can_be_sent_to_another_process() -> None:
+    """Also where the policy's load knows what steps take."""
+    core = new_core()
+    forecast = StepForecast(core.plan, StepPredictor(flat_costs(2, 1.0)))
+    core = PipelineCore(core.scheduler, core.plan, forecast=forecast)
+    core.scheduler.add(make_request("a", [1, 2, 3], 1))
+    assert core.scheduler.load().step_times is not None
+    state = core.state(1.0)
+    sent = msgspec.msgpack.encode(state)
+    assert msgspec.msgpack.decode(sent, type=PipelineState) == state
 
 
 def test_a_state_keeps_what_a_move_was_and_knows_the_steps_of_its_plan() -> None:
