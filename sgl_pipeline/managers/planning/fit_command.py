@@ -112,21 +112,27 @@ def fit_costs(
     )
 
 
+def stages_of(options: argparse.Namespace) -> tuple[StageArgs, ModelSpec]:
+    """The stages that the options of a command of this room speak of, and their model."""
+    model_path = find_model(options.model, None, None)
+    spec = read_model_spec(model_path)
+    stages = StageArgs(
+        num_stages=options.pp,
+        model_path=model_path,
+        dtype=resolve_dtype(options.dtype, spec.dtype),
+        device=options.device,
+        cpu_threads=options.cpu_threads_per_stage,
+    )
+    return stages, spec
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code: 0, or 1 after an error."""
     options = _parse(argv)
     try:
         if options.steps < 50 or options.rounds < 1:
             raise ConfigurationError("a fit needs --steps 50 or more and --rounds 1 or more")
-        model_path = find_model(options.model, None, None)
-        spec = read_model_spec(model_path)
-        stages = StageArgs(
-            num_stages=options.pp,
-            model_path=model_path,
-            dtype=resolve_dtype(options.dtype, spec.dtype),
-            device=options.device,
-            cpu_threads=options.cpu_threads_per_stage,
-        )
+        stages, spec = stages_of(options)
         costs, _ = fit_costs(stages, spec, options.steps, options.rounds, options.seed)
         path = save_costs(costs, options.output)
     except SglPipelineError as error:

@@ -8,20 +8,21 @@ are computed from the model's shapes.
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sgl_pipeline.args import SchedulingArgs, StageArgs
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.layer_partition import even_layer_counts, parse_layer_partition
-from sgl_pipeline.managers.command_line.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.planning.cost_files import find_costs, model_name, read_costs
 from sgl_pipeline.managers.planning.devices import parse_devices
+from sgl_pipeline.managers.planning.fit_command import stages_of
 from sgl_pipeline.managers.planning.measuring import measuring_worker
 from sgl_pipeline.managers.planning.split_report import SplitForecast, SplitPlanner
 from sgl_pipeline.managers.stages.stage_processes import stage_threads
 from sgl_pipeline.migration.cost_model import predicted_costs
 from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.stage_costs import TYPICAL_STEP, MadeUpStep, PartSizes, StageCosts
 from sgl_pipeline.step_costs import CostFile
 
@@ -38,16 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(options: argparse.Namespace) -> str:
-    model_path = find_model(options.model, None, None)
-    spec = read_model_spec(model_path)
-    stages = StageArgs(
-        num_stages=options.pp,
-        model_path=model_path,
-        dtype=resolve_dtype(options.dtype, spec.dtype),
-        device=options.device,
-        cpu_threads=options.cpu_threads_per_stage,
-        memory_fraction=options.mem_fraction_static,
-    )
+    stages, spec = stages_of(options)
+    stages = replace(stages, memory_fraction=options.mem_fraction_static)
     wanted = options.layer_counts
     asked = None if wanted is None else parse_layer_partition(wanted, options.pp, spec.num_layers)
     if options.pp > spec.num_layers:
@@ -61,7 +54,7 @@ def _report(options: argparse.Namespace) -> str:
     planner = SplitPlanner(costs, sizes, devices)
     source = f"fitted on {file.machine}, {file.date}" if file else "measured now"
     lines = [
-        f"{model_name(model_path)}, {stages.dtype}: a step of {step}; times {source}",
+        f"{model_name(stages.model_path)}, {stages.dtype}: a step of {step}; times {source}",
         "",
     ]
     even = even_layer_counts(spec.num_layers, options.pp)
