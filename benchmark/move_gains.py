@@ -106,7 +106,7 @@ class Clients:
 
     def _ask(self, session: requests.Session, load: ClosedLoop) -> None:
         first = next(self._numbers) * 7919
-        prompt = [(first + place * 31) % 150_000 + 10 for place in range(load.input_tokens)]
+        prompt = [(first + place * 31) % 30_000 + 10 for place in range(load.input_tokens)]
         body: dict[str, Any] = {
             "input_ids": prompt,
             "sampling_params": {
