@@ -31,6 +31,7 @@ STAGE_LINKS = ("auto", "host", "cuda-ipc", "nccl")
 LAYER_KERNELS = ("auto", "flashinfer", "cpu", "torch")
 MIGRATION_MODES = ("off", "manual", "auto")
 MIGRATION_WEIGHTS = ("resident", "background")
+UI_MODES = ("on", "off")
 
 
 def require(condition: bool, message: str) -> None:
@@ -333,7 +334,7 @@ class PipelineArgs:
     `trace_steps` the same as a Chrome trace.
 
     `drain_timeout_s`: how long requests may go on after a SIGTERM, by default somewhat less than
-    the 30 s that Kubernetes gives a container.
+    the 30 s that Kubernetes gives a container. `ui`: whether the live page is served.
     """
 
     stages: StageArgs
@@ -345,8 +346,12 @@ class PipelineArgs:
     trace_path: str | None = None
     trace_steps: str | None = None
     drain_timeout_s: float = 25.0
+    ui: str = "on"
 
     def __post_init__(self) -> None:
+        require(
+            self.ui in UI_MODES, f"--ui {self.ui!r} is unknown; choose from {', '.join(UI_MODES)}"
+        )
         require(
             0.0 <= self.drain_timeout_s < float("inf"),
             f"--drain-timeout-s {self.drain_timeout_s} must be a number of seconds, 0 or more",

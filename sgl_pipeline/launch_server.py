@@ -138,16 +138,24 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
 
     from sgl_pipeline.managers.desk_channel import desk_address
     from sgl_pipeline.managers.entrance.front_guard import GuardedTokenizerManager
+    from sgl_pipeline.managers.entrance.live_hub import LiveHub
+    from sgl_pipeline.managers.entrance.live_page import serve_page
+    from sgl_pipeline.managers.entrance.live_routes import add_live_routes
     from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
     from sgl_pipeline.managers.entrance.pipeline_routes import add_pipeline_routes
     from sgl_pipeline.managers.entrance.route_guard import guard_routes
     from sgl_pipeline.managers.entrance.streamed_calls import read_calls_piece_by_piece
+    from sgl_pipeline.managers.live_channel import live_address
     from sgl_pipeline.managers.reports.load_report import loads_path
     from sgl_pipeline.managers.stages.main_process_workers import serve_worker_requests
 
     app.add_middleware(OllamaErrors)
     read_calls_piece_by_piece()
     add_pipeline_routes(app, desk_address(run_directory.path), pipeline_args.migration.timeout_s)
+    has_page = pipeline_args.ui == "on"
+    live_hub = LiveHub(live_address(run_directory.path))
+    if has_page:
+        add_live_routes(app, live_hub, has_api_key=bool(plan.upstream.api_key))
     guard_routes(
         app,
         plan.context_length,
@@ -160,6 +168,8 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
         loads_path=loads_path(run_directory.path),
         drain_timeout_s=pipeline_args.drain_timeout_s,
         end_now=functools.partial(_end_now, run_directory, stages),
+        before_listening=functools.partial(serve_page, app) if has_page else _nothing,
+        before_closing=live_hub.close,
     )
 
     def start_front(*arguments: Any, **more: Any) -> Any:
@@ -223,9 +233,13 @@ def _announce(server_args: "SglangServerArgs", pipeline_args: PipelineArgs) -> N
     print(
         f"\nReady: {server_args.served_model_name} on {stages} stage{'s' * (stages > 1)} at {url}\n"
         f"Try:   curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
-        f"-d '{body}'\n",
+        f"-d '{body}'\n" + (f"Watch: {url}/ui\n" if pipeline_args.ui == "on" else ""),
         flush=True,
     )
+
+
+def _nothing() -> None:
+    """For a server without a page."""
 
 
 def _end_children(stages: "StageProcesses") -> None:

@@ -1,0 +1,67 @@
+"""`GET /pipeline/events`: what the live page shows, as server-sent events.
+
+`launch_server.py` adds the route to upstream's application. It needs the API key where there is
+one, else the administrator's key where there is one. The page itself is `live_page.py`.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+from sglang.srt.utils.auth import AuthLevel, auth_level
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from sgl_pipeline.errors import RequestError
+from sgl_pipeline.managers.entrance.live_hub import LiveHub
+
+logger = logging.getLogger(__name__)
+
+# A viewer that takes nothing for so long gives its place to another.
+SEND_TIMEOUT_S = 30.0
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+def add_live_routes(app: Any, hub: LiveHub, *, has_api_key: bool) -> None:
+    """Adds the route to upstream's FastAPI application, before it is started.
+
+    Args:
+        hub: gets the viewers.
+        has_api_key: whether `--api-key` is set.
+    """
+
+    @auth_level(AuthLevel.NORMAL if has_api_key else AuthLevel.ADMIN_OPTIONAL)
+    async def live_events() -> Response:
+        """What the pipeline does, some times a second, for as long as the client listens."""
+        return LiveResponse(hub)
+
+    app.add_api_route("/pipeline/events", live_events, methods=["GET"], response_model=None)
+
+
+class LiveResponse(Response):
+    """The events of one viewer, who has left when the response ends in whatever way."""
+
+    def __init__(self, hub: LiveHub) -> None:
+        super().__init__()
+        self._hub = hub
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await send(message)
+
+        try:
+            viewer = self._hub.join()
+        except RequestError as error:
+            refusal = JSONResponse({"error": {"message": str(error)}}, error.status_code)
+            await refusal(scope, receive, send)
+            return
+        stream = StreamingResponse(
+            viewer.events(), media_type="text/event-stream", headers=_HEADERS
+        )
+        try:
+            await stream(scope, receive, send_in_time)
+        except TimeoutError:
+            logger.warning("a viewer of the live page has read nothing for %g s", SEND_TIMEOUT_S)
+        finally:
+            self._hub.leave(viewer)
