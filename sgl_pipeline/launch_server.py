@@ -140,7 +140,7 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
     from sgl_pipeline.managers.entrance.front_guard import GuardedTokenizerManager
     from sgl_pipeline.managers.entrance.live_hub import LiveHub
     from sgl_pipeline.managers.entrance.live_page import serve_page
-    from sgl_pipeline.managers.entrance.live_routes import add_live_routes
+    from sgl_pipeline.managers.entrance.live_routes import add_live_routes, pipeline_routes_of
     from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
     from sgl_pipeline.managers.entrance.pipeline_routes import add_pipeline_routes
     from sgl_pipeline.managers.entrance.route_guard import guard_routes
@@ -153,7 +153,7 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
     read_calls_piece_by_piece()
     add_pipeline_routes(app, desk_address(run_directory.path), pipeline_args.migration.timeout_s)
     has_page = pipeline_args.ui == "on"
-    live_hub = LiveHub(live_address(run_directory.path))
+    live_hub = LiveHub(live_address(run_directory.path), functools.partial(pipeline_routes_of, app))
     if has_page:
         add_live_routes(app, live_hub, has_api_key=bool(plan.upstream.api_key))
     guard_routes(

@@ -66,14 +66,8 @@ class GuardedTokenizerManager(TokenizerManager):
         self._drain_timeout_s = drain_timeout_s
 
     def set_server_stop_hook(self, hook: Callable[[], None]) -> None:
-        """Upstream calls it right before it listens: all its own middleware has been added. It
-        calls `hook` in its event loop, when all requests have ended."""
-
-        def close_and_stop() -> None:
-            self._before_closing()
-            hook()
-
-        super().set_server_stop_hook(close_and_stop)
+        """Upstream calls it right before it listens: all its own middleware has been added."""
+        super().set_server_stop_hook(hook)
         self._before_listening()
 
     async def sigterm_watchdog(self) -> None:
@@ -81,6 +75,7 @@ class GuardedTokenizerManager(TokenizerManager):
         await self.stop_requested.wait()
         if not await drain(self, self._drain_timeout_s):
             self.end_now(1)
+        self._before_closing()
         await super().sigterm_watchdog()
 
     async def get_loads(

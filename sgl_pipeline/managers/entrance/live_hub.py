@@ -1,4 +1,4 @@
-"""Hands what the scheduler process tells the live page to everybody who looks, as server-sent events.
+"""Hands what the scheduler process tells the live page to everybody who looks, event by event.
 
 Used by `live_routes.py`, in the HTTP server's event loop. However many look, the scheduler process
 is subscribed to once, and each message is put into words once; while nobody looks, not at all. A
@@ -8,7 +8,7 @@ viewer who reads slowly loses events and is told how many; nobody waits for it.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 import msgspec
@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from sgl_pipeline.errors import RequestError
+from sgl_pipeline.managers.entrance.graceful_stop import SHUTTING_DOWN
 from sgl_pipeline.managers.live_channel import (
     MAX_UNREAD_TICKS,
     LiveHello,
@@ -83,11 +84,14 @@ class LiveHub:
 
     Args:
         address: of the scheduler process's socket (`live_channel.live_address`).
+        list_routes: gives the paths of this server that the page may use.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, list_routes: Callable[[], list[str]]) -> None:
         self._address = address
+        self._list_routes = list_routes
         self._viewers: set[Viewer] = set()
+        self._is_closed = False
         self._hello: bytes | None = None
         self._ring: deque[bytes] = deque(maxlen=MAX_RING_EVENTS)
         self._ring_bytes = 0
@@ -100,8 +104,10 @@ class LiveHub:
     def join(self) -> Viewer:
         """A new viewer, who gets what the others have got so far; `leave` must follow.
 
-        Raises RequestError, with status 503, when as many look as may.
+        Raises RequestError, with status 503, when as many look as may, or after `close`.
         """
+        if self._is_closed:
+            raise RequestError(SHUTTING_DOWN, status_code=503)
         if len(self._viewers) >= MAX_VIEWERS:
             raise RequestError(
                 f"{MAX_VIEWERS} pages are looking at this server, the limit; close one of them",
@@ -125,6 +131,7 @@ class LiveHub:
 
     def close(self) -> None:
         """Ends the streams of all viewers: the server, which is about to end, waits for them."""
+        self._is_closed = True
         for viewer in self._viewers:
             viewer.end()
 
@@ -148,7 +155,9 @@ class LiveHub:
     def _take(self, message: LiveHello | LiveTick) -> None:
         if isinstance(message, LiveHello):
             self._forget()
-            event = self._hello = server_sent_event("hello", message.facts)
+            event = self._hello = server_sent_event(
+                "hello", message.facts | {"routes": self._list_routes()}
+            )
         else:
             event = server_sent_event("tick", describe_tick(message, len(self._viewers)))
             self._keep(event)

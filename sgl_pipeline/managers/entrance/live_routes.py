@@ -38,6 +38,12 @@ def add_live_routes(app: Any, hub: LiveHub, *, has_api_key: bool) -> None:
     app.add_api_route("/pipeline/events", live_events, methods=["GET"], response_model=None)
 
 
+def pipeline_routes_of(app: Any) -> list[str]:
+    """The paths below /pipeline that this server has, for the page to show what they offer."""
+    paths = {getattr(route, "path", "") for route in app.routes}
+    return sorted(path for path in paths if path.startswith("/pipeline/"))
+
+
 class LiveResponse(Response):
     """The events of one viewer, who has left when the response ends in whatever way."""
 

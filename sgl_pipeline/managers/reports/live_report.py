@@ -133,9 +133,7 @@ class LiveReport:
         if state.now_s < self._next_queue_s:
             return None
         waiting = state.waiting_requests
-        self._next_queue_s = (
-            state.now_s + QUEUE_INTERVAL_S + waiting * QUEUE_INTERVAL_S_PER_REQUEST
-        )
+        self._next_queue_s = state.now_s + QUEUE_INTERVAL_S + waiting * QUEUE_INTERVAL_S_PER_REQUEST
         return tuple(
             QueueLine(
                 request.request_id,
