@@ -9,6 +9,7 @@ import logging
 from typing import Any
 
 from sglang.srt.utils.auth import AuthLevel, auth_level
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -53,8 +54,14 @@ class LiveResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await send(message)
+            try:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await send(message)
+            except TimeoutError as error:
+                logger.warning(
+                    "a viewer of the live page has read nothing for %g s", SEND_TIMEOUT_S
+                )
+                raise ClientDisconnect from error
 
         try:
             viewer = self._hub.join()
@@ -67,7 +74,7 @@ class LiveResponse(Response):
         )
         try:
             await stream(scope, receive, send_in_time)
-        except TimeoutError:
-            logger.warning("a viewer of the live page has read nothing for %g s", SEND_TIMEOUT_S)
+        except ClientDisconnect:
+            pass  # also how Starlette reports a client that has left
         finally:
             self._hub.leave(viewer)

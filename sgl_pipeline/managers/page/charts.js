@@ -44,7 +44,7 @@ export class Charts {
 }
 
 function sizeOf(place) {
-  return { width: Math.max(120, place.clientWidth), height: place.clientHeight - 24 };
+  return { width: Math.max(120, place.clientWidth), height: place.classList.contains("low") ? 106 : 146 };
 }
 
 function options(place, series, isShare) {

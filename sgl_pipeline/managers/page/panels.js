@@ -19,7 +19,7 @@ export class Panels {
     byId("explain-form").hidden = !this.canExplain;
     legend(byId("lanes-legend"), [["accent", "prompt tokens"], ["decode", "decodes"],
       ...Object.entries(CAUSES).map(([cause, text]) => [cause, text]),
-      ["text", "your request", "ring"], ["good", "layers move", "mark"], ["bad", "a stage recovers", "mark"]]);
+      ["text", "your request", "ring"], ["good", "layers move", "mark"]]);
   }
 
   update() {
@@ -62,7 +62,7 @@ export class Panels {
     if (told.behind) more.push(`behind ${told.behind}`);
     if (told.num_ahead) more.push(`${told.num_ahead} ahead`);
     if (told.num_retractions) more.push(`${told.num_retractions} times retracted`);
-    if (typeof told.estimate_s === "number") more.push(`about ${duration(1e3 * told.estimate_s)} more`);
+    more.push(...estimates(told));
     box.replaceChildren(element("div", { class: "id" }, id), element("div", {}, told.text),
       element("div", { class: "muted small" }, more.join(" · ")));
   }
@@ -126,6 +126,14 @@ export class Panels {
         element("td", {}, retractions ? `${why} (retracted ${retractions} times)` : why));
     }));
   }
+}
+
+/** When a request may go on: `estimate_s`, or what `estimate` says of it in fields that end in _s. */
+function estimates(told) {
+  const all = Object.entries({ ...told.estimate, estimate_s: told.estimate_s });
+  const times = all.filter(([name, value]) => name.endsWith("_s") && typeof value === "number")
+    .map(([name, value]) => `${name.slice(0, -2).replaceAll("_", " ")} ${duration(1e3 * value)}`);
+  return told.estimate?.reason ? [...times, told.estimate.reason] : times;
 }
 
 function tiles(entries) {

@@ -29,6 +29,7 @@ QUEUE_INTERVAL_S = 1.0
 QUEUE_INTERVAL_S_PER_REQUEST = 2e-4
 QUEUE_LINES = 12
 MAX_FOLLOWED = 16
+_NEVER_S = float("-inf")
 
 
 class LiveReport:
@@ -44,7 +45,7 @@ class LiveReport:
         self._facts = facts
         self._followed: dict[str, Request] = {}
         self._carried: list[CarriedChunk] = []
-        self._next_tick_s = 0.0
+        self._last_tick_s = _NEVER_S
         self._next_queue_s = 0.0
         self._last_step = -1
         self._moves: tuple[MoveRecord, ...] | None = None
@@ -81,11 +82,11 @@ class LiveReport:
             self._followed.clear()
             self._carried.clear()
             return
-        if state.now_s < self._next_tick_s:
-            return
-        is_quiet = not state.has_work and not self._followed and self._last_step_is(state)
-        self._next_tick_s = state.now_s + (IDLE_INTERVAL_S if is_quiet else TICK_INTERVAL_S)
-        self._send_tick(state)
+        is_quiet = not state.has_work and not self._followed and not self._new_steps(state)
+        interval_s = IDLE_INTERVAL_S if is_quiet else TICK_INTERVAL_S
+        if state.now_s - self._last_tick_s >= interval_s:
+            self._last_tick_s = state.now_s
+            self._send_tick(state)
 
     def close(self) -> None:
         self._socket.close()
@@ -93,11 +94,9 @@ class LiveReport:
     def _greet(self) -> None:
         """Begins from the start: whoever has come knows nothing."""
         self._socket.send(LiveHello(self._facts))
-        self._next_tick_s = self._next_queue_s = 0.0
+        self._last_tick_s = _NEVER_S
+        self._next_queue_s = 0.0
         self._last_step, self._moves, self._num_missed = -1, None, 0
-
-    def _last_step_is(self, state: PipelineState) -> bool:
-        return not state.recent_steps or state.recent_steps[-1].step_id <= self._last_step
 
     def _send_tick(self, state: PipelineState) -> None:
         steps = self._new_steps(state)
