@@ -59,7 +59,7 @@ def load(server: LiveServer, num_clients: int = 8) -> Iterator[None]:
         while not is_over.is_set():
             text = " ".join(words.choice(["one", "cat", SECRET]) for _ in range(60))
             sampling = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
-            body = {"text": f"Repeat {SECRET}: {text}", "sampling_params": sampling}
+            body = {"text": f"{text} {SECRET}", "sampling_params": sampling}
             requests.post(f"{server.url}/generate", json=body, headers=AUTHORIZED, timeout=120)
 
     clients = [threading.Thread(target=ask, args=(seed,)) for seed in range(num_clients)]
@@ -96,6 +96,17 @@ COUNT_COLORS = """() => {
 }"""
 
 
+FIND_CUT = """() => {
+  const isCut = (one) => one.scrollWidth > one.clientWidth + 1
+    && getComputedStyle(one).display !== "inline";
+  const isOutside = (one) => one.getBoundingClientRect().right > innerWidth;
+  return [...document.querySelectorAll(".card > *, .head > *, #tiles dd, .legend li")]
+    .filter((one) => one.offsetParent && !one.matches(".scroll, .messages"))
+    .filter((one) => isCut(one) || isOutside(one))
+    .map((one) => `${one.className || one.id || one.tagName}: ${one.textContent.slice(0, 40)}`);
+}"""
+
+
 def test_it_draws_what_the_stages_do_and_says_why_requests_wait(
     chromium: Any, server: LiveServer
 ) -> None:
@@ -104,12 +115,12 @@ def test_it_draws_what_the_stages_do_and_says_why_requests_wait(
         assert page.url == f"{server.url}/ui/"
         watched.wait_for(LIVE)
         watched.wait_for("Number(document.getElementById('lanes').dataset.steps) > 20")
-        watched.wait_for("document.querySelectorAll('#queue tbody tr').length > 2")
+        watched.wait_for("document.querySelector('#queue tbody').innerText.includes('running-l')")
+        queue = watched.text("#queue tbody")
+        assert "the limit is --max-running-requests" in queue and "order" in queue
         colors = page.evaluate(COUNT_COLORS)
         assert min(colors["accent"], colors["decode"]) > 100, colors
         assert sum(colors[cause] for cause in ("activations", "metadata", "slot")) > 100, colors
-        queue = watched.text("#queue tbody")
-        assert "running-limit" in queue and "--max-running-requests" in queue and "order" in queue
         watched.wait_for("!document.getElementById('tiles').innerText.includes('–')")
         assert watched.text("#inputs tbody").count("\n") >= 5
         counts = page.evaluate(
@@ -117,10 +128,8 @@ def test_it_draws_what_the_stages_do_and_says_why_requests_wait(
             ".map((one) => Number(one.textContent.replace(',', '')))"
         )
         assert sum(counts) == 2048 and counts[0] > 0, "held, cached and free are all pages"
-        assert [row.split("\t")[1] for row in watched.text("#plan tbody").splitlines()] == [
-            "8",
-            "8",
-        ]
+        cells = "[...document.querySelectorAll('#plan td:nth-child(2)')]"
+        assert page.evaluate(f"{cells}.map((one) => one.innerText)") == ["8", "8"]
         assert page.evaluate("document.querySelectorAll('.uplot canvas').length") == 5
         assert SECRET not in page.content()
         assert watched.errors == [] and watched.breaches() == []
@@ -191,9 +200,12 @@ def test_it_obeys_the_keyboard_and_stands_still_when_paused(
         assert page.evaluate("document.getElementById('lanes').toDataURL()") != picture
         page.keyboard.press("End")
         assert watched.text("#pause") == "Pause"
+        page.evaluate("document.activeElement.blur()")
+        reached = set()
         for _ in range(12):
             page.keyboard.press("Tab")
-        assert page.evaluate("document.activeElement !== document.body")
+            reached.add(page.evaluate("document.activeElement.id"))
+        assert {"theme", "pause", "zoom-in", "zoom-out", "lanes", "prompt", "send"} <= reached
         assert watched.errors == []
 
 
@@ -208,14 +220,7 @@ def test_nothing_is_cut_at_any_width(
         page = watched.page
         assert page.evaluate("document.documentElement.dataset.theme") == scheme
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        cut = page.evaluate(
-            """() => [...document.querySelectorAll(".card > *, .head > *, #tiles dd, .legend li")]
-              .filter((one) => one.offsetParent && !one.matches(".scroll, .messages")
-                && (one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== "inline"
-                  || one.getBoundingClientRect().right > innerWidth))
-              .map((one) => `${one.className || one.id || one.tagName}: ${one.textContent.slice(0, 40)}`)"""
-        )
-        assert cut == []
+        assert page.evaluate(FIND_CUT) == []
         assert watched.errors == []
 
 
@@ -260,7 +265,7 @@ def test_the_policy_holds_against_what_gets_into_the_page(
             """async () => {
               const tried = {};
               const attempt = async (name, act) => {
-                try { await act(); tried[name] = "done"; } catch (error) { tried[name] = error.name; }
+                try { await act(); } catch (error) { tried[name] = error.name; }
               };
               await attempt("script", () => {
                 const script = document.createElement("script");

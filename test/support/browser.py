@@ -70,5 +70,5 @@ class Watched:
             time.sleep(0.05)
 
     def _on_console(self, message: Any) -> None:
-        if message.type in ("error", "warning"):
+        if message.type == "error":
             self.errors.append(message.text)
