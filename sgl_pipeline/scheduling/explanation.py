@@ -134,7 +134,8 @@ class RequestExplainer:
 
 def _behind(request: Request, ahead: list[Request]) -> Explanation:
     """`request` waits for those before it in the queue, of which there is at least one."""
-    text = f"{len(ahead)} waiting requests come first"
+    come = "request comes" if len(ahead) == 1 else "requests come"
+    text = f"{len(ahead)} waiting {come} first"
     return _explanation(request, "order", text, ahead[-1].request_id, len(ahead))
 
 

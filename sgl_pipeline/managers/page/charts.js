@@ -12,6 +12,14 @@ const SERIES = {
   "pages-chart": [["held", "held", "accent", 0], ["cached", "cached", "activations", 0]],
 };
 
+const FROM_ZERO = { range: (plot, low, high) => [0, Math.max(1, (high ?? 1) * 1.1)] };
+const powerBelow = (value) => 10 ** Math.floor(Math.log10(Math.max(value ?? 1, 0.1)));
+const SCALES = {
+  "free-chart": { range: [0, 100] },
+  // First tokens take a hundred times as long as the others: logarithmic.
+  latencies: { distr: 3, range: (plot, low, high) => [powerBelow(low), 10 * powerBelow(high ?? 100)] },
+};
+
 export class Charts {
   constructor(model) {
     this.model = model;
@@ -28,7 +36,7 @@ export class Charts {
     this.plots.clear();
     for (const [id, series] of Object.entries(SERIES)) {
       const place = document.getElementById(id);
-      const plot = new Plot(options(place, series, id === "free-chart"), this.#data(series), place);
+      const plot = new Plot(options(place, series, SCALES[id] ?? FROM_ZERO), this.#data(series), place);
       this.plots.set(id, plot);
       this.sizes.observe(place);
     }
@@ -47,15 +55,15 @@ function sizeOf(place) {
   return { width: Math.max(120, place.clientWidth), height: place.classList.contains("low") ? 106 : 146 };
 }
 
-function options(place, series, isShare) {
+function options(place, series, scale) {
   const axis = { stroke: color("muted"), grid: { stroke: color("faint"), width: 1 }, ticks: { show: false },
     font: "11px system-ui, sans-serif" };
   return {
     ...sizeOf(place),
-    padding: [6, 4, 0, 0],
+    padding: [6, 24, 0, 0],
     cursor: { drag: { setScale: false, x: false, y: false }, points: { size: 6 } },
     legend: { live: true },
-    scales: { y: { range: (plot, low, high) => (isShare ? [0, 100] : [0, Math.max(1, (high ?? 1) * 1.1)]) } },
+    scales: { y: scale },
     axes: [
       { ...axis, size: 24, space: 70, values: (plot, ticks) => ticks.map(clock) },
       { ...axis, size: 46, space: 28, values: (plot, ticks) => ticks.map(short) },
@@ -81,5 +89,6 @@ function clock(seconds) {
 }
 
 function short(value) {
+  if (value === null) return ""; // a tick of a logarithmic axis that has no room
   return value >= 10_000 ? `${figure(value / 1000)}k` : figure(value, value > 0 && value < 1 ? 1 : 0);
 }

@@ -78,7 +78,7 @@ export class Chat {
   #travel({ request, place }) {
     const { state, ended } = request;
     if (ended) {
-      const parts = [["metadata", ended.queueMs, "in the queue"], ["accent", ended.firstMs - ended.queueMs, "prompt"],
+      const parts = [["rule-MinP", ended.queueMs, "in the queue"], ["accent", ended.firstMs - ended.queueMs, "prompt"],
         ["decode", ended.totalMs - ended.firstMs, "answer"]];
       const bar = element("div", { class: "shares" });
       shares(bar, parts.map(([tint, ms, name]) => [tint, Math.max(ms, 0), `${name}: ${duration(ms)}`]));

@@ -125,7 +125,7 @@ export class Lanes {
   /** What the selected step did, in words. */
   describe() {
     const step = this.selected && this.model.steps.find((one) => one.id === this.selected.id);
-    if (!step) return "";
+    if (!step) return "Point at a step for its numbers, or press [ and ] to go from step to step.";
     const { stage } = this.selected;
     const of = spans(step, stage, step.before).map(([cause, from, to]) => [cause === "busy" ? "computes" : cause, to - from]);
     const times = of.filter(([, us]) => us > 0).map(([cause, us]) => `${cause} ${duration(us / 1e3)}`);
@@ -210,7 +210,10 @@ export class Lanes {
         context.fillStyle = colors.decode;
         context.fillRect(left, top + split, block, shape.lane - split);
         if (isSelected || isOwn) this.#outline(context, left, top, block, shape.lane, isOwn);
-        if (px > 52 && shape.lane > 18) this.#inside(context, step, left, top, shape.lane, px, split);
+        if (px > 52 && shape.lane > 18) {
+          const seen = Math.max(left, shape.left);
+          this.#inside(context, step, seen, top, shape.lane, Math.min(left + px, shape.right) - seen, split);
+        }
       }
     }
     if (isSelected) {

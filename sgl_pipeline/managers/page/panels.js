@@ -71,7 +71,7 @@ export class Panels {
     byId("policy").textContent = `${facts.policy}, counts by ${facts.accounting}`;
     const step = this.model.steps.at(-1);
     const rows = [
-      ["Waiting prompt tokens", figure(tick.waiting_tokens), figure(tick.naive_waiting_tokens)],
+      ["Waiting tokens", figure(tick.waiting_tokens), figure(tick.naive_waiting_tokens)],
       ["Free pages", percent(tick.free_pages / tick.total_pages), percent(tick.unused_pages / tick.total_pages)],
       ["Running decodes", figure(tick.decoding), ""],
       ["Steps in flight", figure(tick.in_flight), ""],

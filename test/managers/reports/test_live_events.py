@@ -47,9 +47,9 @@ def test_moves_and_queue_are_there_only_when_told() -> None:
     assert not {"moves", "queue"} & set(told(core.state(50.0)))
     core.migration.move_to((1, 3), 50.0)
     core.move_orders(50.0)
-    line = QueueLine("a", 1.5, 8, 0, "order", "1 waiting requests come first", "b")
+    line = QueueLine("a", 1.5, 8, 0, "order", "1 waiting request comes first", "b")
     event = told(core.state(50.5), (line,))
-    assert event["queue"] == [["a", 1.5, 8, 0, "order", "1 waiting requests come first", "b"]]
+    assert event["queue"] == [["a", 1.5, 8, 0, "order", "1 waiting request comes first", "b"]]
     (move,) = event["moves"]
     assert (move["began"], move["switched"], move["over"]) == (50_000_000, None, None)
     stages_get_ready(core, 51.0)
