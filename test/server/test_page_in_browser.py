@@ -256,6 +256,54 @@ def test_the_ninth_page_says_that_there_is_no_place(chromium: Any, server: LiveS
             stream.close()
 
 
+def skip_without(server: LiveServer, path: str) -> None:
+    paths = requests.get(f"{server.url}/openapi.json", headers=AUTHORIZED, timeout=30).json()
+    if path not in paths["paths"]:
+        pytest.skip(f"this server has no {path}")
+
+
+def test_a_waiting_request_is_explained(chromium: Any, server: LiveServer) -> None:
+    skip_without(server, "/pipeline/explain/{rid}")
+    with opened(chromium, server) as watched, load(server):
+        watched.wait_for("document.querySelectorAll('#queue tbody tr').length > 2")
+        page = watched.page
+        # Whoever waits may have begun to run before the question arrives: any may be asked.
+        watched.wait_for(
+            "(document.querySelector('#queue button.id')?.click(),"
+            " document.getElementById('explanation').innerText.includes('rule '))"
+        )
+        page.fill("#explain-id", "no-such-request")
+        page.press("#explain-id", "Enter")
+        watched.wait_for(
+            "document.getElementById('explanation').innerText.includes('no-such-request')"
+        )
+        assert all("404" in error for error in watched.errors), watched.errors
+
+
+def test_a_knob_is_changed_refused_and_undone(chromium: Any, server: LiveServer) -> None:
+    skip_without(server, "/pipeline/throttle")
+
+    def in_use() -> Any:
+        reply = requests.get(f"{server.url}/pipeline/throttle", headers=AUTHORIZED, timeout=30)
+        return reply.json()["prefill_spread_steps"]
+
+    with opened(chromium, server) as watched, load(server, 2):
+        page, before = watched.page, in_use()
+        watched.wait_for("document.getElementById('knob-prefill_spread_steps') !== null")
+        page.fill("#knob-prefill_spread_steps", "3")
+        page.click("text=Apply")
+        watched.wait_for("document.getElementById('knobs-note').innerText.includes('Applied')")
+        assert in_use() == 3 != before
+        page.fill("#knob-prefill_spread_steps", "0")
+        page.click("text=Apply")
+        watched.wait_for("document.getElementById('knobs-note').classList.contains('bad')")
+        assert in_use() == 3
+        page.click("#undo")
+        watched.wait_for("document.getElementById('knobs-note').innerText.includes('undone')")
+        assert in_use() == before
+        assert all("400" in error for error in watched.errors), watched.errors
+
+
 def test_the_policy_holds_against_what_gets_into_the_page(
     chromium: Any, server: LiveServer
 ) -> None:

@@ -13,10 +13,14 @@ export const key = {
   },
 };
 
-/** Fetches `path` of this server; `options` are fetch's. */
-export function call(path, options = {}) {
+/** The administrator's, where the server has one beside the API key; for as long as the page is open. */
+export const adminKey = { value: "" };
+
+/** Fetches `path` of this server; `options` are fetch's, and `isAdmin` for an administrator's routes. */
+export function call(path, { isAdmin = false, ...options } = {}) {
   const headers = new Headers(options.headers);
-  if (key.value) headers.set("Authorization", `Bearer ${key.value}`);
+  const bearer = (isAdmin && adminKey.value) || key.value;
+  if (bearer) headers.set("Authorization", `Bearer ${bearer}`);
   if (options.body) headers.set("Content-Type", "application/json");
   return fetch(new URL(path, ROOT), { ...options, headers, cache: "no-store" });
 }

@@ -276,7 +276,7 @@ export class Lanes {
       context.globalAlpha = 1;
       line(recovery.began, colors.bad, recovery.text);
     }
-    for (const mark of this.model.marks) line(mark.at, colors.accent, mark.text);
+    for (const mark of this.model.marks) line(this.model.startOf(mark.step) ?? mark.at, colors.accent, mark.text);
   }
 
   #labels(context, shape, most) {

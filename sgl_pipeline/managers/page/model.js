@@ -67,6 +67,13 @@ export class Model {
     return this.clockOffsetMs === null ? 0 : (Date.now() - this.clockOffsetMs) * 1e3;
   }
 
+  /** When a step began, if it is still known. */
+  startOf(id) {
+    const first = this.steps[0]?.id;
+    if (id === undefined || first === undefined || id < first) return null;
+    return (this.steps[id - first]?.id === id ? this.steps[id - first] : this.steps.find((step) => step.id === id))?.start ?? null;
+  }
+
   ownRequest(id) {
     if (!this.own.has(id)) this.own.set(id, { id, steps: new Map(), state: null, ended: null });
     return this.own.get(id);

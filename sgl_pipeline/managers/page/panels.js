@@ -15,7 +15,7 @@ export class Panels {
   hello(facts) {
     byId("what").textContent = [facts.model, `${facts.num_stages} stage${facts.num_stages > 1 ? "s" : ""}`,
       facts.device, facts.dtype].filter(Boolean).join(" · ");
-    this.canExplain = (facts.routes ?? []).includes("/pipeline/explain/{rid}");
+    this.canExplain = (facts.routes ?? []).some((route) => route.startsWith("/pipeline/explain/"));
     byId("explain-form").hidden = !this.canExplain;
     legend(byId("lanes-legend"), [["accent", "prompt tokens"], ["decode", "decodes"],
       ...Object.entries(CAUSES).map(([cause, text]) => [cause, text]),
@@ -52,7 +52,7 @@ export class Panels {
       box.textContent = known ? `${id}: ${known[5]}` : `${id} waits no longer.`;
       return;
     }
-    const reply = await call(`pipeline/explain/${encodeURIComponent(id)}`).catch(() => null);
+    const reply = await call(`pipeline/explain/${encodeURIComponent(id)}`, { isAdmin: true }).catch(() => null);
     if (!reply?.ok) {
       box.textContent = reply ? await refusal(reply) : "no connection";
       return;

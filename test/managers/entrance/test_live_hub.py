@@ -149,7 +149,8 @@ def test_the_ninth_viewer_is_a_503_and_gets_the_place_of_one_that_leaves(stage: 
         with pytest.raises(RequestError, match="shutting down"):
             stage.hub.join()
         for viewer in viewers:
-            assert [data async for data in viewer.events()] == [], "its stream has ended"
+            async with asyncio.timeout(WAIT_S):
+                assert [data async for data in viewer.events()] == [], "its stream has ended"
             stage.hub.leave(viewer)
 
     asyncio.run(scene())
