@@ -138,38 +138,37 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
 
     from sgl_pipeline.managers.desk_channel import desk_address
     from sgl_pipeline.managers.entrance.front_guard import GuardedTokenizerManager
-    from sgl_pipeline.managers.entrance.live_hub import LiveHub
     from sgl_pipeline.managers.entrance.live_page import serve_page
-    from sgl_pipeline.managers.entrance.live_routes import add_live_routes, pipeline_routes_of
+    from sgl_pipeline.managers.entrance.live_routes import add_live_routes
     from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
     from sgl_pipeline.managers.entrance.pipeline_routes import add_pipeline_routes
     from sgl_pipeline.managers.entrance.route_guard import guard_routes
     from sgl_pipeline.managers.entrance.streamed_calls import read_calls_piece_by_piece
-    from sgl_pipeline.managers.live_channel import live_address
     from sgl_pipeline.managers.reports.load_report import loads_path
     from sgl_pipeline.managers.stages.main_process_workers import serve_worker_requests
 
     app.add_middleware(OllamaErrors)
     read_calls_piece_by_piece()
     add_pipeline_routes(app, desk_address(run_directory.path), pipeline_args.migration.timeout_s)
-    has_page = pipeline_args.ui == "on"
-    live_hub = LiveHub(live_address(run_directory.path), functools.partial(pipeline_routes_of, app))
-    if has_page:
-        add_live_routes(app, live_hub, has_api_key=bool(plan.upstream.api_key))
     guard_routes(
         app,
         plan.context_length,
         plan.features,
         is_stopping=lambda: get_global_state().tokenizer_manager.gracefully_exit,
     )
+    before_listening = before_closing = _nothing
+    if pipeline_args.ui == "on":
+        has_api_key = bool(plan.upstream.api_key)
+        before_closing = add_live_routes(app, run_directory.path, has_api_key=has_api_key).close
+        before_listening = functools.partial(serve_page, app)
     own_pipe_end, scheduler_pipe_end = multiprocessing.Pipe()
     tokenizer_manager = functools.partial(
         GuardedTokenizerManager,
         loads_path=loads_path(run_directory.path),
         drain_timeout_s=pipeline_args.drain_timeout_s,
         end_now=functools.partial(_end_now, run_directory, stages),
-        before_listening=functools.partial(serve_page, app) if has_page else _nothing,
-        before_closing=live_hub.close,
+        before_listening=before_listening,
+        before_closing=before_closing,
     )
 
     def start_front(*arguments: Any, **more: Any) -> Any:

@@ -134,6 +134,9 @@ def _serve(
             context_length=limits.context_length,
         )
         loads = LoadReport(loads_path(args.run_directory), args.scheduling, capacity)
+        if args.ui == "on":
+            live_socket = LiveSocket(context, live_address(args.run_directory))
+            live = LiveReport(live_socket, steps, facts | describe_page(args, server_args))
         metrics = _open_metrics(args, server_args, limits, capacity)
         pipe_writer.send(_ready_message(args, limits, capacity))
         grammars.start()
@@ -141,9 +144,6 @@ def _serve(
         migration = _migration(args, capacity.plan, predictor)
         core = PipelineCore(steps, capacity.plan, migration)
         operators = PipelineDesk(DeskSocket(context, desk_address(args.run_directory)), core)
-        if args.ui == "on":
-            live_socket = LiveSocket(context, live_address(args.run_directory))
-            live = LiveReport(live_socket, core, facts | describe_page(args, server_args))
         PipelineScheduler(
             front, core, launcher, grammars, operators, traces, loads, metrics, poller, facts, live
         ).run()

@@ -76,25 +76,6 @@ class RequestExplainer:
         )
         return _explanation(request, "turn", text)
 
-    def explain_first(
-        self, num_requests: int, budget: TokenBudget, *, is_paused: bool
-    ) -> list[tuple[Request, Explanation]]:
-        """The waiting requests that are served first, in order, each as `explain` does it. It looks
-        at all that wait once, and not again for each."""
-        explained: list[tuple[Request, Explanation]] = []
-        before: list[Request] = []
-        for request in self._waiting.first(num_requests):
-            if self._waiting.awaited_node(request) is not None:
-                explanation = self.explain(request, budget, is_paused=is_paused)
-            else:
-                if before and not is_paused and not request.steps_in_flight:
-                    explanation = _behind(request, before)
-                else:
-                    explanation = self.explain(request, budget, is_paused=is_paused)
-                before.append(request)
-            explained.append((request, explanation))
-        return explained
-
     def _waiting_for(self, request: Request, budget: TokenBudget) -> Explanation:
         awaited = self._waiting.awaited_node(request)
         if awaited is not None:
@@ -130,6 +111,25 @@ class RequestExplainer:
             f"by {budget.bound_by}), running prefills first"
         )
         return _explanation(request, "budget", text)
+
+    def explain_first(
+        self, num_requests: int, budget: TokenBudget, *, is_paused: bool
+    ) -> list[tuple[Request, Explanation]]:
+        """The waiting requests that are served first, in order, each as `explain` does it. It looks
+        at all that wait once, and not again for each."""
+        explained: list[tuple[Request, Explanation]] = []
+        before: list[Request] = []
+        for request in self._waiting.first(num_requests):
+            if self._waiting.awaited_node(request) is not None:
+                explanation = self.explain(request, budget, is_paused=is_paused)
+            else:
+                if before and not is_paused and not request.steps_in_flight:
+                    explanation = _behind(request, before)
+                else:
+                    explanation = self.explain(request, budget, is_paused=is_paused)
+                before.append(request)
+            explained.append((request, explanation))
+        return explained
 
 
 def _behind(request: Request, ahead: list[Request]) -> Explanation:

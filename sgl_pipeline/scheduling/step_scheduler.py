@@ -298,11 +298,6 @@ class StepScheduler:
         budget = self._policy(self.load(self._accounting))
         return self._explainer.explain(request, budget, is_paused=self._is_paused)
 
-    def explain_queue(self, num_requests: int) -> list[tuple[Request, Explanation]]:
-        """What the first waiting requests wait for, in order; looks at all that wait, once."""
-        budget = self._policy(self.load(self._accounting))
-        return self._explainer.explain_first(num_requests, budget, is_paused=self._is_paused)
-
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
@@ -344,6 +339,11 @@ class StepScheduler:
     def num_retractions(self) -> int:
         """Since the start."""
         return self._preemption.num_retractions
+
+    def explain_queue(self, num_requests: int) -> list[tuple[Request, Explanation]]:
+        """What the first waiting requests wait for, in order; looks at all that wait, once."""
+        budget = self._policy(self.load(self._accounting))
+        return self._explainer.explain_first(num_requests, budget, is_paused=self._is_paused)
 
     @property
     def is_idle(self) -> bool:

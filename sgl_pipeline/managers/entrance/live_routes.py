@@ -5,6 +5,7 @@ one, else the administrator's key where there is one. The page itself is `live_p
 """
 
 import asyncio
+import functools
 import logging
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.entrance.live_hub import LiveHub
+from sgl_pipeline.managers.live_channel import live_address
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +25,16 @@ SEND_TIMEOUT_S = 30.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-def add_live_routes(app: Any, hub: LiveHub, *, has_api_key: bool) -> None:
+def add_live_routes(app: Any, run_directory: str, *, has_api_key: bool) -> LiveHub:
     """Adds the route to upstream's FastAPI application, before it is started.
 
     Args:
-        hub: gets the viewers.
+        run_directory: holds the scheduler process's socket.
         has_api_key: whether `--api-key` is set.
+
+    Returns what must be closed before the HTTP server waits for its connections.
     """
+    hub = LiveHub(live_address(run_directory), functools.partial(pipeline_routes_of, app))
 
     @auth_level(AuthLevel.NORMAL if has_api_key else AuthLevel.ADMIN_OPTIONAL)
     async def live_events() -> Response:
@@ -37,6 +42,7 @@ def add_live_routes(app: Any, hub: LiveHub, *, has_api_key: bool) -> None:
         return LiveResponse(hub)
 
     app.add_api_route("/pipeline/events", live_events, methods=["GET"], response_model=None)
+    return hub
 
 
 def pipeline_routes_of(app: Any) -> list[str]:

@@ -17,9 +17,9 @@ from sgl_pipeline.managers.live_channel import (
 )
 from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.pipeline.open_step import OpenStep
-from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.requests import Request, RequestState
+from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.trace import StepRecord
 
 TICK_INTERVAL_S = 0.2
@@ -36,12 +36,13 @@ class LiveReport:
     """What the page is told.
 
     Args:
+        scheduler: asked why requests wait.
         facts: how the pipeline was started; JSON types only.
     """
 
-    def __init__(self, socket: LiveSocket, core: PipelineCore, facts: dict[str, Any]) -> None:
+    def __init__(self, socket: LiveSocket, scheduler: StepScheduler, facts: dict[str, Any]) -> None:
         self._socket = socket
-        self._core = core
+        self._scheduler = scheduler
         self._facts = facts
         self._followed: dict[str, Request] = {}
         self._carried: list[CarriedChunk] = []
@@ -143,11 +144,11 @@ class LiveReport:
                 explanation.text,
                 explanation.behind,
             )
-            for request, explanation in self._core.scheduler.explain_queue(QUEUE_LINES)
+            for request, explanation in self._scheduler.explain_queue(QUEUE_LINES)
         )
 
     def _describe(self, request: Request) -> FollowedRequest:
-        explanation = self._core.explain(request.request_id)
+        explanation = self._scheduler.explain(request.request_id)
         return FollowedRequest(
             request.request_id,
             request.state.name.lower(),

@@ -240,6 +240,6 @@ def test_a_viewer_that_leaves_in_the_middle_gives_its_place_away(stage: Stage) -
 
 def test_the_page_learns_which_routes_there_are() -> None:
     app = FastAPI()
-    add_live_routes(app, LiveHub("inproc://none", list), has_api_key=False)
+    add_live_routes(app, "/nowhere", has_api_key=False)
     app.add_api_route("/pipeline/throttle", lambda: None, methods=["GET"])
     assert pipeline_routes_of(app) == ["/pipeline/events", "/pipeline/throttle"]

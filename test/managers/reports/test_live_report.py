@@ -53,7 +53,7 @@ class Server:
         )
         self.pipeline = FakePipeline(scheduler, 4)
         self.socket = FakeSocket()
-        self.report = LiveReport(self.socket, self.pipeline.core, {"model": "m"})  # type: ignore[arg-type]
+        self.report = LiveReport(self.socket, scheduler, {"model": "m"})  # type: ignore[arg-type]
         self.now_s = 100.0
         self.num_completed = 0
 
