@@ -29,9 +29,9 @@ PREFILL_KERNELS = ("auto", "fa2", "fa3")  # of FlashInfer
 STAGE_GRAPHS = ("auto", "off")
 STAGE_LINKS = ("auto", "host", "cuda-ipc", "nccl")
 LAYER_KERNELS = ("auto", "flashinfer", "cpu", "torch")
+UI_MODES = ("on", "off")
 MIGRATION_MODES = ("off", "manual", "auto")
 MIGRATION_WEIGHTS = ("resident", "background")
-UI_MODES = ("on", "off")
 
 
 def require(condition: bool, message: str) -> None:

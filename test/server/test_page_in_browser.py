@@ -191,6 +191,9 @@ def test_it_obeys_the_keyboard_and_stands_still_when_paused(
         assert watched.text("#pause") == "Live"
         picture = page.evaluate("document.getElementById('lanes').toDataURL()")
         page.wait_for_timeout(700)
+        # There and back draws it anew.
+        page.keyboard.press("+")
+        page.keyboard.press("-")
         assert page.evaluate("document.getElementById('lanes').toDataURL()") == picture
         page.keyboard.press("[")
         first = watched.text("#readout")

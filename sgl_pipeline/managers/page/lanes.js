@@ -267,7 +267,7 @@ export class Lanes {
       if (move.switched !== null) line(move.switched, colors.good, `layers ${move.after.join(", ")}`);
       else if (move.over !== null) line(move.over, colors.muted, "move abandoned");
     }
-    for (const recovery of this.model.recoveries ?? []) {
+    for (const recovery of this.model.recoveries) {
       const over = recovery.over ?? this.model.now();
       if (over < begin || recovery.began > end) continue;
       context.fillStyle = colors.bad;

@@ -37,6 +37,7 @@ export class Model {
     this.tick = null;
     this.steps = [];
     this.moves = [];
+    this.recoveries = [];
     this.marks = [];
     this.queue = [];
     this.own = new Map();
