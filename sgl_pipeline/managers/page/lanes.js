@@ -12,6 +12,9 @@ const TOKENS_PX = 46, GAP_PX = 8, RULE_PX = 12, AXIS_PX = 20, TOP_PX = 16;
 const COLORS = ["accent", "decode", "card", "line", "faint", "text", "muted", "bad", "good",
   ...Object.keys(CAUSES), ...Object.keys(RULES).map((rule) => `rule-${rule}`)];
 
+/** The width of a block with a gap behind it; where many share a pixel, its own, for true shades. */
+const spaced = (px) => (px > 2 ? px - 0.5 : Math.max(px, 0.15));
+
 export class Lanes {
   constructor(canvas, model) {
     this.canvas = canvas;
@@ -185,7 +188,7 @@ export class Lanes {
     const start = x(step.start);
     // Tokens and rule stand where the first stage computes.
     const from = x(step.start + step.stages[0][2]);
-    const width = Math.max(0.6, x(step.start + step.stages[0][3]) - from - 0.4);
+    const width = spaced(x(step.start + step.stages[0][3]) - from);
     const decodePx = (step.decodes / most) * TOKENS_PX, prefillPx = (step.prefill / most) * TOKENS_PX;
     context.fillStyle = colors.decode;
     context.fillRect(from, TOP_PX + TOKENS_PX - decodePx, width, decodePx);
@@ -198,12 +201,12 @@ export class Lanes {
       for (const [cause, fromUs, toUs] of spans(step, stage, step.before)) {
         const left = x(step.start + fromUs), px = x(step.start + toUs) - left;
         if (cause !== "busy") {
-          if (px < 0.3) continue;
+          if (px < 0.05) continue;
           context.fillStyle = colors[cause];
           context.fillRect(left, top + shape.lane * 0.39, px, shape.lane * 0.22);
           continue;
         }
-        const block = Math.max(0.6, px - 0.5);
+        const block = spaced(px);
         const split = shape.lane * (step.prefill / total);
         context.fillStyle = colors.accent;
         context.fillRect(left, top, block, split);
