@@ -33,6 +33,9 @@ FINGERPRINT := $(shell cat $(REQUIREMENTS) | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/installed-$(SET)-$(FINGERPRINT)
 # What the tests of our calls of FlashInfer need where the set has not got it.
 CONTRACT_FINGERPRINT := $(shell cksum < requirements/contract.txt | cut -d' ' -f1)
+# What the tests of the live page drive the machine's Chromium with.
+BROWSER_FINGERPRINT := $(shell cksum < requirements/browser.txt | cut -d' ' -f1)
+BROWSER_STAMP := $(VENV)/browser-$(BROWSER_FINGERPRINT)
 CONTRACT_STAMP := $(if $(filter cpu,$(SET)),$(VENV)/contract/installed-$(CONTRACT_FINGERPRINT))
 
 # pip reports errors only: machines with a local index print a warning for every package it lacks.
@@ -46,6 +49,7 @@ PIP_INSTALL := $(VENV_PYTHON) -m pip install -qq --no-input --disable-pip-versio
 help:
 	@echo 'make setup   create .venv and install the pinned requirements ($(SET) set)'
 	@echo 'make test    set-up, then the tests              PYTEST_ARGS="-k scheduling"'
+	@echo 'make setup-browser  set-up, then Chromium (apt-get, as root) for the tests of the live page'
 	@echo 'make test-gpu  set-up, then the tests that need an NVIDIA GPU; the first run compiles for minutes'
 	@echo 'make check-cuda  compile FlashInfer for a GPU without one, and test its planners; minutes'
 	@echo 'make serve   set-up, then the demo server        PORT=31000 ARGS="--pp 2 --policy sarathi"'
@@ -81,6 +85,20 @@ $(VENV)/contract/installed-%: | $(STAMP)
 	@echo 'Installing FlashInfer for its tests'
 	@rm -rf $(@D)
 	@$(PIP_INSTALL) --no-deps --target $(@D) -r requirements/contract.txt
+	@touch $@
+
+.PHONY: setup-browser
+setup-browser: $(BROWSER_STAMP)
+	@if ! command -v chromium >/dev/null && ! command -v chromium-browser >/dev/null \
+		&& ! command -v google-chrome >/dev/null; then \
+		echo 'Installing Chromium'; \
+		{ apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } \
+			>/dev/null || { echo 'Chromium could not be installed: apt-get and root are needed, or a' \
+			'chromium on PATH.' >&2; exit 1; }; \
+	fi
+
+$(BROWSER_STAMP): | $(STAMP)
+	@$(PIP_INSTALL) --no-deps -r requirements/browser.txt
 	@touch $@
 
 .PHONY: test

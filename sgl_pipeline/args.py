@@ -30,6 +30,7 @@ PREFILL_KERNELS = ("auto", "fa2", "fa3")  # of FlashInfer
 STAGE_GRAPHS = ("auto", "off")
 STAGE_LINKS = ("auto", "host", "cuda-ipc", "nccl")
 LAYER_KERNELS = ("auto", "flashinfer", "cpu", "torch")
+UI_MODES = ("on", "off")
 MIGRATION_MODES = ("off", "manual", "auto")
 MIGRATION_WEIGHTS = ("resident", "background")
 
@@ -352,7 +353,7 @@ class PipelineArgs:
     `trace_steps` the same as a Chrome trace.
 
     `drain_timeout_s`: how long requests may go on after a SIGTERM, by default somewhat less than
-    the 30 s that Kubernetes gives a container.
+    the 30 s that Kubernetes gives a container. `ui`: whether the live page is served.
     """
 
     stages: StageArgs
@@ -364,8 +365,12 @@ class PipelineArgs:
     trace_path: str | None = None
     trace_steps: str | None = None
     drain_timeout_s: float = 25.0
+    ui: str = "on"
 
     def __post_init__(self) -> None:
+        require(
+            self.ui in UI_MODES, f"--ui {self.ui!r} is unknown; choose from {', '.join(UI_MODES)}"
+        )
         require(
             0.0 <= self.drain_timeout_s < float("inf"),
             f"--drain-timeout-s {self.drain_timeout_s} must be a number of seconds, 0 or more",

@@ -138,6 +138,8 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
 
     from sgl_pipeline.managers.desk_channel import desk_address
     from sgl_pipeline.managers.entrance.front_guard import GuardedTokenizerManager
+    from sgl_pipeline.managers.entrance.live_page import serve_page
+    from sgl_pipeline.managers.entrance.live_routes import add_live_routes
     from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
     from sgl_pipeline.managers.entrance.pipeline_routes import add_pipeline_routes
     from sgl_pipeline.managers.entrance.route_guard import guard_routes
@@ -154,12 +156,19 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
         plan.features,
         is_stopping=lambda: get_global_state().tokenizer_manager.gracefully_exit,
     )
+    before_listening = before_closing = _nothing
+    if pipeline_args.ui == "on":
+        has_api_key = bool(plan.upstream.api_key)
+        before_closing = add_live_routes(app, run_directory.path, has_api_key=has_api_key).close
+        before_listening = functools.partial(serve_page, app)
     own_pipe_end, scheduler_pipe_end = multiprocessing.Pipe()
     tokenizer_manager = functools.partial(
         GuardedTokenizerManager,
         loads_path=loads_path(run_directory.path),
         drain_timeout_s=pipeline_args.drain_timeout_s,
         end_now=functools.partial(_end_now, run_directory, stages),
+        before_listening=before_listening,
+        before_closing=before_closing,
     )
 
     def start_front(*arguments: Any, **more: Any) -> Any:
@@ -223,9 +232,13 @@ def _announce(server_args: "SglangServerArgs", pipeline_args: PipelineArgs) -> N
     print(
         f"\nReady: {server_args.served_model_name} on {stages} stage{'s' * (stages > 1)} at {url}\n"
         f"Try:   curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
-        f"-d '{body}'\n",
+        f"-d '{body}'\n" + (f"Watch: {url}/ui\n" if pipeline_args.ui == "on" else ""),
         flush=True,
     )
+
+
+def _nothing() -> None:
+    """For a server without a page."""
 
 
 def _end_children(stages: "StageProcesses") -> None:

@@ -33,6 +33,7 @@ from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import WAITED_TOO_LONG
 
 if TYPE_CHECKING:
+    from sgl_pipeline.managers.reports.live_report import LiveReport
     from sgl_pipeline.managers.reports.metrics_report import MetricsReport
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class PipelineScheduler:
         metrics: None without `--enable-metrics`.
         poller: watches whatever may send: the sockets of front and stages are registered here.
         facts: what `/server_info` says of the pipeline as it was started; JSON types only.
+        live: tells the live page; None with `--ui off`.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class PipelineScheduler:
         metrics: "MetricsReport | None",
         poller: zmq.Poller,
         facts: dict[str, Any],
+        live: "LiveReport | None" = None,
     ) -> None:
         self._front = front
         self._core = core
@@ -74,6 +77,7 @@ class PipelineScheduler:
         self._traces = traces
         self._loads = loads
         self._metrics = metrics
+        self._live = live
         self._status = StatusLine()
         self._facts = facts
         self._profiles = ProfileDesk(front, launcher, launcher.stages, traces)
@@ -147,6 +151,8 @@ class PipelineScheduler:
         else:
             if displaced is not None:
                 self._front.end(displaced)
+            if self._live is not None:
+                self._live.arrived(request)
 
     def _hold(self, constrained: ConstrainedRequest) -> None:
         """Adds a request once its grammar is there."""
@@ -209,6 +215,8 @@ class PipelineScheduler:
             step.result_ms += (time.perf_counter() - started) * 1e3
             if self._metrics is not None:
                 self._metrics.ended(step.ended)
+            if self._live is not None:
+                self._live.booked(step)
         self._booked.clear()
         self._traces.write(self._core.take_records())
         self._report_moves()
@@ -235,6 +243,8 @@ class PipelineScheduler:
             load = self._loads.publish(state)
             if self._metrics is not None:
                 self._metrics.publish(load, state)
+            if self._live is not None:
+                self._live.publish(state)
             self._status.report(state)
             self._desk.poll(now_s)
             if self._requests.is_idle and now_s >= self._next_collection_s:

@@ -30,10 +30,12 @@ from sgl_pipeline.managers.grammars.channel import CompilerSetup
 from sgl_pipeline.managers.grammars.client import GrammarCompilerClient
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammars.vocabulary import NoGrammarsError, read_vocabulary
+from sgl_pipeline.managers.live_channel import LiveSocket, live_address
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
 from sgl_pipeline.managers.planning.cost_files import find_costs
+from sgl_pipeline.managers.reports.live_report import LiveReport
 from sgl_pipeline.managers.reports.load_report import LoadReport, loads_path
-from sgl_pipeline.managers.reports.server_info import describe_start
+from sgl_pipeline.managers.reports.server_info import describe_page, describe_start
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.migration.planner import LayerPlanner
@@ -116,7 +118,7 @@ def _serve(
     for_split = predictor if args.stages.device == "cpu" else None
     launcher = StageLauncher(args, spec.num_layers, stage_pids, context, worker_source, for_split)
     traces = TraceFiles(_open_traces(args))
-    front = loads = operators = None
+    front = loads = operators = live = None
     try:
         capacity = launcher.start()
         facts = describe_start(args, capacity)
@@ -133,6 +135,9 @@ def _serve(
             context_length=limits.context_length,
         )
         loads = LoadReport(loads_path(args.run_directory), args.scheduling, capacity)
+        if args.ui == "on":
+            live_socket = LiveSocket(context, live_address(args.run_directory))
+            live = LiveReport(live_socket, steps, facts | describe_page(args, server_args))
         metrics = _open_metrics(args, server_args, limits, capacity)
         pipe_writer.send(_ready_message(args, limits, capacity))
         grammars.start()
@@ -142,13 +147,15 @@ def _serve(
         core = PipelineCore(steps, capacity.plan, migration, forecast)
         operators = PipelineDesk(DeskSocket(context, desk_address(args.run_directory)), core)
         PipelineScheduler(
-            front, core, launcher, grammars, operators, traces, loads, metrics, poller, facts
+            front, core, launcher, grammars, operators, traces, loads, metrics, poller, facts, live
         ).run()
     finally:
         if front is not None:
             front.close()
         if operators is not None:
             operators.close()
+        if live is not None:
+            live.close()
         if loads is not None:
             loads.close()
         grammars.close()

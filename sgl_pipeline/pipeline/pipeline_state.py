@@ -81,6 +81,12 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
         """Those of the recent steps that ran under the plan in use."""
         return tuple(step for step in self.recent_steps if step.epoch == self.plan.epoch)
 
+    def showing(
+        self, steps: tuple[StepRecord, ...], moves: tuple[MoveRecord, ...]
+    ) -> "PipelineState":
+        """The same moment with fewer of the recent steps and moves."""
+        return msgspec.structs.replace(self, recent_steps=steps, moves=moves)
+
     def bubble_shares(self) -> tuple[BubbleShares, ...]:
         """What each stage spent its time on in the recent steps; costs a millisecond."""
         return bubble_shares(self.recent_steps)

@@ -90,8 +90,7 @@ class RequestExplainer:
             if self._waiting.awaited_node(other) is None
         ]
         if ahead:
-            text = f"{len(ahead)} waiting requests come first"
-            return _explanation(request, "order", text, ahead[-1].request_id, len(ahead))
+            return _behind(request, ahead)
         return self._first_in_queue(request, budget)
 
     def _first_in_queue(self, request: Request, budget: TokenBudget) -> Explanation:
@@ -112,6 +111,32 @@ class RequestExplainer:
             f"by {budget.bound_by}), running prefills first"
         )
         return _explanation(request, "budget", text)
+
+    def explain_first(
+        self, num_requests: int, budget: TokenBudget, *, is_paused: bool
+    ) -> list[tuple[Request, Explanation]]:
+        """The waiting requests that are served first, in order, each as `explain` does it. It looks
+        at all that wait once, and not again for each."""
+        explained: list[tuple[Request, Explanation]] = []
+        before: list[Request] = []
+        for request in self._waiting.first(num_requests):
+            if self._waiting.awaited_node(request) is not None:
+                explanation = self.explain(request, budget, is_paused=is_paused)
+            else:
+                if before and not is_paused and not request.steps_in_flight:
+                    explanation = _behind(request, before)
+                else:
+                    explanation = self.explain(request, budget, is_paused=is_paused)
+                before.append(request)
+            explained.append((request, explanation))
+        return explained
+
+
+def _behind(request: Request, ahead: list[Request]) -> Explanation:
+    """`request` waits for those before it in the queue, of which there is at least one."""
+    come = "request comes" if len(ahead) == 1 else "requests come"
+    text = f"{len(ahead)} waiting {come} first"
+    return _explanation(request, "order", text, ahead[-1].request_id, len(ahead))
 
 
 def _explanation(

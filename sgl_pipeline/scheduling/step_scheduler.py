@@ -368,6 +368,11 @@ class StepScheduler:
         """Since the start."""
         return self._preemption.num_retractions
 
+    def explain_queue(self, num_requests: int) -> list[tuple[Request, Explanation]]:
+        """What the first waiting requests wait for, in order; looks at all that wait, once."""
+        budget = self._policy(self.load(self._accounting))
+        return self._explainer.explain_first(num_requests, budget, is_paused=self._is_paused)
+
     @property
     def is_idle(self) -> bool:
         """Nothing waits, runs or is in flight."""

@@ -47,6 +47,10 @@ class WaitingQueue:
         ahead = (other for other in self._paths if other.order < request.order)
         return sorted(ahead, key=lambda other: other.order)
 
+    def first(self, num_requests: int) -> list[Request]:
+        """The waiting requests that are served first, parked ones too, in order; looks at all."""
+        return heapq.nsmallest(num_requests, self._paths, key=lambda request: request.order)
+
     def awaited_node(self, request: Request) -> RadixNode | None:
         """The node that another request prefills and `request` waits for, parked there or to be
         parked when it comes to the front; None where it need not wait."""

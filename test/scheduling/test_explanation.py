@@ -173,3 +173,34 @@ def test_below_the_threshold_the_pause_of_prefill_is_the_bound(policy: str) -> N
     pipeline.scheduler.add(make_request("b", [2], 1))
     bound = {"throttle": "pause", "greedy-queue": "MaxP"}[policy]
     assert f"(bound by {bound})" in explain(pipeline, "b").text
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    prompts=st.lists(
+        st.tuples(st.sampled_from([9, 22]), st.integers(0, 1), st.integers(0, 2)),
+        min_size=1,
+        max_size=12,
+    ),
+    num_steps=st.integers(0, 4),
+    num_shown=st.integers(1, 12),
+    is_paused=st.booleans(),
+)
+def test_the_whole_queue_is_explained_as_each_request_by_itself(
+    prompts: list[tuple[int, int, int]], num_steps: int, num_shown: int, is_paused: bool
+) -> None:
+    pipeline = pipeline_of(num_pages=12, max_running_requests=3)
+    for number, (length, beginning, priority) in enumerate(prompts):
+        prompt = [beginning] * length + [number + 2]
+        pipeline.scheduler.add(make_request(str(number), prompt, 6, priority=priority))
+    for _ in range(num_steps):
+        pipeline.fill()
+        if pipeline.steps_in_flight:
+            pipeline.complete()
+    pipeline.schedule()
+    if is_paused:
+        pipeline.scheduler.pause(retract=False)
+    waiting = [r for r in pipeline.scheduler.requests() if r.state is RequestState.WAITING]
+    waiting.sort(key=lambda request: request.order)
+    expected = [(one, explain(pipeline, one.request_id)) for one in waiting[:num_shown]]
+    assert pipeline.scheduler.explain_queue(num_shown) == expected

@@ -146,3 +146,16 @@ def test_the_layer_split_is_the_admins(server: LiveServer, method: str) -> None:
     # An empty body is a 400 once the door is open.
     admin = f"Authorization: Bearer {ADMIN_KEY}".encode()
     assert status(admin) == (200 if method == "GET" else 400)
+
+
+def test_the_page_loads_without_a_key_and_what_it_shows_does_not(server: LiveServer) -> None:
+    def status(path: str, *headers: bytes) -> int:
+        return status_of(server, f"GET {path} HTTP/1.1".encode(), b"Host: a", *headers)
+
+    assert status("/ui/") == status("/ui/app.js") == 200
+    assert status("/", b"Accept: text/html") == 307
+    for path in ("/ui/../pipeline/events", "/ui/%2e%2e/v1/models", "/ui/../v1/models"):
+        assert status(path) in (401, 404), path
+    admin = f"Authorization: Bearer {ADMIN_KEY}".encode()
+    assert status("/pipeline/events") == status("/pipeline/events", admin) == 401
+    assert status("/pipeline/events", BEARER) == 200

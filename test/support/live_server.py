@@ -78,9 +78,9 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-def start_server(*flags: str) -> LiveServer:
-    """Starts a server and returns at once."""
-    port = reserve_port()
+def start_server(*flags: str, port: socket.socket | None = None) -> LiveServer:
+    """Starts a server and returns at once; `port` is that of a server that has ended."""
+    port = port or reserve_port()
     command = [sys.executable, "-m", "sgl_pipeline.launch_server", "--port", str(number_of(port))]
     command += flags
     process = subprocess.Popen(

@@ -19,6 +19,7 @@ from sgl_pipeline.args import (
     PREFILL_KERNELS,
     STAGE_GRAPHS,
     STAGE_LINKS,
+    UI_MODES,
     GrammarArgs,
     MigrationArgs,
     PipelineArgs,
@@ -234,6 +235,14 @@ OUR_FLAGS = (
         "drain_timeout_s",
         "Seconds that running requests may go on after a SIGTERM.",
         float,
+    ),
+    Flag(
+        "--ui",
+        PipelineArgs,
+        "ui",
+        "Whether the live page is served, at /ui, with the events that it shows, at "
+        "/pipeline/events.",
+        choices=UI_MODES,
     ),
 )
 

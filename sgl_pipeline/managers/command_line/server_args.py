@@ -204,6 +204,7 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         trace_path=options.trace_path,
         trace_steps=options.trace_steps,
         drain_timeout_s=options.drain_timeout_s,
+        ui=options.ui,
     )
 
 

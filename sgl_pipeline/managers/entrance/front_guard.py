@@ -41,6 +41,8 @@ class GuardedTokenizerManager(TokenizerManager):
         loads_path: the file of `load_report.py`.
         drain_timeout_s: how long running requests may go on after a SIGTERM.
         end_now: ends the whole server with an exit code; the rest is upstream's.
+        before_listening: called when upstream's application is complete.
+        before_closing: called when the HTTP server is about to wait for its open connections.
     """
 
     def __init__(
@@ -51,19 +53,29 @@ class GuardedTokenizerManager(TokenizerManager):
         loads_path: str,
         drain_timeout_s: float,
         end_now: Callable[[int], NoReturn],
+        before_listening: Callable[[], None],
+        before_closing: Callable[[], None],
     ) -> None:
         super().__init__(server_args, port_args)
+        self._before_listening = before_listening
+        self._before_closing = before_closing
         self.load_snapshot_reader = ShmLoadSnapshotReader(loads_path, dp_size=1)
         self.stop_requested = asyncio.Event()
         self.end_now = end_now
         self.signal_handler_class = StopSignals
         self._drain_timeout_s = drain_timeout_s
 
+    def set_server_stop_hook(self, hook: Callable[[], None]) -> None:
+        """Upstream calls it right before it listens: all its own middleware has been added."""
+        super().set_server_stop_hook(hook)
+        self._before_listening()
+
     async def sigterm_watchdog(self) -> None:
         """As upstream's, which goes on at once where no request is left."""
         await self.stop_requested.wait()
         if not await drain(self, self._drain_timeout_s):
             self.end_now(1)
+        self._before_closing()
         await super().sigterm_watchdog()
 
     async def get_loads(

@@ -3,6 +3,7 @@
 Called by the scheduler process; upstream adds what its front knows. JSON types only.
 """
 
+import time
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -35,6 +36,20 @@ def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, 
         "migration": args.migration.mode,
         "stage_attention_backend": capacity.attention_backend,
         "stage_kernels": capacity.layer_kernels,
+    }
+
+
+def describe_page(args: PipelineArgs, server_args: Any) -> dict[str, Any]:
+    """What the live page shows beside `describe_start`: the model, and what bounds a step."""
+    throttle = args.throttle
+    return {
+        "model": server_args.served_model_name,
+        "started_unix_s": round(time.time(), 3),
+        "prefill_spread_steps": throttle.prefill_spread_steps,
+        "max_prefill_tokens": throttle.prefill_limit,
+        "min_prefill_tokens": throttle.min_prefill_tokens,
+        "pause_free_share": throttle.pause_free_share,
+        "max_running_requests": args.scheduling.max_running_requests,
     }
 
 

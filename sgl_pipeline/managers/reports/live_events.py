@@ -1,0 +1,131 @@
+"""Puts what the scheduler process tells the live page into JSON, as short as a page needs it.
+
+Called by `entrance/live_hub.py`, once for all viewers. `page/model.js` reads it: whoever changes
+one changes the other. Moments are microseconds of the host's monotonic clock.
+"""
+
+from typing import Any
+
+import msgspec
+
+from sgl_pipeline.managers.live_channel import LiveTick
+from sgl_pipeline.managers.reports.plan_report import describe_move
+from sgl_pipeline.move_record import MoveRecord
+from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.stage_timing import StageTiming
+from sgl_pipeline.trace import RequestRecord, StepRecord
+
+_encoder = msgspec.json.Encoder()
+
+
+def server_sent_event(name: str, data: Any) -> bytes:
+    """One event of the stream; `data` is encoded as JSON, which holds no line break."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), _encoder.encode(data))
+
+
+def describe_tick(tick: LiveTick, num_viewers: int) -> dict[str, Any]:
+    """One tick; `moves` and `queue` only where they were told."""
+    state = tick.state
+    optional: dict[str, Any] = {}
+    if tick.queue is not None:
+        optional["queue"] = tick.queue
+    if state.moves:
+        optional["moves"] = [_move(record, state.now_s) for record in state.moves]
+    ended = [_ended(request, step) for step in state.recent_steps for request in step.ended]
+    return (
+        _counts(state)
+        | {
+            "viewers": num_viewers,
+            "missed": tick.missed_ticks,
+            "steps": [_step(step) for step in state.recent_steps],
+            "ended": ended,
+            "followed": tick.followed,
+            "carried": tick.carried,
+        }
+        | optional
+    )
+
+
+def _counts(state: PipelineState) -> dict[str, Any]:
+    load, naive = state.load, state.naive_load
+    return {
+        "now": _us(state.now_s),
+        "epoch": state.plan.epoch,
+        "layers": state.plan.layer_counts,
+        "paused": state.is_paused,
+        "waiting": state.waiting_requests,
+        "compiling": state.compiling_requests,
+        "running": state.running_requests,
+        "decoding": load.running_decodes,
+        "in_flight": load.steps_in_flight,
+        "waiting_tokens": load.waiting_tokens,
+        "naive_waiting_tokens": naive.waiting_tokens,
+        "free_pages": load.free_pages,
+        "unused_pages": state.unused_pages,
+        "reserved_pages": load.reserved_pages,
+        "total_pages": load.total_pages,
+        "num_steps": state.num_steps,
+        "prefill_tokens": state.prefill_tokens,
+        "decodes": state.decodes,
+        "cached_tokens": state.cached_tokens,
+        "prompt_tokens": state.prompt_tokens,
+        "retractions": state.num_retractions,
+    }
+
+
+def _step(step: StepRecord) -> list[Any]:
+    """A step and its stages; a stage's moments count from when the step was scheduled."""
+    return [
+        step.step_id,
+        step.epoch,
+        step.prefill_tokens,
+        step.decodes,
+        step.waiting_tokens,
+        step.running_decodes,
+        round(step.free_page_share, 4),
+        step.prefill_budget,
+        step.decode_budget,
+        step.bound_by,
+        _us(step.scheduled_s),
+        _us(step.finished_s + step.result_ms * 1e-3),
+        [_stage(timing, step.scheduled_s) for timing in step.stages],
+    ]
+
+
+def _stage(timing: StageTiming, scheduled_s: float) -> list[int]:
+    return [
+        round((moment - scheduled_s) * 1e6)
+        for moment in (
+            timing.free_s,
+            timing.inputs_s,
+            timing.activations_s,
+            timing.done_s,
+            timing.sent_s,
+        )
+    ]
+
+
+def _ended(request: RequestRecord, step: StepRecord) -> list[Any]:
+    return [
+        request.request_id,
+        _us(step.finished_s),
+        request.prompt_tokens,
+        request.cached_tokens,
+        request.output_tokens,
+        request.num_retractions,
+        round(request.queue_ms, 2),
+        round(request.first_token_ms, 2),
+        round(request.total_ms, 2),
+    ]
+
+
+def _move(record: MoveRecord, now_s: float) -> dict[str, Any]:
+    return describe_move(record, now_s) | {
+        "began": _us(record.began_s),
+        "switched": None if record.switched_s is None else _us(record.switched_s),
+        "over": None if record.ended_s is None else _us(record.ended_s),
+    }
+
+
+def _us(moment_s: float) -> int:
+    return round(moment_s * 1e6)

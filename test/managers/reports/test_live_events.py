@@ -1,0 +1,59 @@
+"""What a viewer of the live page gets of a tick."""
+
+import json
+from typing import Any
+
+from support.moves import movable_core, stages_get_ready, stages_switch
+from support.step_records import step_record
+
+from sgl_pipeline.managers.live_channel import LiveTick, QueueLine
+from sgl_pipeline.managers.reports.live_events import describe_tick, server_sent_event
+from sgl_pipeline.pipeline.pipeline_state import PipelineState
+
+# The order in which the page's model.js takes a step and its stages apart.
+STEP = (
+    *("id", "epoch", "prefill", "decodes", "waiting", "running", "free", "prefill_budget"),
+    *("decode_budget", "bound", "start", "booked", "stages"),
+)
+
+
+def told(state: PipelineState, queue: tuple[QueueLine, ...] | None = None) -> dict[str, Any]:
+    tick = LiveTick(state=state, queue=queue, followed=(), carried=(), missed_ticks=3)
+    event = server_sent_event("tick", describe_tick(tick, num_viewers=2))
+    name, data, *rest = event.decode().split("\n")
+    assert name == "event: tick" and rest == ["", ""]
+    return dict(json.loads(data.removeprefix("data: ")))
+
+
+def test_a_step_has_its_moments_in_microseconds_since_it_was_scheduled() -> None:
+    core = movable_core(2, 2)
+    event = told(core.state(50.0).showing((step_record(7),), ()))
+    (values,) = event["steps"]
+    step = dict(zip(STEP, values, strict=True))
+    assert (step["id"], step["prefill"], step["decodes"]) == (7, 5, 1)
+    assert (step["start"], step["booked"]) == (10_000_000, 11_000_500)
+    # free, inputs, activations, done, sent: of `step_records.timing`
+    assert step["stages"] == [[0, 0, 500, 2500, 2500], [0, 0, 1500, 3500, 3500]]
+    assert event["now"] == 50_000_000 and event["viewers"] == 2 and event["missed"] == 3
+
+
+def test_an_ended_request_has_its_times_and_nothing_that_it_said() -> None:
+    event = told(movable_core(2, 2).state(50.0).showing((step_record(7),), ()))
+    assert event["ended"] == [["d", 11_000_000, 3, 1, 2, 0, 1000.0, 1500.0, 3000.0]]
+
+
+def test_moves_and_queue_are_there_only_when_told() -> None:
+    core = movable_core(2, 2)
+    assert not {"moves", "queue"} & set(told(core.state(50.0)))
+    core.migration.move_to((1, 3), 50.0)
+    core.move_orders(50.0)
+    line = QueueLine("a", 1.5, 8, 0, "order", "1 waiting request comes first", "b")
+    event = told(core.state(50.5), (line,))
+    assert event["queue"] == [["a", 1.5, 8, 0, "order", "1 waiting request comes first", "b"]]
+    (move,) = event["moves"]
+    assert (move["began"], move["switched"], move["over"]) == (50_000_000, None, None)
+    stages_get_ready(core, 51.0)
+    core.move_orders(51.0)
+    stages_switch(core, 52.0)
+    (move,) = told(core.state(53.0))["moves"]
+    assert (move["switched"], move["over"], move["after"]) == (51_000_000, 52_000_000, [1, 3])

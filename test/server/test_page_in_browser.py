@@ -1,0 +1,362 @@
+"""The live page in a real browser, on a real server under load."""
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import requests
+from support.browser import Watched, browser
+from support.live_server import LiveServer, live_server, start_server, wait_until_ready
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+
+KEY = "page-key"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+FLAGS = ("--pp", "2", "--dtype", "float32", "--api-key", KEY, "--migration", "manual")
+FEW_RUN = ("--max-running-requests", "3", "--pp-layer-partition", "8,8")
+SECRET = "zebra"
+LIVE = "document.getElementById('status').dataset.status === 'live'"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def server(chromium: Any) -> Iterator[LiveServer]:
+    with live_server(*FLAGS, *FEW_RUN) as server:
+        yield server
+
+
+@contextmanager
+def opened(
+    chromium: Any, server: LiveServer, *, key: str | None = KEY, **options: Any
+) -> Iterator[Watched]:
+    """The page in a fresh profile, which has the key already unless told otherwise."""
+    context = chromium.new_context(**options)
+    watched = Watched(context.new_page())
+    if key is not None:
+        watched.page.add_init_script(f"sessionStorage.setItem('sgl-pipeline-key', '{key}')")
+    try:
+        watched.page.goto(f"{server.url}/")
+        yield watched
+    finally:
+        context.close()
+
+
+@contextmanager
+def load(server: LiveServer, num_clients: int = 8) -> Iterator[None]:
+    """Clients whose prompts all have SECRET in them."""
+    is_over = threading.Event()
+
+    def ask(seed: int) -> None:
+        words = random.Random(seed)
+        while not is_over.is_set():
+            text = " ".join(words.choice(["one", "cat", SECRET]) for _ in range(60))
+            sampling = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+            body = {"text": f"{text} {SECRET}", "sampling_params": sampling}
+            requests.post(f"{server.url}/generate", json=body, headers=AUTHORIZED, timeout=120)
+
+    clients = [threading.Thread(target=ask, args=(seed,)) for seed in range(num_clients)]
+    for client in clients:
+        client.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for client in clients:
+            client.join(120)
+
+
+COUNT_COLORS = """() => {
+  const canvas = document.getElementById("lanes");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const rgb = (name) => {
+    const probe = document.createElement("i");
+    probe.style.color = `var(--${name})`;
+    document.body.append(probe);
+    const found = getComputedStyle(probe).color.match(/\\d+/g).map(Number);
+    probe.remove();
+    return found;
+  };
+  const count = (name) => {
+    const [red, green, blue] = rgb(name);
+    let found = 0;
+    for (let i = 0; i < data.length; i += 4)
+      found += data[i] === red && data[i + 1] === green && data[i + 2] === blue;
+    return found;
+  };
+  const names = ["accent", "decode", "activations", "metadata", "slot", "rule-MinP", "good"];
+  return Object.fromEntries(names.map((name) => [name, count(name)]));
+}"""
+
+
+FIND_CUT = """() => {
+  const isCut = (one) => one.scrollWidth > one.clientWidth + 1
+    && getComputedStyle(one).display !== "inline";
+  const isOutside = (one) => one.getBoundingClientRect().right > innerWidth;
+  return [...document.querySelectorAll(".card > *, .head > *, #tiles dd, .legend li")]
+    .filter((one) => one.offsetParent && !one.matches(".scroll, .messages"))
+    .filter((one) => isCut(one) || isOutside(one))
+    .map((one) => `${one.className || one.id || one.tagName}: ${one.textContent.slice(0, 40)}`);
+}"""
+
+
+def test_it_draws_what_the_stages_do_and_says_why_requests_wait(
+    chromium: Any, server: LiveServer
+) -> None:
+    with opened(chromium, server) as watched, load(server):
+        page = watched.page
+        assert page.url == f"{server.url}/ui/"
+        watched.wait_for(LIVE)
+        watched.wait_for("Number(document.getElementById('lanes').dataset.steps) > 20")
+        watched.wait_for("document.querySelector('#queue tbody').innerText.includes('running-l')")
+        queue = watched.text("#queue tbody")
+        assert "the limit is --max-running-requests" in queue and "order" in queue
+        colors = page.evaluate(COUNT_COLORS)
+        assert min(colors["accent"], colors["decode"]) > 100, colors
+        assert sum(colors[cause] for cause in ("activations", "metadata", "slot")) > 100, colors
+        watched.wait_for("!document.getElementById('tiles').innerText.includes('–')")
+        assert watched.text("#inputs tbody").count("\n") >= 5
+        counts = page.evaluate(
+            "[...document.querySelectorAll('#pages-legend b')]"
+            ".map((one) => Number(one.textContent.replace(',', '')))"
+        )
+        assert sum(counts) == 2048 and counts[0] > 0, "held, cached and free are all pages"
+        cells = "[...document.querySelectorAll('#plan td:nth-child(2)')]"
+        assert page.evaluate(f"{cells}.map((one) => one.innerText)") == ["8", "8"]
+        assert page.evaluate("document.querySelectorAll('.uplot canvas').length") == 5
+        assert SECRET not in page.content()
+        assert watched.errors == [] and watched.breaches() == []
+        assert watched.hosts == {f"127.0.0.1:{server.port}"}
+
+
+def test_a_layer_move_is_marked(chromium: Any, server: LiveServer) -> None:
+    with opened(chromium, server) as watched, load(server, 2):
+        watched.wait_for("Number(document.getElementById('lanes').dataset.steps) > 5")
+        before = watched.page.evaluate(COUNT_COLORS)["good"]
+        reply = requests.post(
+            f"{server.url}/pipeline/plan",
+            json={"layer_counts": [7, 9]},
+            headers=AUTHORIZED,
+            timeout=60,
+        )
+        assert reply.status_code == 200, reply.text
+        watched.wait_for(f"({COUNT_COLORS})().good > {before}")
+        watched.wait_for("document.getElementById('moves').innerText.includes('8, 8 → 7, 9')")
+        watched.wait_for("document.getElementById('epoch').innerText === 'plan 1'")
+        assert watched.errors == []
+
+
+def test_the_chat_answers_and_shows_its_way_through_the_stages(
+    chromium: Any, server: LiveServer
+) -> None:
+    with opened(chromium, server) as watched:
+        page = watched.page
+        watched.wait_for(LIVE)
+        page.keyboard.press("/")
+        page.keyboard.type("What is 17 + 25?")
+        page.keyboard.press("Enter")
+        watched.wait_for("document.querySelector('.message.model')?.textContent === '42'")
+        watched.wait_for("document.querySelector('.travel button') !== null")
+        travel = watched.text(".travel")
+        assert "queue" in travel and "prompt" in travel and "tokens" in travel
+        page.click(".travel button")
+        assert "carries your request" in watched.text("#readout")
+        # The conversation goes on, and remembers.
+        page.fill("#prompt", "And 20 + 22?")
+        page.click("#send")
+        watched.wait_for("document.querySelectorAll('.travel button').length === 2")
+        assert watched.page.evaluate("document.querySelectorAll('.message.error').length") == 0
+        assert watched.errors == [] and watched.breaches() == []
+
+
+def test_it_obeys_the_keyboard_and_stands_still_when_paused(
+    chromium: Any, server: LiveServer
+) -> None:
+    with opened(chromium, server) as watched, load(server, 2):
+        page = watched.page
+        watched.wait_for("Number(document.getElementById('lanes').dataset.steps) > 20")
+        width = watched.text("#zoom-value")
+        page.keyboard.press("+")
+        assert watched.text("#zoom-value") != width
+        page.keyboard.press("-")
+        assert watched.text("#zoom-value") == width
+        page.keyboard.press(" ")
+        assert watched.text("#pause") == "Live"
+        picture = page.evaluate("document.getElementById('lanes').toDataURL()")
+        page.wait_for_timeout(700)
+        # There and back draws it anew.
+        page.keyboard.press("+")
+        page.keyboard.press("-")
+        assert page.evaluate("document.getElementById('lanes').toDataURL()") == picture
+        page.keyboard.press("[")
+        first = watched.text("#readout")
+        page.keyboard.press("[")
+        second = watched.text("#readout")
+        assert first.startswith("Step ") and second.startswith("Step ") and first != second
+        assert page.evaluate("document.getElementById('lanes').toDataURL()") != picture
+        page.keyboard.press("End")
+        assert watched.text("#pause") == "Pause"
+        page.evaluate("document.activeElement.blur()")
+        reached = set()
+        for _ in range(12):
+            page.keyboard.press("Tab")
+            reached.add(page.evaluate("document.activeElement.id"))
+        assert {"theme", "pause", "zoom-in", "zoom-out", "lanes", "prompt", "send"} <= reached
+        assert watched.errors == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 820, 1440])
+def test_nothing_is_cut_at_any_width(
+    chromium: Any, server: LiveServer, scheme: str, width: int
+) -> None:
+    size = {"width": width, "height": 800}
+    with opened(chromium, server, viewport=size, color_scheme=scheme) as watched, load(server, 5):
+        watched.wait_for("document.querySelectorAll('#queue tbody tr').length > 0")
+        page = watched.page
+        assert page.evaluate("document.documentElement.dataset.theme") == scheme
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(FIND_CUT) == []
+        assert watched.errors == []
+
+
+def test_without_the_key_it_asks_and_shows_nothing(chromium: Any, server: LiveServer) -> None:
+    with opened(chromium, server, key=None) as watched:
+        page = watched.page
+        watched.wait_for("document.getElementById('key-dialog').open")
+        assert watched.text("#tiles") == "" and watched.text("#what") == ""
+        page.fill("#key", "wrong")
+        page.keyboard.press("Enter")
+        watched.wait_for("document.getElementById('key-text').innerText.includes('not take')")
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        watched.wait_for(LIVE)
+        assert "sgl-pipeline-demo" in watched.text("#what")
+        assert all("401" in error for error in watched.errors), watched.errors
+
+
+def test_the_ninth_page_says_that_there_is_no_place(chromium: Any, server: LiveServer) -> None:
+    streams = [
+        requests.get(f"{server.url}/pipeline/events", stream=True, headers=AUTHORIZED, timeout=30)
+        for _ in range(8)
+    ]
+    try:
+        with opened(chromium, server) as watched:
+            watched.wait_for("document.getElementById('status').dataset.status === 'lost'")
+            assert "8 pages are looking at this server" in watched.text("#status")
+            streams.pop().close()
+            watched.wait_for(LIVE)
+            assert all("503" in error for error in watched.errors), watched.errors
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def skip_without(server: LiveServer, path: str) -> None:
+    paths = requests.get(f"{server.url}/openapi.json", headers=AUTHORIZED, timeout=30).json()
+    if path not in paths["paths"]:
+        pytest.skip(f"this server has no {path}")
+
+
+def test_a_waiting_request_is_explained(chromium: Any, server: LiveServer) -> None:
+    skip_without(server, "/pipeline/explain/{rid}")
+    with opened(chromium, server) as watched, load(server):
+        watched.wait_for("document.querySelectorAll('#queue tbody tr').length > 2")
+        page = watched.page
+        # Whoever waits may have begun to run before the question arrives: any may be asked.
+        watched.wait_for(
+            "(document.querySelector('#queue button.id')?.click(),"
+            " document.getElementById('explanation').innerText.includes('rule '))"
+        )
+        page.fill("#explain-id", "no-such-request")
+        page.press("#explain-id", "Enter")
+        watched.wait_for(
+            "document.getElementById('explanation').innerText.includes('no-such-request')"
+        )
+        assert all("404" in error for error in watched.errors), watched.errors
+
+
+def test_a_knob_is_changed_refused_and_undone(chromium: Any, server: LiveServer) -> None:
+    skip_without(server, "/pipeline/throttle")
+
+    def in_use() -> Any:
+        reply = requests.get(f"{server.url}/pipeline/throttle", headers=AUTHORIZED, timeout=30)
+        return reply.json()["prefill_spread_steps"]
+
+    with opened(chromium, server) as watched, load(server, 2):
+        page, before = watched.page, in_use()
+        watched.wait_for("document.getElementById('knob-prefill_spread_steps') !== null")
+        page.fill("#knob-prefill_spread_steps", "3")
+        page.click("text=Apply")
+        watched.wait_for("document.getElementById('knobs-note').innerText.includes('Applied')")
+        assert in_use() == 3 != before
+        page.fill("#knob-prefill_spread_steps", "0")
+        page.click("text=Apply")
+        watched.wait_for("document.getElementById('knobs-note').classList.contains('bad')")
+        assert in_use() == 3
+        page.click("#undo")
+        watched.wait_for("document.getElementById('knobs-note').innerText.includes('undone')")
+        assert in_use() == before
+        assert all("400" in error for error in watched.errors), watched.errors
+
+
+def test_the_policy_holds_against_what_gets_into_the_page(
+    chromium: Any, server: LiveServer
+) -> None:
+    with opened(chromium, server) as watched:
+        watched.wait_for(LIVE)
+        tried = watched.page.evaluate(
+            """async () => {
+              const tried = {};
+              const attempt = async (name, act) => {
+                try { await act(); } catch (error) { tried[name] = error.name; }
+              };
+              await attempt("script", () => {
+                const script = document.createElement("script");
+                script.append("window.inline = 1");
+                document.body.append(script);
+              });
+              await attempt("markup", () => { document.body.innerHTML += "<b>x</b>"; });
+              await attempt("elsewhere", () => fetch("http://localhost:9/"));
+              const style = document.createElement("style");
+              style.append("body { display: none }");
+              document.head.append(style);
+              tried.inline = window.inline ?? null;
+              tried.display = getComputedStyle(document.body).display;
+              return tried;
+            }"""
+        )
+        assert tried["inline"] is None and tried["display"] == "block"
+        assert tried["markup"] == tried["elsewhere"] == "TypeError"
+        watched.wait_for("window.breaches.length >= 4")
+        broken = {breach.split("-elem")[0] for breach in watched.breaches()}
+        assert {"style-src", "connect-src", "require-trusted-types-for"} <= broken
+
+
+def test_it_finds_the_server_again_after_a_restart(chromium: Any, server: LiveServer) -> None:
+    """Last: it ends the server of the others."""
+    with opened(chromium, server) as watched:
+        watched.wait_for(LIVE)
+        server.process.terminate()
+        server.process.wait(30)
+        watched.wait_for("document.getElementById('status').dataset.status === 'lost'")
+        again = start_server(*FLAGS, *FEW_RUN, port=server.reserved_port)
+        try:
+            wait_until_ready(again)
+            watched.wait_for(LIVE)
+            watched.page.fill("#prompt", "What is 17 + 25?")
+            watched.page.click("#send")
+            watched.wait_for("document.querySelector('.message.model')?.textContent === '42'")
+            watched.wait_for("document.querySelector('.travel button') !== null")
+            lost = ("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED", "ERR_CONNECTION_RESET")
+            assert all(any(kind in one for kind in lost) for one in watched.errors)
+        finally:
+            again.process.terminate()
+            assert again.process.wait(30) == 0
