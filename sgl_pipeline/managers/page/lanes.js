@@ -1,7 +1,7 @@
 // The swim lanes: tokens of each step, stages over time with their bubbles, the rule of each step,
 // and marks for layer moves, recoveries and changed knobs. Drawn by hand on one canvas.
 
-import { CAUSES, color, duration, figure, percent, RULES } from "./look.js";
+import { CAUSES, RULES, color, duration, figure, percent, promptBudget } from "./look.js";
 import { spans } from "./model.js";
 
 export const WINDOWS_MS = [50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000];
@@ -133,7 +133,7 @@ export class Lanes {
     const of = spans(step, stage, step.before).map(([cause, from, to]) => [cause === "busy" ? "computes" : cause, to - from]);
     const times = of.filter(([, us]) => us > 0).map(([cause, us]) => `${cause} ${duration(us / 1e3)}`);
     const own = [...this.model.own.values()].find((one) => one.steps.has(step.id));
-    return `Step ${figure(step.id)}: ${figure(step.prefill)} prompt tokens of ${figure(step.prefillBudget)} allowed (${step.bound}), `
+    return `Step ${figure(step.id)}: ${figure(step.prefill)} prompt tokens, allowed ${promptBudget(step)} (${step.bound}), `
       + `${figure(step.decodes)} decodes of ${figure(step.decodeBudget)}; ${figure(step.waiting)} tokens waited, ${percent(step.free)} of the pages free. `
       + `Stage ${stage}: ${times.join(", ")}.${own ? " It carries your request." : ""}`;
   }

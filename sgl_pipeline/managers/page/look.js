@@ -12,6 +12,8 @@ export const RULES = {
   MinP: "fewest tokens worth a step",
   MaxP: "most tokens of a step",
   pause: "too few pages are free",
+  TPOT: "target for the time between tokens",
+  TTFT: "target for the time to the first token",
 };
 
 export function color(name) {
@@ -34,6 +36,12 @@ export function duration(ms) {
   if (ms < 1000) return `${figure(ms)} ms`;
   if (ms < 100_000) return `${figure(ms / 1000, 1)} s`;
   return `${figure(ms / 60_000)} min`;
+}
+
+/** What a step's policy let it prefill: tokens, or what its decodes left of a time. */
+export function promptBudget(step) {
+  if (step.budgetMs === null) return `${figure(step.prefillBudget)} tokens`;
+  return `in ${figure(step.budgetMs, 1)} ms`;
 }
 
 /** An element with children: text or elements. `attributes.class` and the like. */

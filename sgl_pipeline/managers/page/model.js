@@ -108,12 +108,12 @@ export class Model {
     return counts;
   }
 
-  #addStep([id, epoch, prefill, decodes, waiting, running, free, prefillBudget, decodeBudget, bound, start, booked, stages]) {
+  #addStep([id, epoch, prefill, decodes, waiting, running, free, prefillBudget, decodeBudget, budgetMs, bound, start, booked, stages]) {
     const last = this.steps.at(-1);
     if (last && id <= last.id) return;
     if (last && id > last.id + 1) this.missedSteps += id - last.id - 1;
     const end = start + Math.max(...stages.map((stage) => stage[4]));
-    this.steps.push({ id, epoch, prefill, decodes, waiting, running, free, prefillBudget, decodeBudget, bound, start, booked, end, stages,
+    this.steps.push({ id, epoch, prefill, decodes, waiting, running, free, prefillBudget, decodeBudget, budgetMs, bound, start, booked, end, stages,
       before: last && id === last.id + 1 ? last.booked : null });
   }
 

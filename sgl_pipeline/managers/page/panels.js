@@ -1,7 +1,7 @@
 // The tables and bars: tiles, throttle, pages, layer plan, queue with what each request waits for.
 
 import { call, refusal } from "./api.js";
-import { byId, CAUSES, duration, element, figure, legend, percent, RULES, shares } from "./look.js";
+import { CAUSES, RULES, byId, duration, element, figure, legend, percent, promptBudget, shares } from "./look.js";
 
 export class Panels {
   constructor(model) {
@@ -75,7 +75,7 @@ export class Panels {
       ["Free pages", percent(tick.free_pages / tick.total_pages), percent(tick.unused_pages / tick.total_pages)],
       ["Running decodes", figure(tick.decoding), ""],
       ["Steps in flight", figure(tick.in_flight), ""],
-      ["Prompt budget", step ? `${figure(step.prefillBudget)} · ${step.bound}` : "–", "", "total"],
+      ["Prompt budget", step ? `${promptBudget(step)} · ${step.bound}` : "–", "", "total"],
       ["Decode budget", step ? figure(step.decodeBudget) : "–", "", "total"],
     ];
     byId("inputs").tBodies[0].replaceChildren(...rows.map(([name, exact, naive, kind]) => element(

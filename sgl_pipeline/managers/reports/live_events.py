@@ -85,6 +85,7 @@ def _step(step: StepRecord) -> list[Any]:
         round(step.free_page_share, 4),
         step.prefill_budget,
         step.decode_budget,
+        None if step.budget_ms is None else round(step.budget_ms, 2),
         step.bound_by,
         _us(step.scheduled_s),
         _us(step.finished_s + step.result_ms * 1e-3),

@@ -13,7 +13,7 @@ from sgl_pipeline.pipeline.pipeline_state import PipelineState
 # The order in which the page's model.js takes a step and its stages apart.
 STEP = (
     *("id", "epoch", "prefill", "decodes", "waiting", "running", "free", "prefill_budget"),
-    *("decode_budget", "bound", "start", "booked", "stages"),
+    *("decode_budget", "budget_ms", "bound", "start", "booked", "stages"),
 )
 
 
