@@ -35,7 +35,13 @@ class UndoMove(msgspec.Struct, frozen=True, tag=True):
     preview: bool
 
 
-Question = ShowPlan | MoveLayers | UndoMove
+class ExplainRequest(msgspec.Struct, frozen=True, tag=True):
+    """Why is this request where it is, and when does it get on?"""
+
+    request_id: str
+
+
+Question = ShowPlan | MoveLayers | UndoMove | ExplainRequest
 
 
 class DeskAnswer(msgspec.Struct, frozen=True):

@@ -138,7 +138,12 @@ def _serve(
         postpone_full_collections()
         migration = _migration(args, capacity.plan, predictor)
         core = PipelineCore(steps, capacity.plan, migration)
-        operators = PipelineDesk(DeskSocket(context, desk_address(args.run_directory)), core)
+        operators = PipelineDesk(
+            DeskSocket(context, desk_address(args.run_directory)),
+            core,
+            grammars,
+            args.grammars.compile_seconds,
+        )
         PipelineScheduler(
             front, core, launcher, grammars, operators, traces, loads, metrics, poller, facts
         ).run()

@@ -11,11 +11,15 @@ from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.layer_moves import SwitchPlan
 from sgl_pipeline.messages import StageReport
+from sgl_pipeline.pipeline.forecast import Forecast, Forecaster
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
+from sgl_pipeline.pipeline.output_lengths import OutputLengths
 from sgl_pipeline.pipeline.pipeline_state import PipelineState, StageState
+from sgl_pipeline.pipeline.recent_load import RecentLoad
 from sgl_pipeline.pipeline.step_history import StepHistory
-from sgl_pipeline.scheduling import Explanation, StepScheduler
+from sgl_pipeline.pipeline.step_pace import StepPace
+from sgl_pipeline.scheduling import Explanation, Outlook, StepScheduler
 from sgl_pipeline.stage_orders import OrderStream, SealedOrder
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_plan import StepPlanEncoder
@@ -44,6 +48,7 @@ class PipelineCore:
         self.plan = plan
         self.migration = migration or MigrationControl.off(plan)
         self.history = StepHistory(plan.num_stages)
+        self.recent_load = RecentLoad()
         self._encoder = StepPlanEncoder()
         self._orders = OrderStream()
         self._open: dict[int, OpenStep] = {}
@@ -109,12 +114,33 @@ class PipelineCore:
         self._reported.clear()
         for record in records:
             self.history.add(record)
+            self.recent_load.add(record)
             self.migration.note(record)
         return records
 
     def explain(self, request_id: str) -> Explanation | None:
         """Why a request waits: which rule, which numbers, behind whom; None for an unknown one."""
         return self.scheduler.explain(request_id)
+
+    def forecast(self, outlook: Outlook, now_s: float) -> Forecast:
+        """When the request of `outlook` will run, by the pace of the recent steps of this plan."""
+        if self.scheduler.is_paused and not outlook.request.steps_in_flight:
+            return Forecast(reason="the scheduler is paused, until somebody continues it")
+        recent = [record for record in self.history.recent if record.epoch == self.plan.epoch]
+        pace = StepPace.of(recent)
+        if pace is None:
+            return Forecast(
+                reason=f"{len(recent)} steps of this plan have been measured, too few to tell"
+            )
+        in_flight = [
+            (step.microbatch, step.scheduled_s)
+            for step in self._open.values()
+            if not step.finished_s
+        ]
+        running = [len(one.output_ids) for one in self.scheduler.requests()]
+        lengths = OutputLengths(self.recent_load.output_lengths(), running)
+        last_end_s = recent[-1].finished_s
+        return Forecaster(outlook, pace, lengths, in_flight, last_end_s, now_s).run()
 
     def state(self, now_s: float, compiling_requests: int = 0) -> PipelineState:
         """How things stand; `compiling_requests` are those that the driver holds back for now."""

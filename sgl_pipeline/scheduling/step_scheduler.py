@@ -17,6 +17,7 @@ from sgl_pipeline.scheduling.arrivals import DISPLACED, Arrivals
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
 from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
 from sgl_pipeline.scheduling.logprob_rows import keep_logprobs
+from sgl_pipeline.scheduling.outlook import Outlook
 from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.preemption import Preemption
 from sgl_pipeline.scheduling.radix_demand import RadixDemand
@@ -297,6 +298,13 @@ class StepScheduler:
             return None
         budget = self._policy(self.load(self._accounting))
         return self._explainer.explain(request, budget, is_paused=self._is_paused)
+
+    def outlook(self, request_id: str) -> Outlook | None:
+        """Who is served before the request, and what that takes; None as `explain`."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        return self._explainer.outlook(request, self.load(self._accounting), self._policy)
 
     @property
     def num_waiting(self) -> int:

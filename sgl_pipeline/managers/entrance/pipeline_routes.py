@@ -3,7 +3,7 @@
 `launch_server.py` adds them to upstream's application. Bodies are checked here; what can be done is
 decided in the scheduler process (`front/pipeline_desk.py`). Who may call them is upstream's rule
 for its own administrative routes: with `--admin-api-key` that key, else with `--api-key` that one,
-else everybody.
+else everybody. What explains a request takes the key that requests take.
 """
 
 from typing import Annotated, Any
@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.desk_channel import (
     DeskClient,
+    ExplainRequest,
     MoveLayers,
     Question,
     ShowPlan,
@@ -80,6 +81,13 @@ def add_pipeline_routes(app: Any, address: str, move_timeout_s: float) -> None:
         """Moves layers between stages, or predicts what that would bring."""
         return await routes.change_plan(request)
 
+    async def explain_request(rid: str) -> Response:
+        """Why a request waits: which rule, which numbers, behind whom, and when it gets on."""
+        return await routes.explain_request(rid)
+
+    app.add_api_route(
+        "/pipeline/explain/{rid:path}", explain_request, methods=["GET"], response_model=None
+    )
     app.add_api_route("/pipeline/plan", show_plan, methods=["GET"], response_model=None)
     app.add_api_route(
         "/pipeline/plan",
@@ -99,6 +107,9 @@ class _PipelineRoutes:
 
     async def show_plan(self) -> Response:
         return await self._ask(ShowPlan(), ANSWER_TIMEOUT_S)
+
+    async def explain_request(self, rid: str) -> Response:
+        return await self._ask(ExplainRequest(rid), ANSWER_TIMEOUT_S)
 
     async def change_plan(self, request: Request) -> Response:
         try:

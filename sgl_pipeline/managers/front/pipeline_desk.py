@@ -15,10 +15,13 @@ from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.desk_channel import (
     DeskAnswer,
     DeskSocket,
+    ExplainRequest,
     MoveLayers,
     Question,
     ShowPlan,
 )
+from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
+from sgl_pipeline.managers.reports.explain_report import describe_compile, describe_wait
 from sgl_pipeline.managers.reports.plan_report import (
     describe_move,
     describe_plan,
@@ -34,11 +37,24 @@ MAX_QUESTIONS_PER_TURN = 4
 
 
 class PipelineDesk:
-    """One question at a time; whoever wants layers to move hears of it when that is over."""
+    """One question at a time; whoever wants layers to move hears of it when that is over.
 
-    def __init__(self, socket: DeskSocket, core: PipelineCore) -> None:
+    Args:
+        grammars: knows the requests that are not in the queue yet.
+        compile_seconds: the most that the compile of a grammar may take.
+    """
+
+    def __init__(
+        self,
+        socket: DeskSocket,
+        core: PipelineCore,
+        grammars: GrammarQueue | NoGrammars,
+        compile_seconds: float,
+    ) -> None:
         self._socket = socket
         self._core = core
+        self._grammars = grammars
+        self._compile_seconds = compile_seconds
         # Who waits for the end of a move, by its number.
         self._askers: dict[int, bytes] = {}
 
@@ -93,6 +109,8 @@ class PipelineDesk:
         migration = self._core.migration
         if isinstance(question, ShowPlan):
             return answer_with(describe_plan(self._core.state(now_s), migration))
+        if isinstance(question, ExplainRequest):
+            return self._explain(question.request_id, now_s)
         if isinstance(question, MoveLayers):
             if question.preview:
                 return self._preview(question.layer_counts)
@@ -103,6 +121,21 @@ class PipelineDesk:
             record = migration.undo(now_s)
         self._askers[record.move] = asker
         return None
+
+    def _explain(self, request_id: str, now_s: float) -> DeskAnswer:
+        held = self._grammars.held(request_id)
+        if held is not None:
+            num_compiling = len(self._grammars)
+            return answer_with(describe_compile(held, num_compiling, self._compile_seconds, now_s))
+        explanation = self._core.explain(request_id)
+        outlook = self._core.scheduler.outlook(request_id)
+        if explanation is None or outlook is None:
+            raise RequestError(
+                f"no request {request_id!r} waits or runs: it has ended, or never came",
+                status_code=404,
+            )
+        forecast = self._core.forecast(outlook, now_s)
+        return answer_with(describe_wait(explanation, outlook, forecast, now_s))
 
     def _preview(self, layer_counts: tuple[int, ...]) -> DeskAnswer:
         prediction = self._core.migration.preview(layer_counts)

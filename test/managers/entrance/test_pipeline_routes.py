@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from sgl_pipeline.managers import desk_channel
 from sgl_pipeline.managers.desk_channel import (
     DeskAnswer,
     DeskSocket,
+    ExplainRequest,
     MoveLayers,
     ShowPlan,
     UndoMove,
@@ -118,6 +120,14 @@ def test_a_body_becomes_a_question(
 ) -> None:
     assert client.post("/pipeline/plan", json=body).status_code == 200
     assert scheduler.asked == [question]
+
+
+@pytest.mark.parametrize("rid", ["7f3a", "a b", "team/one", "\u00e4\u20ac"])
+def test_any_request_id_can_be_asked_for(
+    client: TestClient, scheduler: Scheduler, rid: str
+) -> None:
+    assert client.get(f"/pipeline/explain/{quote(rid, safe='')}").status_code == 200
+    assert scheduler.asked == [ExplainRequest(rid)]
 
 
 HOSTILE_BODIES = {
