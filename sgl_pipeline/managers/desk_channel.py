@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from sgl_pipeline.errors import RequestError
+from sgl_pipeline.throttle_change import Author, Cause, Knob
 
 # A question holds a socket and a task of the HTTP server.
 MAX_OPEN_QUESTIONS = 64
@@ -41,7 +42,28 @@ class ExplainRequest(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
-Question = ShowPlan | MoveLayers | UndoMove | ExplainRequest
+class ShowThrottle(msgspec.Struct, frozen=True, tag=True):
+    """Which knobs are in force, and what has changed?"""
+
+
+class ChangeThrottle(msgspec.Struct, frozen=True, tag=True):
+    """Set these knobs, and take that back after some time."""
+
+    knobs: dict[str, Knob]
+    author: Author
+    revert_after_s: float | None = None
+    cause: Cause = "operator"
+
+
+class UndoThrottle(msgspec.Struct, frozen=True, tag=True):
+    """Go back to the knobs before the newest change."""
+
+    author: Author
+
+
+Question = (
+    ShowPlan | MoveLayers | UndoMove | ExplainRequest | ShowThrottle | ChangeThrottle | UndoThrottle
+)
 
 
 class DeskAnswer(msgspec.Struct, frozen=True):

@@ -41,6 +41,7 @@ from sgl_pipeline.migration.planner_args import PlannerArgs
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 from sgl_pipeline.pipeline.worker_source import WorkerSource
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
@@ -137,7 +138,10 @@ def _serve(
         grammars.start()
         postpone_full_collections()
         migration = _migration(args, capacity.plan, predictor)
-        core = PipelineCore(steps, capacity.plan, migration)
+        throttle = ThrottleControl(
+            steps, args.throttle, args.scheduling.accounting, args.most_prefill_tokens
+        )
+        core = PipelineCore(steps, capacity.plan, migration, throttle)
         operators = PipelineDesk(
             DeskSocket(context, desk_address(args.run_directory)),
             core,

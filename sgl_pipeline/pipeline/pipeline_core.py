@@ -19,6 +19,7 @@ from sgl_pipeline.pipeline.pipeline_state import PipelineState, StageState
 from sgl_pipeline.pipeline.recent_load import RecentLoad
 from sgl_pipeline.pipeline.step_history import StepHistory
 from sgl_pipeline.pipeline.step_pace import StepPace
+from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.scheduling import Explanation, Outlook, StepScheduler
 from sgl_pipeline.stage_orders import OrderStream, SealedOrder
 from sgl_pipeline.stage_plan import StagePlan
@@ -36,6 +37,7 @@ class PipelineCore:
         plan: which stage owns which layers, of the first epoch. It changes with the moves of
             `migration`, and is that of the next step to be decided.
         migration: may move layers; None: never.
+        throttle: changes the knobs of `scheduler`; None: they stay.
     """
 
     def __init__(
@@ -43,10 +45,12 @@ class PipelineCore:
         scheduler: StepScheduler,
         plan: StagePlan,
         migration: MigrationControl | None = None,
+        throttle: ThrottleControl | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.plan = plan
         self.migration = migration or MigrationControl.off(plan)
+        self.throttle = throttle
         self.history = StepHistory(plan.num_stages)
         self.recent_load = RecentLoad()
         self._encoder = StepPlanEncoder()
@@ -71,6 +75,8 @@ class PipelineCore:
 
         The driver must send its order to every stage before it asks for another one.
         """
+        if self.throttle is not None:
+            self.throttle.revert_if_due(now_s)
         microbatch = self.scheduler.next_microbatch(now_s)
         if microbatch is None:
             return None
@@ -169,4 +175,5 @@ class PipelineCore:
             ),
             # Copies: the record of a move under way still changes.
             moves=tuple(map(copy, self.migration.history)),
+            throttle=None if self.throttle is None else self.throttle.state(),
         )

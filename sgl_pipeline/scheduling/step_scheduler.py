@@ -82,6 +82,10 @@ class StepScheduler:
         self._is_paused = False
         self._retracts_running = False
 
+    def use_policy(self, policy: Policy, accounting: str) -> None:
+        """Decides the next steps by `policy`, which is told what `accounting` counts."""
+        self._policy, self._accounting = policy, ACCOUNTINGS[accounting]
+
     # Requests in and out
 
     def add(self, request: Request) -> Request | None:
@@ -305,6 +309,11 @@ class StepScheduler:
         if request is None:
             return None
         return self._explainer.outlook(request, self.load(self._accounting), self._policy)
+
+    @property
+    def next_step_id(self) -> int:
+        """Of the step that is decided next."""
+        return self._next_step_id
 
     @property
     def num_waiting(self) -> int:

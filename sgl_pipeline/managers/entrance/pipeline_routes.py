@@ -23,8 +23,10 @@ from sgl_pipeline.managers.desk_channel import (
     MoveLayers,
     Question,
     ShowPlan,
+    ShowThrottle,
     UndoMove,
 )
+from sgl_pipeline.managers.entrance.throttle_body import ServerKeys, ThrottleBody, read_body
 
 ANSWER_TIMEOUT_S = 10.0
 # Beyond the time that stages have to get ready: what is behind the switch has no bound of its own.
@@ -62,14 +64,17 @@ class PlanChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(PlanChange)
 
 
-def add_pipeline_routes(app: Any, address: str, move_timeout_s: float) -> None:
+def add_pipeline_routes(
+    app: Any, address: str, move_timeout_s: float, keys: ServerKeys | None = None
+) -> None:
     """Adds the routes to upstream's FastAPI application, before it is started.
 
     Args:
         address: of the scheduler process's desk (`desk_channel.desk_address`).
         move_timeout_s: how long stages may take to get ready for a move.
+        keys: that upstream will ask for; None: none.
     """
-    routes = _PipelineRoutes(DeskClient(address), move_timeout_s)
+    routes = _PipelineRoutes(DeskClient(address), move_timeout_s, keys or ServerKeys())
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def show_plan() -> Response:
@@ -85,6 +90,24 @@ def add_pipeline_routes(app: Any, address: str, move_timeout_s: float) -> None:
         """Why a request waits: which rule, which numbers, behind whom, and when it gets on."""
         return await routes.explain_request(rid)
 
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def show_throttle() -> Response:
+        """The knobs of the throttle, their ranges, and what has been changed by whom."""
+        return await routes.show_throttle()
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def change_throttle(request: Request) -> Response:
+        """Changes knobs between two steps, for good or for some time."""
+        return await routes.change_throttle(request)
+
+    app.add_api_route("/pipeline/throttle", show_throttle, methods=["GET"], response_model=None)
+    app.add_api_route(
+        "/pipeline/throttle",
+        change_throttle,
+        methods=["PATCH"],
+        response_model=None,
+        dependencies=[Depends(validate_json_request)],
+    )
     app.add_api_route(
         "/pipeline/explain/{rid:path}", explain_request, methods=["GET"], response_model=None
     )
@@ -101,8 +124,9 @@ def add_pipeline_routes(app: Any, address: str, move_timeout_s: float) -> None:
 class _PipelineRoutes:
     """What the routes do. A client that leaves changes nothing: a move that has begun goes on."""
 
-    def __init__(self, desk: DeskClient, move_timeout_s: float) -> None:
+    def __init__(self, desk: DeskClient, move_timeout_s: float, keys: ServerKeys) -> None:
         self._desk = desk
+        self._keys = keys
         self._move_timeout_s = move_timeout_s
 
     async def show_plan(self) -> Response:
@@ -110,6 +134,19 @@ class _PipelineRoutes:
 
     async def explain_request(self, rid: str) -> Response:
         return await self._ask(ExplainRequest(rid), ANSWER_TIMEOUT_S)
+
+    async def show_throttle(self) -> Response:
+        return await self._ask(ShowThrottle(), ANSWER_TIMEOUT_S)
+
+    async def change_throttle(self, request: Request) -> Response:
+        try:
+            body = read_body(await request.body(), ThrottleBody)
+            question = body.question(self._keys.author_of(request))
+        except ClientDisconnect:
+            return _refusal("the client has left", 400)
+        except RequestError as error:
+            return _refusal(str(error), error.status_code)
+        return await self._ask(question, ANSWER_TIMEOUT_S)
 
     async def change_plan(self, request: Request) -> Response:
         try:

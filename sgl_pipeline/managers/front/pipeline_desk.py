@@ -13,12 +13,15 @@ import zmq
 
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.desk_channel import (
+    ChangeThrottle,
     DeskAnswer,
     DeskSocket,
     ExplainRequest,
     MoveLayers,
     Question,
     ShowPlan,
+    ShowThrottle,
+    UndoThrottle,
 )
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.reports.explain_report import describe_compile, describe_wait
@@ -27,8 +30,10 @@ from sgl_pipeline.managers.reports.plan_report import (
     describe_plan,
     describe_prediction,
 )
+from sgl_pipeline.managers.reports.throttle_report import describe_change, describe_throttle
 from sgl_pipeline.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.throttle_change import ThrottleChange
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +116,8 @@ class PipelineDesk:
             return answer_with(describe_plan(self._core.state(now_s), migration))
         if isinstance(question, ExplainRequest):
             return self._explain(question.request_id, now_s)
+        if isinstance(question, ShowThrottle | ChangeThrottle | UndoThrottle):
+            return self._steer(question, now_s)
         if isinstance(question, MoveLayers):
             if question.preview:
                 return self._preview(question.layer_counts)
@@ -136,6 +143,26 @@ class PipelineDesk:
             )
         forecast = self._core.forecast(outlook, now_s)
         return answer_with(describe_wait(explanation, outlook, forecast, now_s))
+
+    def _steer(
+        self, question: ShowThrottle | ChangeThrottle | UndoThrottle, now_s: float
+    ) -> DeskAnswer:
+        throttle = self._core.throttle
+        assert throttle is not None, "a server's knobs can be changed"
+        if isinstance(question, ShowThrottle):
+            return answer_with(describe_throttle(throttle, now_s))
+        if isinstance(question, UndoThrottle):
+            change: ThrottleChange | None = throttle.undo(question.author, now_s)
+        else:
+            change = throttle.change(
+                question.knobs,
+                question.author,
+                now_s,
+                question.revert_after_s,
+                question.cause,
+            )
+        told = {"change": None if change is None else describe_change(change)}
+        return answer_with(told | describe_throttle(throttle, now_s))
 
     def _preview(self, layer_counts: tuple[int, ...]) -> DeskAnswer:
         prediction = self._core.migration.preview(layer_counts)

@@ -11,21 +11,28 @@ from support.pipelines import make_request
 from support.planners import EAGER
 from support.served_steps import ServedSteps, decode_step, flat_costs, mixed_step
 
+from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.managers.desk_channel import (
+    ChangeThrottle,
     DeskAnswer,
     DeskSocket,
     ExplainRequest,
     MoveLayers,
     Question,
     ShowPlan,
+    ShowThrottle,
     UndoMove,
+    UndoThrottle,
 )
 from sgl_pipeline.managers.front.pipeline_desk import MAX_QUESTIONS_PER_TURN, PipelineDesk
 from sgl_pipeline.managers.grammars.queue import NoGrammars
+from sgl_pipeline.managers.reports.plan_report import unix_s
 from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.requests import Request
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.throttle_change import Author
 
 WAIT_MS = 2000
 ADDRESS = "inproc://desk"
@@ -393,3 +400,38 @@ def test_a_request_whose_grammar_is_compiled_is_explained(office: Office) -> Non
     assert "at most 7.5 s (--grammar-compile-seconds)" in told["text"]
     assert told["estimate"]["runs_in_s"] is None and told["estimate"]["reason"]
     assert told["numbers"] == {"compiling_requests": 1, "most_compile_seconds": 7.5}
+
+
+def steer(office: Office) -> None:
+    scheduler = office.core.scheduler
+    office.core.throttle = ThrottleControl(scheduler, ThrottleArgs(), "radix", 4096)
+
+
+def test_knobs_are_shown_with_ranges_and_the_past(office: Office) -> None:
+    steer(office)
+    status, shown = office.ask(ShowThrottle())
+    assert status == 200
+    assert (shown["policy"], shown["prefill_spread_steps"]) == ("throttle", 8)
+    assert (shown["max_prefill_tokens"], shown["prefill_limit"]) == (None, 2048)
+    assert shown["ranges"]["prefill_spread_steps"] == [1, 1024]
+    assert shown["history"] == [] and shown["revert"] is None
+    assert shown["at_start"]["pause_free_share"] == 0.05
+
+
+def test_a_change_is_answered_with_who_made_it_and_when_it_goes_back(office: Office) -> None:
+    steer(office)
+    me = Author("admin", "10.1.2.3")
+    status, told = office.ask(ChangeThrottle({"prefill_spread_steps": 4}, me, 60.0))
+    assert status == 200 and told["prefill_spread_steps"] == 4
+    assert told["change"]["by"] == {"key": "admin", "client": "10.1.2.3"}
+    assert told["change"]["before"] == {"prefill_spread_steps": 8}
+    assert abs(told["change"]["at_unix_s"] - unix_s(office.now_s)) < 1.0
+    assert told["revert"] == {"in_s": 60.0, "to": {"prefill_spread_steps": 8}}
+    assert told["history"] == [told["change"]]
+    status, undone = office.ask(UndoThrottle(me))
+    assert (status, undone["prefill_spread_steps"]) == (200, 8)
+    assert [one["cause"] for one in undone["history"]] == ["operator", "undo"]
+    assert message(office.ask(ChangeThrottle({"prefill_spread_steps": 0}, me))) == (
+        400,
+        "prefill_spread_steps is 0; it must be between 1 and 1024",
+    )
