@@ -61,8 +61,22 @@ class UndoThrottle(msgspec.Struct, frozen=True, tag=True):
     author: Author
 
 
+class ShowRecentWork(msgspec.Struct, frozen=True, tag=True):
+    """What has come in the last seconds, and how was it served? The answer is msgpack, a
+    `pipeline.recent_load.RecentWork`."""
+
+    window_s: float
+
+
 Question = (
-    ShowPlan | MoveLayers | UndoMove | ExplainRequest | ShowThrottle | ChangeThrottle | UndoThrottle
+    ShowPlan
+    | MoveLayers
+    | UndoMove
+    | ExplainRequest
+    | ShowThrottle
+    | ChangeThrottle
+    | UndoThrottle
+    | ShowRecentWork
 )
 
 

@@ -6,6 +6,7 @@ order that every stage must get, and later its token events. Reads no clock, sen
 """
 
 from copy import copy
+from dataclasses import asdict
 
 from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.errors import ProtocolError
@@ -16,7 +17,7 @@ from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.output_lengths import OutputLengths
 from sgl_pipeline.pipeline.pipeline_state import PipelineState, StageState
-from sgl_pipeline.pipeline.recent_load import RecentLoad
+from sgl_pipeline.pipeline.recent_load import RecentLoad, RecentWork
 from sgl_pipeline.pipeline.step_history import StepHistory
 from sgl_pipeline.pipeline.step_pace import StepPace
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
@@ -147,6 +148,20 @@ class PipelineCore:
         lengths = OutputLengths(self.recent_load.output_lengths(), running)
         last_end_s = recent[-1].finished_s
         return Forecaster(outlook, pace, lengths, in_flight, last_end_s, now_s).run()
+
+    def recent_work(self, window_s: float, now_s: float) -> RecentWork:
+        """The load of the last `window_s` seconds, as the simulator runs it again."""
+        scheduler, throttle = self.scheduler, self.throttle
+        assert throttle is not None, "only knobs that can be changed are tuned"
+        return RecentWork(
+            requests=self.recent_load.since(now_s - window_s, scheduler.requests()),
+            steps=[one for one in self.recent_load.steps if one.epoch == self.plan.epoch],
+            knobs=throttle.knobs,
+            ranges=throttle.ranges,
+            scheduling=asdict(scheduler.args),
+            pool_tokens=scheduler.limits.pool_tokens,
+            now_s=now_s,
+        )
 
     def state(self, now_s: float, compiling_requests: int = 0) -> PipelineState:
         """How things stand; `compiling_requests` are those that the driver holds back for now."""

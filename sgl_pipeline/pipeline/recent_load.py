@@ -6,13 +6,16 @@ microsecond, after the next steps are on their way. No text and no token.
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 import msgspec
 
+from sgl_pipeline.requests import Request
+from sgl_pipeline.throttle_change import Knob
 from sgl_pipeline.trace import StepRecord
 
 MAX_REQUESTS = 4096
-MAX_STEPS = 2048
+MAX_STEPS = 1024
 # Of the newest answers, how many say how long the next ones will be.
 NUM_LENGTHS = 256
 
@@ -27,6 +30,20 @@ class PastRequest(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: int
     first_token_ms: float | None = None
     total_ms: float | None = None
+
+    @classmethod
+    def live(cls, request: Request) -> "PastRequest":
+        """Of a request that waits or runs."""
+        first_token_ms = None
+        if request.first_token_s is not None:
+            first_token_ms = (request.first_token_s - request.arrival_s) * 1e3
+        return cls(
+            request.arrival_s,
+            len(request.prompt_ids),
+            request.cached_tokens,
+            len(request.output_ids),
+            first_token_ms,
+        )
 
     @property
     def tpot_ms(self) -> float | None:
@@ -59,6 +76,27 @@ class RecentLoad:
                 )
             )
 
+    def since(self, moment_s: float, live: Iterable[Request]) -> list[PastRequest]:
+        """The requests that came at `moment_s` or later, those of `live` among them, by arrival."""
+        past = [*self.requests, *map(PastRequest.live, live)]
+        return sorted(
+            (one for one in past if one.arrival_s >= moment_s), key=lambda one: one.arrival_s
+        )
+
     def output_lengths(self) -> list[int]:
         """Tokens of the newest answers."""
         return [one.output_tokens for one in list(self.requests)[-NUM_LENGTHS:]]
+
+
+class RecentWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What `POST /pipeline/tune` hands to the simulator: the load of a window and the pipeline that
+    served it. `requests` by arrival, those that have not ended among them; `steps` of the plan in
+    use. `knobs` are the throttle's, `scheduling` the fields of `SchedulingArgs`."""
+
+    requests: list[PastRequest]
+    steps: list[StepRecord]
+    knobs: dict[str, Knob]
+    ranges: dict[str, list[Knob]]
+    scheduling: dict[str, int | str | bool | None]
+    pool_tokens: int
+    now_s: float

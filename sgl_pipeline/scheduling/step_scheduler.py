@@ -49,6 +49,7 @@ class StepScheduler:
         context_length: int,
     ) -> None:
         self.epoch = 0
+        self.args = args
         self.limits = RequestLimits(context_length, num_pages * args.page_size)
         self._policy = policy
         self._accounting = ACCOUNTINGS[args.accounting]

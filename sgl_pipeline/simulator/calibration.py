@@ -99,14 +99,18 @@ class FittedCosts:
 
 
 def fit_trace(path: str | Path) -> FittedCosts:
-    """The costs of the run that wrote `path`.
+    """The costs of the run that wrote `path`. Raises ConfigurationError as `fit_records`."""
+    return fit_records(list(read_trace(path)), str(path))
+
+
+def fit_records(records: Sequence[StepRecord], source: str) -> FittedCosts:
+    """The costs of the run that `records` of `source` are of.
 
     Raises ConfigurationError when it is too short to tell anything.
     """
-    records = list(read_trace(path))
     if len(records) < MIN_STEPS:
         raise ConfigurationError(
-            f"{path} has {len(records)} steps; at least {MIN_STEPS} of different sizes are needed"
+            f"{source} has {len(records)} steps; at least {MIN_STEPS} of different sizes are needed"
         )
     measured_s = np.array([[stage.compute_ms for stage in r.stages] for r in records]) * 1e-3
     fits = [_fit_stage(records, of_stage) for of_stage in measured_s.T]

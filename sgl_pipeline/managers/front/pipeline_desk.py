@@ -20,6 +20,7 @@ from sgl_pipeline.managers.desk_channel import (
     MoveLayers,
     Question,
     ShowPlan,
+    ShowRecentWork,
     ShowThrottle,
     UndoThrottle,
 )
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 # Each costs up to a few milliseconds, in which no step is decided.
 MAX_QUESTIONS_PER_TURN = 4
+# Fewer steps cannot be fitted (`simulator/calibration.py`); fewer requests are no load.
+MIN_TUNED_STEPS = 200
+MIN_TUNED_REQUESTS = 20
 
 
 class PipelineDesk:
@@ -118,6 +122,8 @@ class PipelineDesk:
             return self._explain(question.request_id, now_s)
         if isinstance(question, ShowThrottle | ChangeThrottle | UndoThrottle):
             return self._steer(question, now_s)
+        if isinstance(question, ShowRecentWork):
+            return self._recent_work(question.window_s, now_s)
         if isinstance(question, MoveLayers):
             if question.preview:
                 return self._preview(question.layer_counts)
@@ -163,6 +169,18 @@ class PipelineDesk:
             )
         told = {"change": None if change is None else describe_change(change)}
         return answer_with(told | describe_throttle(throttle, now_s))
+
+    def _recent_work(self, window_s: float, now_s: float) -> DeskAnswer:
+        work = self._core.recent_work(window_s, now_s)
+        num_ended = sum(one.total_ms is not None for one in work.requests)
+        if len(work.steps) < MIN_TUNED_STEPS or num_ended < MIN_TUNED_REQUESTS:
+            raise RequestError(
+                f"{len(work.steps)} steps of this plan were measured and {num_ended} requests of "
+                f"the last {window_s:g} s have ended; tuning needs {MIN_TUNED_STEPS} and "
+                f"{MIN_TUNED_REQUESTS}: ask again under load, or for a longer window_s",
+                status_code=503,
+            )
+        return DeskAnswer(200, msgspec.msgpack.encode(work))
 
     def _preview(self, layer_counts: tuple[int, ...]) -> DeskAnswer:
         prediction = self._core.migration.preview(layer_counts)
