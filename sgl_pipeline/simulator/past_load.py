@@ -24,6 +24,9 @@ from sgl_pipeline.throttle_change import Knob
 MAX_REQUESTS = 1000
 # After the request that fills the cache, and before the others: it is over by then.
 _WARM_UP_S = 1e4
+# What the fitted times of steps may be multiplied by, and how closely that is found.
+_SLOWDOWNS = (0.8, 4.0)
+_SLOWDOWN_TOLERANCE = 1.03
 _GOLDEN_RATIO = 0.6180339887498949
 
 
@@ -34,12 +37,34 @@ class PastLoad:
     work: RecentWork
     costs: FittedCosts
     requests: tuple[SimulatedRequest, ...]
+    slowdown: float = 1.0
 
     @classmethod
     def of(cls, work: RecentWork) -> "PastLoad":
-        """Raises ConfigurationError where too few steps were measured."""
-        costs = fit_records(work.steps, "the server's record")
-        return cls(work, costs, tuple(past_requests(work.requests)))
+        """As long in all as it was: `slowdown` is what the fitted times of steps are multiplied by
+        for that, because steps also wait for cores that others have, and near saturation a little
+        of that makes long queues. Raises ConfigurationError where too few steps were measured."""
+        costs = fit_records(work.steps, "the server's record", is_robust=True)
+        load = cls(work, costs, tuple(past_requests(work.requests)))
+        measured_ms = [one.total_ms for one in work.requests[-MAX_REQUESTS:]]
+        low, high = _SLOWDOWNS
+        while high / low > _SLOWDOWN_TOLERANCE:
+            middle = (low * high) ** 0.5
+            slowed = replace(load, costs=costs.slowed_by(middle), slowdown=middle)
+            if slowed.excess_ms(measured_ms) > 0.0:
+                high = middle
+            else:
+                low = middle
+        return replace(load, costs=costs.slowed_by(low), slowdown=low)
+
+    def excess_ms(self, measured_ms: Sequence[float | None]) -> float:
+        """By how much the requests take longer under the knobs in force than they did, in all."""
+        simulation = self.run(self.work.knobs)
+        return sum(
+            (served.finished_s - served.arrival_s) * 1e3 - total_ms
+            for served, total_ms in zip(simulation.requests, measured_ms, strict=True)
+            if total_ms is not None and served.finished_s is not None
+        )
 
     @property
     def largest_step(self) -> int:

@@ -6,7 +6,7 @@ the result is the best of what was tried, and says how much that was. Never long
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import msgspec
 
@@ -21,7 +21,7 @@ from sgl_pipeline.throttle_change import Knob
 
 # Values that are tried of each knob that the policy reads, in this order.
 VALUES: Mapping[str, tuple[Knob, ...]] = {
-    "max_prefill_tokens": (64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    "max_prefill_tokens": (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
     "prefill_spread_steps": (1, 2, 4, 8, 16, 32),
     "pause_free_share": (0.0, 0.05, 0.1, 0.2),
 }
@@ -29,8 +29,10 @@ VALUES: Mapping[str, tuple[Knob, ...]] = {
 LEAST_SHARE_GAIN = 0.01
 LEAST_LATENESS_GAIN = 0.05
 MAX_PASSES = 3
-# Steps larger than this many times the largest measured are guesswork.
+# Times the largest step that was measured: beyond the first a prediction is marked as a guess,
+# beyond the second nothing is tried. What is proposed can be set, and tuned again.
 EXTRAPOLATION = 2.0
+MOST_EXTRAPOLATION = 4.0
 
 
 class TuneTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +60,8 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a task. `knobs` are those to change, none where nothing that was tried is
     better. `is_complete`: everything was tried before the time was over. `is_extrapolated`: steps
     are larger than any that was measured. `step_time_errors[s]`: the mean error of stage `s`'s
-    fitted step times."""
+    fitted step times, `slowdown` what these are multiplied by so that the window takes as long in
+    all as it did."""
 
     knobs: dict[str, Knob]
     now: Prediction
@@ -69,6 +72,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     is_complete: bool
     is_extrapolated: bool
     step_time_errors: tuple[float, ...]
+    slowdown: float
     seconds: float
 
 
@@ -85,6 +89,7 @@ class _Search:
         self._task = task
         self._target = LatencyTarget(ttft_ms=task.ttft_ms, tpot_ms=task.tpot_ms)
         self.load = PastLoad.of(task.work)
+        self._most_tokens = int(MOST_EXTRAPOLATION * self.load.largest_step)
         self.num_trials = 0
         self._largest_step = 0  # of the last trial
         self._limit_s = float("inf")
@@ -121,14 +126,21 @@ class _Search:
                 self.largest_step = self._largest_step
 
     def _search_policy(self, policy: str) -> None:
-        """Varies one knob after the other, each time from the best so far, until none helps."""
-        knobs, best = dict(self._task.work.knobs), self.now
-        if policy != knobs["policy"]:
-            knobs = asdict(ThrottleArgs(policy=policy)) | {"accounting": knobs["accounting"]}
-            found = self._consider(knobs)
-            if found is None:
-                return
-            best = found
+        """Varies one knob after the other, each time from the best so far, until none helps.
+
+        From the knobs in force or from those of the policy's authors: where two knobs hold each
+        other, turning one alone changes nothing.
+        """
+        in_force = self._task.work.knobs
+        authors = ThrottleArgs(policy=policy)
+        limit = max(authors.min_prefill_tokens, min(authors.prefill_limit, self._most_tokens))
+        knobs = asdict(replace(authors, max_prefill_tokens=limit))
+        knobs["accounting"] = in_force["accounting"]
+        best = self._consider(knobs)
+        if policy == in_force["policy"] and (best is None or not _is_better(best, self.now)):
+            knobs, best = dict(in_force), self.now
+        if best is None:
+            return
         for _ in range(MAX_PASSES):
             before = knobs
             for name in (one for one in VALUES if one in SEARCH_SPACE[policy]):
@@ -144,6 +156,8 @@ class _Search:
         assert isinstance(low, int | float) and isinstance(high, int | float)
         for value in VALUES[name]:
             assert isinstance(value, int | float)
+            if name == "max_prefill_tokens" and value > self._most_tokens:
+                return
             if value != knobs[name] and low <= value <= high:
                 yield dict(knobs) | {name: value}
 
@@ -195,6 +209,7 @@ def propose(task: TuneTask, clock: Callable[[], float] = time.monotonic) -> Prop
         is_complete=is_complete,
         is_extrapolated=search.largest_step > EXTRAPOLATION * search.load.largest_step,
         step_time_errors=search.load.costs.errors,
+        slowdown=search.load.slowdown,
         seconds=search.seconds,
     )
 

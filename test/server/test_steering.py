@@ -189,10 +189,12 @@ def tuning_processes(server: LiveServer) -> list[psutil.Process]:
 
 
 def test_knobs_are_tuned_from_life_one_task_at_a_time(server: LiveServer) -> None:
-    assert patch(server, max_prefill_tokens=32, prefill_spread_steps=64)[0] == 200
+    tiny = {"max_prefill_tokens": 8, "min_prefill_tokens": 8, "prefill_spread_steps": 64}
+    assert patch(server, **tiny)[0] == 200
+    began_s = time.monotonic()
     crowd = Crowd(server, 6, 12)
     try:
-        wait_until(lambda: crowd.num_answers >= 24, 120)
+        wait_until(lambda: crowd.num_answers >= 24, 150)
         with ThreadPoolExecutor(1) as client:
             first = client.submit(tune, server, ttft_ms=50, tpot_ms=40, timeout_s=15, window_s=600)
             wait_until(lambda: [one.nice() for one in tuning_processes(server)] == [19])
@@ -200,20 +202,27 @@ def test_knobs_are_tuned_from_life_one_task_at_a_time(server: LiveServer) -> Non
             assert status == 409 and "tuned already" in refused["error"]["message"]
             status, told = first.result()
         assert status == 200, told
-        assert told["applied"] is None and throttle(server)["max_prefill_tokens"] == 32
-        status, applied = tune(
-            server, ttft_ms=50, tpot_ms=40, timeout_s=15, apply=True, revert_after_s=3600
-        )
+        assert told["applied"] is None and throttle(server)["max_prefill_tokens"] == 8
     finally:
         crowd.leave()
-    assert told["knobs_in_force"]["max_prefill_tokens"] == 32
+    window_s = time.monotonic() - began_s
+    status, applied = tune(
+        server,
+        ttft_ms=50,
+        tpot_ms=40,
+        timeout_s=90,
+        window_s=window_s,
+        apply=True,
+        revert_after_s=3600,
+    )
+    assert told["knobs_in_force"]["max_prefill_tokens"] == 8
     assert told["measured"]["requests_ended"] >= 20
-    assert told["now"]["ttft_ms"]["p50"] > 0 and told["num_trials"] > 1
+    assert told["now"]["ttft_ms"]["p50"] > 0 and told["num_trials"] >= 1
     assert len(told["step_time_errors"]) == 2
     assert not tuning_processes(server)
     assert status == 200, applied
-    # The limit of 32 tokens a step makes every prompt of 250 take eight.
-    assert applied["knobs"].get("max_prefill_tokens", 0) > 32, applied
+    # With 8 tokens a step, each prompt takes dozens.
+    assert applied["knobs"].get("max_prefill_tokens", 0) > 8, applied
     assert applied["proposed"]["lateness"] < applied["now"]["lateness"]
     shown = throttle(server)
     assert {name: shown[name] for name in applied["knobs"]} == applied["knobs"]

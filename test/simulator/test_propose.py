@@ -157,3 +157,14 @@ def test_hits_are_as_long_as_they_were_and_live_answers_get_lengths() -> None:
         assert not set(rest) & set(warm_up.prompt_ids())
     assert [one.output_tokens for one in requests[:2]] == [20, 30]
     assert 7 < requests[2].output_tokens <= 60 and 1 <= requests[3].output_tokens <= 60
+
+
+def test_two_knobs_that_hold_each_other_are_both_turned(
+    bad_server: tuple[Server, Prediction],
+) -> None:
+    """With so many steps to spread over, the fewest tokens of a step are the most, too."""
+    work = bad_server[0].work()
+    held = work.knobs | {"max_prefill_tokens": 64, "min_prefill_tokens": 64}
+    held["prefill_spread_steps"] = 1024
+    proposal = propose(task_of(msgspec.structs.replace(work, knobs=held)))
+    assert {"max_prefill_tokens", "prefill_spread_steps"} <= set(proposal.knobs)
