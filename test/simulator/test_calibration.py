@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 from support.served_steps import mixed_step, record_of
 
@@ -13,7 +14,6 @@ from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, StageFit, fit_records, fit_trace
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link
 from sgl_pipeline.simulator.simulation import Simulation
-from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.summary import bubble_share, summarise
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
@@ -125,14 +125,13 @@ def test_a_robust_fit_goes_on_beyond_the_sizes_that_were_measured() -> None:
     records = []
     for number in range(400):
         tokens = 1 + number % 12
-        held_up = 1.3 if tokens > 10 and number % 3 == 0 else 1.0
+        held_up = 1.3 if tokens > 10 and number % 3 else 1.0
         work = mixed_step(0, tokens, samples=0)
         stage_ms = (2.0 + 0.1 * tokens) * (10.0 if number % 50 == 0 else held_up)
-        records.append(record_of(work, [stage_ms], step_id=number))
+        record = record_of(work, [stage_ms], step_id=number)
+        records.append(msgspec.structs.replace(record, attended_tokens=0))
     plain, robust = (
         fit_records(records, "a run", is_robust=is_robust).stages[0] for is_robust in (False, True)
     )
-    wanted = StepShape(prefills=((64, 0),), decode_contexts=(), num_samples=0)
-    attended = 64 * 65 // 2
-    assert robust.seconds(wanted.num_tokens, 0, 0) == pytest.approx(8.4e-3, rel=0.25)
-    assert abs(plain.seconds(64, attended, 0) - 8.4e-3) > 4e-3
+    assert robust.seconds(64, 0, 0) == pytest.approx(8.4e-3, rel=0.5)
+    assert plain.seconds(64, 0, 0) > 2 * 8.4e-3

@@ -160,11 +160,15 @@ def test_hits_are_as_long_as_they_were_and_live_answers_get_lengths() -> None:
 
 
 def test_two_knobs_that_hold_each_other_are_both_turned(
-    bad_server: tuple[Server, Prediction],
+    bad_server: tuple[Server, Prediction], proposal: Proposal
 ) -> None:
     """With so many steps to spread over, the fewest tokens of a step are the most, too."""
     work = bad_server[0].work()
     held = work.knobs | {"max_prefill_tokens": 64, "min_prefill_tokens": 64}
     held["prefill_spread_steps"] = 1024
-    proposal = propose(task_of(msgspec.structs.replace(work, knobs=held)))
-    assert {"max_prefill_tokens", "prefill_spread_steps"} <= set(proposal.knobs)
+    freed = propose(task_of(msgspec.structs.replace(work, knobs=held)))
+    assert {"max_prefill_tokens", "prefill_spread_steps"} <= set(freed.knobs)
+    assert freed.proposed is not None and proposal.proposed is not None
+    assert freed.proposed.lateness < freed.now.lateness / 2
+    for name in ("max_prefill_tokens", "prefill_spread_steps"):
+        assert freed.knobs[name] == proposal.knobs[name]
