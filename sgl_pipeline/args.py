@@ -367,6 +367,13 @@ class PipelineArgs:
     drain_timeout_s: float = 25.0
     ui: str = "on"
 
+    @property
+    def most_prefill_tokens(self) -> int:
+        """Of a step, however it is asked for while the server runs: a GPU has room for the step
+        that it was started for, or for one of the usual size (`pp_runner/gpu_memory.py`)."""
+        usual = DEFAULT_PREFILL_LIMITS["throttle"] if self.stages.device == "cuda" else 65_536
+        return max(self.throttle.prefill_limit, usual)
+
     def __post_init__(self) -> None:
         require(
             self.ui in UI_MODES, f"--ui {self.ui!r} is unknown; choose from {', '.join(UI_MODES)}"

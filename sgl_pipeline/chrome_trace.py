@@ -1,5 +1,5 @@
 """Steps as a Chrome trace, which chrome://tracing and ui.perfetto.dev show: a track for the
-scheduler and one for each stage, and one for layer moves.
+scheduler and one for each stage, and one for layer moves; a change of the throttle is a mark.
 
 Written by `managers/` (`--trace-steps`, and beside the profiles of `/start_profile`). The format is
 the JSON array of "Trace Event Format" (Google, 2016): ph X is a span, ts and dur in microseconds;
@@ -13,9 +13,11 @@ from typing import IO, Any
 import msgspec
 
 from sgl_pipeline.move_record import MoveRecord
+from sgl_pipeline.throttle_change import ThrottleChange
 from sgl_pipeline.trace import StepRecord
 
 _PROCESS = 1
+_SCHEDULER_TRACK = 0
 _MOVES_TRACK = 1_000_000  # below those of all stages
 _END = b"\n]\n"
 
@@ -39,6 +41,16 @@ class ChromeTraceWriter:
             self._has_moves_track = True
             self._append([_name("thread_name", "layer moves", _MOVES_TRACK)])
         self._append(_move_events(record))
+
+    def write_change(self, record: ThrottleChange) -> None:
+        knobs = ", ".join(f"{name} {value}" for name, value in record.after.items())
+        args = {
+            "cause": record.cause,
+            "first_step": record.first_step,
+            "before": record.before,
+            "after": record.after,
+        }
+        self._append([_instant(f"throttle: {knobs}", record.changed_s, args, _SCHEDULER_TRACK)])
 
     def flush(self) -> None:
         self._file.flush()
@@ -112,14 +124,16 @@ def _move_events(record: MoveRecord) -> Iterator[dict[str, Any]]:
         yield _span(f"patch {after}", _MOVES_TRACK, switched_s, ended_s, args)
 
 
-def _instant(name: str, moment_s: float, args: dict[str, Any]) -> dict[str, Any]:
+def _instant(
+    name: str, moment_s: float, args: dict[str, Any], track: int = _MOVES_TRACK
+) -> dict[str, Any]:
     return {
         "name": name,
         "ph": "i",
         "s": "p",
         "ts": moment_s * 1e6,
         "pid": _PROCESS,
-        "tid": _MOVES_TRACK,
+        "tid": track,
         "args": args,
     }
 

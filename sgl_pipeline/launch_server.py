@@ -144,12 +144,18 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
     from sgl_pipeline.managers.entrance.pipeline_routes import add_pipeline_routes
     from sgl_pipeline.managers.entrance.route_guard import guard_routes
     from sgl_pipeline.managers.entrance.streamed_calls import read_calls_piece_by_piece
+    from sgl_pipeline.managers.entrance.throttle_body import ServerKeys
     from sgl_pipeline.managers.reports.load_report import loads_path
     from sgl_pipeline.managers.stages.main_process_workers import serve_worker_requests
 
     app.add_middleware(OllamaErrors)
     read_calls_piece_by_piece()
-    add_pipeline_routes(app, desk_address(run_directory.path), pipeline_args.migration.timeout_s)
+    add_pipeline_routes(
+        app,
+        desk_address(run_directory.path),
+        pipeline_args.migration.timeout_s,
+        ServerKeys(plan.upstream.api_key, plan.upstream.admin_api_key),
+    )
     guard_routes(
         app,
         plan.context_length,

@@ -1,7 +1,8 @@
 """One record per step, the same from the runtime and from the simulator.
 
 Written as JSON lines by `managers/` (`--trace-path`) and `simulator/`; every plot and benchmark
-reads these and does not know which produced them. A layer move is a line among them.
+reads these and does not know which produced them. A layer move and a change of the throttle are
+lines among them.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.requests import Request
 from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_work import StepWork
+from sgl_pipeline.throttle_change import ThrottleChange
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +100,9 @@ class StepWriter(Protocol):
     def write_move(self, record: MoveRecord) -> None:
         """A layer move is over."""
 
+    def write_change(self, record: ThrottleChange) -> None:
+        """A knob of the throttle has changed."""
+
     def flush(self) -> None:
         """What was written is in the file from now on."""
 
@@ -110,7 +115,14 @@ class _MoveLine(msgspec.Struct, frozen=True):
     layer_move: MoveRecord
 
 
+class _ChangeLine(msgspec.Struct, frozen=True):
+    """How a change of the throttle stands in a trace file."""
+
+    throttle_change: ThrottleChange
+
+
 _MOVE_LINE_START = b'{"layer_move":'
+_CHANGE_LINE_START = b'{"throttle_change":'
 
 
 class TraceWriter:
@@ -126,6 +138,9 @@ class TraceWriter:
     def write_move(self, record: MoveRecord) -> None:
         self._file.write(self._encoder.encode(_MoveLine(record)) + b"\n")
 
+    def write_change(self, record: ThrottleChange) -> None:
+        self._file.write(self._encoder.encode(_ChangeLine(record)) + b"\n")
+
     def flush(self) -> None:
         self._file.flush()
 
@@ -138,7 +153,7 @@ def read_trace(path: str | Path) -> Iterator[StepRecord]:
     decoder = msgspec.json.Decoder(StepRecord)
     with open(path, "rb") as lines:
         for line in lines:
-            if not line.startswith(_MOVE_LINE_START):
+            if not line.startswith((_MOVE_LINE_START, _CHANGE_LINE_START)):
                 yield decoder.decode(line)
 
 
@@ -149,3 +164,12 @@ def read_moves(path: str | Path) -> Iterator[MoveRecord]:
         for line in lines:
             if line.startswith(_MOVE_LINE_START):
                 yield decoder.decode(line).layer_move
+
+
+def read_changes(path: str | Path) -> Iterator[ThrottleChange]:
+    """The changes of the throttle in a trace file, in their order."""
+    decoder = msgspec.json.Decoder(_ChangeLine)
+    with open(path, "rb") as lines:
+        for line in lines:
+            if line.startswith(_CHANGE_LINE_START):
+                yield decoder.decode(line).throttle_change

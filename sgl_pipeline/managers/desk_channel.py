@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from sgl_pipeline.errors import RequestError
+from sgl_pipeline.throttle_change import Author, Cause, Knob
 
 # A question holds a socket and a task of the HTTP server.
 MAX_OPEN_QUESTIONS = 64
@@ -35,7 +36,48 @@ class UndoMove(msgspec.Struct, frozen=True, tag=True):
     preview: bool
 
 
-Question = ShowPlan | MoveLayers | UndoMove
+class ExplainRequest(msgspec.Struct, frozen=True, tag=True):
+    """Why is this request where it is, and when does it get on?"""
+
+    request_id: str
+
+
+class ShowThrottle(msgspec.Struct, frozen=True, tag=True):
+    """Which knobs are in force, and what has changed?"""
+
+
+class ChangeThrottle(msgspec.Struct, frozen=True, tag=True):
+    """Set these knobs, and take that back after some time."""
+
+    knobs: dict[str, Knob]
+    author: Author
+    revert_after_s: float | None = None
+    cause: Cause = "operator"
+
+
+class UndoThrottle(msgspec.Struct, frozen=True, tag=True):
+    """Go back to the knobs before the newest change."""
+
+    author: Author
+
+
+class ShowRecentWork(msgspec.Struct, frozen=True, tag=True):
+    """What has come in the last seconds, and how was it served? The answer is msgpack, a
+    `pipeline.recent_load.RecentWork`."""
+
+    window_s: float
+
+
+Question = (
+    ShowPlan
+    | MoveLayers
+    | UndoMove
+    | ExplainRequest
+    | ShowThrottle
+    | ChangeThrottle
+    | UndoThrottle
+    | ShowRecentWork
+)
 
 
 class DeskAnswer(msgspec.Struct, frozen=True):

@@ -24,6 +24,7 @@ from sgl_pipeline.managers.reports.move_log import log_begun, log_ended
 from sgl_pipeline.managers.reports.profile_desk import ProfileDesk
 from sgl_pipeline.managers.reports.server_info import describe_state
 from sgl_pipeline.managers.reports.status_line import StatusLine
+from sgl_pipeline.managers.reports.throttle_report import log_change
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.messages import FromWorker, ProfileReply, StageReport
@@ -220,6 +221,18 @@ class PipelineScheduler:
         self._booked.clear()
         self._traces.write(self._core.take_records())
         self._report_moves()
+        self._report_changes()
+
+    def _report_changes(self) -> None:
+        """Lets everybody know of knobs that have changed."""
+        throttle = self._core.throttle
+        if throttle is None or not (changes := throttle.take_changes()):
+            return
+        for change in changes:
+            log_change(change)
+            if self._metrics is not None:
+                self._metrics.throttle_changed(change)
+        self._traces.write_changes(changes)
 
     def _report_moves(self) -> None:
         """Lets everybody know of layer moves that have begun or ended."""

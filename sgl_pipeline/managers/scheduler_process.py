@@ -44,6 +44,7 @@ from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 from sgl_pipeline.pipeline.worker_source import WorkerSource
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
@@ -144,8 +145,16 @@ def _serve(
         postpone_full_collections()
         forecast = StepForecast(capacity.plan, predictor, learns=args.stages.device == "cpu")
         migration = _migration(args.migration, capacity.plan, forecast)
-        core = PipelineCore(steps, capacity.plan, migration, forecast)
-        operators = PipelineDesk(DeskSocket(context, desk_address(args.run_directory)), core)
+        throttle = ThrottleControl(
+            steps, args.throttle, args.scheduling.accounting, args.most_prefill_tokens
+        )
+        core = PipelineCore(steps, capacity.plan, migration, forecast, throttle)
+        operators = PipelineDesk(
+            DeskSocket(context, desk_address(args.run_directory)),
+            core,
+            grammars,
+            args.grammars.compile_seconds,
+        )
         PipelineScheduler(
             front, core, launcher, grammars, operators, traces, loads, metrics, poller, facts, live
         ).run()

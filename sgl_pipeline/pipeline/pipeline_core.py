@@ -6,18 +6,23 @@ order that every stage must get, and later its token events. Reads no clock, sen
 """
 
 from copy import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.layer_moves import SwitchPlan
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.migration.step_forecast import StepForecast
+from sgl_pipeline.pipeline.forecast import Forecast, Forecaster
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
+from sgl_pipeline.pipeline.output_lengths import OutputLengths
 from sgl_pipeline.pipeline.pipeline_state import PipelineState, StageState
+from sgl_pipeline.pipeline.recent_load import RecentLoad, RecentWork
 from sgl_pipeline.pipeline.step_history import StepHistory
-from sgl_pipeline.scheduling import Explanation, StepScheduler
+from sgl_pipeline.pipeline.step_pace import StepPace
+from sgl_pipeline.pipeline.throttle_control import ThrottleControl
+from sgl_pipeline.scheduling import Explanation, Outlook, StepScheduler
 from sgl_pipeline.stage_orders import OrderStream, SealedOrder
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_plan import StepPlanEncoder
@@ -34,7 +39,8 @@ class PipelineCore:
         plan: which stage owns which layers, of the first epoch. It changes with the moves of
             `migration`, and is that of the next step to be decided.
         migration: may move layers; None: never.
-        forecast: learns what steps take; None: a new one.
+        step_forecast: learns what steps take; None: a new one.
+        throttle: changes the knobs of `scheduler`; None: they stay.
     """
 
     def __init__(
@@ -42,13 +48,16 @@ class PipelineCore:
         scheduler: StepScheduler,
         plan: StagePlan,
         migration: MigrationControl | None = None,
-        forecast: StepForecast | None = None,
+        step_forecast: StepForecast | None = None,
+        throttle: ThrottleControl | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.plan = plan
         self.migration = migration or MigrationControl.off(plan)
-        self.forecast = forecast or StepForecast(plan)
+        self.step_forecast = step_forecast or StepForecast(plan)
+        self.throttle = throttle
         self.history = StepHistory(plan.num_stages)
+        self.recent_load = RecentLoad()
         self._encoder = StepPlanEncoder()
         self._orders = OrderStream()
         self._open: dict[int, OpenStep] = {}
@@ -64,7 +73,7 @@ class PipelineCore:
             if isinstance(order, SwitchPlan):
                 self.plan = order.plan
                 self.scheduler.epoch = order.plan.epoch
-                self.forecast.know_plan(order.plan)
+                self.step_forecast.know_plan(order.plan)
                 self._refresh_times()
             sealed.append(self._orders.seal(order))
         return sealed
@@ -74,6 +83,8 @@ class PipelineCore:
 
         The driver must send its order to every stage before it asks for another one.
         """
+        if self.throttle is not None:
+            self.throttle.revert_if_due(now_s)
         microbatch = self.scheduler.next_microbatch(now_s)
         if microbatch is None:
             return None
@@ -117,7 +128,8 @@ class PipelineCore:
         self._reported.clear()
         for record in records:
             self.history.add(record)
-            parts = self.forecast.note(record)
+            self.recent_load.add(record)
+            parts = self.step_forecast.note(record)
             if parts is not None:
                 self.migration.note(parts, record.finished_s)
         self._refresh_times()
@@ -125,11 +137,45 @@ class PipelineCore:
 
     def _refresh_times(self) -> None:
         """Policies budget by what is known now, of the plan that is in use now."""
-        self.scheduler.step_times = self.forecast.slowest(self.plan.layer_counts)
+        self.scheduler.step_times = self.step_forecast.slowest(self.plan.layer_counts)
 
     def explain(self, request_id: str) -> Explanation | None:
         """Why a request waits: which rule, which numbers, behind whom; None for an unknown one."""
         return self.scheduler.explain(request_id)
+
+    def forecast(self, outlook: Outlook, now_s: float) -> Forecast:
+        """When the request of `outlook` will run, by the pace of the recent steps of this plan."""
+        if self.scheduler.is_paused and not outlook.request.steps_in_flight:
+            return Forecast(reason="the scheduler is paused, until somebody continues it")
+        recent = [record for record in self.history.recent if record.epoch == self.plan.epoch]
+        pace = StepPace.of(recent)
+        if pace is None:
+            return Forecast(
+                reason=f"{len(recent)} steps of this plan have been measured, too few to tell"
+            )
+        in_flight = [
+            (step.microbatch, step.scheduled_s)
+            for step in self._open.values()
+            if not step.finished_s
+        ]
+        running = [len(one.output_ids) for one in self.scheduler.requests()]
+        lengths = OutputLengths(self.recent_load.output_lengths(), running)
+        last_end_s = recent[-1].finished_s
+        return Forecaster(outlook, pace, lengths, in_flight, last_end_s, now_s).run()
+
+    def recent_work(self, window_s: float, now_s: float) -> RecentWork:
+        """The load of the last `window_s` seconds, as the simulator runs it again."""
+        scheduler, throttle = self.scheduler, self.throttle
+        assert throttle is not None, "only knobs that can be changed are tuned"
+        return RecentWork(
+            requests=self.recent_load.since(now_s - window_s, scheduler.requests()),
+            steps=[one for one in self.recent_load.steps if one.epoch == self.plan.epoch],
+            knobs=throttle.knobs,
+            ranges=throttle.ranges,
+            scheduling=asdict(scheduler.args),
+            pool_tokens=scheduler.limits.pool_tokens,
+            now_s=now_s,
+        )
 
     def state(self, now_s: float, compiling_requests: int = 0) -> PipelineState:
         """How things stand; `compiling_requests` are those that the driver holds back for now."""
@@ -159,4 +205,5 @@ class PipelineCore:
             ),
             # Copies: the record of a move under way still changes.
             moves=tuple(map(copy, self.migration.history)),
+            throttle=None if self.throttle is None else self.throttle.state(),
         )

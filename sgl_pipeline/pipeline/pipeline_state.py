@@ -8,6 +8,7 @@ requests one by one.
 import msgspec
 
 from sgl_pipeline.move_record import MoveRecord
+from sgl_pipeline.pipeline.throttle_control import ThrottleState
 from sgl_pipeline.pipeline_load import PipelineLoad
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import BubbleShares, bubble_shares
@@ -33,7 +34,8 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     of decoding requests. The totals since the start: tokens scheduled (`prefill_tokens`,
     `decodes`), prompt tokens served from the cache and admitted, retractions. `recent_steps` are
     the newest that all stages have reported, oldest first (`step_history.RECENT_STEPS`). `moves`
-    are the newest layer moves, oldest first, the one under way among them.
+    are the newest layer moves, oldest first, the one under way among them. `throttle` has the knobs
+    of the policy, where they can be changed.
     """
 
     now_s: float
@@ -55,6 +57,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     recent_steps: tuple[StepRecord, ...]
     stages: tuple[StageState, ...]
     moves: tuple[MoveRecord, ...]
+    throttle: ThrottleState | None = None
 
     @property
     def current_move(self) -> MoveRecord | None:

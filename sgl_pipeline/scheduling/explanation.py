@@ -7,11 +7,13 @@ does. It follows the rules of `Admission.fill` in their order, and changes nothi
 from dataclasses import dataclass
 from typing import Literal
 
-from sgl_pipeline.pipeline_load import TokenBudget
+from sgl_pipeline.pipeline_load import PipelineLoad, TokenBudget
 from sgl_pipeline.requests import Request, RequestState
+from sgl_pipeline.scheduling.outlook import Outlook, look_ahead
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
+from sgl_pipeline.throttle import Policy
 
 Rule = Literal[
     "in-flight", "pause", "shared-prefix", "order", "running-limit", "pages", "budget", "turn"
@@ -75,6 +77,18 @@ class RequestExplainer:
             f"{budget.decodes}, the longest ready first"
         )
         return _explanation(request, "turn", text)
+
+    def outlook(self, request: Request, load: PipelineLoad, policy: Policy) -> Outlook:
+        """Who is served before `request`, when `policy` is told `load`."""
+        return look_ahead(
+            request,
+            self._waiting,
+            self._running,
+            self._pages,
+            load,
+            policy,
+            self._max_running_requests,
+        )
 
     def _waiting_for(self, request: Request, budget: TokenBudget) -> Explanation:
         awaited = self._waiting.awaited_node(request)

@@ -38,6 +38,11 @@ class RequestPages:
         self._released: list[Request] = []
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._page_size
+
+    @property
     def num_free(self) -> int:
         """Held by nobody, the cache included."""
         return self._pool.num_free

@@ -17,6 +17,7 @@ from sgl_pipeline.scheduling.arrivals import DISPLACED, Arrivals
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
 from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
 from sgl_pipeline.scheduling.logprob_rows import keep_logprobs
+from sgl_pipeline.scheduling.outlook import Outlook
 from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.preemption import Preemption
 from sgl_pipeline.scheduling.radix_demand import RadixDemand
@@ -51,6 +52,7 @@ class StepScheduler:
     ) -> None:
         self.epoch = 0
         self.step_times: StepTimes | None = None
+        self.args = args
         self.limits = RequestLimits(context_length, num_pages * args.page_size)
         self._policy = policy
         self._accounting = ACCOUNTINGS[args.accounting]
@@ -84,6 +86,10 @@ class StepScheduler:
         self._next_step_id = 0
         self._is_paused = False
         self._retracts_running = False
+
+    def use_policy(self, policy: Policy, accounting: str) -> None:
+        """Decides the next steps by `policy`, which is told what `accounting` counts."""
+        self._policy, self._accounting = policy, ACCOUNTINGS[accounting]
 
     # Requests in and out
 
@@ -325,6 +331,18 @@ class StepScheduler:
             return None
         budget = self._policy(self.load(self._accounting))
         return self._explainer.explain(request, budget, is_paused=self._is_paused)
+
+    def outlook(self, request_id: str) -> Outlook | None:
+        """Who is served before the request, and what that takes; None as `explain`."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        return self._explainer.outlook(request, self.load(self._accounting), self._policy)
+
+    @property
+    def next_step_id(self) -> int:
+        """Of the step that is decided next."""
+        return self._next_step_id
 
     @property
     def num_waiting(self) -> int:

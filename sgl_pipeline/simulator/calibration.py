@@ -11,12 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.migration.least_squares import relative_fit, rows_beyond_knots
+from sgl_pipeline.migration.least_squares import KNOT_TOKENS, relative_fit, rows_beyond_knots
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.trace import StepRecord, read_trace
 
 MIN_STEPS = 200
+OUTLIER_SHARE = 0.3
+# A bend in the slope counts where this share of the steps is this many times as large.
+SHARE_BEYOND_KNOT = 0.05
+BEYOND_KNOT = 1.5
 # The percentile that stands for waiting for nobody: the least of all may be a slip of a clock.
 FLOOR = 5
 
@@ -99,17 +103,28 @@ class FittedCosts:
 
 
 def fit_trace(path: str | Path) -> FittedCosts:
-    """The costs of the run that wrote `path`.
+    """The costs of the run that wrote `path`. Raises ConfigurationError as `fit_records`."""
+    return fit_records(list(read_trace(path)), str(path))
+
+
+def fit_records(
+    records: Sequence[StepRecord], source: str, *, is_robust: bool = False
+) -> FittedCosts:
+    """The costs of the run that `records` of `source` are of.
+
+    Args:
+        is_robust: for a machine with other work, and for steps of other sizes than were measured:
+            what held a step up pulls no harder than OUTLIER_SHARE, and the slope bends only where
+            enough steps lie beyond.
 
     Raises ConfigurationError when it is too short to tell anything.
     """
-    records = list(read_trace(path))
     if len(records) < MIN_STEPS:
         raise ConfigurationError(
-            f"{path} has {len(records)} steps; at least {MIN_STEPS} of different sizes are needed"
+            f"{source} has {len(records)} steps; at least {MIN_STEPS} of different sizes are needed"
         )
     measured_s = np.array([[stage.compute_ms for stage in r.stages] for r in records]) * 1e-3
-    fits = [_fit_stage(records, of_stage) for of_stage in measured_s.T]
+    fits = [_fit_stage(records, of_stage, is_robust) for of_stage in measured_s.T]
     fitted_s = np.array([_fitted_s(fits, record) for record in records])
     errors = np.abs(fitted_s - measured_s).mean(axis=0) / measured_s.mean(axis=0)
     prepare_s = _prepare_s(records)
@@ -135,14 +150,19 @@ def _fitted_s(fits: Sequence[StageFit], record: StepRecord) -> list[float]:
     return [fit.seconds(num_tokens, record.attended_tokens, record.samples) for fit in fits]
 
 
-def _fit_stage(records: Sequence[StepRecord], measured_s: np.ndarray) -> StageFit:
+def _fit_stage(records: Sequence[StepRecord], measured_s: np.ndarray, is_robust: bool) -> StageFit:
     features = np.array(
         [
             [1.0, *rows_beyond_knots(r.prefill_tokens + r.decodes), r.attended_tokens, r.samples]
             for r in records
         ]
     )
-    coefficients = relative_fit(features, measured_s)
+    if is_robust:
+        tokens = features[:, 1] + KNOT_TOKENS[0]
+        for column, knot in enumerate(KNOT_TOKENS[1:], 2):
+            if (tokens > BEYOND_KNOT * knot).mean() < SHARE_BEYOND_KNOT:
+                features[:, column] = 0.0
+    coefficients = relative_fit(features, measured_s, OUTLIER_SHARE if is_robust else np.inf)
     base_s, *slopes_s, attended_s, sample_s = (float(one) for one in coefficients)
     return StageFit(base_s, tuple(slopes_s), attended_s, sample_s)
 

@@ -149,7 +149,7 @@ def test_a_state_can_be_sent_to_another_process() -> None:
     """Also where the policy's load knows what steps take."""
     core = new_core()
     forecast = StepForecast(core.plan, StepPredictor(flat_costs(2, 1.0)))
-    core = PipelineCore(core.scheduler, core.plan, forecast=forecast)
+    core = PipelineCore(core.scheduler, core.plan, step_forecast=forecast)
     core.scheduler.add(make_request("a", [1, 2, 3], 1))
     assert core.scheduler.load().step_times is not None
     state = core.state(1.0)

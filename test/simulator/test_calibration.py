@@ -4,12 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
+from support.served_steps import mixed_step, record_of
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.simulator.calibration import FittedCosts, StageFit, fit_trace
+from sgl_pipeline.simulator.calibration import FittedCosts, StageFit, fit_records, fit_trace
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import bubble_share, summarise
@@ -115,3 +117,21 @@ def test_a_slower_run_of_the_same_pipeline_tells_by_how_much(tmp_path: Path) -> 
     fit = fit_trace(recorded(tmp_path, simulation(TRUE, "sharegpt", 20.0)))
     slower = simulation(TRUE.slowed_by(1.3), "azure_conv", 5.0)
     assert fit.slowness_of([step.record for step in slower.steps]) == pytest.approx(1.3, rel=0.05)
+
+
+def test_a_robust_fit_goes_on_beyond_the_sizes_that_were_measured() -> None:
+    """Steps of at most 12 tokens on a stage that takes 2 ms and 0.1 ms a token; a few of those with
+    more than 8 tokens are held up, and one in fifty takes ten times as long."""
+    records = []
+    for number in range(400):
+        tokens = 1 + number % 12
+        held_up = 1.3 if tokens > 10 and number % 3 else 1.0
+        work = mixed_step(0, tokens, samples=0)
+        stage_ms = (2.0 + 0.1 * tokens) * (10.0 if number % 50 == 0 else held_up)
+        record = record_of(work, [stage_ms], step_id=number)
+        records.append(msgspec.structs.replace(record, attended_tokens=0))
+    plain, robust = (
+        fit_records(records, "a run", is_robust=is_robust).stages[0] for is_robust in (False, True)
+    )
+    assert robust.seconds(64, 0, 0) == pytest.approx(8.4e-3, rel=0.5)
+    assert plain.seconds(64, 0, 0) > 2 * 8.4e-3

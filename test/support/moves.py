@@ -31,7 +31,7 @@ def movable_core(
 
 def note_step(core: PipelineCore, record: StepRecord) -> None:
     """As the core does with a step that has ended."""
-    parts = core.forecast.note(record)
+    parts = core.step_forecast.note(record)
     if parts is not None:
         core.migration.note(parts, record.finished_s)
 

@@ -74,7 +74,7 @@ class FakePipeline:
         self.microbatches: list[Microbatch] = []
         plan = StagePlan(0, (1,))
         forecast = StepForecast(plan, predictor, learns=False)
-        self.core = PipelineCore(scheduler, plan, forecast=forecast)
+        self.core = PipelineCore(scheduler, plan, step_forecast=forecast)
         self._orders = OrderReader()
         self._mirror = RequestMirror()
         self._early, self._late = FakeStage(page_size), FakeStage(page_size)

@@ -13,6 +13,7 @@ class SglangServerArgs(Protocol):
     host: str
     port: int
     api_key: str | None
+    admin_api_key: str | None
     served_model_name: str | None
     model_path: str
     revision: str | None

@@ -3,7 +3,7 @@
 `launch_server.py` adds them to upstream's application. Bodies are checked here; what can be done is
 decided in the scheduler process (`front/pipeline_desk.py`). Who may call them is upstream's rule
 for its own administrative routes: with `--admin-api-key` that key, else with `--api-key` that one,
-else everybody.
+else everybody. What explains a request takes the key that requests take.
 """
 
 from typing import Annotated, Any
@@ -18,12 +18,22 @@ from starlette.responses import JSONResponse, Response
 
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.desk_channel import (
+    ChangeThrottle,
+    DeskAnswer,
     DeskClient,
+    ExplainRequest,
     MoveLayers,
     Question,
     ShowPlan,
+    ShowRecentWork,
+    ShowThrottle,
     UndoMove,
 )
+from sgl_pipeline.managers.entrance.throttle_body import ServerKeys, ThrottleBody, read_body
+from sgl_pipeline.managers.entrance.tuning import HOW_TO_TUNE, TuneBody, Tuner
+from sgl_pipeline.managers.reports.tune_report import describe_window
+from sgl_pipeline.pipeline.recent_load import RecentWork
+from sgl_pipeline.throttle_change import Author
 
 ANSWER_TIMEOUT_S = 10.0
 # Beyond the time that stages have to get ready: what is behind the switch has no bound of its own.
@@ -61,14 +71,17 @@ class PlanChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(PlanChange)
 
 
-def add_pipeline_routes(app: Any, address: str, move_timeout_s: float) -> None:
+def add_pipeline_routes(
+    app: Any, address: str, move_timeout_s: float, keys: ServerKeys | None = None
+) -> None:
     """Adds the routes to upstream's FastAPI application, before it is started.
 
     Args:
         address: of the scheduler process's desk (`desk_channel.desk_address`).
         move_timeout_s: how long stages may take to get ready for a move.
+        keys: that upstream will ask for; None: none.
     """
-    routes = _PipelineRoutes(DeskClient(address), move_timeout_s)
+    routes = _PipelineRoutes(DeskClient(address), move_timeout_s, keys or ServerKeys())
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def show_plan() -> Response:
@@ -80,6 +93,43 @@ def add_pipeline_routes(app: Any, address: str, move_timeout_s: float) -> None:
         """Moves layers between stages, or predicts what that would bring."""
         return await routes.change_plan(request)
 
+    async def explain_request(rid: str) -> Response:
+        """Why a request waits: which rule, which numbers, behind whom, and when it gets on."""
+        return await routes.explain_request(rid)
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def show_throttle() -> Response:
+        """The knobs of the throttle, their ranges, and what has been changed by whom."""
+        return await routes.show_throttle()
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def change_throttle(request: Request) -> Response:
+        """Changes knobs between two steps, for good or for some time."""
+        return await routes.change_throttle(request)
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def tune_throttle(request: Request) -> Response:
+        """Proposes knobs for latencies, by running the last minutes again in the simulator."""
+        return await routes.tune_throttle(request)
+
+    app.add_api_route(
+        "/pipeline/tune",
+        tune_throttle,
+        methods=["POST"],
+        response_model=None,
+        dependencies=[Depends(validate_json_request)],
+    )
+    app.add_api_route("/pipeline/throttle", show_throttle, methods=["GET"], response_model=None)
+    app.add_api_route(
+        "/pipeline/throttle",
+        change_throttle,
+        methods=["PATCH"],
+        response_model=None,
+        dependencies=[Depends(validate_json_request)],
+    )
+    app.add_api_route(
+        "/pipeline/explain/{rid:path}", explain_request, methods=["GET"], response_model=None
+    )
     app.add_api_route("/pipeline/plan", show_plan, methods=["GET"], response_model=None)
     app.add_api_route(
         "/pipeline/plan",
@@ -93,12 +143,69 @@ def add_pipeline_routes(app: Any, address: str, move_timeout_s: float) -> None:
 class _PipelineRoutes:
     """What the routes do. A client that leaves changes nothing: a move that has begun goes on."""
 
-    def __init__(self, desk: DeskClient, move_timeout_s: float) -> None:
+    def __init__(self, desk: DeskClient, move_timeout_s: float, keys: ServerKeys) -> None:
         self._desk = desk
+        self._keys = keys
+        self._tuner = Tuner()
         self._move_timeout_s = move_timeout_s
 
     async def show_plan(self) -> Response:
         return await self._ask(ShowPlan(), ANSWER_TIMEOUT_S)
+
+    async def explain_request(self, rid: str) -> Response:
+        return await self._ask(ExplainRequest(rid), ANSWER_TIMEOUT_S)
+
+    async def show_throttle(self) -> Response:
+        return await self._ask(ShowThrottle(), ANSWER_TIMEOUT_S)
+
+    async def change_throttle(self, request: Request) -> Response:
+        try:
+            body = read_body(await request.body(), ThrottleBody)
+            question = body.question(self._keys.author_of(request))
+        except ClientDisconnect:
+            return _refusal("the client has left", 400)
+        except RequestError as error:
+            return _refusal(str(error), error.status_code)
+        return await self._ask(question, ANSWER_TIMEOUT_S)
+
+    async def tune_throttle(self, request: Request) -> Response:
+        """Tuning goes on when the client leaves, and what it proposes is set if that was asked."""
+        author = self._keys.author_of(request)
+        try:
+            body = read_body(await request.body(), TuneBody, HOW_TO_TUNE)
+            body.check()
+            self._tuner.begin()
+        except ClientDisconnect:
+            return _refusal("the client has left", 400)
+        except RequestError as error:
+            return _refusal(str(error), error.status_code)
+        try:
+            return await self._tune(body, author)
+        except RequestError as error:
+            return _refusal(str(error), error.status_code)
+        finally:
+            self._tuner.end()
+
+    async def _tune(self, body: TuneBody, author: Author) -> Response:
+        """Raises RequestError where nothing can be proposed."""
+        work = await self._desk.ask(ShowRecentWork(body.window_s), ANSWER_TIMEOUT_S)
+        if work is None:
+            return _no_answer(ANSWER_TIMEOUT_S)
+        if work.status != 200:
+            return _json(work)
+        recent = msgspec.msgpack.decode(work.body, type=RecentWork)
+        policy = str(recent.knobs["policy"])
+        proposal = msgspec.msgpack.decode(await self._tuner.run(body, work.body, policy))
+        told: dict[str, Any] = {"target": {"ttft_ms": body.ttft_ms, "tpot_ms": body.tpot_ms}}
+        told |= describe_window(recent, body.ttft_ms, body.tpot_ms) | proposal
+        told["applied"] = None
+        if body.apply and proposal["knobs"]:
+            question = ChangeThrottle(proposal["knobs"], author, body.revert_after_s, "tune")
+            answer = await self._desk.ask(question, ANSWER_TIMEOUT_S)
+            if answer is None:
+                return _no_answer(ANSWER_TIMEOUT_S)
+            told["applied"] = msgspec.json.decode(answer.body)
+        return Response(msgspec.json.encode(told), media_type="application/json")
 
     async def change_plan(self, request: Request) -> Response:
         try:
@@ -116,13 +223,7 @@ class _PipelineRoutes:
             answer = await self._desk.ask(question, timeout_s)
         except RequestError as error:
             return _refusal(str(error), error.status_code)
-        if answer is None:
-            return _refusal(
-                f"the scheduler has not answered within {timeout_s:g} s; a move that has begun "
-                "goes on, and GET /pipeline/plan shows how it ends",
-                504,
-            )
-        return Response(answer.body, answer.status, media_type="application/json")
+        return _no_answer(timeout_s) if answer is None else _json(answer)
 
 
 def read_plan_change(body: bytes) -> PlanChange:
@@ -131,6 +232,18 @@ def read_plan_change(body: bytes) -> PlanChange:
         return _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body cannot be read: {error}; {_HOW_TO_ASK}") from error
+
+
+def _json(answer: DeskAnswer) -> Response:
+    return Response(answer.body, answer.status, media_type="application/json")
+
+
+def _no_answer(timeout_s: float) -> Response:
+    return _refusal(
+        f"the scheduler has not answered within {timeout_s:g} s; a move that has begun goes on, "
+        "and GET /pipeline/plan shows how it ends",
+        504,
+    )
 
 
 def _refusal(message: str, status: int) -> JSONResponse:

@@ -65,6 +65,13 @@ class GrammarQueue:
         """Requests that wait for their grammar."""
         return sum(len(compile.waiting) for compile in self._compiles.values())
 
+    def held(self, request_id: str) -> Request | None:
+        """A request that waits here; looks at all."""
+        for compile in self._compiles.values():
+            if (constrained := compile.waiting.get(request_id)) is not None:
+                return constrained.request
+        return None
+
     def start(self) -> None:
         """Makes the compiler ready, so that the first request need not wait for it."""
         self._compiler.start()
@@ -176,6 +183,9 @@ class NoGrammars:
 
     def __len__(self) -> int:
         return 0
+
+    def held(self, request_id: str) -> Request | None:
+        return None
 
     def start(self) -> None: ...
 

@@ -9,10 +9,11 @@ const POLL_MS = 5000;
 const NAMES = {
   policy: "policy", prefill_spread_steps: "spread over steps, #T", max_prefill_tokens: "most prompt tokens, #MaxP",
   min_prefill_tokens: "fewest prompt tokens, #MinP", pause_free_share: "pause below free share", accounting: "accounting",
+  target_tpot_ms: "target per token, ms", target_ttft_ms: "target first token, ms",
 };
 // For a server that does not say which there are.
 const CHOICES = {
-  policy: ["throttle", "throttle-adaptive", "no-wt", "no-ut", "no-threshold", "sarathi", "greedy-queue"],
+  policy: ["throttle", "throttle-time", "throttle-adaptive", "no-wt", "no-ut", "no-threshold", "sarathi", "greedy-queue"],
   accounting: ["radix", "radix-unshared", "radix-free-list", "gllm", "naive"],
 };
 
@@ -134,7 +135,7 @@ export class Knobs {
       const input = name in CHOICES
         ? element("select", { id: `knob-${name}`, name }, ...range.map((choice) => element("option", {}, choice)))
         : element("input", { id: `knob-${name}`, name, type: "number", step: "any", title: range ? `${range[0]} to ${range[1]}` : null,
-          placeholder: name === "max_prefill_tokens" ? values.prefill_limit : null });
+          placeholder: name === "max_prefill_tokens" ? values.prefill_limit : name.startsWith("target") ? "none" : null });
       this.#fill(input, values[name]);
       input.addEventListener("input", () => input.classList.toggle("changed", valueOf(input) !== values[name]));
       return [element("label", { for: input.id }, NAMES[name]), input];

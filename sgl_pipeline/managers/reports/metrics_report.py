@@ -15,11 +15,14 @@ from sglang.srt.observability.metrics_collector import (
     SchedulerStats,
 )
 
+from sgl_pipeline.args import POLICIES
 from sgl_pipeline.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.pipeline.step_history import RECENT_STEPS
+from sgl_pipeline.pipeline.throttle_control import ThrottleState
 from sgl_pipeline.stage_timing import BUBBLE_CAUSES
 from sgl_pipeline.throttle import Bound, Target
+from sgl_pipeline.throttle_change import Cause, ThrottleChange
 from sgl_pipeline.trace import RequestRecord
 
 _INTERVAL_S = 1.0
@@ -75,6 +78,10 @@ class MetricsReport:
         if record.outcome is MoveOutcome.DONE:
             own.move_gap_s.set(record.gap_ms / 1e3)
 
+    def throttle_changed(self, change: ThrottleChange) -> None:
+        """A knob of the throttle has changed."""
+        self._own.throttle_changes.labels(**self._own.labels, cause=change.cause).inc()
+
     def publish(self, load: LoadSnapshot, state: PipelineState) -> None:
         """Writes `state`, if it is time; `load` is the same as upstream counts it."""
         if state.now_s < self._next_report_s:
@@ -124,6 +131,8 @@ class MetricsReport:
         own.plan_epoch.set(state.plan.epoch)
         for gauge, count in zip(own.stage_layers, state.plan.layer_counts, strict=True):
             gauge.set(count)
+        if state.throttle is not None:
+            self._publish_throttle(state.throttle)
         self._count(own.steps, state.num_steps)
         self._count(own.prefill_tokens, state.prefill_tokens)
         self._count(own.decodes, state.decodes)
@@ -132,6 +141,16 @@ class MetricsReport:
         for number, stage in enumerate(state.stages):
             self._count(own.stage_input_wait_s[number], stage.input_wait_ms / 1e3)
             self._count(own.stage_compute_s[number], stage.compute_ms / 1e3)
+
+    def _publish_throttle(self, throttle: ThrottleState) -> None:
+        """The knobs in force; the limit of prefill tokens also where the policy names it."""
+        own, knobs = self._own, throttle.knobs | {"max_prefill_tokens": throttle.prefill_limit}
+        for name, gauge in own.throttle_knobs.items():
+            value = knobs[name]
+            assert isinstance(value, int | float)
+            gauge.set(value)
+        for policy, gauge in own.policies.items():
+            gauge.set(policy == knobs["policy"])
 
     def _publish_recent(self, state: PipelineState) -> None:
         """What the newest steps carried, and how their stages spent their time."""
@@ -174,6 +193,7 @@ class _PipelineMetrics:
     def __init__(self, labels: dict[str, str], num_stages: int) -> None:
         self.labels = labels
         self._add_moves(num_stages)
+        self._add_throttle()
         self.waiting_tokens = _gauge(
             "waiting_tokens", "Prompt tokens not yet scheduled, cache hits excluded.", labels
         )
@@ -239,6 +259,27 @@ class _PipelineMetrics:
         stages = range(num_stages)
         self.stage_input_wait_s = [waits.labels(**labels, stage=str(stage)) for stage in stages]
         self.stage_compute_s = [computes.labels(**labels, stage=str(stage)) for stage in stages]
+
+    def _add_throttle(self) -> None:
+        """Those of the policy and its knobs."""
+        labels = self.labels
+        knobs = _labelled_gauge("throttle_knob", "A knob of the policy in force.", labels, "knob")
+        self.throttle_knobs = {
+            knob: knobs.labels(**labels, knob=knob)
+            for knob in (
+                "prefill_spread_steps",
+                "max_prefill_tokens",
+                "min_prefill_tokens",
+                "pause_free_share",
+            )
+        }
+        policies = _labelled_gauge("policy", "1 for the policy in force.", labels, "policy")
+        self.policies = {one: policies.labels(**labels, policy=one) for one in POLICIES}
+        self.throttle_changes = _counter(
+            "throttle_changes", "Changes of the policy's knobs.", labels, "cause"
+        )
+        for cause in get_args(Cause):
+            self.throttle_changes.labels(**labels, cause=cause)
 
     def _add_moves(self, num_stages: int) -> None:
         """Those of the layer split and its changes."""

@@ -20,6 +20,11 @@ from sgl_pipeline.stage_timing import bubble_shares
 _UNIX_OFFSET_S = time.time() - time.monotonic()
 
 
+def unix_s(moment_s: float) -> float:
+    """A moment of the monotonic clock, on the calendar's."""
+    return round(moment_s + _UNIX_OFFSET_S, 3)
+
+
 def describe_plan(state: PipelineState, migration: MigrationControl) -> dict[str, Any]:
     """The plan in use and how it is doing. Times and shares are means over the recent steps that
     ran under it; null before the first."""
@@ -74,7 +79,7 @@ def describe_move(record: MoveRecord, now_s: float) -> dict[str, Any]:
         "moved_layers": len(layer_moves(before, after)),
         "outcome": record.outcome.value,
         "reason": record.reason,
-        "began_unix_s": round(record.began_s + _UNIX_OFFSET_S, 3),
+        "began_unix_s": unix_s(record.began_s),
         "prepare_ms": round((switched_s - record.began_s) * 1e3, 3),
         "total_ms": round((end_s - record.began_s) * 1e3, 3),
         "load_ms": round(record.load_ms, 3),

@@ -56,7 +56,12 @@ def describe_page(args: PipelineArgs, server_args: Any) -> dict[str, Any]:
 def describe_state(state: PipelineState) -> dict[str, Any]:
     """The pipeline as it is doing."""
     # What was predicted was predicted of the first plan.
-    outdated = {} if state.plan.epoch == 0 else {"predicted_step_ms_of_stages": None}
+    outdated: dict[str, Any] = {}
+    if state.plan.epoch:
+        outdated["predicted_step_ms_of_stages"] = None
+    if state.throttle is not None:
+        knobs = state.throttle.knobs
+        outdated |= {"policy": knobs["policy"], "accounting": knobs["accounting"]}
     return outdated | {
         "layer_partition": list(state.plan.layer_counts),
         "plan_epoch": state.plan.epoch,

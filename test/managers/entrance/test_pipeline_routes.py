@@ -3,9 +3,11 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import pytest
@@ -15,20 +17,27 @@ from fastapi.testclient import TestClient
 from sglang.srt.utils.auth import add_api_key_middleware
 from support.live_server import wait_until
 
+from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers import desk_channel
 from sgl_pipeline.managers.desk_channel import (
+    ChangeThrottle,
     DeskAnswer,
     DeskSocket,
+    ExplainRequest,
     MoveLayers,
     ShowPlan,
+    ShowThrottle,
     UndoMove,
+    UndoThrottle,
     desk_address,
 )
 from sgl_pipeline.managers.entrance import pipeline_routes
 from sgl_pipeline.managers.entrance.openai_fields import ServedFeatures
 from sgl_pipeline.managers.entrance.pipeline_routes import add_pipeline_routes, read_plan_change
 from sgl_pipeline.managers.entrance.route_guard import guard_routes
+from sgl_pipeline.managers.entrance.throttle_body import KNOBS, ServerKeys
+from sgl_pipeline.throttle_change import Author
 
 CONTEXT_LENGTH = 100
 
@@ -118,6 +127,14 @@ def test_a_body_becomes_a_question(
 ) -> None:
     assert client.post("/pipeline/plan", json=body).status_code == 200
     assert scheduler.asked == [question]
+
+
+@pytest.mark.parametrize("rid", ["7f3a", "a b", "team/one", "\u00e4\u20ac"])
+def test_any_request_id_can_be_asked_for(
+    client: TestClient, scheduler: Scheduler, rid: str
+) -> None:
+    assert client.get(f"/pipeline/explain/{quote(rid, safe='')}").status_code == 200
+    assert scheduler.asked == [ExplainRequest(rid)]
 
 
 HOSTILE_BODIES = {
@@ -259,6 +276,109 @@ def test_both_routes_are_the_admins_as_upstreams_are(
             assert client.get("/pipeline/plan", headers=headers).status_code == status
             reply = client.post("/pipeline/plan", json={"undo": True}, headers=headers)
             assert reply.status_code == status
+
+
+NOBODY = Author("none", "testclient")
+
+
+@pytest.mark.parametrize(
+    ("body", "question"),
+    [
+        ({"prefill_spread_steps": 4}, ChangeThrottle({"prefill_spread_steps": 4}, NOBODY)),
+        (
+            {"pause_free_share": 0, "max_prefill_tokens": None, "revert_after_s": 30},
+            ChangeThrottle({"max_prefill_tokens": None, "pause_free_share": 0.0}, NOBODY, 30.0),
+        ),
+        (
+            {"policy": "sarathi", "accounting": "naive", "min_prefill_tokens": 8},
+            ChangeThrottle(
+                {"policy": "sarathi", "min_prefill_tokens": 8, "accounting": "naive"}, NOBODY
+            ),
+        ),
+        ({"undo": True}, UndoThrottle(NOBODY)),
+    ],
+)
+def test_a_patch_of_the_throttle_becomes_a_question(
+    client: TestClient, scheduler: Scheduler, body: dict[str, Any], question: Any
+) -> None:
+    assert client.patch("/pipeline/throttle", json=body).status_code == 200
+    assert client.get("/pipeline/throttle").status_code == 200
+    assert scheduler.asked == [question, ShowThrottle()]
+
+
+def test_the_body_has_every_knob() -> None:
+    assert set(KNOBS) == {field.name for field in fields(ThrottleArgs)} | {"accounting"}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{}", "no knob is named"),
+        (b'{"revert_after_s": 5}', "no knob is named"),
+        (b'{"undo": true, "prefill_spread_steps": 4}', "undo stands alone"),
+        (b'{"undo": true, "revert_after_s": 4}', "undo stands alone"),
+        (b'{"prefill_spread_steps": "4"}', "got `str` - at `$.prefill_spread_steps`"),
+        (b'{"prefill_spread_steps": true}', "got `bool`"),
+        (b'{"prefill_spread_steps": 2.5}', "got `float`"),
+        (b'{"prefill_spread_steps": null}', "got `null`"),
+        (b'{"pause_free_share": NaN}', "malformed"),
+        (b'{"spread": 4}', "unknown field `spread`"),
+        (b"[" * 5000, "got `array`"),
+        (b"", "truncated"),
+    ],
+)
+def test_a_hostile_patch_is_a_400_that_says_how_to_ask(
+    client: TestClient, scheduler: Scheduler, body: bytes, words: str
+) -> None:
+    reply = client.patch(
+        "/pipeline/throttle", content=body, headers={"Content-Type": "application/json"}
+    )
+    text = reply.json()["error"]["message"]
+    assert reply.status_code == 400 and words in text and "GET /pipeline/throttle" in text
+    assert scheduler.asked == []
+
+
+@pytest.mark.parametrize(
+    ("api_key", "admin_key", "kind", "opens"),
+    [
+        (None, None, "none", {None, "user", "admin"}),
+        ("user", None, "api", {"user"}),
+        ("user", "admin", "admin", {"admin"}),
+        (None, "admin", "admin", {"admin"}),
+    ],
+)
+def test_the_knobs_are_the_admins_and_what_is_asked_names_the_key(
+    tmp_path: Path,
+    scheduler: Scheduler,
+    api_key: str | None,
+    admin_key: str | None,
+    kind: str,
+    opens: set[Any],
+) -> None:
+    app = FastAPI()
+    add_pipeline_routes(app, desk_address(str(tmp_path)), 60.0, ServerKeys(api_key, admin_key))
+    if api_key or admin_key:
+        add_api_key_middleware(app, api_key=api_key, admin_api_key=admin_key)
+    with TestClient(app, raise_server_exceptions=False) as client:
+        for key in (None, "user", "admin", "another"):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            status = 200 if key in opens or not (api_key or admin_key) else 401
+            assert client.get("/pipeline/throttle", headers=headers).status_code == status
+            reply = client.patch("/pipeline/throttle", json={"undo": True}, headers=headers)
+            assert reply.status_code == status
+            explains = 200 if api_key is None or key == api_key else 401
+            assert client.get("/pipeline/explain/a", headers=headers).status_code == explains
+    authors = {one.author for one in scheduler.asked if isinstance(one, UndoThrottle)}
+    assert authors == {Author(kind, "testclient")}  # type: ignore[arg-type]
+
+
+def test_a_server_that_is_stopping_changes_no_knob(
+    app: FastAPI, client: TestClient, scheduler: Scheduler
+) -> None:
+    app.state.is_stopping = True
+    assert client.patch("/pipeline/throttle", json={"undo": True}).status_code == 503
+    assert client.get("/pipeline/throttle").status_code == 200
+    assert scheduler.asked == [ShowThrottle()]
 
 
 def test_each_question_is_one_message_and_says_its_kind(scheduler: Scheduler) -> None:

@@ -7,20 +7,31 @@ import msgspec
 import pytest
 import zmq
 from support.moves import movable_core, note_step, stage_fails, stages_get_ready, stages_switch
+from support.pipelines import make_request
 from support.planners import EAGER, planner_of
 from support.served_steps import ServedSteps, decode_step, flat_costs, mixed_step
 
+from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.managers.desk_channel import (
+    ChangeThrottle,
     DeskAnswer,
     DeskSocket,
+    ExplainRequest,
     MoveLayers,
     Question,
     ShowPlan,
+    ShowThrottle,
     UndoMove,
+    UndoThrottle,
 )
 from sgl_pipeline.managers.front.pipeline_desk import MAX_QUESTIONS_PER_TURN, PipelineDesk
+from sgl_pipeline.managers.grammars.queue import NoGrammars
+from sgl_pipeline.managers.reports.plan_report import unix_s
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.throttle_control import ThrottleControl
+from sgl_pipeline.requests import Request
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.throttle_change import Author
 
 WAIT_MS = 2000
 ADDRESS = "inproc://desk"
@@ -46,13 +57,29 @@ class Operator:
         return not self.socket.poll(50)
 
 
+class Held(NoGrammars):
+    """One request waits for its grammar, or none."""
+
+    def __init__(self) -> None:
+        super().__init__("no grammar")
+        self.request: Request | None = None
+
+    def __len__(self) -> int:
+        return int(self.request is not None)
+
+    def held(self, request_id: str) -> Request | None:
+        return self.request if self.request and self.request.request_id == request_id else None
+
+
 class Office:
     """A desk with a core behind it, driven as the scheduler process does it."""
 
     def __init__(self, core: PipelineCore) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.core = core
-        self.desk = PipelineDesk(DeskSocket(self.context, ADDRESS), core)
+        self.grammars = Held()
+        socket = DeskSocket(self.context, ADDRESS)
+        self.desk = PipelineDesk(socket, core, self.grammars, compile_seconds=7.5)
         self.now_s = 100.0
         self.operators = [Operator(self.context) for _ in range(8)]
 
@@ -325,3 +352,85 @@ def test_a_server_that_ends_answers_whoever_waits(office: Office) -> None:
     office.turn()
     office.desk.close()
     assert message(office.operators[0].answer()) == (503, "the server is shutting down")
+
+
+def test_an_unknown_request_is_a_404(office: Office) -> None:
+    status, text = message(office.ask(ExplainRequest("gone")))
+    assert (status, text) == (
+        404,
+        "no request 'gone' waits or runs: it has ended, or never came",
+    )
+
+
+def test_a_request_is_explained_with_its_numbers_and_no_text(office: Office) -> None:
+    request = make_request("mine", [7, 8, 9], 5)
+    request.arrival_s = office.now_s - 1.0
+    office.core.scheduler.add(make_request("first", [1] * 40, 5))
+    office.core.scheduler.add(request)
+    status, told = office.ask(ExplainRequest("mine"))
+    assert status == 200
+    assert (told["rid"], told["state"], told["rule"]) == ("mine", "waiting", "order")
+    assert (told["behind"], told["num_ahead"], told["age_s"]) == ("first", 1, 1.125)
+    assert told["numbers"]["tokens_ahead"] == 40 and told["numbers"]["prefill_tokens_left"] == 3
+    assert told["numbers"]["running_requests"] == 0 and told["numbers"]["bound_by"]
+    assert told["estimate"]["runs_in_s"] is None
+    assert told["estimate"]["reason"] == (
+        "0 steps of this plan have been measured, too few to tell"
+    )
+    assert "prompt_ids" not in told and "output_ids" not in told
+
+
+def test_a_pause_and_a_step_in_flight_are_explained(office: Office) -> None:
+    office.core.scheduler.add(make_request("mine", [7, 8, 9], 5))
+    office.core.scheduler.pause(retract=False)
+    _, told = office.ask(ExplainRequest("mine"))
+    assert (told["rule"], told["estimate"]["runs_in_s"]) == ("pause", None)
+    assert told["estimate"]["reason"].startswith("the scheduler is paused")
+    office.core.scheduler.resume()
+    assert office.core.next_step(office.now_s) is not None
+    _, told = office.ask(ExplainRequest("mine"))
+    assert (told["state"], told["rule"]) == ("prefilling", "in-flight")
+
+
+def test_a_request_whose_grammar_is_compiled_is_explained(office: Office) -> None:
+    office.grammars.request = make_request("strict", [1, 2])
+    status, told = office.ask(ExplainRequest("strict"))
+    assert (status, told["state"], told["rule"]) == (200, "compiling", "grammar")
+    assert "at most 7.5 s (--grammar-compile-seconds)" in told["text"]
+    assert told["estimate"]["runs_in_s"] is None and told["estimate"]["reason"]
+    assert told["numbers"] == {"compiling_requests": 1, "most_compile_seconds": 7.5}
+
+
+def steer(office: Office) -> None:
+    scheduler = office.core.scheduler
+    office.core.throttle = ThrottleControl(scheduler, ThrottleArgs(), "radix", 4096)
+
+
+def test_knobs_are_shown_with_ranges_and_the_past(office: Office) -> None:
+    steer(office)
+    status, shown = office.ask(ShowThrottle())
+    assert status == 200
+    assert (shown["policy"], shown["prefill_spread_steps"]) == ("throttle", 8)
+    assert (shown["max_prefill_tokens"], shown["prefill_limit"]) == (None, 2048)
+    assert shown["ranges"]["prefill_spread_steps"] == [1, 1024]
+    assert shown["history"] == [] and shown["revert"] is None
+    assert shown["at_start"]["pause_free_share"] == 0.05
+
+
+def test_a_change_is_answered_with_who_made_it_and_when_it_goes_back(office: Office) -> None:
+    steer(office)
+    me = Author("admin", "10.1.2.3")
+    status, told = office.ask(ChangeThrottle({"prefill_spread_steps": 4}, me, 60.0))
+    assert status == 200 and told["prefill_spread_steps"] == 4
+    assert told["change"]["by"] == {"key": "admin", "client": "10.1.2.3"}
+    assert told["change"]["before"] == {"prefill_spread_steps": 8}
+    assert abs(told["change"]["at_unix_s"] - unix_s(office.now_s)) < 1.0
+    assert told["revert"] == {"in_s": 60.0, "to": {"prefill_spread_steps": 8}}
+    assert told["history"] == [told["change"]]
+    status, undone = office.ask(UndoThrottle(me))
+    assert (status, undone["prefill_spread_steps"]) == (200, 8)
+    assert [one["cause"] for one in undone["history"]] == ["operator", "undo"]
+    assert message(office.ask(ChangeThrottle({"prefill_spread_steps": 0}, me))) == (
+        400,
+        "prefill_spread_steps is 0; it must be between 1 and 1024",
+    )

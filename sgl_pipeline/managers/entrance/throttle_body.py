@@ -1,0 +1,85 @@
+"""Bodies of `PATCH /pipeline/throttle` and `POST /pipeline/tune`: read strictly, and who sent them.
+
+Used by `pipeline_routes.py`. Types are checked here, ranges where the knobs are
+(`pipeline/throttle_control.py`).
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+
+from sgl_pipeline.errors import RequestError
+from sgl_pipeline.managers.desk_channel import ChangeThrottle, UndoThrottle
+from sgl_pipeline.throttle_change import Author, Knob
+
+_HOW_TO_CHANGE = (
+    'send knobs such as {"prefill_spread_steps": 4}, with "revert_after_s" if they are to go back, '
+    'or {"undo": true}; GET /pipeline/throttle shows knobs and ranges'
+)
+Body = TypeVar("Body")
+
+
+class ThrottleBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of PATCH /pipeline/throttle; what is left out stays."""
+
+    policy: str | UnsetType = UNSET
+    prefill_spread_steps: int | UnsetType = UNSET
+    max_prefill_tokens: int | UnsetType | None = UNSET
+    min_prefill_tokens: int | UnsetType = UNSET
+    pause_free_share: float | UnsetType = UNSET
+    dynamic_chunking: bool | UnsetType = UNSET
+    target_tpot_ms: float | UnsetType | None = UNSET
+    target_ttft_ms: float | UnsetType | None = UNSET
+    accounting: str | UnsetType = UNSET
+    revert_after_s: float | None = None
+    undo: bool = False
+
+    @property
+    def knobs(self) -> dict[str, Knob]:
+        """Those that are named."""
+        named = ((name, getattr(self, name)) for name in KNOBS)
+        return {name: value for name, value in named if value is not UNSET}
+
+    def question(self, author: Author) -> ChangeThrottle | UndoThrottle:
+        """What is to be asked. Raises RequestError unless knobs or `undo` are named."""
+        if self.undo:
+            if self.knobs or self.revert_after_s is not None:
+                raise RequestError(f"undo stands alone; {_HOW_TO_CHANGE}")
+            return UndoThrottle(author)
+        if not self.knobs:
+            raise RequestError(f"no knob is named; {_HOW_TO_CHANGE}")
+        return ChangeThrottle(self.knobs, author, self.revert_after_s)
+
+
+KNOBS = tuple(
+    field.name
+    for field in msgspec.structs.fields(ThrottleBody)
+    if field.name not in ("revert_after_s", "undo")
+)
+
+
+def read_body(body: bytes, kind: type[Body], how_to_ask: str = _HOW_TO_CHANGE) -> Body:
+    """The body as a `kind`. Raises RequestError for any other."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body cannot be read: {error}; {how_to_ask}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKeys:
+    """The keys that upstream checks before our routes are called."""
+
+    api_key: str | None = None
+    admin_api_key: str | None = None
+
+    def author_of(self, request: Request) -> Author:
+        """Who sent a request that was let through."""
+        client = request.client.host if request.client is not None else ""
+        # Upstream's order for administrative routes.
+        if self.admin_api_key:
+            return Author("admin", client)
+        return Author("api" if self.api_key else "none", client)

@@ -1,0 +1,114 @@
+"""What `GET /pipeline/explain/{rid}` says of one request.
+
+Called by `front/pipeline_desk.py`. JSON types only, and nothing of any request's text.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+from sgl_pipeline.pipeline.forecast import Forecast
+from sgl_pipeline.requests import Request
+from sgl_pipeline.scheduling import Explanation, Outlook
+
+
+def describe_wait(
+    explanation: Explanation, outlook: Outlook, forecast: Forecast, now_s: float
+) -> dict[str, Any]:
+    """A request that waits or runs. `state` is `waiting`, `parked` (another one computes its
+    prefix), `retracted`, `prefilling` or `decoding`; `rule` and `text` say what holds it.
+
+    Args:
+        now_s: the clock of `Request.arrival_s`.
+    """
+    request, load = outlook.request, outlook.load
+    budget = outlook.policy(load)
+    state: str = explanation.state
+    if state == "waiting" and explanation.rule == "shared-prefix":
+        state = "parked"
+    elif state == "waiting" and request.num_retractions:
+        state = "retracted"
+    return _described(
+        request,
+        now_s,
+        state=state,
+        rule=explanation.rule,
+        text=explanation.text,
+        behind=explanation.behind,
+        num_ahead=explanation.num_ahead,
+        numbers={
+            "tokens_ahead": outlook.tokens_ahead,
+            "prefill_tokens_left": outlook.own.prefill_tokens,
+            "pages_needed": outlook.own.new_pages,
+            "pages_available": outlook.available_pages,
+            "pages_held": len(request.pages),
+            "pages_total": load.total_pages,
+            "running_requests": outlook.num_running,
+            "max_running_requests": outlook.max_running_requests,
+            "running_decodes": load.running_decodes,
+            "ready_decodes": load.ready_decodes,
+            "waiting_tokens": load.waiting_tokens,
+            "prefill_budget": budget.prefill_tokens,
+            "decode_budget": budget.decodes,
+            "bound_by": budget.bound_by,
+            "steps_in_flight": load.steps_in_flight,
+        },
+        estimate=_estimate(forecast) | {"last_token_within_s": _last_token_s(request, now_s)},
+    )
+
+
+def describe_compile(
+    request: Request, num_compiling: int, most_seconds: float, now_s: float
+) -> dict[str, Any]:
+    """A request whose grammar is being compiled, which keeps it out of the queue.
+
+    Args:
+        num_compiling: requests that wait for a grammar, this one among them.
+        most_seconds: that a compile may take.
+        now_s: the clock of `Request.arrival_s`.
+    """
+    return _described(
+        request,
+        now_s,
+        state="compiling",
+        rule="grammar",
+        text=f"its grammar is being compiled, which takes at most {most_seconds:g} s "
+        "(--grammar-compile-seconds), beside up to three others; then it joins the queue",
+        behind=None,
+        num_ahead=0,
+        numbers={"compiling_requests": num_compiling, "most_compile_seconds": most_seconds},
+        estimate=_estimate(
+            Forecast(reason="how long a grammar takes to compile is not known beforehand")
+        )
+        | {"last_token_within_s": None},
+    )
+
+
+def _estimate(forecast: Forecast) -> dict[str, Any]:
+    return {
+        name: round(value, 3) if isinstance(value, float) else value
+        for name, value in asdict(forecast).items()
+    }
+
+
+def _last_token_s(request: Request, now_s: float) -> float | None:
+    """Seconds until its last token, if it draws all that it may, as fast as so far."""
+    drawn = len(request.output_ids)
+    if request.first_token_s is None or drawn < 2:
+        return None
+    a_token_s = (now_s - request.first_token_s) / (drawn - 1)
+    return round(a_token_s * (request.stops.max_new_tokens - drawn), 3)
+
+
+def _described(request: Request, now_s: float, **more: Any) -> dict[str, Any]:
+    """The fields that every request has, and `more`."""
+    return {
+        "rid": request.request_id,
+        "age_s": round(now_s - request.arrival_s, 3),
+        "priority": request.priority,
+        "prompt_tokens": len(request.prompt_ids),
+        "cached_tokens": request.cached_tokens,
+        "computed_tokens": request.num_computed,
+        "output_tokens": len(request.output_ids),
+        "max_new_tokens": request.stops.max_new_tokens,
+        "num_retractions": request.num_retractions,
+    } | more

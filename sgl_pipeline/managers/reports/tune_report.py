@@ -1,0 +1,42 @@
+"""How the window that `POST /pipeline/tune` runs again was really served, to judge its predictions.
+
+Called by `entrance/pipeline_routes.py`. JSON types only.
+"""
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from sgl_pipeline.pipeline.recent_load import RecentWork
+
+
+def describe_window(work: RecentWork, ttft_ms: float, tpot_ms: float) -> dict[str, Any]:
+    """What was measured: latencies of the requests that have ended, as the scheduler saw them, and
+    the share of these that met both. `window_s` is the time since the oldest one came."""
+    ended = [one for one in work.requests if one.total_ms is not None]
+    ttfts = [one.first_token_ms for one in ended if one.first_token_ms is not None]
+    tpots = [one.tpot_ms for one in ended if one.tpot_ms is not None]
+    met = [
+        (one.first_token_ms or 0.0) <= ttft_ms and (one.tpot_ms or 0.0) <= tpot_ms for one in ended
+    ]
+    return {
+        "knobs_in_force": work.knobs,
+        "measured": {
+            "window_s": round(work.now_s - work.requests[0].arrival_s, 3),
+            "requests_ended": len(ended),
+            "requests_live": len(work.requests) - len(ended),
+            "target_share": fmean(met),
+            "ttft_ms": _distribution(ttfts),
+            "tpot_ms": _distribution(tpots),
+        },
+    }
+
+
+def _distribution(values: Sequence[float]) -> dict[str, float | None]:
+    """As the simulator's `Distribution`, of nearest ranks."""
+    if not values:
+        return dict.fromkeys(("mean", "p50", "p90", "p99"))
+    ordered = sorted(values)
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    ranks = {name: ordered[round(share * (len(ordered) - 1))] for name, share in shares.items()}
+    return {name: round(value, 3) for name, value in ({"mean": fmean(values)} | ranks).items()}

@@ -1,0 +1,58 @@
+"""How long answers are going to be, by how long the recent ones were.
+
+Used by `forecast.py`. Answers under way count too, as longer than what they have drawn: without
+them the short ones, which end first, would make all answers look short. The estimate of Kaplan and
+Meier (1958); beyond the longest answer that has ended, ends come as often as over all tokens.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+
+
+class OutputLengths:
+    """The lengths of one moment.
+
+    Args:
+        ended: tokens of answers that have ended.
+        running: tokens that answers under way have drawn.
+    """
+
+    def __init__(self, ended: Iterable[int], running: Iterable[int]) -> None:
+        lengths = [(max(1, one), False) for one in ended]
+        self.num_ended = len(lengths)
+        lengths += [(one, True) for one in running if one > 0]
+        total_tokens = sum(length for length, _ in lengths)
+        self._ends_per_token = self.num_ended / total_tokens if total_tokens else 0.0
+        # Where the share of answers that go on falls, and how far; the shares are kept negative,
+        # because they must rise to be searched.
+        self._lengths, self._shares = [0], [-1.0]
+        at_risk = len(lengths)
+        for length, is_running in sorted(lengths):
+            if not is_running:
+                self._lengths.append(length)
+                self._shares.append(self._shares[-1] * (1.0 - 1.0 / at_risk))
+            at_risk -= 1
+
+    def left(self, drawn: int, most: int, share: float) -> int:
+        """Tokens that an answer of `drawn` tokens will still draw at most with probability `share`.
+
+        At least 1, at most up to `most` in all; that many where no answer has ended.
+        """
+        left = max(1, most - drawn)
+        if not self.num_ended:
+            return left
+        goes_on = -self._shares[bisect_right(self._lengths, drawn) - 1]
+        wanted = goes_on * (1.0 - share)
+        last = -self._shares[-1]
+        if goes_on < 1e-9:
+            length = drawn + self._tail(share)
+        elif wanted < last:
+            length = max(drawn, self._lengths[-1]) + self._tail(1.0 - wanted / last)
+        else:
+            length = self._lengths[bisect_left(self._shares, -wanted - 1e-12)]
+        return min(max(1, round(length) - drawn), left)
+
+    def _tail(self, share: float) -> float:
+        """What is drawn at most with probability `share` when ends come as often as over all."""
+        return -math.log1p(-min(share, 1.0 - 1e-9)) / self._ends_per_token

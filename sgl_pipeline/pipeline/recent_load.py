@@ -1,0 +1,102 @@
+"""The last minutes of real work: the requests that ended, and the steps with their times.
+
+Kept by `PipelineCore` for what asks about the past: forecasts take the lengths of answers from it,
+`POST /pipeline/tune` runs the simulator on it. Two bounded rings; an entry costs less than a
+microsecond, after the next steps are on their way. No text and no token.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from sgl_pipeline.requests import Request
+from sgl_pipeline.throttle_change import Knob
+from sgl_pipeline.trace import StepRecord
+
+MAX_REQUESTS = 4096
+MAX_STEPS = 1024
+# Of the newest answers, how many say how long the next ones will be.
+NUM_LENGTHS = 256
+
+
+class PastRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request as it came and as it was served; moments in seconds of the driver's clock. Of one
+    that has not ended, `output_tokens` is what it has drawn and `total_ms` None."""
+
+    arrival_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    first_token_ms: float | None = None
+    total_ms: float | None = None
+
+    @classmethod
+    def live(cls, request: Request) -> "PastRequest":
+        """Of a request that waits or runs."""
+        first_token_ms = None
+        if request.first_token_s is not None:
+            first_token_ms = (request.first_token_s - request.arrival_s) * 1e3
+        return cls(
+            request.arrival_s,
+            len(request.prompt_ids),
+            request.cached_tokens,
+            len(request.output_ids),
+            first_token_ms,
+        )
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean time of its output tokens after the first; None where there is none yet."""
+        if self.total_ms is None or self.first_token_ms is None or self.output_tokens < 2:
+            return None
+        return (self.total_ms - self.first_token_ms) / (self.output_tokens - 1)
+
+
+class RecentLoad:
+    """`requests` that ended by themselves, in the order of their ends, and `steps`; both the newest
+    of many."""
+
+    def __init__(self) -> None:
+        self.requests: deque[PastRequest] = deque(maxlen=MAX_REQUESTS)
+        self.steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
+
+    def add(self, record: StepRecord) -> None:
+        """A step has passed all stages."""
+        self.steps.append(record)
+        for ended in record.ended:
+            self.requests.append(
+                PastRequest(
+                    record.finished_s - ended.total_ms * 1e-3,
+                    ended.prompt_tokens,
+                    ended.cached_tokens,
+                    ended.output_tokens,
+                    ended.first_token_ms,
+                    ended.total_ms,
+                )
+            )
+
+    def since(self, moment_s: float, live: Iterable[Request]) -> list[PastRequest]:
+        """The requests that came at `moment_s` or later, those of `live` among them, by arrival."""
+        past = [*self.requests, *map(PastRequest.live, live)]
+        return sorted(
+            (one for one in past if one.arrival_s >= moment_s), key=lambda one: one.arrival_s
+        )
+
+    def output_lengths(self) -> list[int]:
+        """Tokens of the newest answers."""
+        return [one.output_tokens for one in list(self.requests)[-NUM_LENGTHS:]]
+
+
+class RecentWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What `POST /pipeline/tune` hands to the simulator: the load of a window and the pipeline that
+    served it. `requests` by arrival, those that have not ended among them; `steps` of the plan in
+    use. `knobs` are the throttle's, `scheduling` the fields of `SchedulingArgs`."""
+
+    requests: list[PastRequest]
+    steps: list[StepRecord]
+    knobs: dict[str, Knob]
+    ranges: dict[str, list[Knob]]
+    scheduling: dict[str, int | str | bool | None]
+    pool_tokens: int
+    now_s: float

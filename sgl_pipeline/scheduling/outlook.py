@@ -1,0 +1,124 @@
+"""What stands between one request and its next token: who is served before it, and what that takes.
+
+Made by `StepScheduler.outlook` for `pipeline/forecast.py`, which says how long it takes. Asked now
+and then, about one request: it may look at all that wait or run, and changes nothing.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sgl_pipeline.pipeline_load import PipelineLoad
+from sgl_pipeline.requests import Request, RequestState
+from sgl_pipeline.scheduling.radix_tree import RadixNode
+from sgl_pipeline.scheduling.request_pages import RequestPages
+from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
+from sgl_pipeline.throttle import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one request needs. `prefill_tokens` are not scheduled yet, without those of the cache
+    and without those that a request before it computes too. `new_pages` is what they take,
+    `held_pages` what comes back when the request ends, as far as nobody else uses it now."""
+
+    request: Request
+    prefill_tokens: int
+    new_pages: int
+    held_pages: int
+
+    @classmethod
+    def in_flight(cls, request: Request, page_size: int) -> "Demand":
+        """That of a running request whose prompt has been scheduled."""
+        return cls(request, 0, 0, len(request.pages) - request.cached_tokens // page_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """The requests that are served before `request` ends its wait, each list in order of service.
+
+    `waiting` ends with `request` where that waits. `decoding` has all decodes, those that are ready
+    first and in their turn; a request whose last chunk of the prompt is in flight is in none.
+    `load` is what `policy` is told. `available_pages` are free or evictable.
+    """
+
+    request: Request
+    waiting: tuple[Demand, ...]
+    prefilling: tuple[Demand, ...]
+    decoding: tuple[Demand, ...]
+    load: PipelineLoad
+    policy: Policy
+    available_pages: int
+    num_running: int
+    max_running_requests: int
+    page_size: int
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Prompt tokens to be scheduled before the first of `request`."""
+        demands = (*self.prefilling, *self.waiting)
+        before = (one for one in demands if one.request.order < self.request.order)
+        return sum(one.prefill_tokens for one in before)
+
+    @property
+    def own(self) -> Demand:
+        """What `request` itself needs; nothing where its last chunk is in flight."""
+        demands = (*self.waiting, *self.prefilling, *self.decoding)
+        found = (one for one in demands if one.request is self.request)
+        return next(found, Demand.in_flight(self.request, self.page_size))
+
+
+def look_ahead(
+    request: Request,
+    waiting: WaitingQueue,
+    running: RunningRequests,
+    pages: RequestPages,
+    load: PipelineLoad,
+    policy: Policy,
+    max_running_requests: int,
+) -> Outlook:
+    """The outlook of a live request."""
+    queue: list[Demand] = []
+    if request.state is RequestState.WAITING:
+        queue = _queued((*waiting.ahead_of(request), request), waiting, pages)
+    in_flight = [one for one in running.decoding if one not in running.ready]
+    prefilling = sorted(running.prefilling, key=lambda one: one.order)
+    return Outlook(
+        request=request,
+        waiting=tuple(queue),
+        prefilling=tuple(_running(one, pages) for one in prefilling),
+        decoding=tuple(_running(one, pages) for one in (*running.ready, *in_flight)),
+        load=load,
+        policy=policy,
+        available_pages=pages.num_available,
+        num_running=len(running),
+        max_running_requests=max_running_requests,
+        page_size=pages.page_size,
+    )
+
+
+def _queued(
+    requests: Iterable[Request], waiting: WaitingQueue, pages: RequestPages
+) -> list[Demand]:
+    """What each of these takes when all before it have been served."""
+    counted: set[RadixNode] = set()
+    demands = []
+    for request in requests:
+        path = waiting.path_of(request)
+        tokens = request.prefill_end - path.end
+        node: RadixNode | None = path
+        while node is not None and not node.is_cached and node not in counted:
+            counted.add(node)
+            # What a running request prefills is that one's.
+            tokens += 0 if node.num_prefilling else len(node.tokens)
+            node = node.parent
+        new_pages = pages.pages_for(tokens)
+        demands.append(Demand(request, tokens, new_pages, new_pages))
+    return demands
+
+
+def _running(request: Request, pages: RequestPages) -> Demand:
+    remaining = request.remaining_prefill
+    pages_in_all = max(pages.pages_for(request.prefill_end), len(request.pages))
+    held_pages = pages_in_all - request.cached_tokens // pages.page_size
+    return Demand(request, remaining, pages_in_all - len(request.pages), held_pages)

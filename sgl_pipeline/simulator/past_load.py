@@ -1,0 +1,125 @@
+"""A server's last minutes run again: its requests, on its stages as they were measured, under other
+knobs.
+
+Used by `propose.py`. What the prefix cache served of a prompt is taken as the beginning of one
+prefix that all requests share and that is cached when the first arrives: hits are as long as they
+were, only what evicts them is not. Answers that have not ended get lengths like those that have.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.pipeline.output_lengths import OutputLengths
+from sgl_pipeline.pipeline.recent_load import PastRequest, RecentWork
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.simulator.calibration import FittedCosts, fit_records
+from sgl_pipeline.simulator.simulation import Simulation
+from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
+from sgl_pipeline.simulator.workload import Segment, SimulatedRequest, TokenIds
+from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.throttle_change import Knob
+
+# The newest requests that are run again.
+MAX_REQUESTS = 1000
+# After the request that fills the cache, and before the others: it is over by then.
+_WARM_UP_S = 1e4
+# What the fitted times of steps may be multiplied by, and how closely that is found.
+_SLOWDOWNS = (0.8, 4.0)
+_SLOWDOWN_TOLERANCE = 1.03
+_GOLDEN_RATIO = 0.6180339887498949
+
+
+@dataclass(frozen=True, slots=True)
+class PastLoad:
+    """One window of one server, ready to be run again any number of times."""
+
+    work: RecentWork
+    costs: FittedCosts
+    requests: tuple[SimulatedRequest, ...]
+    slowdown: float = 1.0
+
+    @classmethod
+    def of(cls, work: RecentWork) -> "PastLoad":
+        """As long in all as it was: `slowdown` is what the fitted times of steps are multiplied by
+        for that, because steps also wait for cores that others have, and near saturation a little
+        of that makes long queues. Raises ConfigurationError where too few steps were measured."""
+        costs = fit_records(work.steps, "the server's record", is_robust=True)
+        load = cls(work, costs, tuple(past_requests(work.requests)))
+        measured_ms = [one.total_ms for one in work.requests[-MAX_REQUESTS:]]
+        low, high = _SLOWDOWNS
+        while high / low > _SLOWDOWN_TOLERANCE:
+            middle = (low * high) ** 0.5
+            slowed = replace(load, costs=costs.slowed_by(middle), slowdown=middle)
+            if slowed.excess_ms(measured_ms) > 0.0:
+                high = middle
+            else:
+                low = middle
+        return replace(load, costs=costs.slowed_by(low), slowdown=low)
+
+    def excess_ms(self, measured_ms: Sequence[float | None]) -> float:
+        """By how much the requests take longer under the knobs in force than they did, in all."""
+        simulation = self.run(self.work.knobs)
+        return sum(
+            (served.finished_s - served.arrival_s) * 1e3 - total_ms
+            for served, total_ms in zip(simulation.requests, measured_ms, strict=True)
+            if total_ms is not None and served.finished_s is not None
+        )
+
+    @property
+    def largest_step(self) -> int:
+        """Tokens of the largest step that was measured."""
+        return max(step.prefill_tokens + step.decodes for step in self.work.steps)
+
+    def run(
+        self,
+        knobs: Mapping[str, Knob],
+        on_progress: Callable[[int, float], None] = lambda finished, now_s: None,
+    ) -> Simulation:
+        """Serves all requests with these knobs; the one that fills the cache is left out."""
+        scheduling = SchedulingArgs(**(self.work.scheduling | {"accounting": knobs["accounting"]}))  # type: ignore[arg-type]
+        scheduler = StepScheduler(
+            scheduling,
+            make_policy(throttle_of(knobs)),
+            num_pages=self.work.pool_tokens // scheduling.page_size,
+            num_stages=self.costs.num_stages,
+            context_length=self.work.pool_tokens,
+        )
+        simulation = VirtualPipeline(scheduler, self.costs).run(self.requests, on_progress)
+        served = tuple(one for one in simulation.requests if one.asked is not self.requests[0])
+        return replace(simulation, requests=served)
+
+
+def throttle_of(knobs: Mapping[str, Knob]) -> ThrottleArgs:
+    """The arguments of the policy. Raises ConfigurationError for knobs that do not go together."""
+    values = {name: value for name, value in knobs.items() if name != "accounting"}
+    return ThrottleArgs(**values)  # type: ignore[arg-type]
+
+
+def past_requests(past: Sequence[PastRequest]) -> list[SimulatedRequest]:
+    """A request that fills the cache, then those of the past, each as long after the first as it
+    came."""
+    newest = past[-MAX_REQUESTS:]
+    ids = TokenIds()
+    shared = ids.fresh(max((one.cached_tokens for one in newest), default=0) + 1)
+    lengths = OutputLengths(
+        (one.output_tokens for one in newest if one.total_ms is not None),
+        (one.output_tokens for one in newest if one.total_ms is None),
+    )
+    longest = max((one.output_tokens for one in newest), default=1)
+    requests = [SimulatedRequest(arrival_s=0.0, prompt=(shared,), output=ids.fresh(1))]
+    for number, one in enumerate(newest):
+        output_tokens = max(1, one.output_tokens)
+        if one.total_ms is None:
+            share = (number * _GOLDEN_RATIO + 0.5) % 1.0
+            output_tokens = one.output_tokens + lengths.left(one.output_tokens, 2 * longest, share)
+        cached = Segment(shared.first, one.cached_tokens)
+        fresh = ids.fresh(max(1, one.prompt_tokens - one.cached_tokens))
+        requests.append(
+            SimulatedRequest(
+                arrival_s=_WARM_UP_S + one.arrival_s - newest[0].arrival_s,
+                prompt=(cached, fresh) if one.cached_tokens else (fresh,),
+                output=ids.fresh(output_tokens),
+            )
+        )
+    return requests

@@ -1,0 +1,34 @@
+"""A change of the throttle's knobs while the server runs: who wanted it, when, from what to what.
+
+Made by `pipeline/throttle_control.py`; written to traces, logs and `GET /pipeline/throttle`.
+"""
+
+from typing import Literal
+
+import msgspec
+
+Knob = int | float | str | None
+Cause = Literal["operator", "undo", "revert", "tune"]
+
+
+class Author(msgspec.Struct, frozen=True):
+    """Who asks for a change: with the `admin` key, with the `api` key, or where none is needed
+    (`none`), from which address. The clock is the author of what goes back by itself."""
+
+    key: Literal["admin", "api", "none", "clock"]
+    client: str
+
+
+class ThrottleChange(msgspec.Struct, frozen=True, kw_only=True):
+    """`before` and `after` hold the knobs that changed. `first_step` is the first that is decided
+    by the new ones, `changed_s` a moment of the driver's clock. `revert_after_s`: seconds until the
+    change goes back by itself; None: it stays."""
+
+    change: int
+    cause: Cause
+    author: Author
+    changed_s: float
+    first_step: int
+    before: dict[str, Knob]
+    after: dict[str, Knob]
+    revert_after_s: float | None = None

@@ -1,0 +1,174 @@
+"""Proposals are held to what they promise: on the pipeline that the records are of, not the fit."""
+
+from dataclasses import replace
+from random import Random
+
+import msgspec
+import pytest
+
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.pipeline.recent_load import PastRequest, RecentWork
+from sgl_pipeline.pipeline.throttle_control import ThrottleControl
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.simulator.experiment import Cluster
+from sgl_pipeline.simulator.past_load import past_requests
+from sgl_pipeline.simulator.propose import Prediction, Proposal, TuneTask, predict, propose
+from sgl_pipeline.simulator.summary import LatencyTarget
+from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
+from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds, poisson_arrivals
+from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.throttle_change import Knob
+
+CLUSTER = Cluster(model="Qwen2.5-32B", device="a100-40g-pcie", num_stages=4, pool_tokens=1)
+POOL_TOKENS = 100_000
+BAD = ThrottleArgs(max_prefill_tokens=64, prefill_spread_steps=32)
+TARGET = LatencyTarget(ttft_ms=800.0, tpot_ms=200.0)
+
+
+def load(num_requests: int = 60) -> list[SimulatedRequest]:
+    random, ids = Random(5), TokenIds()
+    requests = [
+        SimulatedRequest(
+            arrival_s=0.0,
+            prompt=(ids.fresh(random.randint(200, 1500)),),
+            output=ids.fresh(random.randint(10, 60)),
+        )
+        for _ in range(num_requests)
+    ]
+    return poisson_arrivals(requests, 5.0, random)
+
+
+class Server:
+    """A pipeline with knobs that serves `load`, and keeps its past."""
+
+    def __init__(self, throttle: ThrottleArgs, page_size: int = 16) -> None:
+        args = SchedulingArgs(page_size=page_size)
+        scheduler = StepScheduler(
+            args,
+            make_policy(throttle),
+            num_pages=POOL_TOKENS // page_size,
+            num_stages=4,
+            context_length=POOL_TOKENS,
+        )
+        self.pipeline = VirtualPipeline(scheduler, CLUSTER.costs())
+        self.core = self.pipeline._core
+        self.core.throttle = ThrottleControl(scheduler, throttle, args.accounting, 4096)
+
+    def serve(self) -> Prediction:
+        return predict(self.pipeline.run(load()), TARGET)
+
+    def work(self) -> RecentWork:
+        now_s = self.core.recent_load.steps[-1].finished_s
+        return self.core.recent_work(1e9, now_s)
+
+
+def task_of(work: RecentWork, timeout_s: float = 1e9, ttft_ms: float = TARGET.ttft_ms) -> TuneTask:
+    return TuneTask(
+        work=work,
+        ttft_ms=ttft_ms,
+        tpot_ms=TARGET.tpot_ms,
+        policies=("throttle",),
+        timeout_s=timeout_s,
+    )
+
+
+@pytest.fixture(scope="module")
+def bad_server() -> tuple[Server, Prediction]:
+    server = Server(BAD)
+    return server, server.serve()
+
+
+@pytest.fixture(scope="module")
+def proposal(bad_server: tuple[Server, Prediction]) -> Proposal:
+    return propose(task_of(bad_server[0].work()))
+
+
+def throttle_with(knobs: dict[str, Knob]) -> ThrottleArgs:
+    return replace(BAD, **{name: value for name, value in knobs.items() if name != "accounting"})  # type: ignore[arg-type]
+
+
+def test_a_proposal_keeps_its_promise_on_the_real_pipeline(
+    bad_server: tuple[Server, Prediction], proposal: Proposal
+) -> None:
+    measured = bad_server[1]
+    assert proposal.is_complete and proposal.knobs and proposal.proposed is not None
+    assert proposal.now.ttft_ms.p50 == pytest.approx(measured.ttft_ms.p50, rel=0.15)
+    assert proposal.now.tpot_ms.p50 == pytest.approx(measured.tpot_ms.p50, rel=0.15)
+    applied = Server(throttle_with(proposal.knobs)).serve()
+    promised = proposal.proposed
+    assert applied.target_share == pytest.approx(promised.target_share, abs=0.08)
+    # Its steps are larger than any that were measured.
+    assert applied.ttft_ms.p50 == pytest.approx(promised.ttft_ms.p50, rel=0.3)
+    assert applied.tpot_ms.p50 == pytest.approx(promised.tpot_ms.p50, rel=0.2)
+    assert applied.target_share > measured.target_share + 0.3
+
+
+def test_knobs_that_are_the_best_stay(
+    bad_server: tuple[Server, Prediction], proposal: Proposal
+) -> None:
+    work = bad_server[0].work()
+    knobs = work.knobs | proposal.knobs
+    again = propose(task_of(msgspec.structs.replace(work, knobs=knobs)))
+    assert again.knobs == {} and again.proposed is None
+
+
+def test_steps_beyond_all_that_were_measured_are_marked(
+    bad_server: tuple[Server, Prediction], proposal: Proposal
+) -> None:
+    work = bad_server[0].work()
+    largest = max(one.prefill_tokens + one.decodes for one in work.steps)
+    limit = proposal.knobs["max_prefill_tokens"]
+    assert isinstance(limit, int) and limit > 2 * largest
+    assert proposal.is_extrapolated
+    large = [msgspec.structs.replace(one, prefill_tokens=limit) for one in work.steps[:2]]
+    wide = msgspec.structs.replace(work, steps=[*work.steps, *large])
+    assert not propose(task_of(wide, timeout_s=0.0)).is_extrapolated
+
+
+def test_a_task_ends_with_its_time_and_says_so(bad_server: tuple[Server, Prediction]) -> None:
+    ticks = iter(range(10**9))
+    proposal = propose(task_of(bad_server[0].work(), timeout_s=2000.0), lambda: next(ticks))
+    assert not proposal.is_complete
+    assert 1 <= proposal.num_trials < 18
+
+
+def test_too_few_steps_are_refused(bad_server: tuple[Server, Prediction]) -> None:
+    work = bad_server[0].work()
+    with pytest.raises(ConfigurationError, match="200 of different sizes"):
+        propose(task_of(msgspec.structs.replace(work, steps=work.steps[:100])))
+
+
+def test_hits_are_as_long_as_they_were_and_live_answers_get_lengths() -> None:
+    past = [
+        PastRequest(10.0, 100, 64, 20, 5.0, 50.0),
+        PastRequest(12.5, 80, 0, 30, 5.0, 60.0),
+        PastRequest(13.0, 200, 128, 7),
+        PastRequest(14.0, 50, 0, 0),
+    ]
+    warm_up, *requests = past_requests(past)
+    assert warm_up.input_tokens == 129 and warm_up.output_tokens == 1
+    assert [one.arrival_s - requests[0].arrival_s for one in requests] == [0.0, 2.5, 3.0, 4.0]
+    assert [one.input_tokens for one in requests] == [100, 80, 200, 50]
+    for one, told in zip(requests, past, strict=True):
+        shared = one.prompt_ids()[: told.cached_tokens]
+        assert shared == warm_up.prompt_ids()[: told.cached_tokens]
+        rest = one.prompt_ids()[told.cached_tokens :]
+        assert not set(rest) & set(warm_up.prompt_ids())
+    assert [one.output_tokens for one in requests[:2]] == [20, 30]
+    assert 7 < requests[2].output_tokens <= 60 and 1 <= requests[3].output_tokens <= 60
+
+
+def test_two_knobs_that_hold_each_other_are_both_turned(
+    bad_server: tuple[Server, Prediction], proposal: Proposal
+) -> None:
+    """With so many steps to spread over, the fewest tokens of a step are the most, too."""
+    work = bad_server[0].work()
+    held = work.knobs | {"max_prefill_tokens": 64, "min_prefill_tokens": 64}
+    held["prefill_spread_steps"] = 1024
+    freed = propose(task_of(msgspec.structs.replace(work, knobs=held)))
+    assert {"max_prefill_tokens", "prefill_spread_steps"} <= set(freed.knobs)
+    assert freed.proposed is not None and proposal.proposed is not None
+    assert freed.proposed.lateness < freed.now.lateness / 2
+    for name in ("max_prefill_tokens", "prefill_spread_steps"):
+        assert freed.knobs[name] == proposal.knobs[name]
