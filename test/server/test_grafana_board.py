@@ -17,6 +17,7 @@ BOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "sgl_pipeline
 METRIC = re.compile(r"\b(?:sglang:|sgl_pipeline_)\w+")
 SELECTOR = re.compile(r"((?:sglang:|sgl_pipeline_)\w+)(\{[^}]*\})?")
 LABEL = re.compile(r"(\w+)\s*=~?\s*\"")
+GROUPS = re.compile(r"\bby \(([^)]+)\)")
 LEGEND = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -64,6 +65,10 @@ def test_every_label_of_the_board_is_there(board: dict[str, Any], samples: Sampl
             wanted = set(LABEL.findall(selector))
             assert wanted <= samples.labels(name), (target["expr"], wanted)
         names = [name for name, _ in SELECTOR.findall(target["expr"])]
+        grouped = {
+            label for labels in GROUPS.findall(target["expr"]) for label in labels.split(",")
+        }
+        assert {label.strip() for label in grouped} <= samples.labels(names[0]), target["expr"]
         legend = set(LEGEND.findall(target["legendFormat"]))
         assert legend <= samples.labels(names[0]), (target["legendFormat"], names[0])
 

@@ -84,10 +84,11 @@ def describe_compile(
 
 
 def _estimate(forecast: Forecast) -> dict[str, Any]:
-    return {
+    numbers = {
         name: round(value, 3) if isinstance(value, float) else value
         for name, value in asdict(forecast).items()
     }
+    return numbers | {"reason": forecast.reason or None}
 
 
 def _last_token_s(request: Request, now_s: float) -> float | None:
