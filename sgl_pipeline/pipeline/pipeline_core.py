@@ -47,12 +47,41 @@ class PipelineCore:
         self._encoder = StepPlanEncoder()
         self._orders = OrderStream()
         self._open: dict[int, OpenStep] = {}
+        self._first_step_id = 0  # of this incarnation
+        self._is_halted = False
         self._reported: list[OpenStep] = []
+
+    def halt(self, reason: str, now_s: float) -> int:
+        """A stage is lost: takes back all steps in flight, and decides none until `start_over`.
+
+        Requests return to the queue with the tokens that they have. A layer move that is not past
+        its switch is abandoned. May be called again before `start_over`. Returns how many requests
+        were running.
+        """
+        num_running = self.scheduler.num_running
+        self.scheduler.forget_in_flight()
+        self.scheduler.forget_pages(now_s)
+        self.migration.interrupt(reason, now_s)
+        self._open.clear()
+        self._first_step_id = self.scheduler.next_step_id
+        self._is_halted = True
+        return num_running
+
+    def start_over(self, incarnation: int) -> SealedOrder:
+        """Every stage is there again: the first order of the new stream, for all of them.
+
+        The stages that were lost may still be heard: what they say of steps before this is late.
+        """
+        self._encoder.forget()
+        self._is_halted = False
+        return self._orders.start_over(self._encoder.snapshot(), incarnation)
 
     def move_orders(self, now_s: float) -> list[SealedOrder]:
         """What the stages must know of layer moves before the next step. The driver must send each
         to every stage before it asks for that."""
-        sealed = []
+        sealed: list[SealedOrder] = []
+        if self._is_halted:
+            return sealed
         pages_in_use = self.scheduler.pages_in_use
         while (order := self.migration.next_order(now_s, pages_in_use)) is not None:
             if isinstance(order, SwitchPlan):
@@ -66,7 +95,7 @@ class PipelineCore:
 
         The driver must send its order to every stage before it asks for another one.
         """
-        microbatch = self.scheduler.next_microbatch(now_s)
+        microbatch = None if self._is_halted else self.scheduler.next_microbatch(now_s)
         if microbatch is None:
             return None
         step = OpenStep(microbatch, self._orders.seal(self._encoder.encode(microbatch)), now_s)
@@ -77,8 +106,11 @@ class PipelineCore:
     def take_report(self, report: StageReport, now_s: float) -> OpenStep | None:
         """Books a stage's report. The last stage's brings the tokens: then the step, with `events`.
 
-        Raises ProtocolError for a report that no stage could give now.
+        A report of a step that was taken back is late, and means nothing any more. Raises
+        ProtocolError for a report that no stage could give now.
         """
+        if report.step_id < self._first_step_id:
+            return None
         step = self._open.get(report.step_id)
         if step is None or report.stage in step.timings:
             raise ProtocolError(

@@ -29,7 +29,7 @@ ABORTED = FinishReason("abort", message="the client went away")
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, aborts, schedules, completes, pauses and resumes in any order."""
+    """Adds, aborts, schedules, completes, pauses, resumes and loses stages in any order."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4]),
@@ -153,6 +153,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.pipeline.steps_in_flight:
                 self.pipeline.complete()
                 self.scheduler.check_invariants()
+
+    @precondition(lambda self: self.pipeline.steps_in_flight)
+    @rule()
+    def take_back_steps(self) -> None:
+        self.pipeline.take_back_steps()
+
+    @rule()
+    def lose_stages(self) -> None:
+        self.pipeline.lose_stages()
+        load = self.scheduler.load()
+        assert (self.scheduler.num_running, load.free_pages) == (0, load.total_pages)
+        assert self.scheduler.num_free_pages == load.total_pages
 
     @precondition(lambda self: self.scheduler.requests())
     @rule(data=st.data())
