@@ -50,9 +50,7 @@ class OrderStream:
         self._next_number += 1
         return sealed
 
-    def start_over(
-        self, snapshot: MirrorSnapshot, incarnation: int | None = None
-    ) -> SealedOrder:
+    def start_over(self, snapshot: MirrorSnapshot, incarnation: int | None = None) -> SealedOrder:
         """Begins the next incarnation, in which every stage knows what `snapshot` holds; or a later
         one, where those between never came to be."""
         assert incarnation is None or incarnation > self.incarnation
