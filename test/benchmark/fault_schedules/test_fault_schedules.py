@@ -109,8 +109,8 @@ def a_retraction_forgets_the_output(patch: pytest.MonkeyPatch) -> None:
     retract = Preemption.retract
 
     def mutated(self: Preemption, request: Request) -> None:
+        request.output_ids.clear()
         retract(self, request)
-        request.prefill_end = len(request.prompt_ids)
 
     patch.setattr(Preemption, "retract", mutated)
 
