@@ -46,6 +46,14 @@ class WatchedProcess:
         self._pid = pid
         self._descriptor = os.pidfd_open(pid)
 
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    def fileno(self) -> int:
+        """A descriptor that can be read once the process has ended."""
+        return self._descriptor
+
     def wait(self, timeout_s: float = 0.0) -> bool:
         """Whether it has ended, or does so within `timeout_s`."""
         poller = select.poll()

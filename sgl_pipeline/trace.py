@@ -11,6 +11,7 @@ from typing import IO, Protocol
 import msgspec
 
 from sgl_pipeline.move_record import MoveRecord
+from sgl_pipeline.recovery_record import RecoveryRecord
 from sgl_pipeline.requests import Request
 from sgl_pipeline.stage_timing import StageTiming
 
@@ -83,6 +84,9 @@ class StepWriter(Protocol):
     def write_move(self, record: MoveRecord) -> None:
         """A layer move is over."""
 
+    def write_recovery(self, record: RecoveryRecord) -> None:
+        """Lost stages have been replaced."""
+
     def flush(self) -> None:
         """What was written is in the file from now on."""
 
@@ -95,7 +99,14 @@ class _MoveLine(msgspec.Struct, frozen=True):
     layer_move: MoveRecord
 
 
+class _RecoveryLine(msgspec.Struct, frozen=True):
+    """How a recovery stands there."""
+
+    recovery: RecoveryRecord
+
+
 _MOVE_LINE_START = b'{"layer_move":'
+_RECOVERY_LINE_START = b'{"recovery":'
 
 
 class TraceWriter:
@@ -111,6 +122,9 @@ class TraceWriter:
     def write_move(self, record: MoveRecord) -> None:
         self._file.write(self._encoder.encode(_MoveLine(record)) + b"\n")
 
+    def write_recovery(self, record: RecoveryRecord) -> None:
+        self._file.write(self._encoder.encode(_RecoveryLine(record)) + b"\n")
+
     def flush(self) -> None:
         self._file.flush()
 
@@ -123,7 +137,7 @@ def read_trace(path: str | Path) -> Iterator[StepRecord]:
     decoder = msgspec.json.Decoder(StepRecord)
     with open(path, "rb") as lines:
         for line in lines:
-            if not line.startswith(_MOVE_LINE_START):
+            if not line.startswith((_MOVE_LINE_START, _RECOVERY_LINE_START)):
                 yield decoder.decode(line)
 
 
@@ -134,3 +148,12 @@ def read_moves(path: str | Path) -> Iterator[MoveRecord]:
         for line in lines:
             if line.startswith(_MOVE_LINE_START):
                 yield decoder.decode(line).layer_move
+
+
+def read_recoveries(path: str | Path) -> Iterator[RecoveryRecord]:
+    """The recoveries of a trace file, in the order in which they ended."""
+    decoder = msgspec.json.Decoder(_RecoveryLine)
+    with open(path, "rb") as lines:
+        for line in lines:
+            if line.startswith(_RECOVERY_LINE_START):
+                yield decoder.decode(line).recovery

@@ -5,6 +5,7 @@ Started by upstream's `launch_server` in place of its own scheduler (upstream:
 `pipeline_scheduler.py`; no decision about a request is made here.
 """
 
+import dataclasses
 import logging
 import signal
 import sys
@@ -17,7 +18,7 @@ import zmq
 from sglang.srt.runtime_context import get_serving, publish
 from sglang.srt.utils import configure_logger
 
-from sgl_pipeline.args import PipelineArgs
+from sgl_pipeline.args import PipelineArgs, RecoveryArgs
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.command_line.model_files import ModelLimits, load_tokenizer, model_limits
@@ -35,12 +36,14 @@ from sgl_pipeline.managers.planning.cost_files import find_costs
 from sgl_pipeline.managers.reports.load_report import LoadReport, loads_path
 from sgl_pipeline.managers.reports.server_info import describe_start
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
+from sgl_pipeline.managers.stages.recovery_desk import RecoveryDesk
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import PlannerArgs
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.recovery import StageRecovery
 from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 from sgl_pipeline.pipeline.worker_source import WorkerSource
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
@@ -138,9 +141,20 @@ def _serve(
         postpone_full_collections()
         migration = _migration(args, capacity.plan, predictor)
         core = PipelineCore(steps, capacity.plan, migration)
+        recovery = StageRecovery(core, launcher.roster, _recovery_args(args, launcher))
         operators = PipelineDesk(DeskSocket(context, desk_address(args.run_directory)), core)
         PipelineScheduler(
-            front, core, launcher, grammars, operators, traces, loads, metrics, poller, facts
+            front,
+            core,
+            launcher,
+            RecoveryDesk(recovery, launcher),
+            grammars,
+            operators,
+            traces,
+            loads,
+            metrics,
+            poller,
+            facts,
         ).run()
     finally:
         if front is not None:
@@ -210,6 +224,18 @@ def _migration(
         learns=args.stages.device == "cpu",
     )
     return MigrationControl.of(options, plan, planner)
+
+
+def _recovery_args(args: PipelineArgs, launcher: StageLauncher) -> RecoveryArgs:
+    """What becomes of lost stages, as far as their links allow it."""
+    options = args.recovery
+    if options.mode == "off" or launcher.roster.can_regroup:
+        return options
+    logger.warning(
+        "a stage that is lost will end the server: NCCL joins stages for life; with --stage-link "
+        "host it would be replaced"
+    )
+    return dataclasses.replace(options, mode="off", spare_workers=0)
 
 
 def _open_traces(args: PipelineArgs) -> list[StepWriter]:

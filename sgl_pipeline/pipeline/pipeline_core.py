@@ -5,6 +5,7 @@ of stages go in, each with the moment of the driver's clock; steps come out, eac
 order that every stage must get, and later its token events. Reads no clock, sends nothing.
 """
 
+from collections.abc import Sequence
 from copy import copy
 
 from sgl_pipeline.args import ACCOUNTINGS
@@ -15,6 +16,7 @@ from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_state import PipelineState, StageState
 from sgl_pipeline.pipeline.step_history import StepHistory
+from sgl_pipeline.recovery_record import RecoveryRecord
 from sgl_pipeline.scheduling import Explanation, StepScheduler
 from sgl_pipeline.stage_orders import OrderStream, SealedOrder
 from sgl_pipeline.stage_plan import StagePlan
@@ -148,8 +150,14 @@ class PipelineCore:
         """Why a request waits: which rule, which numbers, behind whom; None for an unknown one."""
         return self.scheduler.explain(request_id)
 
-    def state(self, now_s: float, compiling_requests: int = 0) -> PipelineState:
-        """How things stand; `compiling_requests` are those that the driver holds back for now."""
+    def state(
+        self,
+        now_s: float,
+        compiling_requests: int = 0,
+        recoveries: Sequence[RecoveryRecord] = (),
+    ) -> PipelineState:
+        """How things stand; `compiling_requests` are those that the driver holds back for now,
+        `recoveries` those of its `StageRecovery`."""
         scheduler, history = self.scheduler, self.history
         return PipelineState(
             now_s=now_s,
@@ -173,6 +181,7 @@ class PipelineCore:
                 StageState(input_wait_ms=wait_ms, compute_ms=compute_ms, last_step=last_step)
                 for wait_ms, compute_ms, last_step in history.stage_totals()
             ),
-            # Copies: the record of a move under way still changes.
+            # Copies: the record of what is under way still changes.
             moves=tuple(map(copy, self.migration.history)),
+            recoveries=tuple(map(copy, recoveries)),
         )

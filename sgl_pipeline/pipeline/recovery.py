@@ -5,9 +5,9 @@ Workers that end or are given up come in, and all that workers say on their way 
 each must be told comes out, and in the end the order that begins a new stream. Does no I/O and
 reads no clock.
 
-A stage that is left lets go of its steps and of its links, keeps its weights, and opens links to its
-new neighbors. All keys and values count as lost: requests are prefilled again, prompt and output.
-Because a token is a function of its request, what they go on with is what would have come.
+A stage that is left lets go of its steps and of its links, keeps its weights, and opens links to
+its new neighbors. All keys and values count as lost: requests are prefilled again, prompt and
+output. Because a token is a function of its request, what they go on with is what would have come.
 """
 
 from collections import deque

@@ -129,6 +129,21 @@ class WorkerRoster:
         filled = [(one.stage, n) for n, one in self._workers.items() if one.stage is not None]
         return [number for _, number in sorted(filled)]
 
+    def worker_of(self, stage: int) -> int | None:
+        """The worker that fills `stage`, if one does."""
+        return next((n for n, one in self._workers.items() if one.stage == stage), None)
+
+    def worker_stage(self, number: int) -> int | None:
+        """The stage that a worker fills, if it fills one."""
+        worker = self._workers.get(number)
+        return None if worker is None else worker.stage
+
+    @property
+    def can_regroup(self) -> bool:
+        """Whether stages that run can be joined anew: NCCL's processes are joined for life."""
+        hellos = [self._hellos[stage] for stage in sorted(self._hellos)]
+        return not any(link.startswith("nccl") for link in link_addresses(self._args, hellos))
+
     @property
     def vacant_stages(self) -> list[int]:
         """Those that no worker fills."""

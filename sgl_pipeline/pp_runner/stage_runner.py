@@ -35,9 +35,9 @@ class StageRunner:
     Args:
         tail: for tests, in place of the last stage's own.
 
-    `stage` is its position, `attention_backend` and `graphs` say what is in use, `shape` what a page
-    holds. `held_layers`
-    may change between two steps; which of them a step runs is up to the plan of its epoch.
+    `stage` is its position, `attention_backend` and `graphs` say what is in use, `shape` what a
+    page holds. `held_layers` may change between two steps; which of them a step runs is up to the
+    plan of its epoch.
     """
 
     def __init__(

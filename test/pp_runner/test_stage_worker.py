@@ -56,6 +56,8 @@ class ScriptedChannel:
 
     def receive(self, timeout_ms: int | None = None) -> ToWorker | None:
         self.timeouts.append(timeout_ms)
+        if timeout_ms is not None and not self._messages:
+            return NOTHING
         message = self._messages.popleft()
         while timeout_ms is None and message is NOTHING:
             message = self._messages.popleft()
@@ -79,7 +81,7 @@ class Stage:
             QueueLink(self.rows, deque()),
             tail=tail and tail(self.log),
         )
-        site = StageSite(self.runner, (), 6)
+        site = StageSite(self.runner, (), 6, lambda timeout_s: None)
         links = HostPageLinks("nowhere", stage, site.row_bytes)
         self.mover = LayerMover(stage, plan, site, links, self.channel.send, time.monotonic)
         self.worker = StageWorker(self.channel, 0)  # type: ignore[arg-type]

@@ -33,8 +33,9 @@ def status_line(since: PipelineState, state: PipelineState) -> str:
     idle = ", ".join(f"{1.0 - shares.busy:.0%}" for shares in state.bubble_shares())
     move = state.current_move
     moving = f", moving layers to {','.join(map(str, move.after))}" if move is not None else ""
+    replacing = ", replacing a stage" if state.current_recovery is not None else ""
     return (
-        f"step {state.num_steps}{', paused' if state.is_paused else ''}{moving}: "
+        f"step {state.num_steps}{', paused' if state.is_paused else ''}{moving}{replacing}: "
         f"waiting {state.waiting_requests} ({state.load.waiting_tokens} tokens), "
         f"running {state.running_requests}, free pages {state.load.free_share:.0%}, "
         f"{num_tokens / (state.now_s - since.now_s):.0f} tokens/s, "

@@ -1,5 +1,5 @@
-"""Hands every finished step and layer move to the writers of `--trace-path`, `--trace-steps` and
-profiles.
+"""Hands every finished step, layer move and recovery to the writers of `--trace-path`,
+`--trace-steps` and profiles.
 
 Fed by `pipeline_scheduler.py` once the steps that follow are on their way.
 """
@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable
 
 from sgl_pipeline.move_record import MoveRecord
+from sgl_pipeline.recovery_record import RecoveryRecord
 from sgl_pipeline.trace import StepRecord, StepWriter
 
 logger = logging.getLogger(__name__)
@@ -39,13 +40,20 @@ class TraceFiles:
         for record in records:
             self._hand_on(record)
 
-    def _hand_on(self, record: StepRecord | MoveRecord) -> None:
+    def write_recoveries(self, records: Iterable[RecoveryRecord]) -> None:
+        """Writes recoveries that are over to all, as `write` does with steps."""
+        for record in records:
+            self._hand_on(record)
+
+    def _hand_on(self, record: StepRecord | MoveRecord | RecoveryRecord) -> None:
         for writer in tuple(self._writers):
             try:
                 if isinstance(record, StepRecord):
                     writer.write(record)
-                else:
+                elif isinstance(record, MoveRecord):
                     writer.write_move(record)
+                else:
+                    writer.write_recovery(record)
                 writer.flush()
             except OSError as error:
                 logger.error("the trace ends with %s: %s", _name(record), error)
@@ -56,7 +64,9 @@ class TraceFiles:
             self.remove(writer)
 
 
-def _name(record: StepRecord | MoveRecord) -> str:
+def _name(record: StepRecord | MoveRecord | RecoveryRecord) -> str:
     if isinstance(record, StepRecord):
         return f"step {record.step_id}"
-    return f"layer move {record.move}"
+    if isinstance(record, MoveRecord):
+        return f"layer move {record.move}"
+    return f"recovery {record.incarnation}"
