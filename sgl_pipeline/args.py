@@ -300,7 +300,8 @@ class RecoveryArgs:
 
     `mode` `auto`: it is replaced, and requests go on; `off`: the server ends. At most
     `max_restarts` workers are replaced within `restart_window_s`. `spare_workers` wait, started and
-    imported. A worker that is to join gets `join_limit_s` for it.
+    imported. A worker that is to join gets `join_limit_s` for it. A stage counts as hung when it is
+    silent for `silence_s` and for much longer than its steps of late have taken.
     """
 
     mode: str = "auto"
@@ -308,6 +309,7 @@ class RecoveryArgs:
     restart_window_s: float = 60.0
     spare_workers: int = 0
     join_limit_s: float = 120.0
+    silence_s: float = 5.0
 
     def __post_init__(self) -> None:
         require(
@@ -329,6 +331,10 @@ class RecoveryArgs:
         require(
             0.0 < self.join_limit_s < float("inf"),
             f"--stage-join-limit-s {self.join_limit_s} must be a number of seconds above 0",
+        )
+        require(
+            0.0 < self.silence_s < float("inf"),
+            f"--stage-silence-s {self.silence_s} must be a number of seconds above 0",
         )
         require(
             self.mode != "off" or self.spare_workers == 0,

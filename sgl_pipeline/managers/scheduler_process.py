@@ -44,6 +44,7 @@ from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.recovery import StageRecovery
+from sgl_pipeline.pipeline.stage_watch import StageWatch
 from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 from sgl_pipeline.pipeline.worker_source import WorkerSource
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
@@ -141,13 +142,16 @@ def _serve(
         postpone_full_collections()
         migration = _migration(args, capacity.plan, predictor)
         core = PipelineCore(steps, capacity.plan, migration)
-        recovery = StageRecovery(core, launcher.roster, _recovery_args(args, launcher))
+        recovery_args = _recovery_args(args, launcher)
+        recovery = StageRecovery(core, launcher.roster, recovery_args)
+        is_on = recovery_args.mode != "off"
+        watch = StageWatch(core, recovery_args.silence_s) if is_on else None
         operators = PipelineDesk(DeskSocket(context, desk_address(args.run_directory)), core)
         PipelineScheduler(
             front,
             core,
             launcher,
-            RecoveryDesk(recovery, launcher),
+            RecoveryDesk(recovery, launcher, watch),
             grammars,
             operators,
             traces,

@@ -5,7 +5,7 @@ of stages go in, each with the moment of the driver's clock; steps come out, eac
 order that every stage must get, and later its token events. Reads no clock, sends nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 
 from sgl_pipeline.args import ACCOUNTINGS
@@ -78,6 +78,11 @@ class PipelineCore:
         self._is_halted = False
         return self._orders.start_over(self._encoder.snapshot(), incarnation)
 
+    @property
+    def open_steps(self) -> Iterable[OpenStep]:
+        """The steps that some stage has not reported, oldest first."""
+        return self._open.values()
+
     def move_orders(self, now_s: float) -> list[SealedOrder]:
         """What the stages must know of layer moves before the next step. The driver must send each
         to every stage before it asks for that."""
@@ -132,6 +137,7 @@ class PipelineCore:
             step.finish(events, now_s)
         step.timings[report.stage] = report.timing
         self.history.last_steps[report.stage] = report.step_id
+        self.history.heard_s[report.stage] = now_s
         if len(step.timings) == self.plan.num_stages:
             self._reported.append(self._open.pop(report.step_id))
         return step if is_last else None

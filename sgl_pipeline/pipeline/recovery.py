@@ -100,14 +100,24 @@ class StageRecovery:
         self.history.append(record)
         return self._core.start_over(self._incarnation)
 
-    def late_workers(self, now_s: float) -> Iterable[tuple[int, str]]:
-        """Workers that have not got as far as they should have, and what is said of each."""
+    def late_workers(
+        self, now_s: float, step_limit_s: float | None = None
+    ) -> Iterable[tuple[int, str]]:
+        """Workers that have not got as far as they should have, and what is said of each.
+
+        `step_limit_s` is the most that a stage which is left may need for the step that it is in.
+        """
         for worker, asked_s in self._asked_s.items():
             if now_s - asked_s > self._args.join_limit_s:
                 yield worker, f"it did not come within {self._args.join_limit_s:g} s"
-        if self.current is not None and now_s - self._joining_since_s > self._args.join_limit_s:
-            for worker in self._roster.late_workers:
-                yield worker, f"it was not ready within {self._args.join_limit_s:g} s"
+        if self.current is None:
+            return
+        for worker in self._roster.late_workers:
+            is_left = self._roster.is_ready(worker) and step_limit_s is not None
+            limit_s = step_limit_s if is_left and step_limit_s else self._args.join_limit_s
+            if now_s - self._joining_since_s > limit_s:
+                verb = "join the others" if is_left else "get ready"
+                yield worker, f"it did not {verb} within {limit_s:.1f} s"
 
     def _halt(self, reason: str, now_s: float) -> None:
         """Takes the pipeline apart; may happen again before it is together again."""

@@ -167,6 +167,11 @@ class WorkerRoster:
         is_ready = [one.phase is WorkerPhase.READY for one in filling]
         return len(is_ready) == self._num_stages and all(is_ready) and self.has_regrouped
 
+    def is_ready(self, number: int) -> bool:
+        """Whether a worker is ready to take orders, of whatever stream."""
+        worker = self._workers.get(number)
+        return worker is not None and worker.phase is WorkerPhase.READY
+
     def has_greeted(self, number: int) -> bool:
         """Whether a worker has said hello, whatever became of it."""
         return number in self._workers

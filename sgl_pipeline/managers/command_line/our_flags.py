@@ -238,6 +238,14 @@ OUR_FLAGS = (
         float,
     ),
     Flag(
+        "--stage-silence-s",
+        RecoveryArgs,
+        "silence_s",
+        "Seconds after which a silent stage counts as hung and is replaced, unless its own steps "
+        "took a twentieth of that or more.",
+        float,
+    ),
+    Flag(
         "--spare-workers",
         RecoveryArgs,
         "spare_workers",

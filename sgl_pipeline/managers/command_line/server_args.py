@@ -222,6 +222,7 @@ def _recovery_args(options: argparse.Namespace) -> RecoveryArgs:
         max_restarts=options.max_stage_restarts,
         restart_window_s=options.stage_restart_window_s,
         join_limit_s=options.stage_join_limit_s,
+        silence_s=options.stage_silence_s,
         spare_workers=options.spare_workers,
     )
 

@@ -178,6 +178,15 @@ class StageLauncher:
         """A file descriptor that can be read while `take_lost` has a process that has ended."""
         return self._ends.fileno()
 
+    def ask_for_dump(self, worker: int) -> str:
+        """Has a worker write the stacks of its threads into the log, if it can; returns what the
+        kernel says that it does."""
+        process = self._processes.get(worker)
+        if process is None:
+            return "gone"
+        process.ask_for_dump()
+        return process.state()
+
     def give_up(self, worker: int) -> None:
         """Ends a worker, wherever it is: nothing that it says will be heard any more."""
         self._lost.add(worker)
