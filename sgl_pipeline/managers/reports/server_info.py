@@ -67,6 +67,7 @@ def _describe_recovery(record: RecoveryRecord, now_s: float) -> dict[str, Any]:
     """One recovery; `seconds` so far, where it is under way."""
     ended_s = now_s if record.ended_s is None else record.ended_s
     return {
+        "incarnation": record.incarnation,
         "stages": list(record.stages),
         "reasons": [lost.reason for lost in record.lost],
         "is_over": record.is_over,
