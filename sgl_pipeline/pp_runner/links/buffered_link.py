@@ -70,7 +70,8 @@ class BufferedLink(Generic[B]):
 
     def send(self, step_id: int, hidden: torch.Tensor) -> None:
         assert self._outbox is not None, "the last stage has nobody to send to"
-        with contextlib.suppress(ConnectionError):
+        # A neighbour that has closed its end has taken the address away as well.
+        with contextlib.suppress(ConnectionError, FileNotFoundError):
             self._outbox.send(step_id, hidden)
 
     def receive(self, step_id: int, num_rows: int) -> torch.Tensor:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from support.moves import abandoned_move, done_move
-from support.step_records import step_record
+from support.step_records import recovery_record, step_record
 
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
-from sgl_pipeline.trace import TraceWriter, read_moves, read_trace
+from sgl_pipeline.trace import TraceWriter, read_moves, read_recoveries, read_trace
 
 
 def test_a_writer_gets_the_steps_that_end_while_it_is_there(tmp_path: Path) -> None:
@@ -60,3 +60,14 @@ def test_a_full_disk_met_by_a_move_ends_the_trace_alone(
     traces = TraceFiles([FullDisk(tmp_path / "trace")])
     traces.write_moves([done_move(), abandoned_move()])
     assert caplog.messages == ["the trace ends with layer move 3: no space left on device"]
+
+
+def test_recoveries_are_lines_among_the_steps(tmp_path: Path) -> None:
+    traces = TraceFiles([TraceWriter(tmp_path / "trace")])
+    traces.write([step_record(0)])
+    traces.write_recoveries([recovery_record()])
+    traces.write_moves([done_move()])
+    traces.close()
+    assert list(read_trace(tmp_path / "trace")) == [step_record(0)]
+    assert list(read_recoveries(tmp_path / "trace")) == [recovery_record()]
+    assert list(read_moves(tmp_path / "trace")) == [done_move()]
