@@ -179,12 +179,16 @@ def _kill(url: str, rng: Random, spares: int, how: str, tally: Tally) -> list[Ki
 
 def _descriptors(server: psutil.Process) -> dict[str, int]:
     """Open files of the server's lasting processes."""
-    lasting = [server, *[one for one in server.children() if "stage_process" not in _line(one)]]
+    lasting = [server, *[one for one in server.children() if _is_lasting(one)]]
     return {f"{one.name()} {one.pid}": one.num_fds() for one in lasting}
 
 
-def _line(process: psutil.Process) -> str:
-    return " ".join(process.cmdline())
+def _is_lasting(process: psutil.Process) -> bool:
+    """Whether it is no stage, of which those that were killed are zombies for a while."""
+    try:
+        return "sgl_pipeline.pp_runner.stage_process" not in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _leftovers(url: str, server: psutil.Process, before: dict[str, int]) -> list[str]:

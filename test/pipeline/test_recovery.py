@@ -131,7 +131,7 @@ def test_a_replacement_that_dies_is_replaced() -> None:
     server = Server()
     server.lose(1, 0.0)
     server.ask(3, 0.0)
-    server.regrouped(0, 2, incarnation=1)
+    server.regrouped(0, incarnation=1)
     server.recovery.take(hello(3), 0.0)
     told = server.lose(3, 1.0)
     # It may have listened at the links of that stream.
@@ -142,9 +142,11 @@ def test_a_replacement_that_dies_is_replaced() -> None:
     assert isinstance(assignment, StageAssignment) and assignment.links == links(2)
     server.recovery.take(loaded(1), 2.0)
     server.recovery.take(ready(1), 2.0)
-    # What the others said of the first stream does not count.
+    # What the others say of the first stream does not count.
+    server.regrouped(2, incarnation=1)
+    server.regrouped(0, incarnation=2)
     assert server.recovery.start_order(2.0) is None
-    server.regrouped(0, 2, incarnation=2)
+    server.regrouped(2, incarnation=2)
     order = server.recovery.start_order(3.0)
     assert order is not None and order.incarnation == 2
     (record,) = server.recovery.history
@@ -215,20 +217,20 @@ def test_without_recovery_the_first_loss_ends_the_server_and_is_named() -> None:
 def test_a_worker_that_does_not_come_or_get_ready_is_late() -> None:
     server = Server(join_limit_s=5.0)
     recovery = server.recovery
-    server.lose(1, 0.0)
-    server.ask(3, 0.0)
+    server.lose(1, 100.0)
+    server.ask(3, 100.0)
     server.regrouped(0, incarnation=1)
-    assert list(recovery.late_workers(5.0)) == []
-    assert [worker for worker, _ in recovery.late_workers(5.1)] == [3, 2]
+    assert list(recovery.late_workers(105.0)) == []
+    assert [worker for worker, _ in recovery.late_workers(105.1)] == [3, 2]
     # A stage that is left need only be done with its step.
-    assert [worker for worker, _ in recovery.late_workers(1.1, step_limit_s=1.0)] == [2]
+    assert [worker for worker, _ in recovery.late_workers(101.1, step_limit_s=1.0)] == [2]
     server.regrouped(2, incarnation=1)
-    recovery.take(hello(3), 6.0)
-    ((worker, reason),) = recovery.late_workers(6.0)
+    recovery.take(hello(3), 106.0)
+    ((worker, reason),) = recovery.late_workers(106.0)
     assert (worker, reason) == (3, "it did not get ready within 5.0 s")
-    recovery.take(loaded(1), 6.0)
-    recovery.take(ready(1), 6.0)
-    assert list(recovery.late_workers(100.0)) == []
+    recovery.take(loaded(1), 106.0)
+    recovery.take(ready(1), 106.0)
+    assert list(recovery.late_workers(1000.0)) == []
 
 
 def test_a_newcomer_whose_memory_is_too_small_ends_the_server() -> None:
