@@ -161,8 +161,10 @@ class StageLauncher:
             self._processes[worker] = process
             self._ends.register(process, select.EPOLLIN)
         ended = [worker for worker, process in self._processes.items() if process.wait(0)]
-        # What a worker said before it ended explains more than its exit code.
-        self._gather()
+        if ended:
+            # What a worker said before it ended explains more than its exit code. Otherwise what
+            # has arrived stays in the channel, whose socket wakes the loop.
+            self._gather()
         for worker in {**self._failures, **dict.fromkeys(ended)}:
             failure = self._failures.pop(worker, None)
             if failure is not None and failure.is_configuration:

@@ -105,6 +105,8 @@ def test_what_a_lost_worker_has_said_is_not_heard_and_the_others_are(
             other.send(hello(7))
             while not launcher.channel.socket.poll(100):
                 pass
+            # Nothing has ended: the message stays where it wakes whoever waits for one.
+            assert list(launcher.take_lost()) == [] and launcher.channel.socket.poll(0)
             launcher.give_up(7)
             assert list(launcher.receive()) == []
             os.kill(processes.pids[0], 9)
@@ -134,6 +136,8 @@ def test_a_worker_that_fails_is_lost_with_its_own_words(
             deadline_s = time.monotonic() + TIMEOUT_S
             lost: list[tuple[int, str]] = []
             while not lost and time.monotonic() < deadline_s:
+                launcher.channel.socket.poll(200)
+                assert list(launcher.receive()) == []
                 lost += launcher.take_lost()
             ((worker, reason),) = lost
             assert worker == 0 and reason.startswith("ProtocolError: order 1 of stream 0 arrived")
