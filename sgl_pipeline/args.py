@@ -33,6 +33,7 @@ LAYER_KERNELS = ("auto", "flashinfer", "cpu", "torch")
 UI_MODES = ("on", "off")
 MIGRATION_MODES = ("off", "manual", "auto")
 MIGRATION_WEIGHTS = ("resident", "background")
+RECOVERY_MODES = ("auto", "off")
 
 
 def require(condition: bool, message: str) -> None:
@@ -314,6 +315,55 @@ class MigrationArgs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryArgs:
+    """What happens when a stage's worker is lost.
+
+    `mode` `auto`: it is replaced, and requests go on; `off`: the server ends. At most
+    `max_restarts` workers are replaced within `restart_window_s`. `spare_workers` wait, started and
+    imported. A worker that is to join gets `join_limit_s` for it. A stage counts as hung when it is
+    silent for `silence_s` and for much longer than its steps of late have taken.
+    """
+
+    mode: str = "auto"
+    max_restarts: int = 3
+    restart_window_s: float = 60.0
+    spare_workers: int = 0
+    join_limit_s: float = 120.0
+    silence_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        require(
+            self.mode in RECOVERY_MODES,
+            f"--stage-recovery {self.mode!r} is unknown; choose from {', '.join(RECOVERY_MODES)}",
+        )
+        require(
+            self.max_restarts >= 0,
+            f"--max-stage-restarts {self.max_restarts} must not be negative",
+        )
+        require(
+            0.0 < self.restart_window_s < float("inf"),
+            f"--stage-restart-window-s {self.restart_window_s} must be a number of seconds above 0",
+        )
+        require(
+            0 <= self.spare_workers <= 16,
+            f"--spare-workers {self.spare_workers} must be between 0 and 16",
+        )
+        require(
+            0.0 < self.join_limit_s < float("inf"),
+            f"--stage-join-limit-s {self.join_limit_s} must be a number of seconds above 0",
+        )
+        require(
+            0.0 < self.silence_s < float("inf"),
+            f"--stage-silence-s {self.silence_s} must be a number of seconds above 0",
+        )
+        require(
+            self.mode != "off" or self.spare_workers == 0,
+            f"--spare-workers {self.spare_workers} take the place of lost ones, and "
+            "--stage-recovery is off",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarArgs:
     """How output is held to a grammar (JSON schema, regex, EBNF, structural tag).
 
@@ -360,6 +410,7 @@ class PipelineArgs:
     scheduling: SchedulingArgs = field(default_factory=SchedulingArgs)
     throttle: ThrottleArgs = field(default_factory=ThrottleArgs)
     migration: MigrationArgs = field(default_factory=MigrationArgs)
+    recovery: RecoveryArgs = field(default_factory=RecoveryArgs)
     grammars: GrammarArgs = field(default_factory=GrammarArgs)
     run_directory: str = ""
     trace_path: str | None = None

@@ -16,6 +16,7 @@ from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.messages import FromWorker, ToWorker
 
 _encoder = msgspec.msgpack.Encoder()
+_PREFIX = b"worker-"
 
 
 class _Channel:
@@ -61,8 +62,8 @@ class SchedulerChannel(_Channel):
         for worker in workers:
             self._send_encoded(worker, payload)
 
-    def receive(self) -> FromWorker | None:
-        """The next message that has already arrived, or None."""
+    def receive(self) -> tuple[int, FromWorker] | None:
+        """The next message that has already arrived and its worker's number, or None."""
         try:
             identity, payload = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -71,7 +72,7 @@ class SchedulerChannel(_Channel):
             message: FromWorker = self._decoder.decode(payload)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"worker {identity!r} sent a malformed message: {error}") from error
-        return message
+        return int(identity.removeprefix(_PREFIX)), message
 
     def _send_encoded(self, worker: int, payload: bytes) -> None:
         try:
@@ -94,6 +95,12 @@ class WorkerChannel(_Channel):
         """Queues `message` for the scheduler."""
         self.socket.send(_encoder.encode(message), zmq.NOBLOCK)
 
+    def wait(self, descriptor: int | None, timeout_s: float | None = None) -> None:
+        """Returns when a message is there, or something can be read from the file `descriptor`, or
+        after `timeout_s` (None: never)."""
+        watched = [self.socket] if descriptor is None else [self.socket, descriptor]
+        zmq.select(watched, [], [], timeout_s)
+
     def receive(self, timeout_ms: int | None = None) -> ToWorker | None:
         """The next message; waits for it at most `timeout_ms` (None: for ever), then gives None."""
         if not self.socket.poll(timeout_ms):
@@ -108,4 +115,4 @@ class WorkerChannel(_Channel):
 
 def _identity(worker: int) -> bytes:
     # ZeroMQ forbids identities that begin with a zero byte, hence text.
-    return b"worker-%d" % worker
+    return _PREFIX + b"%d" % worker

@@ -1,5 +1,6 @@
 """Steps as a Chrome trace, which chrome://tracing and ui.perfetto.dev show: a track for the
-scheduler and one for each stage, and one for layer moves; a change of the throttle is a mark.
+scheduler, one for each stage, one for layer moves and one for recoveries; a change of the throttle
+is a mark.
 
 Written by `managers/` (`--trace-steps`, and beside the profiles of `/start_profile`). The format is
 the JSON array of "Trace Event Format" (Google, 2016): ph X is a span, ts and dur in microseconds;
@@ -13,12 +14,14 @@ from typing import IO, Any
 import msgspec
 
 from sgl_pipeline.move_record import MoveRecord
+from sgl_pipeline.recovery_record import RecoveryRecord
 from sgl_pipeline.throttle_change import ThrottleChange
 from sgl_pipeline.trace import StepRecord
 
 _PROCESS = 1
 _SCHEDULER_TRACK = 0
 _MOVES_TRACK = 1_000_000  # below those of all stages
+_RECOVERIES_TRACK = 1_000_001
 _END = b"\n]\n"
 
 
@@ -30,6 +33,7 @@ class ChromeTraceWriter:
         self._encoder = msgspec.json.Encoder()
         self._num_tracks = 0
         self._has_moves_track = False
+        self._has_recoveries_track = False
         self._file.write(b"[" + self._encoder.encode(_name("process_name", "sgl_pipeline", 0)))
         self._file.write(_END)
 
@@ -51,6 +55,12 @@ class ChromeTraceWriter:
             "after": record.after,
         }
         self._append([_instant(f"throttle: {knobs}", record.changed_s, args, _SCHEDULER_TRACK)])
+
+    def write_recovery(self, record: RecoveryRecord) -> None:
+        if not self._has_recoveries_track:
+            self._has_recoveries_track = True
+            self._append([_name("thread_name", "recoveries", _RECOVERIES_TRACK)])
+        self._append(_recovery_events(record))
 
     def flush(self) -> None:
         self._file.flush()
@@ -122,6 +132,21 @@ def _move_events(record: MoveRecord) -> Iterator[dict[str, Any]]:
     else:
         yield _instant(f"switch to {after}", switched_s, args)
         yield _span(f"patch {after}", _MOVES_TRACK, switched_s, ended_s, args)
+
+
+def _recovery_events(record: RecoveryRecord) -> Iterator[dict[str, Any]]:
+    """A recovery that is over: the loss across all tracks, and the time without a step."""
+    assert record.ended_s is not None
+    stages = ", ".join(map(str, record.stages))
+    args = {
+        "lost": [msgspec.to_builtins(lost) for lost in record.lost],
+        "incarnation": record.incarnation,
+        "requests": record.num_requests,
+        "tokens": record.num_tokens,
+    }
+    yield _instant(f"stage {stages} lost", record.began_s, args)
+    name = f"recovery of stage {stages}"
+    yield _span(name, _RECOVERIES_TRACK, record.began_s, record.ended_s, args)
 
 
 def _instant(

@@ -5,7 +5,8 @@ the layers are to be split by time, with `MeasuredCosts`; gets a `StageAssignmen
 weights and says `StageLoaded`; gets a `PoolSize`, the smallest capacity of all stages; allocates,
 opens its links and says `StageReady`. Then come the `SealedOrder`s, with a `StageReport` for every
 step in them and the reports of `layer_moves.py` for every layer move, and a `ProfileReply` for
-`StartProfile` and `StopProfile`, until `Shutdown` or a `WorkerFailed`. Frozen, tagged structs;
+`StartProfile` and `StopProfile`, until `Shutdown` or a `WorkerFailed`. Where another stage is lost,
+a `Regroup` comes in between, which is answered with `Regrouped`. Frozen, tagged structs;
 never pickled.
 """
 
@@ -128,6 +129,26 @@ class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     logprobs: tuple[LogprobRows, ...] = ()
 
 
+class Regroup(msgspec.Struct, frozen=True, tag=True):
+    """A stage was lost: drop all steps and orders before this, which nobody waits for any more, and
+    join the stages anew. Taken before orders that have arrived already.
+
+    The stage keeps its weights, holds its layers of `plan`, and opens `links`, as in its
+    `StageAssignment`, for the stream of orders `incarnation`.
+    """
+
+    incarnation: int
+    plan: StagePlan
+    links: tuple[str, ...]
+
+
+class Regrouped(msgspec.Struct, frozen=True, tag=True):
+    """The stage has let go of the old stream and opened the links of `incarnation`."""
+
+    stage: int
+    incarnation: int
+
+
 class StartProfile(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Record the steps from now on with torch's profiler, until `StopProfile` or for `num_steps`.
 
@@ -167,13 +188,21 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 ToWorker = (
-    MeasureCosts | StageAssignment | PoolSize | SealedOrder | StartProfile | StopProfile | Shutdown
+    MeasureCosts
+    | StageAssignment
+    | PoolSize
+    | SealedOrder
+    | Regroup
+    | StartProfile
+    | StopProfile
+    | Shutdown
 )
 FromWorker = (
     WorkerHello
     | MeasuredCosts
     | StageLoaded
     | StageReady
+    | Regrouped
     | StageReport
     | MoveReady
     | MoveDone

@@ -22,10 +22,10 @@ class MoveRecord(msgspec.Struct, kw_only=True):
     """One move and what it cost. Moments are seconds of the driver's clock.
 
     `wanted_by` is who asked for it: `operator`, `undo` or `auto`. `epoch` is that of the new plan.
-    `reason` says why a move was abandoned. Bytes are the keys and values of all stages together:
-    `copied_bytes` while the old plan ran, `patched_bytes` after the switch. `load_ms` is the
-    longest that a stage took for its weights, `patch_ms` for its patches, `wait_ms` the longest
-    that a step waited for them.
+    `reason` says why a move was abandoned, or what cut short the end of one that is done. Bytes are
+    the keys and values of all stages together: `copied_bytes` while the old plan ran,
+    `patched_bytes` after the switch. `load_ms` is the longest that a stage took for its weights,
+    `patch_ms` for its patches, `wait_ms` the longest that a step waited for them.
     """
 
     move: int

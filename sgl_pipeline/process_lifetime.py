@@ -14,6 +14,8 @@ import signal
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+# On it a worker writes the stacks of its threads to stderr.
+DUMP_SIGNAL = signal.SIGUSR1
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -46,6 +48,14 @@ class WatchedProcess:
         self._pid = pid
         self._descriptor = os.pidfd_open(pid)
 
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    def fileno(self) -> int:
+        """A descriptor that can be read once the process has ended."""
+        return self._descriptor
+
     def wait(self, timeout_s: float = 0.0) -> bool:
         """Whether it has ended, or does so within `timeout_s`."""
         poller = select.poll()
@@ -56,6 +66,20 @@ class WatchedProcess:
         """Ends it at once, if it is still there."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def ask_for_dump(self) -> None:
+        """Has it write down where its threads are, if it still can."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, DUMP_SIGNAL)
+
+    def state(self) -> str:
+        """What the kernel says that it does, such as `T (stopped)`."""
+        try:
+            status = Path(f"/proc/{self._pid}/status").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return "gone"
+        fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        return fields.get("State", "unknown").strip()
 
     def end(self) -> str:
         """How it ended, in words; to be asked after it did."""

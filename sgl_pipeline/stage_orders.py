@@ -50,9 +50,11 @@ class OrderStream:
         self._next_number += 1
         return sealed
 
-    def start_over(self, snapshot: MirrorSnapshot) -> SealedOrder:
-        """Begins the next incarnation, in which every stage knows what `snapshot` holds."""
-        self.incarnation += 1
+    def start_over(self, snapshot: MirrorSnapshot, incarnation: int | None = None) -> SealedOrder:
+        """Begins the next incarnation, in which every stage knows what `snapshot` holds; or a later
+        one, where those between never came to be."""
+        assert incarnation is None or incarnation > self.incarnation
+        self.incarnation = self.incarnation + 1 if incarnation is None else incarnation
         self._next_number = self._checksum = 0
         return self.seal(snapshot)
 

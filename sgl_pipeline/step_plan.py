@@ -108,6 +108,10 @@ class StepPlanEncoder:
             contents.append(ChunkPlan(sent.handle, sent.num_tokens, 0, False, tokens, pages))
         return MirrorSnapshot(tuple(opens), tuple(contents))
 
+    def forget(self) -> None:
+        """The stages have forgotten all requests; those that go on are described anew."""
+        self._sent.clear()
+
     def _open(self, request: Request) -> RequestOpen:
         handle = self._next_handle
         self._next_handle += 1

@@ -12,6 +12,7 @@ from typing import IO, Protocol
 import msgspec
 
 from sgl_pipeline.move_record import MoveRecord
+from sgl_pipeline.recovery_record import RecoveryRecord
 from sgl_pipeline.requests import Request
 from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_work import StepWork
@@ -103,6 +104,9 @@ class StepWriter(Protocol):
     def write_change(self, record: ThrottleChange) -> None:
         """A knob of the throttle has changed."""
 
+    def write_recovery(self, record: RecoveryRecord) -> None:
+        """Lost stages have been replaced."""
+
     def flush(self) -> None:
         """What was written is in the file from now on."""
 
@@ -121,8 +125,16 @@ class _ChangeLine(msgspec.Struct, frozen=True):
     throttle_change: ThrottleChange
 
 
+class _RecoveryLine(msgspec.Struct, frozen=True):
+    """How a recovery stands there."""
+
+    recovery: RecoveryRecord
+
+
 _MOVE_LINE_START = b'{"layer_move":'
 _CHANGE_LINE_START = b'{"throttle_change":'
+_RECOVERY_LINE_START = b'{"recovery":'
+_EVENT_LINE_STARTS = (_MOVE_LINE_START, _CHANGE_LINE_START, _RECOVERY_LINE_START)
 
 
 class TraceWriter:
@@ -141,6 +153,9 @@ class TraceWriter:
     def write_change(self, record: ThrottleChange) -> None:
         self._file.write(self._encoder.encode(_ChangeLine(record)) + b"\n")
 
+    def write_recovery(self, record: RecoveryRecord) -> None:
+        self._file.write(self._encoder.encode(_RecoveryLine(record)) + b"\n")
+
     def flush(self) -> None:
         self._file.flush()
 
@@ -153,7 +168,7 @@ def read_trace(path: str | Path) -> Iterator[StepRecord]:
     decoder = msgspec.json.Decoder(StepRecord)
     with open(path, "rb") as lines:
         for line in lines:
-            if not line.startswith((_MOVE_LINE_START, _CHANGE_LINE_START)):
+            if not line.startswith(_EVENT_LINE_STARTS):
                 yield decoder.decode(line)
 
 
@@ -173,3 +188,12 @@ def read_changes(path: str | Path) -> Iterator[ThrottleChange]:
         for line in lines:
             if line.startswith(_CHANGE_LINE_START):
                 yield decoder.decode(line).throttle_change
+
+
+def read_recoveries(path: str | Path) -> Iterator[RecoveryRecord]:
+    """The recoveries of a trace file, in the order in which they ended."""
+    decoder = msgspec.json.Decoder(_RecoveryLine)
+    with open(path, "rb") as lines:
+        for line in lines:
+            if line.startswith(_RECOVERY_LINE_START):
+                yield decoder.decode(line).recovery

@@ -1,5 +1,7 @@
 """The scheduler's and the workers' ends of a channel understand each other, and nobody else."""
 
+import os
+
 import msgspec
 import pytest
 import zmq
@@ -20,7 +22,8 @@ def channels(tmp_path):
         for worker, channel in enumerate(workers):
             channel.send(hello(worker))
         hellos = [wait_for(scheduler) for _ in workers]
-        assert sorted(hello.worker for hello in hellos) == [0, 1]
+        # Each message comes with the number of its worker.
+        assert dict(hellos) == {0: hello(0), 1: hello(1)}
         yield scheduler, workers
         for channel in workers:
             channel.close()
@@ -46,7 +49,7 @@ def test_reports_come_back_equal(channels):
     timing = StageTiming(0.5, 0.5, 0.75, 1.0, 2.0, 2.5, 2.5)
     report = StageReport(stage=0, step_id=3, epoch=1, timing=timing, token_ids=(4, 5))
     first.send(report)
-    assert wait_for(scheduler) == report
+    assert wait_for(scheduler) == (0, report)
     assert scheduler.receive() is None
 
 
@@ -63,3 +66,20 @@ def test_a_malformed_message_is_a_protocol_error_at_either_end(channels):
 def test_sending_to_a_worker_that_is_gone_is_no_error(channels):
     scheduler, _ = channels
     scheduler.send(9, Shutdown())
+
+
+def test_a_worker_waits_for_a_message_or_for_what_else_it_may_read(channels):
+    scheduler, (first, _) = channels
+    reader, writer = os.pipe()
+    try:
+        first.wait(reader, 0.0)
+        os.write(writer, b"rows")
+        first.wait(reader)
+        os.read(reader, 4)
+        scheduler.send(0, PoolSize(7))
+        first.wait(reader)
+        assert first.receive(0) == PoolSize(7)
+        first.wait(None, 0.0)
+    finally:
+        os.close(reader)
+        os.close(writer)

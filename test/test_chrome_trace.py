@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 from support.moves import abandoned_move, done_move
-from support.step_records import step_record
+from support.step_records import recovery_record, step_record
 
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.stage_timing import StageTiming
@@ -93,3 +93,17 @@ def test_layer_moves_have_a_track_and_their_switch_crosses_all_tracks(tmp_path: 
     assert {e["s"] for e in instants} == {"p"}
     assert instants[0]["args"]["patched_bytes"] == 2**18
     assert instants[1]["args"]["reason"] == "stage 1: no memory"
+
+
+def test_a_recovery_is_a_mark_across_all_tracks_and_a_span_on_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    writer = ChromeTraceWriter(path)
+    for _ in range(2):
+        writer.write_recovery(recovery_record())
+    writer.close()
+    events = events_of(path)
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["recoveries"]
+    mark, span = events[2:4]
+    assert (mark["name"], mark["ph"], mark["s"], mark["ts"]) == ("stage 1 lost", "i", "p", 10e6)
+    assert (span["name"], span["ts"], span["dur"]) == ("recovery of stage 1", 10e6, 2.5e6)
+    assert span["args"]["lost"] == [{"worker": 4, "stage": 1, "reason": "killed"}]

@@ -90,6 +90,12 @@ class FakeSite:
         assert isinstance(incoming, IncomingLayers)
         self._awaited.append(incoming)
 
+    def stop_waiting(self) -> None:
+        self._awaited = []
+
+    def attend(self, timeout_s: float) -> None:
+        raise AssertionError("in virtual time nobody waits")
+
     def close(self) -> None:
         """Nothing runs beside the steps."""
 

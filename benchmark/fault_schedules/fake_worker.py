@@ -16,6 +16,8 @@ from sgl_pipeline.messages import (
     MeasureCosts,
     MeasuredCosts,
     PoolSize,
+    Regroup,
+    Regrouped,
     StageAssignment,
     StageLoaded,
     StageReady,
@@ -38,6 +40,26 @@ MOVE_POLL_S = 0.02
 Rows = tuple[int, Sequence[int]]
 
 
+class FakeRowLinks:
+    """Who listens at which address for rows; `make_pipe` makes a way with its own delays."""
+
+    def __init__(self, make_pipe: Callable[..., DelayedPipe]) -> None:
+        self._make_pipe = make_pipe
+        self._listeners: dict[str, Callable[[Rows], None]] = {}
+
+    def open(self, address: str, take: Callable[[Rows], None]) -> None:
+        assert address not in self._listeners, f"{address} is in use"
+        self._listeners[address] = take
+
+    def close(self, address: str) -> None:
+        """What is sent there is lost."""
+        self._listeners[address] = lambda rows: None
+
+    def to(self, address: str) -> DelayedPipe:
+        """A way there; somebody must have listened when the first rows arrive."""
+        return self._make_pipe(lambda rows: self._listeners[address](rows))
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerTempo:
     """How long things take a worker, in virtual seconds; now and then a step takes much longer."""
@@ -54,7 +76,7 @@ class FakeWorker:
 
     Args:
         report: what it says to the scheduler goes here.
-        pages_of_stage: how many pages it has room for, whatever its stage.
+        room_pages: how many pages it has room for, whatever its stage.
     """
 
     def __init__(
@@ -63,15 +85,23 @@ class FakeWorker:
         loop: EventLoop,
         rng: Random,
         tempo: WorkerTempo,
-        report: Callable[[FromWorker], None],
+        report: DelayedPipe,
         *,
         page_size: int,
         room_pages: int,
+        row_links: FakeRowLinks,
         page_links: FakePageLinks,
     ) -> None:
         self.number = number
-        self.downstream: DelayedPipe | None = None
-        self._loop, self._rng, self._tempo, self._report = loop, rng, tempo, report
+        self.is_dead = False
+        self._loop, self._rng, self._tempo = loop, rng, tempo
+        self._to_scheduler = report
+        self._row_links = row_links
+        self._downstream: DelayedPipe | None = None
+        self._listens_at: str | None = None
+        # While it hangs: what it will do when it goes on.
+        self._stopped: list[Callable[[], None]] | None = None
+        self._regroup_due: Regroup | None = None
         self._room_pages = room_pages
         self._assignment: StageAssignment | None = None
         self._orders = OrderReader()
@@ -81,7 +111,8 @@ class FakeWorker:
         self._layers = FakeStage(page_size, ())
         self._site: FakeSite | None = None
         self._mover: LayerMover[FakeRows] | None = None
-        self._due: deque[StageOrder] = deque()
+        # Orders; the first was opened, if it could not be obeyed at once.
+        self._due: deque[SealedOrder | StageOrder] = deque()
         self._rows: deque[Rows] = deque()
         self._is_busy = False
         self._polls_move = False
@@ -100,12 +131,52 @@ class FakeWorker:
             memory_bytes=0,
             version=__version__,
         )
-        self._loop.after(self._rng.random() * self._tempo.start_s, lambda: self._report(hello))
+        self._later(hello)
+
+    def die(self) -> None:
+        """It does nothing any more; what it has said may be lost in part."""
+        self.is_dead = True
+        for pipe in (self._to_scheduler, self._downstream):
+            if pipe is not None:
+                pipe.cut()
+        if self._mover is not None:
+            self._mover.close()  # its sockets are closed for it
+
+    def stop(self) -> None:
+        """It hangs: from now on it does nothing, until it goes on."""
+        self._stopped = self._stopped or []
+
+    def go_on(self) -> None:
+        """It does all that it has not done since it hangs."""
+        calls, self._stopped = self._stopped or [], None
+        for call in calls:
+            self._do(call)
+
+    def _do(self, call: Callable[[], None]) -> None:
+        """Whatever a worker does goes through here."""
+        if self._stopped is not None:
+            self._stopped.append(call)
+        elif not self.is_dead:
+            call()
+
+    def _after(self, delay_s: float, call: Callable[[], None]) -> None:
+        self._loop.after(delay_s, lambda: self._do(call))
+
+    def _report(self, message: FromWorker) -> None:
+        if not self.is_dead:
+            self._to_scheduler.send(message)
 
     def take(self, message: ToWorker) -> None:
         """A message of the scheduler has arrived."""
+        self._do(lambda: self._take(message))
+
+    def _take(self, message: ToWorker) -> None:
         if isinstance(message, SealedOrder):
-            self._due.append(self._orders.open(message))
+            self._due.append(message)
+            self._work()
+        elif isinstance(message, Regroup):
+            self._due.clear()
+            self._regroup_due = message
             self._work()
         elif isinstance(message, MeasureCosts):
             sizes = PartSizes((1,) * message.assignment.plan.num_layers, 1, 1, 1, 1)
@@ -126,14 +197,35 @@ class FakeWorker:
                 )
             )
         elif isinstance(message, PoolSize):
-            self._later(StageReady(self._own_assignment.stage, "fake", "fake"))
+            assignment = self._own_assignment
+            self._open_links(assignment.links)
+            self._later(StageReady(assignment.stage, "fake", "fake"))
         else:
             raise AssertionError(f"what is a worker to do with {type(message).__name__}?")
 
-    def take_rows(self, rows: Rows) -> None:
+    def _take_rows(self, rows: Rows) -> None:
         """Activations of the stage before have arrived."""
         self._rows.append(rows)
         self._work()
+
+    def _open_links(self, links: Sequence[str]) -> None:
+        """Listens upstream, and sends downstream; at no other address any more."""
+        stage = self._own_assignment.stage
+        if self._listens_at is not None:
+            self._row_links.close(self._listens_at)
+        self._rows.clear()
+        self._listens_at = links[stage - 1] if stage > 0 else None
+        if self._listens_at is not None:
+            take = self._take_rows
+            self._row_links.open(self._listens_at, lambda rows: self._do(lambda: take(rows)))
+        self._downstream = self._row_links.to(links[stage]) if stage < len(links) else None
+
+    def _regroup(self, order: Regroup) -> None:
+        assert self._mover is not None
+        self._mover.regroup(order.plan)
+        self._mirror = RequestMirror()
+        self._open_links(order.links)
+        self._report(Regrouped(self._own_assignment.stage, order.incarnation))
 
     def _be_assigned(self, assignment: StageAssignment) -> None:
         self._assignment = assignment
@@ -141,7 +233,7 @@ class FakeWorker:
         self._layers = FakeStage(self._page_size, plan.layers_of(stage))
         loop, load = self._loop, self._tempo.load
         self._site = FakeSite(self._layers, stage, plan, loop, self._rng, load)
-        links = self._page_links.of_stage(stage, self._work)
+        links = self._page_links.of_stage(stage, lambda: self._do(self._work))
         self._mover = LayerMover(
             stage, plan, self._site, links, self._report, clock=lambda: loop.now_s
         )
@@ -152,14 +244,18 @@ class FakeWorker:
         return self._assignment
 
     def _later(self, message: FromWorker) -> None:
-        delay_s = self._rng.random() * self._tempo.start_s
-        self._loop.after(delay_s, lambda: self._report(message))
+        self._after(self._rng.random() * self._tempo.start_s, lambda: self._report(message))
 
     def _work(self) -> None:
         """Takes up the next order, if it can: a step needs its rows and the pages of its layers,
         and only one runs at once. While it cannot, it works at the move under way."""
         assert self._site is not None and self._mover is not None
+        if self._regroup_due is not None and not self._is_busy:
+            order_to_regroup, self._regroup_due = self._regroup_due, None
+            self._regroup(order_to_regroup)
         while self._due and not self._is_busy:
+            if isinstance(self._due[0], SealedOrder):
+                self._due[0] = self._orders.open(self._due[0])
             order = self._due[0]
             if isinstance(order, StepPlan):
                 is_waiting = self._own_assignment.stage > 0 and not self._rows
@@ -180,7 +276,7 @@ class FakeWorker:
             self._mover.work()
             if not self._polls_move:
                 self._polls_move = True
-                self._loop.after(self._rng.random() * MOVE_POLL_S, self._poll_move)
+                self._after(self._rng.random() * MOVE_POLL_S, self._poll_move)
 
     def _poll_move(self) -> None:
         self._polls_move = False
@@ -198,7 +294,7 @@ class FakeWorker:
         if self._rng.random() < self._tempo.stall_chance:
             step_s += self._tempo.stall_s
         started_s = self._loop.now_s
-        self._loop.after(step_s, lambda: self._finish(plan, chunks, rows, started_s))
+        self._after(step_s, lambda: self._finish(plan, chunks, rows, started_s))
 
     def _finish(
         self,
@@ -213,8 +309,8 @@ class FakeWorker:
         self._mover.wrote(written_pages(chunks, self._page_size))
         tokens: tuple[int, ...] | None = None
         logprobs: tuple[LogprobRows, ...] = ()
-        if self.downstream is not None:
-            self.downstream.send((plan.step_id, outgoing))
+        if self._downstream is not None:
+            self._downstream.send((plan.step_id, outgoing))
         else:
             tokens = tuple(self._layers.draw(chunks))
             logprobs = tuple(self._layers.logprobs(chunks))

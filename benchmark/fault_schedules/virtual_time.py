@@ -56,10 +56,19 @@ class DelayedPipe:
         self._mean_s = mean_s
         self._deliver = deliver
         self._last_s = 0.0
+        self._lost_from_s = float("inf")
+
+    def cut(self) -> None:
+        """The sender has died: what is on the way is lost from some message on."""
+        self._lost_from_s = self._loop.now_s + self._rng.expovariate(1.0) * self._mean_s
 
     def send(self, message: Any) -> None:
         """`deliver` gets `message` later, after all that were sent before."""
         arrives_s = self._loop.now_s + self._rng.expovariate(1.0) * self._mean_s
         self._last_s = max(self._last_s, arrives_s)
         # The moment itself and not the time until then, whose rounding could swap two messages.
-        self._loop.at(self._last_s, lambda: self._deliver(message))
+        self._loop.at(arrives_s := self._last_s, lambda: self._arrive(message, arrives_s))
+
+    def _arrive(self, message: Any, arrives_s: float) -> None:
+        if arrives_s < self._lost_from_s:
+            self._deliver(message)

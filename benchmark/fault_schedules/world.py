@@ -22,7 +22,7 @@ from benchmark.fault_schedules.fake_front import (
     make_clients,
 )
 from benchmark.fault_schedules.fake_moves import FakePageLinks, LoadTempo
-from benchmark.fault_schedules.fake_worker import FakeWorker, WorkerTempo
+from benchmark.fault_schedules.fake_worker import FakeRowLinks, FakeWorker, WorkerTempo
 from benchmark.fault_schedules.virtual_time import DelayedPipe, EventLoop
 from sgl_pipeline.args import (
     ACCOUNTINGS,
@@ -30,18 +30,20 @@ from sgl_pipeline.args import (
     SCHEDULE_POLICIES,
     MigrationArgs,
     PipelineArgs,
+    RecoveryArgs,
     SchedulingArgs,
     StageArgs,
     ThrottleArgs,
 )
-from sgl_pipeline.errors import MoveRefused, RequestError
+from sgl_pipeline.errors import MoveRefused, RequestError, StageFailure
 from sgl_pipeline.layer_moves import MoveReport
 from sgl_pipeline.messages import FromWorker, StageReport
 from sgl_pipeline.move_record import MoveOutcome
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
-from sgl_pipeline.pipeline.worker_roster import WorkerRoster
+from sgl_pipeline.pipeline.recovery import StageRecovery
+from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
 from sgl_pipeline.requests import FinishReason
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_orders import SealedOrder
@@ -49,6 +51,7 @@ from sgl_pipeline.throttle import make_policy
 
 MAX_EVENTS = 50_000
 MOST_MOVES = 12
+MOST_KILLS = 6
 CONTEXT_LENGTH = 1_000
 
 
@@ -64,6 +67,9 @@ class Outcome:
     num_aborts: int
     num_moves: int
     num_abandoned_moves: int
+    num_lost_workers: int
+    num_recoveries: int
+    has_given_up: bool
 
 
 def run_seed(seed: int) -> Outcome:
@@ -108,6 +114,11 @@ def _random_args(rng: Random) -> PipelineArgs:
             spare_layers=rng.choice((1, 2)),
             timeout_s=rng.choice((0.2, 5.0, 5.0)),
         ),
+        recovery=RecoveryArgs(
+            max_restarts=rng.choice((0, 3, *[1_000] * 8)),
+            restart_window_s=rng.choice((1.0, 60.0)),
+            spare_workers=rng.choice((0, 0, 1, 2)),
+        ),
         run_directory="virtual",
     )
 
@@ -128,12 +139,20 @@ class World:
         # Room for the largest request and little more, or for all of them.
         most = 2 * max_tokens + MAX_NEW_TOKENS
         self._num_pages = -(-most // self._args.scheduling.page_size) * rng.choice((1, 1, 2, 16))
+        self._num_pages += rng.randint(0, 3)
         self._roster = WorkerRoster(self._args, self._num_layers)
         self._core: PipelineCore | None = None
+        self._recovery: StageRecovery | None = None
+        self._gave_up: StageFailure | None = None
+        self._row_links = FakeRowLinks(partial(self._pipe, mean_s=0.01))
         self._page_links = FakePageLinks(partial(self._pipe, mean_s=0.01))
-        self._workers = self._make_workers()
-        self._to_worker = {worker.number: self._pipe(worker.take, 0.01) for worker in self._workers}
-        self._inbox: deque[FromWorker] = deque()
+        self._workers: list[FakeWorker] = []
+        self._to_worker: dict[int, DelayedPipe] = {}
+        self._lost: set[int] = set()
+        # A worker for each stage and perhaps a spare.
+        for _ in range(self._num_stages + (rng.random() < 0.2)):
+            self._make_worker()
+        self._inbox: deque[tuple[int, FromWorker]] = deque()
         self._digest = 0
 
     def run(self) -> Outcome:
@@ -141,60 +160,71 @@ class World:
         for worker in self._workers:
             worker.start()
         self._loop.run(MAX_EVENTS, self._check)
-        assert self._core is not None
+        assert self._core is not None and self._recovery is not None
+        if self._gave_up is not None:
+            return self._outcome()
         scheduler = self._core.scheduler
+        assert self._recovery.current is None, "a recovery never ended"
         assert scheduler.is_idle, "requests are left, but nothing happens any more"
         load = scheduler.load()
         assert (load.free_pages, load.waiting_tokens) == (load.total_pages, 0)
-        self._front.check()
+        assert len(self._roster.spare_workers) >= self._args.recovery.spare_workers
         for stage, number in enumerate(self._roster.workers_of_stages):
             assert self._workers[number].held_layers == [*self._core.plan.layers_of(stage)]
-        self._note([client.ends for client in self._front.clients])
         moves = [one.outcome for one in self._core.migration.history]
         assert set(moves) <= {MoveOutcome.DONE, MoveOutcome.ABANDONED}, "a move never ended"
+        return self._outcome()
+
+    def _outcome(self) -> Outcome:
+        assert self._core is not None and self._recovery is not None
+        self._front.check()
+        self._note([client.ends for client in self._front.clients])
+        scheduler = self._core.scheduler
+        moves = [one.outcome for one in self._core.migration.history]
         return Outcome(
             seed=self._seed,
             digest=self._digest,
             num_events=self._loop.num_events,
-            num_steps=load.step_id,
+            num_steps=scheduler.next_step_id,
             num_retractions=scheduler.num_retractions,
             num_aborts=sum(client.ends[0].kind == "abort" for client in self._front.clients),
             num_moves=moves.count(MoveOutcome.DONE),
             num_abandoned_moves=moves.count(MoveOutcome.ABANDONED),
+            num_lost_workers=len(self._lost),
+            num_recoveries=len(self._recovery.history),
+            has_given_up=self._gave_up is not None,
         )
 
     def _pipe(self, deliver: Callable[[Any], None], mean_s: float) -> DelayedPipe:
         return DelayedPipe(self._loop, self._rng, self._rng.choice((0.0, mean_s)), deliver)
 
-    def _make_workers(self) -> list[FakeWorker]:
-        """A worker for each stage and perhaps a spare; rows go from one to the next."""
-        rng = self._rng
-        workers = []
-        for number in range(self._num_stages + (rng.random() < 0.2)):
-            tempo = WorkerTempo(
-                start_s=rng.choice((0.0, 1.0)),
-                step_s=rng.choice((0.001, 0.05)),
-                stall_chance=rng.choice((0.0, 0.0, 0.1)),
-                stall_s=1.0,
-                load=LoadTempo(rng.choice((0.0, 0.1, 1.0)), rng.choice((0.0, 0.0, 0.0, 0.2))),
-            )
-            to_scheduler = self._pipe(self._take, 0.01)
-            workers.append(
-                FakeWorker(
-                    number,
-                    self._loop,
-                    rng,
-                    tempo,
-                    to_scheduler.send,
-                    page_size=self._args.scheduling.page_size,
-                    room_pages=self._num_pages + rng.randint(0, 3),
-                    page_links=self._page_links,
-                )
-            )
-        return workers
+    def _make_worker(self) -> FakeWorker:
+        """The next one. It is not started yet."""
+        rng, number = self._rng, len(self._workers)
+        tempo = WorkerTempo(
+            start_s=rng.choice((0.0, 1.0)),
+            step_s=rng.choice((0.001, 0.05)),
+            stall_chance=rng.choice((0.0, 0.0, 0.1)),
+            stall_s=1.0,
+            load=LoadTempo(rng.choice((0.0, 0.1, 1.0)), rng.choice((0.0, 0.0, 0.0, 0.2))),
+        )
+        worker = FakeWorker(
+            number,
+            self._loop,
+            rng,
+            tempo,
+            self._pipe(partial(self._take, number), 0.01),
+            page_size=self._args.scheduling.page_size,
+            room_pages=self._num_pages,
+            row_links=self._row_links,
+            page_links=self._page_links,
+        )
+        self._workers.append(worker)
+        self._to_worker[number] = self._pipe(worker.take, 0.01)
+        return worker
 
     def _check(self) -> None:
-        if self._core is not None:
+        if self._core is not None and self._gave_up is None:
             self._core.scheduler.check_invariants()
 
     def _note(self, *facts: object) -> None:
@@ -203,9 +233,9 @@ class World:
 
     # What the scheduler process does
 
-    def _take(self, message: FromWorker) -> None:
+    def _take(self, number: int, message: FromWorker) -> None:
         """A worker's message has arrived. The scheduler looks at once, or a while later at all."""
-        self._inbox.append(message)
+        self._inbox.append((number, message))
         if self._rng.random() < 0.7:
             self._turn()
         else:
@@ -213,9 +243,11 @@ class World:
 
     def _turn(self) -> None:
         booked: list[OpenStep] = []
-        while self._inbox:
-            message = self._inbox.popleft()
-            if self._core is None:
+        while self._inbox and self._gave_up is None:
+            number, message = self._inbox.popleft()
+            if number in self._lost:
+                continue
+            if self._core is None or self._recovery is None:
                 self._bring_up(message)
             elif isinstance(message, StageReport):
                 step = self._core.take_report(message, self._loop.now_s)
@@ -223,11 +255,12 @@ class World:
             elif isinstance(message, MoveReport):
                 self._core.migration.take(message, self._loop.now_s)
             else:
-                assert self._roster.take(message) == [], "a spare was given work"
-        if self._core is not None:
+                self._tell(self._recovery.take(message, self._loop.now_s))
+        if self._core is not None and self._gave_up is None:
             self._go_on(self._core, booked)
 
     def _go_on(self, core: PipelineCore, booked: list[OpenStep]) -> None:
+        self._go_on_recovering()
         for order in core.move_orders(self._loop.now_s):
             self._broadcast(order)
         while (step := core.next_step(self._loop.now_s)) is not None:
@@ -241,21 +274,56 @@ class World:
         for record in core.take_records():
             assert len(record.stages) == self._num_stages
 
+    def _go_on_recovering(self) -> None:
+        recovery = self._recovery
+        assert recovery is not None
+        for _ in range(recovery.num_wanted_workers):
+            worker = self._make_worker()
+            recovery.asked(worker.number, self._loop.now_s)
+            self._loop.after(self._rng.random(), worker.start)
+        order = recovery.start_order(self._loop.now_s)
+        if order is not None:
+            self._broadcast(order)
+
+    def _tell(self, messages: list[Addressed]) -> None:
+        for worker, message in messages:
+            self._to_worker[worker].send(message)
+
+    def _lose(self, worker: FakeWorker, reason: str) -> None:
+        """The scheduler has noticed that a worker has died, or gives up one that hangs."""
+        if self._recovery is None or self._gave_up is not None or worker.number in self._lost:
+            return
+        worker.die()
+        self._lost.add(worker.number)
+        self._note("lost", worker.number, reason)
+        try:
+            self._tell(self._recovery.lose(worker.number, reason, self._loop.now_s))
+        except StageFailure as failure:
+            self._give_up(failure)
+        else:
+            self._turn()
+
+    def _give_up(self, failure: StageFailure) -> None:
+        """The server ends: every live request gets an error."""
+        self._gave_up = failure
+        for worker in self._workers:
+            worker.die()
+        finish = FinishReason("abort", message=str(failure), status_code=500)
+        for client in self._front.clients:
+            if not self._front.has_ended(client):
+                self._front.end(client.request, finish)
+
     def _broadcast(self, order: SealedOrder) -> None:
         for worker in self._roster.workers_of_stages:
             self._to_worker[worker].send(order)
 
     def _bring_up(self, message: FromWorker) -> None:
         rng = self._rng
-        for worker, answer in self._roster.take(message):
-            self._to_worker[worker].send(answer)
+        self._tell(self._roster.take(message))
         capacity = self._roster.capacity()
         if capacity is None:
             return
-        assert capacity.num_pages >= self._num_pages
-        ranks = self._roster.workers_of_stages  # by stage
-        for sender, receiver in pairwise(ranks):
-            self._workers[sender].downstream = self._pipe(self._workers[receiver].take_rows, 0.01)
+        assert capacity.num_pages == self._num_pages
         scheduler = StepScheduler(
             self._args.scheduling,
             make_policy(self._args.throttle),
@@ -265,10 +333,14 @@ class World:
         )
         migration = MigrationControl.of(self._args.migration, capacity.plan)
         self._core = PipelineCore(scheduler, capacity.plan, migration)
+        self._recovery = StageRecovery(self._core, self._roster, self._args.recovery)
         self._open_doors(scheduler)
         if self._args.migration.mode != "off":
             for _ in range(rng.randint(1, MOST_MOVES)):
                 self._loop.after(rng.random() * 6.0, partial(self._move_layers, self._core))
+        if rng.random() < 0.5:
+            for _ in range(rng.randint(1, MOST_KILLS)):
+                self._loop.after(rng.random() * rng.choice((1.0, 6.0)), self._hurt_somebody)
 
     # What comes from outside
 
@@ -289,6 +361,24 @@ class World:
         if self._args.scheduling.waiting_timeout_s or self._args.scheduling.running_timeout_s:
             for second in range(1, 60):
                 self._loop.after(float(second), self._turn)
+
+    def _hurt_somebody(self) -> None:
+        """One worker, or two at once, of a stage or not, ready or not: dies or hangs."""
+        rng = self._rng
+        living = [worker for worker in self._workers if not worker.is_dead]
+        if self._recovery is not None and self._recovery.current is not None and rng.random() < 0.5:
+            living = living[-1:]  # the newest: a replacement, if it has come
+        for worker in rng.sample(living, min(len(living), rng.choice((1, 1, 1, 2)))):
+            self._note("hurt", worker.number)
+            if rng.random() < 0.3:
+                worker.stop()
+                if rng.random() < 0.3:
+                    self._loop.after(rng.random(), worker.go_on)
+                    continue
+            else:
+                worker.die()
+            noticed_s = rng.random() * rng.choice((0.0, 0.01, 1.0))
+            self._loop.after(noticed_s, partial(self._lose, worker, "hurt"))
 
     def _move_layers(self, core: PipelineCore) -> None:
         """An operator wants another plan, which may be refused: for want of room, say."""

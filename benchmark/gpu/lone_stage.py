@@ -50,6 +50,10 @@ class StandInLink:
     def has_rows(self) -> bool:
         return True
 
+    @property
+    def descriptor(self) -> int | None:
+        return None
+
     def close(self) -> None:
         pass
 

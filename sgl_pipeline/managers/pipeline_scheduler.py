@@ -26,10 +26,12 @@ from sgl_pipeline.managers.reports.server_info import describe_state
 from sgl_pipeline.managers.reports.status_line import StatusLine
 from sgl_pipeline.managers.reports.throttle_report import log_change
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
+from sgl_pipeline.managers.stages.recovery_desk import RecoveryDesk
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.messages import FromWorker, ProfileReply, StageReport
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import WAITED_TOO_LONG
 
@@ -60,6 +62,7 @@ class PipelineScheduler:
         front: SglangFront,
         core: PipelineCore,
         launcher: StageLauncher,
+        recovery: RecoveryDesk,
         grammars: GrammarQueue | NoGrammars,
         operators: PipelineDesk,
         traces: TraceFiles,
@@ -73,6 +76,7 @@ class PipelineScheduler:
         self._core = core
         self._requests = core.scheduler
         self._launcher = launcher
+        self._recovery = recovery
         self._grammars = grammars
         self._operators = operators
         self._traces = traces
@@ -82,11 +86,13 @@ class PipelineScheduler:
         self._status = StatusLine()
         self._facts = facts
         self._profiles = ProfileDesk(front, launcher, launcher.stages, traces)
+        recovery.on_lost = self._profiles.on_lost
         self._desk = ControlDesk(front, self, self._profiles)
         self._poller = poller
         self._poller.register(front.socket, zmq.POLLIN)
         self._poller.register(launcher.channel.socket, zmq.POLLIN)
         self._poller.register(operators.socket, zmq.POLLIN)
+        self._poller.register(launcher.ends_descriptor, zmq.POLLIN)
         # Steps whose tokens are booked, and not yet passed on.
         self._booked: list[OpenStep] = []
         self._next_check_s = 0.0
@@ -96,12 +102,13 @@ class PipelineScheduler:
     def run(self) -> None:
         """Serves until told to shut down. However it ends, no live request is left unanswered.
 
-        Raises StageFailure when a stage has died, ProtocolError when one said what it may not.
+        Raises StageFailure when a stage is lost and cannot be replaced, ProtocolError when one said
+        what it may not.
         """
         finish = FinishReason("abort", message="the server is shutting down", status_code=503)
         try:
             while not self._is_shut_down:
-                self._poller.poll(POLL_MS)
+                events = dict(self._poller.poll(POLL_MS))
                 for message in self._front.receive():
                     self._take(message)
                 for request, error in self._grammars.poll():
@@ -111,6 +118,9 @@ class PipelineScheduler:
                         self._front.refuse(request, error)
                 for report in self._launcher.receive():
                     self._on_report(report)
+                if self._launcher.ends_descriptor in events:
+                    self._recovery.check(time.monotonic())
+                self._recovery.serve(time.monotonic())
                 self._operators.serve(time.monotonic())
                 self._fill_pipeline()
                 # The stages have their work; everything below can wait.
@@ -200,7 +210,7 @@ class PipelineScheduler:
             self._core.migration.take(report, time.monotonic())
             return
         if not isinstance(report, StageReport):
-            self._launcher.take(report)  # a worker that came later
+            self._recovery.take(report, time.monotonic())
             return
         started = time.perf_counter()
         step = self._core.take_report(report, time.monotonic())
@@ -222,6 +232,7 @@ class PipelineScheduler:
         self._traces.write(self._core.take_records())
         self._report_moves()
         self._report_changes()
+        self._report_recoveries()
 
     def _report_changes(self) -> None:
         """Lets everybody know of knobs that have changed."""
@@ -233,6 +244,16 @@ class PipelineScheduler:
             if self._metrics is not None:
                 self._metrics.throttle_changed(change)
         self._traces.write_changes(changes)
+
+    def _report_recoveries(self) -> None:
+        """Lets everybody know of recoveries that have ended. Meanwhile the server is as healthy as
+        it says it is: health checks do not wait for a step."""
+        self._front.is_recovering = self._recovery.current is not None
+        ended = self._recovery.take_ended()
+        for record in ended:
+            if self._metrics is not None:
+                self._metrics.recovered(record)
+        self._traces.write_recoveries(ended)
 
     def _report_moves(self) -> None:
         """Lets everybody know of layer moves that have begun or ended."""
@@ -251,8 +272,9 @@ class PipelineScheduler:
         now_s = time.monotonic()
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + CHECK_INTERVAL_S
-            self._launcher.check(self._core.history.last_steps)
-            state = self._core.state(now_s, len(self._grammars))
+            self._recovery.check(now_s)
+            self._front.answer_health_checks()
+            state = self._state(now_s)
             load = self._loads.publish(state)
             if self._metrics is not None:
                 self._metrics.publish(load, state)
@@ -280,8 +302,11 @@ class PipelineScheduler:
 
     def describe(self) -> dict[str, Any]:
         """Facts for `/server_info`: the pipeline as it was started, and how it is doing."""
-        state = self._core.state(time.monotonic(), len(self._grammars))
-        return self._facts | describe_state(state)
+        state = self._state(time.monotonic())
+        return self._facts | describe_state(state) | {"stage_pids": self._launcher.stage_pids}
+
+    def _state(self, now_s: float) -> PipelineState:
+        return self._core.state(now_s, len(self._grammars), self._recovery.records)
 
     def shut_down(self) -> None:
         self._is_shut_down = True

@@ -5,6 +5,7 @@ Started by upstream's `launch_server` in place of its own scheduler (upstream:
 `pipeline_scheduler.py`; no decision about a request is made here.
 """
 
+import dataclasses
 import logging
 import signal
 import sys
@@ -17,7 +18,7 @@ import zmq
 from sglang.srt.runtime_context import get_serving, publish
 from sglang.srt.utils import configure_logger
 
-from sgl_pipeline.args import MigrationArgs, PipelineArgs
+from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.command_line.model_files import ModelLimits, load_tokenizer, model_limits
@@ -37,6 +38,7 @@ from sgl_pipeline.managers.reports.live_report import LiveReport
 from sgl_pipeline.managers.reports.load_report import LoadReport, loads_path
 from sgl_pipeline.managers.reports.server_info import describe_page, describe_start
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
+from sgl_pipeline.managers.stages.recovery_desk import RecoveryDesk
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import PlannerArgs
@@ -44,6 +46,8 @@ from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.recovery import StageRecovery
+from sgl_pipeline.pipeline.stage_watch import StageWatch
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 from sgl_pipeline.pipeline.worker_source import WorkerSource
@@ -149,6 +153,10 @@ def _serve(
             steps, args.throttle, args.scheduling.accounting, args.most_prefill_tokens
         )
         core = PipelineCore(steps, capacity.plan, migration, forecast, throttle)
+        recovery_args = _recovery_args(args, launcher)
+        recovery = StageRecovery(core, launcher.roster, recovery_args)
+        is_on = recovery_args.mode != "off"
+        watch = StageWatch(core, recovery_args.silence_s) if is_on else None
         operators = PipelineDesk(
             DeskSocket(context, desk_address(args.run_directory)),
             core,
@@ -156,7 +164,18 @@ def _serve(
             args.grammars.compile_seconds,
         )
         PipelineScheduler(
-            front, core, launcher, grammars, operators, traces, loads, metrics, poller, facts, live
+            front,
+            core,
+            launcher,
+            RecoveryDesk(recovery, launcher, watch),
+            grammars,
+            operators,
+            traces,
+            loads,
+            metrics,
+            poller,
+            facts,
+            live,
         ).run()
     finally:
         if front is not None:
@@ -224,6 +243,18 @@ def _migration(options: MigrationArgs, plan: StagePlan, forecast: StepForecast) 
         max_layers=options.max_layers(plan),
     )
     return MigrationControl.of(options, plan, planner)
+
+
+def _recovery_args(args: PipelineArgs, launcher: StageLauncher) -> RecoveryArgs:
+    """What becomes of lost stages, as far as their links allow it."""
+    options = args.recovery
+    if options.mode == "off" or launcher.roster.can_regroup:
+        return options
+    logger.warning(
+        "a stage that is lost will end the server: NCCL joins stages for life; with --stage-link "
+        "host it would be replaced"
+    )
+    return dataclasses.replace(options, mode="off", spare_workers=0)
 
 
 def _open_traces(args: PipelineArgs) -> list[StepWriter]:

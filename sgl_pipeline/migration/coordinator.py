@@ -142,6 +142,19 @@ class MoveCoordinator:
             if self._all_answered():
                 self._end(MoveOutcome.DONE, now_s)
 
+    def interrupt(self, reason: str, now_s: float) -> None:
+        """A stage is lost, and no stage will say anything more of the move under way.
+
+        Before its switch it is abandoned. After it the new plan stands: every stage that is left
+        was ready for it, and no page of the old one is worth anything.
+        """
+        record = self._current
+        if record is None:
+            return
+        record.reason = reason
+        is_switching = record.outcome is MoveOutcome.SWITCHING
+        self._end(MoveOutcome.DONE if is_switching else MoveOutcome.ABANDONED, now_s)
+
     def next_order(
         self, now_s: float, pages_in_use: Callable[[], Sequence[int]]
     ) -> PrepareMove | SwitchPlan | AbandonMove | None:

@@ -11,22 +11,33 @@ from sgl_pipeline.stage_plan import StagePlan
 
 
 def assign(
-    hellos: Sequence[WorkerHello], plan: StagePlan, args: PipelineArgs
+    hellos: Sequence[WorkerHello],
+    plan: StagePlan,
+    args: PipelineArgs,
+    *,
+    first_plan: StagePlan | None = None,
+    incarnation: int = 0,
 ) -> tuple[StageAssignment, ...]:
     """What the worker of each stage is told; that of `hellos[s]` fills stage `s` of `plan`.
 
+    `first_plan` is that of the server's start, where layers have moved since: it says how many a
+    stage may hold. `incarnation` is that of the stream of orders to come.
+
     Raises ConfigurationError where the GPUs do not allow the link that `--stage-link` asks for.
     """
-    links = link_addresses(args, hellos)
+    links = link_addresses(args, hellos, incarnation)
+    plans = (plan, first_plan or plan)
     return tuple(
-        _assignment(stage, _place_on_host(stage, hellos), hellos[stage], plan, args, links)
+        _assignment(stage, _place_on_host(stage, hellos), hellos[stage], plans, args, links)
         for stage in range(plan.num_stages)
     )
 
 
-def link_addresses(args: PipelineArgs, hellos: Sequence[WorkerHello]) -> tuple[str, ...]:
+def link_addresses(
+    args: PipelineArgs, hellos: Sequence[WorkerHello], incarnation: int = 0
+) -> tuple[str, ...]:
     """One address for each boundary between the stages of `hellos`, of the link that
-    `--stage-link` means.
+    `--stage-link` means; those of two incarnations have nothing in common.
 
     Raises ConfigurationError where the GPUs do not allow it.
     """
@@ -50,7 +61,8 @@ def link_addresses(args: PipelineArgs, hellos: Sequence[WorkerHello]) -> tuple[s
             "CUDA_VISIBLE_DEVICES to one, or use --stage-link auto",
         )
     kind = {"host": "unix", "cuda-ipc": "cuda-ipc"}[link]
-    return tuple(f"{kind}:{args.run_directory}/link-{boundary}" for boundary in boundaries)
+    path = f"{kind}:{args.run_directory}/link-{incarnation}"
+    return tuple(f"{path}-{boundary}" for boundary in boundaries)
 
 
 def split_cores(cores: Sequence[int], num_stages: int) -> list[tuple[int, ...]]:
@@ -77,10 +89,11 @@ def _assignment(
     stage: int,
     place_on_host: tuple[int, int],
     hello: WorkerHello,
-    plan: StagePlan,
+    plans: tuple[StagePlan, StagePlan],
     args: PipelineArgs,
     links: tuple[str, ...],
 ) -> StageAssignment:
+    plan, first_plan = plans
     stages: StageArgs = args.stages
     place, num_places = place_on_host
     cores = split_cores(hello.cores, num_places)[place]
@@ -106,7 +119,19 @@ def _assignment(
         # On a GPU the threads of driver and NCCL, and a compiler that a stage starts, would share
         # the cores that it is pinned to.
         cpu_cores=cores if stages.device == "cpu" else (),
-        max_layers=args.migration.max_layers(plan)[stage],
-        spare_layers=args.migration.layers_to_load(plan, stage),
+        max_layers=args.migration.max_layers(first_plan)[stage],
+        spare_layers=_spare_layers(stage, plan, first_plan, args),
         page_links=args.run_directory,
     )
+
+
+def _spare_layers(
+    stage: int, plan: StagePlan, first_plan: StagePlan, args: PipelineArgs
+) -> tuple[int, ...]:
+    """Those whose weights the stage loads beside its own: where weights are resident, all that it
+    has had in memory since the server's start."""
+    spare = args.migration.layers_to_load(first_plan, stage)
+    if not spare:
+        return ()
+    own = plan.layers_of(stage)
+    return tuple(sorted({*spare, *first_plan.layers_of(stage)} - {*own}))

@@ -112,6 +112,11 @@ class MigrationControl:
         self.coordinator.take(report, now_s)
         self._note_ends()
 
+    def interrupt(self, reason: str, now_s: float) -> None:
+        """A stage is lost, with whatever move is under way."""
+        self.coordinator.interrupt(reason, now_s)
+        self._note_ends()
+
     def next_order(
         self, now_s: float, pages_in_use: Callable[[], Sequence[int]]
     ) -> MoveOrder | None:
@@ -143,7 +148,7 @@ class MigrationControl:
             if self.planner is None:
                 continue
             self.planner.moved()
-            if record.switched_s is not None:
+            if record.switched_s is not None and not record.reason:
                 stalled_s = record.gap_ms * 1e-3
                 shared_s = MOVE_SHARE * (record.switched_s - record.began_s)
                 old, new = (StagePlan(0, counts) for counts in (record.before, record.after))

@@ -5,6 +5,7 @@ of stages go in, each with the moment of the driver's clock; steps come out, eac
 order that every stage must get, and later its token events. Reads no clock, sends nothing.
 """
 
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import asdict, replace
 
@@ -22,6 +23,7 @@ from sgl_pipeline.pipeline.recent_load import RecentLoad, RecentWork
 from sgl_pipeline.pipeline.step_history import StepHistory
 from sgl_pipeline.pipeline.step_pace import StepPace
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
+from sgl_pipeline.recovery_record import RecoveryRecord
 from sgl_pipeline.scheduling import Explanation, Outlook, StepScheduler
 from sgl_pipeline.stage_orders import OrderStream, SealedOrder
 from sgl_pipeline.stage_plan import StagePlan
@@ -61,13 +63,47 @@ class PipelineCore:
         self._encoder = StepPlanEncoder()
         self._orders = OrderStream()
         self._open: dict[int, OpenStep] = {}
+        self._first_step_id = 0  # of this incarnation
+        self._is_halted = False
         self._reported: list[OpenStep] = []
         self._refresh_times()
+
+    def halt(self, reason: str, now_s: float) -> int:
+        """A stage is lost: takes back all steps in flight, and decides none until `start_over`.
+
+        Requests return to the queue with the tokens that they have. A layer move that is not past
+        its switch is abandoned. May be called again before `start_over`. Returns how many requests
+        were running.
+        """
+        num_running = self.scheduler.num_running
+        self.scheduler.forget_in_flight()
+        self.scheduler.forget_pages(now_s)
+        self.migration.interrupt(reason, now_s)
+        self._open.clear()
+        self._first_step_id = self.scheduler.next_step_id
+        self._is_halted = True
+        return num_running
+
+    def start_over(self, incarnation: int) -> SealedOrder:
+        """Every stage is there again: the first order of the new stream, for all of them.
+
+        The stages that were lost may still be heard: what they say of steps before this is late.
+        """
+        self._encoder.forget()
+        self._is_halted = False
+        return self._orders.start_over(self._encoder.snapshot(), incarnation)
+
+    @property
+    def open_steps(self) -> Iterable[OpenStep]:
+        """The steps that some stage has not reported, oldest first."""
+        return self._open.values()
 
     def move_orders(self, now_s: float) -> list[SealedOrder]:
         """What the stages must know of layer moves before the next step. The driver must send each
         to every stage before it asks for that."""
-        sealed = []
+        sealed: list[SealedOrder] = []
+        if self._is_halted:
+            return sealed
         pages_in_use = self.scheduler.pages_in_use
         while (order := self.migration.next_order(now_s, pages_in_use)) is not None:
             if isinstance(order, SwitchPlan):
@@ -85,7 +121,7 @@ class PipelineCore:
         """
         if self.throttle is not None:
             self.throttle.revert_if_due(now_s)
-        microbatch = self.scheduler.next_microbatch(now_s)
+        microbatch = None if self._is_halted else self.scheduler.next_microbatch(now_s)
         if microbatch is None:
             return None
         step = OpenStep(microbatch, self._orders.seal(self._encoder.encode(microbatch)), now_s)
@@ -96,8 +132,11 @@ class PipelineCore:
     def take_report(self, report: StageReport, now_s: float) -> OpenStep | None:
         """Books a stage's report. The last stage's brings the tokens: then the step, with `events`.
 
-        Raises ProtocolError for a report that no stage could give now.
+        A report of a step that was taken back is late, and means nothing any more. Raises
+        ProtocolError for a report that no stage could give now.
         """
+        if report.step_id < self._first_step_id:
+            return None
         step = self._open.get(report.step_id)
         if step is None or report.stage in step.timings:
             raise ProtocolError(
@@ -117,6 +156,7 @@ class PipelineCore:
             step.finish(events, now_s)
         step.timings[report.stage] = report.timing
         self.history.last_steps[report.stage] = report.step_id
+        self.history.heard_s[report.stage] = now_s
         if len(step.timings) == self.plan.num_stages:
             self._reported.append(self._open.pop(report.step_id))
         return step if is_last else None
@@ -177,8 +217,14 @@ class PipelineCore:
             now_s=now_s,
         )
 
-    def state(self, now_s: float, compiling_requests: int = 0) -> PipelineState:
-        """How things stand; `compiling_requests` are those that the driver holds back for now."""
+    def state(
+        self,
+        now_s: float,
+        compiling_requests: int = 0,
+        recoveries: Sequence[RecoveryRecord] = (),
+    ) -> PipelineState:
+        """How things stand; `compiling_requests` are those that the driver holds back for now,
+        `recoveries` those of its `StageRecovery`."""
         scheduler, history = self.scheduler, self.history
         return PipelineState(
             now_s=now_s,
@@ -203,7 +249,8 @@ class PipelineCore:
                 StageState(input_wait_ms=wait_ms, compute_ms=compute_ms, last_step=last_step)
                 for wait_ms, compute_ms, last_step in history.stage_totals()
             ),
-            # Copies: the record of a move under way still changes.
+            # Copies: the record of what is under way still changes.
             moves=tuple(map(copy, self.migration.history)),
             throttle=None if self.throttle is None else self.throttle.state(),
+            recoveries=tuple(map(copy, recoveries)),
         )

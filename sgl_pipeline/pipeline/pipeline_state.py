@@ -10,6 +10,7 @@ import msgspec
 from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.pipeline.throttle_control import ThrottleState
 from sgl_pipeline.pipeline_load import PipelineLoad
+from sgl_pipeline.recovery_record import RecoveryRecord
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import BubbleShares, bubble_shares
 from sgl_pipeline.trace import StepRecord
@@ -34,8 +35,8 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     of decoding requests. The totals since the start: tokens scheduled (`prefill_tokens`,
     `decodes`), prompt tokens served from the cache and admitted, retractions. `recent_steps` are
     the newest that all stages have reported, oldest first (`step_history.RECENT_STEPS`). `moves`
-    are the newest layer moves, oldest first, the one under way among them. `throttle` has the knobs
-    of the policy, where they can be changed.
+    are the newest layer moves, `recoveries` the newest recoveries, oldest first, those under way
+    among them. `throttle` has the knobs of the policy, where they can be changed.
     """
 
     now_s: float
@@ -57,12 +58,19 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     recent_steps: tuple[StepRecord, ...]
     stages: tuple[StageState, ...]
     moves: tuple[MoveRecord, ...]
+    recoveries: tuple[RecoveryRecord, ...] = ()
     throttle: ThrottleState | None = None
 
     @property
     def current_move(self) -> MoveRecord | None:
         """The layer move under way."""
         return self.moves[-1] if self.moves and not self.moves[-1].is_over else None
+
+    @property
+    def current_recovery(self) -> RecoveryRecord | None:
+        """The recovery under way: no step runs meanwhile."""
+        newest = self.recoveries[-1] if self.recoveries else None
+        return None if newest is None or newest.is_over else newest
 
     @property
     def num_steps(self) -> int:

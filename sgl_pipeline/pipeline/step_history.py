@@ -17,12 +17,13 @@ class StepHistory:
 
     `prefill_tokens` and `decodes` count what was scheduled since the start, `input_wait_ms` and
     `compute_ms` are totals for each stage. `last_steps` maps a stage to the last step that it
-    reported.
+    reported, `heard_s` to the moment of that on the driver's clock.
     """
 
     def __init__(self, num_stages: int) -> None:
         self.recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self.last_steps: dict[int, int] = {}
+        self.heard_s: dict[int, float] = {}
         self.prefill_tokens = 0
         self.decodes = 0
         self.input_wait_ms = [0.0] * num_stages

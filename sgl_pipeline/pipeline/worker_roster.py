@@ -19,6 +19,8 @@ from sgl_pipeline.messages import (
     MeasureCosts,
     MeasuredCosts,
     PoolSize,
+    Regroup,
+    Regrouped,
     StageLoaded,
     StageReady,
     ToWorker,
@@ -27,7 +29,7 @@ from sgl_pipeline.messages import (
 from sgl_pipeline.migration.cost_model import agreed_costs, predicted_costs, stage_times_ms
 from sgl_pipeline.migration.partition import balanced_layer_counts, fits_in
 from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.pipeline.assignment import assign
+from sgl_pipeline.pipeline.assignment import assign, link_addresses
 from sgl_pipeline.stage_costs import TYPICAL_STEP, PartCosts, StageCosts
 from sgl_pipeline.stage_plan import StagePlan
 
@@ -52,7 +54,8 @@ class WorkerPhase(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker. `stage` is None until it is assigned."""
+    """One worker. `stage` is None until it is assigned. `incarnation` is the stream of orders that
+    its links are for, `asked_incarnation` that for which it was told to open some."""
 
     hello: WorkerHello
     phase: WorkerPhase = WorkerPhase.GREETED
@@ -60,6 +63,13 @@ class Worker:
     costs: PartCosts | None = None
     loaded: StageLoaded | None = None
     ready: StageReady | None = None
+    incarnation: int = -1
+    asked_incarnation: int = -1
+
+    @property
+    def is_joining(self) -> bool:
+        """It fills a stage, and has yet to get ready or to regroup."""
+        return self.stage is not None and self.incarnation < self.asked_incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +89,7 @@ class PipelineCapacity:
 
 class WorkerRoster:
     """`plan` and `num_pages` are None until they are decided; they hold for later workers too.
+    `incarnation` is that of the stream of orders which stages join now.
 
     Args:
         num_layers: of the model.
@@ -98,6 +109,10 @@ class WorkerRoster:
         self.plan = parse_layer_partition(args.stages.layer_partition, self._num_stages, num_layers)
         self.predicted_ms: tuple[float, ...] | None = None
         self.num_pages: int | None = None
+        self.incarnation = 0
+        self._first_plan = self.plan
+        # Of the newest worker of each stage, also where that was lost.
+        self._hellos: dict[int, WorkerHello] = {}
 
     @property
     def spare_workers(self) -> tuple[int, ...]:
@@ -113,6 +128,53 @@ class WorkerRoster:
         """The worker that fills each stage, where one does, in the order of the stages."""
         filled = [(one.stage, n) for n, one in self._workers.items() if one.stage is not None]
         return [number for _, number in sorted(filled)]
+
+    def worker_of(self, stage: int) -> int | None:
+        """The worker that fills `stage`, if one does."""
+        return next((n for n, one in self._workers.items() if one.stage == stage), None)
+
+    def worker_stage(self, number: int) -> int | None:
+        """The stage that a worker fills, if it fills one."""
+        worker = self._workers.get(number)
+        return None if worker is None else worker.stage
+
+    @property
+    def can_regroup(self) -> bool:
+        """Whether stages that run can be joined anew: NCCL's processes are joined for life."""
+        hellos = [self._hellos[stage] for stage in sorted(self._hellos)]
+        return not any(link.startswith("nccl") for link in link_addresses(self._args, hellos))
+
+    @property
+    def vacant_stages(self) -> list[int]:
+        """Those that no worker fills."""
+        return [stage for stage in range(self._num_stages) if self._filling(stage) is None]
+
+    @property
+    def late_workers(self) -> list[int]:
+        """Those that have been told to join a stage's neighbors and have not done so."""
+        return [number for number, worker in self._workers.items() if worker.is_joining]
+
+    @property
+    def has_regrouped(self) -> bool:
+        """Whether all stages that were not lost are ready for the stream of `incarnation`."""
+        ready = (one for one in self._workers.values() if one.phase is WorkerPhase.READY)
+        return all(one.incarnation == self.incarnation for one in ready)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every stage has a worker that is ready for the stream of `incarnation`."""
+        filling = [one for one in self._workers.values() if one.stage is not None]
+        is_ready = [one.phase is WorkerPhase.READY for one in filling]
+        return len(is_ready) == self._num_stages and all(is_ready) and self.has_regrouped
+
+    def is_ready(self, number: int) -> bool:
+        """Whether a worker is ready to take orders, of whatever stream."""
+        worker = self._workers.get(number)
+        return worker is not None and worker.phase is WorkerPhase.READY
+
+    def has_greeted(self, number: int) -> bool:
+        """Whether a worker has said hello, whatever became of it."""
+        return number in self._workers
 
     def stage_of(self, number: int) -> int:
         """The stage that a worker fills; its own number where it has none yet."""
@@ -136,6 +198,10 @@ class WorkerRoster:
         elif isinstance(message, StageReady):
             worker = self._expect(self._filling(message.stage), WorkerPhase.SIZED, message)
             worker.ready, worker.phase = message, WorkerPhase.READY
+            worker.incarnation = worker.asked_incarnation
+        elif isinstance(message, Regrouped):
+            worker = self._expect(self._filling(message.stage), WorkerPhase.READY, message)
+            worker.incarnation = message.incarnation
         else:
             raise ProtocolError(f"a worker that is not ready sent {type(message).__name__}")
         return list(self._what_follows())
@@ -148,6 +214,15 @@ class WorkerRoster:
         worker.phase, stage = WorkerPhase.LOST, worker.stage
         worker.stage = None
         return stage
+
+    def regroup(self, plan: StagePlan, incarnation: int) -> None:
+        """The stages shall join each other anew, under `plan`, for the stream of `incarnation`:
+        `fill` says what each must be told."""
+        self.plan, self.incarnation = plan, incarnation
+
+    def fill(self) -> list[Addressed]:
+        """What workers must be told now, beyond the answers to what they said."""
+        return [*self._regroup_ready(), *self._what_follows()]
 
     def capacity(self) -> PipelineCapacity | None:
         """The pipeline, once a ready worker fills every stage."""
@@ -232,19 +307,41 @@ class WorkerRoster:
         )
 
     def _fill_stages(self, plan: StagePlan) -> Iterator[Addressed]:
-        """Gives the stages without a worker to workers without a stage, the first to the first."""
-        vacant = [stage for stage in range(self._num_stages) if self._filling(stage) is None]
-        newcomers = dict(zip(vacant, sorted(self.spare_workers), strict=False))
-        if not vacant or len(newcomers) < len(vacant):
+        """Gives the stages without a worker to workers without a stage, the first to the first; not
+        before each stage has had one."""
+        newcomers = dict(zip(self.vacant_stages, sorted(self.spare_workers), strict=False))
+        hellos = self._hellos | {
+            stage: self._workers[number].hello for stage, number in newcomers.items()
+        }
+        if not newcomers or len(hellos) < self._num_stages:
             return
+        self._hellos = hellos
+        self._first_plan = self._first_plan or plan
+        assignments = assign(
+            [hellos[stage] for stage in range(self._num_stages)],
+            plan,
+            self._args,
+            first_plan=self._first_plan,
+            incarnation=self.incarnation,
+        )
         for stage, number in newcomers.items():
-            self._workers[number].stage = stage
-        workers = (self._filling(stage) for stage in range(self._num_stages))
-        hellos = [worker.hello for worker in workers if worker is not None]
-        assignments = assign(hellos, plan, self._args)
-        for stage, number in newcomers.items():
-            self._workers[number].phase = WorkerPhase.ASSIGNED
+            worker = self._workers[number]
+            worker.stage, worker.phase = stage, WorkerPhase.ASSIGNED
+            worker.asked_incarnation = self.incarnation
             yield number, assignments[stage]
+
+    def _regroup_ready(self) -> Iterator[Addressed]:
+        """Tells ready workers to join the stream of `incarnation`, each once. One that is still to
+        get ready is told when it is: its links are of the stream that it was assigned for."""
+        if self.plan is None:
+            return
+        hellos = [self._hellos[stage] for stage in sorted(self._hellos)]
+        links = link_addresses(self._args, hellos, self.incarnation)
+        for number, worker in self._workers.items():
+            is_ready = worker.phase is WorkerPhase.READY
+            if is_ready and worker.asked_incarnation < self.incarnation:
+                worker.asked_incarnation = self.incarnation
+                yield number, Regroup(self.incarnation, self.plan, links)
 
     def _size_pools(self) -> Iterator[Addressed]:
         """Says how many pages all stages use, which the first full set of workers decides."""

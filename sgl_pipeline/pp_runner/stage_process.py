@@ -6,9 +6,10 @@ the server; hence nothing heavy at the top. What a worker does is `stage_worker.
 """
 
 import argparse
+import faulthandler
 import sys
 
-from sgl_pipeline.process_lifetime import die_with_parent
+from sgl_pipeline.process_lifetime import DUMP_SIGNAL, die_with_parent
 
 
 def main() -> int:
@@ -20,6 +21,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.parent is not None:
         die_with_parent(options.parent)
+    # What the scheduler asks a stage that is silent for: where its threads are, on stderr.
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
     from sgl_pipeline.pp_runner.stage_worker import run_worker
 
     return run_worker(options.address, options.worker)

@@ -35,8 +35,9 @@ class StageRunner:
     Args:
         tail: for tests, in place of the last stage's own.
 
-    `attention_backend` and `graphs` say what is in use, `shape` what a page holds. `held_layers`
-    may change between two steps; which of them a step runs is up to the plan of its epoch.
+    `stage` is its position, `attention_backend` and `graphs` say what is in use, `shape` what a
+    page holds. `held_layers` may change between two steps; which of them a step runs is up to the
+    plan of its epoch.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class StageRunner:
         link: ActivationLink,
         tail: Tail | None = None,
     ) -> None:
-        self._stage = assignment.stage
+        self.stage = assignment.stage
         self._is_first = assignment.stage == 0
         self.shape = attention_shape
         self.attention_backend = choose_attention_backend(
@@ -75,7 +76,7 @@ class StageRunner:
         self._layers = make_step_layers(
             self.graphs.is_on,
             first_plan.epoch,
-            first_plan.layers_of(self._stage),
+            first_plan.layers_of(self.stage),
             self.held_layers,
             attention,
             attention_shape,
@@ -108,7 +109,7 @@ class StageRunner:
                 f"the plan of epoch {plan.epoch} has {plan.num_layers} layers in {plan.num_stages} "
                 f"stages, this pipeline has {newest.num_layers} in {newest.num_stages}"
             )
-        layers = plan.layers_of(self._stage)
+        layers = plan.layers_of(self.stage)
         self.held_layers.require(layers, f"the plan of epoch {plan.epoch}")
         self._layers.prepare(plan.epoch, layers)
         self._plans[plan.epoch] = plan
@@ -144,6 +145,19 @@ class StageRunner:
             time.monotonic(),
         )
 
+    @property
+    def rows_descriptor(self) -> int | None:
+        """A file descriptor that can be read when `can_launch` may have come true, if there is
+        one."""
+        return self._link.descriptor
+
+    def regroup(self, link: ActivationLink) -> None:
+        """Lets go of all requests and of the link to neighbors of which one was lost, for `link`.
+        A step that was prepared is never launched."""
+        self._link.close()
+        self._link = link
+        self._mirror = RequestMirror()
+
     def can_launch(self) -> bool:
         """Whether `launch` would find its activations there."""
         return self._is_first or self._link.has_rows()
@@ -152,7 +166,8 @@ class StageRunner:
         """Waits for the activations of the step that was prepared last, runs the layers, passes the
         result on.
 
-        Raises ProtocolError when the activations are not those of the step.
+        Raises ProtocolError when the activations are not those of the step, and NeighborGone when
+        they will never come.
         """
         hidden = None
         if not self._is_first:
@@ -168,7 +183,7 @@ class StageRunner:
         else:
             self._link.send(step.step_id, hidden)
         moments = (step.plan_s, step.inputs_s, activations_s, layers_s)
-        return PendingReport(self._clock, self._stage, step, moments, time.monotonic(), outputs)
+        return PendingReport(self._clock, self.stage, step, moments, time.monotonic(), outputs)
 
     def close(self) -> None:
         self._link.close()
@@ -182,6 +197,6 @@ class StageRunner:
                 f"step {step.step_id} is of epoch {step.epoch}, this stage knows the plans of "
                 f"epochs {known}"
             )
-        layers = plan.layers_of(self._stage)
+        layers = plan.layers_of(self.stage)
         self.held_layers.require(layers, f"step {step.step_id}")
         return layers

@@ -4,6 +4,7 @@ Run by `stage_process.py`. It connects to the scheduler by address and learns it
 `StageAssignment`. It is the conversation only: a step itself is run by `stage_runner.py`.
 """
 
+import contextlib
 import logging
 import time
 import traceback
@@ -20,6 +21,8 @@ from sgl_pipeline.messages import (
     MeasureCosts,
     MeasuredCosts,
     PoolSize,
+    Regroup,
+    Regrouped,
     Shutdown,
     StageAssignment,
     StageLoaded,
@@ -35,7 +38,7 @@ from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_laye
 from sgl_pipeline.pp_runner.kv_capacity import kv_page_capacity
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.layer_moves.stage_site import StageSite
-from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
+from sgl_pipeline.pp_runner.links.activation_link import ActivationShape, NeighborGone
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
 from sgl_pipeline.pp_runner.links.page_link import HostPageLinks
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
@@ -45,6 +48,7 @@ from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.pp_runner.step_inputs import written_pages
 from sgl_pipeline.pp_runner.worker_hello import worker_hello
+from sgl_pipeline.pp_runner.worker_inbox import RegroupDue, WorkerInbox
 from sgl_pipeline.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 
@@ -63,7 +67,9 @@ class StageWorker:
 
     def __init__(self, channel: WorkerChannel, worker: int) -> None:
         self._channel = channel
+        self._inbox = WorkerInbox(channel)
         self._worker = worker
+        self._rows: ActivationShape | None = None
 
     def run(self) -> None:
         """Returns after a `Shutdown`; raises what the process should die of."""
@@ -71,8 +77,9 @@ class StageWorker:
         assignment = self._be_assigned()
         runner = self._become_ready(assignment)
         mover = self._open_mover(assignment, runner)
+        profile = StageProfile(assignment.stage, assignment.device == "cuda")
         try:
-            self.serve(runner, mover, StageProfile(assignment.stage, assignment.device == "cuda"))
+            self.serve(runner, mover, profile)
         finally:
             mover.close()
             runner.close()
@@ -90,10 +97,14 @@ class StageWorker:
         while not isinstance(message := self._next_message(pending, mover), Shutdown):
             order = orders.open(message) if isinstance(message, SealedOrder) else None
             if isinstance(order, StepPlan):
-                self._run_step(order, runner, mover, profile, pending)
+                # What it is dropped for is the next message.
+                with contextlib.suppress(RegroupDue):
+                    self._run_step(order, runner, mover, profile, pending)
                 continue
             pending.send_all_but(0)
-            if isinstance(order, MirrorSnapshot):
+            if isinstance(message, Regroup):
+                self._regroup(message, runner, mover)
+            elif isinstance(order, MirrorSnapshot):
                 runner.restore(order)
             elif isinstance(order, PrepareMove):
                 mover.prepare(order)
@@ -118,11 +129,11 @@ class StageWorker:
         stage works at that meanwhile."""
         while pending or mover.is_open:
             pending.send_ready()
-            if (message := self._channel.receive(timeout_ms=0)) is not None:
+            if (message := self._inbox.next(timeout_ms=0)) is not None:
                 return message
             if not mover.work():
                 time.sleep(PENDING_POLL_S if pending else MOVE_POLL_S)
-        return self._channel.receive()
+        return self._inbox.next()
 
     def _run_step(
         self,
@@ -135,13 +146,12 @@ class StageWorker:
         pending.send_all_but(MAX_PENDING_REPORTS - 1)
         step = runner.prepare(plan)
         pending.send_ready()
-        # Upstream may be far from done with the step: no report and no layer waits for that.
-        while (pending or mover.is_open) and not runner.can_launch():
-            if not mover.work():
-                time.sleep(PENDING_POLL_S)
-            pending.send_ready()
+        self._await_rows(runner, mover, pending)
         started_s = time.monotonic()
-        pending.add(runner.launch(step))
+        try:
+            pending.add(runner.launch(step))
+        except NeighborGone:
+            self._inbox.wait_for_the_end()
         if mover.is_open:
             mover.wrote(written_pages(step.chunks, runner.shape.page_size))
             mover.work_for(MOVE_SHARE * (time.monotonic() - started_s))
@@ -149,6 +159,29 @@ class StageWorker:
             pending.send_all_but(0)
         if (reply := profile.step_done()) is not None:
             self._channel.send(reply)
+
+    def _await_rows(
+        self, runner: StageRunner, mover: LayerMover[torch.Tensor], pending: PendingReports
+    ) -> None:
+        """Returns when the step that was prepared can be launched. Upstream may be far from done
+        with it: no report and no layer waits for that, and no word that it will never come."""
+        while not runner.can_launch():
+            self._inbox.attend()
+            if not (pending or mover.is_open):
+                self._inbox.wait_beside(runner.rows_descriptor)
+                continue
+            if not mover.work():
+                time.sleep(PENDING_POLL_S)
+            pending.send_ready()
+
+    def _regroup(
+        self, order: Regroup, runner: StageRunner, mover: LayerMover[torch.Tensor]
+    ) -> None:
+        """Joins the stages that are left and those that replace the others."""
+        assert self._rows is not None
+        mover.regroup(order.plan)
+        runner.regroup(open_activation_link(self._rows, order.links, runner.stage))
+        self._channel.send(Regrouped(runner.stage, order.incarnation))
 
     def _be_assigned(self) -> StageAssignment:
         message = self._receive()
@@ -193,9 +226,8 @@ class StageWorker:
             )
         )
         num_pages = self._expect(PoolSize).num_pages
-        link = open_activation_link(
-            ActivationShape(spec.hidden_size, dtype, device), assignment.links, stage
-        )
+        self._rows = ActivationShape(spec.hidden_size, dtype, device)
+        link = open_activation_link(self._rows, assignment.links, stage)
         runner = StageRunner(assignment, model, shape, num_pages, link)
         for layer in spare:
             runner.held_layers.keep_spare(layer)
@@ -210,7 +242,9 @@ class StageWorker:
     ) -> LayerMover[torch.Tensor]:
         held = runner.held_layers.held
         resident = {*assignment.spare_layers, *held} if assignment.spare_layers else ()
-        site = StageSite(runner, resident, assignment.max_layers or len(held))
+        site = StageSite(
+            runner, resident, assignment.max_layers or len(held), self._inbox.attend_for
+        )
         links = HostPageLinks(assignment.page_links, assignment.stage, site.row_bytes)
         return LayerMover(
             assignment.stage, assignment.plan, site, links, self._channel.send, time.monotonic
@@ -220,7 +254,7 @@ class StageWorker:
         return self._checked(self._receive(), kind)
 
     def _receive(self) -> ToWorker | None:
-        message = self._channel.receive()
+        message = self._inbox.next()
         if isinstance(message, Shutdown):
             raise SystemExit(0)
         return message

@@ -56,6 +56,11 @@ class RunningRequests:
         """The step being put together takes the ready request."""
         del self.ready[request]
 
+    def take_back(self, request: Request) -> None:
+        """What the steps in flight took of the request, none of them did."""
+        members = self.ready if request in self.decoding else self.prefilling
+        members[request] = None
+
     def drop(self, request: Request) -> None:
         """The request ended or was retracted."""
         remaining, attended = self.decoding.pop(request, (0, 0))

@@ -282,7 +282,45 @@ class StepScheduler:
         if was_running and request.steps_in_flight == 0:
             self._pages.release(request)
 
+    # When a stage is lost
+
+    def forget_in_flight(self) -> None:
+        """Takes back every step in flight, as if none had been decided: the stages that have it
+        are gone, or have been told to drop it.
+
+        Requests are where their last committed step left them. They keep their pages, also those
+        that such a step was to write first, and a request that has ended gives its own back.
+        """
+        for microbatch in self._in_flight:
+            for chunk in microbatch.chunks:
+                request = chunk.request
+                request.steps_in_flight -= 1
+                if request.state is RequestState.RUNNING:
+                    request.num_scheduled = request.num_computed
+                    self._running.take_back(request)
+                elif request.steps_in_flight == 0:
+                    self._pages.release(request)
+        self._in_flight.clear()
+        self._retract_if_asked()
+
+    def forget_pages(self, now_s: float) -> None:
+        """All keys and values are lost: running requests return to the queue, each at its place, to
+        prefill prompt and output again, and no prefix is cached any more. No step is in flight.
+
+        `now_s` is the caller's clock in seconds: from then on they have waited.
+        """
+        assert not self._in_flight, "steps in flight still write pages"
+        for request in tuple(self._running):
+            self._preemption.retract(request)
+        self._pages.clear_cache()
+        self._ages.retracted(self._preemption.take_retracted(), now_s)
+
     # What others may ask
+
+    @property
+    def next_step_id(self) -> int:
+        """The id that the next step will have; those of all others are lower."""
+        return self._next_step_id
 
     def load(self, accounting: Accounting = ACCOUNTINGS["radix"]) -> PipelineLoad:
         """The state of the whole system: as it is, or counted as a policy shall see it."""
@@ -338,11 +376,6 @@ class StepScheduler:
         if request is None:
             return None
         return self._explainer.outlook(request, self.load(self._accounting), self._policy)
-
-    @property
-    def next_step_id(self) -> int:
-        """Of the step that is decided next."""
-        return self._next_step_id
 
     @property
     def num_waiting(self) -> int:

@@ -1,5 +1,6 @@
 """The loop goes on whatever one message does, and leaves nobody unanswered when it ends."""
 
+import os
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +56,9 @@ class FakeFront:
                 self.live[request.request_id] = request
         return messages
 
+    def answer_health_checks(self) -> None:
+        """There are none."""
+
     def send_events(self, events: Any) -> None:
         for event in events:
             self.tokens += event.token_ids
@@ -76,6 +80,7 @@ class FakeStages:
 
     def __init__(self, socket: Any) -> None:
         self.channel = SimpleNamespace(socket=socket)
+        self.ends_descriptor = os.eventfd(0)
         self.reports: list[Any] = []
         self.failure: Exception | None = None
         self._orders = OrderReader()
@@ -98,13 +103,29 @@ class FakeStages:
         reports, self.reports = self.reports, []
         return reports
 
-    def take(self, message: Any) -> None:
+
+class FakeRecovery:
+    """Replaces nobody."""
+
+    current = None
+    records = ()
+
+    def __init__(self, stages: FakeStages) -> None:
+        self._stages = stages
+
+    def take(self, message: Any, now_s: float) -> None:
         """As the roster does with what no worker may say now."""
         raise ProtocolError(f"{type(message).__name__} was not due")
 
-    def check(self, last_steps: Any) -> None:
-        if self.failure is not None:
-            raise self.failure
+    def check(self, now_s: float) -> None:
+        if self._stages.failure is not None:
+            raise self._stages.failure
+
+    def serve(self, now_s: float) -> None:
+        """All stages are there."""
+
+    def take_ended(self) -> list[Any]:
+        return []
 
 
 class FakeCompiler:
@@ -171,6 +192,7 @@ def run(parts: Any, script: list[list[Any]]) -> FakeFront:
         parts.front,
         PipelineCore(parts.steps, StagePlan(0, (1,))),
         parts.stages,
+        FakeRecovery(parts.stages),
         parts.grammars,
         parts.operators,
         TraceFiles(),

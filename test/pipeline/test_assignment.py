@@ -39,8 +39,8 @@ def test_stages_are_joined_by_nccl_only_where_each_has_a_gpu(
 
 
 def test_a_link_that_was_asked_for_is_had_or_refused() -> None:
-    assert links_of("cuda", 3, "host") == ("unix:run/link-0", "unix:run/link-1")
-    assert links_of("cuda", 1, "cuda-ipc") == ("cuda-ipc:run/link-0", "cuda-ipc:run/link-1")
+    assert links_of("cuda", 3, "host") == ("unix:run/link-0-0", "unix:run/link-0-1")
+    assert links_of("cuda", 1, "cuda-ipc") == ("cuda-ipc:run/link-0-0", "cuda-ipc:run/link-0-1")
     with pytest.raises(ConfigurationError, match="a GPU for each of the 3 stages, there are 2"):
         links_of("cuda", 2, "nccl")
     with pytest.raises(ConfigurationError, match=r"share one GPU.*CUDA_VISIBLE_DEVICES"):

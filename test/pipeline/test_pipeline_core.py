@@ -9,6 +9,7 @@ from support.step_records import ended_request, step_record, timing
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.layer_moves import MoveReady
 from sgl_pipeline.messages import StageReport
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
@@ -20,7 +21,7 @@ from sgl_pipeline.requests import FinishReason
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_orders import OrderReader
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import StepPlan
+from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 from sgl_pipeline.throttle import make_policy
 
 
@@ -187,3 +188,80 @@ def test_the_begin_and_the_end_of_a_move_are_reported_once() -> None:
     stage_fails(core, 5.0)
     assert (core.migration.take_begun(), core.migration.take_ended()) == ([undo], [undo])
     assert (core.migration.take_begun(), core.migration.take_ended()) == ([], [])
+
+
+def test_a_halted_core_decides_nothing_until_it_starts_over() -> None:
+    core = new_core()
+    core.scheduler.add(make_request("a", [1, 2, 3], 3))
+    core.next_step(0.0)
+    core.take_report(report(1, 0, (7,)), 1.0)
+    core.next_step(1.0)
+    assert core.halt("stage 0 was killed", 2.0) == 1
+    assert core.next_step(2.0) is None and core.scheduler.num_waiting == 1
+    order = core.start_over(3)
+    assert (order.incarnation, order.number) == (3, 0)
+    assert OrderReader().open(order) == MirrorSnapshot((), ())
+    step = core.next_step(3.0)
+    assert step is not None
+    plan = OrderReader()
+    plan.open(order)
+    again = plan.open(step.order)
+    # The prompt and the token that was drawn before.
+    assert isinstance(again, StepPlan) and [chunk.length for chunk in again.chunks] == [4]
+
+
+def test_a_report_of_a_step_that_was_taken_back_means_nothing() -> None:
+    core = new_core()
+    core.scheduler.add(make_request("a", [1, 2, 3], 3))
+    core.next_step(0.0)
+    core.halt("stage 0 was killed", 1.0)
+    assert core.take_report(report(1, 0, (7,)), 1.5) is None
+    core.start_over(1)
+    step = core.next_step(2.0)
+    assert step is not None and step.microbatch.step_id == 1
+    assert core.take_report(report(1, 0, (7,)), 2.5) is None
+    assert core.take_report(report(0, 0), 2.5) is None
+    assert core.take_report(report(1, 1, (8,)), 3.0) is step
+    assert [event.token_ids for event in step.events] == [(8,)]
+    with pytest.raises(ProtocolError, match="before or was never sent"):
+        core.take_report(report(1, 2, (8,)), 3.0)
+
+
+def test_a_stage_lost_before_the_switch_ends_the_move_and_the_old_plan_stands() -> None:
+    core = movable_core(2, 2)
+    record = core.migration.move_to((1, 3), 1.0)
+    core.move_orders(1.0)
+    core.halt("stage 0 was killed", 2.0)
+    assert (record.outcome, record.reason) == (MoveOutcome.ABANDONED, "stage 0 was killed")
+    assert core.migration.take_ended() == [record]
+    # What a stage said before it heard of that is late.
+    core.migration.take(MoveReady(stage=1, move=record.move, load_ms=1.0), 2.5)
+    assert core.move_orders(2.5) == []
+    core.start_over(1)
+    assert core.plan == StagePlan(0, (2, 2)) and core.move_orders(3.0) == []
+    core.migration.move_to((3, 1), 4.0)
+    stages_get_ready(core, 4.0)
+    stages_switch(core, 5.0)
+    assert core.plan == StagePlan(1, (3, 1))
+
+
+def test_a_stage_lost_after_the_switch_does_not_take_it_back() -> None:
+    core = movable_core(2, 2)
+    record = core.migration.move_to((1, 3), 1.0)
+    stages_get_ready(core, 2.0)
+    core.move_orders(2.0)
+    core.halt("stage 0 was killed", 3.0)
+    assert record.outcome is MoveOutcome.DONE and core.plan == StagePlan(1, (1, 3))
+    core.start_over(1)
+    core.scheduler.add(make_request("a", [1, 2, 3], 3))
+    step = core.next_step(4.0)
+    assert step is not None and step.microbatch.epoch == 1
+
+
+def test_no_order_of_a_move_goes_out_while_a_stage_is_missing() -> None:
+    core = movable_core(2, 2)
+    core.halt("stage 0 was killed", 1.0)
+    core.migration.move_to((1, 3), 2.0)
+    assert core.move_orders(2.0) == []
+    core.start_over(1)
+    assert len(core.move_orders(3.0)) == 1

@@ -17,6 +17,8 @@ from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.messages import (
     PoolSize,
     ProfileReply,
+    Regroup,
+    Regrouped,
     Shutdown,
     StageReport,
     StartProfile,
@@ -26,6 +28,7 @@ from sgl_pipeline.messages import (
 )
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.layer_moves.stage_site import StageSite
+from sgl_pipeline.pp_runner.links.activation_link import ActivationShape, NeighborGone
 from sgl_pipeline.pp_runner.links.page_link import HostPageLinks
 from sgl_pipeline.pp_runner.output.output_tail import Tail
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
@@ -54,8 +57,13 @@ class ScriptedChannel:
         self._log.append(f"report {message.step_id}" if isinstance(message, StageReport) else kind)
         self.sent.append(message)
 
+    def wait(self, descriptor: int | None, timeout_s: float | None = None) -> None:
+        self._log.append("wait")
+
     def receive(self, timeout_ms: int | None = None) -> ToWorker | None:
         self.timeouts.append(timeout_ms)
+        if timeout_ms is not None and not self._messages:
+            return NOTHING
         message = self._messages.popleft()
         while timeout_ms is None and message is NOTHING:
             message = self._messages.popleft()
@@ -79,7 +87,7 @@ class Stage:
             QueueLink(self.rows, deque()),
             tail=tail and tail(self.log),
         )
-        site = StageSite(self.runner, (), 6)
+        site = StageSite(self.runner, (), 6, lambda timeout_s: None)
         links = HostPageLinks("nowhere", stage, site.row_bytes)
         self.mover = LayerMover(stage, plan, site, links, self.channel.send, time.monotonic)
         self.worker = StageWorker(self.channel, 0)  # type: ignore[arg-type]
@@ -93,19 +101,13 @@ class Stage:
 def steps(count: int) -> list[ToWorker]:
     """Each is one token of a request of its own."""
     stream = OrderStream()
+    return [stream.seal(step_plan(step_id)) for step_id in range(count)]
+
+
+def step_plan(step_id: int) -> StepPlan:
     one, page = b"\1\0\0\0", b"\0\0\0\0"
-    return [
-        stream.seal(
-            StepPlan(
-                step_id,
-                0,
-                (),
-                (RequestOpen(step_id, GREEDY, 1),),
-                (ChunkPlan(step_id, 0, 1, True, one, page),),
-            )
-        )
-        for step_id in range(count)
-    ]
+    opened, chunk = RequestOpen(step_id, GREEDY, 1), ChunkPlan(step_id, 0, 1, True, one, page)
+    return StepPlan(step_id, 0, (), (opened,), (chunk,))
 
 
 def late_stage(messages: Sequence[ToWorker | None], *looks: int) -> Stage:
@@ -266,3 +268,41 @@ def test_moments_of_overlapping_steps_are_in_order_and_leave_no_gap() -> None:
     # Launched while step 0 was pending: it waited for nothing.
     assert timings[1].activations_s == timings[1].plan_s == timings[1].free_s
     assert timings[0].plan_s > timings[0].free_s
+
+
+@pytest.mark.parametrize("is_told", [False, True], ids=["it hears nothing", "its neighbor is gone"])
+def test_a_step_whose_rows_never_come_is_dropped_when_the_stages_regroup(
+    is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = OrderStream()
+    old = [stream.seal(step_plan(step_id)) for step_id in range(3)]
+    plan = StagePlan(0, (3, 3))
+    regroup = Regroup(4, plan, ("unix:new",))
+    new = [stream.start_over(MirrorSnapshot((), ()), 4), stream.seal(step_plan(7))]
+    stage = late_stage([*old, NOTHING, regroup, *new, Shutdown()], 0)
+    tail: Any = stage.runner._tail
+    tail._looks = [0] * 9  # whatever steps come
+    if is_told:
+        monkeypatch.setattr(stage.runner, "can_launch", lambda: True)
+        receive = stage.runner._link.receive
+
+        def receive_or_tell(step_id: int, num_rows: int) -> torch.Tensor:
+            if not stage.rows:
+                raise NeighborGone
+            return receive(step_id, num_rows)
+
+        monkeypatch.setattr(stage.runner._link, "receive", receive_or_tell)
+    rows = deque([(7, torch.ones(1, 64))])
+    opened: list[object] = []
+
+    def open_link(shape: object, links: tuple[str, ...], number: int) -> QueueLink:
+        opened.append((links, number))
+        return QueueLink(rows, deque())
+
+    monkeypatch.setattr("sgl_pipeline.pp_runner.stage_worker.open_activation_link", open_link)
+    stage.worker._rows = ActivationShape(64, torch.float32, torch.device("cpu"))
+    stage.serve()
+    reports = [one for one in stage.channel.sent if isinstance(one, StageReport)]
+    assert [report.step_id for report in reports] == [0, 7]
+    assert [one for one in stage.channel.sent if isinstance(one, Regrouped)] == [Regrouped(1, 4)]
+    assert opened == [(("unix:new",), 1)] and not rows

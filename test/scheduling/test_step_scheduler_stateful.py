@@ -36,7 +36,7 @@ LONG_CONTEXTS = StepCosts(LayerCost(flat(0.0), 0.0, 1.0, 1.0), flat(0.0), flat(0
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, aborts, schedules, completes, pauses and resumes in any order."""
+    """Adds, aborts, schedules, completes, pauses, resumes and loses stages in any order."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4]),
@@ -171,6 +171,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.pipeline.steps_in_flight:
                 self.pipeline.complete()
                 self.scheduler.check_invariants()
+
+    @precondition(lambda self: self.pipeline.steps_in_flight)
+    @rule()
+    def take_back_steps(self) -> None:
+        self.pipeline.take_back_steps()
+
+    @rule()
+    def lose_stages(self) -> None:
+        self.pipeline.lose_stages()
+        load = self.scheduler.load()
+        assert (self.scheduler.num_running, load.free_pages) == (0, load.total_pages)
+        assert self.scheduler.num_free_pages == load.total_pages
 
     @precondition(lambda self: self.scheduler.requests())
     @rule(data=st.data())

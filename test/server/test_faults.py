@@ -90,9 +90,9 @@ def test_two_servers_run_side_by_side_and_leave_nothing(directory):
     assert "Traceback" not in first.text + second.text
 
 
-def test_a_killed_stage_ends_requests_and_server_and_is_named(directory):
+def test_without_recovery_a_killed_stage_ends_requests_and_server_and_is_named(directory):
     shared_memory = set(os.listdir("/dev/shm"))
-    with live_server("--pp", "2") as server:
+    with live_server("--pp", "2", "--stage-recovery", "off") as server:
         processes = server.descendants()
         request = LongRequest(server)
         server.stages()[1].kill()
@@ -134,11 +134,12 @@ class WantedMove:
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["source", "target"])
-def test_a_stage_killed_while_it_hands_over_a_layer_ends_the_server_with_its_name(
+def test_without_recovery_a_stage_killed_while_it_hands_over_a_layer_ends_the_server(
     directory, victim
 ):
     shared_memory = set(os.listdir("/dev/shm"))
-    with live_server("--pp", "2", "--migration", "manual") as server:
+    flags = ("--pp", "2", "--migration", "manual", "--stage-recovery", "off")
+    with live_server(*flags) as server:
         processes = server.descendants()
         request = LongRequest(server)
         stages = server.stages()

@@ -55,6 +55,10 @@ class QueueLink:
     def has_rows(self) -> bool:
         return bool(self._upstream)
 
+    @property
+    def descriptor(self) -> int | None:
+        return None
+
     def close(self) -> None:
         assert not self._upstream, "activations were left behind"
 
@@ -159,7 +163,7 @@ class LocalPipeline:
         layers = range(plan.num_layers)
         for layer in set(layers) - set(plan.layers_of(stage)):
             runner.held_layers.keep_spare(runner.held_layers.model.read_layer(layer))
-        site = StageSite(runner, layers, plan.num_layers)
+        site = StageSite(runner, layers, plan.num_layers, attend=_nobody_speaks)
         links = HostPageLinks(self._directory.name, stage, site.row_bytes)
         report = partial(self.core.migration.take, now_s=0.0)
         return LayerMover(stage, plan, site, links, report, clock=lambda: 0.0)
@@ -176,6 +180,11 @@ class LocalPipeline:
             self.complete()
         assert self.scheduler.is_idle
         return [request.output_ids for request in requests]
+
+
+def _nobody_speaks(timeout_s: float) -> None:
+    """All pages of a move are there when a step needs them."""
+    raise AssertionError("a step waits for pages that nobody has sent")
 
 
 def _obey(mover: LayerMover[torch.Tensor], order: StageOrder) -> None:

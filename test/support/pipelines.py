@@ -23,7 +23,7 @@ from sgl_pipeline.scheduling import StepScheduler, TokenEvent
 from sgl_pipeline.stage_orders import OrderReader
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.step_plan import MirroredChunk, RequestMirror, StepPlan
+from sgl_pipeline.step_plan import MirroredChunk, MirrorSnapshot, RequestMirror, StepPlan
 
 NO_TIME = StageTiming(*[0.0] * 7)
 
@@ -77,6 +77,8 @@ class FakePipeline:
         self.core = PipelineCore(scheduler, plan, step_forecast=forecast)
         self._orders = OrderReader()
         self._mirror = RequestMirror()
+        self._page_size = page_size
+        self._num_losses = 0
         self._early, self._late = FakeStage(page_size), FakeStage(page_size)
         self._in_flight: deque[tuple[int, list[MirroredChunk], list[int]]] = deque()
 
@@ -120,6 +122,23 @@ class FakePipeline:
         assert step is not None
         self.core.take_records()
         return step.events
+
+    def take_back_steps(self) -> None:
+        """Drops all steps in flight; the stages keep what they were told and have computed."""
+        self._in_flight.clear()
+        self.core._open.clear()
+        self.scheduler.forget_in_flight()
+
+    def lose_stages(self) -> None:
+        """The stages are replaced by others, which know nothing and hold no pages."""
+        self._in_flight.clear()
+        self.core.halt("killed", self.now_s)
+        self._early, self._late = FakeStage(self._page_size), FakeStage(self._page_size)
+        self._mirror = RequestMirror()
+        self._num_losses += 1
+        snapshot = self._orders.open(self.core.start_over(self._num_losses))
+        assert isinstance(snapshot, MirrorSnapshot)
+        self._mirror.restore(snapshot)
 
     def fill(self) -> None:
         """Starts steps until the pipeline is full or there is nothing to do."""

@@ -5,6 +5,7 @@ from support.pipelines import make_request
 
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.pipeline.open_step import OpenStep
+from sgl_pipeline.recovery_record import LostWorker, RecoveryRecord
 from sgl_pipeline.stage_orders import SealedOrder
 from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.trace import RequestRecord, StepRecord
@@ -38,3 +39,16 @@ def step_record(step_id: int) -> StepRecord:
     # The last stage's report may overtake the first one's.
     step.timings = {1: timing(1), 0: timing(0)}
     return step.record()
+
+
+def recovery_record() -> RecoveryRecord:
+    """Stage 1 was lost at 10 s and ran again at 12.5 s."""
+    return RecoveryRecord(
+        began_s=10.0,
+        incarnation=3,
+        lost=(LostWorker(4, 1, "killed"),),
+        survivors_s=10.25,
+        ended_s=12.5,
+        num_requests=2,
+        num_tokens=70,
+    )

@@ -17,6 +17,7 @@ from sgl_pipeline.args import (
     GrammarArgs,
     MigrationArgs,
     PipelineArgs,
+    RecoveryArgs,
     SchedulingArgs,
     StageArgs,
     ThrottleArgs,
@@ -200,6 +201,7 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         scheduling=scheduling,
         throttle=throttle,
         migration=_migration_args(options),
+        recovery=_recovery_args(options),
         grammars=grammars,
         trace_path=options.trace_path,
         trace_steps=options.trace_steps,
@@ -215,6 +217,17 @@ def _migration_args(options: argparse.Namespace) -> MigrationArgs:
         weights=options.migration_weights,
         window_steps=options.migration_window,
         timeout_s=options.migration_timeout_s,
+    )
+
+
+def _recovery_args(options: argparse.Namespace) -> RecoveryArgs:
+    return RecoveryArgs(
+        mode=options.stage_recovery,
+        max_restarts=options.max_stage_restarts,
+        restart_window_s=options.stage_restart_window_s,
+        join_limit_s=options.stage_join_limit_s,
+        silence_s=options.stage_silence_s,
+        spare_workers=options.spare_workers,
     )
 
 

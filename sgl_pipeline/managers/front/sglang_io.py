@@ -107,6 +107,7 @@ class SglangFront:
         self._cursors: dict[str, OutputCursor] = {}
         # Health checks that the next completed step answers: proof that the stages are alive.
         self._waiting_health_checks: list[GenerateMessage] = []
+        self.is_recovering = False  # set by the scheduler's loop
         self._decoder = make_decoder()
 
     @property
@@ -144,6 +145,14 @@ class SglangFront:
             if event.finish is not None:
                 del self._cursors[event.request.request_id]
         self._send_rows(rows)
+        self._answer_health_checks()
+
+    def answer_health_checks(self) -> None:
+        """While a stage is replaced, no step answers them, and the server is healthy."""
+        if self.is_recovering:
+            self._answer_health_checks()
+
+    def _answer_health_checks(self) -> None:
         for health_check in self._waiting_health_checks:
             self.reply(io_struct.HealthCheckOutput(), health_check)
         self._waiting_health_checks.clear()
@@ -218,7 +227,8 @@ class SglangFront:
             # The front refuses duplicates itself; an answer would end the request that runs.
             logger.error("request %s is already being served; its double was dropped", request_id)
             return
-        if request_id.startswith(HEALTH_CHECK_RID_PREFIX) and self._is_running:
+        is_busy = self.is_recovering or self._is_running
+        if request_id.startswith(HEALTH_CHECK_RID_PREFIX) and is_busy:
             self._waiting_health_checks.append(message)
             return
         try:

@@ -67,7 +67,8 @@ class MeasuringWorker:
         while True:
             has_ended = self._process.wait(0.0)
             if self._channel.socket.poll(0 if has_ended else _POLL_MS):
-                message = self._channel.receive()
+                received = self._channel.receive()
+                message = None if received is None else received[1]
                 if isinstance(message, WorkerFailed):
                     if message.is_configuration:
                         raise ConfigurationError(message.message)

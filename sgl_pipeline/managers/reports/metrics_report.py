@@ -20,12 +20,14 @@ from sgl_pipeline.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.pipeline.step_history import RECENT_STEPS
 from sgl_pipeline.pipeline.throttle_control import ThrottleState
+from sgl_pipeline.recovery_record import RecoveryRecord
 from sgl_pipeline.stage_timing import BUBBLE_CAUSES
 from sgl_pipeline.throttle import Bound, Target
 from sgl_pipeline.throttle_change import Cause, ThrottleChange
 from sgl_pipeline.trace import RequestRecord
 
 _INTERVAL_S = 1.0
+_RECOVERY_SECONDS = (0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0, 120.0)
 _MOVE_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -82,6 +84,16 @@ class MetricsReport:
         """A knob of the throttle has changed."""
         self._own.throttle_changes.labels(**self._own.labels, cause=change.cause).inc()
 
+    def recovered(self, record: RecoveryRecord) -> None:
+        """Lost stages have been replaced."""
+        assert record.ended_s is not None
+        own = self._own
+        for lost in record.lost:
+            stage = "none" if lost.stage is None else str(lost.stage)
+            own.lost_workers.labels(**own.labels, stage=stage).inc()
+        own.recovery_seconds.labels(**own.labels).observe(record.ended_s - record.began_s)
+        own.recomputed_tokens.inc(record.num_tokens)
+
     def publish(self, load: LoadSnapshot, state: PipelineState) -> None:
         """Writes `state`, if it is time; `load` is the same as upstream counts it."""
         if state.now_s < self._next_report_s:
@@ -129,6 +141,7 @@ class MetricsReport:
         own.naive_free_page_share.set(state.naive_load.free_share)
         own.steps_in_flight.set(state.load.steps_in_flight)
         own.plan_epoch.set(state.plan.epoch)
+        own.is_recovering.set(state.current_recovery is not None)
         for gauge, count in zip(own.stage_layers, state.plan.layer_counts, strict=True):
             gauge.set(count)
         if state.throttle is not None:
@@ -194,6 +207,7 @@ class _PipelineMetrics:
         self.labels = labels
         self._add_moves(num_stages)
         self._add_throttle()
+        self._add_recoveries()
         self.waiting_tokens = _gauge(
             "waiting_tokens", "Prompt tokens not yet scheduled, cache hits excluded.", labels
         )
@@ -301,6 +315,20 @@ class _PipelineMetrics:
             "From the wish for a move to its end.",
             labelnames=[*labels, "outcome"],
             buckets=_MOVE_SECONDS,
+        )
+
+    def _add_recoveries(self) -> None:
+        labels = self.labels
+        self.is_recovering = _gauge("is_recovering", "1 while a stage is replaced.", labels)
+        self.lost_workers = _counter("lost_workers", "Workers that were replaced.", labels, "stage")
+        self.recomputed_tokens = _counter(
+            "recovery_tokens", "Tokens to compute again because a stage was lost.", labels
+        ).labels(**labels)
+        self.recovery_seconds = Histogram(
+            "sgl_pipeline_recovery_seconds",
+            "From the loss of a stage to the first step that all stages can run.",
+            labelnames=[*labels],
+            buckets=_RECOVERY_SECONDS,
         )
 
 

@@ -35,6 +35,10 @@ class _Front(Protocol):
 
 
 class _Stages(Protocol):
+    @property
+    def has_vacant_stage(self) -> bool:
+        """Whether a stage is being replaced."""
+
     def send(self, stage: int, message: ToWorker) -> None: ...
 
 
@@ -87,8 +91,19 @@ class ProfileDesk:
             self._pending = None
             self._finish(pending)
 
+    def on_lost(self, stage: int) -> None:
+        """A stage was lost, and its recording with it; those of the others go on. A request that
+        waits for its word fails."""
+        is_awaited = self._pending is not None and stage in self._pending.waiting
+        if is_awaited or stage in self._recording:
+            self.on_reply(
+                ProfileReply(stage=stage, is_recording=False, error="it was lost while it recorded")
+            )
+
     def _start(self, message: ProfileMessage) -> None:
-        if self._recording:
+        if self._launcher.has_vacant_stage:
+            self._refuse(message, "A stage is being replaced. Ask again when that is done.")
+        elif self._recording:
             text = "Profiling is already in progress. Call /stop_profile first."
             self._refuse(message, text)
         elif (problem := _problem(message)) is not None:
@@ -120,7 +135,7 @@ class ProfileDesk:
         if not self._recording:
             self._refuse(message, "Profiling is not in progress. Call /start_profile first.")
             return
-        self._pending = _Pending(message, set(self._stages))
+        self._pending = _Pending(message, set(self._recording))
         self._send_stop()
 
     def _finish(self, pending: _Pending) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
+from sgl_pipeline.recovery_record import RecoveryRecord
 
 
 def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, Any]:
@@ -34,6 +35,7 @@ def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, 
         "dtype": args.stages.dtype,
         "device": args.stages.device,
         "migration": args.migration.mode,
+        "stage_recovery": args.recovery.mode,
         "stage_attention_backend": capacity.attention_backend,
         "stage_kernels": capacity.layer_kernels,
     }
@@ -76,6 +78,23 @@ def describe_state(state: PipelineState) -> dict[str, Any]:
         "prefill_tokens": state.prefill_tokens,
         "decodes": state.decodes,
         "recent_steps": _describe_recent(state),
+        "is_recovering": state.current_recovery is not None,
+        "recoveries": [_describe_recovery(record, state.now_s) for record in state.recoveries],
+    }
+
+
+def _describe_recovery(record: RecoveryRecord, now_s: float) -> dict[str, Any]:
+    """One recovery; `seconds` so far, where it is under way."""
+    ended_s = now_s if record.ended_s is None else record.ended_s
+    return {
+        "incarnation": record.incarnation,
+        "stages": list(record.stages),
+        "reasons": [lost.reason for lost in record.lost],
+        "is_over": record.is_over,
+        "seconds": round(ended_s - record.began_s, 3),
+        "ago_s": round(now_s - record.began_s, 3),
+        "requests": record.num_requests,
+        "tokens": record.num_tokens,
     }
 
 

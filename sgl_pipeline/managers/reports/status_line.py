@@ -34,8 +34,9 @@ def status_line(since: PipelineState, state: PipelineState) -> str:
     move = state.current_move
     moving = f", moving layers to {','.join(map(str, move.after))}" if move is not None else ""
     missed = state.recent_steps[-1].missed_target if state.recent_steps else None
+    replacing = ", replacing a stage" if state.current_recovery is not None else ""
     return (
-        f"step {state.num_steps}{', paused' if state.is_paused else ''}{moving}: "
+        f"step {state.num_steps}{', paused' if state.is_paused else ''}{moving}{replacing}: "
         f"waiting {state.waiting_requests} ({state.load.waiting_tokens} tokens), "
         f"running {state.running_requests}, free pages {state.load.free_share:.0%}, "
         f"{num_tokens / (state.now_s - since.now_s):.0f} tokens/s, "

@@ -1,4 +1,4 @@
-"""Hands every finished step, layer move and change of the throttle to the writers of
+"""Hands every finished step, layer move, recovery and change of the throttle to the writers of
 `--trace-path`, `--trace-steps` and profiles.
 
 Fed by `pipeline_scheduler.py` once the steps that follow are on their way.
@@ -8,8 +8,11 @@ import logging
 from collections.abc import Iterable
 
 from sgl_pipeline.move_record import MoveRecord
+from sgl_pipeline.recovery_record import RecoveryRecord
 from sgl_pipeline.throttle_change import ThrottleChange
 from sgl_pipeline.trace import StepRecord, StepWriter
+
+TraceEvent = StepRecord | MoveRecord | RecoveryRecord | ThrottleChange
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +48,20 @@ class TraceFiles:
         for record in records:
             self._hand_on(record)
 
-    def _hand_on(self, record: StepRecord | MoveRecord | ThrottleChange) -> None:
+    def write_recoveries(self, records: Iterable[RecoveryRecord]) -> None:
+        """Writes recoveries that are over to all, as `write` does with steps."""
+        for record in records:
+            self._hand_on(record)
+
+    def _hand_on(self, record: TraceEvent) -> None:
         for writer in tuple(self._writers):
             try:
                 if isinstance(record, StepRecord):
                     writer.write(record)
                 elif isinstance(record, MoveRecord):
                     writer.write_move(record)
+                elif isinstance(record, RecoveryRecord):
+                    writer.write_recovery(record)
                 else:
                     writer.write_change(record)
                 writer.flush()
@@ -64,9 +74,11 @@ class TraceFiles:
             self.remove(writer)
 
 
-def _name(record: StepRecord | MoveRecord | ThrottleChange) -> str:
+def _name(record: TraceEvent) -> str:
     if isinstance(record, StepRecord):
         return f"step {record.step_id}"
     if isinstance(record, MoveRecord):
         return f"layer move {record.move}"
+    if isinstance(record, RecoveryRecord):
+        return f"recovery {record.incarnation}"
     return f"throttle change {record.change}"

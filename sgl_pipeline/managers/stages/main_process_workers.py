@@ -5,6 +5,7 @@ process would have no parent that outlives it; so it starts the later ones too. 
 msgspec structs, never pickles.
 """
 
+import logging
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from sgl_pipeline.pipeline.worker_source import StartedWorker
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+
+logger = logging.getLogger(__name__)
 
 
 class _StartWorker(msgspec.Struct, frozen=True, tag=True):
@@ -51,7 +54,12 @@ def serve_worker_requests(
                 asked = msgspec.msgpack.decode(pipe.recv_bytes(), type=_StartWorker)
             except EOFError:
                 threading.Event().wait()
-            pid = processes.start_another(asked.worker)
+            try:
+                pid = processes.start_another(asked.worker)
+            except OSError as error:
+                # The scheduler gives up a worker that does not come.
+                logger.error("worker %d cannot be started: %s", asked.worker, error)
+                continue
             if pid is not None:
                 pipe.send_bytes(msgspec.msgpack.encode(StartedWorker(asked.worker, pid)))
 

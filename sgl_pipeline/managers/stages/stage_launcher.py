@@ -5,7 +5,9 @@ Called by the scheduler process. What a worker is told on its way to readiness i
 """
 
 import logging
+import select
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 import zmq
@@ -51,7 +53,12 @@ class StageLauncher:
         self._num_stages = args.stages.num_stages
         self._processes = {worker: WatchedProcess(pid) for worker, pid in enumerate(pids)}
         self._num_workers = len(pids)
+        self._ends = select.epoll()
+        for process in self._processes.values():
+            self._ends.register(process, select.EPOLLIN)
+        self._arrived: deque[tuple[int, FromWorker]] = deque()
         self._failures: dict[int, WorkerFailed] = {}
+        self._lost: set[int] = set()
 
     @property
     def stages(self) -> range:
@@ -82,12 +89,26 @@ class StageLauncher:
             self.channel.send(worker, answer)
 
     def send(self, stage: int, message: ToWorker) -> None:
-        """Queues `message` for the worker that fills `stage`; every stage has one."""
-        self.channel.send(self.roster.workers_of_stages[stage], message)
+        """Queues `message` for the worker that fills `stage`, if one does."""
+        worker = self.roster.worker_of(stage)
+        if worker is not None:
+            self.channel.send(worker, message)
 
     def broadcast(self, message: ToWorker) -> None:
         """Queues `message`, encoded once, for the workers of all stages."""
         self.channel.broadcast(self.roster.workers_of_stages, message)
+
+    @property
+    def has_vacant_stage(self) -> bool:
+        """Whether a stage is being replaced, and its worker is not ready."""
+        return not self.roster.is_complete
+
+    @property
+    def stage_pids(self) -> list[int | None]:
+        """The process of each stage; None where it is to be replaced."""
+        workers = map(self.roster.worker_of, self.stages)
+        processes = [None if worker is None else self._processes.get(worker) for worker in workers]
+        return [None if process is None else process.pid for process in processes]
 
     def ask_for_worker(self) -> int:
         """Asks the source for a worker; returns the number that it will greet with.
@@ -102,41 +123,87 @@ class StageLauncher:
         return worker
 
     def receive(self) -> Iterator[FromWorker]:
-        """Messages that have arrived. A WorkerFailed is kept as the reason for `check`."""
-        while (message := self.channel.receive()) is not None:
-            if isinstance(message, WorkerFailed):
-                self._failures[message.worker] = message
-            else:
+        """Messages that have arrived, but for those of lost workers. A WorkerFailed is kept as the
+        reason for `take_lost`."""
+        self._gather()
+        while self._arrived:
+            worker, message = self._arrived.popleft()
+            if worker not in self._lost:
                 yield message
 
     def check(self, last_steps: Mapping[int, int]) -> None:
-        """Raises StageFailure when a worker has failed or ended.
+        """Raises StageFailure when a worker has failed or ended, and ConfigurationError as
+        `take_lost`.
 
         Args:
             last_steps: the last step that each stage reported, for the message.
         """
-        for worker, failure in self._failures.items():
-            if failure.is_configuration:
+        for worker, reason in self.take_lost():
+            stage = self.roster.stage_of(worker)
+            raise StageFailure(stage, last_steps.get(stage), reason)
+
+    def take_lost(self) -> Iterator[tuple[int, str]]:
+        """The workers that have failed or ended since the last call, and what is known of the
+        cause. They are ended for certain, and what they said is forgotten.
+
+        Raises ConfigurationError where the user can mend it.
+        """
+        for worker, pid in self._source.started() if self._source is not None else ():
+            try:
+                process = WatchedProcess(pid)
+            except ProcessLookupError:
+                self._failures[worker] = WorkerFailed(worker, "its process ended", False)
+                continue
+            if worker in self._lost:  # it took too long to start
+                process.kill()
+                process.close()
+                continue
+            self._processes[worker] = process
+            self._ends.register(process, select.EPOLLIN)
+        ended = [worker for worker, process in self._processes.items() if process.wait(0)]
+        if ended:
+            # What a worker said before it ended explains more than its exit code. Otherwise what
+            # has arrived stays in the channel, whose socket wakes the loop.
+            self._gather()
+        for worker in {**self._failures, **dict.fromkeys(ended)}:
+            failure = self._failures.pop(worker, None)
+            if failure is not None and failure.is_configuration:
                 stage = self.roster.stage_of(worker)
                 raise ConfigurationError(f"stage {stage}: {failure.message}")
-            raise self._stage_failure(worker, last_steps, failure.message)
-        for worker, pid in self._source.started() if self._source is not None else ():
-            self._processes[worker] = WatchedProcess(pid)
-        for worker, process in self._processes.items():
-            if process.wait(timeout_s=0):
-                # What it said before it ended explains more than its exit code.
-                for _ in self.receive():
-                    pass
-                if worker in self._failures:
-                    return self.check(last_steps)
-                raise self._stage_failure(worker, last_steps, process.end())
-        return None
+            if worker not in self._lost:
+                reason = self._processes[worker].end() if failure is None else failure.message
+                self.give_up(worker)
+                yield worker, reason
 
-    def _stage_failure(
-        self, worker: int, last_steps: Mapping[int, int], reason: str
-    ) -> StageFailure:
-        stage = self.roster.stage_of(worker)
-        return StageFailure(stage, last_steps.get(stage), reason)
+    @property
+    def ends_descriptor(self) -> int:
+        """A file descriptor that can be read while `take_lost` has a process that has ended."""
+        return self._ends.fileno()
+
+    def ask_for_dump(self, worker: int) -> str:
+        """Has a worker write the stacks of its threads into the log, if it can; returns what the
+        kernel says that it does."""
+        process = self._processes.get(worker)
+        if process is None:
+            return "gone"
+        process.ask_for_dump()
+        return process.state()
+
+    def give_up(self, worker: int) -> None:
+        """Ends a worker, wherever it is: nothing that it says will be heard any more."""
+        self._lost.add(worker)
+        process = self._processes.pop(worker, None)
+        if process is not None:
+            process.kill()
+            process.close()
+
+    def _gather(self) -> None:
+        """Takes what has arrived from the channel."""
+        while (received := self.channel.receive()) is not None:
+            if isinstance(received[1], WorkerFailed):
+                self._failures[received[0]] = received[1]
+            else:
+                self._arrived.append(received)
 
     def stop(self) -> None:
         """Ends all workers: asks, waits a moment, kills. To be called once, at any time."""
@@ -148,4 +215,5 @@ class StageLauncher:
                 process.kill()
             process.close()
         self._processes.clear()
+        self._ends.close()
         self.channel.close()

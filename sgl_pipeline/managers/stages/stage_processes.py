@@ -36,7 +36,8 @@ class StageProcesses:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids by worker number. They stay taken until `close`, also when one has ended."""
+        """Process ids of the workers that were started at first, by number, until others are. They
+        stay taken until then, also when one has ended."""
         return tuple(process.pid for process in self._processes)
 
     def start(self, num_stages: int, cpu_threads: int | None) -> None:
@@ -58,6 +59,8 @@ class StageProcesses:
         with self._lock:
             if self._is_closed:
                 return None
+            # How they ended has been read by now: others are started after that.
+            self._processes = [one for one in self._processes if one.poll() is None]
             self._processes.append(self._spawn(worker, max(self._threads, default=1)))
             return self._processes[-1].pid
 

@@ -8,27 +8,19 @@ import time
 from collections.abc import Sequence
 from typing import Generic
 
-from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pp_runner.layer_moves.move_site import MoveSite, PageReceiver, R, StageGone
 
 # How long one look for a parcel lasts in a step that waits.
-_WAIT_S = 1.0
+_WAIT_S = 0.2
 
 
 class IncomingLayers(Generic[R]):
-    """`has_all` once the last parcel was written; `wait_s` is how long a step waited for it.
+    """`has_all` once the last parcel was written; `wait_s` is how long a step waited for it."""
 
-    Args:
-        source: the stage at the other end of `receiver`.
-    """
-
-    def __init__(
-        self, layers: Sequence[int], source: int, site: MoveSite[R], receiver: PageReceiver[R]
-    ) -> None:
+    def __init__(self, layers: Sequence[int], site: MoveSite[R], receiver: PageReceiver[R]) -> None:
         self.layers = tuple(layers)
         self.has_all = False
         self.wait_s = 0.0
-        self._source = source
         self._site = site
         self._receiver = receiver
         self._is_gone = False
@@ -54,15 +46,12 @@ class IncomingLayers(Generic[R]):
     def wait(self) -> None:
         """Returns when everything is there; to be called after the switch.
 
-        Raises ProtocolError when the source has gone before it sent everything.
+        Raises what `MoveSite.attend` does, which ends a step whose pages will never come: their
+        source has gone before it sent everything.
         """
         started_s = time.monotonic()
         while not self.has_all:
-            if self._is_gone:
-                layers = ", ".join(map(str, self.layers))
-                raise ProtocolError(
-                    f"stage {self._source} was lost before it had handed over layers {layers}"
-                )
+            self._site.attend(_WAIT_S if self._is_gone else 0.0)
             self.work(_WAIT_S)
         self.wait_s += time.monotonic() - started_s
 

@@ -94,7 +94,7 @@ class LayerMover(Generic[R]):
         moves = layer_moves(self.plan, order.plan)
         pages = array(INT32, order.pages)
         incoming = [
-            IncomingLayers(layers, source, self._site, self._links.receiver(order.move, source))
+            IncomingLayers(layers, self._site, self._links.receiver(order.move, source))
             for source, layers in _by_stage(
                 (one.source, one) for one in moves if one.target == self._stage
             )
@@ -117,6 +117,31 @@ class LayerMover(Generic[R]):
         if self._open is not None and self._open.order.move == order.move:
             self._let_go(self._open)
             self._open = None
+
+    def regroup(self, plan: StagePlan) -> None:
+        """A stage was lost: ends the move under way, and holds what `plan` gives this stage.
+
+        That is the plan of before, or, where the scheduler has sealed the switch, that of the move,
+        for which this stage was ready. What pages hold means nothing any more.
+        """
+        self._close_used()
+        self._site.stop_waiting()
+        move, self._open = self._open, None
+        if move is None or move.is_switched:
+            if move is not None:
+                self._close_links(move)
+        elif plan.epoch == self.plan.epoch:
+            self._let_go(move)
+        else:
+            self._close_links(move)
+            self._site.know_plan(plan)
+            self._site.drop(layer for outgoing in move.outgoing for layer in outgoing.layers)
+            self.plan = plan
+        if self.plan != plan:
+            raise ProtocolError(
+                f"stage {self._stage} is to regroup under plan {plan.epoch}, it knows that of "
+                f"epoch {self.plan.epoch} and was ready for no other"
+            )
 
     def switch(self, order: SwitchPlan) -> None:
         """All steps of the old plan have run here: sends what the targets lack, and is ready for

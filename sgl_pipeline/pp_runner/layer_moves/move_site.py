@@ -88,6 +88,13 @@ class MoveSite(Protocol[R]):
     def wait_before(self, layers: Iterable[int], incoming: "Awaited") -> None:
         """Has `incoming.wait` called before a step runs the first of `layers`."""
 
+    def stop_waiting(self) -> None:
+        """Has nothing called of what `wait_before` was given."""
+
+    def attend(self, timeout_s: float) -> None:
+        """Listens to the scheduler for so long, while a step waits for pages. Raises what ends the
+        step where they will never come."""
+
 
 class Awaited(Protocol):
     """Pages that are on their way."""

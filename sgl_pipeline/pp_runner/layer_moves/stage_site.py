@@ -4,7 +4,7 @@ Weights that come are spare ones, or are read in a thread of their own. Those of
 left stay as spare ones while the stage has room for them: loads swing back.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -25,13 +25,21 @@ class StageSite:
     Args:
         resident: layers whose weights stay for ever.
         max_layers: the most layers whose weights are here, resident ones that have left aside.
+        attend: listens to the scheduler for some seconds (`MoveSite.attend`).
     """
 
-    def __init__(self, runner: StageRunner, resident: Iterable[int], max_layers: int) -> None:
+    def __init__(
+        self,
+        runner: StageRunner,
+        resident: Iterable[int],
+        max_layers: int,
+        attend: Callable[[float], None],
+    ) -> None:
         self._runner = runner
         self._layers = runner.held_layers
         self._resident = frozenset(resident)
         self._max_layers = max_layers
+        self._attend = attend
         self._rows = PageRows(self._layers.kv_pool, kv_page_bytes(runner.shape, 1))
         self._loading: LayerLoading | None = None
 
@@ -98,3 +106,9 @@ class StageSite:
     def wait_before(self, layers: Iterable[int], incoming: Awaited) -> None:
         for layer in layers:
             self._layers.before_run(layer, incoming.wait)
+
+    def stop_waiting(self) -> None:
+        self._layers.forget_waits()
+
+    def attend(self, timeout_s: float) -> None:
+        self._attend(timeout_s)

@@ -27,6 +27,10 @@ class ActivationShape:
         return self.hidden_size * self.dtype.itemsize
 
 
+class NeighborGone(Exception):
+    """The stage upstream has closed its end of the link: it has ended, or lets go of its step."""
+
+
 class ActivationLink(Protocol):
     """One stage's door to its two neighbours."""
 
@@ -38,11 +42,16 @@ class ActivationLink(Protocol):
 
         It may be written to by nobody, and is valid until the next `receive`. A HostLink raises
         ProtocolError when another step's rows arrive, or another number of them; a DistributedLink
-        sends rows alone and trusts their order.
+        sends rows alone and trusts their order. Raises NeighborGone where that can be told.
         """
 
     def has_rows(self) -> bool:
         """Whether the next step's rows are there, or will be without the host waiting for them."""
 
+    @property
+    def descriptor(self) -> int | None:
+        """A file descriptor that can be read when `has_rows` may have come true; None where
+        `receive` is to be called without looking."""
+
     def close(self) -> None:
-        """Closes the link. To be called when no step is in flight."""
+        """Closes the link; steps that are in flight are lost."""

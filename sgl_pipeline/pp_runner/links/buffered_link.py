@@ -7,20 +7,20 @@ buffer back when it asks for the next rows. What a buffer is, and how it becomes
 side, is a `Buffers`'.
 
 The downstream end listens, and the upstream end connects with its first rows. A neighbour that is
-gone is the launcher's to notice: what is sent to it is dropped, and who waits for it waits.
+gone is the launcher's to notice: what is sent to it is dropped, and who waits for it is told.
 """
 
 import contextlib
 import os
 import select
-import signal
 import socket
 import struct
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.pp_runner.links.activation_link import NeighborGone
 
 _NEWS = struct.Struct("<qqq")  # tag, rows, number of the buffer; then what `introduce` says
 _RETURN = struct.Struct("<q")  # number of the buffer; then what `after_reading` says
@@ -70,7 +70,8 @@ class BufferedLink(Generic[B]):
 
     def send(self, step_id: int, hidden: torch.Tensor) -> None:
         assert self._outbox is not None, "the last stage has nobody to send to"
-        with contextlib.suppress(ConnectionError):
+        # A neighbour that has closed its end has taken the address away as well.
+        with contextlib.suppress(ConnectionError, FileNotFoundError):
             self._outbox.send(step_id, hidden)
 
     def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
@@ -78,7 +79,7 @@ class BufferedLink(Generic[B]):
         assert self._inbox is not None, "the first stage has nobody to receive from"
         received = self._inbox.take()
         if received is None:
-            _wait_for_the_end()
+            raise NeighborGone
         sent_step_id, rows = received
         if (sent_step_id, len(rows)) != (step_id, num_rows):
             raise ProtocolError(
@@ -90,6 +91,10 @@ class BufferedLink(Generic[B]):
     def has_rows(self) -> bool:
         assert self._inbox is not None, "the first stage has nobody to receive from"
         return self._inbox.has_news()
+
+    @property
+    def descriptor(self) -> int | None:
+        return None if self._inbox is None else self._inbox.descriptor
 
     def close(self) -> None:
         for end in (self._inbox, self._outbox):
@@ -165,6 +170,7 @@ class Inbox(Generic[B]):
     """The downstream end."""
 
     def __init__(self, path: str, buffers: Buffers[B]) -> None:
+        self._path = path
         self._buffers = buffers
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(path)
@@ -192,16 +198,25 @@ class Inbox(Generic[B]):
         self._in_use = number
         return tag, self._buffers.read(self._opened[number], num_rows)
 
+    @property
+    def descriptor(self) -> int:
+        """Can be read when `has_news` may have come true."""
+        return (self._socket or self._listener).fileno()
+
     def close(self) -> None:
         self._listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
         if self._socket is not None:
             self._socket.close()
 
     def has_news(self, timeout_s: float = 0.0) -> bool:
-        """Whether the other end has sent something, or is gone, within `timeout_s`. For a neighbour
-        that connects and sends nothing at once, `take` waits."""
-        readable, _, _ = select.select([self._socket or self._listener], [], [], timeout_s)
-        return bool(readable)
+        """Whether the other end has sent something, or is gone, within `timeout_s`."""
+        if self._socket is None:
+            if not _is_readable(self._listener, timeout_s):
+                return False
+            self._socket, _ = self._listener.accept()
+        return _is_readable(self._socket, timeout_s)
 
     def _give_back(self, neighbour: socket.socket) -> None:
         """All that reads the last step's rows has been done or launched."""
@@ -213,7 +228,6 @@ class Inbox(Generic[B]):
         self._in_use = None
 
 
-def _wait_for_the_end() -> NoReturn:
-    """For a stage whose neighbour is gone: to fail as well would hide who was the first to."""
-    while True:
-        signal.pause()
+def _is_readable(end: socket.socket, timeout_s: float) -> bool:
+    readable, _, _ = select.select([end], [], [], timeout_s)
+    return bool(readable)

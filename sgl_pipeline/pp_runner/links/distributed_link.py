@@ -71,6 +71,10 @@ class DistributedLink:
         """On a GPU to receive is to launch; with gloo, which only tests use, it waits."""
         return True
 
+    @property
+    def descriptor(self) -> int | None:
+        return None
+
     def close(self) -> None:
         for work, _ in self._sending:
             work.wait()

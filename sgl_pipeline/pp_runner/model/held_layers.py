@@ -93,6 +93,10 @@ class HeldLayers:
         """Has `wait` called once, before a step first runs `layer`."""
         self._before_run[layer] = wait
 
+    def forget_waits(self) -> None:
+        """Has nothing called of what `before_run` was given."""
+        self._before_run.clear()
+
     def before_drop(self, let_go: Callable[[int], None]) -> None:
         """Has `let_go` called with each layer that is about to be dropped, for who keeps references
         to its weights or pages, or their addresses."""

@@ -7,8 +7,11 @@ import pytest
 from benchmark.fault_schedules.__main__ import main
 from benchmark.fault_schedules.fake_moves import FakeSite
 from benchmark.fault_schedules.world import run_seed
+from sgl_pipeline.messages import FromWorker, StageReady
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.migration.coordinator import MoveCoordinator
+from sgl_pipeline.pipeline.recovery import StageRecovery
+from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import OutgoingLayers
 from sgl_pipeline.requests import FinishReason, Request, TokenEvent
@@ -18,6 +21,7 @@ from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.preemption import Preemption
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_plan import ChunkPlan, StepPlanEncoder
 
 NUM_SEEDS = 1_000
@@ -36,6 +40,9 @@ def test_a_thousand_schedules_hold() -> None:
     assert sum(outcome.num_aborts for outcome in outcomes) > 2 * NUM_SEEDS
     assert sum(outcome.num_moves for outcome in outcomes) > NUM_SEEDS // 4
     assert sum(outcome.num_abandoned_moves for outcome in outcomes) > NUM_SEEDS // 10
+    assert sum(outcome.num_lost_workers for outcome in outcomes) > NUM_SEEDS
+    assert sum(outcome.num_recoveries for outcome in outcomes) > NUM_SEEDS // 2
+    assert 0 < sum(outcome.has_given_up for outcome in outcomes) < NUM_SEEDS // 5
 
 
 def test_a_seed_replays_bit_for_bit() -> None:
@@ -102,8 +109,8 @@ def a_retraction_forgets_the_output(patch: pytest.MonkeyPatch) -> None:
     retract = Preemption.retract
 
     def mutated(self: Preemption, request: Request) -> None:
+        request.output_ids.clear()
         retract(self, request)
-        request.prefill_end = len(request.prompt_ids)
 
     patch.setattr(Preemption, "retract", mutated)
 
@@ -206,7 +213,80 @@ def an_abandoned_move_keeps_its_layers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LayerMover, "_let_go", lambda self, move: self._close_links(move))
 
 
+def lost_pages_are_still_matched(patch: pytest.MonkeyPatch) -> None:
+    forget = StepScheduler.forget_pages
+
+    def mutated(self: StepScheduler, now_s: float) -> None:
+        patch.setattr(self._pages, "clear_cache", lambda: None)
+        forget(self, now_s)
+
+    patch.setattr(StepScheduler, "forget_pages", mutated)
+
+
+def requests_keep_the_pages_that_were_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepScheduler, "forget_pages", lambda self, now_s: None)
+
+
+def the_steps_of_a_lost_stage_stay_in_flight(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepScheduler, "forget_in_flight", lambda self: None)
+
+
+def reports_of_steps_that_were_taken_back_are_booked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepScheduler, "next_step_id", property(lambda self: 0))
+
+
+def steps_begin_before_all_stages_have_regrouped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerRoster, "has_regrouped", property(lambda self: True))
+
+
+def a_replacement_keeps_the_links_of_an_older_stream(patch: pytest.MonkeyPatch) -> None:
+    """One that got ready after another stage was lost."""
+    take = WorkerRoster.take
+
+    def mutated(self: WorkerRoster, message: FromWorker) -> list[Addressed]:
+        answers = take(self, message)
+        if isinstance(message, StageReady):
+            worker = self._filling(message.stage)
+            assert worker is not None
+            worker.incarnation = worker.asked_incarnation = self.incarnation
+        return answers
+
+    patch.setattr(WorkerRoster, "take", mutated)
+
+
+def a_stage_goes_on_with_a_move_that_lost_another(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LayerMover, "regroup", lambda self, plan: None)
+
+
+def the_scheduler_goes_on_with_a_move_that_lost_a_stage(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MoveCoordinator, "interrupt", lambda self, reason, now_s: None)
+
+
+def a_switch_is_taken_back(patch: pytest.MonkeyPatch) -> None:
+    regroup = WorkerRoster.regroup
+
+    def mutated(self: WorkerRoster, plan: StagePlan, incarnation: int) -> None:
+        assert self.plan is not None
+        regroup(self, self.plan, incarnation)
+
+    patch.setattr(WorkerRoster, "regroup", mutated)
+
+
+def nobody_is_asked_for_a_replacement(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StageRecovery, "num_wanted_workers", property(lambda self: 0))
+
+
 MUTATIONS: tuple[Mutation, ...] = (
+    lost_pages_are_still_matched,
+    requests_keep_the_pages_that_were_lost,
+    the_steps_of_a_lost_stage_stay_in_flight,
+    reports_of_steps_that_were_taken_back_are_booked,
+    steps_begin_before_all_stages_have_regrouped,
+    a_replacement_keeps_the_links_of_an_older_stream,
+    a_stage_goes_on_with_a_move_that_lost_another,
+    the_scheduler_goes_on_with_a_move_that_lost_a_stage,
+    a_switch_is_taken_back,
+    nobody_is_asked_for_a_replacement,
     what_is_written_during_a_move_is_not_patched,
     cached_pages_do_not_move,
     unsent_pages_are_forgotten_at_the_switch,

@@ -200,6 +200,24 @@ def test_a_health_check_of_a_busy_server_is_answered_by_the_next_step(
     assert isinstance(upstream.reply(), io_struct.HealthCheckOutput)
 
 
+def test_a_health_check_is_answered_while_a_stage_is_replaced(upstream: UpstreamFront) -> None:
+    upstream.front.is_recovering = True
+    upstream.send(generate("HEALTH_CHECK_1", "x"))
+    assert receive(upstream) == []
+    upstream.front.answer_health_checks()
+    assert isinstance(upstream.reply(), io_struct.HealthCheckOutput)
+
+
+def test_no_health_check_is_answered_for_a_step_that_does_not_come(
+    upstream: UpstreamFront,
+) -> None:
+    take(upstream, "r1").state = RequestState.RUNNING
+    upstream.send(generate("HEALTH_CHECK_1", "x"))
+    receive(upstream)
+    upstream.front.answer_health_checks()
+    assert upstream.front._waiting_health_checks
+
+
 def test_a_health_check_does_not_wait_for_a_grammar(upstream: UpstreamFront) -> None:
     upstream.send(generate("r1", "x", sampling={"regex": "a+"}))
     (constrained,) = receive(upstream)

@@ -24,7 +24,10 @@ class Desk:
         self.replies: list[io.ProfileReqOutput] = []
         self.sent: dict[int, list[Any]] = {0: [], 1: []}
         front = SimpleNamespace(reply=lambda message, to: self.replies.append(message))
-        channel = SimpleNamespace(send=lambda stage, message: self.sent[stage].append(message))
+        channel = SimpleNamespace(
+            send=lambda stage, message: self.sent[stage].append(message), has_vacant_stage=False
+        )
+        self.stages = channel
         self.desk = ProfileDesk(front, channel, range(2), self.traces)
 
     def ask(self, message: Any) -> None:
@@ -170,4 +173,36 @@ def test_an_option_that_is_not_supported_is_named(desk: Desk, option: str, value
     desk.ask(io.ProfileReq(**({"profile_id": "1"} | {option: value})))
     assert not desk.last().success
     assert option in desk.last().message
+    assert desk.sent == {0: [], 1: []}
+
+
+def test_a_stage_lost_while_it_records_is_told_and_the_others_go_on(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk.start()
+    desk.desk.on_lost(1)
+    assert "stage 1: it was lost while it recorded" in caplog.text
+    assert desk.sent[0][-1].__class__ is StartProfile
+    desk.ask(STOP)
+    desk.stage_says(0, is_recording=False)
+    assert desk.last().success
+
+
+def test_a_request_that_waits_for_a_lost_stage_fails_with_its_name(desk: Desk) -> None:
+    desk.ask(io.ProfileReq(profile_id="1"))
+    desk.stage_says(0, is_recording=True)
+    desk.desk.on_lost(1)
+    assert not desk.last().success and "stage 1: it was lost" in desk.last().message
+    assert isinstance(desk.sent[0][-1], StopProfile)
+
+
+def test_the_loss_of_a_stage_that_records_nothing_means_nothing(desk: Desk) -> None:
+    desk.desk.on_lost(1)
+    assert desk.replies == []
+
+
+def test_no_profile_begins_while_a_stage_is_replaced(desk: Desk) -> None:
+    desk.stages.has_vacant_stage = True
+    desk.ask(io.ProfileReq(profile_id="1"))
+    assert "being replaced" in desk.last().message
     assert desk.sent == {0: [], 1: []}

@@ -1,11 +1,13 @@
 """`/server_info` speaks of the plan in use."""
 
 from support.moves import movable_core, stages_get_ready, stages_switch
+from support.step_records import recovery_record
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
 from sgl_pipeline.managers.reports.server_info import describe_start, describe_state
 from sgl_pipeline.messages import StageLoaded
 from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
+from sgl_pipeline.recovery_record import LostWorker, RecoveryRecord
 
 
 def test_the_plan_is_the_one_in_use_and_old_predictions_are_gone() -> None:
@@ -26,3 +28,16 @@ def test_the_plan_is_the_one_in_use_and_old_predictions_are_gone() -> None:
     facts = start | describe_state(core.state(4.0))
     assert (facts["layer_partition"], facts["plan_epoch"]) == ([1, 3], 1)
     assert facts["predicted_step_ms_of_stages"] is None
+
+
+def test_recoveries_are_listed_and_the_one_under_way_is_said() -> None:
+    core = movable_core(2, 2)
+    over = recovery_record()
+    under_way = RecoveryRecord(began_s=20.0, incarnation=4, lost=(LostWorker(5, 0, "hangs"),))
+    assert describe_state(core.state(15.0, 0, (over,)))["is_recovering"] is False
+    facts = describe_state(core.state(21.0, 0, (over, under_way)))
+    assert facts["is_recovering"] is True
+    first, second = facts["recoveries"]
+    assert (first["stages"], first["seconds"], first["is_over"]) == ([1], 2.5, True)
+    assert (first["requests"], first["tokens"], first["reasons"]) == (2, 70, ["killed"])
+    assert (second["stages"], second["seconds"], second["is_over"]) == ([0], 1.0, False)

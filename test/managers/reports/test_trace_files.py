@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from support.moves import abandoned_move, done_move
-from support.step_records import step_record
+from support.step_records import recovery_record, step_record
 
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.throttle_change import Author, ThrottleChange
-from sgl_pipeline.trace import TraceWriter, read_changes, read_moves, read_trace
+from sgl_pipeline.trace import TraceWriter, read_changes, read_moves, read_recoveries, read_trace
 
 
 def test_a_writer_gets_the_steps_that_end_while_it_is_there(tmp_path: Path) -> None:
@@ -93,3 +93,14 @@ def test_changes_of_the_throttle_are_lines_among_the_steps_and_marks(tmp_path: P
     assert (mark["ts"], mark["tid"], mark["s"]) == (10.5e6, 0, "p")
     assert mark["args"]["before"] == {"prefill_spread_steps": 8, "max_prefill_tokens": None}
     assert mark["args"]["first_step"] == 7
+
+
+def test_recoveries_are_lines_among_the_steps(tmp_path: Path) -> None:
+    traces = TraceFiles([TraceWriter(tmp_path / "trace")])
+    traces.write([step_record(0)])
+    traces.write_recoveries([recovery_record()])
+    traces.write_moves([done_move()])
+    traces.close()
+    assert list(read_trace(tmp_path / "trace")) == [step_record(0)]
+    assert list(read_recoveries(tmp_path / "trace")) == [recovery_record()]
+    assert list(read_moves(tmp_path / "trace")) == [done_move()]

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import zmq
 from support.tiny_models import tiny_model
+from support.worker_messages import hello
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
+from sgl_pipeline.channels import WorkerChannel
 from sgl_pipeline.errors import ConfigurationError, StageFailure
 from sgl_pipeline.managers.stages.main_process_workers import (
     MainProcessWorkers,
@@ -19,6 +21,8 @@ from sgl_pipeline.managers.stages.main_process_workers import (
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.managers.stages.stage_processes import StageProcesses
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+from sgl_pipeline.stage_orders import OrderStream
+from sgl_pipeline.step_plan import MirrorSnapshot
 
 pytestmark = pytest.mark.multiproc
 
@@ -87,3 +91,56 @@ def test_a_stage_that_does_not_fit_names_the_flag(
 def test_no_worker_is_started_when_the_server_is_about_to_end(processes: StageProcesses) -> None:
     processes.close()
     assert processes.start_another(1) is None
+
+
+def test_what_a_lost_worker_has_said_is_not_heard_and_the_others_are(
+    processes: StageProcesses, tmp_path: Path
+) -> None:
+    with zmq.Context() as context:
+        launcher = launcher_of(processes, context, tmp_path)
+        try:
+            launcher.start()
+            assert launcher.stage_pids == [processes.pids[0]]
+            other = WorkerChannel(context, f"ipc://{tmp_path}/stages", 7)
+            other.send(hello(7))
+            while not launcher.channel.socket.poll(100):
+                pass
+            # Nothing has ended: the message stays where it wakes whoever waits for one.
+            assert list(launcher.take_lost()) == [] and launcher.channel.socket.poll(0)
+            launcher.give_up(7)
+            assert list(launcher.receive()) == []
+            os.kill(processes.pids[0], 9)
+            lost: list[tuple[int, str]] = []
+            poller = zmq.Poller()
+            poller.register(launcher.ends_descriptor, zmq.POLLIN)
+            assert poller.poll(10_000)
+            lost += launcher.take_lost()
+            assert lost == [(0, "its process ended, killed by signal 9")]
+            # Once, and whoever waits for the next is not woken by this one.
+            assert list(launcher.take_lost()) == [] and not poller.poll(0)
+            other.close()
+        finally:
+            launcher.stop()
+
+
+def test_a_worker_that_fails_is_lost_with_its_own_words(
+    processes: StageProcesses, tmp_path: Path
+) -> None:
+    with zmq.Context() as context:
+        launcher = launcher_of(processes, context, tmp_path)
+        try:
+            launcher.start()
+            stream = OrderStream()
+            stream.seal(MirrorSnapshot((), ()))
+            launcher.broadcast(stream.seal(MirrorSnapshot((), ())))
+            deadline_s = time.monotonic() + TIMEOUT_S
+            lost: list[tuple[int, str]] = []
+            while not lost and time.monotonic() < deadline_s:
+                launcher.channel.socket.poll(200)
+                assert list(launcher.receive()) == []
+                lost += launcher.take_lost()
+            ((worker, reason),) = lost
+            assert worker == 0 and reason.startswith("ProtocolError: order 1 of stream 0 arrived")
+            assert "lost or repeated" in reason
+        finally:
+            launcher.stop()

@@ -17,7 +17,7 @@ from sgl_pipeline.stage_plan import StagePlan
 def stage_of_three(max_layers: int, resident: Sequence[int] = ()) -> tuple[StageRunner, StageSite]:
     """The second stage of a model with layers 0 to 5."""
     runner = open_stage(tiny_model("llama"), StagePlan(0, (3, 3)), 1, None)  # type: ignore[arg-type]
-    return runner, StageSite(runner, resident, max_layers)
+    return runner, StageSite(runner, resident, max_layers, lambda timeout_s: None)
 
 
 def load(site: StageSite, layers: Sequence[int]) -> None:

@@ -1,7 +1,8 @@
 """Activations arrive whole, in order and bit for bit, over each kind of link."""
 
 import os
-import signal
+import select
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
+from sgl_pipeline.pp_runner.links.activation_link import ActivationShape, NeighborGone
 from sgl_pipeline.pp_runner.links.host_link import HostLink
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
 
@@ -111,33 +112,44 @@ def test_what_is_sent_to_a_neighbour_that_is_gone_is_dropped(tmp_path):
         first.send(step_id, torch.ones(4, 8))
 
 
-WAITING_STAGE = """
-import sys, torch
-from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
-from sgl_pipeline.pp_runner.links.open_link import open_activation_link
-path = sys.argv[1]
-shape = ActivationShape(8, torch.float32, torch.device("cpu"))
-first, last = (open_activation_link(shape, (f"unix:{path}",), stage) for stage in (1, 0))
-last.send(0, torch.ones(1, 8))
-first.receive(0, 1)
-last.close()
-print("the neighbour is gone", flush=True)
-first.receive(1, 1)
-print("received", flush=True)
-"""
+def test_what_is_sent_first_to_a_neighbour_that_is_gone_is_dropped(tmp_path):
+    """Its address is gone as well."""
+    first, middle, _ = host_links(tmp_path, torch.float32)
+    middle.close()
+    first.send(0, torch.ones(4, 8))
+    assert not (tmp_path / "link-0").exists()
 
 
-@pytest.mark.multiproc
-def test_a_stage_whose_neighbour_is_gone_waits_to_be_ended(tmp_path):
-    command = [sys.executable, "-c", WAITING_STAGE, str(tmp_path / "link")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stage:
-        assert stage.stdout is not None
-        assert stage.stdout.readline() == "the neighbour is gone\n"
-        with pytest.raises(subprocess.TimeoutExpired):
-            stage.wait(0.5)
-        stage.terminate()
-        assert stage.stdout.read() == ""
-    assert stage.returncode == -signal.SIGTERM
+def test_who_waits_for_a_neighbour_that_is_gone_is_told(tmp_path):
+    first, middle, _ = host_links(tmp_path, torch.float32)
+    first.send(0, torch.ones(4, 8))
+    middle.receive(0, 4)
+    first.close()
+    assert middle.has_rows()
+    with pytest.raises(NeighborGone):
+        middle.receive(1, 4)
+
+
+def test_a_neighbour_that_connects_and_says_nothing_holds_nobody_up(tmp_path):
+    _, middle, _ = host_links(tmp_path, torch.float32)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.connect(str(tmp_path / "link-0"))
+        assert not middle.has_rows()
+        readable, _, _ = select.select([middle.descriptor], [], [], 0.0)
+        assert not readable
+    assert middle.has_rows()  # the news that it is gone
+    with pytest.raises(NeighborGone):
+        middle.receive(0, 1)
+
+
+def test_rows_can_be_waited_for_beside_other_things(tmp_path):
+    first, middle, _ = host_links(tmp_path, torch.float32)
+    assert first.descriptor is None
+    for step_id in range(2):
+        assert not select.select([middle.descriptor], [], [], 0.0)[0]
+        first.send(step_id, torch.ones(4, 8))
+        assert select.select([middle.descriptor], [], [], 5.0)[0]
+        middle.receive(step_id, 4)
 
 
 GLOO_STAGE = """

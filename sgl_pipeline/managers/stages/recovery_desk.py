@@ -1,0 +1,160 @@
+"""The scheduler's hands in a recovery: who is asked for workers, who is given up, what is logged.
+
+Called by `pipeline_scheduler.py` in each turn of its loop. What follows from a loss is decided by
+`pipeline/recovery.py`; this file carries it between that and the `StageLauncher`.
+"""
+
+import logging
+from collections.abc import Callable
+
+from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
+from sgl_pipeline.messages import FromWorker
+from sgl_pipeline.pipeline.recovery import StageRecovery
+from sgl_pipeline.pipeline.stage_watch import Silence, StageWatch
+from sgl_pipeline.pipeline.worker_roster import Addressed
+from sgl_pipeline.recovery_record import RecoveryRecord
+
+logger = logging.getLogger(__name__)
+
+# So long a stage that hangs may take to say where.
+DUMP_GRACE_S = 1.0
+
+
+class RecoveryDesk:
+    """Stages of one server that are replaced when they are lost.
+
+    Args:
+        watch: says which stages hang; None: nobody looks.
+        on_lost: called with a stage that was lost, for who waits for its word.
+    """
+
+    def __init__(
+        self,
+        recovery: StageRecovery,
+        launcher: StageLauncher,
+        watch: StageWatch | None = None,
+        on_lost: Callable[[int], None] = lambda stage: None,
+    ) -> None:
+        self._recovery = recovery
+        self._launcher = launcher
+        self._watch = watch
+        # Workers that were asked for their stacks, and the step that they are silent in.
+        self._dumps: dict[int, tuple[int, float]] = {}
+        self.on_lost = on_lost
+        self._ended: list[RecoveryRecord] = []
+
+    @property
+    def current(self) -> RecoveryRecord | None:
+        """The recovery under way."""
+        return self._recovery.current
+
+    @property
+    def records(self) -> tuple[RecoveryRecord, ...]:
+        """The newest recoveries, oldest first, the one under way among them."""
+        current = self._recovery.current
+        return (*self._recovery.history, *([] if current is None else [current]))
+
+    def take(self, message: FromWorker, now_s: float) -> None:
+        """Books what a worker says that is not about a step, and sends what follows from it."""
+        self._send(self._recovery.take(message, now_s))
+
+    def check(self, now_s: float) -> None:
+        """Looks for workers that have ended or take too long; to be called now and then, and when
+        `StageLauncher.ends_descriptor` can be read.
+
+        Raises StageFailure where a stage cannot be replaced, and ConfigurationError as
+        `StageLauncher.take_lost`.
+        """
+        for worker, reason in self._launcher.take_lost():
+            self._lose(worker, reason, now_s)
+        for worker, reason in [*self._recovery.late_workers(now_s, self._step_limit_s)]:
+            self.give_up(worker, reason, now_s)
+
+        for silence in self._watch.silent_stages(now_s) if self._watch is not None else ():
+            self._look_into(silence, now_s)
+
+    def _look_into(self, silence: Silence, now_s: float) -> None:
+        """Asks a silent stage what it does, and replaces it when it says nothing for a while."""
+        worker = self._launcher.roster.worker_of(silence.stage)
+        if worker is None:
+            return
+        step_id = silence.microbatch.step_id
+        asked_step_id, asked_s = self._dumps.get(worker, (None, 0.0))
+        what = (
+            f"it has been silent for {now_s - silence.since_s:.1f} s in step {step_id} "
+            f"({silence.microbatch.num_prefill_tokens} prefill tokens, "
+            f"{silence.microbatch.num_decodes} decodes), which may take {silence.bound_s:.1f} s"
+        )
+        if asked_step_id != step_id:
+            self._dumps[worker] = step_id, now_s
+            state = self._launcher.ask_for_dump(worker)
+            logger.warning(
+                "stage %d (worker %d) hangs: %s; its process is %s, and was asked for its stacks",
+                silence.stage,
+                worker,
+                what,
+                state,
+            )
+        elif now_s - asked_s > DUMP_GRACE_S:
+            del self._dumps[worker]
+            self.give_up(worker, what, now_s)
+
+    def give_up(self, worker: int, reason: str, now_s: float) -> None:
+        """Replaces a worker that may still run. Raises StageFailure as `check`."""
+        self._launcher.give_up(worker)
+        self._lose(worker, reason, now_s)
+
+    def serve(self, now_s: float) -> None:
+        """Asks for workers, and has all stages begin anew when they are there."""
+        for _ in range(self._recovery.num_wanted_workers):
+            self._recovery.asked(self._launcher.ask_for_worker(), now_s)
+        record = self._recovery.current
+        order = self._recovery.start_order(now_s)
+        if order is None:
+            return
+        self._launcher.broadcast(order)
+        assert record is not None and record.ended_s is not None
+        self._ended.append(record)
+        workers = self._launcher.roster.workers_of_stages
+        logger.info(
+            "recovered in %.2f s: stage %s runs again (worker %s)",
+            record.ended_s - record.began_s,
+            ", ".join(map(str, record.stages)),
+            ", ".join(str(workers[stage]) for stage in record.stages),
+        )
+
+    @property
+    def _step_limit_s(self) -> float | None:
+        """How long a stage may take to be done with the step that it is in."""
+        if self._watch is None or self._recovery.current is None:
+            return None
+        return max(self._watch.bound_s(stage) for stage in self._launcher.stages)
+
+    def take_ended(self) -> list[RecoveryRecord]:
+        """The recoveries that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _lose(self, worker: int, reason: str, now_s: float) -> None:
+        stage = self._launcher.roster.worker_stage(worker)
+        answers = self._recovery.lose(worker, reason, now_s)
+        if stage is None:
+            logger.warning("worker %d, which fills no stage, is lost: %s", worker, reason)
+        else:
+            record = self._recovery.current
+            assert record is not None
+            logger.warning(
+                "stage %d (worker %d) is lost: %s; it is replaced, and %d running requests (%d "
+                "tokens) are computed again",
+                stage,
+                worker,
+                reason,
+                record.num_requests,
+                record.num_tokens,
+            )
+            self.on_lost(stage)
+        self._send(answers)
+
+    def _send(self, messages: list[Addressed]) -> None:
+        for worker, message in messages:
+            self._launcher.channel.send(worker, message)

@@ -1,0 +1,64 @@
+"""The scheduler's messages as a stage takes them: in order, and one that cannot wait for a step.
+
+Used by `stage_worker.py`. While a step waits for rows or pages, which may never come, the stage
+listens here: when another stage was lost, the scheduler says `Regroup`.
+"""
+
+from collections import deque
+from types import UnionType
+from typing import NoReturn
+
+from sgl_pipeline.channels import WorkerChannel
+from sgl_pipeline.messages import Regroup, Shutdown, ToWorker
+from sgl_pipeline.stage_orders import SealedOrder
+
+
+class RegroupDue(Exception):
+    """The stage is to drop the step that it waits in; the inbox has the message that says so."""
+
+
+class WorkerInbox:
+    """What has come through `channel` and was not taken up yet."""
+
+    def __init__(self, channel: WorkerChannel) -> None:
+        self._channel = channel
+        self._arrived: deque[ToWorker] = deque()
+
+    def next(self, timeout_ms: int | None = None) -> ToWorker | None:
+        """The next message; waits for it at most `timeout_ms` (None: for ever), then gives None."""
+        if self._arrived:
+            return self._arrived.popleft()
+        return self._channel.receive(timeout_ms)
+
+    def attend(self) -> None:
+        """Looks whether the scheduler wants the stage to drop the step that it waits in.
+
+        Raises RegroupDue if so. Orders that came before are dropped here.
+        """
+        while (message := self._channel.receive(timeout_ms=0)) is not None:
+            self._take(message, urgent=Regroup)
+
+    def attend_for(self, seconds: float) -> None:
+        """`attend` to what arrives within so many seconds."""
+        self._channel.wait(None, seconds)
+        self.attend()
+
+    def wait_beside(self, descriptor: int | None) -> None:
+        """Returns when a message or something at `descriptor` has arrived."""
+        self._channel.wait(descriptor)
+
+    def wait_for_the_end(self) -> NoReturn:
+        """For a step that cannot go on: raises RegroupDue when it was given up, or when the stage
+        is to leave."""
+        while True:
+            message = self._channel.receive()
+            assert message is not None
+            self._take(message, urgent=Regroup | Shutdown)
+
+    def _take(self, message: ToWorker, urgent: type | UnionType) -> None:
+        if not isinstance(message, urgent):
+            self._arrived.append(message)
+            return
+        others = [one for one in self._arrived if not isinstance(one, SealedOrder)]
+        self._arrived = deque([*others, message])
+        raise RegroupDue

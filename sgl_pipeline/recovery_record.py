@@ -1,0 +1,41 @@
+"""What is kept of one recovery: which workers were lost, what it took until all stages ran again.
+
+Filled by `pipeline/recovery.py`; read by the traces, the metrics, the log and `/server_info`.
+"""
+
+import msgspec
+
+
+class LostWorker(msgspec.Struct, frozen=True):
+    """A worker that has ended or was given up. `stage` is None where it filled none: a spare."""
+
+    worker: int
+    stage: int | None
+    reason: str
+
+
+class RecoveryRecord(msgspec.Struct, kw_only=True):
+    """One recovery. Moments are seconds of the driver's clock.
+
+    `lost` are the workers that were lost until it ended, the first of them at `began_s`.
+    `survivors_s` is when the stages that are left had let go of the old stream, `ended_s` when the
+    new one began, of number `incarnation`: until then no step could be decided. `num_requests` were
+    running; of them `num_tokens` must be prefilled again.
+    """
+
+    began_s: float
+    incarnation: int
+    lost: tuple[LostWorker, ...] = ()
+    survivors_s: float | None = None
+    ended_s: float | None = None
+    num_requests: int = 0
+    num_tokens: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.ended_s is not None
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Those that were lost, ascending."""
+        return tuple(sorted({one.stage for one in self.lost if one.stage is not None}))

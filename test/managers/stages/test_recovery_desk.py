@@ -1,0 +1,173 @@
+"""What the desk carries: losses to the recovery, its answers to workers, a word to the log."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_pipeline.managers.stages.recovery_desk import DUMP_GRACE_S, RecoveryDesk
+from sgl_pipeline.pipeline.stage_watch import Silence
+from sgl_pipeline.recovery_record import LostWorker, RecoveryRecord
+
+
+class Recovery:
+    """Wants two workers, and can begin anew when `order` is set."""
+
+    def __init__(self) -> None:
+        self.current: RecoveryRecord | None = None
+        self.history: list[RecoveryRecord] = []
+        self.num_wanted_workers = 2
+        self.order: Any = None
+        self.late: list[tuple[int, str]] = []
+        self.lost: list[tuple[int, str]] = []
+        self.limits: list[float | None] = []
+
+    def asked(self, worker: int, now_s: float) -> None:
+        self.num_wanted_workers -= 1
+
+    def lose(self, worker: int, reason: str, now_s: float) -> list[Any]:
+        self.lost.append((worker, reason))
+        lost = (LostWorker(worker, worker, reason),)
+        self.current = RecoveryRecord(began_s=now_s, incarnation=1, lost=lost, num_requests=3)
+        return [(0, "regroup")]
+
+    def late_workers(self, now_s: float, step_limit_s: float | None) -> list[tuple[int, str]]:
+        self.limits.append(step_limit_s)
+        return self.late
+
+    def start_order(self, now_s: float) -> Any:
+        order, self.order = self.order, None
+        if order is not None and self.current is not None:
+            self.current.ended_s = now_s
+            self.history.append(self.current)
+            self.current = None
+        return order
+
+
+class Launcher:
+    """Worker s fills stage s; `ended` are those that have ended."""
+
+    stages = range(2)
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[int, str]] = []
+        self.given_up: list[int] = []
+        self.dumped: list[int] = []
+        self.sent: list[Any] = []
+        self.broadcasts: list[Any] = []
+        self.num_asked = 0
+        self.channel = SimpleNamespace(send=lambda worker, message: self.sent.append(message))
+        self.roster = SimpleNamespace(
+            worker_of=lambda stage: stage,
+            worker_stage=lambda worker: worker if worker < 2 else None,
+            workers_of_stages=[0, 1],
+        )
+
+    def take_lost(self) -> list[tuple[int, str]]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def ask_for_worker(self) -> int:
+        self.num_asked += 1
+        return 1 + self.num_asked
+
+    def ask_for_dump(self, worker: int) -> str:
+        self.dumped.append(worker)
+        return "T (stopped)"
+
+    def give_up(self, worker: int) -> None:
+        self.given_up.append(worker)
+
+    def broadcast(self, order: Any) -> None:
+        self.broadcasts.append(order)
+
+
+class Watch:
+    def __init__(self) -> None:
+        self.silences: list[Silence] = []
+
+    def silent_stages(self, now_s: float) -> list[Silence]:
+        return self.silences
+
+    def bound_s(self, stage: int) -> float:
+        return 4.0 + stage
+
+
+@pytest.fixture
+def parts(caplog: pytest.LogCaptureFixture) -> SimpleNamespace:
+    caplog.set_level("INFO")
+    recovery, launcher, watch = Recovery(), Launcher(), Watch()
+    desk = RecoveryDesk(recovery, launcher, watch)  # type: ignore[arg-type]
+    return SimpleNamespace(recovery=recovery, launcher=launcher, watch=watch, desk=desk)
+
+
+def silence(step_id: int) -> Silence:
+    microbatch: Any = SimpleNamespace(step_id=step_id, num_prefill_tokens=5, num_decodes=2)
+    return Silence(1, microbatch, 10.0, 5.0)
+
+
+def test_a_loss_is_told_to_those_that_are_left_and_the_end_to_all(
+    parts: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost: list[int] = []
+    parts.desk.on_lost = lost.append
+    parts.desk.serve(0.0)
+    assert parts.launcher.num_asked == 2
+    parts.launcher.ended = [(1, "killed")]
+    parts.desk.check(1.0)
+    assert parts.recovery.lost == [(1, "killed")] and lost == [1]
+    assert parts.launcher.sent == ["regroup"]
+    assert "stage 1 (worker 1) is lost: killed; it is replaced, and 3 running" in caplog.text
+    parts.desk.serve(2.0)
+    assert parts.launcher.broadcasts == [] and parts.desk.take_ended() == []
+    parts.recovery.order = "begin"
+    parts.desk.serve(3.5)
+    assert parts.launcher.broadcasts == ["begin"]
+    (record,) = parts.desk.take_ended()
+    assert record.ended_s == 3.5 and parts.desk.take_ended() == []
+    assert "recovered in 2.50 s: stage 1 runs again (worker 1)" in caplog.text
+
+
+def test_a_silent_stage_is_asked_once_and_then_replaced(
+    parts: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts.watch.silences = [silence(7)]
+    parts.desk.check(15.5)
+    parts.desk.check(15.6)
+    assert parts.launcher.dumped == [1] and parts.launcher.given_up == []
+    assert "stage 1 (worker 1) hangs: it has been silent for 5.5 s in step 7" in caplog.text
+    assert "T (stopped)" in caplog.text
+    parts.desk.check(15.6 + DUMP_GRACE_S)
+    assert parts.launcher.given_up == [1]
+    ((worker, reason),) = parts.recovery.lost
+    assert worker == 1 and "in step 7 (5 prefill tokens, 2 decodes)" in reason
+
+
+def test_a_stage_that_goes_on_after_it_was_asked_is_kept(parts: SimpleNamespace) -> None:
+    parts.watch.silences = [silence(7)]
+    parts.desk.check(15.5)
+    parts.watch.silences = []
+    parts.desk.check(16.0)
+    parts.watch.silences = [silence(8)]
+    parts.desk.check(30.0)
+    assert parts.launcher.dumped == [1, 1] and parts.launcher.given_up == []
+
+
+def test_who_is_late_is_given_up(parts: SimpleNamespace) -> None:
+    parts.desk.check(0.0)
+    assert parts.recovery.limits == [None]
+    parts.launcher.ended = [(0, "killed")]
+    parts.recovery.late = [(1, "late")]
+    parts.desk.check(1.0)
+    # The slowest stage's limit.
+    assert parts.recovery.limits[-1] == 5.0
+    assert parts.launcher.given_up == [1]
+    assert parts.recovery.lost == [(0, "killed"), (1, "late")]
+
+
+def test_a_spare_that_is_lost_is_one_line(
+    parts: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts.launcher.ended = [(5, "killed")]
+    parts.desk.check(1.0)
+    assert "worker 5, which fills no stage, is lost: killed" in caplog.text

@@ -1,0 +1,261 @@
+"""A lost worker is replaced by whoever comes, stage by stage; what is too much ends the server."""
+
+import pytest
+from support.pipelines import make_request
+from support.worker_messages import hello, loaded, ready
+
+from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs, SchedulingArgs, StageArgs
+from sgl_pipeline.errors import ConfigurationError, ProtocolError, StageFailure
+from sgl_pipeline.messages import PoolSize, Regroup, Regrouped, StageAssignment, StageReport
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.recovery import StageRecovery
+from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
+from sgl_pipeline.recovery_record import LostWorker
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.stage_timing import StageTiming
+from sgl_pipeline.throttle import make_policy
+
+PLAN = StagePlan(0, (3, 3, 2))
+
+
+class Server:
+    """Three stages that run, filled by the workers 0 to 2."""
+
+    def __init__(self, *, migration: MigrationArgs | None = None, **options: object) -> None:
+        stages = StageArgs(num_stages=3, layer_partition="3,3,2", model_path="m", dtype="float32")
+        args = PipelineArgs(
+            stages=stages,
+            run_directory="run",
+            recovery=RecoveryArgs(**options),
+            migration=migration or MigrationArgs(),
+        )
+        self.roster = WorkerRoster(args, 8)
+        for worker in range(3):
+            self.roster.take(hello(worker))
+        for stage in range(3):
+            self.roster.take(loaded(stage))
+        for stage in range(3):
+            self.roster.take(ready(stage))
+        scheduler = StepScheduler(
+            SchedulingArgs(page_size=4),
+            make_policy(args.throttle),
+            num_pages=10,
+            num_stages=3,
+            context_length=40,
+        )
+        self.core = PipelineCore(scheduler, PLAN)
+        self.recovery = StageRecovery(self.core, self.roster, args.recovery)
+
+    def lose(self, worker: int, now_s: float) -> list[Addressed]:
+        return self.recovery.lose(worker, "killed", now_s)
+
+    def ask(self, worker: int, now_s: float) -> None:
+        assert self.recovery.num_wanted_workers > 0
+        self.recovery.asked(worker, now_s)
+
+    def regrouped(self, *stages: int, incarnation: int, now_s: float = 0.0) -> list[Addressed]:
+        return [
+            answer
+            for stage in stages
+            for answer in self.recovery.take(Regrouped(stage, incarnation), now_s)
+        ]
+
+
+def links(incarnation: int) -> tuple[str, ...]:
+    return tuple(f"unix:run/link-{incarnation}-{boundary}" for boundary in range(2))
+
+
+def test_the_others_regroup_and_the_newcomer_gets_the_stage_of_the_lost_one() -> None:
+    server = Server()
+    recovery = server.recovery
+    assert recovery.num_wanted_workers == 0
+    told = server.lose(1, 10.0)
+    assert told == [(0, Regroup(1, PLAN, links(1))), (2, Regroup(1, PLAN, links(1)))]
+    assert server.roster.vacant_stages == [1]
+    server.ask(3, 10.0)
+    assert recovery.num_wanted_workers == 0
+    assert server.regrouped(0, incarnation=1) == []
+    assert recovery.current is not None and recovery.current.survivors_s is None
+    server.regrouped(2, incarnation=1, now_s=10.5)
+    assert recovery.current.survivors_s == 10.5
+    ((worker, assignment),) = recovery.take(hello(3), 11.0)
+    assert isinstance(assignment, StageAssignment)
+    assert (worker, assignment.stage, assignment.plan) == (3, 1, PLAN)
+    assert assignment.links == links(1)
+    assert recovery.take(loaded(1), 12.0) == [(3, PoolSize(10))]
+    assert recovery.start_order(12.0) is None
+    assert recovery.take(ready(1), 13.0) == []
+    order = recovery.start_order(13.5)
+    assert order is not None and (order.incarnation, order.number) == (1, 0)
+    assert recovery.start_order(13.5) is None and recovery.current is None
+    (record,) = recovery.history
+    assert record.lost == (LostWorker(1, 1, "killed"),) and record.stages == (1,)
+    assert (record.began_s, record.survivors_s, record.ended_s) == (10.0, 10.5, 13.5)
+    assert server.roster.workers_of_stages == [0, 3, 2]
+
+
+def test_what_ran_is_counted_and_goes_on_when_all_are_there() -> None:
+    server = Server(spare_workers=1)
+    recovery, core = server.recovery, server.core
+    server.ask(3, 0.0)
+    recovery.take(hello(3), 0.0)
+    core.scheduler.add(make_request("a", [1] * 9, 3))
+    core.next_step(0.0)
+    for stage in range(3):
+        report = StageReport(
+            stage=stage,
+            step_id=0,
+            epoch=0,
+            timing=StageTiming(*[0.0] * 7),
+            token_ids=(7,) if stage == 2 else None,
+        )
+        core.take_report(report, 0.0)
+    told = server.lose(2, 1.0)
+    # The spare takes the place at once.
+    assert [worker for worker, _ in told] == [0, 1, 3]
+    assert core.next_step(1.0) is None
+    assert recovery.current is not None
+    assert (recovery.current.num_requests, recovery.current.num_tokens) == (1, 9)
+    # Another spare is to come, which nobody waits for.
+    server.ask(4, 1.0)
+    server.regrouped(0, 1, incarnation=1)
+    recovery.take(loaded(2), 1.0)
+    recovery.take(ready(2), 1.0)
+    assert recovery.start_order(2.0) is not None
+    step = core.next_step(2.0)
+    assert step is not None and step.microbatch.num_tokens == 10
+
+
+def test_a_replacement_that_dies_is_replaced() -> None:
+    server = Server()
+    server.lose(1, 0.0)
+    server.ask(3, 0.0)
+    server.regrouped(0, incarnation=1)
+    server.recovery.take(hello(3), 0.0)
+    told = server.lose(3, 1.0)
+    # It may have listened at the links of that stream.
+    assert [(worker, type(message)) for worker, message in told] == [(0, Regroup), (2, Regroup)]
+    assert told[0][1] == Regroup(2, PLAN, links(2))
+    server.ask(4, 1.0)
+    ((_, assignment),) = server.recovery.take(hello(4), 2.0)
+    assert isinstance(assignment, StageAssignment) and assignment.links == links(2)
+    server.recovery.take(loaded(1), 2.0)
+    server.recovery.take(ready(1), 2.0)
+    # What the others say of the first stream does not count.
+    server.regrouped(2, incarnation=1)
+    server.regrouped(0, incarnation=2)
+    assert server.recovery.start_order(2.0) is None
+    server.regrouped(2, incarnation=2)
+    order = server.recovery.start_order(3.0)
+    assert order is not None and order.incarnation == 2
+    (record,) = server.recovery.history
+    assert [lost.worker for lost in record.lost] == [1, 3]
+
+
+def test_a_replacement_that_dies_before_it_greets_is_asked_for_again() -> None:
+    server = Server()
+    server.lose(1, 0.0)
+    server.ask(3, 0.0)
+    assert server.lose(3, 1.0) == []
+    assert server.recovery.num_wanted_workers == 1
+
+
+def test_a_stage_lost_while_another_is_replaced_makes_that_one_regroup_when_it_is_ready() -> None:
+    server = Server()
+    server.lose(1, 0.0)
+    server.ask(3, 0.0)
+    server.regrouped(0, 2, incarnation=1)
+    server.recovery.take(hello(3), 0.0)
+    # Worker 3 loads; it would not understand a Regroup yet.
+    assert server.lose(2, 1.0) == [(0, Regroup(2, PLAN, links(2)))]
+    server.recovery.take(loaded(1), 2.0)
+    assert server.recovery.take(ready(1), 2.0) == [(3, Regroup(2, PLAN, links(2)))]
+    server.ask(4, 2.0)
+    server.recovery.take(hello(4), 2.0)
+    server.recovery.take(loaded(2), 3.0)
+    server.recovery.take(ready(2), 3.0)
+    server.regrouped(0, incarnation=2)
+    assert server.recovery.start_order(3.0) is None
+    server.regrouped(1, incarnation=2)
+    assert server.recovery.start_order(3.0) is not None
+
+
+def test_spares_are_asked_for_and_replaced_without_a_recovery() -> None:
+    server = Server(spare_workers=2)
+    assert server.recovery.num_wanted_workers == 2
+    server.ask(3, 0.0)
+    server.ask(4, 0.0)
+    server.recovery.take(hello(3), 1.0)
+    assert server.recovery.num_wanted_workers == 0
+    assert server.lose(3, 2.0) == []
+    assert server.recovery.current is None and server.recovery.num_wanted_workers == 1
+
+
+def test_one_loss_too_many_within_the_window_ends_the_server() -> None:
+    server = Server(max_restarts=2, restart_window_s=10.0)
+    server.lose(0, 0.0)
+    server.lose(1, 6.0)
+    with pytest.raises(StageFailure, match=r"3 workers were lost within 10 s.*at most 2") as caught:
+        server.lose(2, 9.0)
+    assert caught.value.stage == 2 and "--max-stage-restarts" in str(caught.value)
+
+
+def test_losses_before_the_window_do_not_count() -> None:
+    server = Server(max_restarts=2, restart_window_s=10.0)
+    server.lose(0, 0.0)
+    server.lose(1, 6.0)
+    server.lose(2, 10.5)
+
+
+def test_without_recovery_the_first_loss_ends_the_server_and_is_named() -> None:
+    server = Server(mode="off")
+    with pytest.raises(StageFailure, match=r"stage 1 failed before its first step: killed$"):
+        server.lose(1, 0.0)
+
+
+def test_a_worker_that_does_not_come_or_get_ready_is_late() -> None:
+    server = Server(join_limit_s=5.0)
+    recovery = server.recovery
+    server.lose(1, 100.0)
+    server.ask(3, 100.0)
+    server.regrouped(0, incarnation=1)
+    assert list(recovery.late_workers(105.0)) == []
+    assert [worker for worker, _ in recovery.late_workers(105.1)] == [3, 2]
+    # A stage that is left need only be done with its step.
+    assert [worker for worker, _ in recovery.late_workers(101.1, step_limit_s=1.0)] == [2]
+    server.regrouped(2, incarnation=1)
+    recovery.take(hello(3), 106.0)
+    ((worker, reason),) = recovery.late_workers(106.0)
+    assert (worker, reason) == (3, "it did not get ready within 5.0 s")
+    recovery.take(loaded(1), 106.0)
+    recovery.take(ready(1), 106.0)
+    assert list(recovery.late_workers(1000.0)) == []
+
+
+def test_a_newcomer_whose_memory_is_too_small_ends_the_server() -> None:
+    server = Server()
+    server.lose(1, 0.0)
+    server.ask(3, 0.0)
+    server.recovery.take(hello(3), 0.0)
+    with pytest.raises(ConfigurationError, match="room for 9 KV pages of stage 1"):
+        server.recovery.take(loaded(1, num_pages=9), 0.0)
+
+
+def test_nobody_regroups_who_was_not_asked_to() -> None:
+    server = Server()
+    server.lose(1, 0.0)
+    with pytest.raises(ProtocolError, match="ready was due"):
+        server.regrouped(1, incarnation=1)
+
+
+def test_a_replacement_gets_the_plan_in_use_and_the_room_of_the_first() -> None:
+    server = Server(migration=MigrationArgs(mode="manual", spare_layers=1, weights="resident"))
+    server.core.plan = StagePlan(4, (2, 4, 2))
+    server.lose(1, 0.0)
+    server.ask(3, 0.0)
+    ((_, assignment),) = server.recovery.take(hello(3), 0.0)
+    assert isinstance(assignment, StageAssignment)
+    assert assignment.plan == StagePlan(4, (2, 4, 2)) and assignment.max_layers == 4
+    # Of the layers 3 to 5 and one on either side, it has 2 to 5 as its own.
+    assert assignment.spare_layers == (6,)

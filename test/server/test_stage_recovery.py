@@ -1,0 +1,227 @@
+"""`kill -9` of any stage under streaming requests: no request fails, and no token is another one.
+
+The oracle is the same server before anything was killed: fp32 and greedy.
+"""
+
+import json
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+from support.live_server import LiveServer, live_server, wait_until
+
+pytestmark = pytest.mark.multiproc
+PROMPTS = ("<|user|>Hello", "<|user|>What is 17 + 25?", "abc")
+NUM_TOKENS = 300
+FOR_MINUTES = {"max_new_tokens": 20_000, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A short TMPDIR for servers: pytest's own are too long for Unix sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        monkeypatch.setenv("TMPDIR", path)
+        yield Path(path)
+
+
+@dataclass
+class Stream:
+    """A streamed request in a thread of its own; `ids` are the tokens that have come."""
+
+    url: str
+    prompt: str
+    options: dict[str, Any] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=list)
+    last: dict[str, Any] = field(default_factory=dict)
+    errors: list[object] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def join(self) -> "Stream":
+        self._thread.join(90)
+        assert not self._thread.is_alive(), "a stream was left waiting"
+        return self
+
+    def _run(self) -> None:
+        sampling = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
+        body = {"text": self.prompt, "sampling_params": sampling, "stream": True} | self.options
+        try:
+            with requests.post(
+                f"{self.url}/generate", json=body, stream=True, timeout=90
+            ) as response:
+                for line in response.iter_lines():
+                    if line.startswith(b"data: {"):
+                        self._take(json.loads(line[6:]))
+        except requests.RequestException as error:
+            self.errors.append(error)
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        if "error" in chunk:
+            self.errors.append(chunk["error"])
+            return
+        assert chunk["output_ids"][: len(self.ids)] == self.ids, "a token that was sent changed"
+        self.ids, self.last = chunk["output_ids"], chunk
+
+    def assert_whole(self, expected: "Stream") -> None:
+        assert self.errors == []
+        assert self.ids == expected.ids
+        assert self.last["text"] == expected.last["text"]
+        info = self.last["meta_info"]
+        assert info["finish_reason"]["type"] == "length"
+        assert info["completion_tokens"] == NUM_TOKENS
+        assert info["prompt_tokens"] == expected.last["meta_info"]["prompt_tokens"]
+
+
+def streams_of(server: LiveServer) -> list[Stream]:
+    return [Stream(server.url, prompt) for prompt in PROMPTS]
+
+
+def kill_stage(server: LiveServer, stage: int) -> None:
+    psutil.Process(server.facts()["stage_pids"][stage]).kill()
+
+
+def wait_until_recovered(server: LiveServer, number: int) -> list[dict[str, Any]]:
+    """Until `number` recoveries are over."""
+    wait_until(
+        lambda: [one["is_over"] for one in server.facts()["recoveries"]] == [True] * number, 60
+    )
+    return server.facts()["recoveries"]
+
+
+def test_each_stage_is_killed_under_streams_and_nobody_notices_but_for_a_pause(directory):
+    shared_memory = set(os.listdir("/dev/shm"))
+    with live_server("--pp", "2", "--dtype", "float32", "--enable-metrics") as server:
+        expected = [stream.join() for stream in streams_of(server)]
+        for number, stage in enumerate((0, 1), 1):
+            streams = streams_of(server)
+            wait_until(lambda streams=streams: all(len(one.ids) > 20 for one in streams))
+            kill_stage(server, stage)
+            wait_until(lambda: server.facts()["is_recovering"])
+            # A newcomer in the middle of it, and somebody who asks how the server is.
+            streams.append(Stream(server.url, PROMPTS[0]))
+            assert requests.get(f"{server.url}/health", timeout=10).status_code == 200
+            for stream, alone in zip(streams, [*expected, expected[0]], strict=True):
+                stream.join().assert_whole(alone)
+            newest = wait_until_recovered(server, number)[-1]
+            assert newest["stages"] == [stage]
+            assert newest["reasons"] == ["its process ended, killed by signal 9"]
+            assert newest["requests"] == len(PROMPTS)
+        facts = server.facts()
+        assert facts["free_pages"] == facts["total_pages"]
+        metrics = requests.get(f"{server.url}/metrics", timeout=10).text
+        assert "sgl_pipeline_recovery_seconds_count" in metrics
+        processes = server.descendants()
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert alive == [] and list(directory.iterdir()) == []
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    log = [line for line in server.text.splitlines() if "is lost" in line or "recovered" in line]
+    assert len(log) == 4 and "Traceback" not in server.text
+
+
+def test_both_stages_killed_at_once_with_a_spare_that_takes_one(directory):
+    flags = ("--pp", "2", "--dtype", "float32", "--spare-workers", "1")
+    with live_server(*flags) as server:
+        expected = [stream.join() for stream in streams_of(server)]
+        wait_until(lambda: len(server.stages()) == 3)
+        streams = streams_of(server)
+        wait_until(lambda: all(len(one.ids) > 20 for one in streams))
+        for pid in server.facts()["stage_pids"]:
+            psutil.Process(pid).kill()
+        for stream, alone in zip(streams, expected, strict=True):
+            stream.join().assert_whole(alone)
+        assert sum(len(one["reasons"]) for one in wait_until_recovered(server, 1)) == 2
+        # Another spare has come.
+        wait_until(lambda: len(server.stages()) == 3)
+
+
+def test_logprobs_and_a_grammar_survive_the_loss_of_a_stage(directory):
+    with live_server("--pp", "2", "--dtype", "float32") as server:
+        rows = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+        letters = {"regex": "(a|b){400}", "temperature": 0, "max_new_tokens": NUM_TOKENS}
+        options = [rows, {"sampling_params": letters}]
+        expected = [Stream(server.url, PROMPTS[1], one).join() for one in options]
+        streams = [Stream(server.url, PROMPTS[1], one) for one in options]
+        wait_until(lambda: all(len(one.ids) > 20 for one in streams))
+        kill_stage(server, 1)
+        for stream, alone in zip(streams, expected, strict=True):
+            stream.join().assert_whole(alone)
+        found, wanted = streams[0].last["meta_info"], expected[0].last["meta_info"]
+        for name in ("input_token_logprobs", "output_token_logprobs", "output_top_logprobs"):
+            assert found[name] == wanted[name]
+
+
+def test_a_stage_killed_while_layers_move_costs_the_move(directory):
+    flags = ("--pp", "2", "--dtype", "float32", "--migration", "manual")
+    with live_server(*flags) as server:
+        expected = [stream.join() for stream in streams_of(server)]
+        streams = streams_of(server)
+        wait_until(lambda: all(len(one.ids) > 20 for one in streams))
+        pids = server.facts()["stage_pids"]
+        psutil.Process(pids[1]).suspend()  # the target gets no further
+        plan_url = f"{server.url}/pipeline/plan"
+        first, last = requests.get(plan_url, timeout=30).json()["layer_counts"]
+        answers: list[requests.Response] = []
+        mover = threading.Thread(
+            target=lambda: answers.append(
+                requests.post(plan_url, json={"layer_counts": [first - 1, last + 1]}, timeout=60)
+            )
+        )
+        mover.start()
+        wait_until(lambda: requests.get(plan_url, timeout=30).json()["move_under_way"] is not None)
+        psutil.Process(pids[0]).kill()
+        psutil.Process(pids[1]).resume()
+        mover.join(30)
+        assert answers[0].status_code == 503 and "was lost" in answers[0].text
+        for stream, alone in zip(streams, expected, strict=True):
+            stream.join().assert_whole(alone)
+        wait_until_recovered(server, 1)
+        again = requests.post(plan_url, json={"layer_counts": [first - 1, last + 1]}, timeout=60)
+        assert again.status_code == 200
+        Stream(server.url, PROMPTS[0]).join().assert_whole(expected[0])
+
+
+def test_one_loss_too_many_ends_the_server_with_the_reason(directory):
+    with live_server("--pp", "2", "--max-stage-restarts", "1") as server:
+        processes = server.descendants()
+        kill_stage(server, 0)
+        wait_until_recovered(server, 1)
+        stream = Stream(server.url, PROMPTS[0], {"sampling_params": FOR_MINUTES})
+        wait_until(lambda: len(stream.ids) > 5)
+        processes += [one for one in server.descendants() if one not in processes]
+        kill_stage(server, 1)
+        stream.join()
+        finish = stream.last["meta_info"]["finish_reason"]
+        assert stream.errors or finish["type"] == "abort", (stream.last, server.text[-3000:])
+        assert server.process.wait(15) not in (0, None)
+        _, alive = psutil.wait_procs(processes, timeout=10)
+        assert alive == []
+        wait_until(lambda: list(directory.iterdir()) == [], timeout_s=5)
+    assert "--max-stage-restarts" in server.text and "killed by signal 9" in server.text
+
+
+def test_a_stage_that_hangs_says_where_and_is_replaced(directory):
+    with live_server("--pp", "2", "--dtype", "float32", "--stage-silence-s", "2") as server:
+        expected = [stream.join() for stream in streams_of(server)]
+        pids = server.facts()["stage_pids"]
+        # One that can still write is told by its stacks, and goes on.
+        os.kill(pids[0], signal.SIGUSR1)
+        wait_until(lambda: "most recent call first" in server.text)
+        streams = streams_of(server)
+        wait_until(lambda: all(len(one.ids) > 20 for one in streams))
+        psutil.Process(pids[1]).suspend()
+        for stream, alone in zip(streams, expected, strict=True):
+            stream.join().assert_whole(alone)
+        (recovery,) = wait_until_recovered(server, 1)
+        assert recovery["stages"] == [1] and "silent for" in recovery["reasons"][0]
+        assert "stage 1 (worker 1) hangs" in server.text and "T (stopped)" in server.text
+        assert not psutil.pid_exists(pids[1]) or psutil.Process(pids[1]).status() == "zombie"
