@@ -291,8 +291,8 @@ def _save(options: argparse.Namespace, rounds: Sequence[Round], table: str) -> N
         xlabel="seconds since the kill", ylabel="tokens/s, median of the kills", ylim=(0, None)
     )
     axes.legend()
-    canvas.savefig(stem.with_suffix(".png"), dpi=130)
-    print(f"\nWritten: {stem}.md, .json and .png")
+    canvas.savefig(stem.with_suffix(".svg"))
+    print(f"\nWritten: {stem}.md, .json and .svg")
 
 
 if __name__ == "__main__":
