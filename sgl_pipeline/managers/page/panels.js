@@ -19,7 +19,7 @@ export class Panels {
     byId("explain-form").hidden = !this.canExplain;
     legend(byId("lanes-legend"), [["accent", "prompt tokens"], ["decode", "decodes"],
       ...Object.entries(CAUSES).map(([cause, text]) => [cause, text]),
-      ["text", "your request", "ring"], ["good", "layers move", "mark"]]);
+      ["text", "your request", "ring"], ["good", "layers move", "mark"], ["bad", "a stage recovers", "mark"]]);
   }
 
   update() {

@@ -12,6 +12,7 @@ from sgl_pipeline.managers.live_channel import LiveTick
 from sgl_pipeline.managers.reports.plan_report import describe_move
 from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.recovery_record import RecoveryRecord
 from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.trace import RequestRecord, StepRecord
 
@@ -31,6 +32,8 @@ def describe_tick(tick: LiveTick, num_viewers: int) -> dict[str, Any]:
         optional["queue"] = tick.queue
     if state.moves:
         optional["moves"] = [_move(record, state.now_s) for record in state.moves]
+    if state.recoveries:
+        optional["recoveries"] = [_recovery(record) for record in state.recoveries]
     ended = [_ended(request, step) for step in state.recent_steps for request in step.ended]
     return (
         _counts(state)
@@ -125,6 +128,16 @@ def _move(record: MoveRecord, now_s: float) -> dict[str, Any]:
         "began": _us(record.began_s),
         "switched": None if record.switched_s is None else _us(record.switched_s),
         "over": None if record.ended_s is None else _us(record.ended_s),
+    }
+
+
+def _recovery(record: RecoveryRecord) -> dict[str, Any]:
+    """A recovery as a mark: without steps from `began` to `over`."""
+    stages = ", ".join(map(str, record.stages)) or "none"
+    return {
+        "began": _us(record.began_s),
+        "over": None if record.ended_s is None else _us(record.ended_s),
+        "text": f"stage {stages} lost, {record.num_tokens} tokens again",
     }
 
 

@@ -3,12 +3,14 @@
 import json
 from typing import Any
 
+import msgspec
 from support.moves import movable_core, stages_get_ready, stages_switch
 from support.step_records import step_record
 
 from sgl_pipeline.managers.live_channel import LiveTick, QueueLine
 from sgl_pipeline.managers.reports.live_events import describe_tick, server_sent_event
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.recovery_record import LostWorker, RecoveryRecord
 
 # The order in which the page's model.js takes a step and its stages apart.
 STEP = (
@@ -57,3 +59,17 @@ def test_moves_and_queue_are_there_only_when_told() -> None:
     stages_switch(core, 52.0)
     (move,) = told(core.state(53.0))["moves"]
     assert (move["switched"], move["over"], move["after"]) == (51_000_000, 52_000_000, [1, 3])
+
+
+def test_a_recovery_is_a_mark_that_says_what_was_lost() -> None:
+    lost = LostWorker(3, 1, "it has ended")
+    under_way = RecoveryRecord(began_s=49.0, incarnation=1, lost=(lost,))
+    over = msgspec.structs.replace(under_way, ended_s=49.5, num_tokens=80)
+    core = movable_core(2, 2)
+    assert "recoveries" not in told(core.state(50.0))
+    marks = told(core.state(50.0, recoveries=(over, under_way)))["recoveries"]
+    assert [(mark["began"], mark["over"]) for mark in marks] == [
+        (49_000_000, 49_500_000),
+        (49_000_000, None),
+    ]
+    assert marks[0]["text"] == "stage 1 lost, 80 tokens again"
