@@ -4,7 +4,7 @@ Made by `StepScheduler.next_microbatch`, encoded for the stages by `StepPlanEnco
 the step's result comes back. Frozen: the state of a step lives here and not on the request.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -52,6 +52,19 @@ class Microbatch:
     budget: TokenBudget
     chunks: tuple[Chunk, ...]
     released: tuple[Request, ...] = ()
+    # What its time depends on; counted once, since it is asked for while the step is in flight.
+    work: StepWork = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        by_decodes = self.decode_attended_tokens
+        work = StepWork(
+            self.num_tokens,
+            self.num_decodes,
+            by_decodes,
+            self.attended_tokens - by_decodes,
+            self.num_samples,
+        )
+        object.__setattr__(self, "work", work)
 
     @property
     def num_tokens(self) -> int:
@@ -82,15 +95,3 @@ class Microbatch:
     def decode_attended_tokens(self) -> int:
         """Those of them that decodes attend to, which share no keys."""
         return sum([c.start + c.length for c in self.chunks if c.is_decode])
-
-    @property
-    def work(self) -> StepWork:
-        """What its time depends on."""
-        by_decodes = self.decode_attended_tokens
-        return StepWork(
-            self.num_tokens,
-            self.num_decodes,
-            by_decodes,
-            self.attended_tokens - by_decodes,
-            self.num_samples,
-        )

@@ -43,15 +43,15 @@ class OpenStep:
         """The step for traces and metrics; all stages have reported it."""
         microbatch = self.microbatch
         load, budget = microbatch.load, microbatch.budget
-        decodes = microbatch.num_decodes
+        work = microbatch.work
         return StepRecord(
             step_id=microbatch.step_id,
             epoch=microbatch.epoch,
-            prefill_tokens=microbatch.num_tokens - decodes,
-            decodes=decodes,
-            samples=microbatch.num_samples,
-            attended_tokens=microbatch.attended_tokens,
-            decode_attended_tokens=microbatch.decode_attended_tokens,
+            prefill_tokens=work.tokens - work.decodes,
+            decodes=work.decodes,
+            samples=work.samples,
+            attended_tokens=work.decode_attended_tokens + work.prefill_attended_tokens,
+            decode_attended_tokens=work.decode_attended_tokens,
             waiting_tokens=load.waiting_tokens,
             running_decodes=load.running_decodes,
             free_page_share=load.free_share,
