@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-Knob = int | float | str | None
+Knob = bool | int | float | str | None
 Cause = Literal["operator", "undo", "revert", "tune"]
 
 

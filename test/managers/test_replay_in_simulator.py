@@ -190,6 +190,10 @@ def ready_socket():
     context.destroy(linger=0)
 
 
+def nothing(now_s: float) -> None:
+    """What is not driven here."""
+
+
 def run_the_loop(
     policy: str, workload: Sequence[SimulatedRequest], socket: Any
 ) -> tuple[RecordingScheduler, SlowStages]:
@@ -200,6 +204,8 @@ def run_the_loop(
         front,
         PipelineCore(steps, StagePlan(0, (1,) * NUM_STAGES)),
         stages,
+        # No stage is lost.
+        SimpleNamespace(current=None, records=(), check=nothing, serve=nothing, take_ended=list),
         NoGrammars("none here"),
         # Nobody asks, so it sleeps wherever the front would.
         SimpleNamespace(socket=socket, serve=lambda now_s: None),

@@ -6,8 +6,9 @@ from random import Random
 
 import msgspec
 import pytest
-from support.served_steps import mixed_step, record_of
+from support.served_steps import mixed_step
 
+from benchmark.predictor_error import made_up_record
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.scheduling import StepScheduler
@@ -128,7 +129,7 @@ def test_a_robust_fit_goes_on_beyond_the_sizes_that_were_measured() -> None:
         held_up = 1.3 if tokens > 10 and number % 3 else 1.0
         work = mixed_step(0, tokens, samples=0)
         stage_ms = (2.0 + 0.1 * tokens) * (10.0 if number % 50 == 0 else held_up)
-        record = record_of(work, [stage_ms], step_id=number)
+        record = made_up_record(work, [stage_ms], step_id=number)
         records.append(msgspec.structs.replace(record, attended_tokens=0))
     plain, robust = (
         fit_records(records, "a run", is_robust=is_robust).stages[0] for is_robust in (False, True)
