@@ -280,13 +280,13 @@ FIGURE = Figure(
     title="Throttle by time against throttle by tokens, split by time",
     claim="None: gLLM throttles tokens. Ours to show: bubbles under 5 % at PP 4 and 8 % at PP 8 at "
     "saturation, and no cell worse by more than 1 % without being named.",
-    assumptions=f"{MOST_REQUESTS} requests (of Mooncake 100, of arXiv 200), Poisson arrivals "
-    "over PCIe, at shares (load) of the requests a second that the token throttle carries when all come at once. Bubbles are of "
-    f"{WINDOW[0]:.0%} to {WINDOW[1]:.0%} of the time to the last arrival; their floor comes from "
-    "whole layers and the ends, 1 - mean stage / slowest stage, which no order of work removes. By "
-    "cause they are of the same steps back to back, without links, host and missing work; the split "
-    "weighs the head, so that taking it out first makes the stages less equal, not more. Steps are "
-    "predicted by costs fitted to the tables beforehand.",
+    assumptions=f"{MOST_REQUESTS} requests (of Mooncake 100, of arXiv 200), Poisson arrivals over "
+    "PCIe, at shares (load) of the requests a second that the token throttle carries when all come "
+    f"at once. Bubbles are of {WINDOW[0]:.0%} to {WINDOW[1]:.0%} of the time to the last arrival; "
+    "their floor comes from whole layers and the ends, 1 - mean stage / slowest stage, which no "
+    "order of work removes. By cause they are of the same steps back to back, without links, host "
+    "and missing work; the split weighs the head, so that taking it out first makes the stages "
+    "less equal, not more. Steps are predicted by costs fitted to the tables beforehand.",
     compute=compute,
     draw=draw,
     conclude=conclude,

@@ -1,4 +1,4 @@
-"""The throttle by time where its forecast is biased, noisy or learnt: against tokens, and its level.
+"""The throttle by time where its forecast is biased, noisy or learnt, and how its level swings.
 
 The policy makes the steps that its forecast learns from; this shows whether the two swing together.
 """

@@ -1,4 +1,4 @@
-"""The throttle by time where its forecast is wrong: no worse than tokens, and its level holds still.
+"""The throttle by time where its forecast is wrong: no worse than tokens, and its level is steady.
 
 Its forecast learns from the steps that the policy makes, so that the two could swing together.
 """
