@@ -128,7 +128,7 @@ def draw(rows: Sequence[Row], canvas: Canvas) -> None:
         line[0].set_ylabel("gain by taking turns (%)")
     for panel in panels[-1]:
         panel.set_xlabel("decodes / tokens of the mixed step")
-    panels[0][0].legend(fontsize=7)
+    panels[1][-1].legend(fontsize=7)
 
 
 def conclude(rows: Sequence[Row]) -> list[str]:

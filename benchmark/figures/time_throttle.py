@@ -200,11 +200,15 @@ def _draw_bubbles(panel: Any, cells: Sequence[tuple[Row, Row]], depth: int) -> N
 def _draw_causes(panel: Any, rows: Sequence[Row]) -> None:
     """The mean over all cells of a depth."""
     bars = distinct(rows, "depth", "policy")
-    bottom = [0.0] * len(bars)
-    for cause in CAUSES:
-        heights = [100 * _mean(rows, cause, depth, policy) for depth, policy in bars]
-        panel.bar(range(len(bars)), heights, bottom=bottom, label=cause, width=0.7)
-        bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
+    # A part may be negative: those are stacked downwards.
+    tops, bottoms = [0.0] * len(bars), [0.0] * len(bars)
+    for number, cause in enumerate(CAUSES):
+        for at, (depth, policy) in enumerate(bars):
+            height = 100 * _mean(rows, cause, depth, policy)
+            ends = tops if height >= 0.0 else bottoms
+            label = cause if at == 0 else None
+            panel.bar(at, height, bottom=ends[at], color=f"C{number}", label=label, width=0.7)
+            ends[at] += height
     panel.set_xticks(range(len(bars)), [f"PP {d}\n{p}" for d, p in bars], fontsize=6)
     panel.set_ylabel(f"idle share by cause (%), load {LOADS[-1]:g}")
     panel.legend(fontsize=6)

@@ -44,13 +44,6 @@ def levels_ms(simulation: Simulation) -> list[float]:
 def test_on_a_steady_load_the_level_does_not_swing_with_what_it_teaches(case: str) -> None:
     levels = np.array(levels_ms(served("throttle-time", CASES[case], steady(384))))
     first, second = np.array_split(levels, 2)
-    print(
-        case,
-        levels.std() / levels.mean(),
-        second.std() / first.std(),
-        second.mean() / first.mean(),
-        len(levels),
-    )
     assert levels.std() < 0.15 * levels.mean()
     # A loop that fed itself would grow.
     assert second.std() < 1.5 * first.std()
