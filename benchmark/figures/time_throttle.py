@@ -200,11 +200,15 @@ def _draw_bubbles(panel: Any, cells: Sequence[tuple[Row, Row]], depth: int) -> N
 def _draw_causes(panel: Any, rows: Sequence[Row]) -> None:
     """The mean over all cells of a depth."""
     bars = distinct(rows, "depth", "policy")
-    bottom = [0.0] * len(bars)
-    for cause in CAUSES:
-        heights = [100 * _mean(rows, cause, depth, policy) for depth, policy in bars]
-        panel.bar(range(len(bars)), heights, bottom=bottom, label=cause, width=0.7)
-        bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
+    # A part may be negative: those are stacked downwards.
+    tops, bottoms = [0.0] * len(bars), [0.0] * len(bars)
+    for number, cause in enumerate(CAUSES):
+        for at, (depth, policy) in enumerate(bars):
+            height = 100 * _mean(rows, cause, depth, policy)
+            ends = tops if height >= 0.0 else bottoms
+            label = cause if at == 0 else None
+            panel.bar(at, height, bottom=ends[at], color=f"C{number}", label=label, width=0.7)
+            ends[at] += height
     panel.set_xticks(range(len(bars)), [f"PP {d}\n{p}" for d, p in bars], fontsize=6)
     panel.set_ylabel(f"idle share by cause (%), load {LOADS[-1]:g}")
     panel.legend(fontsize=6)
@@ -280,13 +284,13 @@ FIGURE = Figure(
     title="Throttle by time against throttle by tokens, split by time",
     claim="None: gLLM throttles tokens. Ours to show: bubbles under 5 % at PP 4 and 8 % at PP 8 at "
     "saturation, and no cell worse by more than 1 % without being named.",
-    assumptions=f"{MOST_REQUESTS} requests (of Mooncake 100, of arXiv 200), Poisson arrivals "
-    "over PCIe, at shares (load) of the requests a second that the token throttle carries when all come at once. Bubbles are of "
-    f"{WINDOW[0]:.0%} to {WINDOW[1]:.0%} of the time to the last arrival; their floor comes from "
-    "whole layers and the ends, 1 - mean stage / slowest stage, which no order of work removes. By "
-    "cause they are of the same steps back to back, without links, host and missing work; the split "
-    "weighs the head, so that taking it out first makes the stages less equal, not more. Steps are "
-    "predicted by costs fitted to the tables beforehand.",
+    assumptions=f"{MOST_REQUESTS} requests (of Mooncake 100, of arXiv 200), Poisson arrivals over "
+    "PCIe, at shares (load) of the requests a second that the token throttle carries when all come "
+    f"at once. Bubbles are of {WINDOW[0]:.0%} to {WINDOW[1]:.0%} of the time to the last arrival; "
+    "their floor comes from whole layers and the ends, 1 - mean stage / slowest stage, which no "
+    "order of work removes. By cause they are of the same steps back to back, without links, host "
+    "and missing work; the split weighs the head, so that taking it out first makes the stages "
+    "less equal, not more. Steps are predicted by costs fitted to the tables beforehand.",
     compute=compute,
     draw=draw,
     conclude=conclude,

@@ -1,4 +1,4 @@
-"""The throttle by time where its forecast is biased, noisy or learnt: against tokens, and its level.
+"""The throttle by time where its forecast is biased, noisy or learnt, and how its level swings.
 
 The policy makes the steps that its forecast learns from; this shows whether the two swing together.
 """
@@ -213,7 +213,7 @@ def draw(rows: Sequence[Row], canvas: Canvas) -> None:
             panel.set_xlabel(f"{label}, time / tokens")
         if workload == "steady clients":
             panels[3].plot([100 * row["swing"] for row in chosen], places, "o", **style)
-    panels[3].set_xlabel("deviation of the level, steady clients (%)")
+    panels[3].set_xlabel("steady clients: level +- (%)")
     panels[3].set_xlim(left=0)
     panels[0].set_yticks(places, list(CASES), fontsize=8)
     panels[0].invert_yaxis()
