@@ -6,6 +6,7 @@ must make the same microbatches: of the same requests, the same tokens, in the s
 same time.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
@@ -84,6 +85,9 @@ class TurnFront:
         self.live_requests += arrived
         return arrived
 
+    def answer_health_checks(self) -> None:
+        """None are asked."""
+
     def send_events(self, events: Any) -> None:
         for event in events:
             if event.finish is not None:
@@ -102,6 +106,7 @@ class SlowStages:
 
     def __init__(self, front: TurnFront, steps: RecordingScheduler, socket: Any) -> None:
         self.channel = SimpleNamespace(socket=socket)
+        self.ends_descriptor = os.eventfd(0)  # never readable: no stage ends
         self.turns_of_steps: dict[int, tuple[float, ...]] = {}
         self._front = front
         self._steps = steps
