@@ -78,7 +78,9 @@ def test_requests_of_others_are_counted_and_not_followed(demo_server: LiveServer
         next(stream)
         generate(demo_server, "somebodys")
         ticks = ticks_until_ended(stream, "somebodys")
-    assert not any(tick["followed"] or tick["carried"] for tick in ticks)
+    # What another viewer's own request did may be among what is replayed.
+    told = json.dumps([[tick["followed"], tick["carried"]] for tick in ticks])
+    assert "somebodys" not in told
     assert max(tick["prefill_tokens"] for tick in ticks) > 0
 
 
