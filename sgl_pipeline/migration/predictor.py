@@ -69,6 +69,13 @@ class StepPredictor:
         place = bisect_right(rows, samples)
         return PartTimes(layer_ms, embedding_ms, starts_ms[place] + slopes_ms[place] * samples)
 
+    def stage_weights(self, layer_counts: Sequence[int]) -> tuple[float, ...]:
+        """The weight of each stage's layers."""
+        ends, total = accumulate(layer_counts), self.weight_ends
+        return tuple(
+            total[end] - total[end - count] for end, count in zip(ends, layer_counts, strict=True)
+        )
+
     def stage_times_ms(
         self, parts: PartTimes, layer_counts: Sequence[int], speeds: Sequence[float] = ()
     ) -> tuple[float, ...]:
@@ -77,12 +84,7 @@ class StepPredictor:
         Args:
             speeds: by what each stage's times are multiplied; none: all by 1.
         """
-        ends = list(accumulate(layer_counts))
-        weight = self.weight_ends
-        times = [
-            (weight[end] - weight[end - count]) * parts.layer_ms
-            for end, count in zip(ends, layer_counts, strict=True)
-        ]
+        times = [weight * parts.layer_ms for weight in self.stage_weights(layer_counts)]
         times[0] += parts.embedding_ms
         times[-1] += parts.tail_ms
         if speeds:
@@ -102,11 +104,8 @@ class SlowestStage:
     def __init__(
         self, predictor: StepPredictor, layer_counts: Sequence[int], speeds: Sequence[float]
     ) -> None:
-        ends, weight = list(accumulate(layer_counts)), predictor.weight_ends
-        layers = [
-            speed * (weight[end] - weight[end - count])
-            for end, count, speed in zip(ends, layer_counts, speeds, strict=True)
-        ]
+        weights = predictor.stage_weights(layer_counts)
+        layers = [speed * weight for speed, weight in zip(speeds, weights, strict=True)]
         self._predictor = predictor
         self._middle = max(layers)  # the first and the last stage take no less than their layers
         self._first = (layers[0], speeds[0])

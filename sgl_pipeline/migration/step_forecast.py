@@ -4,9 +4,6 @@ Owned by `PipelineCore`, told every step that has ended; read by the planner of 
 through `SlowestStage`, by policies that budget time. Pure.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
-
 from sgl_pipeline.migration.online_fit import OnlineFit
 from sgl_pipeline.migration.predictor import PartTimes, SlowestStage, StepPredictor
 from sgl_pipeline.migration.stage_speeds import StageSpeeds
@@ -67,7 +64,9 @@ class StepForecast:
             return None
         parts = self.predictor.parts_ms(work)
         if self._speeds is not None and counts is not None:
-            weights = self._weights.get(record.epoch) or self._weigh(record.epoch, counts)
+            weights = self._weights.get(record.epoch)
+            if weights is None:
+                weights = self._weights[record.epoch] = self.predictor.stage_weights(counts)
             predicted_ms = [weight * parts.layer_ms for weight in weights]
             predicted_ms[0] += parts.embedding_ms
             predicted_ms[-1] += parts.tail_ms
@@ -88,12 +87,3 @@ class StepForecast:
         self._weights.clear()
         if self._speeds is not None:
             self._speeds.forget()
-
-    def _weigh(self, epoch: int, counts: Sequence[int]) -> tuple[float, ...]:
-        """The weight of each stage's layers."""
-        assert self.predictor is not None
-        ends, total = list(accumulate(counts)), self.predictor.weight_ends
-        self._weights[epoch] = tuple(
-            total[end] - total[end - count] for end, count in zip(ends, counts, strict=True)
-        )
-        return self._weights[epoch]

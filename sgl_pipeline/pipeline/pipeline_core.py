@@ -172,7 +172,8 @@ class PipelineCore:
             parts = self.step_forecast.note(record)
             if parts is not None:
                 self.migration.note(parts, record.finished_s)
-        self._refresh_times()
+        if records:
+            self._refresh_times()
         return records
 
     def _refresh_times(self) -> None:

@@ -266,14 +266,7 @@ def test_the_ninth_page_says_that_there_is_no_place(chromium: Any, server: LiveS
             stream.close()
 
 
-def skip_without(server: LiveServer, path: str) -> None:
-    paths = requests.get(f"{server.url}/openapi.json", headers=AUTHORIZED, timeout=30).json()
-    if path not in paths["paths"]:
-        pytest.skip(f"this server has no {path}")
-
-
 def test_a_waiting_request_is_explained(chromium: Any, server: LiveServer) -> None:
-    skip_without(server, "/pipeline/explain/{rid}")
     with opened(chromium, server) as watched, load(server):
         watched.wait_for("document.querySelectorAll('#queue tbody tr').length > 2")
         page = watched.page
@@ -291,7 +284,6 @@ def test_a_waiting_request_is_explained(chromium: Any, server: LiveServer) -> No
 
 
 def test_a_knob_is_changed_refused_and_undone(chromium: Any, server: LiveServer) -> None:
-    skip_without(server, "/pipeline/throttle")
 
     def in_use() -> Any:
         reply = requests.get(f"{server.url}/pipeline/throttle", headers=AUTHORIZED, timeout=30)
