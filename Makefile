@@ -27,7 +27,8 @@ WHY_NOT_CUDA := nvidia-smi reports $(or $(DRIVER_CUDA:%=CUDA %),no CUDA version)
 endif
 endif
 endif
-REQUIREMENTS := requirements/$(SET).txt requirements/dev.txt
+REQUIREMENTS := requirements/$(SET).txt $(if $(filter cpu,$(SET)),requirements/sglang-cpu.txt) \
+	requirements/dev.txt
 # The stamp's name changes with the set and its pins, and with them the need to install.
 FINGERPRINT := $(shell cat $(REQUIREMENTS) | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/installed-$(SET)-$(FINGERPRINT)
@@ -36,6 +37,9 @@ CONTRACT_FINGERPRINT := $(shell cksum < requirements/contract.txt | cut -d' ' -f
 # What the tests of the live page drive the machine's Chromium with.
 BROWSER_FINGERPRINT := $(shell cksum < requirements/browser.txt | cut -d' ' -f1)
 BROWSER_STAMP := $(VENV)/browser-$(BROWSER_FINGERPRINT)
+# What the tests of --enable-trace give the servers that they start.
+TRACING_FINGERPRINT := $(shell cksum < requirements/tracing.txt | cut -d' ' -f1)
+TRACING_STAMP := $(VENV)/tracing/installed-$(TRACING_FINGERPRINT)
 CONTRACT_STAMP := $(if $(filter cpu,$(SET)),$(VENV)/contract/installed-$(CONTRACT_FINGERPRINT))
 
 # pip reports errors only: machines with a local index print a warning for every package it lacks.
@@ -50,11 +54,13 @@ help:
 	@echo 'make setup   create .venv and install the pinned requirements ($(SET) set)'
 	@echo 'make test    set-up, then the tests              PYTEST_ARGS="-k scheduling"'
 	@echo 'make setup-browser  set-up, then Chromium (apt-get, as root) for the tests of the live page'
+	@echo 'make setup-hosts  iproute2 (apt-get, as root) for the tests on several hosts'
 	@echo 'make test-gpu  set-up, then the tests that need an NVIDIA GPU; the first run compiles for minutes'
 	@echo 'make check-cuda  compile FlashInfer for a GPU without one, and test its planners; minutes'
 	@echo 'make serve   set-up, then the demo server        PORT=31000 ARGS="--pp 2 --policy sarathi"'
 	@echo 'make fuzz    set-up, then thousands of random requests   EXAMPLES=3000'
 	@echo 'make lint    ruff, ruff format and mypy'
+	@echo 'make coverage  the tests of the core; fails where fewer of its lines run than before; minutes'
 	@echo 'make bench   the serving benchmark               BENCH_ARGS="--rounds 3"'
 	@echo 'make clean   remove build/ and the caches; .venv goes with `make distclean`'
 
@@ -78,13 +84,20 @@ $(STAMP):
 	@echo 'Installing SGLang and the rest ($(SET) set, a few minutes)'
 	@$(PIP_INSTALL) --no-deps $(REQUIREMENTS:%=-r %)
 	@$(PIP_INSTALL) --no-deps --no-build-isolation -e .
+	@$(VENV_PYTHON) -m sgl_pipeline.managers.torchvision_hook
 	@touch $@
 	@echo 'Set-up done'
 
-$(VENV)/contract/installed-%: | $(STAMP)
+$(VENV)/contract/installed-%: $(STAMP)
 	@echo 'Installing FlashInfer for its tests'
 	@rm -rf $(@D)
 	@$(PIP_INSTALL) --no-deps --target $(@D) -r requirements/contract.txt
+	@touch $@
+
+$(VENV)/tracing/installed-%: $(STAMP)
+	@echo 'Installing OpenTelemetry for its tests'
+	@rm -rf $(@D)
+	@$(PIP_INSTALL) --no-deps --target $(@D) -r requirements/tracing.txt
 	@touch $@
 
 .PHONY: setup-browser
@@ -97,12 +110,22 @@ setup-browser: $(BROWSER_STAMP)
 			'chromium on PATH.' >&2; exit 1; }; \
 	fi
 
-$(BROWSER_STAMP): | $(STAMP)
+# `ip` and `ss`, with which the tests make hosts of network namespaces.
+.PHONY: setup-hosts
+setup-hosts:
+	@if ! command -v ip >/dev/null || ! command -v ss >/dev/null; then \
+		echo 'Installing iproute2'; \
+		{ apt-get update -qq && apt-get install -qq -y --no-install-recommends iproute2; } \
+			>/dev/null || { echo 'iproute2 could not be installed: apt-get and root are needed, or' \
+			'ip and ss on PATH.' >&2; exit 1; }; \
+	fi
+
+$(BROWSER_STAMP): $(STAMP)
 	@$(PIP_INSTALL) --no-deps -r requirements/browser.txt
 	@touch $@
 
 .PHONY: test
-test: $(STAMP) $(CONTRACT_STAMP) | check-sglang
+test: $(STAMP) $(CONTRACT_STAMP) $(TRACING_STAMP) | check-sglang
 	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m 'not gpu and not cuda_toolkit' $(PYTEST_ARGS)
 
 # They skip where there is no GPU; here its absence is a failure.
@@ -117,13 +140,10 @@ test-gpu: $(STAMP)
 check-cuda: $(STAMP)
 	$(VENV_PYTHON) -m benchmark.check_cuda $(CHECK_ARGS)
 
-IMPORT_SGLANG := from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim as shim; \
-	shim(); import sglang
-
 # The tests skip what needs SGLang where it is absent; here its absence is a failure.
 .PHONY: check-sglang
 check-sglang: $(STAMP)
-	@$(VENV_PYTHON) -W ignore -c '$(IMPORT_SGLANG)' || \
+	@$(VENV_PYTHON) -W ignore -c 'import sglang' || \
 		{ echo 'SGLang cannot be imported from $(VENV); run `make distclean setup`.' >&2; exit 1; }
 
 # `--pp 4` unless ARGS chooses a depth in one of the flag's spellings.
@@ -139,6 +159,13 @@ lint: $(STAMP)
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m mypy
 
+# The tests that start no server, one after the other; pyproject.toml has the floor.
+COVERED_TESTS := test/throttle test/scheduling test/migration test/pipeline test/simulator
+.PHONY: coverage
+coverage: $(STAMP)
+	$(VENV_PYTHON) -m coverage run -m pytest -q $(COVERED_TESTS) $(PYTEST_ARGS)
+	$(VENV_PYTHON) -m coverage report --skip-covered
+
 .PHONY: fuzz
 fuzz: $(STAMP) | check-sglang
 	SGL_PIPELINE_FUZZ_EXAMPLES=$(EXAMPLES) $(VENV_PYTHON) -m pytest test/server/test_fuzz.py
@@ -149,7 +176,7 @@ bench: $(STAMP)
 
 .PHONY: clean
 clean:
-	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
 .PHONY: distclean
 distclean: clean
