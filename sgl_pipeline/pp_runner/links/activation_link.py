@@ -32,10 +32,14 @@ class NeighborGone(Exception):
 
 
 class ActivationLink(Protocol):
-    """One stage's door to its two neighbours."""
+    """One stage's door to its two neighbors."""
 
     def send(self, step_id: int, hidden: torch.Tensor) -> None:
         """Hands `hidden` [T, hidden] to the downstream stage without waiting for it."""
+
+    def has_room(self) -> bool:
+        """Whether the downstream stage has read most of what was sent. Steps are bounded by their
+        number and need not ask."""
 
     def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
         """Waits for the [num_rows, hidden] tensor of `step_id` from the upstream stage.

@@ -6,7 +6,7 @@ and a tag, of activations the step id; the stage downstream reads them where the
 buffer back when it asks for the next rows. What a buffer is, and how it becomes known on the other
 side, is a `Buffers`'.
 
-The downstream end listens, and the upstream end connects with its first rows. A neighbour that is
+The downstream end listens, and the upstream end connects with its first rows. A neighbor that is
 gone is the launcher's to notice: what is sent to it is dropped, and who waits for it is told.
 """
 
@@ -24,6 +24,7 @@ from sgl_pipeline.pp_runner.links.activation_link import NeighborGone
 
 _NEWS = struct.Struct("<qqq")  # tag, rows, number of the buffer; then what `introduce` says
 _RETURN = struct.Struct("<q")  # number of the buffer; then what `after_reading` says
+MAX_UNREAD = 4  # buffers; their memory stays with the link
 _FEWEST_ROWS = 64  # of a buffer; all hold a power of two, so that steps share them
 
 B = TypeVar("B")
@@ -61,18 +62,42 @@ class Buffers(Protocol[B]):
         """Downstream: what the other side must know before it writes to the buffer again."""
 
 
-class BufferedLink(Generic[B]):
-    """Rows of the residual stream in `buffers`; paths are Unix sockets in the run directory."""
+class RowInbox(Protocol):
+    """A downstream end; see `Inbox`."""
 
-    def __init__(self, upstream: str | None, downstream: str | None, buffers: Buffers[B]) -> None:
-        self._inbox = Inbox(upstream, buffers) if upstream is not None else None
-        self._outbox = Outbox(downstream, buffers) if downstream is not None else None
+    def take(self) -> tuple[int, torch.Tensor] | None: ...
+    def has_news(self, timeout_s: float = 0.0) -> bool: ...
+    @property
+    def descriptor(self) -> int: ...
+    def close(self) -> None: ...
+
+
+class RowOutbox(Protocol):
+    """An upstream end; see `Outbox`."""
+
+    def send(self, tag: int, rows: torch.Tensor) -> None: ...
+    def num_unread(self) -> int: ...
+    def close(self) -> None: ...
+
+
+class RowLink:
+    """Rows of the residual stream, from one end to another, each of whatever kind."""
+
+    def __init__(self, inbox: RowInbox | None, outbox: RowOutbox | None) -> None:
+        self._inbox = inbox
+        self._outbox = outbox
 
     def send(self, step_id: int, hidden: torch.Tensor) -> None:
         assert self._outbox is not None, "the last stage has nobody to send to"
-        # A neighbour that has closed its end has taken the address away as well.
+        # A neighbor that has closed its end has taken the address away as well.
         with contextlib.suppress(ConnectionError, FileNotFoundError):
             self._outbox.send(step_id, hidden)
+
+    def has_room(self) -> bool:
+        assert self._outbox is not None, "the last stage has nobody to send to"
+        with contextlib.suppress(OSError):
+            return self._outbox.num_unread() < MAX_UNREAD
+        return True  # what is sent to a neighbor that is gone is dropped
 
     def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
         """The rows are to be read only, and by nothing that is asked for after the next one."""
@@ -102,6 +127,16 @@ class BufferedLink(Generic[B]):
                 end.close()
 
 
+class BufferedLink(RowLink, Generic[B]):
+    """Both ends in `buffers`; paths are Unix sockets in the run directory."""
+
+    def __init__(self, upstream: str | None, downstream: str | None, buffers: Buffers[B]) -> None:
+        super().__init__(
+            Inbox(upstream, buffers) if upstream is not None else None,
+            Outbox(downstream, buffers) if downstream is not None else None,
+        )
+
+
 class Outbox(Generic[B]):
     """The upstream end: owns the buffers. Connects with the first rows, or when asked."""
 
@@ -114,13 +149,13 @@ class Outbox(Generic[B]):
 
     def send(self, tag: int, rows: torch.Tensor) -> None:
         """Hands over `rows` without waiting. Raises ConnectionError when the other end is gone."""
-        neighbour = self._connected()
-        self._take_back(neighbour)
+        neighbor = self._connected()
+        self._take_back(neighbor)
         number, is_new = self._buffer_for(rows.shape[0])
         self._buffers.write(self._made[number], rows)
         data, descriptors = self._buffers.introduce(self._made[number], is_new)
         try:
-            socket.send_fds(neighbour, [_NEWS.pack(tag, rows.shape[0], number) + data], descriptors)
+            socket.send_fds(neighbor, [_NEWS.pack(tag, rows.shape[0], number) + data], descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -146,17 +181,17 @@ class Outbox(Generic[B]):
             self._socket = connecting
         return self._socket
 
-    def _take_back(self, neighbour: socket.socket) -> None:
-        """Frees the buffers that the neighbour has done with."""
+    def _take_back(self, neighbor: socket.socket) -> None:
+        """Frees the buffers that the neighbor has done with."""
         num_bytes = _RETURN.size + self._buffers.return_bytes
         with contextlib.suppress(BlockingIOError):
-            while returned := neighbour.recv(num_bytes, socket.MSG_DONTWAIT):
+            while returned := neighbor.recv(num_bytes, socket.MSG_DONTWAIT):
                 (number,) = _RETURN.unpack_from(returned)
                 self._buffers.came_back(self._made[number], returned[_RETURN.size :])
                 self._free.append(number)
 
     def _buffer_for(self, num_rows: int) -> tuple[int, bool]:
-        """The number of a free buffer, and whether the neighbour has never seen it."""
+        """The number of a free buffer, and whether the neighbor has never seen it."""
         for number in self._free:
             if self._buffers.capacity(self._made[number]) >= num_rows:
                 self._free.remove(number)
@@ -218,13 +253,13 @@ class Inbox(Generic[B]):
             self._socket, _ = self._listener.accept()
         return _is_readable(self._socket, timeout_s)
 
-    def _give_back(self, neighbour: socket.socket) -> None:
+    def _give_back(self, neighbor: socket.socket) -> None:
         """All that reads the last step's rows has been done or launched."""
         if self._in_use is None:
             return
         data = self._buffers.after_reading(self._opened[self._in_use])
         with contextlib.suppress(ConnectionError):
-            neighbour.send(_RETURN.pack(self._in_use) + data)
+            neighbor.send(_RETURN.pack(self._in_use) + data)
         self._in_use = None
 
 

@@ -2,7 +2,7 @@
 
 Opened by `open_link.py`. Point-to-point sends and receives in step order, over NCCL (gloo in
 tests). Each boundary is a process group of its two stages: within one group NCCL runs all sends and
-receives on one stream, where a stage's next rows would wait until its neighbour has taken the last.
+receives on one stream, where a stage's next rows would wait until its neighbor has taken the last.
 Untested on hardware with NCCL.
 """
 
@@ -59,6 +59,9 @@ class DistributedLink:
         work = torch.distributed.isend(rows, self._stage + 1, group=self._downstream)
         assert work is not None, "this rank is part of its boundaries' groups"
         self._sending.append((work, rows))
+
+    def has_room(self) -> bool:
+        return True
 
     def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
         assert self._upstream is not None, "the first stage receives from no other"

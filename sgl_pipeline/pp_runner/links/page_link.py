@@ -1,9 +1,9 @@
-"""The way of KV pages from any stage to any other of one host, for layers that move.
+"""The way of KV pages from any stage to any other, for layers that move.
 
 Opened by the stages of a move, for that move. Pages travel as the rows of activations do, through
-buffers in shared memory (`buffered_link.py`), but nobody waits for them: the source looks whether
-the target keeps up, the target whether there is anything. What a row holds is up to both ends
-(`layer_moves/page_rows.py`).
+shared memory or to another host (`open_link.py`), but nobody waits for them: the source looks
+whether the target keeps up, the target whether there is anything. What a row holds is up to both
+ends (`layer_moves/page_rows.py`).
 """
 
 import contextlib
@@ -12,8 +12,8 @@ import torch
 
 from sgl_pipeline.pp_runner.layer_moves.move_site import Parcel, StageGone
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
-from sgl_pipeline.pp_runner.links.buffered_link import Inbox, Outbox
-from sgl_pipeline.pp_runner.links.host_link import SharedMemory
+from sgl_pipeline.pp_runner.links.buffered_link import RowInbox, RowOutbox
+from sgl_pipeline.pp_runner.links.open_link import open_inbox, open_outbox
 
 # Parcels under way at most, before the switch: enough for what a busy source sends after a step,
 # and little for a target that has to take them up before it can run the layers.
@@ -22,34 +22,41 @@ MAX_UNREAD = 16
 _MORE, _LAST = 0, 1
 
 
-class HostPageLinks:
+class StagePageLinks:
     """The page links of one stage.
 
     Args:
-        run_directory: where the sockets are.
+        places: where it meets each stage, as in `StageAssignment.page_links`; they may be changed
+            while no link is open.
         row_bytes: of one page.
+        run_directory: of this host.
     """
 
-    def __init__(self, run_directory: str, stage: int, row_bytes: int) -> None:
-        self._run_directory = run_directory
+    def __init__(
+        self, places: tuple[str, ...], stage: int, row_bytes: int, run_directory: str
+    ) -> None:
+        self.places = places
         self._stage = stage
         self._shape = ActivationShape(row_bytes, torch.uint8, torch.device("cpu"))
+        self._run_directory = run_directory
 
-    def sender(self, move: int, target: int) -> "HostPageSender":
-        return HostPageSender(self._path(move, self._stage, target), self._shape)
+    def sender(self, move: int, target: int) -> "StagePageSender":
+        address = self._address(target, move, self._stage, target)
+        return StagePageSender(open_outbox(address, self._shape, self._run_directory), self._shape)
 
-    def receiver(self, move: int, source: int) -> "HostPageReceiver":
-        return HostPageReceiver(self._path(move, source, self._stage), self._shape)
+    def receiver(self, move: int, source: int) -> "StagePageReceiver":
+        address = self._address(source, move, source, self._stage)
+        return StagePageReceiver(open_inbox(address, self._shape, self._run_directory))
 
-    def _path(self, move: int, source: int, target: int) -> str:
-        return f"{self._run_directory}/pages-{move}-{source}-{target}"
+    def _address(self, other: int, move: int, source: int, target: int) -> str:
+        return f"{self.places[other]}/pages-{move}-{source}-{target}"
 
 
-class HostPageSender:
+class StagePageSender:
     """A `PageSender` of rows [N, row_bytes] (uint8)."""
 
-    def __init__(self, path: str, shape: ActivationShape) -> None:
-        self._outbox = Outbox(path, SharedMemory(shape))
+    def __init__(self, outbox: RowOutbox, shape: ActivationShape) -> None:
+        self._outbox = outbox
         self._no_rows = torch.empty((0, shape.hidden_size), dtype=shape.dtype)
 
     def can_send(self) -> bool:
@@ -68,11 +75,11 @@ class HostPageSender:
         self._outbox.close()
 
 
-class HostPageReceiver:
+class StagePageReceiver:
     """A `PageReceiver` of such rows. It listens from the beginning."""
 
-    def __init__(self, path: str, shape: ActivationShape) -> None:
-        self._inbox = Inbox(path, SharedMemory(shape))
+    def __init__(self, inbox: RowInbox) -> None:
+        self._inbox = inbox
 
     def receive(self, timeout_s: float) -> Parcel[torch.Tensor] | None:
         if not self._inbox.has_news(timeout_s):

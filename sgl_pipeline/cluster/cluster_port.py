@@ -1,0 +1,153 @@
+"""The one TCP port on which a host listens for the others of its cluster.
+
+Runs in the event loop of the head process or of a host's agent. It reads a greeting (`doors.py`),
+which strangers cannot write, and hands the connection over. What is no greeting is dropped, counted
+and has no other effect; whoever sends nothing is dropped too.
+"""
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+
+from sgl_pipeline.cluster.doors import (
+    GREETING_BYTES,
+    NOBODY_HERE,
+    OTHER_KEY,
+    OTHER_VERSION,
+    hand_over,
+    join_address,
+    read_greeting,
+)
+from sgl_pipeline.cluster.keys import greeting_key
+from sgl_pipeline.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+GREETING_TIMEOUT_S = 3.0
+# Connections whose greeting is awaited; more are dropped at once.
+MAX_STRANGERS = 256
+_LOG_INTERVAL_S = 10.0
+# Without them, loss of the network would be noticed after a quarter of an hour.
+KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+
+
+class ClusterPort:
+    """Listens from the beginning. `dropped` counts connections that were let go, by reason.
+
+    Raises ConfigurationError where it cannot listen at `host` and `port`.
+    """
+
+    def __init__(self, host: str, port: int, run_directory: str) -> None:
+        self._run_directory = run_directory
+        self._key = greeting_key(run_directory)
+        self.dropped: Counter[str] = Counter()
+        self._num_strangers = 0
+        self._logged_s: dict[str, float] = {}
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener.setblocking(False)
+        try:
+            self._listener.bind((host, port))
+            self._listener.listen(128)
+        except OSError as error:
+            self._listener.close()
+            raise ConfigurationError(
+                f"cannot listen on {join_address(host, port)}, the cluster port: "
+                f"{error.strerror or error}"
+            ) from error
+
+    async def serve(self) -> None:
+        """Admits connections until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        tasks: set[asyncio.Task[None]] = set()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(self._listener)
+            except OSError as error:
+                # Too many open files, say: those who wait must not end this.
+                self._drop("not accepted", error.strerror or str(error))
+                await asyncio.sleep(0.1)
+                continue
+            if self._num_strangers >= MAX_STRANGERS:
+                connection.close()
+                self._drop("too many at once", address[0])
+                continue
+            self._num_strangers += 1
+            task = loop.create_task(self._admit(connection, address[0]))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    def close(self) -> None:
+        self._listener.close()
+
+    async def _admit(self, connection: socket.socket, sender: str) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            connection.setblocking(False)
+            data = await asyncio.wait_for(_read_greeting(connection), GREETING_TIMEOUT_S)
+            name, answer = read_greeting(self._key, data)
+            if name is None:
+                self._drop(
+                    {OTHER_KEY: "another key", OTHER_VERSION: "another version"}.get(
+                        answer, "no greeting"
+                    ),
+                    sender,
+                )
+                await asyncio.wait_for(loop.sock_sendall(connection, answer), GREETING_TIMEOUT_S)
+                return
+            for level, option, value in KEEP_ALIVE:
+                connection.setsockopt(level, option, value)
+            if not _is_handed_over(self._run_directory, name, connection, sender):
+                # Processes come and go: not worth a line.
+                self.dropped["nobody at the door"] += 1
+                await asyncio.wait_for(
+                    loop.sock_sendall(connection, NOBODY_HERE), GREETING_TIMEOUT_S
+                )
+        except (OSError, EOFError, TimeoutError):
+            self._drop("no greeting", sender)
+        finally:
+            self._num_strangers -= 1
+            connection.close()
+
+    def _drop(self, reason: str, sender: str) -> None:
+        """Counts, and says so now and then."""
+        self.dropped[reason] += 1
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._logged_s.get(reason, -_LOG_INTERVAL_S) < _LOG_INTERVAL_S:
+            return
+        self._logged_s[reason] = now_s
+        hint = {
+            "another key": ": give all hosts the same cluster key",
+            "another version": ": install the same sgl_pipeline on all hosts",
+        }.get(reason, "")
+        logger.warning(
+            "dropped a connection of %s to the cluster port (%s; %d so far)%s",
+            sender,
+            reason,
+            self.dropped[reason],
+            hint,
+        )
+
+
+def _is_handed_over(run_directory: str, name: str, connection: socket.socket, sender: str) -> bool:
+    try:
+        return hand_over(run_directory, name, connection, sender)
+    except ValueError:
+        return False
+
+
+async def _read_greeting(connection: socket.socket) -> bytes:
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < GREETING_BYTES:
+        more = await loop.sock_recv(connection, GREETING_BYTES - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data

@@ -1,0 +1,93 @@
+"""An encrypted, authenticated stream of bytes to a process of another host, which never waits.
+
+TLS over a connection that came through the cluster port (`doors.py`). `framed_stream.py` sends
+messages over it, `pp_runner/links/tcp_link.py` rows. One thread may read while another one writes.
+"""
+
+import socket
+import ssl
+
+from sgl_pipeline.cluster.keys import tls_context
+
+# A TLS record holds 16 KiB; OpenSSL wants a write that could not be done repeated as it was.
+WRITE_BYTES = 64 * 1024
+
+
+class StreamClosed(Exception):
+    """The other end is gone, or was never one of ours. The text says what was noticed."""
+
+
+class SecureStream:
+    """One end of a stream.
+
+    Args:
+        connection: to the other process, through its host's cluster port.
+        run_directory: where the keys are.
+        is_server: this end was dialed.
+    """
+
+    def __init__(self, connection: socket.socket, run_directory: str, *, is_server: bool) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._tls = tls_context(run_directory, is_server=is_server).wrap_socket(
+            connection, server_side=is_server, do_handshake_on_connect=False
+        )
+        self._is_open = False
+
+    def fileno(self) -> int:
+        return self._tls.fileno()
+
+    def open(self) -> bool:
+        """Goes on with the handshake; whether it is done. Raises StreamClosed."""
+        if self._is_open:
+            return True
+        try:
+            self._tls.do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        except OSError as error:
+            raise StreamClosed(f"TLS handshake: {_reason(error)}") from error
+        self._is_open = True
+        return True
+
+    def read_into(self, room: memoryview) -> int:
+        """Reads what has arrived, as far as there is room; how many bytes that were. Nothing can be
+        read before the file descriptor can when it was less than there is room for.
+
+        Raises StreamClosed.
+        """
+        num_read = 0
+        try:
+            while num_read < len(room):
+                count = self._tls.recv_into(room[num_read:])
+                if count == 0:
+                    raise StreamClosed("the other end has closed the connection")
+                num_read += count
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            pass
+        except OSError as error:
+            raise StreamClosed(_reason(error)) from error
+        return num_read
+
+    def write(self, data: memoryview) -> int:
+        """Hands over the beginning of `data`; how many bytes that were. The rest must be tried
+        again, unchanged, when the file descriptor can be written to. Raises StreamClosed."""
+        num_written = 0
+        try:
+            while num_written < len(data):
+                num_written += self._tls.send(data[num_written : num_written + WRITE_BYTES])
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            pass
+        except OSError as error:
+            raise StreamClosed(_reason(error)) from error
+        return num_written
+
+    def close(self) -> None:
+        """Closes it at once; what has not left the host may be lost."""
+        self._tls.close()
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, ssl.SSLError):
+        return (error.reason or str(error)).lower().replace("_", " ")
+    return error.strerror or str(error)
