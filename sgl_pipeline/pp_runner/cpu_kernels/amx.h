@@ -1,10 +1,10 @@
 // The tile registers of AMX: a process's permission to use them, and their shapes.
 //
-// Shared by products.cpp and amx_products.h. Computes nothing.
+// Shared by packed_panels.h and amx_products.h. Computes nothing.
 
 #pragma once
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
 #define SGLP_HAS_AMX 1
 
 #include <immintrin.h>

@@ -91,7 +91,7 @@ class AmxProducts {
 
   // sums [2, lanes] = bitwise what a TileProduct would add for 32 weights and dimensions `line` *
   // 32 and on, first for the even dimensions, then for the odd ones. Values are read as they lie in
-  // memory, where neighbours in a row are dimensions: of such a pair, weights with zeros between
+  // memory, where neighbors in a row are dimensions: of such a pair, weights with zeros between
   // them pick one. `picks` [4, lanes] have them at even and at odd places, for the keys of `first`,
   // and the same for those of `second`, their partners in a TileProduct. TDPBF16PS adds up the
   // products of first partners, those of second ones, and then the two, as is done here.

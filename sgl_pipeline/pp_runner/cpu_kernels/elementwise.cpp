@@ -79,7 +79,7 @@ struct Heads {
   bool rotates_whole_vectors() const { return !interleaved && rotated_dims % (2 * kWidth) == 0; }
 };
 
-// Rotates each pair of dimensions; a pair is two neighbours, or one of each half.
+// Rotates each pair of dimensions; a pair is two neighbors, or one of each half.
 inline void rotate(float* __restrict head, const float* __restrict cosine,
                    const float* __restrict sine, const Heads& heads) {
   const int pairs = heads.rotated_dims / 2;

@@ -31,10 +31,12 @@ ARGUMENT_TYPES: dict[str, list[Any]] = {
     ],
     "gate": [_INT, _INT64, _INT, *2 * [_POINTER], _INT],
     "has_products": [],
-    "pack_weight": [*2 * [_INT64], *2 * [_POINTER], _INT64],
     "product": [*3 * [_INT64], _INT, *4 * [_POINTER], _INT],
+    "has_int8_products": [],
+    "int8_product": [*3 * [_INT64], _INT, *6 * [_POINTER], _INT],
+    "expanded_product": [_INT, *3 * [_INT64], _INT, *2 * [_INT64], *6 * [_POINTER], _INT],
 }
-_ANSWERS = {"has_arithmetic", "best_bf16_arithmetic", "has_products"}
+_ANSWERS = {"has_arithmetic", "best_bf16_arithmetic", "has_products", "has_int8_products"}
 
 
 class CompiledFunctions:

@@ -40,13 +40,16 @@ class CpuKernels:
     """The compiled functions. Arguments have the names of the C++ definitions, which say what each
     one is; a test holds the two to each other.
 
-    Attribute `has_products`: whether `pack_weight` and `product` can be called, which need bf16
-    instructions.
+    Attributes:
+        has_products: whether `product` and `expanded_product` can be called, which need bf16
+            instructions.
+        has_int8_products: whether `int8_product` can, which needs VNNI.
     """
 
     def __init__(self, functions: CompiledFunctions) -> None:
         self._plain, self._kernel = functions.plain, functions.kernel
         self.has_products = bool(self._plain("has_products")())
+        self.has_int8_products = bool(self._plain("has_int8_products")())
 
     def has(self, arithmetic: Arithmetic) -> bool:
         """Whether attention can be computed so on this machine, by this library.
@@ -190,20 +193,6 @@ class CpuKernels:
             is_bf16, num_rows, size, gate_up.data_ptr(), gated.data_ptr(), num_threads
         )
 
-    def pack_weight(
-        self,
-        *,
-        outputs: int,
-        inputs: int,
-        weight: torch.Tensor,
-        packed: torch.Tensor,
-        block_step: int,
-    ) -> None:
-        """Puts a weight into the order in which `product` reads it (products.cpp)."""
-        self._plain("pack_weight")(
-            outputs, inputs, weight.data_ptr(), packed.data_ptr(), block_step
-        )
-
     def product(
         self,
         *,
@@ -225,6 +214,72 @@ class CpuKernels:
             gated,
             rows.data_ptr(),
             weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            num_threads,
+        )
+
+    def int8_product(
+        self,
+        *,
+        num_rows: int,
+        inputs: int,
+        outputs: int,
+        gated: bool,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        corrections: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        num_threads: int,
+    ) -> None:
+        """Multiplies rows, rounded to 8 bits, by a packed weight (int8_products.cpp)."""
+        self._kernel("int8_product")(
+            num_rows,
+            inputs,
+            outputs,
+            gated,
+            rows.data_ptr(),
+            weight.data_ptr(),
+            scales.data_ptr(),
+            corrections.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            num_threads,
+        )
+
+    def expanded_product(
+        self,
+        *,
+        is_fp8: bool,
+        num_rows: int,
+        inputs: int,
+        outputs: int,
+        gated: bool,
+        group_tiles: int,
+        row_group_tiles: int,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        num_threads: int,
+    ) -> None:
+        """Multiplies rows by a packed weight of 4 bits or of FP8 (expanded_products.cpp)."""
+        self._kernel("expanded_product")(
+            is_fp8,
+            num_rows,
+            inputs,
+            outputs,
+            gated,
+            group_tiles,
+            row_group_tiles,
+            rows.data_ptr(),
+            weight.data_ptr(),
+            scales.data_ptr(),
+            None if zeros is None else zeros.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             num_threads,

@@ -139,7 +139,7 @@ inline float total(Vec vec) {
 }
 
 // The totals of kWidth vectors, as one vector. Each is added up in the same order wherever it
-// stands, neighbours first. Overwrites its argument.
+// stands, neighbors first. Overwrites its argument.
 inline Vec totals(Vec (&vecs)[kWidth]) {
 #pragma GCC unroll 4
   for (int count = kWidth / 2; count > 0; count /= 2)

@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from sgl_pipeline.pp_runner.quantization.weights import Matrix
+
 
 class RmsNorm(NamedTuple):
     """Root mean square norm (arXiv 1910.07467) over the last dimension, times `weight` [H]."""
@@ -28,7 +30,7 @@ class HeadNorms(NamedTuple):
 
 class Rotation(NamedTuple):
     """The rotary embedding (arXiv 2104.09864) of a step's rows: `cosine` and `sine` [T, R / 2] fp32
-    of each pair's angle. Pairs are neighbours where `interleaved`, else the i-th of the first R / 2
+    of each pair's angle. Pairs are neighbors where `interleaved`, else the i-th of the first R / 2
     dimensions and the i-th of the next R / 2."""
 
     cosine: torch.Tensor
@@ -62,13 +64,13 @@ class LayerKernels(Protocol):
     No argument is written to but the pages, and what `add_norm` is given to write over.
     """
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """The product with `weight` [out, in] and `bias` [out], if any.
+    def linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
+        """The product with `weight` [out, in], quantized or not, and `bias` [out], if any.
 
         The caller drops its reference to `weight`, which may be kept in another layout.
         """
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def gated_linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
         """What `gate` makes of the product with `weight` [2 F, in] and `bias` [2 F], gate first: to
         [T, F]. As for `linear`, the caller drops its reference."""
 

@@ -15,7 +15,12 @@ from sgl_pipeline.pp_runner.layer_kernels.backend import (
     Rotation,
 )
 from sgl_pipeline.pp_runner.layer_kernels.compiled_linear import CompiledLinear
-from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
+from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
+    CompiledExpandedLinear,
+    CompiledInt8Linear,
+)
+from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import torch_linear
+from sgl_pipeline.pp_runner.quantization.weights import Int8Weight, Matrix
 
 
 class CompiledKernels:
@@ -29,20 +34,30 @@ class CompiledKernels:
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
         """By our own product in bf16 where the machine has the instructions, else by torch's."""
-        if self._multiplies(weight):
-            return CompiledLinear(self._kernels, weight, bias)
-        return TorchLinear(weight, bias)
+        return self._compiled(weight, bias) or torch_linear(weight, bias)
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def gated_linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
         """By one kernel where `linear` is ours."""
-        if self._multiplies(weight):
-            return CompiledLinear(self._kernels, weight, bias, is_gated=True)
-        return GatedLinear(TorchLinear(weight, bias), self.gate)
+        compiled = self._compiled(weight, bias, is_gated=True)
+        return compiled or GatedLinear(torch_linear(weight, bias), self.gate)
 
-    def _multiplies(self, weight: torch.Tensor) -> bool:
-        return weight.dtype == torch.bfloat16 and self._kernels.has_products
+    def _compiled(
+        self, weight: Matrix, bias: torch.Tensor | None, *, is_gated: bool = False
+    ) -> Linear | None:
+        kernels = self._kernels
+        if weight.dtype != torch.bfloat16:
+            return None
+        if isinstance(weight, Int8Weight):
+            if not kernels.has_int8_products:
+                return None
+            return CompiledInt8Linear(kernels, weight, bias, is_gated=is_gated)
+        if not kernels.has_products:
+            return None
+        if isinstance(weight, torch.Tensor):
+            return CompiledLinear(kernels, weight, bias, is_gated=is_gated)
+        return CompiledExpandedLinear(kernels, weight, bias, is_gated=is_gated)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         """See `LayerKernels.norm`."""

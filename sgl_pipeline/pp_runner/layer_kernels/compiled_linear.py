@@ -8,9 +8,7 @@ copies of a weight.
 import torch
 
 from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels
-
-# The packed layout: blocks of outputs, each of tiles of inputs, both padded with zeros.
-_BLOCK_OUTPUTS, _TILE_INPUTS = 16, 32
+from sgl_pipeline.pp_runner.layer_kernels.weight_packing import in_lines
 
 
 class CompiledLinear:
@@ -39,23 +37,13 @@ class CompiledLinear:
         assert kernels.has_products
         assert weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
         assert bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype)
-        parts = weight.contiguous().chunk(2) if is_gated else [weight.contiguous()]
-        self.out_features, self.in_features = parts[0].shape
-        assert all(part.shape == parts[0].shape for part in parts)
+        outputs, self.in_features = weight.shape
+        assert outputs % (2 if is_gated else 1) == 0
+        self.out_features = outputs // 2 if is_gated else outputs
         self._kernels = kernels
         self._bias = None if bias is None else bias.contiguous()
         self._is_gated = is_gated
-        num_blocks = -(-self.out_features // _BLOCK_OUTPUTS) * len(parts)
-        num_tiles = -(-self.in_features // _TILE_INPUTS)
-        self._packed = weight.new_empty(num_blocks, num_tiles, _BLOCK_OUTPUTS * _TILE_INPUTS)
-        for first_block, part in zip(self._packed, parts, strict=False):
-            kernels.pack_weight(
-                outputs=self.out_features,
-                inputs=self.in_features,
-                weight=part,
-                packed=first_block,
-                block_step=len(parts),
-            )
+        self._packed = in_lines(weight, 4, is_gated)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [T, out] for `x` [T, in]."""

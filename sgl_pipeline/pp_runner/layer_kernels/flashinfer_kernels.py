@@ -20,7 +20,8 @@ from sgl_pipeline.pp_runner.layer_kernels.backend import (
     RmsNorm,
     Rotation,
 )
-from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
+from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import torch_linear
+from sgl_pipeline.pp_runner.quantization.weights import Matrix
 
 FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -52,7 +53,7 @@ class FlashInferFunctions(Protocol):
         is_neox: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotates [T, heads, D] by row `positions[t]` of the cache, [any, R] fp32, the cosines of
-        the R / 2 pairs first. Pairs are of the two halves if `is_neox`, else neighbours."""
+        the R / 2 pairs first. Pairs are of the two halves if `is_neox`, else neighbors."""
 
     def append_paged_kv_cache(
         self,
@@ -101,7 +102,7 @@ class _StepTables:
             return torch.arange(number, dtype=torch.int32, device=slots.device)
 
         num_rows, pairs = rotation.cosine.shape
-        # One row more: for neighbours FlashInfer reads, and ignores, what lies behind the last one.
+        # One row more: for neighbors FlashInfer reads, and ignores, what lies behind the last one.
         table = rotation.cosine.new_empty(num_rows + 1, 2 * pairs)
         torch.cat((rotation.cosine, rotation.sine), dim=1, out=table[:num_rows])
         return cls(
@@ -126,10 +127,10 @@ class FlashInferKernels:
         self._library = open_library()
         self._tables: _StepTables | None = None
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        return TorchLinear(weight, bias)
+    def linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
+        return torch_linear(weight, bias)
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def gated_linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
         return GatedLinear(self.linear(weight, bias), self.gate)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:

@@ -14,16 +14,17 @@ from sgl_pipeline.pp_runner.layer_kernels.backend import (
     RmsNorm,
     Rotation,
 )
-from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
+from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import torch_linear
+from sgl_pipeline.pp_runner.quantization.weights import Matrix
 
 
 class TorchKernels:
     """The `LayerKernels` of any device and dtype; see there."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        return TorchLinear(weight, bias)
+    def linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
+        return torch_linear(weight, bias)
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def gated_linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
         return GatedLinear(self.linear(weight, bias), self.gate)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:

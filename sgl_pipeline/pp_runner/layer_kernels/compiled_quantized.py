@@ -1,0 +1,156 @@
+"""Matrix products with quantized weights on CPU cores, compiled from `cpu_kernels/`.
+
+Built by `CompiledKernels` where the machine has instructions for them. Hands raw pointers to C++,
+so it must never pass a tensor on whose shape, type or layout was not checked. Never keeps two
+copies of a weight.
+"""
+
+import torch
+
+from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels
+from sgl_pipeline.pp_runner.layer_kernels.weight_packing import beside_groups, in_lines, in_quads
+from sgl_pipeline.pp_runner.quantization.weights import Fp8Weight, Int4Weight, Int8Weight
+
+_TILE_INPUTS = 32  # of a tile of bf16, which weights of fewer bits become
+_MOST_TILES = 16  # of a group, as they are expanded at once
+
+
+class CompiledInt8Linear:
+    """`x @ weight.T + bias` for bf16 rows that are rounded to 8 bits; the bits of the result are
+    those of `TorchQuantizedLinear`, gated of `LayerKernels.gated_linear` near them.
+    At 1, 4, 16, 64 and 256 rows it takes 0.51, 0.55, 0.55, 0.55 and 0.55 of the time of bf16
+    (`CompiledLinear`): one core of an EPYC with AVX-512 VNNI, the matrices of the 0.27b preset, by
+    `benchmark/kernels_cpu.py --quantized`.
+
+    Args:
+        kernels: of a library that `has_int8_products`.
+        weight: [out, in], gated [2 * out, in], for bf16 rows.
+        bias: [out], gated [2 * out], in bf16, or None.
+    """
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        weight: Int8Weight,
+        bias: torch.Tensor | None = None,
+        *,
+        is_gated: bool = False,
+    ) -> None:
+        assert kernels.has_int8_products and weight.dtype == torch.bfloat16
+        _check_weight(weight.values, bias, is_gated)
+        outputs, self.in_features = weight.shape
+        self.out_features = outputs // 2 if is_gated else outputs
+        self._kernels = kernels
+        self._is_gated = is_gated
+        self._bias = None if bias is None else bias.contiguous()
+        self._scales = weight.scales.contiguous()
+        sums = weight.values.sum(dim=1, dtype=torch.int32)
+        self._corrections = 128 * sums
+        self._packed = in_lines(weight.values, 4, is_gated)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns [T, out] for `x` [T, in]."""
+        x = _checked_rows(x, self.in_features)
+        y = x.new_empty(len(x), self.out_features)
+        self._kernels.int8_product(
+            num_rows=len(x),
+            inputs=self.in_features,
+            outputs=self.out_features,
+            gated=self._is_gated,
+            rows=x,
+            weight=self._packed,
+            scales=self._scales,
+            corrections=self._corrections,
+            bias=self._bias,
+            out=y,
+            num_threads=torch.get_num_threads(),
+        )
+        return y
+
+
+class CompiledExpandedLinear:
+    """The same for weights of 4 bits, and for FP8, which become bf16 on the way into the product.
+
+    Sums are fp32 and rounded once; a row's result is bitwise the same in any microbatch.
+    Measured so, 4 bits take 0.63, 0.70, 1.06, 1.08 and 1.01 of the time of bf16, FP8 0.91, 1.00,
+    1.30, 1.11 and 1.06: they save memory, and time where there are few rows.
+
+    Args:
+        kernels: of a library that `has_products`.
+        weight, bias, is_gated: as above.
+    """
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        weight: Int4Weight | Fp8Weight,
+        bias: torch.Tensor | None = None,
+        *,
+        is_gated: bool = False,
+    ) -> None:
+        assert kernels.has_products and weight.dtype == torch.bfloat16
+        _check_weight(weight.scales, bias, is_gated)
+        outputs, self.in_features = weight.shape
+        self.out_features = outputs // 2 if is_gated else outputs
+        self._kernels = kernels
+        self._is_gated = is_gated
+        self._bias = None if bias is None else bias.contiguous()
+        all_tiles = -(-self.in_features // _TILE_INPUTS)
+        is_whole_row = weight.group_size >= self.in_features
+        assert is_whole_row or weight.group_size % _TILE_INPUTS == 0
+        self._row_group_tiles = all_tiles if is_whole_row else weight.group_size // _TILE_INPUTS
+        self._group_tiles = _tiles_at_once(self._row_group_tiles, is_whole_row)
+        repeats = -(-self._row_group_tiles // self._group_tiles)
+        count = -(-all_tiles // self._group_tiles)
+        self._scales = beside_groups(weight.scales, repeats, count, is_gated)
+        self._zeros: torch.Tensor | None = None
+        self._order: torch.Tensor | None = None
+        self._is_fp8 = isinstance(weight, Fp8Weight)
+        if isinstance(weight, Fp8Weight):
+            self._packed = in_lines(weight.values, 2, is_gated)
+        else:
+            self._packed = in_quads(weight.numbers, is_gated)
+            self._zeros = beside_groups(weight.zeros, repeats, count, is_gated)
+            self._order = weight.order
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns [T, out] for `x` [T, in]."""
+        x = x if self._order is None else x.index_select(1, self._order)
+        x = _checked_rows(x, self.in_features)
+        y = x.new_empty(len(x), self.out_features)
+        self._kernels.expanded_product(
+            is_fp8=self._is_fp8,
+            num_rows=len(x),
+            inputs=self.in_features,
+            outputs=self.out_features,
+            gated=self._is_gated,
+            group_tiles=self._group_tiles,
+            row_group_tiles=self._row_group_tiles,
+            rows=x,
+            weight=self._packed,
+            scales=self._scales,
+            zeros=self._zeros,
+            bias=self._bias,
+            out=y,
+            num_threads=torch.get_num_threads(),
+        )
+        return y
+
+
+def _tiles_at_once(group_tiles: int, is_last: bool) -> int:
+    """Tiles of a part of a group: parts are of one size, but for the last of the last group."""
+    if is_last:
+        return min(group_tiles, _MOST_TILES)
+    return max(tiles for tiles in range(1, _MOST_TILES + 1) if group_tiles % tiles == 0)
+
+
+def _check_weight(beside: torch.Tensor, bias: torch.Tensor | None, is_gated: bool) -> None:
+    assert beside.device.type == "cpu" and len(beside) % (2 if is_gated else 1) == 0
+    assert bias is None or (bias.shape == beside.shape[:1] and bias.dtype == torch.bfloat16)
+
+
+def _checked_rows(x: torch.Tensor, in_features: int) -> torch.Tensor:
+    x = x.contiguous()
+    assert x.dim() == 2 and x.shape[1] == in_features
+    assert x.dtype == torch.bfloat16 and x.device.type == "cpu"
+    return x

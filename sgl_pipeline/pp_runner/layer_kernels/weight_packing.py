@@ -1,0 +1,54 @@
+"""The layouts in which the compiled products read their weights (`cpu_kernels/product_panels.h`).
+
+Called once for each weight when it arrives. Computes nothing but the order and the padding.
+"""
+
+import torch
+import torch.nn.functional as F
+
+BLOCK_OUTPUTS = 16
+_TILE_LINES = 16
+# What a line of a tile has of each output of a block.
+_UNITS = {2: torch.int16, 4: torch.int32}
+
+
+def in_blocks(rows: torch.Tensor, is_gated: bool) -> torch.Tensor:
+    """What stands beside each output, `rows` [O, ...], as [blocks, 16, ...], padded with zeros;
+    gated, where the gates are the first half of O, with blocks of gates and of ups in turns."""
+    parts = []
+    for part in rows.chunk(2) if is_gated else (rows,):
+        missing = -len(part) % BLOCK_OUTPUTS
+        if missing:
+            part = torch.cat((part, part.new_zeros(missing, *part.shape[1:])))
+        parts.append(part.unflatten(0, (-1, BLOCK_OUTPUTS)))
+    return torch.stack(parts, dim=1).flatten(0, 1) if is_gated else parts[0]
+
+
+def in_lines(values: torch.Tensor, unit_bytes: int, is_gated: bool) -> torch.Tensor:
+    """The weight `values` [O, I] of 8 or 16 bits as [blocks, lines, 16], whole tiles of them, of
+    units of `unit_bytes` of each output."""
+    lines = -(-values.shape[1] * values.dtype.itemsize // (unit_bytes * _TILE_LINES)) * _TILE_LINES
+    missing = lines * unit_bytes // values.dtype.itemsize - values.shape[1]
+    as_bytes = values.contiguous().view(torch.uint8)
+    padded = F.pad(as_bytes, (0, missing * values.dtype.itemsize)) if missing else as_bytes
+    units = padded.view(_UNITS[unit_bytes])
+    return in_blocks(units, is_gated).transpose(1, 2).contiguous()
+
+
+def in_quads(numbers: torch.Tensor, is_gated: bool) -> torch.Tensor:
+    """The 4-bit `numbers` [O, I] uint8 as [blocks, I / 8, 16, 2] int16, whole tiles of them: four
+    numbers in each, of every other input."""
+    missing = -numbers.shape[1] % (2 * _TILE_LINES)
+    padded = F.pad(numbers, (0, missing)) if missing else numbers
+    by_place = in_blocks(padded, is_gated).unflatten(2, (-1, 4, 2))  # [blocks, 16, quads, 4, 2]
+    quads = torch.zeros_like(by_place[:, :, :, 0], dtype=torch.int16)
+    for place in range(4):
+        quads |= by_place[:, :, :, place].to(torch.int16) << 4 * place
+    return quads.transpose(1, 2).contiguous()
+
+
+def beside_groups(numbers: torch.Tensor, repeats: int, count: int, is_gated: bool) -> torch.Tensor:
+    """What stands beside each output and group, `numbers` [O, G], as [blocks, `count`, 16]: each
+    group `repeats` times, and no more than `count` in all."""
+    spread = numbers.repeat_interleave(repeats, dim=1)[:, :count]
+    return in_blocks(spread, is_gated).transpose(1, 2).contiguous()
