@@ -185,7 +185,8 @@ class SchedulingArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageArgs:
-    """How the stages hold and run the model. `dtype` is a torch dtype name without `torch.`."""
+    """How the stages hold and run the model. `dtype` is a torch dtype name without `torch.`;
+    `quantization` is that of the weights, in the checkpoint or from `--quantization`."""
 
     num_stages: int = 1
     layer_partition: str = "auto"
@@ -198,9 +199,15 @@ class StageArgs:
     graphs: str = "auto"
     link: str = "auto"
     layer_kernels: str = "auto"
+    quantization: str | None = None
     max_total_tokens: int | None = None
     memory_fraction: float = 0.88
     cpu_threads: int | None = None
+
+    @property
+    def precision(self) -> str:
+        """What the products are computed in, and so what fitted costs hold for."""
+        return self.dtype if self.quantization is None else f"{self.dtype}-{self.quantization}"
 
     def __post_init__(self) -> None:
         require(self.num_stages >= 1, f"--pp {self.num_stages} must be at least 1")
@@ -314,22 +321,31 @@ class MigrationArgs:
         return (*before, *range(own.stop, min(own.stop + spare, plan.num_layers)))
 
 
+DEFAULT_LOG_MIB = 128
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryArgs:
     """What happens when a stage's worker is lost.
 
     `mode` `auto`: it is replaced, and requests go on; `off`: the server ends. At most
-    `max_restarts` workers are replaced within `restart_window_s`. `spare_workers` wait, started and
-    imported. A worker that is to join gets `join_limit_s` for it. A stage counts as hung when it is
-    silent for `silence_s` and for much longer than its steps of late have taken.
+    `max_restarts` stages may be lost within `restart_window_s`. Where no worker is available, the
+    stages that are left serve on, `min_stages` of them at least; `retry_s` later a worker is asked
+    for again. `spare_workers` wait, started and imported. A worker that is to join gets
+    `join_limit_s` for it. A stage counts as hung when it is silent for `silence_s` and for much
+    longer than its steps of late have taken. Each stage keeps the rows that it sends, in at most
+    `log_mib` MiB (None: the device's default; 0: it keeps none).
     """
 
     mode: str = "auto"
     max_restarts: int = 3
     restart_window_s: float = 60.0
+    min_stages: int = 1
+    retry_s: float = 30.0
     spare_workers: int = 0
     join_limit_s: float = 120.0
     silence_s: float = 5.0
+    log_mib: int | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -344,6 +360,11 @@ class RecoveryArgs:
             0.0 < self.restart_window_s < float("inf"),
             f"--stage-restart-window-s {self.restart_window_s} must be a number of seconds above 0",
         )
+        require(self.min_stages >= 1, f"--min-stages {self.min_stages} must be at least 1")
+        require(
+            0.0 < self.retry_s < float("inf"),
+            f"--stage-retry-s {self.retry_s} must be a number of seconds above 0",
+        )
         require(
             0 <= self.spare_workers <= 16,
             f"--spare-workers {self.spare_workers} must be between 0 and 16",
@@ -357,9 +378,50 @@ class RecoveryArgs:
             f"--stage-silence-s {self.silence_s} must be a number of seconds above 0",
         )
         require(
+            self.log_mib is None or 0 <= self.log_mib <= 1 << 20,
+            f"--recovery-log-mib {self.log_mib} must be between 0 and {1 << 20}",
+        )
+        require(
+            self.mode != "off" or not self.log_mib,
+            f"--recovery-log-mib {self.log_mib} is for stages that are replaced, and "
+            "--stage-recovery is off",
+        )
+        require(
             self.mode != "off" or self.spare_workers == 0,
             f"--spare-workers {self.spare_workers} take the place of lost ones, and "
             "--stage-recovery is off",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterArgs:
+    """Hosts that serve one pipeline; SGLang's flags `--nnodes`, `--node-rank`, `--dist-init-addr`.
+
+    Host 0 is the head. `head_address` is HOST:PORT of its cluster port; the other hosts listen on
+    the same port number. A host that says nothing for `silence_s` is lost.
+    """
+
+    num_hosts: int = 1
+    rank: int = 0
+    head_address: str | None = None
+    key_file: str | None = None
+    silence_s: float = 4.0
+
+    def __post_init__(self) -> None:
+        require(self.num_hosts >= 1, f"--nnodes {self.num_hosts} must be at least 1")
+        require(
+            0 <= self.rank < self.num_hosts,
+            f"--node-rank {self.rank} must be between 0 and {self.num_hosts - 1} with --nnodes "
+            f"{self.num_hosts}",
+        )
+        require(
+            self.num_hosts == 1 or self.head_address is not None,
+            f"--nnodes {self.num_hosts} needs --dist-init-addr HOST:PORT, the same on every host: "
+            "an address of rank 0 that the others can reach, and a free port",
+        )
+        require(
+            1.0 <= self.silence_s < float("inf"),
+            f"--host-silence-s {self.silence_s} must be a number of seconds, 1 or more",
         )
 
 
@@ -412,6 +474,7 @@ class PipelineArgs:
     migration: MigrationArgs = field(default_factory=MigrationArgs)
     recovery: RecoveryArgs = field(default_factory=RecoveryArgs)
     grammars: GrammarArgs = field(default_factory=GrammarArgs)
+    cluster: ClusterArgs = field(default_factory=ClusterArgs)
     run_directory: str = ""
     trace_path: str | None = None
     trace_steps: str | None = None
@@ -425,7 +488,20 @@ class PipelineArgs:
         usual = DEFAULT_PREFILL_LIMITS["throttle"] if self.stages.device == "cuda" else 65_536
         return max(self.throttle.prefill_limit, usual)
 
+    @property
+    def log_mib(self) -> int:
+        """Memory of each boundary log; 0: there are none."""
+        recovery = self.recovery
+        if recovery.mode == "off" or self.stages.device != "cpu":
+            return 0
+        return DEFAULT_LOG_MIB if recovery.log_mib is None else recovery.log_mib
+
     def __post_init__(self) -> None:
+        require(
+            self.stages.device == "cpu" or not self.recovery.log_mib,
+            f"--recovery-log-mib {self.recovery.log_mib} needs --device cpu, this is "
+            f"{self.stages.device}: rows that leave a GPU are not kept yet; set it to 0",
+        )
         require(
             self.ui in UI_MODES, f"--ui {self.ui!r} is unknown; choose from {', '.join(UI_MODES)}"
         )
@@ -434,7 +510,23 @@ class PipelineArgs:
             f"--drain-timeout-s {self.drain_timeout_s} must be a number of seconds, 0 or more",
         )
         require(
+            self.recovery.min_stages <= self.stages.num_stages,
+            f"--min-stages {self.recovery.min_stages} is more than the {self.stages.num_stages} "
+            "stages of --pp",
+        )
+        require(
             self.migration.mode == "off" or self.stages.num_stages > 1,
             f"--migration {self.migration.mode} needs stages between which layers can move; start "
             "with --pp 2 or more",
+        )
+        hosts = self.cluster.num_hosts
+        require(
+            self.stages.num_stages >= hosts,
+            f"--pp {self.stages.num_stages} leaves some of the {hosts} hosts (--nnodes) without a "
+            f"stage; start with --pp {hosts} or more",
+        )
+        require(
+            hosts == 1 or self.stages.device == "cpu",
+            f"--nnodes {hosts} with --device {self.stages.device} is not built yet; use --device "
+            "cpu, or one host",
         )

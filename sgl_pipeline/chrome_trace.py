@@ -137,15 +137,17 @@ def _move_events(record: MoveRecord) -> Iterator[dict[str, Any]]:
 def _recovery_events(record: RecoveryRecord) -> Iterator[dict[str, Any]]:
     """A recovery that is over: the loss across all tracks, and the time without a step."""
     assert record.ended_s is not None
-    stages = ", ".join(map(str, record.stages))
     args = {
         "lost": [msgspec.to_builtins(lost) for lost in record.lost],
         "incarnation": record.incarnation,
         "requests": record.num_requests,
         "tokens": record.num_tokens,
+        "stages_before": record.stages_before,
+        "num_stages": record.num_stages,
+        "replay_tokens": record.num_replay_tokens,
     }
-    yield _instant(f"stage {stages} lost", record.began_s, args)
-    name = f"recovery of stage {stages}"
+    yield _instant(record.what_happened, record.began_s, args)
+    name = f"recovery: {record.what_happened}"
     yield _span(name, _RECOVERIES_TRACK, record.began_s, record.ended_s, args)
 
 

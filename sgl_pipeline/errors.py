@@ -9,7 +9,9 @@
     |   +-- QueueFullError          too many requests wait (503)
     |   +-- MoveRefused             layers cannot move as asked (400), or others move now (409)
     +-- ProtocolError               scheduler and stage disagree: a lost, repeated or late message
+    |   +-- WorkerFault             a worker's message cannot be what it should have said
     +-- StageFailure                a stage process died or could not run a step
+    +-- PipelineLost                the stages that are left cannot serve, and no worker comes
 
 Used by every room. A message says what happened, the limit, and the knob that moves it; `assert`
 is for our own bugs and never appears here.
@@ -57,6 +59,20 @@ class MoveRefused(RequestError):
 
 class ProtocolError(SglPipelineError):
     """Raised when a message between scheduler and stages was lost, repeated or altered."""
+
+
+class WorkerFault(ProtocolError):
+    """Raised when a message of `worker` cannot be read, or is not its to send."""
+
+    def __init__(self, worker: int, reason: str) -> None:
+        super().__init__(f"worker {worker}: {reason}")
+        self.worker = worker
+        self.reason = reason
+
+
+class PipelineLost(SglPipelineError):
+    """Raised when no worker is available and the stages that are left cannot serve without one:
+    requests get a 503, and the server ends."""
 
 
 class StageFailure(SglPipelineError):

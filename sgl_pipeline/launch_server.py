@@ -6,31 +6,46 @@ after the workers have been started, and a spawned child runs this module again 
 anything else.
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
+import importlib.util
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sgl_pipeline.args import PipelineArgs
+from sgl_pipeline import __version__
+from sgl_pipeline.args import PipelineArgs, require
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.managers.entrance import quiet_start
 from sgl_pipeline.process_lifetime import die_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+    from sgl_pipeline.managers.command_line.server_args import LaunchPlan
     from sgl_pipeline.managers.command_line.upstream_arguments import SglangServerArgs
+    from sgl_pipeline.managers.hosts.early_options import EarlyOptions
+    from sgl_pipeline.managers.hosts.head_client import HeadProcess
     from sgl_pipeline.managers.run_directory import RunDirectory
     from sgl_pipeline.managers.stages.stage_processes import StageProcesses
+    from sgl_pipeline.pipeline.worker_source import WorkerSource
 
 _SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 _EXIT_INTERRUPTED = 130
+_LAST_SPANS_S = 3.0  # what exporting the last spans may take
+_FROM_EXTRAS = ("torch", "zmq", "sglang", "torchvision")
+# SGLang's package asks for CUDA's packages everywhere: without a GPU it comes without them.
+_HOW_TO_INSTALL = (
+    "with an NVIDIA GPU, pip install 'sgl_pipeline[cuda]'; without one, pip install "
+    "'sgl_pipeline[cpu]' and then pip install --no-deps sglang==0.5.23 torchvision==0.28.0"
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,29 +53,37 @@ def main(argv: list[str] | None = None) -> int:
     if sys.version_info[:2] not in _SUPPORTED_PYTHONS:
         supported = " or ".join(f"{major}.{minor}" for major, minor in _SUPPORTED_PYTHONS)
         return _fail(f"Python {supported} is needed, this is {sys.version.split()[0]}")
+    if missing := [name for name in _FROM_EXTRAS if importlib.util.find_spec(name) is None]:
+        return _fail(f"{missing[0]} is not installed: {_HOW_TO_INSTALL}")
+    from sgl_pipeline.managers.hosts.early_options import read_early_options
+    from sgl_pipeline.managers.hosts.head_client import HeadProcess
     from sgl_pipeline.managers.run_directory import RunDirectory
     from sgl_pipeline.managers.stages.stage_processes import StageProcesses
 
+    argv = sys.argv[1:] if argv is None else argv
     try:
         run_directory = RunDirectory()
     except ConfigurationError as error:
         return _fail(str(error))
-    stages = StageProcesses(run_directory.path)
+    stages, head = StageProcesses(run_directory.path), HeadProcess()
     try:
-        _serve(sys.argv[1:] if argv is None else argv, run_directory, stages)
+        early = read_early_options(argv)
+        if early is not None and early.cluster.rank > 0:
+            return _run_agent(early, run_directory)
+        _serve(argv, run_directory, stages, head, early)
     except ConfigurationError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     finally:
-        _end_children(stages)
+        _end_children(stages, head)
         run_directory.remove()
     return 0
 
 
-def run_and_exit() -> NoReturn:
+def run_and_exit(argv: list[str] | None = None) -> NoReturn:
     """`main` as a command."""
-    _leave(main())
+    _leave(main(argv))
 
 
 class ChildEntry:
@@ -97,6 +120,30 @@ def _enter_child(parent_pid: int, function: Callable[..., None], *arguments: Any
     return ChildEntry(function, *arguments, parent_pid=parent_pid)
 
 
+def _run_agent(early: "EarlyOptions", run_directory: "RunDirectory") -> int:
+    """This host is not the head: it runs workers for it. Returns the exit code."""
+    from sgl_pipeline.managers.command_line.model_files import find_model
+    from sgl_pipeline.managers.hosts.agent import run_agent
+
+    model_path = find_model(early.model, early.revision, early.cache_dir)
+    return run_agent(early.cluster, model_path, run_directory.path)
+
+
+def _start_head(
+    early: "EarlyOptions",
+    run_directory: "RunDirectory",
+    stages: "StageProcesses",
+    head: "HeadProcess",
+) -> None:
+    """Opens the port that the other hosts dial, and lets this one's workers know of it."""
+    from sgl_pipeline.managers.command_line.model_files import find_model
+    from sgl_pipeline.managers.stages.stage_processes import WorkerPlace
+
+    model_path = find_model(early.model, early.revision, early.cache_dir)
+    head.start(early, model_path, run_directory.path)
+    stages.place = WorkerPlace(host_address=early.cluster.head_address or "")
+
+
 def _run_scheduler(
     pipeline_args: PipelineArgs,
     stage_pids: Sequence[int],
@@ -107,74 +154,78 @@ def _run_scheduler(
     from sgl_pipeline.managers.scheduler_process import run_scheduler_process
     from sgl_pipeline.managers.stages.main_process_workers import MainProcessWorkers
 
-    source = MainProcessWorkers(worker_pipe)
+    local = MainProcessWorkers(worker_pipe)
+    source: WorkerSource = local
+    if pipeline_args.cluster.num_hosts > 1:
+        from sgl_pipeline.managers.hosts.cluster_workers import ClusterWorkers
+
+        source = ClusterWorkers(pipeline_args, local)
     run_scheduler_process(pipeline_args, stage_pids, source, *upstream, **more)
 
 
 def _run_detokenizer(*upstream: Any, **more: Any) -> None:
+    quiet_start.end()
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*upstream, **more)
 
 
-def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcesses") -> None:
+def _serve(
+    argv: list[str],
+    run_directory: "RunDirectory",
+    stages: "StageProcesses",
+    head: "HeadProcess",
+    early: "EarlyOptions | None",
+) -> None:
     _set_environment(run_directory.path)
+    if early is not None and early.cluster.num_hosts > 1:
+        _start_head(early, run_directory, stages, head)
     stages.start_unchecked(argv)
     gc.disable()  # SGLang's imports make millions of objects, and hardly any garbage
+    quiet_start.begin()
     _prepare_imports()
     from sgl_pipeline.managers.command_line.server_args import (
         check_port_is_free,
         parse_command_line,
     )
+    from sgl_pipeline.pipeline.assignment import workers_of_host
 
     plan = parse_command_line(argv)
+    if plan.upstream.log_level == "debug":
+        quiet_start.end()
     host, port = plan.upstream.host, plan.upstream.port
     check_port_is_free(host, port)
     pipeline_args = dataclasses.replace(plan.pipeline, run_directory=run_directory.path)
-    stages.start(pipeline_args.stages.num_stages, pipeline_args.stages.cpu_threads)
+    print(
+        f"sgl_pipeline {__version__}: loading {plan.upstream.model_path} on "
+        f"{_count_stages(pipeline_args)} of {pipeline_args.stages.device}",
+        flush=True,
+    )
+    cluster, num_stages = pipeline_args.cluster, pipeline_args.stages.num_stages
+    if early is not None and (cluster, num_stages) != (early.cluster, early.num_stages):
+        require(
+            cluster.num_hosts == early.cluster.num_hosts == 1,
+            "several hosts (--nnodes) need --nnodes, --node-rank, --dist-init-addr and --pp "
+            "written in full, as they are read before all other flags",
+        )
+    own_stages = workers_of_host(num_stages, cluster.num_hosts, cluster.rank)
+    stages.start(len(own_stages), pipeline_args.stages.cpu_threads)
 
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
-    from sglang.srt.entrypoints.http_server import app, get_global_state
 
-    from sgl_pipeline.managers.desk_channel import desk_address
     from sgl_pipeline.managers.entrance.front_guard import GuardedTokenizerManager
-    from sgl_pipeline.managers.entrance.live_page import serve_page
-    from sgl_pipeline.managers.entrance.live_routes import add_live_routes
-    from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
-    from sgl_pipeline.managers.entrance.pipeline_routes import add_pipeline_routes
-    from sgl_pipeline.managers.entrance.route_guard import guard_routes
-    from sgl_pipeline.managers.entrance.streamed_calls import read_calls_piece_by_piece
-    from sgl_pipeline.managers.entrance.throttle_body import ServerKeys
     from sgl_pipeline.managers.reports.load_report import loads_path
     from sgl_pipeline.managers.stages.main_process_workers import serve_worker_requests
 
-    app.add_middleware(OllamaErrors)
-    read_calls_piece_by_piece()
-    add_pipeline_routes(
-        app,
-        desk_address(run_directory.path),
-        pipeline_args.migration.timeout_s,
-        ServerKeys(plan.upstream.api_key, plan.upstream.admin_api_key),
-    )
-    guard_routes(
-        app,
-        plan.context_length,
-        plan.features,
-        is_stopping=lambda: get_global_state().tokenizer_manager.gracefully_exit,
-    )
-    before_listening = before_closing = _nothing
-    if pipeline_args.ui == "on":
-        has_api_key = bool(plan.upstream.api_key)
-        before_closing = add_live_routes(app, run_directory.path, has_api_key=has_api_key).close
-        before_listening = functools.partial(serve_page, app)
+    front = _complete_app(plan, pipeline_args)
     own_pipe_end, scheduler_pipe_end = multiprocessing.Pipe()
     tokenizer_manager = functools.partial(
         GuardedTokenizerManager,
         loads_path=loads_path(run_directory.path),
         drain_timeout_s=pipeline_args.drain_timeout_s,
-        end_now=functools.partial(_end_now, run_directory, stages),
-        before_listening=before_listening,
-        before_closing=before_closing,
+        end_now=functools.partial(_end_now, run_directory, stages, head),
+        before_listening=front.before_listening,
+        before_closing=front.before_closing,
     )
 
     def start_front(*arguments: Any, **more: Any) -> Any:
@@ -186,18 +237,91 @@ def _serve(argv: list[str], run_directory: "RunDirectory", stages: "StageProcess
     gc.freeze()
     gc.enable()
     try:
-        _upstream_launcher(pipeline_args)(
-            plan.upstream,
-            init_tokenizer_manager_func=start_front,
-            run_scheduler_process_func=ChildEntry(
-                _run_scheduler, pipeline_args, stages.pids, scheduler_pipe_end
-            ),
-            run_detokenizer_process_func=ChildEntry(_run_detokenizer),
-            launch_callback=functools.partial(_announce, plan.upstream, pipeline_args),
-        )
+        with _start_errors(host, port):
+            _upstream_launcher(pipeline_args)(
+                plan.upstream,
+                init_tokenizer_manager_func=start_front,
+                run_scheduler_process_func=ChildEntry(
+                    _run_scheduler, pipeline_args, stages.pids, scheduler_pipe_end
+                ),
+                run_detokenizer_process_func=ChildEntry(_run_detokenizer),
+                launch_callback=functools.partial(_announce, plan.upstream, pipeline_args),
+            )
+    finally:
+        front.after_serving()
+
+
+@contextlib.contextmanager
+def _start_errors(host: str, port: int) -> Iterator[None]:
+    """Raises ConfigurationError for what upstream's server raises when it cannot start."""
+    from sgl_pipeline.managers.command_line.server_args import check_port_is_free
+
+    try:
+        yield
     except RuntimeError as error:
         # Upstream's word for a scheduler that did not come up; that one has said why.
         raise ConfigurationError(f"the server did not start: {error}") from error
+    except SystemExit as error:
+        if error.code:  # uvicorn's, where another server was quicker to take the port
+            check_port_is_free(host, port)
+        raise
+
+
+@dataclasses.dataclass
+class _FrontHooks:
+    """What the HTTP server's parts of ours want to be told of."""
+
+    before_listening: Callable[[], None]
+    before_closing: Callable[[], None]
+    after_serving: Callable[[], None]
+
+
+def _complete_app(plan: "LaunchPlan", pipeline_args: PipelineArgs) -> _FrontHooks:
+    """Adds our routes and checks to upstream's application."""
+    from sglang.srt.entrypoints.http_server import app, get_global_state
+
+    from sgl_pipeline.managers.desk_channel import desk_address
+    from sgl_pipeline.managers.entrance.live_page import serve_page
+    from sgl_pipeline.managers.entrance.live_routes import add_live_routes
+    from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
+    from sgl_pipeline.managers.entrance.pipeline_routes import add_pipeline_routes
+    from sgl_pipeline.managers.entrance.request_spans import RequestSpans, open_request_spans
+    from sgl_pipeline.managers.entrance.route_guard import guard_routes
+    from sgl_pipeline.managers.entrance.streamed_calls import read_calls_piece_by_piece
+    from sgl_pipeline.managers.entrance.throttle_body import ServerKeys
+    from sgl_pipeline.managers.span_channel import span_address
+
+    run_directory, upstream = pipeline_args.run_directory, plan.upstream
+    app.add_middleware(OllamaErrors)
+    read_calls_piece_by_piece()
+    add_pipeline_routes(
+        app,
+        desk_address(run_directory),
+        pipeline_args.migration.timeout_s,
+        ServerKeys(upstream.api_key, upstream.admin_api_key),
+    )
+    guard_routes(
+        app,
+        plan.context_length,
+        plan.features,
+        is_stopping=lambda: get_global_state().tokenizer_manager.gracefully_exit,
+    )
+    has_page, spans = pipeline_args.ui == "on", list[RequestSpans]()
+    hub = None
+    if has_page:
+        hub = add_live_routes(app, run_directory, has_api_key=bool(upstream.api_key))
+
+    def before_listening() -> None:
+        if has_page:
+            serve_page(app)
+        if upstream.enable_trace:
+            spans.append(open_request_spans(span_address(run_directory), upstream))
+
+    def after_serving() -> None:
+        for one in spans:
+            one.close(_LAST_SPANS_S)
+
+    return _FrontHooks(before_listening, hub.close if hub else _nothing, after_serving)
 
 
 def _upstream_launcher(pipeline_args: PipelineArgs) -> Callable[..., None]:
@@ -231,15 +355,33 @@ def _prepare_imports() -> None:
 
 
 def _announce(server_args: "SglangServerArgs", pipeline_args: PipelineArgs) -> None:
+    if not _listens(server_args.port):
+        return  # upstream's warm-up was answered by another server, and this one is about to fail
+    quiet_start.end()
     url = server_args.url()
-    stages = pipeline_args.stages.num_stages
+    stages = _count_stages(pipeline_args)
     key = " -H 'Authorization: Bearer <api key>'" if server_args.api_key else ""
     body = '{"messages": [{"role": "user", "content": "What is 17 + 25?"}]}'
     print(
-        f"\nReady: {server_args.served_model_name} on {stages} stage{'s' * (stages > 1)} at {url}\n"
+        f"\nReady: {server_args.served_model_name} on {stages} at {url}\n"
         f"Try:   curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         f"-d '{body}'\n" + (f"Watch: {url}/ui\n" if pipeline_args.ui == "on" else ""),
         flush=True,
+    )
+
+
+def _count_stages(args: PipelineArgs) -> str:
+    count = args.stages.num_stages
+    return f"{count} stage{'s' * (count > 1)}"
+
+
+def _listens(port: int) -> bool:
+    """Whether a socket of this process waits for connections there."""
+    import psutil
+
+    return any(
+        one.status == psutil.CONN_LISTEN and one.laddr.port == port
+        for one in psutil.Process().net_connections("tcp")
     )
 
 
@@ -247,19 +389,22 @@ def _nothing() -> None:
     """For a server without a page."""
 
 
-def _end_children(stages: "StageProcesses") -> None:
+def _end_children(stages: "StageProcesses", head: "HeadProcess") -> None:
     """Kills what is left of the scheduler, the detokenizer and the stages."""
     # Upstream's watchdog answers a child's end with SIGQUIT to this process.
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    head.close()
     for child in multiprocessing.active_children():
         child.kill()
         child.join()
     stages.close()
 
 
-def _end_now(run_directory: "RunDirectory", stages: "StageProcesses", code: int) -> NoReturn:
+def _end_now(
+    run_directory: "RunDirectory", stages: "StageProcesses", head: "HeadProcess", code: int
+) -> NoReturn:
     """Ends the whole server from wherever it is, and leaves nothing behind."""
-    _end_children(stages)
+    _end_children(stages, head)
     run_directory.remove()
     _leave(code)
 

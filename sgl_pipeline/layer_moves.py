@@ -8,7 +8,7 @@ the first with `MoveReady` or `MoveFailed`, the second with `MoveDone`, whether 
 in the move.
 """
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -16,6 +16,11 @@ from sgl_pipeline.stage_plan import StagePlan
 
 # A stage that always has a step to run gives so much of its time to a move that is prepared.
 MOVE_SHARE = 0.1
+
+
+# What a stage measures; anything else is not a report.
+_Amount = Annotated[int, msgspec.Meta(ge=0)]
+_Milliseconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
 class PrepareMove(msgspec.Struct, frozen=True, tag=True):
@@ -52,7 +57,7 @@ class MoveReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     stage: int
     move: int
-    load_ms: float
+    load_ms: _Milliseconds
 
 
 class MoveDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -64,10 +69,10 @@ class MoveDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     stage: int
     move: int
-    copied_bytes: int
-    patched_bytes: int
-    patch_ms: float
-    wait_ms: float
+    copied_bytes: _Amount
+    patched_bytes: _Amount
+    patch_ms: _Milliseconds
+    wait_ms: _Milliseconds
 
 
 class MoveFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -2,13 +2,16 @@
 
 A worker's life: it connects and says `WorkerHello`; answers each `MeasureCosts`, which comes where
 the layers are to be split by time, with `MeasuredCosts`; gets a `StageAssignment`; loads its
-weights and says `StageLoaded`; gets a `PoolSize`, the smallest capacity of all stages; allocates,
-opens its links and says `StageReady`. Then come the `SealedOrder`s, with a `StageReport` for every
-step in them and the reports of `layer_moves.py` for every layer move, and a `ProfileReply` for
-`StartProfile` and `StopProfile`, until `Shutdown` or a `WorkerFailed`. Where another stage is lost,
-a `Regroup` comes in between, which is answered with `Regrouped`. Frozen, tagged structs;
-never pickled.
+weights, with a `StillLoading` now and then, and says `StageLoaded`; gets a `PoolSize`, the smallest
+capacity of all stages; allocates, opens its links and says `StageReady`. Then come the
+`SealedOrder`s, with a `StageReport` for every step in them and the reports of `layer_moves.py` for
+every layer move, and a `ProfileReply` for `StartProfile` and `StopProfile`, until `Shutdown` or a
+`WorkerFailed`. Where another stage is lost, a `Regroup` comes in between, which is answered with
+`Regrouped`; where more or fewer stages shall serve, another `StageAssignment`, with which the
+worker starts over but for the weights that it has. Frozen, tagged structs; never pickled.
 """
+
+from typing import Annotated
 
 import msgspec
 
@@ -19,12 +22,16 @@ from sgl_pipeline.stage_orders import SealedOrder
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
 
 class WorkerHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A worker is up and waits to be told which position it fills.
 
     It may use the CPU `cores` of `host`; `num_gpus` and `memory_bytes` are the whole host's.
-    `version` is that of its sgl_pipeline.
+    `version` is that of its sgl_pipeline. Its host's sockets are in `run_directory`, the model is
+    at `model_path` (empty: where the scheduler has it). `host_address` is the host's cluster port,
+    where other hosts reach it; empty where there are none.
     """
 
     worker: int
@@ -33,6 +40,14 @@ class WorkerHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_gpus: int
     memory_bytes: int
     version: str
+    run_directory: str = ""
+    model_path: str = ""
+    host_address: str = ""
+
+    @property
+    def host_key(self) -> str:
+        """What the workers of one host have in common, and no others."""
+        return self.host_address or self.host
 
 
 class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -41,13 +56,15 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     `links` has one address per stage boundary: `links[s]` joins stage `s` to stage `s + 1`.
     `gpu` is the index of the GPU on the worker's host, which `stages_on_gpu` stages share.
     `graphs` is `auto` (CUDA graphs where the stage has them) or `off`; `prefill_kernels` is `auto`,
-    or `fa2` or `fa3` of FlashInfer.
+    or `fa2` or `fa3` of FlashInfer. `quantization` is the method of the checkpoint or of the flag.
     `cpu_threads` is the number of compute threads; `cpu_cores` are the cores to pin them to (empty:
     do not pin). `max_total_tokens` bounds the KV pool (None: `memory_fraction` of the GPU's memory
-    less the weights, or a fixed default on a CPU).
+    less the weights, or a fixed default on a CPU); with `fewer_pages_do` a pool that memory holds
+    less of gets as large as it can be.
     Layers that move: `max_layers` is the most that the stage may hold at once (None: those of
-    `plan`), `spare_layers` are those whose weights it loads beside its own, `page_links` the
-    directory where stages meet to hand over pages.
+    `plan`), `spare_layers` are those whose weights it loads beside its own, `page_links` where it
+    meets each stage to hand over pages: a directory of this host, or a host's cluster port.
+    `log_mib` bounds the memory for the rows that the stage has sent; 0: it keeps none.
     """
 
     stage: int
@@ -61,16 +78,19 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     attention_backend: str
     prefill_kernels: str = "auto"
     layer_kernels: str
+    quantization: str | None = None
     graphs: str = "auto"
     page_size: int
     max_total_tokens: int | None
     memory_fraction: float
+    fewer_pages_do: bool = False
     links: tuple[str, ...]
     cpu_threads: int
     cpu_cores: tuple[int, ...]
     max_layers: int | None = None
     spare_layers: tuple[int, ...] = ()
-    page_links: str = ""
+    page_links: tuple[str, ...] = ()
+    log_mib: int = 0
 
 
 class MeasureCosts(msgspec.Struct, frozen=True, tag=True):
@@ -89,14 +109,20 @@ class MeasuredCosts(msgspec.Struct, frozen=True, tag=True):
     costs: PartCosts
 
 
+class StillLoading(msgspec.Struct, frozen=True, tag=True):
+    """The worker gets on with what it was asked for; said now and then while that takes long."""
+
+    worker: int
+
+
 class StageLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Weights are in memory. `num_pages` is how many KV pages this stage can hold, `page_bytes`
     what one takes in as many layers as the stage may ever hold."""
 
     stage: int
-    num_pages: int
-    weight_bytes: int
-    page_bytes: int
+    num_pages: Count
+    weight_bytes: Count
+    page_bytes: Count
     load_seconds: float
 
 
@@ -108,12 +134,14 @@ class PoolSize(msgspec.Struct, frozen=True, tag=True):
 
 class StageReady(msgspec.Struct, frozen=True, tag=True):
     """The pool is allocated and the links are open. `attention_backend` and `layer_kernels` are
-    those in use; `notices` are for the user and told once, however many stages send them."""
+    those in use; `notices` are for the user and told once, however many stages send them. Of
+    `log_pages` pages the stage can keep the rows that it sends."""
 
     stage: int
     attention_backend: str
     layer_kernels: str
     notices: tuple[str, ...] = ()
+    log_pages: int = 0
 
 
 class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -125,7 +153,7 @@ class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     step_id: int
     epoch: int
     timing: StageTiming
-    token_ids: tuple[int, ...] | None = None
+    token_ids: tuple[Count, ...] | None = None
     logprobs: tuple[LogprobRows, ...] = ()
 
 
@@ -134,12 +162,13 @@ class Regroup(msgspec.Struct, frozen=True, tag=True):
     join the stages anew. Taken before orders that have arrived already.
 
     The stage keeps its weights, holds its layers of `plan`, and opens `links`, as in its
-    `StageAssignment`, for the stream of orders `incarnation`.
+    `StageAssignment`, for the stream of orders `incarnation`. `page_links` are as there.
     """
 
     incarnation: int
     plan: StagePlan
     links: tuple[str, ...]
+    page_links: tuple[str, ...] = ()
 
 
 class Regrouped(msgspec.Struct, frozen=True, tag=True):
@@ -200,6 +229,7 @@ ToWorker = (
 FromWorker = (
     WorkerHello
     | MeasuredCosts
+    | StillLoading
     | StageLoaded
     | StageReady
     | Regrouped

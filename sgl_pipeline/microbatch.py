@@ -12,6 +12,9 @@ from sgl_pipeline.pipeline_load import PipelineLoad, TokenBudget
 from sgl_pipeline.requests import Request
 from sgl_pipeline.step_work import StepWork, attended_tokens
 
+# The most of a run of a lost stage's layers: between two of them it listens to the scheduler.
+REPLAY_TOKENS = 512
+
 
 class Chunk(msgspec.Struct, frozen=True):
     """`length` tokens of `request` from position `start`, computed in one step.
@@ -37,13 +40,25 @@ class Chunk(msgspec.Struct, frozen=True):
         return attended_tokens(self.start, self.end)
 
 
+class Replay(msgspec.Struct, frozen=True):
+    """Positions of `request` from `start`, in whole `pages` but for the last, whose keys and values
+    `stages`, which were lost, must compute again before the step that has this."""
+
+    request: Request
+    start: int
+    length: int
+    stages: tuple[int, ...]
+    pages: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Microbatch:
     """The chunks of one step, with what they were decided from.
 
     `epoch` is the version of the StagePlan that the step runs under, `load` the state before it, as
     `args.accounting` counts, `budget` what the policy allowed for that. `released` are the requests
-    whose pages the stages may forget.
+    whose pages the stages may forget. `replays` come before the chunks, on the stages that they
+    name.
     """
 
     step_id: int
@@ -52,35 +67,33 @@ class Microbatch:
     budget: TokenBudget
     chunks: tuple[Chunk, ...]
     released: tuple[Request, ...] = ()
+    replays: tuple[Replay, ...] = ()
     # What its time depends on; counted once, since it is asked for while the step is in flight.
     work: StepWork = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        by_decodes = self.decode_attended_tokens
-        work = StepWork(
-            self.num_tokens,
-            self.num_decodes,
-            by_decodes,
-            self.attended_tokens - by_decodes,
-            self.num_samples,
-        )
-        object.__setattr__(self, "work", work)
+        object.__setattr__(self, "work", _work_of(self.chunks))
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
+        return self.work.tokens
 
     @property
     def num_decodes(self) -> int:
-        return sum(chunk.is_decode for chunk in self.chunks)
+        return self.work.decodes
 
     @property
     def num_prefill_tokens(self) -> int:
         return self.num_tokens - self.num_decodes
 
     @property
+    def num_replay_tokens(self) -> int:
+        """Those that some stage computes again."""
+        return sum(replay.length for replay in self.replays)
+
+    @property
     def num_samples(self) -> int:
-        return sum(chunk.samples for chunk in self.chunks)
+        return self.work.samples
 
     @property
     def num_logprob_chunks(self) -> int:
@@ -88,10 +101,19 @@ class Microbatch:
 
     @property
     def attended_tokens(self) -> int:
-        # Written out: a property's call for each decode of each step costs twice the sum.
-        return sum([c.length * (2 * c.start + c.length + 1) // 2 for c in self.chunks])
+        return self.work.decode_attended_tokens + self.work.prefill_attended_tokens
 
-    @property
-    def decode_attended_tokens(self) -> int:
-        """Those of them that decodes attend to, which share no keys."""
-        return sum([c.start + c.length for c in self.chunks if c.is_decode])
+
+def _work_of(chunks: tuple[Chunk, ...]) -> StepWork:
+    # One pass, written out: five sums with a call for each decode take three times as long.
+    tokens = decodes = by_decodes = by_prefill = samples = 0
+    for chunk in chunks:
+        length = chunk.length
+        tokens += length
+        samples += chunk.samples
+        if chunk.is_decode:
+            decodes += 1
+            by_decodes += chunk.start + length
+        else:
+            by_prefill += length * (2 * chunk.start + length + 1) // 2
+    return StepWork(tokens, decodes, by_decodes, by_prefill, samples)

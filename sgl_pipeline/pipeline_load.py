@@ -9,7 +9,7 @@ randomness).
 from dataclasses import dataclass
 from typing import Literal
 
-from sgl_pipeline.step_work import StepTimes
+from sgl_pipeline.step_work import StepTimes, StepWork
 
 # The term of gLLM's eq. 3 that a prefill budget equals: #WP / #T, the share of free memory, #MinP,
 # none because of the pause, or #MaxP, which is also the fixed budget of other policies. Or a target
@@ -31,7 +31,7 @@ class PipelineLoad:
     For policies that budget time: `waiting_attended_tokens` are the pairs of a row and a token that
     it attends to, of the waiting tokens; `decode_attended_tokens` those of one more token of each
     running decode; `step_times` says what a step takes, None while that is not known, and
-    `in_flight_ms` what the longest of the steps in flight takes. `newest_wait_ms` is for how long
+    `work_in_flight` what the steps in flight hold. `newest_wait_ms` is for how long
     the request has been there that arrived last, of those whose prompt is not computed.
     """
 
@@ -48,13 +48,21 @@ class PipelineLoad:
     waiting_attended_tokens: int = 0
     decode_attended_tokens: int = 0
     step_times: StepTimes | None = None
-    in_flight_ms: float = 0.0
+    work_in_flight: tuple[StepWork, ...] = ()
     newest_wait_ms: float = 0.0
 
     @property
     def free_share(self) -> float:
         """gLLM KV_free, in [0, 1]."""
         return self.free_pages / self.total_pages
+
+    @property
+    def in_flight_ms(self) -> float:
+        """What the longest of the steps in flight takes, 0 while that is not known. Predicted when
+        a policy asks: others pay nothing for it."""
+        if self.step_times is None:
+            return 0.0
+        return max(map(self.step_times.step_ms, self.work_in_flight), default=0.0)
 
     @property
     def is_moving(self) -> bool:

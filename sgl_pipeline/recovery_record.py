@@ -1,4 +1,4 @@
-"""What is kept of one recovery: which workers were lost, what it took until all stages ran again.
+"""What is kept of one recovery: which workers were lost, what it took until steps ran again.
 
 Filled by `pipeline/recovery.py`; read by the traces, the metrics, the log and `/server_info`.
 """
@@ -20,7 +20,10 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
     `lost` are the workers that were lost until it ended, the first of them at `began_s`.
     `survivors_s` is when the stages that are left had let go of the old stream, `ended_s` when the
     new one began, of number `incarnation`: until then no step could be decided. `num_requests` were
-    running; of them `num_tokens` must be prefilled again.
+    running; of their tokens `num_tokens` must be prefilled again, by all stages, and
+    `num_replay_tokens` be computed again by the lost stages alone. `num_stages` serve since, and
+    `stages_before` did before: fewer where no worker came for one, more when one has come, where
+    nobody need have been lost.
     """
 
     began_s: float
@@ -30,10 +33,27 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
     ended_s: float | None = None
     num_requests: int = 0
     num_tokens: int = 0
+    num_replay_tokens: int = 0
+    num_stages: int = 0
+    stages_before: int = 0
+
+    @property
+    def has_other_stages(self) -> bool:
+        """Whether more or fewer stages serve than before."""
+        return self.num_stages != self.stages_before
 
     @property
     def is_over(self) -> bool:
         return self.ended_s is not None
+
+    @property
+    def what_happened(self) -> str:
+        """In a few words."""
+        stages = ", ".join(map(str, self.stages))
+        text = f"stage {stages} lost" if stages else "a worker came"
+        if self.has_other_stages:
+            text += f", {self.num_stages} stages in place of {self.stages_before}"
+        return text
 
     @property
     def stages(self) -> tuple[int, ...]:

@@ -6,6 +6,8 @@ the metrics and the benchmarks show. Moments are seconds of the host's monotonic
 processes share, or of the simulator's.
 """
 
+import operator
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,6 +34,18 @@ class StageTiming(msgspec.Struct, frozen=True):
     layers_s: float  # its layers were done
     done_s: float  # the tokens were on the host; on all but the last stage the same
     sent_s: float  # the link had taken its rows
+
+    def shifted(self, offset_s: float) -> "StageTiming":
+        """The same moments by a clock that is `offset_s` ahead."""
+        if offset_s == 0.0:
+            return self
+        return StageTiming(*(moment_s + offset_s for moment_s in msgspec.structs.astuple(self)))
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether these can be moments of one step: each is a number, and none before another."""
+        moments = (0.0, *msgspec.structs.astuple(self), sys.float_info.max)
+        return all(map(operator.le, moments, moments[1:]))
 
     @property
     def input_wait_ms(self) -> float:

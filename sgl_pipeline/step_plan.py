@@ -9,10 +9,12 @@ orders of `stage_orders.py`, which sees to it that none is lost, repeated or alt
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import msgspec
 
-from sgl_pipeline.microbatch import Chunk, Microbatch
+from sgl_pipeline.logged_pages import LogContents
+from sgl_pipeline.microbatch import REPLAY_TOKENS, Chunk, Microbatch
 from sgl_pipeline.requests import LogprobSpec, Request, SamplingSpec
 
 INT32 = "i"  # array typecode of token and page ids on the wire
@@ -47,24 +49,38 @@ class ChunkPlan(msgspec.Struct, frozen=True, array_like=True):
     token_mask: bytes = b""
 
 
+class ReplayPlan(msgspec.Struct, frozen=True, array_like=True):
+    """`length` tokens from position `start` of the request `handle`, which `stages` compute again:
+    the others have not lost what they know of them."""
+
+    handle: int
+    start: int
+    length: int
+    stages: tuple[int, ...]
+
+
 class StepPlan(msgspec.Struct, frozen=True, tag=True):
-    """What every stage needs to know of one step. Applied as: closes, opens, chunks."""
+    """What every stage needs to know of one step. Applied as: closes, opens, chunks; run as:
+    replays, chunks."""
 
     step_id: int
     epoch: int
     closes: tuple[int, ...]
     opens: tuple[RequestOpen, ...]
     chunks: tuple[ChunkPlan, ...]
+    replays: tuple[ReplayPlan, ...] = ()
 
 
 class MirrorSnapshot(msgspec.Struct, frozen=True, tag=True):
     """The whole state of a mirror, for a stage that joins or restarts.
 
-    Each chunk has length 0 and carries all tokens and pages of its request.
+    Each chunk has length 0 and carries all tokens and pages of its request. `log` says what the
+    boundary logs hold; None where there are none.
     """
 
     opens: tuple[RequestOpen, ...]
     contents: tuple[ChunkPlan, ...]
+    log: LogContents | None = None
 
 
 @dataclass(slots=True)
@@ -96,9 +112,13 @@ class StepPlanEncoder:
             if chunk.request not in self._sent
         )
         chunks = tuple(self._chunk(chunk) for chunk in microbatch.chunks)
-        return StepPlan(microbatch.step_id, microbatch.epoch, closes, opens, chunks)
+        replays = tuple(
+            ReplayPlan(self._sent[one.request].handle, one.start, one.length, one.stages)
+            for one in microbatch.replays
+        )
+        return StepPlan(microbatch.step_id, microbatch.epoch, closes, opens, chunks, replays)
 
-    def snapshot(self) -> MirrorSnapshot:
+    def snapshot(self, log: LogContents | None = None) -> MirrorSnapshot:
         """All that a stage must know to continue with the next plan."""
         opens, contents = [], []
         for request, sent in self._sent.items():
@@ -106,7 +126,7 @@ class StepPlanEncoder:
             tokens = array(INT32, request.tokens(0, sent.num_tokens)).tobytes()
             pages = array(INT32, request.pages[: sent.num_pages]).tobytes()
             contents.append(ChunkPlan(sent.handle, sent.num_tokens, 0, False, tokens, pages))
-        return MirrorSnapshot(tuple(opens), tuple(contents))
+        return MirrorSnapshot(tuple(opens), tuple(contents), log)
 
     def forget(self) -> None:
         """The stages have forgotten all requests; those that go on are described anew."""
@@ -178,6 +198,21 @@ class RequestMirror:
         for opened in plan.opens:
             self._open(opened)
         return [self._extend(chunk) for chunk in plan.chunks]
+
+    def replays(self, plan: StepPlan) -> Iterator[tuple[tuple[int, ...], list[MirroredChunk]]]:
+        """What is to be computed again before the chunks of `plan`, which was applied: stages, and
+        chunks for one run of their layers, of which none samples."""
+        for stages, replays in groupby(plan.replays, lambda replay: replay.stages):
+            batch: list[MirroredChunk] = []
+            num_tokens = 0
+            for replay in replays:
+                if batch and num_tokens + replay.length > REPLAY_TOKENS:
+                    yield stages, batch
+                    batch, num_tokens = [], 0
+                request = self._requests[replay.handle]
+                batch.append(MirroredChunk(request, replay.start, replay.length, False))
+                num_tokens += replay.length
+            yield stages, batch
 
     def restore(self, snapshot: MirrorSnapshot) -> None:
         """Replaces everything by `snapshot`."""

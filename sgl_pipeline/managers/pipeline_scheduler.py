@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from sgl_pipeline.errors import RequestError
+from sgl_pipeline.errors import PipelineLost, ProtocolError, RequestError
 from sgl_pipeline.layer_moves import MoveReport
 from sgl_pipeline.managers.front.control_requests import ControlDesk
 from sgl_pipeline.managers.front.pipeline_desk import PipelineDesk
@@ -23,6 +23,7 @@ from sgl_pipeline.managers.reports.load_report import LoadReport
 from sgl_pipeline.managers.reports.move_log import log_begun, log_ended
 from sgl_pipeline.managers.reports.profile_desk import ProfileDesk
 from sgl_pipeline.managers.reports.server_info import describe_state
+from sgl_pipeline.managers.reports.slow_stage_log import SlowStageLog
 from sgl_pipeline.managers.reports.status_line import StatusLine
 from sgl_pipeline.managers.reports.throttle_report import log_change
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 POLL_MS = 100  # bound on how late a dead stage is noticed
 CHECK_INTERVAL_S = 0.1
 COLLECTION_INTERVAL_S = 60.0
+LAST_ANSWERS_S = 1.0
 
 
 class PipelineScheduler:
@@ -84,13 +86,15 @@ class PipelineScheduler:
         self._metrics = metrics
         self._live = live
         self._status = StatusLine()
+        self._slow_stages = SlowStageLog(core.migration.mode)
         self._facts = facts
-        self._profiles = ProfileDesk(front, launcher, launcher.stages, traces)
+        self._profiles = ProfileDesk(front, launcher, traces)
         recovery.on_lost = self._profiles.on_lost
         self._desk = ControlDesk(front, self, self._profiles)
         self._poller = poller
         self._poller.register(front.socket, zmq.POLLIN)
-        self._poller.register(launcher.channel.socket, zmq.POLLIN)
+        for readable in launcher.channel.readable:
+            self._poller.register(readable, zmq.POLLIN)
         self._poller.register(operators.socket, zmq.POLLIN)
         self._poller.register(launcher.ends_descriptor, zmq.POLLIN)
         # Steps whose tokens are booked, and not yet passed on.
@@ -102,8 +106,8 @@ class PipelineScheduler:
     def run(self) -> None:
         """Serves until told to shut down. However it ends, no live request is left unanswered.
 
-        Raises StageFailure when a stage is lost and cannot be replaced, ProtocolError when one said
-        what it may not.
+        Raises StageFailure when a stage is lost, or said what it may not, and may not be replaced,
+        PipelineLost when those that are left cannot serve.
         """
         finish = FinishReason("abort", message="the server is shutting down", status_code=503)
         try:
@@ -116,8 +120,8 @@ class PipelineScheduler:
                         self._take(request)
                     else:
                         self._front.refuse(request, error)
-                for report in self._launcher.receive():
-                    self._on_report(report)
+                for worker, report in self._launcher.receive():
+                    self._hear(worker, report)
                 if self._launcher.ends_descriptor in events:
                     self._recovery.check(time.monotonic())
                 self._recovery.serve(time.monotonic())
@@ -125,15 +129,31 @@ class PipelineScheduler:
                 self._fill_pipeline()
                 # The stages have their work; everything below can wait.
                 self._pass_on_results()
+                for request in self._core.take_unfit():
+                    self._front.end(request)
                 # After filling: a request that has just started has not timed out.
                 self._end_overdue(time.monotonic())
                 self._check_now_and_then()
+        except PipelineLost as failure:
+            finish = FinishReason("abort", message=str(failure), status_code=503)
+            self._refuse_late_ones(failure)
+            raise
         except Exception as failure:
             finish = FinishReason("abort", message=str(failure), status_code=500)
             raise
         finally:
             for request in self._front.live_requests:
                 self._front.send_finish(request, finish)
+
+    def _refuse_late_ones(self, failure: PipelineLost) -> None:
+        """Answers requests that are on their way while the server ends; they could go elsewhere."""
+        end_s = time.monotonic() + LAST_ANSWERS_S
+        while (left_s := end_s - time.monotonic()) > 0.0:
+            finish = FinishReason("abort", message=str(failure), status_code=503)
+            for request in self._front.live_requests:
+                self._front.send_finish(request, finish)
+            self._front.socket.poll(max(1, int(left_s * 1e3)))
+            self._front.receive()
 
     def _take(self, message: Received) -> None:
         """Handles what the front sent. What goes wrong here ends that request, never the loop."""
@@ -201,6 +221,14 @@ class PipelineScheduler:
             self._launcher.broadcast(step.order)
             step.schedule_ms = (time.perf_counter() - started) * 1e3
 
+    def _hear(self, worker: int, message: FromWorker) -> None:
+        """Books what a worker says. What cannot be so is its fault, and costs the others nothing:
+        whoever finds that out has booked nothing of the message."""
+        try:
+            self._on_report(message)
+        except ProtocolError as error:
+            self._launcher.blame(worker, str(error))
+
     def _on_report(self, report: FromWorker) -> None:
         """Books a stage's report; the last stage's brings the tokens of its step."""
         if isinstance(report, ProfileReply):
@@ -248,8 +276,10 @@ class PipelineScheduler:
     def _report_recoveries(self) -> None:
         """Lets everybody know of recoveries that have ended. Meanwhile the server is as healthy as
         it says it is: health checks do not wait for a step."""
-        self._front.is_recovering = self._recovery.current is not None
+        self._front.is_recovering = self._recovery.is_within_bound(time.monotonic())
         ended = self._recovery.take_ended()
+        if ended:
+            self._front.set_pool_tokens(self._requests.limits.pool_tokens)
         for record in ended:
             if self._metrics is not None:
                 self._metrics.recovered(record)
@@ -273,6 +303,7 @@ class PipelineScheduler:
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + CHECK_INTERVAL_S
             self._recovery.check(now_s)
+            self._core.clock_offsets_s = self._launcher.clock_offsets_s()
             self._front.answer_health_checks()
             state = self._state(now_s)
             load = self._loads.publish(state)
@@ -281,6 +312,7 @@ class PipelineScheduler:
             if self._live is not None:
                 self._live.publish(state)
             self._status.report(state)
+            self._slow_stages.report(state)
             self._desk.poll(now_s)
             if self._requests.is_idle and now_s >= self._next_collection_s:
                 self._next_collection_s = now_s + COLLECTION_INTERVAL_S
@@ -303,7 +335,11 @@ class PipelineScheduler:
     def describe(self) -> dict[str, Any]:
         """Facts for `/server_info`: the pipeline as it was started, and how it is doing."""
         state = self._state(time.monotonic())
-        return self._facts | describe_state(state) | {"stage_pids": self._launcher.stage_pids}
+        return (
+            self._facts
+            | describe_state(state)
+            | {"stage_pids": self._launcher.stage_pids, "hosts": self._launcher.hosts()}
+        )
 
     def _state(self, now_s: float) -> PipelineState:
         return self._core.state(now_s, len(self._grammars), self._recovery.records)

@@ -20,6 +20,7 @@ from sglang.srt.utils import configure_logger
 
 from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
+from sgl_pipeline.cluster.remote_workers import RemoteWorkers
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.command_line.model_files import ModelLimits, load_tokenizer, model_limits
 from sgl_pipeline.managers.desk_channel import DeskSocket, desk_address
@@ -36,8 +37,9 @@ from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
 from sgl_pipeline.managers.planning.cost_files import find_costs
 from sgl_pipeline.managers.reports.live_report import LiveReport
 from sgl_pipeline.managers.reports.load_report import LoadReport, loads_path
-from sgl_pipeline.managers.reports.server_info import describe_page, describe_start
+from sgl_pipeline.managers.reports.server_info import describe_page, describe_start, summarize_start
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
+from sgl_pipeline.managers.span_channel import SpanSender, span_address
 from sgl_pipeline.managers.stages.recovery_desk import RecoveryDesk
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.migration.planner import LayerPlanner
@@ -45,14 +47,14 @@ from sgl_pipeline.migration.planner_args import PlannerArgs
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
+from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.recovery import StageRecovery
 from sgl_pipeline.pipeline.stage_watch import StageWatch
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
-from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 from sgl_pipeline.pipeline.worker_source import WorkerSource
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
-from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.trace import StepWriter, TraceWriter
@@ -119,18 +121,31 @@ def _serve(
     grammars = _grammars(args, limits, tokenizer, poller)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     predictor = _saved_predictor(args, spec)
-    # Several GPUs may differ; all stages on this machine's CPU are alike.
-    for_split = predictor if args.stages.device == "cpu" else None
-    launcher = StageLauncher(args, spec.num_layers, stage_pids, context, worker_source, for_split)
+    # Several GPUs or hosts may differ; all stages on this machine's CPU are alike.
+    is_one_cpu = args.stages.device == "cpu" and args.cluster.num_hosts == 1
+    others = RemoteWorkers(args.run_directory) if args.cluster.num_hosts > 1 else None
+    launcher = StageLauncher(
+        args,
+        spec.num_layers,
+        stage_pids,
+        context,
+        worker_source,
+        predictor if is_one_cpu else None,
+        others,
+    )
     traces = TraceFiles(_open_traces(args))
     front = loads = operators = live = None
     try:
         capacity = launcher.start()
         facts = describe_start(args, capacity)
-        logger.info("pipeline ready: %s", facts)
+        logger.info("%s", summarize_start(facts))
+        logger.debug("pipeline ready: %s", facts)
         pool_tokens = capacity.num_pages * args.scheduling.page_size
+        spans = None
+        if server_args.enable_trace:
+            spans = SpanSender(context, span_address(args.run_directory))
         front = SglangFront(
-            server_args, port_args, limits, pool_tokens, tokenizer, reasoning, context
+            server_args, port_args, limits, pool_tokens, tokenizer, reasoning, context, spans
         )
         steps = StepScheduler(
             args.scheduling,
@@ -138,6 +153,7 @@ def _serve(
             num_pages=capacity.num_pages,
             num_stages=args.stages.num_stages,
             context_length=limits.context_length,
+            log=_recovery_log(args, capacity),
         )
         loads = LoadReport(loads_path(args.run_directory), args.scheduling, capacity)
         if args.ui == "on":
@@ -152,7 +168,7 @@ def _serve(
         throttle = ThrottleControl(
             steps, args.throttle, args.scheduling.accounting, args.most_prefill_tokens
         )
-        core = PipelineCore(steps, capacity.plan, migration, forecast, throttle)
+        core = PipelineCore(steps, capacity.plan, migration, forecast, throttle, limits.vocab_size)
         recovery_args = _recovery_args(args, launcher)
         recovery = StageRecovery(core, launcher.roster, recovery_args)
         is_on = recovery_args.mode != "off"
@@ -255,6 +271,14 @@ def _recovery_args(args: PipelineArgs, launcher: StageLauncher) -> RecoveryArgs:
         "host it would be replaced"
     )
     return dataclasses.replace(options, mode="off", spare_workers=0)
+
+
+def _recovery_log(args: PipelineArgs, capacity: PipelineCapacity) -> RecoveryLog | None:
+    """What a lost stage can compute again by itself; None where rows are not kept."""
+    if args.log_mib == 0:
+        return None
+    stages, size = args.stages.num_stages, args.scheduling.page_size
+    return RecoveryLog(stages, size, capacity.log_pages)
 
 
 def _open_traces(args: PipelineArgs) -> list[StepWriter]:

@@ -50,6 +50,11 @@ class MoveCoordinator:
         self._begun: list[MoveRecord] = []
         self._ended: list[MoveRecord] = []
 
+    def start_over(self, plan: StagePlan, max_layers: Sequence[int]) -> None:
+        """Other stages hold the layers from now on, as `plan` says; no move is under way."""
+        assert self._current is None and len(max_layers) == plan.num_stages
+        self.plan, self.max_layers = plan, tuple(max_layers)
+
     @property
     def current(self) -> MoveRecord | None:
         """The move under way."""

@@ -43,6 +43,25 @@ def agreed_costs(measured: Sequence[StageCosts], *, are_alike: bool) -> tuple[St
     )
 
 
+def costs_by_host(
+    measured: Sequence[StageCosts], hosts: Sequence[str], *, are_alike: bool
+) -> tuple[StageCosts, ...]:
+    """`agreed_costs` of workers of which `hosts[i]` is the host: only those of one host may be
+    alike."""
+    if len({*hosts}) == 1:
+        return agreed_costs(measured, are_alike=are_alike)
+    if are_alike:
+        of_host = {
+            host: agreed_costs(
+                [own for own, other in zip(measured, hosts, strict=True) if other == host],
+                are_alike=True,
+            )[0]
+            for host in hosts
+        }
+        measured = [of_host[host] for host in hosts]
+    return agreed_costs(measured, are_alike=False)
+
+
 def stage_times_ms(costs: Sequence[StageCosts], layer_counts: Sequence[int]) -> tuple[float, ...]:
     """What a step takes each stage, of the worker with the same place in `costs`."""
     ends = list(accumulate(layer_counts))

@@ -49,6 +49,14 @@ class LayerPlanner:
         self._lost_s = 0.0  # by not having moved yet
         self._search: tuple[object, SplitSearch] | None = None
 
+    def start_over(self, plan: StagePlan, max_layers: tuple[int, ...] | None = None) -> None:
+        """Other stages hold the layers from now on; how many they are may have changed."""
+        self._num_stages = plan.num_stages
+        self.max_layers = max_layers
+        self._window.clear()
+        self._search = None
+        self.moved()
+
     def note(self, parts: PartTimes) -> None:
         """A step of these predicted times has ended."""
         if self.forecast.predictor is not self._predictor:

@@ -42,6 +42,15 @@ class StepForecast:
         """What each stage takes over what is predicted for it."""
         return self._speeds.factors if self._speeds else (1.0,) * self._num_stages
 
+    def start_over(self, plan: StagePlan) -> None:
+        """Other stages run the steps from now on: how fast they are is to be seen."""
+        self._num_stages = plan.num_stages
+        if self._speeds is not None:
+            self._speeds = StageSpeeds(plan.num_stages)
+        self._plans.clear()
+        self._slowest = None
+        self.know_plan(plan)
+
     def know_plan(self, plan: StagePlan) -> None:
         """Steps of this plan's epoch may be noted from now on."""
         self._plans[plan.epoch] = plan.layer_counts

@@ -3,7 +3,10 @@
 Pure functions, used by `worker_roster.py`. The workers of a host share its cores and its GPUs.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from sgl_pipeline.args import PipelineArgs, StageArgs, require
 from sgl_pipeline.messages import StageAssignment, WorkerHello
@@ -17,20 +20,47 @@ def assign(
     *,
     first_plan: StagePlan | None = None,
     incarnation: int = 0,
+    fewer_pages_do: bool = False,
+    gpus: Sequence[int | None] = (),
 ) -> tuple[StageAssignment, ...]:
     """What the worker of each stage is told; that of `hellos[s]` fills stage `s` of `plan`.
 
     `first_plan` is that of the server's start, where layers have moved since: it says how many a
-    stage may hold. `incarnation` is that of the stream of orders to come.
+    stage may hold. `incarnation` is that of the stream of orders to come. `fewer_pages_do`: where
+    memory does not hold as many pages as `args` ask for, those that it holds are enough. `gpus` are
+    those that the workers have already, None of one that has none.
 
     Raises ConfigurationError where the GPUs do not allow the link that `--stage-link` asks for.
     """
     links = link_addresses(args, hellos, incarnation)
     plans = (plan, first_plan or plan)
+    on_gpus = _choose_gpus(hellos, gpus or [None] * plan.num_stages)
+    sharing = Counter(zip((hello.host_key for hello in hellos), on_gpus, strict=True))
     return tuple(
-        _assignment(stage, _place_on_host(stage, hellos), hellos[stage], plans, args, links)
+        msgspec.structs.replace(
+            _assignment(stage, hellos, plans, args, links),
+            gpu=on_gpus[stage],
+            stages_on_gpu=sharing[hellos[stage].host_key, on_gpus[stage]],
+            fewer_pages_do=fewer_pages_do,
+        )
         for stage in range(plan.num_stages)
     )
+
+
+def _choose_gpus(hellos: Sequence[WorkerHello], gpus: Sequence[int | None]) -> list[int]:
+    """The GPU of each stage's worker: the one of `gpus` that it has, or, of a newcomer (None), the
+    first of those of its host that the fewest stages have. 0 where there is no GPU."""
+    shared = Counter(
+        (hello.host_key, gpu) for hello, gpu in zip(hellos, gpus, strict=True) if gpu is not None
+    )
+    chosen = []
+    for hello, gpu in zip(hellos, gpus, strict=True):
+        if gpu is None:
+            counts = [shared[hello.host_key, one] for one in range(max(1, hello.num_gpus))]
+            gpu = counts.index(min(counts))
+            shared[hello.host_key, gpu] += 1
+        chosen.append(gpu)
+    return chosen
 
 
 def link_addresses(
@@ -44,9 +74,12 @@ def link_addresses(
     num_stages, num_gpus = len(hellos), hellos[0].num_gpus
     link = args.stages.link
     boundaries = range(num_stages - 1)
+    if len({hello.host_key for hello in hellos}) > 1:
+        return tuple(_host_link(hellos, boundary, incarnation) for boundary in boundaries)
     has_gpu_each = args.stages.device == "cuda" and num_gpus >= num_stages
     if link == "auto":
-        link = "nccl" if has_gpu_each else "host"
+        # A pipeline that was put together again was never NCCL's, short enough as it may be.
+        link = "nccl" if has_gpu_each and not incarnation else "host"
     if link == "nccl":
         require(
             has_gpu_each,
@@ -65,6 +98,51 @@ def link_addresses(
     return tuple(f"{path}-{boundary}" for boundary in boundaries)
 
 
+def page_links(args: PipelineArgs, hellos: Sequence[WorkerHello], stage: int) -> tuple[str, ...]:
+    """Where `stage` meets each of the stages of `hellos` to hand over KV pages."""
+    own = hellos[stage]
+    return tuple(
+        f"unix:{own.run_directory or args.run_directory}"
+        if other.host_key == own.host_key
+        else f"tcp:{other.host_address}"
+        for other in hellos
+    )
+
+
+def place_newcomers(
+    vacant: Sequence[int],
+    spares: Mapping[int, WorkerHello],
+    hellos: Mapping[int, WorkerHello],
+) -> dict[int, int]:
+    """Which worker of `spares`, by number, fills which of the `vacant` stages, as far as they go.
+
+    `hellos` are those of the newest worker of each stage, lost ones too. A stage gets the worker
+    that lies on its neighbors' hosts, so that few links lead from host to host; of equals one on
+    the host where the stage was, then the one with the least number.
+    """
+    hosts = {stage: hello.host_key for stage, hello in hellos.items() if stage not in vacant}
+    placed: dict[int, int] = {}
+    free = dict(spares)
+    for stage in vacant:
+        if not free:
+            break
+        before = hellos[stage].host_key if stage in hellos else None
+        around = [hosts[other] for other in (stage - 1, stage + 1) if other in hosts]
+        costs = [
+            (sum(host != other for other in around), host != before, worker)
+            for worker, host in ((number, hello.host_key) for number, hello in free.items())
+        ]
+        placed[stage] = min(costs)[-1]
+        hosts[stage] = free.pop(placed[stage]).host_key
+    return placed
+
+
+def workers_of_host(num_stages: int, num_hosts: int, rank: int) -> range:
+    """The numbers of the workers that a host starts with: equal runs, in the order of the hosts, so
+    that the first stages to be filled lie on one host after the other."""
+    return range(rank * num_stages // num_hosts, (rank + 1) * num_stages // num_hosts)
+
+
 def split_cores(cores: Sequence[int], num_stages: int) -> list[tuple[int, ...]]:
     """The cores of each stage: equal runs, or none (no pinning) where stages outnumber cores."""
     if num_stages > len(cores):
@@ -80,37 +158,35 @@ def num_threads(cores: Sequence[int], cpu_threads: int | None) -> int:
 
 def _place_on_host(stage: int, hellos: Sequence[WorkerHello]) -> tuple[int, int]:
     """The stage's place among the stages of its host, and how many those are."""
-    host = hellos[stage].host
-    stages = [other for other, hello in enumerate(hellos) if hello.host == host]
+    host = hellos[stage].host_key
+    stages = [other for other, hello in enumerate(hellos) if hello.host_key == host]
     return stages.index(stage), len(stages)
 
 
 def _assignment(
     stage: int,
-    place_on_host: tuple[int, int],
-    hello: WorkerHello,
+    hellos: Sequence[WorkerHello],
     plans: tuple[StagePlan, StagePlan],
     args: PipelineArgs,
     links: tuple[str, ...],
 ) -> StageAssignment:
     plan, first_plan = plans
     stages: StageArgs = args.stages
-    place, num_places = place_on_host
+    hello = hellos[stage]
+    place, num_places = _place_on_host(stage, hellos)
     cores = split_cores(hello.cores, num_places)[place]
-    gpu = place % hello.num_gpus if hello.num_gpus else 0
     return StageAssignment(
         stage=stage,
         plan=plan,
-        model_path=stages.model_path,
+        model_path=hello.model_path or stages.model_path,
         load_format=stages.load_format,
         dtype=stages.dtype,
         device=stages.device,
-        gpu=gpu,
-        stages_on_gpu=len(range(gpu, num_places, max(1, hello.num_gpus))),
         attention_backend=stages.attention_backend,
         prefill_kernels=stages.prefill_kernels,
         graphs=stages.graphs,
         layer_kernels=stages.layer_kernels,
+        quantization=stages.quantization,
         page_size=args.scheduling.page_size,
         max_total_tokens=stages.max_total_tokens,
         memory_fraction=stages.memory_fraction,
@@ -121,8 +197,18 @@ def _assignment(
         cpu_cores=cores if stages.device == "cpu" else (),
         max_layers=args.migration.max_layers(first_plan)[stage],
         spare_layers=_spare_layers(stage, plan, first_plan, args),
-        page_links=args.run_directory,
+        page_links=page_links(args, hellos, stage),
+        log_mib=args.log_mib,
     )
+
+
+def _host_link(hellos: Sequence[WorkerHello], boundary: int, incarnation: int) -> str:
+    """The link behind stage `boundary`: within a host, or to the cluster port of the next one."""
+    upstream, downstream = hellos[boundary], hellos[boundary + 1]
+    name = f"link-{incarnation}-{boundary}"
+    if upstream.host_key == downstream.host_key:
+        return f"unix:{downstream.run_directory}/{name}"
+    return f"tcp:{downstream.host_address}/{name}"
 
 
 def _spare_layers(

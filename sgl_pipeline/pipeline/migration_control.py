@@ -64,6 +64,17 @@ class MigrationControl:
             return None
         return self.planner.worthwhile(self.coordinator.plan.layer_counts, self._proposed)
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether layers move, or are about to."""
+        return self.coordinator.current is not None
+
+    @property
+    def is_switching(self) -> bool:
+        """Whether steps run under a new plan, and some stage may lack pages of its layers."""
+        current = self.coordinator.current
+        return current is not None and current.outcome is MoveOutcome.SWITCHING
+
     def preview(self, layer_counts: Sequence[int]) -> Proposal | None:
         """What the move of `move_to` would bring; None before enough steps were measured.
 
@@ -116,6 +127,19 @@ class MigrationControl:
         """A stage is lost, with whatever move is under way."""
         self.coordinator.interrupt(reason, now_s)
         self._note_ends()
+
+    def start_over(self, plan: StagePlan, max_layers: tuple[int, ...], now_s: float) -> None:
+        """Other stages hold the layers from now on, as `plan` says. A move that was wanted while
+        no step ran is abandoned.
+
+        Args:
+            max_layers: the most layers that each of them may hold at once.
+        """
+        self.interrupt(f"{plan.num_stages} stages share the layers now", now_s)
+        self.coordinator.start_over(plan, max_layers)
+        self._proposed = None
+        if self.planner is not None:
+            self.planner.start_over(plan, max_layers)
 
     def next_order(
         self, now_s: float, pages_in_use: Callable[[], Sequence[int]]

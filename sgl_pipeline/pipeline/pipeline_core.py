@@ -5,7 +5,7 @@ of stages go in, each with the moment of the driver's clock; steps come out, eac
 order that every stage must get, and later its token events. Reads no clock, sends nothing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, replace
 
@@ -20,10 +20,12 @@ from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.output_lengths import OutputLengths
 from sgl_pipeline.pipeline.pipeline_state import PipelineState, StageState
 from sgl_pipeline.pipeline.recent_load import RecentLoad, RecentWork
+from sgl_pipeline.pipeline.slow_stages import SlowStages
 from sgl_pipeline.pipeline.step_history import StepHistory
 from sgl_pipeline.pipeline.step_pace import StepPace
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.recovery_record import RecoveryRecord
+from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import Explanation, Outlook, StepScheduler
 from sgl_pipeline.stage_orders import OrderStream, SealedOrder
 from sgl_pipeline.stage_plan import StagePlan
@@ -43,6 +45,7 @@ class PipelineCore:
         migration: may move layers; None: never.
         step_forecast: learns what steps take; None: a new one.
         throttle: changes the knobs of `scheduler`; None: they stay.
+        vocab_size: what token ids are below; None: any are taken.
     """
 
     def __init__(
@@ -52,46 +55,89 @@ class PipelineCore:
         migration: MigrationControl | None = None,
         step_forecast: StepForecast | None = None,
         throttle: ThrottleControl | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.plan = plan
         self.migration = migration or MigrationControl.off(plan)
         self.step_forecast = step_forecast or StepForecast(plan)
         self.throttle = throttle
+        self._vocab_size = vocab_size
         self.history = StepHistory(plan.num_stages)
+        self.slow_stages = SlowStages(plan.num_stages)
         self.recent_load = RecentLoad()
+        # Of stages on other hosts: what turns a moment of theirs into one of the driver's clock.
+        self.clock_offsets_s: Mapping[int, float] = {}
         self._encoder = StepPlanEncoder()
         self._orders = OrderStream()
         self._open: dict[int, OpenStep] = {}
         self._first_step_id = 0  # of this incarnation
         self._is_halted = False
+        self._unfit: list[Request] = []
+        self._configured_stages = plan.num_stages
         self._reported: list[OpenStep] = []
         self._refresh_times()
 
-    def halt(self, reason: str, now_s: float) -> int:
-        """A stage is lost: takes back all steps in flight, and decides none until `start_over`.
+    def halt(self, stages: Iterable[int], reason: str, now_s: float) -> None:
+        """`stages` are lost: takes back all steps in flight, and decides none until `start_over`.
 
-        Requests return to the queue with the tokens that they have. A layer move that is not past
-        its switch is abandoned. May be called again before `start_over`. Returns how many requests
-        were running.
+        Requests whose keys and values the lost stages cannot compute again by themselves return to
+        the queue with the tokens that they have. A layer move that is not past its switch is
+        abandoned; one that is has left no stage with all its pages. May be called again before
+        `start_over`.
         """
-        num_running = self.scheduler.num_running
         self.scheduler.forget_in_flight()
-        self.scheduler.forget_pages(now_s)
+        if self.migration.is_switching:
+            self.scheduler.lost_pages.lose_all(now_s)
+        else:
+            self.scheduler.lost_pages.lose_stages(stages, now_s)
         self.migration.interrupt(reason, now_s)
         self._open.clear()
+        self.slow_stages.interrupt()
         self._first_step_id = self.scheduler.next_step_id
         self._is_halted = True
-        return num_running
 
-    def start_over(self, incarnation: int) -> SealedOrder:
+    def use_stages(self, plan: StagePlan, max_layers: tuple[int, ...], now_s: float) -> None:
+        """The stages of `plan` will run the steps to come, more or fewer than before; after `halt`.
+        All keys and values are lost, and all rows that were kept.
+
+        Args:
+            max_layers: the most layers that each of them may hold at once.
+        """
+        assert self._is_halted, "steps may be on their way"
+        self.plan = plan
+        self.scheduler.epoch = plan.epoch
+        self.scheduler.use_stages(plan.num_stages, now_s)
+        self.migration.start_over(plan, max_layers, now_s)
+        self.step_forecast.start_over(plan)
+        self.history.start_over(plan.num_stages)
+        self.slow_stages = SlowStages(plan.num_stages)
+        self._refresh_times()
+
+    def take_unfit(self) -> list[Request]:
+        """The requests that were ended since the last call because the pages that are left would
+        not hold them even alone."""
+        unfit, self._unfit = self._unfit, []
+        return unfit
+
+    def start_over(
+        self, incarnation: int, num_pages: int | None = None, log_pages: int = 0
+    ) -> SealedOrder:
         """Every stage is there again: the first order of the new stream, for all of them.
 
         The stages that were lost may still be heard: what they say of steps before this is late.
+
+        Args:
+            num_pages: that the stages have now; None: as many as before, also in the logs.
+            log_pages: of how many of them each log has room.
         """
+        if num_pages is not None:
+            self._unfit += self.scheduler.use_pages(num_pages, log_pages)
         self._encoder.forget()
         self._is_halted = False
-        return self._orders.start_over(self._encoder.snapshot(), incarnation)
+        log = self.scheduler.lost_pages.log
+        snapshot = self._encoder.snapshot(None if log is None else log.contents())
+        return self._orders.start_over(snapshot, incarnation)
 
     @property
     def open_steps(self) -> Iterable[OpenStep]:
@@ -104,9 +150,14 @@ class PipelineCore:
         sealed: list[SealedOrder] = []
         if self._is_halted:
             return sealed
+        if self.migration.is_moving:
+            # What a stage has not computed again yet, it cannot hand over.
+            self.scheduler.lost_pages.forget_owed(now_s)
         pages_in_use = self.scheduler.pages_in_use
         while (order := self.migration.next_order(now_s, pages_in_use)) is not None:
             if isinstance(order, SwitchPlan):
+                if (log := self.scheduler.lost_pages.log) is not None:
+                    log.move(self.plan, order.plan, pages_in_use())
                 self.plan = order.plan
                 self.scheduler.epoch = order.plan.epoch
                 self.step_forecast.know_plan(order.plan)
@@ -133,33 +184,48 @@ class PipelineCore:
         """Books a stage's report. The last stage's brings the tokens: then the step, with `events`.
 
         A report of a step that was taken back is late, and means nothing any more. Raises
-        ProtocolError for a report that no stage could give now.
+        ProtocolError for a report that no stage could give now, of which nothing is booked then.
         """
         if report.step_id < self._first_step_id:
             return None
-        step = self._open.get(report.step_id)
-        if step is None or report.stage in step.timings:
-            raise ProtocolError(
-                f"stage {report.stage} reported step {report.step_id}, which it has reported "
-                "before or was never sent"
-            )
+        step = self._expected_step(report)
         is_last = report.stage == self.plan.num_stages - 1
-        if is_last != (report.token_ids is not None):
-            raise ProtocolError(
-                f"stage {report.stage} of {self.plan.num_stages} reported step {report.step_id} "
-                f"{'without' if is_last else 'with'} tokens"
-            )
         if report.token_ids is not None:
             events = self.scheduler.on_result(
                 report.step_id, report.token_ids, now_s, report.logprobs
             )
             step.finish(events, now_s)
-        step.timings[report.stage] = report.timing
+        offset_s = self.clock_offsets_s.get(report.stage, 0.0)
+        step.timings[report.stage] = report.timing.shifted(offset_s)
         self.history.last_steps[report.stage] = report.step_id
         self.history.heard_s[report.stage] = now_s
         if len(step.timings) == self.plan.num_stages:
             self._reported.append(self._open.pop(report.step_id))
         return step if is_last else None
+
+    def _expected_step(self, report: StageReport) -> OpenStep:
+        """The step that its stage must report next, if `report` can be that one's."""
+        stage = report.stage
+        name = f"stage {stage} of {self.plan.num_stages} reported step {report.step_id}"
+        due = (one for one in self._open.values() if stage not in one.timings)
+        if (step := next(due, None)) is None:
+            raise ProtocolError(f"{name}, which it has reported before or was never sent")
+        microbatch = step.microbatch
+        if (report.step_id, report.epoch) != (microbatch.step_id, microbatch.epoch):
+            raise ProtocolError(
+                f"{name} of epoch {report.epoch}, {microbatch.step_id} of epoch {microbatch.epoch} "
+                "was due"
+            )
+        is_last = stage == self.plan.num_stages - 1
+        if is_last != (report.token_ids is not None):
+            raise ProtocolError(f"{name} {'without' if is_last else 'with'} tokens")
+        if self._vocab_size is not None and max(report.token_ids or (0,)) >= self._vocab_size:
+            raise ProtocolError(
+                f"{name} with token {max(report.token_ids or ())}, the model has {self._vocab_size}"
+            )
+        if not report.timing.is_in_order:
+            raise ProtocolError(f"{name} with moments out of order: {report.timing}")
+        return step
 
     def take_records(self) -> list[StepRecord]:
         """The steps that all stages have reported since the last call, and that the driver is done
@@ -170,6 +236,7 @@ class PipelineCore:
             self.history.add(record)
             self.recent_load.add(record)
             parts = self.step_forecast.note(record)
+            self.slow_stages.note(self.step_forecast.speeds, record.finished_s)
             if parts is not None:
                 self.migration.note(parts, record.finished_s)
         if records:
@@ -227,9 +294,12 @@ class PipelineCore:
         """How things stand; `compiling_requests` are those that the driver holds back for now,
         `recoveries` those of its `StageRecovery`."""
         scheduler, history = self.scheduler, self.history
+        log = scheduler.lost_pages.log
+        slowdowns = dict(enumerate(self.slow_stages.slowdowns))
         return PipelineState(
             now_s=now_s,
             plan=self.plan,
+            configured_stages=self._configured_stages,
             is_paused=scheduler.is_paused,
             # Numbers alone: a state is sent to other processes.
             load=replace(scheduler.load(), step_times=None),
@@ -245,10 +315,18 @@ class PipelineCore:
             cached_tokens=scheduler.num_cached_tokens,
             prompt_tokens=scheduler.num_prompt_tokens,
             num_retractions=scheduler.num_retractions,
+            replayed_tokens=() if log is None else tuple(log.replayed_tokens),
+            log_pages=0 if log is None else log.capacity,
             recent_steps=tuple(history.recent),
             stages=tuple(
-                StageState(input_wait_ms=wait_ms, compute_ms=compute_ms, last_step=last_step)
-                for wait_ms, compute_ms, last_step in history.stage_totals()
+                StageState(
+                    input_wait_ms=wait_ms,
+                    compute_ms=compute_ms,
+                    last_step=last_step,
+                    slowdown=slowdowns.get(stage, 1.0),
+                    slow_since_s=self.slow_stages.since_s.get(stage),
+                )
+                for stage, (wait_ms, compute_ms, last_step) in enumerate(history.stage_totals())
             ),
             # Copies: the record of what is under way still changes.
             moves=tuple(map(copy, self.migration.history)),

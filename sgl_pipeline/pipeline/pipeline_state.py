@@ -18,15 +18,20 @@ from sgl_pipeline.trace import StepRecord
 
 class StageState(msgspec.Struct, frozen=True, kw_only=True):
     """One stage since the start: the milliseconds it waited for work and computed, and the last
-    step that it reported."""
+    step that it reported. `slowdown` is what its steps take over what is predicted for them, and
+    `slow_since_s` the moment since when that is too much, None where it is not (`slow_stages.py`).
+    """
 
     input_wait_ms: float
     compute_ms: float
     last_step: int | None
+    slowdown: float = 1.0
+    slow_since_s: float | None = None
 
 
 class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
-    """One moment, `now_s` on the driver's monotonic clock.
+    """One moment, `now_s` on the driver's monotonic clock. The stages of `plan` serve;
+    `configured_stages` is how many the server was started with.
 
     `load` counts exactly, `naive_load` whole prompts and free pages without the cached ones. Of the
     pages of `load`, `unused_pages` hold nothing, the other free ones cached prefixes.
@@ -36,11 +41,14 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     `decodes`), prompt tokens served from the cache and admitted, retractions. `recent_steps` are
     the newest that all stages have reported, oldest first (`step_history.RECENT_STEPS`). `moves`
     are the newest layer moves, `recoveries` the newest recoveries, oldest first, those under way
-    among them. `throttle` has the knobs of the policy, where they can be changed.
+    among them. `replayed_tokens` are those that each stage alone has computed again since the
+    start, empty without a recovery log, which has room for `log_pages`. `throttle` has the knobs of
+    the policy, where they can be changed.
     """
 
     now_s: float
     plan: StagePlan
+    configured_stages: int
     is_paused: bool
     load: PipelineLoad
     naive_load: PipelineLoad
@@ -58,6 +66,8 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     recent_steps: tuple[StepRecord, ...]
     stages: tuple[StageState, ...]
     moves: tuple[MoveRecord, ...]
+    replayed_tokens: tuple[int, ...] = ()
+    log_pages: int = 0
     recoveries: tuple[RecoveryRecord, ...] = ()
     throttle: ThrottleState | None = None
 
@@ -71,6 +81,16 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
         """The recovery under way: no step runs meanwhile."""
         newest = self.recoveries[-1] if self.recoveries else None
         return None if newest is None or newest.is_over else newest
+
+    @property
+    def missing_stages(self) -> int:
+        """How many stages fewer serve than the server was started with."""
+        return self.configured_stages - self.plan.num_stages
+
+    @property
+    def slow_stages(self) -> dict[int, StageState]:
+        """The stages that are slow."""
+        return {n: one for n, one in enumerate(self.stages) if one.slow_since_s is not None}
 
     @property
     def num_steps(self) -> int:

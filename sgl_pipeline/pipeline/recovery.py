@@ -5,21 +5,31 @@ Workers that end or are given up come in, and all that workers say on their way 
 each must be told comes out, and in the end the order that begins a new stream. Does no I/O and
 reads no clock.
 
-A stage that is left lets go of its steps and of its links, keeps its weights, and opens links to
-its new neighbors. All keys and values count as lost: requests are prefilled again, prompt and
-output. Because a token is a function of its request, what they go on with is what would have come.
+A stage that is left lets go of its steps and of its links, keeps its weights and pages, and opens
+links to its new neighbors. What the newcomers can compute again by themselves, they do
+(`scheduling/recovery_log.py`); the other requests are prefilled again, prompt and output. Because a
+token is a function of its request, what they go on with is what would have come.
+
+Where no worker is available for a stage (`worker_supply.py`), those that are left share its layers
+and serve on as fewer stages, and as more again when a worker has come; then all pages are lost.
+Whoever serves is first told to regroup: when all have, none has anything to say any more under its
+old number.
 """
 
 from collections import deque
 from collections.abc import Iterable
 
 from sgl_pipeline.args import RecoveryArgs
-from sgl_pipeline.errors import StageFailure
-from sgl_pipeline.messages import FromWorker
+from sgl_pipeline.errors import PipelineLost, StageFailure
+from sgl_pipeline.layer_partition import even_layer_counts
+from sgl_pipeline.messages import FromWorker, StageReady, WorkerHello
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
+from sgl_pipeline.pipeline.worker_supply import WorkerSupply
 from sgl_pipeline.recovery_record import LostWorker, RecoveryRecord
+from sgl_pipeline.requests import Request
 from sgl_pipeline.stage_orders import SealedOrder
+from sgl_pipeline.stage_plan import StagePlan
 
 KEPT_RECORDS = 64
 
@@ -38,38 +48,50 @@ class StageRecovery:
         self._args = args
         self.current: RecoveryRecord | None = None
         self.history: deque[RecoveryRecord] = deque(maxlen=KEPT_RECORDS)
-        self._incarnation = 0
         self._joining_since_s = 0.0
-        # Workers that were asked for and have not greeted, and since when.
-        self._asked_s: dict[int, float] = {}
         self._losses_s: deque[float] = deque()
+        self._supply = WorkerSupply(args)
+        self._first_plan = core.plan
+        self._last_loss: tuple[str, float] | None = None
 
     @property
-    def num_wanted_workers(self) -> int:
+    def bound_s(self) -> float:
+        """Longer than this no recovery should take."""
+        return self._args.join_limit_s
+
+    def num_wanted_workers(self, now_s: float) -> int:
         """How many more workers the source should be asked for now."""
-        if self._args.mode == "off":
+        if self._args.mode == "off" or self._supply.rests(now_s):
             return 0
-        needed = len(self._roster.vacant_stages) + self._args.spare_workers
-        return max(0, needed - len(self._roster.spare_workers) - len(self._asked_s))
+        missing = self._first_plan.num_stages - len(self._roster.workers_of_stages)
+        spare = len(self._roster.spare_workers) + self._supply.num_on_their_way
+        return max(0, missing + self._args.spare_workers - spare)
 
     def asked(self, worker: int, now_s: float) -> None:
         """The source was asked for a worker, who will greet with this number."""
-        self._asked_s[worker] = now_s
+        self._supply.asked(worker, now_s)
+
+    def refused(self, worker: int, reason: str, now_s: float) -> None:
+        """The source cannot give the worker that it was asked for."""
+        self._supply.failed(worker, reason, now_s, is_refusal=True)
 
     def lose(self, worker: int, reason: str, now_s: float) -> list[Addressed]:
         """A worker has ended, or was given up: nothing that it said will be heard any more.
 
-        Returns what the others must be told. Raises StageFailure where the stage cannot be
-        replaced: recovery is off, or too many were lost.
+        Returns what the others must be told. Raises StageFailure where the stage is not replaced:
+        recovery is off, or too many were lost that had served.
         """
-        self._asked_s.pop(worker, None)
         stage = self._roster.lose(worker)
-        self._count(worker if stage is None else stage, reason, now_s)
+        if self._roster.has_served(worker) or self._args.mode == "off":
+            self._count(worker if stage is None else stage, reason, now_s)
+            self._supply.try_again()
+        else:
+            self._supply.failed(worker, reason, now_s)
         lost = LostWorker(worker, stage, reason)
         if self.current is not None:
             self.current.lost += (lost,)
         elif stage is not None:
-            self.current = RecoveryRecord(began_s=now_s, incarnation=0, lost=(lost,))
+            self.current = self._new_record(now_s, lost)
         if stage is None or self.current is None:
             return []
         self._halt(f"stage {stage} was lost: {reason}", now_s)
@@ -80,15 +102,82 @@ class StageRecovery:
 
         Raises ProtocolError and ConfigurationError as `WorkerRoster.take`.
         """
+        is_newcomer = isinstance(message, StageReady) and not self._has_served(message.stage)
         answers = self._roster.take(message)
-        for worker in [*self._asked_s]:
-            if self._roster.has_greeted(worker):
-                del self._asked_s[worker]
+        if isinstance(message, WorkerHello):
+            self._supply.greeted(message.worker)
+        elif is_newcomer:
+            self._supply.got_ready()
         if self.current is not None:
             answers += self._roster.fill()
             if self.current.survivors_s is None and self._roster.has_regrouped:
                 self.current.survivors_s = now_s
         return answers
+
+    def _has_served(self, stage: int) -> bool:
+        worker = self._roster.worker_of(stage)
+        return worker is not None and self._roster.has_served(worker)
+
+    def reform(self, now_s: float) -> list[Addressed]:
+        """Has fewer stages serve where no worker comes for one, and more where one has come; to be
+        asked now and then. Returns what each worker must be told.
+
+        Raises PipelineLost where the stages that are left are too few.
+        """
+        if self.current is None:
+            if self._num_stages_now(now_s) == self._roster.num_stages:
+                return []
+            self.current = self._new_record(now_s)
+            self._halt("a worker has come for a missing stage", now_s)
+            return self._roster.fill()
+        if not (self._roster.is_settled and self._roster.has_regrouped):
+            return []
+        num_stages = self._num_stages_now(now_s)
+        if num_stages == self._roster.num_stages:
+            return []
+        return self._reassign(num_stages, now_s)
+
+    def _num_stages_now(self, now_s: float) -> int:
+        """How many stages can serve with the workers that there are."""
+        roster, supply = self._roster, self._supply
+        num_filled = len(roster.workers_of_stages)
+        if not roster.vacant_stages:
+            if supply.num_on_their_way:
+                return roster.num_stages  # one pause for all who come
+            num_workers = num_filled + len(roster.spare_workers)
+            return min(self._first_plan.num_stages, num_workers)
+        if supply.num_on_their_way or not supply.rests(now_s):
+            return roster.num_stages
+        if num_filled < self._args.min_stages:
+            raise PipelineLost(
+                f"{num_filled} of {self._first_plan.num_stages} stages are left, no worker is "
+                f"available for the others ({supply.last_reason}), and --min-stages is "
+                f"{self._args.min_stages}"
+            )
+        return num_filled
+
+    def _reassign(self, num_stages: int, now_s: float) -> list[Addressed]:
+        """Gives all layers to so many stages. Each starts over but for the weights that it has."""
+        assert self.current is not None
+        old, first = self._core.plan, self._first_plan
+        counts = even_layer_counts(first.num_layers, num_stages)
+        if num_stages == first.num_stages:
+            counts = first.layer_counts
+        plan = StagePlan(old.epoch + 1, counts)
+        incarnation = self._roster.incarnation + 1
+        self._joining_since_s = now_s
+        self.current.incarnation, self.current.num_stages = incarnation, num_stages
+        # None of them is left to any stage.
+        self.current.num_tokens += sum(self._computed_tokens().values())
+        self.current.num_replay_tokens = 0
+        told = self._roster.reassign(plan, incarnation)
+        self._core.use_stages(plan, self._roster.max_layers, now_s)
+        return told
+
+    def _computed_tokens(self) -> dict[Request, int]:
+        """How many tokens of each running request are computed."""
+        requests = self._core.scheduler.requests()
+        return {request: request.num_computed for request in requests if request.pages}
 
     def start_order(self, now_s: float) -> SealedOrder | None:
         """The first order of the new stream, for all stages, once each has a worker that is ready
@@ -98,7 +187,8 @@ class StageRecovery:
         record, self.current = self.current, None
         record.ended_s = now_s
         self.history.append(record)
-        return self._core.start_over(self._incarnation)
+        roster, record.incarnation = self._roster, self._roster.incarnation
+        return self._core.start_over(record.incarnation, roster.num_pages, roster.log_pages or 0)
 
     def late_workers(
         self, now_s: float, step_limit_s: float | None = None
@@ -107,9 +197,8 @@ class StageRecovery:
 
         `step_limit_s` is the most that a stage which is left may need for the step that it is in.
         """
-        for worker, asked_s in self._asked_s.items():
-            if now_s - asked_s > self._args.join_limit_s:
-                yield worker, f"it did not come within {self._args.join_limit_s:g} s"
+        yield from self._supply.late(now_s)
+        yield from self._roster.unfit_workers
         if self.current is None:
             return
         for worker in self._roster.late_workers:
@@ -119,18 +208,30 @@ class StageRecovery:
                 verb = "join the others" if is_left else "get ready"
                 yield worker, f"it did not {verb} within {limit_s:.1f} s"
 
+    def _new_record(self, now_s: float, *lost: LostWorker) -> RecoveryRecord:
+        num_stages = self._roster.num_stages
+        return RecoveryRecord(
+            began_s=now_s,
+            incarnation=0,
+            lost=lost,
+            num_stages=num_stages,
+            stages_before=num_stages,
+        )
+
     def _halt(self, reason: str, now_s: float) -> None:
         """Takes the pipeline apart; may happen again before it is together again."""
         record = self.current
         assert record is not None
-        running = [one for one in self._core.scheduler.requests() if one.pages]
-        record.num_requests += len(running)
-        record.num_tokens += sum(request.num_computed for request in running)
-        self._core.halt(reason, now_s)
-        self._incarnation += 1
+        computed, vacant = self._computed_tokens(), self._roster.vacant_stages
+        # Halted before, those that are left have been counted.
+        record.num_requests = max(record.num_requests, len(computed))
+        self._core.halt(vacant, reason, now_s)
+        kept = sum(tokens for request, tokens in computed.items() if request.pages)
+        record.num_tokens += sum(computed.values()) - kept
+        record.num_replay_tokens = kept if vacant else 0
         self._joining_since_s = now_s
-        record.incarnation, record.survivors_s = self._incarnation, None
-        self._roster.regroup(self._core.plan, self._incarnation)
+        record.incarnation, record.survivors_s = self._roster.incarnation + 1, None
+        self._roster.regroup(self._core.plan, self._roster.incarnation + 1)
 
     def _count(self, stage: int, reason: str, now_s: float) -> None:
         """Raises StageFailure where this loss is one too many."""
@@ -138,7 +239,10 @@ class StageRecovery:
         if self._args.mode == "off":
             raise StageFailure(stage, last_step, reason)
         window_s, limit = self._args.restart_window_s, self._args.max_restarts
-        self._losses_s.append(now_s)
+        # A host takes all its workers with it: one reason at one moment is one loss.
+        if self._last_loss != (reason, now_s):
+            self._losses_s.append(now_s)
+        self._last_loss = reason, now_s
         while now_s - self._losses_s[0] > window_s:
             self._losses_s.popleft()
         if len(self._losses_s) > limit:

@@ -63,7 +63,9 @@ class StageWatch:
             most_tokens = max(one.prefill_tokens + one.decodes for one in recent)
             most_attended = max(one.attended_tokens for one in recent)
             slowest_s *= max(
-                1.0, microbatch.num_tokens / most_tokens, microbatch.attended_tokens / most_attended
+                1.0,
+                (microbatch.num_tokens + microbatch.num_replay_tokens) / most_tokens,
+                microbatch.attended_tokens / most_attended,
             )
         return max(self._silence_s, PATIENCE * slowest_s)
 

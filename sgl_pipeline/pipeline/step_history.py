@@ -13,14 +13,17 @@ RECENT_STEPS = 256
 
 
 class StepHistory:
-    """`recent` holds the newest records, oldest first, at most RECENT_STEPS.
+    """`recent` holds the newest records of the stages that run now, oldest first, at most
+    RECENT_STEPS.
 
     `prefill_tokens` and `decodes` count what was scheduled since the start, `input_wait_ms` and
-    `compute_ms` are totals for each stage. `last_steps` maps a stage to the last step that it
-    reported, `heard_s` to the moment of that on the driver's clock.
+    `compute_ms` are totals for each position in the pipeline, also of one that is gone.
+    `last_steps` maps a stage to the last step that it reported, `heard_s` to the moment of that on
+    the driver's clock.
     """
 
     def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
         self.recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self.last_steps: dict[int, int] = {}
         self.heard_s: dict[int, float] = {}
@@ -28,6 +31,16 @@ class StepHistory:
         self.decodes = 0
         self.input_wait_ms = [0.0] * num_stages
         self.compute_ms = [0.0] * num_stages
+
+    def start_over(self, num_stages: int) -> None:
+        """So many stages run the steps to come; those before do not compare with them."""
+        self._num_stages = num_stages
+        self.recent.clear()
+        self.last_steps.clear()
+        self.heard_s.clear()
+        missing = [0.0] * max(0, num_stages - len(self.compute_ms))
+        self.input_wait_ms += missing
+        self.compute_ms += missing
 
     def scheduled(self, microbatch: Microbatch) -> None:
         """Counts a step that was decided."""
@@ -37,7 +50,8 @@ class StepHistory:
 
     def add(self, record: StepRecord) -> None:
         """Keeps a step that all stages have reported."""
-        self.recent.append(record)
+        if len(record.stages) == self._num_stages:
+            self.recent.append(record)
         for stage, timing in enumerate(record.stages):
             self.input_wait_ms[stage] += timing.input_wait_ms
             self.compute_ms[stage] += timing.compute_ms

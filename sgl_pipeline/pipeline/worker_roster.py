@@ -5,10 +5,7 @@ this answers. A worker may come at any time, and each goes its own way: greeted,
 layers are split by time, assigned, loaded, ready. Does no I/O.
 """
 
-import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from enum import IntEnum, auto
 
 from sgl_pipeline import __version__
 from sgl_pipeline.args import PipelineArgs
@@ -21,75 +18,29 @@ from sgl_pipeline.messages import (
     PoolSize,
     Regroup,
     Regrouped,
+    StageAssignment,
     StageLoaded,
     StageReady,
     ToWorker,
     WorkerHello,
 )
-from sgl_pipeline.migration.cost_model import agreed_costs, predicted_costs, stage_times_ms
-from sgl_pipeline.migration.partition import balanced_layer_counts, fits_in
 from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.pipeline.assignment import assign, link_addresses
-from sgl_pipeline.stage_costs import TYPICAL_STEP, PartCosts, StageCosts
+from sgl_pipeline.pipeline.assignment import assign, link_addresses, page_links, place_newcomers
+from sgl_pipeline.pipeline.known_worker import Worker, WorkerPhase
+from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
+from sgl_pipeline.pipeline.plan_by_time import plan_by_time
+from sgl_pipeline.stage_costs import TYPICAL_STEP
 from sgl_pipeline.stage_plan import StagePlan
-
-logger = logging.getLogger(__name__)
 
 # A message and the worker that it is for.
 Addressed = tuple[int, ToWorker]
 
 
-class WorkerPhase(IntEnum):
-    """How far a worker has got. MEASURING leads back to GREETED; LOST may come at any time and is
-    the end."""
-
-    GREETED = auto()
-    MEASURING = auto()
-    ASSIGNED = auto()
-    LOADED = auto()
-    SIZED = auto()
-    READY = auto()
-    LOST = auto()
-
-
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One worker. `stage` is None until it is assigned. `incarnation` is the stream of orders that
-    its links are for, `asked_incarnation` that for which it was told to open some."""
-
-    hello: WorkerHello
-    phase: WorkerPhase = WorkerPhase.GREETED
-    stage: int | None = None
-    costs: PartCosts | None = None
-    loaded: StageLoaded | None = None
-    ready: StageReady | None = None
-    incarnation: int = -1
-    asked_incarnation: int = -1
-
-    @property
-    def is_joining(self) -> bool:
-        """It fills a stage, and has yet to get ready or to regroup."""
-        return self.stage is not None and self.incarnation < self.asked_incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineCapacity:
-    """What the ready pipeline has: its plan, pages (the minimum over stages) and each stage's
-    report of its load. `predicted_ms` is what a typical step takes each stage, where that was
-    measured; `layer_page_bytes` the bytes of a page in one layer."""
-
-    plan: StagePlan
-    predicted_ms: tuple[float, ...] | None
-    num_pages: int
-    stages: tuple[StageLoaded, ...]
-    attention_backend: str
-    layer_kernels: str
-    layer_page_bytes: int
-
-
 class WorkerRoster:
-    """`plan` and `num_pages` are None until they are decided; they hold for later workers too.
-    `incarnation` is that of the stream of orders which stages join now.
+    """`plan`, `num_pages`, and `log_pages`, of how many of them the log of each stage has room, are
+    None until they are decided; they hold for later workers too, until the workers are given other
+    stages (`reassign`). `incarnation` is that of the stream of orders which stages join now,
+    `num_stages` how many there are.
 
     Args:
         num_layers: of the model.
@@ -104,12 +55,14 @@ class WorkerRoster:
         self._predictor = predictor
         self._args = args
         self._num_layers = num_layers
-        self._num_stages = args.stages.num_stages
+        self.num_stages = args.stages.num_stages
         self._workers: dict[int, Worker] = {}
-        self.plan = parse_layer_partition(args.stages.layer_partition, self._num_stages, num_layers)
+        self.plan = parse_layer_partition(args.stages.layer_partition, self.num_stages, num_layers)
         self.predicted_ms: tuple[float, ...] | None = None
         self.num_pages: int | None = None
+        self.log_pages: int | None = None
         self.incarnation = 0
+        # Of these stages, before any layer moved between them.
         self._first_plan = self.plan
         # Of the newest worker of each stage, also where that was lost.
         self._hellos: dict[int, WorkerHello] = {}
@@ -147,7 +100,34 @@ class WorkerRoster:
     @property
     def vacant_stages(self) -> list[int]:
         """Those that no worker fills."""
-        return [stage for stage in range(self._num_stages) if self._filling(stage) is None]
+        return [stage for stage in range(self.num_stages) if self._filling(stage) is None]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no worker that fills a stage owes an answer: then all can be given others."""
+        return all(one.is_settled for one in self._workers.values() if one.stage is not None)
+
+    @property
+    def max_layers(self) -> tuple[int, ...]:
+        """The most layers that each stage may hold at once."""
+        assert self._first_plan is not None
+        return self._args.migration.max_layers(self._first_plan)
+
+    @property
+    def unfit_workers(self) -> list[tuple[int, str]]:
+        """Workers that have loaded and have no room for as many pages as the others use, and what
+        is said of each."""
+        return [
+            (
+                number,
+                f"it has room for {worker.loaded.num_pages} KV pages of stage {worker.stage}, the "
+                f"pipeline uses {self.num_pages}; lower --max-total-tokens",
+            )
+            for number, worker in self._loaded_workers()
+            if worker.loaded is not None
+            and self.num_pages is not None
+            and worker.loaded.num_pages < self.num_pages
+        ]
 
     @property
     def late_workers(self) -> list[int]:
@@ -165,12 +145,17 @@ class WorkerRoster:
         """Whether every stage has a worker that is ready for the stream of `incarnation`."""
         filling = [one for one in self._workers.values() if one.stage is not None]
         is_ready = [one.phase is WorkerPhase.READY for one in filling]
-        return len(is_ready) == self._num_stages and all(is_ready) and self.has_regrouped
+        return len(is_ready) == self.num_stages and all(is_ready) and self.has_regrouped
 
     def is_ready(self, number: int) -> bool:
         """Whether a worker is ready to take orders, of whatever stream."""
         worker = self._workers.get(number)
         return worker is not None and worker.phase is WorkerPhase.READY
+
+    def has_served(self, number: int) -> bool:
+        """Whether a worker was ready once, for whatever stage."""
+        worker = self._workers.get(number)
+        return worker is not None and worker.has_served
 
     def has_greeted(self, number: int) -> bool:
         """Whether a worker has said hello, whatever became of it."""
@@ -197,10 +182,16 @@ class WorkerRoster:
             worker.loaded, worker.phase = message, WorkerPhase.LOADED
         elif isinstance(message, StageReady):
             worker = self._expect(self._filling(message.stage), WorkerPhase.SIZED, message)
-            worker.ready, worker.phase = message, WorkerPhase.READY
+            self._check_log(message)
+            worker.ready, worker.phase, worker.has_served = message, WorkerPhase.READY, True
             worker.incarnation = worker.asked_incarnation
         elif isinstance(message, Regrouped):
             worker = self._expect(self._filling(message.stage), WorkerPhase.READY, message)
+            if not worker.incarnation < message.incarnation <= worker.asked_incarnation:
+                raise ProtocolError(
+                    f"stage {message.stage} has joined stream {message.incarnation}, it was asked "
+                    f"for {worker.asked_incarnation}"
+                )
             worker.incarnation = message.incarnation
         else:
             raise ProtocolError(f"a worker that is not ready sent {type(message).__name__}")
@@ -220,16 +211,54 @@ class WorkerRoster:
         `fill` says what each must be told."""
         self.plan, self.incarnation = plan, incarnation
 
+    def reassign(self, plan: StagePlan, incarnation: int) -> list[Addressed]:
+        """Gives the stages of `plan`, more or fewer than before, to those that fill one, in their
+        order, and then to spares; returns what each must be told. All have settled.
+
+        A worker that fills a stage keeps the weights of layers that it has of the new one too. How
+        many pages there are is decided anew.
+        """
+        assert self.is_settled and plan.num_stages <= len(self._candidates)
+        workers = self._candidates[: plan.num_stages]
+        self.plan = self._first_plan = plan
+        self.num_stages, self.incarnation = plan.num_stages, incarnation
+        self.num_pages = self.log_pages = None
+        self.predicted_ms = None
+        self._hellos = {stage: self._workers[number].hello for stage, number in enumerate(workers)}
+        assignments = assign(
+            [self._hellos[stage] for stage in range(plan.num_stages)],
+            plan,
+            self._args,
+            incarnation=incarnation,
+            fewer_pages_do=True,
+            gpus=[self._workers[number].gpu for number in workers],
+        )
+        for number, assignment in zip(workers, assignments, strict=True):
+            self._give_stage(number, assignment)
+        return list(zip(workers, assignments, strict=True))
+
+    @property
+    def _candidates(self) -> list[int]:
+        """Who can be given a stage."""
+        return [*self.workers_of_stages, *sorted(self.spare_workers)]
+
+    def _give_stage(self, number: int, assignment: StageAssignment) -> None:
+        worker = self._workers[number]
+        worker.stage, worker.phase = assignment.stage, WorkerPhase.ASSIGNED
+        worker.gpu = assignment.gpu
+        worker.loaded = worker.ready = None
+        worker.asked_incarnation = self.incarnation
+
     def fill(self) -> list[Addressed]:
         """What workers must be told now, beyond the answers to what they said."""
         return [*self._regroup_ready(), *self._what_follows()]
 
     def capacity(self) -> PipelineCapacity | None:
         """The pipeline, once a ready worker fills every stage."""
-        workers = [self._filling(stage) for stage in range(self._num_stages)]
+        workers = [self._filling(stage) for stage in range(self.num_stages)]
         loaded = tuple(worker.loaded for worker in workers if worker and worker.loaded)
         ready = [worker.ready for worker in workers if worker and worker.ready]
-        if self.plan is None or self.num_pages is None or len(ready) < self._num_stages:
+        if self.plan is None or self.num_pages is None or len(ready) < self.num_stages:
             return None
         return PipelineCapacity(
             self.plan,
@@ -239,6 +268,7 @@ class WorkerRoster:
             ready[0].attention_backend,
             ready[0].layer_kernels,
             loaded[0].page_bytes // self._args.migration.max_layers(self.plan)[0],
+            self.log_pages or 0,
         )
 
     def notices(self) -> Iterable[str]:
@@ -266,15 +296,19 @@ class WorkerRoster:
     def _measure_or_plan(self) -> Iterator[Addressed]:
         """Asks the first workers, as many as there are stages, for costs; plans by them."""
         alive = (n for n, worker in self._workers.items() if worker.phase is not WorkerPhase.LOST)
-        first = sorted(alive)[: self._num_stages]
-        if len(first) < self._num_stages:
+        first = sorted(alive)[: self.num_stages]
+        if len(first) < self.num_stages:
             return
         workers = [self._workers[number] for number in first]
         if all(worker.costs is not None for worker in workers):
-            self._plan_by_time([worker.costs for worker in workers if worker.costs is not None])
+            found = [worker.costs for worker in workers if worker.costs is not None]
+            hosts = [worker.hello.host_key for worker in workers]
+            self.plan, self.predicted_ms = plan_by_time(
+                found, hosts, self._args.stages, self._num_layers, self._predictor
+            )
             return
         steps = (TYPICAL_STEP,) if self._predictor is None else ()
-        even = StagePlan(0, even_layer_counts(self._num_layers, self._num_stages))
+        even = StagePlan(0, even_layer_counts(self._num_layers, self.num_stages))
         assignments = assign([worker.hello for worker in workers], even, self._args)
         for number, assignment in zip(first, assignments, strict=True):
             worker = self._workers[number]
@@ -282,53 +316,36 @@ class WorkerRoster:
                 worker.phase = WorkerPhase.MEASURING
                 yield number, MeasureCosts(assignment, steps)
 
-    def _plan_by_time(self, found: list[PartCosts]) -> None:
-        """The plan whose slowest stage takes least, of those that fit the stages' memory."""
-        stages = self._args.stages
-        if self._predictor is not None:
-            costs = (predicted_costs(self._predictor, TYPICAL_STEP.work),) * self._num_stages
-        else:
-            measured = [StageCosts.of(own.kinds, own.samples[0]) for own in found]
-            costs = agreed_costs(measured, are_alike=stages.device == "cpu")
-        memory_bytes = [own.memory_bytes for own in found]
-        fits = fits_in(found[0].sizes, memory_bytes, stages.max_total_tokens or 0)
-        counts = balanced_layer_counts(costs, fits)
-        even = even_layer_counts(self._num_layers, self._num_stages)
-        self.plan = StagePlan(0, counts)
-        self.predicted_ms = stage_times_ms(costs, counts)
-        logger.info(
-            "layer split %s: %s should take the stages %s ms, %.2f of it for the head; the slowest "
-            "of an even split %.2f ms",
-            ",".join(map(str, counts)),
-            TYPICAL_STEP,
-            ", ".join(f"{stage_ms:.2f}" for stage_ms in self.predicted_ms),
-            costs[-1].head_ms,
-            max(stage_times_ms(costs, even)),
-        )
-
     def _fill_stages(self, plan: StagePlan) -> Iterator[Addressed]:
         """Gives the stages without a worker to workers without a stage, the first to the first; not
         before each stage has had one."""
-        newcomers = dict(zip(self.vacant_stages, sorted(self.spare_workers), strict=False))
-        hellos = self._hellos | {
-            stage: self._workers[number].hello for stage, number in newcomers.items()
-        }
-        if not newcomers or len(hellos) < self._num_stages:
+        spares = {number: self._workers[number].hello for number in self.spare_workers}
+        newcomers = place_newcomers(self.vacant_stages, spares, self._hellos)
+        hellos = self._hellos | {stage: spares[number] for stage, number in newcomers.items()}
+        if not newcomers or len(hellos) < self.num_stages:
             return
+        if any(self._hellos[s].host_key != hellos[s].host_key for s in self._hellos):
+            # Others have been told to meet that stage on another host.
+            self.incarnation += 1
         self._hellos = hellos
         self._first_plan = self._first_plan or plan
         assignments = assign(
-            [hellos[stage] for stage in range(self._num_stages)],
+            [hellos[stage] for stage in range(self.num_stages)],
             plan,
             self._args,
             first_plan=self._first_plan,
             incarnation=self.incarnation,
+            fewer_pages_do=self.incarnation > 0,
+            gpus=[self._gpu_of(stage) for stage in range(self.num_stages)],
         )
         for stage, number in newcomers.items():
-            worker = self._workers[number]
-            worker.stage, worker.phase = stage, WorkerPhase.ASSIGNED
-            worker.asked_incarnation = self.incarnation
+            self._give_stage(number, assignments[stage])
             yield number, assignments[stage]
+
+    def _gpu_of(self, stage: int) -> int | None:
+        """That of the worker that fills `stage`, if any does."""
+        worker = self._filling(stage)
+        return None if worker is None else worker.gpu
 
     def _regroup_ready(self) -> Iterator[Addressed]:
         """Tells ready workers to join the stream of `incarnation`, each once. One that is still to
@@ -340,32 +357,43 @@ class WorkerRoster:
         for number, worker in self._workers.items():
             is_ready = worker.phase is WorkerPhase.READY
             if is_ready and worker.asked_incarnation < self.incarnation:
+                assert worker.stage is not None
                 worker.asked_incarnation = self.incarnation
-                yield number, Regroup(self.incarnation, self.plan, links)
+                pages = page_links(self._args, hellos, worker.stage)
+                yield number, Regroup(self.incarnation, self.plan, links, pages)
 
     def _size_pools(self) -> Iterator[Addressed]:
         """Says how many pages all stages use, which the first full set of workers decides."""
-        loaded = {
-            number: worker.loaded
-            for number, worker in self._workers.items()
-            if worker.phase is WorkerPhase.LOADED and worker.loaded is not None
-        }
+        loaded = self._loaded_workers()
         if self.num_pages is None:
-            if len(loaded) < self._num_stages:
+            if len(loaded) < self.num_stages:
                 return
-            self.num_pages = min(report.num_pages for report in loaded.values())
-        for number, report in loaded.items():
-            if report.num_pages < self.num_pages:
-                raise ConfigurationError(
-                    f"worker {number} has room for {report.num_pages} KV pages of stage "
-                    f"{report.stage}, the pipeline uses {self.num_pages}; lower --max-total-tokens"
-                )
-            self._workers[number].phase = WorkerPhase.SIZED
-            yield number, PoolSize(self.num_pages)
+            self.num_pages = min(one.loaded.num_pages for _, one in loaded if one.loaded)
+        for number, worker in loaded:
+            if worker.loaded is not None and worker.loaded.num_pages >= self.num_pages:
+                worker.phase = WorkerPhase.SIZED
+                yield number, PoolSize(self.num_pages)
+
+    def _loaded_workers(self) -> list[tuple[int, Worker]]:
+        """Those that are to be told how many pages there are."""
+        return [
+            (number, worker)
+            for number, worker in self._workers.items()
+            if worker.phase is WorkerPhase.LOADED
+        ]
 
     def _filling(self, stage: int) -> Worker | None:
         """The worker that fills `stage`, if any does."""
         return next((one for one in self._workers.values() if one.stage == stage), None)
+
+    def _check_log(self, ready: StageReady) -> None:
+        """All logs have the same room: the scheduler keeps one book for them."""
+        self.log_pages = ready.log_pages if self.log_pages is None else self.log_pages
+        if ready.log_pages != self.log_pages:
+            raise ProtocolError(
+                f"stage {ready.stage} keeps the rows of {ready.log_pages} pages, others of "
+                f"{self.log_pages}"
+            )
 
     @staticmethod
     def _expect(worker: Worker | None, phase: WorkerPhase, message: FromWorker) -> Worker:

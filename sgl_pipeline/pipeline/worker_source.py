@@ -1,7 +1,7 @@
 """Where workers come from, as the scheduler sees it: somebody who can be asked for one."""
 
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 
 class StartedWorker(NamedTuple):
@@ -11,11 +11,44 @@ class StartedWorker(NamedTuple):
     pid: int
 
 
+class RefusedWorker(NamedTuple):
+    """A worker that was asked for and is not available; `reason` is for people."""
+
+    worker: int
+    reason: str
+
+
+class WorkerProcess(Protocol):
+    """A worker's process, wherever it is; see `process_lifetime.WatchedProcess`."""
+
+    @property
+    def pid(self) -> int: ...
+    def fileno(self) -> int: ...
+    def wait(self, timeout_s: float = 0.0) -> bool: ...
+    def kill(self) -> None: ...
+    def ask_for_dump(self) -> None: ...
+    def state(self) -> str: ...
+    def end(self) -> str: ...
+    def close(self) -> None: ...
+
+
 class WorkerSource(Protocol):
-    """The server's main process, an agent on another host, or a cluster. Never waits."""
+    """The server's main process, the agents of several hosts, or a cluster. Never waits."""
 
     def start_worker(self, worker: int) -> None:
         """Asks for a process that will greet as `worker`, a number not used before."""
 
-    def started(self) -> Iterable[StartedWorker]:
-        """Those that have been started since the last call."""
+    def started(self) -> Iterable[StartedWorker | RefusedWorker]:
+        """What has become of those that were asked for since the last call."""
+
+    def watch(self, started: StartedWorker) -> WorkerProcess:
+        """The process of one of them. Raises ProcessLookupError where it has ended."""
+
+    def forget(self, worker: int) -> None:
+        """A worker was given up: it counts no more, wherever it ran."""
+
+    def clock_offsets_s(self) -> Mapping[int, float]:
+        """Of workers whose clock is not the scheduler's: what to add to their moments."""
+
+    def hosts(self) -> list[dict[str, Any]]:
+        """For `/server_info`: the hosts that workers come from; JSON types only."""

@@ -30,6 +30,7 @@ from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
 from sgl_pipeline.pp_runner.model.stage_model import OutputHead
 from sgl_pipeline.pp_runner.output.sampler import Sampler
+from sgl_pipeline.pp_runner.quantization.weights import Matrix
 from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.stopwatch import HostStopwatch, Stopwatch
 from sgl_pipeline.requests import SamplingSpec
@@ -61,7 +62,7 @@ def measure_part_costs(assignment: StageAssignment, steps: Sequence[MadeUpStep])
 def _stopwatch(assignment: StageAssignment, device: torch.device) -> Stopwatch:
     if device.type == "cuda":
         return KernelStopwatch(CudaTimeline(device))
-    # CPU time, where it can be taken: the neighbours on the same core take nothing from it.
+    # CPU time, where it can be taken: the neighbors on the same core take nothing from it.
     return HostStopwatch(time.thread_time if assignment.cpu_threads == 1 else time.perf_counter)
 
 
@@ -84,7 +85,7 @@ def _measure(
         most_table_bytes: of the head's table, to be timed at once; None: all of it.
     """
     dtype = getattr(torch, assignment.dtype)
-    spec = read_model_spec(assignment.model_path)
+    spec = read_model_spec(assignment.model_path, assignment.quantization)
     shape = spec.attention_shape(assignment.page_size, dtype, device)
     model = _MadeUpModel(assignment, spec, shape, most_table_bytes)
     return PartCosts(
@@ -93,7 +94,7 @@ def _measure(
         sizes=PartSizes(
             layers_bytes=tuple(model.kind_bytes[kind] for kind in model.kinds),
             embedding_bytes=spec.vocab_size * spec.hidden_size * dtype.itemsize,
-            head_bytes=(spec.vocab_size + 1) * spec.hidden_size * dtype.itemsize,
+            head_bytes=model.head_bytes,
             page_layer_bytes=kv_page_bytes(shape, 1),
             page_size=assignment.page_size,
         ),
@@ -105,7 +106,7 @@ class _MadeUpModel:
     """A layer of each kind, the embedding and the head, ready to be timed.
 
     `kinds[l]` is the kind of layer `l`, by the order in which they appear; `kind_bytes` are the
-    weights of a layer of each.
+    weights of a layer of each, `head_bytes` those of the head with its norm.
     """
 
     def __init__(
@@ -130,16 +131,22 @@ class _MadeUpModel:
         self.kind_bytes: list[int] = []
         self._layers: list[DecoderLayer] = []
         for layer in firsts:
-            before = self._weights.read_bytes
+            self._weights.loaded.clear()
             self._layers.append(DecoderLayer(spec, layer, self._weights, self._kernels))
-            self.kind_bytes.append(self._weights.read_bytes - before)
+            self.kind_bytes.append(sum(self._weights.loaded.values()))
         self._table_sizes = _table_sizes(spec, shape.dtype.itemsize, most_table_bytes)
         self._table = self._weights.read("", (self._table_sizes[-1], spec.hidden_size))
         norm = RmsNorm(self._weights.read("", (spec.hidden_size,)), spec.norm_epsilon)
-        self._heads = [
-            OutputHead(norm, self._table[:num_rows], self._kernels)
-            for num_rows in self._table_sizes
-        ]
+        matrices = [self._head_matrix(num_rows) for num_rows in self._table_sizes]
+        table_bytes = spec.vocab_size * matrices[-1].nbytes // self._table_sizes[-1]
+        self.head_bytes = norm.weight.nbytes + table_bytes
+        self._heads = [OutputHead(norm, matrix, self._kernels) for matrix in matrices]
+
+    def _head_matrix(self, num_rows: int) -> Matrix:
+        """As many rows of the head's, quantized where the model's is."""
+        table, quantization = self._table[:num_rows], self._spec.quantization
+        scheme = quantization.scheme_of(self._spec.names.head) if quantization else None
+        return table if scheme is None else scheme.quantize(table)
 
     def sample(self, step: MadeUpStep, stopwatch: Stopwatch) -> PartSample:
         """Times a step whose requests are within the model's context length."""
@@ -224,11 +231,12 @@ def _step_inputs(step: MadeUpStep, spec: ModelSpec, shape: AttentionShape) -> St
 class _MadeUpWeights:
     """A `WeightSource` whose tensors repeat some random numbers, as fast as memory is written."""
 
+    is_made_up = True
+
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.loaded: dict[str, int] = {}
         self.dtype = dtype
         self.device = device
-        self.read_bytes = 0  # of all tensors so far
         generator = torch.Generator().manual_seed(0)
         pattern = torch.empty(_PATTERN_LENGTH).normal_(0.0, 0.02, generator=generator)
         self._pattern = pattern.to(device, dtype)
@@ -240,5 +248,8 @@ class _MadeUpWeights:
         tensor = torch.empty(math.prod(shape), dtype=self.dtype, device=self.device)
         for part in tensor.split(_PATTERN_LENGTH):
             part.copy_(self._pattern[: part.numel()])
-        self.read_bytes += tensor.nbytes
+        self.loaded[name] = tensor.nbytes
         return tensor.view(shape)
+
+    def read_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        raise NotImplementedError("weights that are made up have no tensors of a layout")

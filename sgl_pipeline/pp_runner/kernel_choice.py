@@ -30,6 +30,7 @@ from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import (
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.moe import groups_stay_on_device
+from sgl_pipeline.pp_runner.quantization.schemes import Int8Scheme, Quantization
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
 
 logger = logging.getLogger(__name__)
@@ -214,6 +215,25 @@ def make_layer_kernels(choice: BackendChoice) -> LayerKernels:
         kernels = FlashInferKernels()
         call_layer_kernels(kernels, torch.bfloat16, torch.device("cuda"))
     return kernels
+
+
+def quantization_notice(
+    choice: BackendChoice, quantization: Quantization | None, dtype: torch.dtype
+) -> str:
+    """Why products with weights quantized so are slow, if they are."""
+    if quantization is None:
+        return ""
+    slow = f"products with weights of {quantization.method} run in plain torch, which is slow: "
+    if choice.name != "cpu":
+        return slow + f"the layer kernels are {choice.name}"
+    if dtype != torch.bfloat16:
+        return slow + f"the compiled ones are for bfloat16, not {dtype}; use --dtype bfloat16"
+    kernels = load_cpu_kernels()
+    is_int8 = all(isinstance(scheme, Int8Scheme) for _, scheme in quantization.groups)
+    if not (kernels.has_int8_products if is_int8 else kernels.has_products):
+        needed = "avx512_vnni" if is_int8 else "avx512_bf16"
+        return slow + f"the compiled ones need a CPU with {needed}"
+    return ""
 
 
 def _require_cpu_dtype(dtype: torch.dtype, flag: str) -> None:

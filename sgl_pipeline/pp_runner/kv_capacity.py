@@ -100,6 +100,8 @@ def kv_page_capacity(
     if tokens is None and device.type == "cpu":
         tokens = DEFAULT_CPU_KV_TOKENS
     num_pages = pages_that_fit if tokens is None else tokens // assignment.page_size
+    if assignment.fewer_pages_do:
+        num_pages = min(num_pages, max(1, pages_that_fit))
     if num_pages < 1 and pages_that_fit >= 1:
         raise ConfigurationError(
             f"--max-total-tokens {tokens} is less than one page of {assignment.page_size} tokens; "

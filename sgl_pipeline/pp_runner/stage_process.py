@@ -15,17 +15,24 @@ from sgl_pipeline.process_lifetime import DUMP_SIGNAL, die_with_parent
 def main() -> int:
     """Runs the worker; the exit code is 0 after a Shutdown, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--address", required=True, help="ZeroMQ address of the scheduler")
+    parser.add_argument(
+        "--address", required=True, help="of the scheduler: ipc://PATH, or the head's cluster port"
+    )
     parser.add_argument("--worker", required=True, type=int, help="number of this worker")
     parser.add_argument("--parent", type=int, help="process id of the parent to end with")
+    parser.add_argument("--run-directory", required=True, help="of this host's processes")
+    parser.add_argument("--host-address", default="", help="cluster port of this host")
+    parser.add_argument("--model-path", default="", help="where this host has the model")
     options = parser.parse_args()
     if options.parent is not None:
         die_with_parent(options.parent)
     # What the scheduler asks a stage that is silent for: where its threads are, on stderr.
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     from sgl_pipeline.pp_runner.stage_worker import run_worker
+    from sgl_pipeline.pp_runner.worker_hello import WorkerSite
 
-    return run_worker(options.address, options.worker)
+    site = WorkerSite(options.run_directory, options.host_address, options.model_path)
+    return run_worker(options.address, options.worker, site)
 
 
 if __name__ == "__main__":

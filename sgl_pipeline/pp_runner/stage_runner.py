@@ -11,6 +11,7 @@ import time
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
 from sgl_pipeline.pp_runner.device import make_download, make_upload
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
@@ -24,6 +25,7 @@ from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.output.output_tail import OutputTail, Tail
 from sgl_pipeline.pp_runner.pending_reports import PendingReport, PreparedStep, StepClock
+from sgl_pipeline.pp_runner.stage_replays import Attend, StageReplays, attend_nobody
 from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_plan import MirrorSnapshot, RequestMirror, StepPlan
@@ -34,6 +36,7 @@ class StageRunner:
 
     Args:
         tail: for tests, in place of the last stage's own.
+        log: keeps the rows that the stage sends; None: they are not kept.
 
     `stage` is its position, `attention_backend` and `graphs` say what is in use, `shape` what a
     page holds. `held_layers` may change between two steps; which of them a step runs is up to the
@@ -48,6 +51,7 @@ class StageRunner:
         num_pages: int,
         link: ActivationLink,
         tail: Tail | None = None,
+        log: BoundaryLog | None = None,
     ) -> None:
         self.stage = assignment.stage
         self._is_first = assignment.stage == 0
@@ -87,6 +91,8 @@ class StageRunner:
             device = attention_shape.device
             tail = OutputTail(model.logits, device, make_download(device))
         self._tail = tail
+        self._log = log
+        self._replays = StageReplays(self.stage, self.shape, self._layers, log)
         self._mirror = RequestMirror()
         self._clock = StepClock(time.monotonic())
 
@@ -115,22 +121,27 @@ class StageRunner:
         self._plans[plan.epoch] = plan
 
     def restore(self, snapshot: MirrorSnapshot) -> None:
-        """Takes over the scheduler's view of all open requests."""
+        """Takes over the scheduler's view of all open requests, and of the log."""
         self._mirror.restore(snapshot)
+        if self._log is not None and snapshot.log is not None:
+            self._log.restore(snapshot.log)
 
     def run_step(self, plan: StepPlan) -> PendingReport:
         """`launch` of what `prepare` made of `plan`."""
         return self.launch(self.prepare(plan))
 
-    def prepare(self, plan: StepPlan) -> PreparedStep:
-        """Applies `plan` and does all that the step needs no activations for.
+    def prepare(self, plan: StepPlan, attend: Attend = attend_nobody) -> PreparedStep:
+        """Applies `plan` and does all that the step needs no activations for, and before that what
+        lost stages must compute again.
 
         Raises ProtocolError when the stage does not know the step's epoch or does not hold the
-        layers that it runs.
+        layers that it runs, and what `StageReplays.run` raises.
         """
-        plan_s = time.monotonic()
         layers = self._layers_of(plan)
         chunks = self._mirror.apply(plan)
+        if plan.replays:
+            self._replays.run(plan, self._mirror.replays(plan), layers, self._link, attend)
+        plan_s = time.monotonic()
         inputs = build_step_inputs(chunks, self.shape.page_size, self.shape.device, self._upload)
         self._layers.plan(plan.epoch, layers, inputs)
         if self._tail is not None:
@@ -182,6 +193,9 @@ class StageRunner:
             outputs = self._tail.draw(hidden)
         else:
             self._link.send(step.step_id, hidden)
+            if self._log is not None:
+                self._log.begin(step.chunks)
+                self._log.write(step.inputs.slots, hidden)
         moments = (step.plan_s, step.inputs_s, activations_s, layers_s)
         return PendingReport(self._clock, self.stage, step, moments, time.monotonic(), outputs)
 

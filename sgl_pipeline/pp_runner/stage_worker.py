@@ -14,9 +14,11 @@ from typing import TypeVar
 import torch
 import zmq
 
-from sgl_pipeline.channels import WorkerChannel
+from sgl_pipeline.channels import WorkerChannel, WorkerEnd
+from sgl_pipeline.cluster.remote_workers import RemoteWorkerChannel
 from sgl_pipeline.errors import ConfigurationError, ProtocolError
 from sgl_pipeline.layer_moves import MOVE_SHARE, AbandonMove, PrepareMove, SwitchPlan
+from sgl_pipeline.logged_pages import log_page_capacity
 from sgl_pipeline.messages import (
     MeasureCosts,
     MeasuredCosts,
@@ -28,26 +30,25 @@ from sgl_pipeline.messages import (
     StageLoaded,
     StageReady,
     StartProfile,
+    StillLoading,
     StopProfile,
     ToWorker,
     WorkerFailed,
 )
+from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
 from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
-from sgl_pipeline.pp_runner.device import open_device, pin_threads
-from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
-from sgl_pipeline.pp_runner.kv_capacity import kv_page_capacity
+from sgl_pipeline.pp_runner.device import pin_threads
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.layer_moves.stage_site import StageSite
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape, NeighborGone
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
-from sgl_pipeline.pp_runner.links.page_link import HostPageLinks
-from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
-from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
 from sgl_pipeline.pp_runner.pending_reports import PendingReports
+from sgl_pipeline.pp_runner.stage_loading import LoadedStage, load_stage
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.pp_runner.step_inputs import written_pages
-from sgl_pipeline.pp_runner.worker_hello import worker_hello
+from sgl_pipeline.pp_runner.worker_hello import WorkerSite, worker_hello
 from sgl_pipeline.pp_runner.worker_inbox import RegroupDue, WorkerInbox
 from sgl_pipeline.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
@@ -60,34 +61,55 @@ MAX_PENDING_REPORTS = 2
 # ZeroMQ's own timeouts are whole milliseconds, which is as long as a step of decodes.
 PENDING_POLL_S = 50e-6
 MOVE_POLL_S = 0.5e-3
+# Of its loading a worker says no more often that it gets on.
+PROGRESS_INTERVAL_S = 0.5
 
 
 class StageWorker:
     """The worker's side of the conversation in `messages.py`."""
 
-    def __init__(self, channel: WorkerChannel, worker: int) -> None:
+    def __init__(self, channel: WorkerEnd, worker: int, site: WorkerSite) -> None:
         self._channel = channel
         self._inbox = WorkerInbox(channel)
         self._worker = worker
+        self._site = site
+        self._page_links: StagePageLinks | None = None
         self._rows: ActivationShape | None = None
+        self._progress_s = 0.0
 
     def run(self) -> None:
         """Returns after a `Shutdown`; raises what the process should die of."""
-        self._channel.send(worker_hello(self._worker))
-        assignment = self._be_assigned()
-        runner = self._become_ready(assignment)
+        self._channel.send(worker_hello(self._worker, self._site))
+        assignment: StageAssignment | None = self._be_assigned()
+        stage: LoadedStage | None = None
+        while assignment is not None:
+            stage = self._load(assignment, stage)
+            message = self._receive()
+            # In the place of the page count: others are lost, and the worker gets another stage.
+            assignment = (
+                message
+                if isinstance(message, StageAssignment)
+                else self._serve_stage(assignment, stage, self._checked(message, PoolSize))
+            )
+
+    def _serve_stage(
+        self, assignment: StageAssignment, stage: LoadedStage, pool: PoolSize
+    ) -> StageAssignment | None:
+        """Runs the stage of `assignment`; returns as `serve`."""
+        runner = self._become_ready(assignment, stage, pool.num_pages)
         mover = self._open_mover(assignment, runner)
         profile = StageProfile(assignment.stage, assignment.device == "cuda")
         try:
-            self.serve(runner, mover, profile)
+            return self.serve(runner, mover, profile)
         finally:
             mover.close()
             runner.close()
 
     def serve(
         self, runner: StageRunner, mover: LayerMover[torch.Tensor], profile: StageProfile
-    ) -> None:
-        """Obeys orders until a `Shutdown`. All but the next step wait for reports that are pending.
+    ) -> StageAssignment | None:
+        """Obeys orders until a `Shutdown`, or until the worker is given another stage, which it
+        returns. All but the next step wait for reports that are pending.
 
         Raises ProtocolError for a message that a ready stage does not expect, and whatever a step
         fails with.
@@ -95,6 +117,9 @@ class StageWorker:
         orders = OrderReader()
         pending = PendingReports(self._channel.send)
         while not isinstance(message := self._next_message(pending, mover), Shutdown):
+            if isinstance(message, StageAssignment):
+                profile.stop()
+                return message
             order = orders.open(message) if isinstance(message, SealedOrder) else None
             if isinstance(order, StepPlan):
                 # What it is dropped for is the next message.
@@ -119,6 +144,7 @@ class StageWorker:
             else:
                 raise ProtocolError(f"a ready stage received {type(message).__name__}")
         pending.send_all_but(0)
+        return None
 
     def _next_message(
         self, pending: PendingReports, mover: LayerMover[torch.Tensor]
@@ -144,11 +170,11 @@ class StageWorker:
         pending: PendingReports,
     ) -> None:
         pending.send_all_but(MAX_PENDING_REPORTS - 1)
-        step = runner.prepare(plan)
-        pending.send_ready()
-        self._await_rows(runner, mover, pending)
-        started_s = time.monotonic()
         try:
+            step = runner.prepare(plan, self._inbox.attend_for)
+            pending.send_ready()
+            self._await_rows(runner, mover, pending)
+            started_s = time.monotonic()
             pending.add(runner.launch(step))
         except NeighborGone:
             self._inbox.wait_for_the_end()
@@ -180,7 +206,10 @@ class StageWorker:
         """Joins the stages that are left and those that replace the others."""
         assert self._rows is not None
         mover.regroup(order.plan)
-        runner.regroup(open_activation_link(self._rows, order.links, runner.stage))
+        if self._page_links is not None:
+            self._page_links.places = order.page_links
+        link = open_activation_link(self._rows, order.links, runner.stage, self._site.run_directory)
+        runner.regroup(link)
         self._channel.send(Regrouped(runner.stage, order.incarnation))
 
     def _be_assigned(self) -> StageAssignment:
@@ -191,51 +220,50 @@ class StageWorker:
             message = self._receive()
         return self._checked(message, StageAssignment)
 
-    def _become_ready(self, assignment: StageAssignment) -> StageRunner:
+    def _load(self, assignment: StageAssignment, before: LoadedStage | None) -> LoadedStage:
+        """Loads the stage of `assignment`, and says so."""
         started = time.perf_counter()
         pin_threads(assignment.cpu_threads, assignment.cpu_cores)
-        device = open_device(assignment.device, assignment.gpu)
-        dtype = getattr(torch, assignment.dtype)
-        spec = read_model_spec(assignment.model_path)
-        stage, plan = assignment.stage, assignment.plan
-        kernels = choose_layer_kernels(assignment.layer_kernels, dtype, device)
-        model = StageModel.load(
-            spec,
-            assignment.model_path,
-            layers=plan.layers_of(stage),
-            is_first=stage == 0,
-            is_last=stage == plan.num_stages - 1,
-            dtype=dtype,
-            device=device,
-            kernels=make_layer_kernels(kernels),
-            load_format=assignment.load_format,
-        )
-        spare = [model.read_layer(layer) for layer in assignment.spare_layers]
-        spare_bytes = sum(layer.weight_bytes for layer in spare)
-        shape = spec.attention_shape(assignment.page_size, dtype, device)
-        capacity = kv_page_capacity(
-            assignment, spec, device, dtype, layer_bytes=model.largest_layer_bytes
-        )
+        loaded = load_stage(assignment, before, self._get_on)
         self._channel.send(
             StageLoaded(
-                stage=stage,
-                num_pages=capacity.num_pages,
-                weight_bytes=model.weight_bytes + spare_bytes,
-                page_bytes=capacity.page_bytes,
+                stage=assignment.stage,
+                num_pages=loaded.capacity.num_pages,
+                weight_bytes=loaded.weight_bytes,
+                page_bytes=loaded.capacity.page_bytes,
                 load_seconds=time.perf_counter() - started,
             )
         )
-        num_pages = self._expect(PoolSize).num_pages
-        self._rows = ActivationShape(spec.hidden_size, dtype, device)
-        link = open_activation_link(self._rows, assignment.links, stage)
-        runner = StageRunner(assignment, model, shape, num_pages, link)
-        for layer in spare:
+        return loaded
+
+    def _become_ready(
+        self, assignment: StageAssignment, loaded: LoadedStage, num_pages: int
+    ) -> StageRunner:
+        self._rows = loaded.rows
+        stage, page_size = assignment.stage, loaded.shape.page_size
+        link = open_activation_link(self._rows, assignment.links, stage, self._site.run_directory)
+        log_pages = log_page_capacity(
+            assignment.log_mib, num_pages, page_size, self._rows.row_bytes
+        )
+        log = None
+        if assignment.log_mib and not loaded.model.is_last:
+            log = BoundaryLog(log_pages, num_pages, page_size, self._rows)
+        runner = StageRunner(assignment, loaded.model, loaded.shape, num_pages, link, log=log)
+        for layer in loaded.spare:
             runner.held_layers.keep_spare(layer)
         attention = runner.attention_backend
-        choices = (attention, kernels, runner.graphs)
-        notices = tuple(choice.notice for choice in choices if choice.notice)
-        self._channel.send(StageReady(stage, attention.name, kernels.name, notices))
+        choices = (attention, loaded.kernels, runner.graphs)
+        notices = tuple(filter(None, (*(choice.notice for choice in choices), loaded.notice)))
+        self._channel.send(
+            StageReady(stage, attention.name, loaded.kernels.name, notices, log_pages)
+        )
         return runner
+
+    def _get_on(self) -> None:
+        """Another tensor is about to be read: lets the scheduler know now and then."""
+        if time.monotonic() - self._progress_s >= PROGRESS_INTERVAL_S:
+            self._progress_s = time.monotonic()
+            self._channel.send(StillLoading(self._worker))
 
     def _open_mover(
         self, assignment: StageAssignment, runner: StageRunner
@@ -245,13 +273,12 @@ class StageWorker:
         site = StageSite(
             runner, resident, assignment.max_layers or len(held), self._inbox.attend_for
         )
-        links = HostPageLinks(assignment.page_links, assignment.stage, site.row_bytes)
+        self._page_links = links = StagePageLinks(
+            assignment.page_links, assignment.stage, site.row_bytes, self._site.run_directory
+        )
         return LayerMover(
             assignment.stage, assignment.plan, site, links, self._channel.send, time.monotonic
         )
-
-    def _expect(self, kind: type[Message]) -> Message:
-        return self._checked(self._receive(), kind)
 
     def _receive(self) -> ToWorker | None:
         message = self._inbox.next()
@@ -267,18 +294,26 @@ class StageWorker:
         return message
 
 
-def run_worker(address: str, worker: int) -> int:
+def run_worker(address: str, worker: int, site: WorkerSite) -> int:
     """Serves the scheduler at `address` until told to stop, or tells it why that cannot be.
 
     Returns the exit code of the process: 0 after a Shutdown, else 1.
     """
     logging.basicConfig(format=f"[worker {worker}] %(message)s", level=logging.INFO)
+    with contextlib.closing(_open_channel(address, worker, site)) as channel:
+        return exit_code_of(StageWorker(channel, worker, site).run, channel, worker)
+
+
+def _open_channel(
+    address: str, worker: int, site: WorkerSite
+) -> WorkerChannel | RemoteWorkerChannel:
+    if not address.startswith("ipc://"):
+        return RemoteWorkerChannel(address, site.run_directory)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with WorkerChannel(context, address, worker) as channel:
-        return exit_code_of(StageWorker(channel, worker).run, channel, worker)
+    return WorkerChannel(context, address, worker)
 
 
-def exit_code_of(work: Callable[[], None], channel: WorkerChannel, worker: int) -> int:
+def exit_code_of(work: Callable[[], None], channel: WorkerEnd, worker: int) -> int:
     """0 when `work` returns; 1 when it fails, of which the scheduler is told."""
     try:
         work()

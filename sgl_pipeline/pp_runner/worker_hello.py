@@ -2,13 +2,22 @@
 
 import os
 import socket
+from typing import NamedTuple
 
 from sgl_pipeline import __version__
 from sgl_pipeline.messages import WorkerHello
 from sgl_pipeline.pp_runner.device import count_gpus
 
 
-def worker_hello(worker: int) -> WorkerHello:
+class WorkerSite(NamedTuple):
+    """What a worker is told of its host when it is started; see `WorkerHello`."""
+
+    run_directory: str
+    host_address: str = ""
+    model_path: str = ""
+
+
+def worker_hello(worker: int, site: WorkerSite) -> WorkerHello:
     """The facts that `pipeline/assignment.py` decides by. Touches no GPU."""
     return WorkerHello(
         worker=worker,
@@ -17,4 +26,7 @@ def worker_hello(worker: int) -> WorkerHello:
         num_gpus=count_gpus(),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         version=__version__,
+        run_directory=site.run_directory,
+        host_address=site.host_address,
+        model_path=site.model_path,
     )

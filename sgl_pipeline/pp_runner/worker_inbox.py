@@ -1,14 +1,15 @@
 """The scheduler's messages as a stage takes them: in order, and one that cannot wait for a step.
 
 Used by `stage_worker.py`. While a step waits for rows or pages, which may never come, the stage
-listens here: when another stage was lost, the scheduler says `Regroup`.
+listens here: when another stage was lost, the scheduler says `Regroup`. A worker is given another
+stage only when it has regrouped, and waits for nothing.
 """
 
 from collections import deque
 from types import UnionType
 from typing import NoReturn
 
-from sgl_pipeline.channels import WorkerChannel
+from sgl_pipeline.channels import WorkerEnd
 from sgl_pipeline.messages import Regroup, Shutdown, ToWorker
 from sgl_pipeline.stage_orders import SealedOrder
 
@@ -20,7 +21,7 @@ class RegroupDue(Exception):
 class WorkerInbox:
     """What has come through `channel` and was not taken up yet."""
 
-    def __init__(self, channel: WorkerChannel) -> None:
+    def __init__(self, channel: WorkerEnd) -> None:
         self._channel = channel
         self._arrived: deque[ToWorker] = deque()
 

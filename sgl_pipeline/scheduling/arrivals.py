@@ -24,7 +24,7 @@ class Arrivals:
     """The rules at the door of the queue."""
 
     def __init__(self, args: SchedulingArgs, limits: RequestLimits, waiting: WaitingQueue) -> None:
-        self._limits = limits
+        self.limits = limits
         self._waiting = waiting
         self._max_queued_requests = args.max_queued_requests
         self._longest_output_first = args.schedule_policy == "lof"
@@ -34,7 +34,7 @@ class Arrivals:
     def check(self, request: Request, num_held: int) -> None:
         """Raises as `displaced_by` does, for a request that is kept outside the queue for now with
         `num_held` others. No request is displaced for it."""
-        self._limits.check(request)
+        self.limits.check(request)
         limit = self._max_queued_requests
         if limit is not None and len(self._waiting) + num_held >= limit:
             raise _queue_full(len(self._waiting) + num_held, limit)
@@ -44,7 +44,7 @@ class Arrivals:
 
         Raises RequestError when `request` could never be served, QueueFullError when too many wait.
         """
-        self._limits.check(request)
+        self.limits.check(request)
         limit = self._max_queued_requests
         is_exempt = request.request_id.startswith(HEALTH_CHECK_PREFIX)
         if limit is None or len(self._waiting) < limit or is_exempt:

@@ -1,4 +1,4 @@
-"""How many pages the running decodes are expected to need, learnt from how often that was wrong.
+"""How many pages the running decodes are expected to need, learned from how often that was wrong.
 
 Used by `StepScheduler` for its load; the policy `throttle-adaptive` keeps that many pages from
 prefill. It changes with steps and retractions only, never with how often somebody asks, so that
@@ -22,14 +22,14 @@ class DecodeReserve:
 
     def __init__(self, page_size: int, pipeline_depth: int) -> None:
         self._page_size = page_size
-        self._fewest_pages = pipeline_depth
+        self.pipeline_depth = pipeline_depth
         self._num_shortages = 0
         self.ratio = FIRST_RATIO
 
     def pages(self, remaining_output_tokens: int) -> int:
         """Pages for that share of the tokens, but at least one for each step in flight."""
         tokens = remaining_output_tokens * self.ratio
-        return max(self._fewest_pages, -(-tokens // (1000 * self._page_size)))
+        return max(self.pipeline_depth, -(-tokens // (1000 * self._page_size)))
 
     def note_step(self, num_shortages: int) -> None:
         """A step was decided; `num_shortages` counts the retractions for want of pages so far."""

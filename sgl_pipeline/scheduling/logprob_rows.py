@@ -3,20 +3,50 @@
 Called by `StepScheduler.on_result`; the rows themselves are bytes that nobody here reads.
 """
 
+from collections.abc import Iterable
+
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.microbatch import Chunk
-from sgl_pipeline.requests import LogprobRows
+from sgl_pipeline.requests import LogprobRows, LogprobSpec
+
+_NUMBER_BYTES = 4
+
+
+def check_logprobs(chunks: Iterable[Chunk], logprobs: Iterable[LogprobRows]) -> None:
+    """Raises ProtocolError where the rows of a chunk are not as many as are due, or not as long.
+
+    Args:
+        logprobs: of each chunk whose request wants any.
+    """
+    rows_of = iter(logprobs)
+    for chunk in chunks:
+        spec = chunk.request.logprobs
+        if spec is None:
+            continue
+        rows, num_due = next(rows_of), _rows_due(chunk)
+        name = f"request {chunk.request.request_id!r} got log-probabilities of {rows.num_rows}"
+        if rows.num_rows != num_due:
+            raise ProtocolError(f"{name} positions, {num_due} are due")
+        if num_due and _lengths(rows) != [num_due * width for width in _row_bytes(spec)]:
+            raise ProtocolError(f"{name} positions, whose arrays are not of the length asked for")
 
 
 def keep_logprobs(chunk: Chunk, rows: LogprobRows) -> None:
-    """Adds what a chunk yielded to what its request has. Raises ProtocolError on a wrong count."""
-    request = chunk.request
-    num_due = max(0, chunk.end - max(chunk.start, request.first_logits_position))
-    if rows.num_rows != num_due:
-        raise ProtocolError(
-            f"request {request.request_id!r} got log-probabilities of {rows.num_rows} positions, "
-            f"{num_due} are due"
-        )
-    if num_due:
-        request.logprob_runs.append(rows)
-        request.num_logprob_rows += num_due
+    """Adds what a chunk yielded to what its request has."""
+    if num_due := _rows_due(chunk):
+        chunk.request.logprob_runs.append(rows)
+        chunk.request.num_logprob_rows += num_due
+
+
+def _rows_due(chunk: Chunk) -> int:
+    return max(0, chunk.end - max(chunk.start, chunk.request.first_logits_position))
+
+
+def _lengths(rows: LogprobRows) -> list[int]:
+    return [len(one) for one in (rows.chosen, rows.top, rows.top_ids, rows.of_token_ids)]
+
+
+def _row_bytes(spec: LogprobSpec) -> list[int]:
+    """Of one position in each array of `LogprobRows`."""
+    numbers = (1, spec.num_top, spec.num_top, len(spec.token_ids))
+    return [_NUMBER_BYTES * number for number in numbers]

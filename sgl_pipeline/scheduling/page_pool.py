@@ -11,6 +11,10 @@ class PagePool:
     """Hands out page ids from 0 to `num_pages - 1` and takes them back."""
 
     def __init__(self, num_pages: int) -> None:
+        self.resize(num_pages)
+
+    def resize(self, num_pages: int) -> None:
+        """Has so many pages from now on; nobody holds one."""
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._is_free = bytearray(b"\x01") * num_pages

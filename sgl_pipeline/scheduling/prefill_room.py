@@ -25,6 +25,7 @@ class PrefillRoom:
     def __init__(self, budget: TokenBudget, decodes: Sequence[Chunk]) -> None:
         self._left_tokens = budget.prefill_tokens
         self._limit = budget.time
+        self._is_cut = False
         self._least_tokens = 0
         if self._limit is not None:
             self._least_tokens = self._limit.least_prefill_tokens
@@ -35,16 +36,25 @@ class PrefillRoom:
     @property
     def is_open(self) -> bool:
         """Whether another chunk may be asked for."""
-        if self._left_tokens <= 0:
+        if self._is_cut or self._left_tokens <= 0:
             return False
         return self._limit is None or self._least_tokens > 0 or self._fits(self._limit, 0, 1)
 
     def chunk_length(self, start: int, remaining: int) -> int:
         """The longest chunk from position `start` of a prompt of which `remaining` tokens are left;
-        0 where there is no room. A tiny rest rides along."""
+        0 where there is no room. A tiny rest rides along.
+
+        Where time cuts a prompt, the step is full, and it has no part of it below the least prefill
+        tokens beside other prompts: further and tiny chunks would cost more than they fill.
+        """
+        if not self.is_open:
+            return 0
         length = min(self._left_tokens, remaining)
-        if self._limit is not None and length > 0 and not self._fits(self._limit, start, length):
-            length = max(self._longest(self._limit, start, length), min(self._least_tokens, length))
+        if self._limit is not None and not self._fits(self._limit, start, length):
+            self._is_cut = True
+            least = min(self._limit.least_prefill_tokens, length)
+            longest = self._longest(self._limit, start, length)
+            length = longest if longest >= least else min(self._least_tokens, least)
         return with_tiny_tail(length, remaining)
 
     def take(self, start: int, length: int, samples: bool) -> None:

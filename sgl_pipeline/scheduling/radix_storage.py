@@ -9,6 +9,7 @@ evictable sizes; it differs in evicting single pages from a leaf's tail instead 
 """
 
 import heapq
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from sgl_pipeline.scheduling.page_run import PageRun
@@ -143,6 +144,35 @@ class RadixStorage:
                 self._tree.split(node, kept * self.page_size)
             evicted += self._drop_run(node)
         return evicted
+
+    def drop(self, lost: Container[int]) -> list[int]:
+        """Drops each cached prefix from its first page in `lost` on; none of that is locked.
+
+        Returns the page ids.
+        """
+        doomed: list[RadixNode] = []
+        whole = list(self._cached_children(self._tree.root))
+        while whole:
+            node = whole.pop()
+            assert node.run is not None
+            places = (place for place, page in enumerate(node.run.pages) if page in lost)
+            first = next(places, None)
+            if first is None:
+                whole += self._cached_children(node)
+                continue
+            if first:
+                self._tree.split(node, first * self.page_size)
+            doomed.append(node)
+        for node in doomed:
+            doomed += self._cached_children(node)
+        dropped = [page for node in reversed(doomed) for page in self._drop_run(node)]
+        self._eviction_heap = [one for one in self._eviction_heap if one[2].run is not None]
+        heapq.heapify(self._eviction_heap)
+        return dropped
+
+    @staticmethod
+    def _cached_children(node: RadixNode) -> Iterator[RadixNode]:
+        return (child for child in node.children.values() if child.is_cached)
 
     def _fill(self, node: RadixNode, pages: list[int]) -> None:
         """Gives `node`, whose parent is cached, its pages."""

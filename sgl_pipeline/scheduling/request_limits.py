@@ -12,13 +12,16 @@ from sgl_pipeline.requests import Request
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """`context_length` in tokens is the model's bound, `pool_tokens` that of all KV pages."""
+    """`context_length` in tokens is the model's bound, `pool_tokens` that of all KV pages.
+    `usual_pool_tokens` is that of the server as it was started, where it has fewer now."""
 
     context_length: int
     pool_tokens: int
+    usual_pool_tokens: int = 0
 
     def check(self, request: Request) -> None:
-        """Raises RequestError (400) when the request could not be served even alone."""
+        """Raises RequestError (400) when the request could not be served even alone; 503 where it
+        could be with the usual number of pages."""
         prompt_tokens = len(request.prompt_ids)
         new_tokens = request.stops.max_new_tokens
         if prompt_tokens == 0:
@@ -38,6 +41,13 @@ class RequestLimits:
             )
         # The last new token is never fed back, so its key and value are never stored.
         stored_tokens = prompt_tokens + max(0, new_tokens - 1)
+        if self.pool_tokens < stored_tokens <= self.usual_pool_tokens:
+            raise RequestError(
+                f"{prompt_tokens} prompt tokens and max_new_tokens {new_tokens} do not fit the KV "
+                f"pool of {self.pool_tokens} tokens that is left while fewer stages serve; ask for "
+                f"less, or later, when it has {self.usual_pool_tokens} again",
+                status_code=503,
+            )
         if stored_tokens > self.pool_tokens:
             raise RequestError(
                 f"{prompt_tokens} prompt tokens and max_new_tokens {new_tokens} do not fit the KV "

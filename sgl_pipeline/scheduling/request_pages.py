@@ -5,6 +5,7 @@ same until the request is released, because the stages are told of new pages onl
 already has an equal page, the request keeps its own and frees it at the end.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from sgl_pipeline.requests import Request
@@ -175,6 +176,15 @@ class RequestPages:
     def clear_cache(self) -> None:
         """Frees every cached page that is not locked."""
         self._pool.free(self._storage.evict(self._storage.evictable_pages))
+
+    def resize(self, num_pages: int) -> None:
+        """The pool has so many pages from now on; none is held or cached."""
+        assert self._pool.num_free == self._pool.num_pages, "pages are in use"
+        self._pool.resize(num_pages)
+
+    def drop_cached(self, lost: Container[int]) -> None:
+        """Frees every cached prefix from its first page in `lost` on; no request holds any."""
+        self._pool.free(self._storage.drop(lost))
 
     def check_conservation(self) -> None:
         """Asserts that every page is free, cached, or held by exactly one request, and that no

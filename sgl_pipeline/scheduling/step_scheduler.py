@@ -16,13 +16,15 @@ from sgl_pipeline.scheduling.age_limit import RequestAges
 from sgl_pipeline.scheduling.arrivals import DISPLACED, Arrivals
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
 from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
-from sgl_pipeline.scheduling.logprob_rows import keep_logprobs
+from sgl_pipeline.scheduling.logprob_rows import check_logprobs, keep_logprobs
+from sgl_pipeline.scheduling.lost_pages import LostPages
 from sgl_pipeline.scheduling.outlook import Outlook
 from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.preemption import Preemption
 from sgl_pipeline.scheduling.radix_demand import RadixDemand
 from sgl_pipeline.scheduling.radix_storage import RadixStorage
 from sgl_pipeline.scheduling.radix_tree import RadixTree
+from sgl_pipeline.scheduling.recovery_log import RecoveryLog
 from sgl_pipeline.scheduling.request_limits import RequestLimits
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
@@ -38,7 +40,12 @@ class StepScheduler:
     Steps are FIFO through every stage. A decoding request is in at most one step in flight, a
     prefilling one may have consecutive chunks in several. Pages of a step in flight are never freed
     or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under, and
-    `step_times` says what they take, as far as that is known.
+    `step_times` says what they take, as far as that is known. `lost_pages` takes the news of
+    stages that were lost, when no step is in flight.
+
+    Args:
+        log: what stages that are replaced may compute again by themselves; None: whatever is lost
+            is prefilled again.
     """
 
     def __init__(
@@ -49,6 +56,7 @@ class StepScheduler:
         num_pages: int,
         num_stages: int,
         context_length: int,
+        log: RecoveryLog | None = None,
     ) -> None:
         self.epoch = 0
         self.step_times: StepTimes | None = None
@@ -81,6 +89,7 @@ class StepScheduler:
         self._now_s = 0.0
         self._decode_reserve = DecodeReserve(args.page_size, self._max_in_flight)
         self._ages = RequestAges(args.waiting_timeout_s, args.running_timeout_s)
+        self.lost_pages = LostPages(self._running, self._preemption, self._pages, self._ages, log)
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[Microbatch] = deque()
         self._next_step_id = 0
@@ -188,12 +197,15 @@ class StepScheduler:
         if not chunks:
             return None
         released = self._pages.take_released()
+        log = self.lost_pages.log
+        replays = () if log is None else log.take_up(chunks, released)
         microbatch = Microbatch(
-            self._next_step_id, self.epoch, load, budget, tuple(chunks), released
+            self._next_step_id, self.epoch, load, budget, tuple(chunks), released, replays
         )
         self._next_step_id += 1
         self._decode_reserve.note_step(self._preemption.num_shortages)
         self._in_flight.append(microbatch)
+        self.lost_pages.forget_displaced(now_s)
         return microbatch
 
     def _decide(self) -> tuple[PipelineLoad, TokenBudget, list[Chunk]]:
@@ -233,6 +245,7 @@ class StepScheduler:
                 f"step {step_id} gave log-probabilities of {len(logprobs)} chunks, "
                 f"{microbatch.num_logprob_chunks} are due"
             )
+        check_logprobs(microbatch.chunks, logprobs)
         self._in_flight.popleft()
         drawn, rows = iter(token_ids), iter(logprobs)
         events = []
@@ -292,6 +305,8 @@ class StepScheduler:
         that such a step was to write first, and a request that has ended gives its own back.
         """
         for microbatch in self._in_flight:
+            if microbatch.replays and self.lost_pages.log is not None:
+                self.lost_pages.log.take_back(microbatch.replays)
             for chunk in microbatch.chunks:
                 request = chunk.request
                 request.steps_in_flight -= 1
@@ -303,17 +318,44 @@ class StepScheduler:
         self._in_flight.clear()
         self._retract_if_asked()
 
-    def forget_pages(self, now_s: float) -> None:
-        """All keys and values are lost: running requests return to the queue, each at its place, to
-        prefill prompt and output again, and no prefix is cached any more. No step is in flight.
+    # When stages are others
 
-        `now_s` is the caller's clock in seconds: from then on they have waited.
+    def use_stages(self, num_stages: int, now_s: float) -> None:
+        """So many stages run the steps to come; none is in flight. All that pages held is lost, as
+        by `LostPages.lose_all`."""
+        assert not self._in_flight, "steps in flight are of other stages"
+        self.lost_pages.use_stages(num_stages, now_s)
+        self._max_in_flight = num_stages + self.args.extra_steps_in_flight
+        self._decode_reserve.pipeline_depth = self._max_in_flight
+
+    def use_pages(self, num_pages: int, log_pages: int) -> list[Request]:
+        """The stages have so many pages now, and their logs room for so many of these; if that is
+        new, none of them holds anything (`use_stages`).
+
+        Returns the requests that were ended because they would not fit even alone.
         """
-        assert not self._in_flight, "steps in flight still write pages"
-        for request in tuple(self._running):
-            self._preemption.retract(request)
-        self._pages.clear_cache()
-        self._ages.retracted(self._preemption.take_retracted(), now_s)
+        if self.lost_pages.log is not None:
+            self.lost_pages.log.use_capacity(log_pages)
+        if num_pages == self._num_pages:
+            return []
+        self._pages.resize(num_pages)
+        self._num_pages = num_pages
+        usual_tokens = max(self.limits.usual_pool_tokens, self.limits.pool_tokens)
+        self.limits = RequestLimits(
+            self.limits.context_length, num_pages * self.args.page_size, usual_tokens
+        )
+        self._arrivals.limits = self.limits
+        return [one for one in self.requests() if not self._still_fits(one)]
+
+    def _still_fits(self, request: Request) -> bool:
+        """Whether the pages can hold the request; one that they cannot is ended."""
+        try:
+            self.limits.check(request)
+        except RequestError as error:
+            reason = FinishReason("abort", message=str(error), status_code=error.status_code)
+            self.abort(request.request_id, reason)
+            return False
+        return True
 
     # What others may ask
 
@@ -345,7 +387,7 @@ class StepScheduler:
             + unscheduled_attended,
             decode_attended_tokens=running.attended_tokens,
             step_times=self.step_times,
-            in_flight_ms=self._in_flight_ms(),
+            work_in_flight=tuple([one.work for one in self._in_flight]),
             newest_wait_ms=1e3 * (self._now_s - self._newest_arrival_s()),
         )
 
@@ -355,12 +397,6 @@ class StepScheduler:
         if newest is None:
             newest = next(reversed(self._running.prefilling), None)
         return self._now_s if newest is None else newest.arrival_s
-
-    def _in_flight_ms(self) -> float:
-        times = self.step_times
-        if times is None:
-            return 0.0
-        return max([times.step_ms(one.work) for one in self._in_flight], default=0.0)
 
     def explain(self, request_id: str) -> Explanation | None:
         """What the request waits for now; None if it is not (or no longer) served."""

@@ -24,13 +24,14 @@ from sgl_pipeline.args import (
     require,
 )
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.host_network import read_host_network
 from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.simulator.experiment import LINKS, Cluster, MeasuredPipeline, simulate
 from sgl_pipeline.simulator.kernel_costs import DEVICES
 from sgl_pipeline.simulator.migration_setup import Migration
 from sgl_pipeline.simulator.models import MODELS
 from sgl_pipeline.simulator.simulation import Simulation
-from sgl_pipeline.simulator.summary import LatencyTarget, Summary, summarise
+from sgl_pipeline.simulator.summary import LatencyTarget, Summary, summarize
 from sgl_pipeline.simulator.traces import SHIPPED, load_trace, shared_prefixes
 from sgl_pipeline.simulator.tune import Trial, search, server_flags
 from sgl_pipeline.simulator.workload import (
@@ -45,7 +46,7 @@ PROGRESS_INTERVAL_S = 0.5
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry of the command; the exit code is 0, or 2 when it cannot be done as asked."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         return int(options.command(options))
     except ConfigurationError as error:
@@ -61,7 +62,7 @@ def _run(options: argparse.Namespace) -> int:
     for policy in options.policy:
         for rate in options.rate:
             simulation = _simulate(options, pipeline, ThrottleArgs(policy=policy), rate)
-            summary = summarise(simulation, target)
+            summary = summarize(simulation, target)
             print(_row(policy, rate, summary), flush=True)
             for move in simulation.moves:
                 print(_move_row(move), flush=True)
@@ -77,7 +78,7 @@ def _tune(options: argparse.Namespace) -> int:
 
     def attainment(throttle: ThrottleArgs, rate_per_s: float) -> float:
         simulation = _simulate(options, pipeline, throttle, rate_per_s)
-        return summarise(simulation, target).target_share or 0.0
+        return summarize(simulation, target).target_share or 0.0
 
     for policy in options.policy:
         best: Trial | None = None
@@ -103,6 +104,7 @@ def _simulate(
         schedule_policy=options.schedule_policy,
         max_running_requests=options.max_running_requests,
         radix_cache=not options.disable_radix_cache,
+        extra_steps_in_flight=options.extra_steps_in_flight,
     )
     label = f"{throttle.policy} at {rate_per_s:g} req/s"
     return simulate(pipeline, throttle, scheduling, workload, _progress(label, len(workload)))
@@ -120,18 +122,27 @@ def _workload(options: argparse.Namespace, rate_per_s: float) -> list[SimulatedR
 def _pipeline(options: argparse.Namespace) -> Cluster | MeasuredPipeline:
     if options.calibrate is not None:
         require(options.pool_tokens is not None, "--calibrate needs --pool-tokens")
+        require(options.hosts is None, "--calibrate brings its own links; leave out --hosts")
         require(
             options.migration == "off",
             "layers cannot move in a recorded pipeline, whose trace tells no layer from another; "
             "use --migration without --calibrate",
         )
         return MeasuredPipeline(trace_path=options.calibrate, pool_tokens=options.pool_tokens)
+    hosts = None if options.hosts is None else read_host_network(Path(options.hosts))
+    require(
+        hosts is None or options.pp is None,
+        "--hosts says how many stages there are; leave out --pp",
+    )
+    num_stages = 4 if options.pp is None else options.pp
     return Cluster(
         pool_tokens=options.pool_tokens,
+        hosts=hosts,
+        split="even" if hosts is None else "auto",
         model=options.model,
         device=options.device,
         link=options.link,
-        num_stages=options.pp,
+        num_stages=num_stages if hosts is None else hosts.num_stages,
         memory_share=options.mem_fraction_static,
         migration=_migration(options),
         forecast=options.forecast,
@@ -157,7 +168,8 @@ def _target(options: argparse.Namespace) -> LatencyTarget | None:
 def _describe(options: argparse.Namespace, pipeline: Cluster | MeasuredPipeline) -> str:
     if isinstance(pipeline, Cluster):
         what = (
-            f"{pipeline.model} on {pipeline.num_stages} x {pipeline.device} over {pipeline.link}, "
+            f"{pipeline.model} on {pipeline.num_stages} x {pipeline.device} over "
+            f"{options.hosts or pipeline.link}, "
             f"layers {pipeline.layers}"
         )
     else:
@@ -223,7 +235,8 @@ def _progress(label: str, num_requests: int) -> Callable[[int, float], None]:
     return show
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = argparse.ArgumentParser(prog="sgl_pipeline.simulator", description=__doc__)
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run", help="compare policies over request rates")
@@ -245,7 +258,14 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="Qwen2.5-32B", choices=MODELS)
     parser.add_argument("--device", default="a100-40g-pcie", choices=DEVICES)
     parser.add_argument("--link", default="net73", choices=LINKS)
-    parser.add_argument("--pp", type=int, default=4, help="pipeline stages, a card each")
+    parser.add_argument("--pp", type=int, help="pipeline stages, a card each; by default 4")
+    parser.add_argument(
+        "--hosts",
+        metavar="FILE",
+        help="JSON of hosts in order and the links between them (sgl_pipeline/host_network.py); "
+        "--link joins the cards of one host",
+    )
+    parser.add_argument("--extra-steps-in-flight", type=int, default=0)
     parser.add_argument(
         "--calibrate",
         metavar="FILE",

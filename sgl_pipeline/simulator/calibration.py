@@ -80,6 +80,10 @@ class FittedCosts:
             for stage, noise in zip(self.stages, self.noise[step_id % len(self.noise)], strict=True)
         )
 
+    def link_after(self, stage: int) -> Link:
+        """The same between all stages; what results take is in `host`."""
+        return self.link if stage + 1 < self.num_stages else Link()
+
     def under(self, layer_counts: tuple[int, ...]) -> "FittedCosts":
         """Never to be had: raises ConfigurationError."""
         raise ConfigurationError(

@@ -5,10 +5,12 @@ The door of the room: the command line, the figures and the budget search all go
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
-from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs, require
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.host_network import HostNetwork
 from sgl_pipeline.layer_partition import even_layer_counts
 from sgl_pipeline.migration.partition import balanced_layer_counts
 from sgl_pipeline.migration.predictor import StepPredictor
@@ -70,7 +72,10 @@ class Cluster:
 
     `forecast` says what planner and policy predict by: `tables`, costs fitted beforehand to made-up
     steps of the cluster's own tables, as a server has them from a file; `online`, costs fitted to
-    the steps that they see. The stages' speeds are learnt from their steps with both.
+    the steps that they see. The stages' speeds are learned from their steps with both.
+
+    With `hosts`, their links join the stages of neighboring hosts in place of `link`, and their
+    speeds are those of their stages. Orders reach all hosts at once; results have the way back.
     """
 
     model: str
@@ -83,6 +88,7 @@ class Cluster:
     split: Literal["even", "auto"] = "even"
     layer_weights: tuple[float, ...] = ()
     tail_factor: float = 1.0
+    hosts: HostNetwork | None = None
     stage_slowness: tuple[float, ...] = ()
     slowdowns: tuple[Slowdown, ...] = ()
     migration: Migration = STILL
@@ -94,22 +100,55 @@ class Cluster:
         for name, known in ((self.model, MODELS), (self.device, DEVICES), (self.link, LINKS)):
             if name not in known:
                 raise ConfigurationError(f"{name!r} is unknown; choose from {', '.join(known)}")
+        if self.hosts is not None:
+            self._check_hosts(self.hosts)
+
+    def _check_hosts(self, hosts: HostNetwork) -> None:
+        require(
+            hosts.num_stages == self.num_stages,
+            f"the hosts have {hosts.num_stages} stages, the pipeline {self.num_stages}",
+        )
+        require(
+            all(host.memory is None for host in hosts.hosts),
+            "the simulator has all stages on equal cards; name one (--device), not hosts' memory",
+        )
+        require(not self.stage_slowness, "hosts say how fast their stages are; name no slowness")
+        require(not self.migration.is_on, "layers that move between hosts are not simulated")
 
     def costs(self) -> PipelineCosts:
-        model = MODELS[self.model]
-        latency_s, bytes_per_s = LINKS[self.link]
         return PipelineCosts(
             self._parts(),
             self.layers,
-            Link(
-                latency_s=latency_s,
-                bytes_per_s=bytes_per_s,
-                bytes_per_token=model.hidden_bytes_per_token,
-            ),
+            self._link(*LINKS[self.link]),
             self.host,
-            self.stage_slowness,
+            self._slowness,
             self.layer_weights,
+            () if self.hosts is None else self._host_links(self.hosts),
         )
+
+    def _link(self, latency_s: float, bytes_per_s: float) -> Link:
+        return Link(
+            latency_s=latency_s,
+            bytes_per_s=bytes_per_s,
+            bytes_per_token=MODELS[self.model].hidden_bytes_per_token,
+        )
+
+    def _host_links(self, hosts: HostNetwork) -> tuple[Link, ...]:
+        """After each stage; the last one's results have no more than a delay."""
+        places = hosts.host_of_stage
+        links = []
+        for one, other in pairwise(places):
+            joint = hosts.between(one, other)
+            if joint is None:
+                links.append(self._link(*LINKS[self.link]))
+            else:
+                links.append(self._link(joint.delay_ms * 1e-3, joint.gbit_per_s * 1e9 / 8))
+        back = hosts.between(places[-1], places[0])
+        return (*links, Link(latency_s=0.0 if back is None else back.delay_ms * 1e-3))
+
+    @property
+    def _slowness(self) -> tuple[float, ...]:
+        return self.stage_slowness if self.hosts is None else self.hosts.stage_slowness
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -130,7 +169,7 @@ class Cluster:
             parts.embedding_s(shape) * 1e3,
             parts.tail_s(shape) * 1e3,
         )
-        slowness = self.stage_slowness or (1.0,) * self.num_stages
+        slowness = self._slowness or (1.0,) * self.num_stages
         return balanced_layer_counts([costs.scaled(slow) for slow in slowness], self._fits)
 
     def _fits(self, stage: int, start: int, end: int) -> bool:

@@ -1,6 +1,6 @@
 """Measured times between and beyond the points at which they were measured.
 
-Used by `kernel_costs.py`. Linear between neighbours in every axis, the lowest value below the first
+Used by `kernel_costs.py`. Linear between neighbors in every axis, the lowest value below the first
 point (a kernel never costs less than its launch), and the last slope beyond the last one.
 """
 
@@ -34,7 +34,7 @@ class Grid:
         """The value at `coordinates`, one for each axis."""
         total = 0.0
         corners = [
-            _neighbours(axis, place) for axis, place in zip(self.axes, coordinates, strict=True)
+            _neighbors(axis, place) for axis, place in zip(self.axes, coordinates, strict=True)
         ]
         for corner in product(*corners):
             weight = 1.0
@@ -45,7 +45,7 @@ class Grid:
         return total
 
 
-def _neighbours(axis: tuple[float, ...], place: float) -> tuple[tuple[float, float], ...]:
+def _neighbors(axis: tuple[float, ...], place: float) -> tuple[tuple[float, float], ...]:
     """The two points around `place` (or the last two before it) and the weight of each."""
     if place <= axis[0] or len(axis) == 1:
         return ((axis[0], 1.0),)

@@ -44,7 +44,7 @@ class ScaledTail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Between neighbouring stages. `bytes_per_token` of the residual stream, one row."""
+    """Between neighboring stages. `bytes_per_token` of the residual stream, one row."""
 
     latency_s: float = 0.0
     bytes_per_s: float = float("inf")
@@ -107,9 +107,11 @@ class PipelineTiming(Protocol):
         """Layers of each stage."""
 
     @property
-    def link(self) -> Link: ...
-    @property
     def host(self) -> HostCosts: ...
+    def link_after(self, stage: int) -> Link:
+        """To the next stage; of the last one, the way of its results to the scheduler, beyond
+        `HostCosts.transit_s`."""
+
     def stage_seconds(self, shape: StepShape, step_id: int) -> tuple[float, ...]:
         """Compute time of the step on every stage."""
 
@@ -123,7 +125,8 @@ class PipelineTiming(Protocol):
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
     """`layer_counts[s]` layers on stage `s`; `stage_slowness[s]` multiplies all its times, and
-    `layer_weights[i]` those of layer `i` (none: 1 each)."""
+    `layer_weights[i]` those of layer `i` (none: 1 each). `links[s]` is the link after stage `s`
+    (none: `link` between all stages)."""
 
     stage: PartSeconds
     layer_counts: tuple[int, ...]
@@ -131,10 +134,17 @@ class PipelineCosts:
     host: HostCosts = HostCosts()
     stage_slowness: tuple[float, ...] = ()
     layer_weights: tuple[float, ...] = ()
+    links: tuple[Link, ...] = ()
 
     @property
     def num_stages(self) -> int:
         return len(self.layer_counts)
+
+    def link_after(self, stage: int) -> Link:
+        """As `PipelineTiming`."""
+        if self.links:
+            return self.links[stage]
+        return self.link if stage + 1 < self.num_stages else Link()
 
     def under(self, layer_counts: tuple[int, ...]) -> "PipelineCosts":
         """The same pipeline with another split of the same layers."""

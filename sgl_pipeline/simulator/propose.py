@@ -15,7 +15,7 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pipeline.recent_load import RecentWork
 from sgl_pipeline.simulator.past_load import PastLoad, throttle_of
 from sgl_pipeline.simulator.simulation import ServedRequest, Simulation
-from sgl_pipeline.simulator.summary import Distribution, LatencyTarget, summarise, tpot_ms, ttft_ms
+from sgl_pipeline.simulator.summary import Distribution, LatencyTarget, summarize, tpot_ms, ttft_ms
 from sgl_pipeline.simulator.tune import SEARCH_SPACE
 from sgl_pipeline.throttle_change import Knob
 
@@ -216,7 +216,7 @@ def propose(task: TuneTask, clock: Callable[[], float] = time.monotonic) -> Prop
 
 def predict(simulation: Simulation, target: LatencyTarget) -> Prediction:
     """What a simulation amounts to, beside what is wanted."""
-    summary = summarise(simulation, target)
+    summary = summarize(simulation, target)
     late = [_lateness(served, target) for served in simulation.requests if served.token_times_s]
     assert summary.target_share is not None
     return Prediction(

@@ -60,7 +60,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     target_share: float | None = None
 
 
-def summarise(simulation: Simulation, target: LatencyTarget | None = None) -> Summary:
+def summarize(simulation: Simulation, target: LatencyTarget | None = None) -> Summary:
     """The numbers of all requests that were served to their end."""
     done = [served for served in simulation.requests if served.finished_s is not None]
     ends = [served.finished_s for served in done if served.finished_s is not None]

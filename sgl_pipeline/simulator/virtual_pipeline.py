@@ -238,12 +238,14 @@ class VirtualPipeline:
             if pages:
                 clock.free_s = self._moves.ran(stage, end_s - start_s, end_s, pages)
             if stage + 1 < costs.num_stages:
-                transfer_s = costs.link.transfer_s(shape.num_tokens)
+                link = costs.link_after(stage)
+                transfer_s = link.transfer_s(shape.num_tokens)
                 if self._moves.is_open:
                     transfer_s += self._moves.delay_transfer(stage, transfer_s)
                 clock.link_free_s = max(timing.done_s, clock.link_free_s) + transfer_s
-                input_s = clock.link_free_s + costs.link.latency_s
-        return _Trip(step, shape, tuple(timings), timings[-1].done_s + costs.host.transit_s)
+                input_s = clock.link_free_s + link.latency_s
+        back_s = costs.link_after(costs.num_stages - 1).latency_s + costs.host.transit_s
+        return _Trip(step, shape, tuple(timings), timings[-1].done_s + back_s)
 
     def _slowed(self, stage: int, start_s: float, seconds: float) -> float:
         for slowdown in self._slowdowns:

@@ -22,13 +22,13 @@ from sgl_pipeline.throttle.token_throttle import token_throttle
 
 # A step may nearly take what the longest one in flight takes: beside it a shorter one would only
 # idle. When a burst of prompts is over, steps get shorter by this share in a round of the pipeline.
-EBB_SHARE = 0.25
+EBB_SHARE = 0.5
 # A step may always take this much longer than its decodes alone: where the weights have to be read
 # anyway, that is many prompt tokens.
 MIN_GROWTH = 1.05
-# Prompts are spread over so many rounds of the pipeline, where that is more than #T steps, up to
-# 1.5 #T: steps that differ within a round leave bubbles.
-SPREAD_ROUNDS = 3
+# Prompts are spread over so many rounds of the pipeline at least, where that is at most 1.5 #T
+# steps: steps that differ within a round leave bubbles.
+LEAST_ROUNDS = 1.5
 
 
 def time_throttle(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:
@@ -49,16 +49,19 @@ def _step_limit(
 ) -> tuple[float, Bound, Target | None]:
     """What a step may take, by which term, and which target that misses."""
     decodes = decode_work(load)
-    terms: dict[Bound, float] = {"MaxP": times.step_ms(with_fresh(decodes, args.prefill_limit))}
+    # Tokens of a term cost what the waiting ones cost in the mean.
+    most, waiting = args.prefill_limit, max(1, load.waiting_tokens)
+    terms: dict[Bound, float] = {"MaxP": times.step_ms(_with_waiting(decodes, load, most, waiting))}
     threshold = args.pause_free_share
     if load.free_share >= threshold:
         headroom = (load.free_share - threshold) / (1.0 - threshold)
-        terms["UT"] = times.step_ms(with_fresh(decodes, int(headroom * args.prefill_limit)))
+        free = int(headroom * most)
+        terms["UT"] = times.step_ms(_with_waiting(decodes, load, free, waiting))
     if args.target_tpot_ms is not None:
         # A request has a token in each round.
         terms["TPOT"] = args.target_tpot_ms / load.pipeline_depth
     steps = spread_steps(args, load)
-    spread_ms = times.step_ms(_with_waiting(decodes, load, steps))
+    spread_ms = times.step_ms(_with_waiting(decodes, load, 1, steps))
     held_ms = (1.0 - EBB_SHARE / load.pipeline_depth) * load.in_flight_ms
     terms["WT"] = max(spread_ms, held_ms)
     needed_ms = _ttft_ms(args.target_ttft_ms, load, times, steps)
@@ -84,7 +87,7 @@ def _ttft_ms(target_ms: float | None, load: PipelineLoad, times: StepTimes, step
     left_ms = target_ms - load.newest_wait_ms
     decodes = decode_work(load)
     for num_steps in range(steps, 0, -1):
-        step_ms = times.step_ms(_with_waiting(decodes, load, num_steps))
+        step_ms = times.step_ms(_with_waiting(decodes, load, 1, num_steps))
         # The last one has to pass the pipeline.
         if (num_steps + load.pipeline_depth - 1) * step_ms <= left_ms:
             return step_ms
@@ -94,7 +97,7 @@ def _ttft_ms(target_ms: float | None, load: PipelineLoad, times: StepTimes, step
 def spread_steps(args: ThrottleArgs, load: PipelineLoad) -> int:
     """Over how many steps the waiting work is spread: #T, or more in deep pipelines."""
     steps = args.prefill_spread_steps
-    return max(steps, min(steps + steps // 2, SPREAD_ROUNDS * load.pipeline_depth))
+    return max(steps, min(steps + steps // 2, int(LEAST_ROUNDS * load.pipeline_depth)))
 
 
 def decode_work(load: PipelineLoad) -> StepWork:
@@ -104,12 +107,12 @@ def decode_work(load: PipelineLoad) -> StepWork:
     return StepWork(rows, rows, attended, 0, rows)
 
 
-def _with_waiting(work: StepWork, load: PipelineLoad, steps: int) -> StepWork:
-    """`work` and what waits to be prefilled, spread over so many steps, rounded up."""
+def _with_waiting(work: StepWork, load: PipelineLoad, part: int, of: int) -> StepWork:
+    """`work` and that part of all that waits to be prefilled, rounded up."""
     return work._replace(
-        tokens=work.tokens - (-load.waiting_tokens // steps),
-        prefill_attended_tokens=-(-load.waiting_attended_tokens // steps),
-        samples=work.samples - (-load.prompts // steps),
+        tokens=work.tokens - (-load.waiting_tokens * part // of),
+        prefill_attended_tokens=-(-load.waiting_attended_tokens * part // of),
+        samples=work.samples - (-load.prompts * part // of),
     )
 
 

@@ -7,11 +7,14 @@ the model's repository.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.command_line.upstream_arguments import SglangServerArgs
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    # It imports torch, which a host's agent has no time for.
+    from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo_model"
 DTYPES = {
@@ -97,7 +100,7 @@ def resolve_dtype(asked: str, checkpoint_dtype: str) -> str:
         ) from None
 
 
-def model_limits(spec: ModelSpec, context_length: int | None, tokenizer: Any) -> ModelLimits:
+def model_limits(spec: "ModelSpec", context_length: int | None, tokenizer: Any) -> ModelLimits:
     """The limits of requests to the model of `spec`.
 
     Args:

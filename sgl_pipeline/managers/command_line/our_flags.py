@@ -12,6 +12,7 @@ from typing import Any
 from sgl_pipeline.args import (
     ACCOUNTINGS,
     ATTENTION_BACKENDS,
+    DEFAULT_LOG_MIB,
     LAYER_KERNELS,
     MIGRATION_MODES,
     MIGRATION_WEIGHTS,
@@ -21,6 +22,7 @@ from sgl_pipeline.args import (
     STAGE_GRAPHS,
     STAGE_LINKS,
     UI_MODES,
+    ClusterArgs,
     GrammarArgs,
     MigrationArgs,
     PipelineArgs,
@@ -228,15 +230,18 @@ OUR_FLAGS = (
         "--stage-recovery",
         RecoveryArgs,
         "mode",
-        "What happens when the process of a stage ends or hangs: it is replaced and requests go on "
-        "(auto; not over NCCL links), or the server ends (off).",
+        "What happens when the process of a stage ends or hangs: it is replaced and requests go "
+        "on, on fewer stages where no worker is available (auto; not over NCCL links), or the "
+        "server ends (off).",
         choices=RECOVERY_MODES,
     ),
     Flag(
         "--max-stage-restarts",
         RecoveryArgs,
         "max_restarts",
-        "Most workers that are replaced within --stage-restart-window-s; one more ends the server.",
+        "Most stages that may be lost within --stage-restart-window-s; one more ends the server: "
+        "what kills one stage after the other would kill fewer stages too. Workers that end before "
+        "they have served do not count; after two of them the others serve on without.",
         int,
     ),
     Flag(
@@ -244,6 +249,23 @@ OUR_FLAGS = (
         RecoveryArgs,
         "restart_window_s",
         "Seconds within which --max-stage-restarts counts.",
+        float,
+    ),
+    Flag(
+        "--min-stages",
+        RecoveryArgs,
+        "min_stages",
+        "Fewest stages to serve with where no worker is available for a lost one: those that are "
+        "left share its layers. With fewer, or where memory does not hold the layers, requests get "
+        "a 503 and the server ends. As many as --pp: never fewer.",
+        int,
+    ),
+    Flag(
+        "--stage-retry-s",
+        RecoveryArgs,
+        "retry_s",
+        "Seconds after which a worker that was not available is asked for again, while fewer "
+        "stages serve; twice as long after each failure, at most 16 times.",
         float,
     ),
     Flag(
@@ -268,6 +290,29 @@ OUR_FLAGS = (
         "spare_workers",
         "Workers that wait, started, to take the place of a lost one.",
         int,
+    ),
+    Flag(
+        "--recovery-log-mib",
+        RecoveryArgs,
+        "log_mib",
+        "MiB in which each stage but the last keeps the rows that it sends, so that only a stage "
+        "that is replaced computes keys and values again; 0: all stages do. By default "
+        f"{DEFAULT_LOG_MIB} on a CPU; not built for GPUs.",
+        int,
+    ),
+    Flag(
+        "--cluster-key-file",
+        ClusterArgs,
+        "key_file",
+        "With --nnodes, the file of the key that all hosts share; else it is taken from "
+        "SGL_PIPELINE_CLUSTER_KEY.",
+    ),
+    Flag(
+        "--host-silence-s",
+        ClusterArgs,
+        "silence_s",
+        "With --nnodes, seconds after which a silent host counts as lost.",
+        float,
     ),
     Flag("--trace-path", PipelineArgs, "trace_path", "Writes one JSON line per step to this file."),
     Flag(

@@ -2,7 +2,7 @@
 
 Called by `launch_server.py` in the main process, once. Upstream's parser keeps its flags and their
 meaning; `upstream_fields.py` says who acts on each. Starts nothing and never guesses: what cannot
-be honoured ends in a ConfigurationError that names the flag.
+be honored ends in a ConfigurationError that names the flag.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_pipeline.args import (
+    ClusterArgs,
     GrammarArgs,
     MigrationArgs,
     PipelineArgs,
@@ -35,6 +36,7 @@ from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 logger = logging.getLogger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+TRACING_FIELDS = ("otlp_traces_endpoint", "otlp_service_name", "trace_modules")
 GRAMMAR_BACKENDS = (None, "xgrammar", "none")
 
 
@@ -61,7 +63,7 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     """What `python -m sgl_pipeline.launch_server <argv>` asks for.
 
     Fetches the model when it is named by a hub id. Raises ConfigurationError for a value that
-    cannot be honoured; argparse itself ends the process for an unknown flag.
+    cannot be honored; argparse itself ends the process for an unknown flag.
     """
     from sglang.srt.server_args import ServerArgs
 
@@ -69,10 +71,16 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     refuse_unsupported(options)
     model_path = find_model(options.model_path, options.revision, options.download_dir)
     served_name = options.served_model_name or options.model_path
-    spec = read_model_spec(model_path)
+    spec = read_model_spec(model_path, options.quantization)
     dtype = resolve_dtype(options.dtype, spec.dtype)
+    options.quantization = spec.quantization_method
     pipeline = _pipeline_args(options, model_path, dtype)
     stages = pipeline.stages
+    if stages.quantization is not None and stages.device != "cpu":
+        raise ConfigurationError(
+            f"weights quantized by {stages.quantization} are computed with on CPUs only; use "
+            "--device cpu, or a checkpoint of 16 bits"
+        )
     # What it refuses is refused before anything starts.
     parse_layer_partition(stages.layer_partition, stages.num_stages, spec.num_layers)
 
@@ -90,21 +98,31 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
 
 
 def refuse_unsupported(options: argparse.Namespace) -> None:
-    """Raises ConfigurationError for the first upstream flag whose value we cannot honour."""
+    """Raises ConfigurationError for the first upstream flag whose value we cannot honor."""
+    from sglang.srt.server_args import ServerArgs
+
+    for name, default in _upstream_defaults().items():
+        if not hasattr(options, name):
+            continue
+        reason = refusal(name, ServerArgs._NS_BY_FIELD[name])
+        value = getattr(options, name)
+        if reason is not None and value != default:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigurationError(f"{flag} {value} cannot be honored: {reason}")
+
+
+def _upstream_defaults() -> dict[str, Any]:
+    """The default of every field of upstream's, in their order."""
     import msgspec
     from sglang.srt.server_args import ServerArgs
 
+    defaults = {}
     for field in msgspec.structs.fields(ServerArgs):
-        if not hasattr(options, field.name):
-            continue
-        reason = refusal(field.name, ServerArgs._NS_BY_FIELD[field.name])
         default = field.default
         if default is msgspec.NODEFAULT:
             default = None if field.required else field.default_factory()
-        value = getattr(options, field.name)
-        if reason is not None and value != default:
-            flag = "--" + field.name.replace("_", "-")
-            raise ConfigurationError(f"{flag} {value} cannot be honoured: {reason}")
+        defaults[field.name] = default
+    return defaults
 
 
 def check_port_is_free(host: str, port: int) -> None:
@@ -124,7 +142,8 @@ def check_port_is_free(host: str, port: int) -> None:
         ) from error
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
+    """SGLang's flags and ours. The model is not required, because we ship one."""
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(prog="python -m sgl_pipeline.launch_server")
@@ -133,6 +152,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if action.dest == "model_path":
             action.required = False
     add_our_flags(parser)
+    return parser
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = make_parser()
     if "--config" in argv:
         from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
@@ -159,6 +183,7 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         graphs=options.stage_graphs,
         link=options.stage_link,
         layer_kernels=options.stage_kernels,
+        quantization=options.quantization,
         max_total_tokens=options.max_total_tokens,
         memory_fraction=_given(options.mem_fraction_static, StageArgs, "memory_fraction"),
         cpu_threads=options.cpu_threads_per_stage,
@@ -203,6 +228,7 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         migration=_migration_args(options),
         recovery=_recovery_args(options),
         grammars=grammars,
+        cluster=_cluster_args(options),
         trace_path=options.trace_path,
         trace_steps=options.trace_steps,
         drain_timeout_s=options.drain_timeout_s,
@@ -225,9 +251,22 @@ def _recovery_args(options: argparse.Namespace) -> RecoveryArgs:
         mode=options.stage_recovery,
         max_restarts=options.max_stage_restarts,
         restart_window_s=options.stage_restart_window_s,
+        min_stages=options.min_stages,
+        retry_s=options.stage_retry_s,
         join_limit_s=options.stage_join_limit_s,
         silence_s=options.stage_silence_s,
         spare_workers=options.spare_workers,
+        log_mib=options.recovery_log_mib,
+    )
+
+
+def _cluster_args(options: argparse.Namespace) -> ClusterArgs:
+    return ClusterArgs(
+        num_hosts=options.nnodes,
+        rank=options.node_rank,
+        head_address=options.dist_init_addr,
+        key_file=options.cluster_key_file,
+        silence_s=options.host_silence_s,
     )
 
 
@@ -262,8 +301,31 @@ def _check_our_side(options: argparse.Namespace) -> None:
         )
     if options.context_length is not None and options.context_length < 2:
         raise ConfigurationError(f"--context-length {options.context_length} must be at least 2")
+    _check_tracing(options)
     if options.stream_interval < 1:
         raise ConfigurationError(f"--stream-interval {options.stream_interval} must be at least 1")
+
+
+def _check_tracing(options: argparse.Namespace) -> None:
+    """What `--enable-trace` needs, before anything is started, and what needs it."""
+    from sglang.srt.environ import envs
+    from sglang.srt.observability.trace import opentelemetry_imported
+
+    if not options.enable_trace:
+        for name, default in _upstream_defaults().items():
+            if name in TRACING_FIELDS and getattr(options, name) != default:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigurationError(f"{flag} does nothing without --enable-trace")
+        return
+    if not opentelemetry_imported:
+        raise ConfigurationError(
+            "--enable-trace needs OpenTelemetry: pip install --no-deps -r requirements/tracing.txt"
+        )
+    if envs.SGLANG_TRACE_ASYNC.get():
+        raise ConfigurationError(
+            "SGLANG_TRACE_ASYNC cannot be honored: it sends pickles over a socket; spans leave "
+            "the scheduler process without it"
+        )
 
 
 def _device(options: argparse.Namespace) -> str:

@@ -15,6 +15,7 @@ class SglangServerArgs(Protocol):
     api_key: str | None
     admin_api_key: str | None
     served_model_name: str | None
+    log_level: str
     model_path: str
     revision: str | None
     context_length: int | None
@@ -29,6 +30,10 @@ class SglangServerArgs(Protocol):
     schedule_low_priority_values_first: bool
     abort_on_priority_when_disabled: bool
     enable_metrics: bool
+    enable_trace: bool
+    otlp_traces_endpoint: str
+    otlp_service_name: str | None
+    trace_modules: str
     extra_metric_labels: dict[str, str] | None
 
     def url(self) -> str:

@@ -1,22 +1,23 @@
 """What becomes of every one of SGLang's server arguments: a table, and nothing but the table.
 
-Read by `server_args.py`, and by the test that walks upstream's fields: each is HONOURED by our own
+Read by `server_args.py`, and by the test that walks upstream's fields: each is HONORED by our own
 processes, handed to the FRONT (upstream's HTTP server, TokenizerManager or Detokenizer, where it
 keeps its meaning), or refused at start when it differs from its default. None may be ignored.
 """
 
 # `sleep_on_idle` is always so: the scheduler process waits for its sockets.
-HONOURED = frozenset(
+HONORED = frozenset(
     """
-    model_path revision download_dir load_format dtype context_length device random_seed
-    pp_size page_size chunked_prefill_size max_total_tokens mem_fraction_static
+    model_path revision download_dir load_format dtype quantization context_length device
+    random_seed pp_size nnodes node_rank dist_init_addr page_size chunked_prefill_size
+    max_total_tokens mem_fraction_static
     max_running_requests max_queued_requests disable_radix_cache stream_interval sleep_on_idle
     schedule_policy enable_dynamic_chunking
     enable_priority_scheduling schedule_low_priority_values_first
     abort_on_priority_when_disabled disable_priority_preemption
     priority_scheduling_preemption_threshold
     grammar_backend constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
-    enable_metrics extra_metric_labels
+    enable_metrics extra_metric_labels enable_trace otlp_traces_endpoint
     """.split()
 )
 
@@ -41,12 +42,13 @@ FRONT = frozenset(
     tokenizer_metrics_custom_labels_header tokenizer_metrics_allowed_custom_labels
     bucket_time_to_first_token bucket_inter_token_latency bucket_e2e_request_latency
     prompt_tokens_buckets generation_tokens_buckets
+    trace_modules otlp_service_name
     """.split()
 )
 
 # Upstream's argument namespaces of which nothing outside the two sets above is supported.
 REFUSED_NAMESPACES = {
-    "parallel": "the pipeline (--pp) on one host is the only parallelism; upstream runs at 1",
+    "parallel": "the pipeline (--pp) is the only parallelism; upstream runs at 1",
     "spec": "speculative decoding is not built yet",
     "disagg": "prefill/decode disaggregation is not built yet",
     "lora": "LoRA adapters are not built yet",
@@ -69,12 +71,11 @@ REFUSED_NAMESPACES = {
 
 _GRPC = "the gRPC front is not supported; use HTTP"
 _ONE_TOKENIZER = "one tokenizer and one detokenizer process are supported"
-_QUANTIZATION = "quantised weights and KV are not built yet"
+_QUANTIZATION = "keys and values have the model's dtype; of weights see --quantization"
 _WEIGHTS = "weights are read from local safetensors files by each stage; no other source is built"
 _REMOTE_CODE = "code from a model repository is never run; the model must be one of ours"
 _WHITESPACE = "xgrammar has no such pattern; see --constrained-json-max-whitespace-cnt"
 _METRICS = "only the metrics of --enable-metrics are built; --trace-path writes a record per step"
-_TRACING = "request tracing is not built yet; --trace-path writes a record per step"
 _DEBUG = "it debugs upstream's model runner, which is not used"
 _DEVICE = "stages take the visible devices in order; choose with CUDA_VISIBLE_DEVICES"
 _POLICY = "upstream's scheduler is not used; see --policy and the throttle's options"
@@ -99,7 +100,6 @@ _REFUSED_TEXT = {
         kv_events_config load_publish_endpoint enable_forward_pass_metrics
         forward_pass_metrics_worker_id forward_pass_metrics_ipc_name export_metrics_to_file
         export_metrics_to_file_dir stat_loggers show_time_cost""",
-    _TRACING: "enable_trace trace_modules otlp_traces_endpoint otlp_service_name",
     _DEBUG: """kv_canary kv_canary_real_data kv_canary_sweep_interval debug_tensor_dump_layers
         debug_tensor_dump_output_folder debug_tensor_dump_input_file forward_hooks
         msprobe_dump_config""",
@@ -110,7 +110,7 @@ _REFUSED_TEXT = {
     "a dead stage ends the server; a watchdog for hangs is not built yet": "watchdog_timeout",
     _REMOTE_CODE: "trust_remote_code model_impl model_config_parser json_model_override_args",
     "only text generation is served": "is_embedding",
-    _QUANTIZATION: """quantization quantization_param_path kv_cache_dtype modelopt_quant
+    _QUANTIZATION: """quantization_param_path kv_cache_dtype modelopt_quant
         modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path
         quantize_and_serve rl_quant_profile qsa_indexer_dtype""",
     _WEIGHTS: """model_loader_extra_config startup_weight_load_mode custom_weight_loader
@@ -154,9 +154,14 @@ REFUSED_FIELDS = {name: reason for reason, names in _REFUSED_TEXT.items() for na
 
 # What upstream itself is told, whatever the user asked. It resolves and runs its front as a CPU
 # server without a pipeline; it never sees the two sizes that only our scheduler uses (it would
-# demand that one divides the other); and usage always reports cached tokens.
+# demand that one divides the other); it looks for no kernels for quantized weights; and usage
+# always reports cached tokens.
 UPSTREAM_VALUES = {
+    "quantization": None,
     "pp_size": 1,
+    "nnodes": 1,
+    "node_rank": 0,
+    "dist_init_addr": None,
     "device": "cpu",
     "page_size": None,
     "chunked_prefill_size": None,
@@ -166,6 +171,6 @@ UPSTREAM_VALUES = {
 
 def refusal(name: str, namespace: str) -> str | None:
     """Why field `name` of upstream's `namespace` must keep its default; None when it need not."""
-    if name in HONOURED or name in FRONT:
+    if name in HONORED or name in FRONT:
         return None
     return REFUSED_FIELDS.get(name) or REFUSED_NAMESPACES.get(namespace)

@@ -12,11 +12,17 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+from sglang.srt.managers.io_struct import (
+    BatchTokenizedGenerateReqInput,
+    PickleWrapper,
+    TokenizedGenerateReqInput,
+)
 from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotReader
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from starlette.background import BackgroundTask
 
 from sgl_pipeline.managers.entrance.graceful_stop import StopSignals, drain
+from sgl_pipeline.managers.entrance.ollama_streams import OLLAMA_ROUTES, ends_apart
 from sgl_pipeline.managers.entrance.request_checks import (
     MALFORMED,
     RefusedRequestError,
@@ -31,6 +37,8 @@ logger = logging.getLogger(__name__)
 HEALTH_ROUTES = frozenset({"/health", "/health_generate"})
 # Texts shorter than this are tokenized faster than a thread takes over.
 LONG_TEXT_CHARACTERS = 4096
+_GENERATE_MANY = BatchTokenizedGenerateReqInput
+_SAMPLED = 1  # of a traceparent's flags
 
 
 class GuardedTokenizerManager(TokenizerManager):
@@ -96,7 +104,10 @@ class GuardedTokenizerManager(TokenizerManager):
         check_logprob_lists(obj)
         spread_seeds(obj)
         has_replied = False
-        async with aclosing(super().generate_request(obj, request)) as replies:
+        all_replies = super().generate_request(obj, request)
+        if request is not None and request.url.path in OLLAMA_ROUTES and obj.stream:
+            all_replies = ends_apart(all_replies)
+        async with aclosing(all_replies) as replies:
             try:
                 async for reply in replies:
                     if (error := _refusal_in(reply)) is not None and not has_replied:
@@ -109,6 +120,16 @@ class GuardedTokenizerManager(TokenizerManager):
                 logger.exception("a request that cannot be read was refused")
                 message = f"the request cannot be read: {error}"
                 raise RefusedRequestError(message, HTTPStatus.BAD_REQUEST) from error
+
+    def _dispatch_to_scheduler(self, obj: Any) -> None:
+        """As upstream's; with `--enable-trace` each request takes the name of its span along."""
+        if self.enable_trace:
+            for message in obj.batch if isinstance(obj, _GENERATE_MANY) else (obj,):
+                if isinstance(message, TokenizedGenerateReqInput):
+                    parent = _trace_parent(self.rid_to_state.get(message.rid))
+                    # In the place of a pickle, which nobody would open.
+                    message.time_stats = None if parent is None else PickleWrapper(data=parent)
+        super()._dispatch_to_scheduler(obj)
 
     async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
         """As upstream's, but a long text is tokenized in a thread, and the streams go on."""
@@ -127,6 +148,18 @@ class GuardedTokenizerManager(TokenizerManager):
                 await abort()
 
         return BackgroundTask(abort_if_taken)
+
+
+def _trace_parent(state: Any) -> bytes | None:
+    """The W3C traceparent of a request's span; None where it has none or it is not sampled."""
+    if state is None or not state.time_stats.trace_ctx.tracing_enable:
+        return None
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier, state.time_stats.trace_ctx.root_span_context)
+    parent = carrier.get("traceparent", "00")
+    return parent.encode() if int(parent[-2:], 16) & _SAMPLED else None
 
 
 def _refusal_in(reply: Any) -> RefusedRequestError | None:

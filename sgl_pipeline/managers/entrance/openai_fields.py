@@ -110,7 +110,7 @@ def _fills_in(body: Body, features: ServedFeatures) -> bool:
 _ONE_HOST = "prefill/decode disaggregation is not supported by this server yet"
 _NO_MEDIA = "image, audio and video input is not supported by this server yet"
 _PARSER = (
-    "calls in the reply would not be recognised; start the server with --tool-call-parser, or send "
+    "calls in the reply would not be recognized; start the server with --tool-call-parser, or send "
     "tool_choice none"
 )
 _TWICE = (

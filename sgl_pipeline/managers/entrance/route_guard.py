@@ -25,6 +25,7 @@ from sgl_pipeline.managers.entrance.request_checks import (
     check_decodable,
     max_prompt_characters,
 )
+from sgl_pipeline.managers.entrance.retry_after import RetryAfter
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ def guard_routes(
     app.add_middleware(
         RouteGuard, context_length=context_length, features=features, is_stopping=is_stopping
     )
+    app.add_middleware(RetryAfter)
     app.add_exception_handler(ValueError, answer_value_error)
     for kind in MALFORMED:
         app.add_exception_handler(kind, answer_malformed)

@@ -1,7 +1,7 @@
 """How many of a request's output tokens are reasoning, for the usage numbers it is told.
 
 Used by `sglang_io.py` and `sglang_output.py`. The rules are upstream's
-(`managers/schedule_batch.py`, `Req.update_reasoning_tokens` and its neighbour; the marks:
+(`managers/schedule_batch.py`, `Req.update_reasoning_tokens` and its neighbor; the marks:
 `managers/scheduler.py`): what the user sees of the reasoning is cut out elsewhere, by text.
 """
 

@@ -39,6 +39,7 @@ from sgl_pipeline.managers.front.upstream_messages import (
     SglangMessage,
 )
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, grammar_of
+from sgl_pipeline.managers.span_channel import SpanSender
 from sgl_pipeline.requests import FinishReason, Request, RequestState
 from sgl_pipeline.scheduling import TokenEvent
 
@@ -79,6 +80,7 @@ class SglangFront:
         pool_tokens: tokens that the KV pool holds.
         tokenizer: see `model_files.load_tokenizer`.
         reasoning: what is counted as reasoning.
+        spans: is told of every request that ends; None without `--enable-trace`.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class SglangFront:
         tokenizer: Any,
         reasoning: ReasoningMarks,
         context: "zmq.Context[zmq.Socket[bytes]]",
+        spans: SpanSender | None = None,
     ) -> None:
         self.socket = _connect(context, zmq.PULL, port_args.scheduler_input_ipc_name)
         self._to_detokenizer = _connect(context, zmq.PUSH, port_args.detokenizer_ipc_name)
@@ -104,11 +107,16 @@ class SglangFront:
         )
         self._stream_interval = server_args.stream_interval
         self._reasoning = reasoning
+        self._spans = spans
         self._cursors: dict[str, OutputCursor] = {}
         # Health checks that the next completed step answers: proof that the stages are alive.
         self._waiting_health_checks: list[GenerateMessage] = []
         self.is_recovering = False  # set by the scheduler's loop
         self._decoder = make_decoder()
+
+    def set_pool_tokens(self, pool_tokens: int) -> None:
+        """The KV pool holds so many tokens from now on."""
+        self._intake.pool_tokens = pool_tokens
 
     @property
     def live_requests(self) -> list[Request]:
@@ -144,6 +152,7 @@ class SglangFront:
                 rows.append(row)
             if event.finish is not None:
                 del self._cursors[event.request.request_id]
+                self._tell_of_end(event.request, event.finish)
         self._send_rows(rows)
         self._answer_health_checks()
 
@@ -160,8 +169,11 @@ class SglangFront:
     def send_finish(self, request: Request, finish: FinishReason) -> None:
         """Ends a live request outside a step: refused by the scheduler, aborted, stage lost."""
         cursor = self._cursors.pop(request.request_id, None)
-        if cursor is not None and (row := cursor.next_row(finish)) is not None:
+        if cursor is None:
+            return
+        if (row := cursor.next_row(finish)) is not None:
             self._send_rows([row])
+        self._tell_of_end(request, finish)
 
     def end(self, request: Request) -> None:
         """Ends a live request that the scheduler has finished outside a step."""
@@ -186,6 +198,8 @@ class SglangFront:
     def close(self) -> None:
         for socket in (self.socket, self._to_detokenizer, self._to_tokenizer):
             socket.close(linger=500)
+        if self._spans is not None:
+            self._spans.close()
 
     def _sort(
         self,
@@ -234,6 +248,8 @@ class SglangFront:
         try:
             request = self._intake.build(message, time.monotonic())
             grammar = grammar_of(message)
+            if self._spans is not None:
+                self._spans.began(message)
         except RequestError as error:
             refused.append(refusal_row(request_id, str(error), error.status_code))
             return
@@ -269,6 +285,10 @@ class SglangFront:
         logger.error("a message that cannot be read was refused (%s): %s", rids, error)
         text = f"the request cannot be read: {error}"
         return [refusal_row(rid, text, 400) for rid in rids if rid not in self._cursors]
+
+    def _tell_of_end(self, request: Request, finish: FinishReason) -> None:
+        if self._spans is not None:
+            self._spans.ended(request, finish, time.monotonic())
 
     def _send_rows(self, rows: list[OutputRow]) -> None:
         if rows:

@@ -81,7 +81,7 @@ class RequestIntake:
         priorities: PriorityRules,
     ) -> None:
         self._limits = limits
-        self._pool_tokens = pool_tokens
+        self.pool_tokens = pool_tokens
         self._tokenizer = tokenizer
         self._priorities = priorities
         seeds: Random = secrets.SystemRandom() if random_seed is None else Random(random_seed)
@@ -126,7 +126,7 @@ class RequestIntake:
     def _max_new_tokens(self, asked: int | None, prompt_length: int) -> int:
         if asked is None:
             # As many as there is room for; none at all is for `StepScheduler.add` to refuse.
-            return max(1, min(self._limits.context_length, self._pool_tokens) - prompt_length)
+            return max(1, min(self._limits.context_length, self.pool_tokens) - prompt_length)
         _check_range("max_new_tokens", asked, 0, _MAX_INT32)
         # The front refuses what is asked beyond the context, and fills in 128 where nothing is
         # asked; near the context's end that default is cut to what is left.

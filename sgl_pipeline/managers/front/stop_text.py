@@ -15,7 +15,7 @@ MAX_STOP_STRINGS = 32
 # Of all stop strings of a request together: every token is checked against them.
 MAX_STOP_CHARACTERS = 1024
 # Tokens before the first one of interest that are decoded with it, because a token's text may
-# depend on its neighbours (a leading space, a character split over byte tokens). Upstream uses 5.
+# depend on its neighbors (a leading space, a character split over byte tokens). Upstream uses 5.
 _CONTEXT_TOKENS = 5
 _UNFINISHED = "\ufffd"
 

@@ -48,6 +48,13 @@ class SamplingMessage(Protocol):
     custom_params: object
 
 
+class PackedMessage(Protocol):
+    """Bytes that upstream means to be a pickle, and that we never unpickle (upstream:
+    `PickleWrapper`)."""
+
+    data: bytes
+
+
 class GenerateMessage(SglangMessage, Protocol):
     """One prompt (upstream: `TokenizedGenerateReqInput`)."""
 
@@ -63,6 +70,8 @@ class GenerateMessage(SglangMessage, Protocol):
     logprob_start_len: int
     top_logprobs_num: int
     token_ids_logprob: list[int] | None
+    # With --enable-trace the request's traceparent, by our own TokenizerManager (front_guard.py).
+    time_stats: PackedMessage | None
 
 
 class AbortMessage(Protocol):

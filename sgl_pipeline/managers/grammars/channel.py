@@ -16,7 +16,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class CompilerSetup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first message to the compiler. `vocabulary` is a TokenizerInfo of xgrammar, serialised;
+    """The first message to the compiler. `vocabulary` is a TokenizerInfo of xgrammar, serialized;
     a compile may take `max_seconds` and `max_memory_mib` beyond what the process has."""
 
     vocabulary: str
@@ -41,7 +41,7 @@ class CancelJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class CompiledJob(msgspec.Struct, frozen=True, tag=True):
-    """`grammar` is a CompiledGrammar of xgrammar, serialised."""
+    """`grammar` is a CompiledGrammar of xgrammar, serialized."""
 
     job_id: int
     grammar: str

@@ -1,6 +1,6 @@
 """One compile, as the child that `compiler.py` forks for it does it.
 
-Compiles, tries the result out, and serialises it. May take long, allocate much or crash: whoever
+Compiles, tries the result out, and serializes it. May take long, allocate much or crash: whoever
 forked bounds all that. Imports xgrammar, never sglang.
 """
 
@@ -19,7 +19,7 @@ from sgl_pipeline.managers.grammars.channel import (
     FromCompiler,
 )
 
-# The scheduler process reads a serialised grammar in about 15 ms per MiB, between two steps.
+# The scheduler process reads a serialized grammar in about 15 ms per MiB, between two steps.
 MAX_SERIALISED_BYTES = 8 * 2**20
 # The tokens of the rehearsal, and the CPU seconds that one of them may take.
 REHEARSED_TOKENS = 32
@@ -64,7 +64,7 @@ class Compilation:
         try:
             compiled = self._compile[job.kind](job.text)
             self.rehearse(compiled)
-            serialised = compiled.serialize_json()
+            serialized = compiled.serialize_json()
         except _TooSlowError as error:
             return failed(str(error))
         except (RuntimeError, ValueError, MemoryError) as error:
@@ -76,12 +76,12 @@ class Compilation:
                 )
             message = _SOURCE_PLACE.sub("", str(error)).strip()[:_MAX_MESSAGE_CHARACTERS]
             return failed(f"Failed to compile {job.kind} grammar: {message}")
-        if len(serialised) > MAX_SERIALISED_BYTES:
+        if len(serialized) > MAX_SERIALISED_BYTES:
             return failed(
-                f"the compiled grammar has {len(serialised)} bytes, at most "
+                f"the compiled grammar has {len(serialized)} bytes, at most "
                 f"{MAX_SERIALISED_BYTES} are taken; simplify it"
             )
-        return CompiledJob(job.job_id, serialised)
+        return CompiledJob(job.job_id, serialized)
 
     def rehearse(self, compiled: xgrammar.CompiledGrammar) -> None:
         """Matches a few tokens, always the longest that is allowed, as the scheduler would.

@@ -58,7 +58,7 @@ def grammar_of(message: GenerateMessage) -> GrammarSpec | None:
     """The grammar that `message`, a TokenizedGenerateReqInput, asks for; None if it does not.
 
     Raises RequestError (400) for two of them, one that is too large, or one that is no JSON where
-    it must be. Normalises as upstream does (`xgrammar_backend.py`, dispatch_*).
+    it must be. Normalizes as upstream does (`xgrammar_backend.py`, dispatch_*).
     """
     sampling = message.sampling_params
     asked = {field: getattr(sampling, field) for field in KIND_OF_FIELD if getattr(sampling, field)}
@@ -79,7 +79,7 @@ def grammar_of(message: GenerateMessage) -> GrammarSpec | None:
     elif field == "json_schema":
         _check_schema(_parsed(field, text))
     elif field == "structural_tag":
-        text = _normalised_tag(_parsed(field, text))
+        text = _normalized_tag(_parsed(field, text))
     covers_reasoning = (
         field == "ebnf" and sampling.ebnf_full_assistant
     ) or get_request_reasoning_in_grammar(sampling.custom_params)
@@ -110,7 +110,7 @@ def _check_schema(schema: Any) -> None:
         raise RequestError(str(error)) from None
 
 
-def _normalised_tag(tag: Any) -> str:
+def _normalized_tag(tag: Any) -> str:
     """A structural tag in xgrammar's present form, each missing schema replaced by an empty one."""
     if not isinstance(tag, dict):
         raise RequestError("structural_tag must be a JSON object")

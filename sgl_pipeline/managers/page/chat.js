@@ -1,4 +1,4 @@
-// A small conversation with the model, and how each request travelled through the pipeline.
+// A small conversation with the model, and how each request traveled through the pipeline.
 
 import { call, events, refusal } from "./api.js";
 import { byId, duration, element, figure, shares } from "./look.js";

@@ -9,12 +9,14 @@ const POLL_MS = 5000;
 const NAMES = {
   policy: "policy", prefill_spread_steps: "spread over steps, #T", max_prefill_tokens: "most prompt tokens, #MaxP",
   min_prefill_tokens: "fewest prompt tokens, #MinP", pause_free_share: "pause below free share", accounting: "accounting",
+  dynamic_chunking: "chunks of equal time",
   target_tpot_ms: "target per token, ms", target_ttft_ms: "target first token, ms",
 };
 // For a server that does not say which there are.
 const CHOICES = {
   policy: ["throttle", "throttle-time", "throttle-adaptive", "no-wt", "no-ut", "no-threshold", "sarathi", "greedy-queue"],
   accounting: ["radix", "radix-unshared", "radix-free-list", "gllm", "naive"],
+  dynamic_chunking: ["off", "on"],
 };
 
 export class Knobs {
@@ -131,7 +133,7 @@ export class Knobs {
   #show(values) {
     this.values = values;
     byId("knobs").replaceChildren(...Object.keys(NAMES).filter((name) => name in values).flatMap((name) => {
-      const range = values.ranges?.[name] ?? CHOICES[name];
+      const told = values.ranges?.[name], range = typeof told?.[0] === "string" ? told : CHOICES[name] ?? told;
       const input = name in CHOICES
         ? element("select", { id: `knob-${name}`, name }, ...range.map((choice) => element("option", {}, choice)))
         : element("input", { id: `knob-${name}`, name, type: "number", step: "any", title: range ? `${range[0]} to ${range[1]}` : null,
@@ -143,7 +145,7 @@ export class Knobs {
   }
 
   #fill(input, value) {
-    input.value = value ?? "";
+    input.value = shown(value) ?? "";
     input.classList.toggle("changed", value !== this.values[input.name]);
   }
 
@@ -155,14 +157,18 @@ export class Knobs {
   }
 }
 
-/** A number, a name, or null for a field that was left empty. */
+/** A switch is a choice of two words. */
+function shown(value) { return typeof value === "boolean" ? (value ? "on" : "off") : value; }
+
+/** A number, a name, a switch, or null for a field that was left empty. */
 function valueOf(input) {
+  if (input.name === "dynamic_chunking") return input.value === "on";
   if (input.type !== "number") return input.value;
   return input.value === "" ? null : Number(input.value);
 }
 
 function wordsOf(knobs) {
-  return Object.entries(knobs).map(([name, value]) => `${name} ${value ?? "as the policy has it"}`).join(", ");
+  return Object.entries(knobs).map(([name, value]) => `${name} ${shown(value) ?? "as the policy has it"}`).join(", ");
 }
 
 function outcome(told) {

@@ -9,6 +9,7 @@ const FIRST_WINDOW = 5;
 // The newest data is a tick old; the picture runs so much behind the server's clock.
 const BEHIND_US = 450_000;
 const TOKENS_PX = 46, GAP_PX = 8, RULE_PX = 12, AXIS_PX = 20, TOP_PX = 16;
+const RING_PX = 20; // what the ring of one's own request takes at the end of a step
 const COLORS = ["accent", "decode", "card", "line", "faint", "text", "muted", "bad", "good",
   ...Object.keys(CAUSES), ...Object.keys(RULES).map((rule) => `rule-${rule}`)];
 
@@ -59,7 +60,7 @@ export class Lanes {
     let place = steps.findIndex((step) => step.id === this.selected?.id);
     place = place < 0 ? this.#firstAfter(this.end) - 1 : place + by;
     const step = steps[Math.max(0, Math.min(steps.length - 1, place))];
-    this.selected = { id: step.id, stage: this.selected?.stage ?? 0 };
+    this.selected = { id: step.id, stage: Math.min(this.selected?.stage ?? 0, step.stages.length - 1) };
     if (step.end > this.end) this.end = step.end;
     if (step.start < this.end - this.windowMs * 1e3) this.end = step.start + this.windowMs * 1e3;
   }
@@ -74,6 +75,7 @@ export class Lanes {
     const { steps } = this.model;
     for (let i = Math.min(steps.length, this.#firstAfter(at + 5e6)) - 1; i >= 0 && steps[i].end > at - 5e6; i--) {
       const step = steps[i];
+      if (isLane && stage >= step.stages.length) continue; // it ran on fewer stages
       const from = isLane ? step.start + step.stages[stage][2] : step.start;
       const to = isLane ? step.start + step.stages[stage][3] : step.end;
       const distance = Math.max(from - at, at - to, 0);
@@ -215,7 +217,8 @@ export class Lanes {
         if (isSelected || isOwn) this.#outline(context, left, top, block, shape.lane, isOwn);
         if (px > 52 && shape.lane > 18) {
           const seen = Math.max(left, shape.left);
-          this.#inside(context, step, seen, top, shape.lane, Math.min(left + px, shape.right) - seen, split);
+          const free = Math.min(left + px - (isOwn ? RING_PX : 0), shape.right) - seen;
+          this.#inside(context, step, seen, top, shape.lane, free, split);
         }
       }
     }
@@ -236,7 +239,7 @@ export class Lanes {
     if (width > 4) context.strokeRect(left + 0.75, top + 0.75, width - 1.5, height - 1.5);
     if (!isOwn) return;
     context.beginPath();
-    context.arc(left + width / 2, top + height / 2, Math.min(4, height / 3), 0, 2 * Math.PI);
+    context.arc(left + Math.max(width / 2, width - RING_PX / 2), top + height / 2, Math.min(4, height / 3), 0, 2 * Math.PI);
     context.fillStyle = this.colors.card;
     context.fill();
     context.stroke();

@@ -78,8 +78,10 @@ export class Panels {
       ["Prompt budget", step ? `${promptBudget(step)} · ${step.bound}` : "–", "", "total"],
       ["Decode budget", step ? figure(step.decodeBudget) : "–", "", "total"],
     ];
-    byId("inputs").tBodies[0].replaceChildren(...rows.map(([name, exact, naive, kind]) => element(
-      "tr", { class: kind }, ...[name, exact, naive].map((text) => element("td", {}, text)))));
+    // A budget is neither exact nor naive, and may be as wide as both columns.
+    byId("inputs").tBodies[0].replaceChildren(...rows.map(([name, exact, naive, kind]) => element("tr", { class: kind },
+      element("td", {}, name), ...(kind ? [element("td", { colspan: 2 }, exact)]
+        : [exact, naive].map((text) => element("td", {}, text))))));
     const counts = this.model.ruleCounts();
     const sum = Object.values(counts).reduce((a, b) => a + b, 0);
     shares(byId("rules"), Object.keys(RULES).map((rule) => [`rule-${rule}`, counts[rule] ?? 0, rule]));
@@ -95,7 +97,9 @@ export class Panels {
   }
 
   #plan(tick, times) {
-    byId("epoch").textContent = `plan ${tick.epoch}`;
+    const configured = this.model.facts.num_stages ?? tick.layers.length;
+    byId("epoch").textContent = `plan ${tick.epoch}`
+      + (tick.layers.length < configured ? `, ${tick.layers.length} of ${configured} stages` : "");
     byId("plan").tBodies[0].replaceChildren(...tick.layers.map((layers, stage) => {
       const { ms, shares: of } = times[stage];
       const bar = element("div", { class: "shares thin" });

@@ -2,7 +2,7 @@
 
 Written by `fit_command.py`; read by `plan_command.py` and by the scheduler process, for `auto`
 layer splits and for the planner of layer moves. A file holds for a model, dtype, device, number of
-threads and machine.
+threads and machine; `--quantization` is part of the dtype's name.
 """
 
 import logging
@@ -98,7 +98,7 @@ def find_costs(stages: StageArgs, num_layers: int) -> CostFile | None:
     if len(threads) > 1:
         return None
     model = model_name(stages.model_path)
-    path = cost_directory() / cost_file_name(model, stages.dtype, stages.device, min(threads))
+    path = cost_directory() / cost_file_name(model, stages.precision, stages.device, min(threads))
     if not path.exists():
         return None
     try:
@@ -106,7 +106,7 @@ def find_costs(stages: StageArgs, num_layers: int) -> CostFile | None:
             path,
             model=model,
             num_layers=num_layers,
-            dtype=stages.dtype,
+            dtype=stages.precision,
             device=stages.device,
             threads=min(threads),
         )

@@ -100,7 +100,7 @@ def fit_costs(
     return (
         CostFile(
             model=model_name(stages.model_path),
-            dtype=stages.dtype,
+            dtype=stages.precision,
             device=stages.device,
             threads=stage_threads(stages.num_stages, stages.cpu_threads)[0],
             machine=machine_name(stages.device),
@@ -115,12 +115,13 @@ def fit_costs(
 def stages_of(options: argparse.Namespace) -> tuple[StageArgs, ModelSpec]:
     """The stages that the options of a command of this room speak of, and their model."""
     model_path = find_model(options.model, None, None)
-    spec = read_model_spec(model_path)
+    spec = read_model_spec(model_path, options.quantization)
     stages = StageArgs(
         num_stages=options.pp,
         model_path=model_path,
         dtype=resolve_dtype(options.dtype, spec.dtype),
         device=options.device,
+        quantization=spec.quantization_method,
         cpu_threads=options.cpu_threads_per_stage,
     )
     return stages, spec
@@ -128,7 +129,7 @@ def stages_of(options: argparse.Namespace) -> tuple[StageArgs, ModelSpec]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code: 0, or 1 after an error."""
-    options = _parse(argv)
+    options = make_parser().parse_args(argv)
     try:
         if options.steps < 50 or options.rounds < 1:
             raise ConfigurationError("a fit needs --steps 50 or more and --rounds 1 or more")
@@ -147,15 +148,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = argparse.ArgumentParser(prog="python -m sgl_pipeline.migration.fit")
     parser.add_argument("--model", "--model-path", required=True, help="directory or hub id")
     parser.add_argument("--pp", type=int, default=2, help="stages that share this machine")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", help="as of the server: w8a8_int8")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cpu-threads-per-stage", type=int)
     parser.add_argument("--steps", type=int, default=240, help="made-up steps to time")
     parser.add_argument("--rounds", type=int, default=2, help="the least of as many times counts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="file to write, in place of the cached one")
-    return parser.parse_args(argv)
+    return parser

@@ -11,12 +11,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from sgl_pipeline.args import SchedulingArgs, StageArgs
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from sgl_pipeline.host_network import HostNetwork, read_host_network
 from sgl_pipeline.layer_partition import even_layer_counts, parse_layer_partition
 from sgl_pipeline.managers.planning.cost_files import find_costs, model_name, read_costs
 from sgl_pipeline.managers.planning.devices import parse_devices
 from sgl_pipeline.managers.planning.fit_command import stages_of
+from sgl_pipeline.managers.planning.hosts_report import (
+    HostPlanner,
+    describe_route,
+    start_lines,
+)
 from sgl_pipeline.managers.planning.measuring import measuring_worker
 from sgl_pipeline.managers.planning.split_report import SplitForecast, SplitPlanner
 from sgl_pipeline.managers.stages.stage_processes import stage_threads
@@ -24,12 +32,13 @@ from sgl_pipeline.migration.cost_model import predicted_costs
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.stage_costs import TYPICAL_STEP, MadeUpStep, PartSizes, StageCosts
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_costs import CostFile
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code: 0, or 1 after an error."""
-    options = _parse(argv)
+    options = make_parser().parse_args(argv)
     try:
         print(_report(options))
     except SglPipelineError as error:
@@ -39,24 +48,61 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(options: argparse.Namespace) -> str:
+    network = None if options.hosts is None else read_host_network(options.hosts)
+    options.pp = _stages_here(options, network)
     stages, spec = stages_of(options)
     stages = replace(stages, memory_fraction=options.mem_fraction_static)
     wanted = options.layer_counts
     asked = None if wanted is None else parse_layer_partition(wanted, options.pp, spec.num_layers)
-    if options.pp > spec.num_layers:
+    num_stages = options.pp if network is None else network.num_stages
+    if num_stages > spec.num_layers:
         raise ConfigurationError(
-            f"--pp {options.pp} is more than the model's {spec.num_layers} layers"
+            f"--pp {num_stages} is more than the model's {spec.num_layers} layers"
         )
     step = _step(options.step).within(spec.context_length)
     file = _cost_file(options.costs, stages, spec)
     costs, sizes, host_bytes = _measure(stages, spec, step, file)
-    devices = parse_devices(options.devices, options.pp, host_bytes, stages.memory_fraction)
-    planner = SplitPlanner(costs, sizes, devices)
     source = f"fitted on {file.machine}, {file.date}" if file else "measured now"
     lines = [
-        f"{model_name(stages.model_path)}, {stages.dtype}: a step of {step}; times {source}",
+        f"{model_name(stages.model_path)}, {stages.precision}: a step of {step}; times {source}",
         "",
     ]
+    if network is not None:
+        row_bytes = spec.hidden_size * getattr(torch, stages.dtype).itemsize
+        step_bytes = step.work.tokens * row_bytes
+        host_planner = HostPlanner(
+            network,
+            costs,
+            sizes,
+            step_bytes,
+            host_bytes,
+            stages.memory_fraction,
+            options.max_total_tokens,
+            options.extra_steps_in_flight,
+        )
+        return "\n".join(lines + _routes(host_planner, network))
+    devices = parse_devices(options.devices, options.pp, host_bytes, stages.memory_fraction)
+    return "\n".join(lines + _splits(SplitPlanner(costs, sizes, devices), options, spec, asked))
+
+
+def _routes(planner: HostPlanner, network: HostNetwork) -> list[str]:
+    """The hosts as they are listed, where that is not best, and the best order and split."""
+    best, listed = planner.best(), planner.as_listed()
+    lines = []
+    if listed is not None and listed.order != best.order:
+        lines += [*describe_route("as listed", planner, listed), ""]
+    lines += [*describe_route("best order", planner, best), ""]
+    return [*lines, *describe("its split", planner.split(best)), "", *start_lines(network, best)]
+
+
+def _splits(
+    planner: SplitPlanner,
+    options: argparse.Namespace,
+    spec: ModelSpec,
+    asked: StagePlan | None,
+) -> list[str]:
+    """The split that was asked for, the even one and the best ones, on one host."""
+    lines: list[str] = []
     even = even_layer_counts(spec.num_layers, options.pp)
     if asked is not None:
         lines += [*describe("asked for", planner.forecast(asked.layer_counts)), ""]
@@ -66,7 +112,20 @@ def _report(options: argparse.Namespace) -> str:
     roomy = planner.roomiest(options.max_total_tokens)
     if roomy.num_pages > best.num_pages:
         lines += ["", *describe("more room for pages, hardly slower", roomy)]
-    return "\n".join(lines)
+    return lines
+
+
+def _stages_here(options: argparse.Namespace, network: HostNetwork | None) -> int:
+    """How many stages share the machine that times are measured on: with hosts, as the head's."""
+    if network is None:
+        return 2 if options.pp is None else int(options.pp)
+    for flag in ("--pp", "--devices", "--layer-counts"):
+        value = getattr(options, flag[2:].replace("-", "_"))
+        if value is not None:
+            raise ConfigurationError(
+                f"{flag} {value} is for one host; the file of --hosts says what hosts have"
+            )
+    return network.hosts[0].stages
 
 
 def describe(name: str, split: SplitForecast) -> list[str]:
@@ -111,7 +170,7 @@ def _cost_file(path: Path | None, stages: StageArgs, spec: ModelSpec) -> CostFil
         path,
         model=model_name(stages.model_path),
         num_layers=spec.num_layers,
-        dtype=stages.dtype,
+        dtype=stages.precision,
         device=stages.device,
         threads=stage_threads(stages.num_stages, stages.cpu_threads)[0],
     )
@@ -129,19 +188,30 @@ def _measure(
     return costs, found.sizes, found.memory_bytes
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = argparse.ArgumentParser(
         prog="python -m sgl_pipeline plan", description="Shows layer splits; starts no server."
     )
     parser.add_argument("--model", "--model-path", required=True, help="directory or hub id")
-    parser.add_argument("--pp", type=int, default=2, help="number of stages")
+    parser.add_argument("--pp", type=int, help="number of stages; by default 2")
     parser.add_argument(
         "--devices",
         help="of the stages, such as cpu,cpu:0.5 or 80GiB,24GiB:0.4: memory, and speed beside the "
         "device that was measured",
     )
+    parser.add_argument(
+        "--hosts",
+        type=Path,
+        help="a JSON file of hosts and the links between them (sgl_pipeline/host_network.py); "
+        "their stages take the place of --pp, their memory and speed that of --devices",
+    )
+    parser.add_argument(
+        "--extra-steps-in-flight", type=int, default=0, help="of the server, with --hosts"
+    )
     parser.add_argument("--layer-counts", help="a split to show, such as 5,4,4,3")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", help="as of the server: w8a8_int8")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="to measure on")
     parser.add_argument("--costs", type=Path, help="file of sgl_pipeline.migration.fit")
     parser.add_argument("--cpu-threads-per-stage", type=int)
@@ -150,4 +220,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--mem-fraction-static", type=float, default=0.88)
     parser.add_argument("--step", help="decodes,context,prompt tokens; by default 32,512,144")
-    return parser.parse_args(argv)
+    return parser

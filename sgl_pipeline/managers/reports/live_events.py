@@ -133,11 +133,11 @@ def _move(record: MoveRecord, now_s: float) -> dict[str, Any]:
 
 def _recovery(record: RecoveryRecord) -> dict[str, Any]:
     """A recovery as a mark: without steps from `began` to `over`."""
-    stages = ", ".join(map(str, record.stages)) or "none"
+    alone = f", {record.num_replay_tokens} on it alone" if record.num_replay_tokens else ""
     return {
         "began": _us(record.began_s),
         "over": None if record.ended_s is None else _us(record.ended_s),
-        "text": f"stage {stages} lost, {record.num_tokens} tokens again",
+        "text": f"{record.what_happened}, {record.num_tokens} tokens again{alone}",
     }
 
 

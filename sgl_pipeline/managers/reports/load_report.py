@@ -18,8 +18,8 @@ from sglang.srt.managers.load_snapshot import (
 )
 
 from sgl_pipeline.args import SchedulingArgs
+from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
-from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 
 _THROUGHPUT_WINDOW_S = 1.0
 _GIB = 2**30

@@ -5,6 +5,7 @@ process exports the latencies and token counts of requests. Written about once a
 is counted anyway: Prometheus asks less often, and no step waits for it.
 """
 
+from itertools import zip_longest
 from typing import Any, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -93,6 +94,9 @@ class MetricsReport:
             own.lost_workers.labels(**own.labels, stage=stage).inc()
         own.recovery_seconds.labels(**own.labels).observe(record.ended_s - record.began_s)
         own.recomputed_tokens.inc(record.num_tokens)
+        if record.has_other_stages:
+            direction = "fewer" if record.num_stages < record.stages_before else "more"
+            own.stage_changes.labels(**own.labels, direction=direction).inc()
 
     def publish(self, load: LoadSnapshot, state: PipelineState) -> None:
         """Writes `state`, if it is time; `load` is the same as upstream counts it."""
@@ -142,8 +146,12 @@ class MetricsReport:
         own.steps_in_flight.set(state.load.steps_in_flight)
         own.plan_epoch.set(state.plan.epoch)
         own.is_recovering.set(state.current_recovery is not None)
-        for gauge, count in zip(own.stage_layers, state.plan.layer_counts, strict=True):
-            gauge.set(count)
+        own.num_stages.set(state.plan.num_stages)
+        for gauge, count in zip_longest(own.stage_layers, state.plan.layer_counts):
+            gauge.set(count or 0)
+        for place, number in enumerate(state.replayed_tokens):
+            replayed = own.replayed_tokens.labels(**own.labels, stage=str(place))
+            self._count(replayed, number)
         if state.throttle is not None:
             self._publish_throttle(state.throttle)
         self._count(own.steps, state.num_steps)
@@ -152,6 +160,8 @@ class MetricsReport:
         if state.recent_steps:
             self._publish_recent(state)
         for number, stage in enumerate(state.stages):
+            own.stage_slowdown[number].set(stage.slowdown)
+            own.stage_is_slow[number].set(stage.slow_since_s is not None)
             self._count(own.stage_input_wait_s[number], stage.input_wait_ms / 1e3)
             self._count(own.stage_compute_s[number], stage.compute_ms / 1e3)
 
@@ -176,9 +186,9 @@ class MetricsReport:
             gauge.set(rule == newest.bound_by)
         for target, gauge in own.missed_targets.items():
             gauge.set(target == newest.missed_target)
-        for gauges, shares in zip(own.bubble_shares, state.bubble_shares(), strict=True):
+        for gauges, shares in zip_longest(own.bubble_shares, state.bubble_shares()):
             for cause, gauge in gauges.items():
-                gauge.set(getattr(shares, cause))
+                gauge.set(getattr(shares, cause) if shares is not None else 0.0)
 
     def _count(self, counter: Any, total: float) -> None:
         """Brings a counter to `total`."""
@@ -208,6 +218,7 @@ class _PipelineMetrics:
         self._add_moves(num_stages)
         self._add_throttle()
         self._add_recoveries()
+        self._add_slow_stages(num_stages)
         self.waiting_tokens = _gauge(
             "waiting_tokens", "Prompt tokens not yet scheduled, cache hits excluded.", labels
         )
@@ -220,22 +231,22 @@ class _PipelineMetrics:
         self.naive_free_page_share = _gauge(
             "naive_free_page_share", "Share of the KV pages that is free; cached are not.", labels
         )
-        carried = _labelled_gauge("microbatch_tokens", "Tokens of the newest step.", labels, "kind")
+        carried = _labeled_gauge("microbatch_tokens", "Tokens of the newest step.", labels, "kind")
         self.microbatch_prefill_tokens = carried.labels(**labels, kind="prefill")
         self.microbatch_decodes = carried.labels(**labels, kind="decode")
-        budget = _labelled_gauge(
+        budget = _labeled_gauge(
             "microbatch_budget_tokens", "Most that the policy gave the newest step.", labels, "kind"
         )
         self.prefill_budget = budget.labels(**labels, kind="prefill")
         self.decode_budget = budget.labels(**labels, kind="decode")
-        bound = _labelled_gauge(
+        bound = _labeled_gauge(
             "budget_bound_by",
             "1 for the rule that bound the newest prefill budget.",
             labels,
             "rule",
         )
         self.bound_by = {rule: bound.labels(**labels, rule=rule) for rule in get_args(Bound)}
-        missed = _labelled_gauge(
+        missed = _labeled_gauge(
             "target_missed",
             "1 for the target that cannot be met as things stand.",
             labels,
@@ -244,7 +255,7 @@ class _PipelineMetrics:
         self.missed_targets = {
             target: missed.labels(**labels, target=target) for target in get_args(Target)
         }
-        bubbles = _labelled_gauge(
+        bubbles = _labeled_gauge(
             "stage_bubble_share",
             f"Share of a stage's time lost to this cause over the newest {RECENT_STEPS} steps.",
             labels,
@@ -261,7 +272,10 @@ class _PipelineMetrics:
         self.steps_in_flight = _gauge(
             "steps_in_flight", "Steps between first and last stage.", labels
         )
-        _gauge("num_stages", "Pipeline stages.", labels).set(num_stages)
+        self.num_stages = _gauge("num_stages", "Pipeline stages that serve.", labels)
+        self.num_stages.set(num_stages)
+        configured = "Pipeline stages that the server was started with."
+        _gauge("configured_stages", configured, labels).set(num_stages)
         self.steps = _counter("steps", "Steps scheduled.", labels).labels(**labels)
         tokens = _counter("step_tokens", "Tokens of the steps scheduled.", labels, "kind")
         self.prefill_tokens = tokens.labels(**labels, kind="prefill")
@@ -277,7 +291,7 @@ class _PipelineMetrics:
     def _add_throttle(self) -> None:
         """Those of the policy and its knobs."""
         labels = self.labels
-        knobs = _labelled_gauge("throttle_knob", "A knob of the policy in force.", labels, "knob")
+        knobs = _labeled_gauge("throttle_knob", "A knob of the policy in force.", labels, "knob")
         self.throttle_knobs = {
             knob: knobs.labels(**labels, knob=knob)
             for knob in (
@@ -287,7 +301,7 @@ class _PipelineMetrics:
                 "pause_free_share",
             )
         }
-        policies = _labelled_gauge("policy", "1 for the policy in force.", labels, "policy")
+        policies = _labeled_gauge("policy", "1 for the policy in force.", labels, "policy")
         self.policies = {one: policies.labels(**labels, policy=one) for one in POLICIES}
         self.throttle_changes = _counter(
             "throttle_changes", "Changes of the policy's knobs.", labels, "cause"
@@ -298,7 +312,7 @@ class _PipelineMetrics:
     def _add_moves(self, num_stages: int) -> None:
         """Those of the layer split and its changes."""
         labels = self.labels
-        layers = _labelled_gauge("stage_layers", "Layers of the plan in use.", labels, "stage")
+        layers = _labeled_gauge("stage_layers", "Layers of the plan in use.", labels, "stage")
         self.stage_layers = [
             layers.labels(**labels, stage=str(stage)) for stage in range(num_stages)
         ]
@@ -317,13 +331,41 @@ class _PipelineMetrics:
             buckets=_MOVE_SECONDS,
         )
 
+    def _add_slow_stages(self, num_stages: int) -> None:
+        labels = self.labels
+        slowdown = _labeled_gauge(
+            "stage_slowdown", "A stage's times over what is predicted for them.", labels, "stage"
+        )
+        is_slow = _labeled_gauge(
+            "stage_is_slow", "1 for a stage that is slower than it should be.", labels, "stage"
+        )
+        stages = [str(stage) for stage in range(num_stages)]
+        self.stage_slowdown = [slowdown.labels(**labels, stage=stage) for stage in stages]
+        self.stage_is_slow = [is_slow.labels(**labels, stage=stage) for stage in stages]
+
     def _add_recoveries(self) -> None:
         labels = self.labels
-        self.is_recovering = _gauge("is_recovering", "1 while a stage is replaced.", labels)
+        self.is_recovering = _gauge(
+            "is_recovering", "1 while a stage is replaced, or others take over its layers.", labels
+        )
         self.lost_workers = _counter("lost_workers", "Workers that were replaced.", labels, "stage")
         self.recomputed_tokens = _counter(
-            "recovery_tokens", "Tokens to compute again because a stage was lost.", labels
+            "recovery_tokens", "Tokens to prefill again because a stage was lost.", labels
         ).labels(**labels)
+        self.stage_changes = _counter(
+            "stage_changes",
+            "Times that fewer stages went on, or more again.",
+            labels,
+            "direction",
+        )
+        for direction in ("fewer", "more"):
+            self.stage_changes.labels(**labels, direction=direction)
+        self.replayed_tokens = _counter(
+            "replayed_tokens",
+            "Tokens that a stage which was replaced has computed again by itself.",
+            labels,
+            "stage",
+        )
         self.recovery_seconds = Histogram(
             "sgl_pipeline_recovery_seconds",
             "From the loss of a stage to the first step that all stages can run.",
@@ -333,10 +375,10 @@ class _PipelineMetrics:
 
 
 def _gauge(name: str, text: str, labels: dict[str, str]) -> Gauge:
-    return _labelled_gauge(name, text, labels).labels(**labels)
+    return _labeled_gauge(name, text, labels).labels(**labels)
 
 
-def _labelled_gauge(name: str, text: str, labels: dict[str, str], *more: str) -> Gauge:
+def _labeled_gauge(name: str, text: str, labels: dict[str, str], *more: str) -> Gauge:
     return Gauge(
         f"sgl_pipeline_{name}",
         text,

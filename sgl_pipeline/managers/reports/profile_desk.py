@@ -39,6 +39,10 @@ class _Stages(Protocol):
     def has_vacant_stage(self) -> bool:
         """Whether a stage is being replaced."""
 
+    @property
+    def stages(self) -> range:
+        """Those that serve."""
+
     def send(self, stage: int, message: ToWorker) -> None: ...
 
 
@@ -54,10 +58,9 @@ class _Pending:
 class ProfileDesk:
     """Starts and stops the profiles of all stages together."""
 
-    def __init__(self, front: _Front, launcher: _Stages, stages: range, traces: TraceFiles) -> None:
+    def __init__(self, front: _Front, launcher: _Stages, traces: TraceFiles) -> None:
         self._front = front
         self._launcher = launcher
-        self._stages = stages
         self._traces = traces
         self._steps: ChromeTraceWriter | None = None
         self._recording: set[int] = set()
@@ -111,8 +114,8 @@ class ProfileDesk:
         elif (error := self._start_steps(message)) is not None:
             self._refuse(message, f"{type(error).__name__}: {error}")
         else:
-            self._pending = _Pending(message, set(self._stages))
-            for stage in self._stages:
+            self._pending = _Pending(message, set(self._launcher.stages))
+            for stage in self._launcher.stages:
                 self._launcher.send(stage, self._order(message, stage))
 
     def _start_steps(self, message: ProfileMessage) -> OSError | None:
@@ -146,14 +149,14 @@ class ProfileDesk:
         self._front.reply(reply, pending.message)
 
     def _send_stop(self) -> None:
-        for stage in self._stages:
+        for stage in self._launcher.stages:
             self._launcher.send(stage, StopProfile())
 
     def _refuse(self, message: ProfileMessage, text: str) -> None:
         self._front.reply(io.ProfileReqOutput(success=False, message=text), message)
 
     def _order(self, message: ProfileMessage, stage: int) -> StartProfile:
-        position = f"TP-0-PP-{stage}" if len(self._stages) > 1 else "TP-0"
+        position = f"TP-0-PP-{stage}" if len(self._launcher.stages) > 1 else "TP-0"
         return StartProfile(
             path=_path(message, f"{position}.trace.json.gz"),
             activities=tuple(message.activities or sorted(_ACTIVITIES)),

@@ -4,13 +4,14 @@ Called by the scheduler process; upstream adds what its front knows. JSON types 
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 from sgl_pipeline.args import PipelineArgs
+from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
-from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
 from sgl_pipeline.recovery_record import RecoveryRecord
 
 
@@ -20,6 +21,7 @@ def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, 
     predicted_ms = capacity.predicted_ms
     return {
         "num_stages": capacity.plan.num_stages,
+        "configured_stages": capacity.plan.num_stages,
         "layer_partition": list(capacity.plan.layer_counts),
         "predicted_step_ms_of_stages": (
             [round(stage_ms, 3) for stage_ms in predicted_ms] if predicted_ms else None
@@ -33,12 +35,27 @@ def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, 
         "weight_bytes_of_stages": [stage.weight_bytes for stage in capacity.stages],
         "load_seconds_of_stages": [round(stage.load_seconds, 3) for stage in capacity.stages],
         "dtype": args.stages.dtype,
+        "quantization": args.stages.quantization,
         "device": args.stages.device,
         "migration": args.migration.mode,
         "stage_recovery": args.recovery.mode,
+        "recovery_log_mib": args.log_mib,
+        "recovery_log_pages": capacity.log_pages,
         "stage_attention_backend": capacity.attention_backend,
         "stage_kernels": capacity.layer_kernels,
     }
+
+
+def summarize_start(facts: Mapping[str, Any]) -> str:
+    """`describe_start` in a line for people."""
+    mebibytes = ", ".join(f"{size / 2**20:.0f}" for size in facts["weight_bytes_of_stages"])
+    counts = ",".join(map(str, facts["layer_partition"]))
+    return (
+        f"pipeline ready: {facts['num_stages']} stages on {facts['device']}, layers {counts}, "
+        f"weights {mebibytes} MiB ({facts['dtype']}), {facts['total_pages']} KV pages of "
+        f"{facts['page_size']} tokens, policy {facts['policy']}, attention "
+        f"{facts['stage_attention_backend']}, kernels {facts['stage_kernels']}"
+    )
 
 
 def describe_page(args: PipelineArgs, server_args: Any) -> dict[str, Any]:
@@ -65,6 +82,8 @@ def describe_state(state: PipelineState) -> dict[str, Any]:
         knobs = state.throttle.knobs
         outdated |= {"policy": knobs["policy"], "accounting": knobs["accounting"]}
     return outdated | {
+        "num_stages": state.plan.num_stages,
+        "total_pages": state.load.total_pages,
         "layer_partition": list(state.plan.layer_counts),
         "plan_epoch": state.plan.epoch,
         "is_paused": state.is_paused,
@@ -78,7 +97,17 @@ def describe_state(state: PipelineState) -> dict[str, Any]:
         "prefill_tokens": state.prefill_tokens,
         "decodes": state.decodes,
         "recent_steps": _describe_recent(state),
+        "slow_stages": [
+            {
+                "stage": number,
+                "slowdown": round(stage.slowdown, 2),
+                "for_s": round(state.now_s - (stage.slow_since_s or state.now_s), 1),
+            }
+            for number, stage in state.slow_stages.items()
+        ],
         "is_recovering": state.current_recovery is not None,
+        "recovery_log_pages": state.log_pages,
+        "replayed_tokens_of_stages": list(state.replayed_tokens),
         "recoveries": [_describe_recovery(record, state.now_s) for record in state.recoveries],
     }
 
@@ -89,12 +118,15 @@ def _describe_recovery(record: RecoveryRecord, now_s: float) -> dict[str, Any]:
     return {
         "incarnation": record.incarnation,
         "stages": list(record.stages),
+        "num_stages": record.num_stages,
+        "stages_before": record.stages_before,
         "reasons": [lost.reason for lost in record.lost],
         "is_over": record.is_over,
         "seconds": round(ended_s - record.began_s, 3),
         "ago_s": round(now_s - record.began_s, 3),
         "requests": record.num_requests,
         "tokens": record.num_tokens,
+        "replay_tokens": record.num_replay_tokens,
     }
 
 

@@ -35,8 +35,14 @@ def status_line(since: PipelineState, state: PipelineState) -> str:
     moving = f", moving layers to {','.join(map(str, move.after))}" if move is not None else ""
     missed = state.recent_steps[-1].missed_target if state.recent_steps else None
     replacing = ", replacing a stage" if state.current_recovery is not None else ""
+    if state.missing_stages:
+        replacing += f", {state.plan.num_stages} of {state.configured_stages} stages"
+    slow = "".join(
+        f", stage {number} slow ({stage.slowdown:.1f} times)"
+        for number, stage in state.slow_stages.items()
+    )
     return (
-        f"step {state.num_steps}{', paused' if state.is_paused else ''}{moving}{replacing}: "
+        f"step {state.num_steps}{', paused' if state.is_paused else ''}{moving}{replacing}{slow}: "
         f"waiting {state.waiting_requests} ({state.load.waiting_tokens} tokens), "
         f"running {state.running_requests}, free pages {state.load.free_share:.0%}, "
         f"{num_tokens / (state.now_s - since.now_s):.0f} tokens/s, "

@@ -5,24 +5,32 @@ process would have no parent that outlives it; so it starts the later ones too. 
 msgspec structs, never pickles.
 """
 
-import logging
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sgl_pipeline.managers.stages.stage_processes import StageProcesses
-from sgl_pipeline.pipeline.worker_source import StartedWorker
+from sgl_pipeline.pipeline.worker_source import RefusedWorker, StartedWorker
+from sgl_pipeline.process_lifetime import WatchedProcess
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-logger = logging.getLogger(__name__)
-
 
 class _StartWorker(msgspec.Struct, frozen=True, tag=True):
     worker: int
+
+
+class _Started(msgspec.Struct, frozen=True, tag=True):
+    worker: int
+    pid: int
+
+
+class _Refused(msgspec.Struct, frozen=True, tag=True):
+    worker: int
+    reason: str
 
 
 class MainProcessWorkers:
@@ -34,9 +42,25 @@ class MainProcessWorkers:
     def start_worker(self, worker: int) -> None:
         self._pipe.send_bytes(msgspec.msgpack.encode(_StartWorker(worker)))
 
-    def started(self) -> Iterator[StartedWorker]:
+    def started(self) -> Iterator[StartedWorker | RefusedWorker]:
         while self._pipe.poll():
-            yield msgspec.msgpack.decode(self._pipe.recv_bytes(), type=StartedWorker)
+            answer = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=_Started | _Refused)
+            if isinstance(answer, _Started):
+                yield StartedWorker(answer.worker, answer.pid)
+            else:
+                yield RefusedWorker(answer.worker, answer.reason)
+
+    def watch(self, started: StartedWorker) -> WatchedProcess:
+        return WatchedProcess(started.pid)
+
+    def forget(self, worker: int) -> None:
+        """Its process is the launcher's to end."""
+
+    def clock_offsets_s(self) -> Mapping[int, float]:
+        return {}
+
+    def hosts(self) -> list[dict[str, Any]]:
+        return []
 
 
 def serve_worker_requests(
@@ -54,14 +78,16 @@ def serve_worker_requests(
                 asked = msgspec.msgpack.decode(pipe.recv_bytes(), type=_StartWorker)
             except EOFError:
                 threading.Event().wait()
+            answer: _Started | _Refused
             try:
                 pid = processes.start_another(asked.worker)
             except OSError as error:
-                # The scheduler gives up a worker that does not come.
-                logger.error("worker %d cannot be started: %s", asked.worker, error)
-                continue
-            if pid is not None:
-                pipe.send_bytes(msgspec.msgpack.encode(StartedWorker(asked.worker, pid)))
+                answer = _Refused(asked.worker, f"its process cannot be started: {error}")
+            else:
+                if pid is None:  # the server is about to end
+                    continue
+                answer = _Started(asked.worker, pid)
+            pipe.send_bytes(msgspec.msgpack.encode(answer))
 
     thread = threading.Thread(target=serve, name="worker requests", daemon=True)
     thread.start()

@@ -7,11 +7,11 @@ Called by `pipeline_scheduler.py` in each turn of its loop. What follows from a 
 import logging
 from collections.abc import Callable
 
+from sgl_pipeline.managers.reports.recovery_log import log_ended, log_reformed
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.messages import FromWorker
 from sgl_pipeline.pipeline.recovery import StageRecovery
 from sgl_pipeline.pipeline.stage_watch import Silence, StageWatch
-from sgl_pipeline.pipeline.worker_roster import Addressed
 from sgl_pipeline.recovery_record import RecoveryRecord
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,11 @@ class RecoveryDesk:
         """The recovery under way."""
         return self._recovery.current
 
+    def is_within_bound(self, now_s: float) -> bool:
+        """Whether a recovery is under way that has not taken longer than it may."""
+        record = self._recovery.current
+        return record is not None and now_s - record.began_s <= self._recovery.bound_s
+
     @property
     def records(self) -> tuple[RecoveryRecord, ...]:
         """The newest recoveries, oldest first, the one under way among them."""
@@ -56,20 +61,24 @@ class RecoveryDesk:
 
     def take(self, message: FromWorker, now_s: float) -> None:
         """Books what a worker says that is not about a step, and sends what follows from it."""
-        self._send(self._recovery.take(message, now_s))
+        self._launcher.tell(self._recovery.take(message, now_s))
 
     def check(self, now_s: float) -> None:
         """Looks for workers that have ended or take too long; to be called now and then, and when
         `StageLauncher.ends_descriptor` can be read.
 
-        Raises StageFailure where a stage cannot be replaced, and ConfigurationError as
+        Raises StageFailure where a stage cannot be replaced, and PipelineLost as
         `StageLauncher.take_lost`.
         """
         for worker, reason in self._launcher.take_lost():
             self._lose(worker, reason, now_s)
+        for refused in self._launcher.take_refused():
+            logger.warning("worker %d is not available: %s", refused.worker, refused.reason)
+            self._recovery.refused(refused.worker, refused.reason, now_s)
+        for worker, reason in self._launcher.silent_newcomers(now_s):
+            self.give_up(worker, reason, now_s)
         for worker, reason in [*self._recovery.late_workers(now_s, self._step_limit_s)]:
             self.give_up(worker, reason, now_s)
-
         for silence in self._watch.silent_stages(now_s) if self._watch is not None else ():
             self._look_into(silence, now_s)
 
@@ -105,9 +114,14 @@ class RecoveryDesk:
         self._lose(worker, reason, now_s)
 
     def serve(self, now_s: float) -> None:
-        """Asks for workers, and has all stages begin anew when they are there."""
-        for _ in range(self._recovery.num_wanted_workers):
+        """Asks for workers, and has all stages begin anew when they are there, or those that are
+        left where no worker comes.
+
+        Raises PipelineLost where too few are left.
+        """
+        for _ in range(self._recovery.num_wanted_workers(now_s)):
             self._recovery.asked(self._launcher.ask_for_worker(), now_s)
+        self._reform(now_s)
         record = self._recovery.current
         order = self._recovery.start_order(now_s)
         if order is None:
@@ -115,13 +129,18 @@ class RecoveryDesk:
         self._launcher.broadcast(order)
         assert record is not None and record.ended_s is not None
         self._ended.append(record)
-        workers = self._launcher.roster.workers_of_stages
-        logger.info(
-            "recovered in %.2f s: stage %s runs again (worker %s)",
-            record.ended_s - record.began_s,
-            ", ".join(map(str, record.stages)),
-            ", ".join(str(workers[stage]) for stage in record.stages),
-        )
+        log_ended(record, self._launcher.roster.workers_of_stages)
+
+    def _reform(self, now_s: float) -> None:
+        """Tells the stages where there will be more or fewer of them."""
+        before = self._launcher.stages
+        self._launcher.tell(self._recovery.reform(now_s))
+        if self._launcher.stages != before:
+            record = self._recovery.current
+            assert record is not None
+            log_reformed(record, len(before), len(self._launcher.stages))
+            for stage in before:
+                self.on_lost(stage)
 
     @property
     def _step_limit_s(self) -> float | None:
@@ -144,17 +163,14 @@ class RecoveryDesk:
             record = self._recovery.current
             assert record is not None
             logger.warning(
-                "stage %d (worker %d) is lost: %s; it is replaced, and %d running requests (%d "
-                "tokens) are computed again",
+                "stage %d (worker %d) is lost: %s; it is replaced, and %d running requests go on: "
+                "%d tokens are prefilled again, %d are computed again by it alone",
                 stage,
                 worker,
                 reason,
                 record.num_requests,
                 record.num_tokens,
+                record.num_replay_tokens,
             )
             self.on_lost(stage)
-        self._send(answers)
-
-    def _send(self, messages: list[Addressed]) -> None:
-        for worker, message in messages:
-            self._launcher.channel.send(worker, message)
+        self._launcher.tell(answers)

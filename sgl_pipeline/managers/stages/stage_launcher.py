@@ -8,18 +8,31 @@ import logging
 import select
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import zmq
 
 from sgl_pipeline.args import PipelineArgs
-from sgl_pipeline.channels import SchedulerChannel
-from sgl_pipeline.errors import ConfigurationError, StageFailure
+from sgl_pipeline.channels import OtherHosts, SchedulerChannel
+from sgl_pipeline.errors import ConfigurationError, PipelineLost, StageFailure, WorkerFault
 from sgl_pipeline.managers.stages.stage_processes import stage_address
-from sgl_pipeline.messages import FromWorker, Shutdown, ToWorker, WorkerFailed
+from sgl_pipeline.messages import (
+    FromWorker,
+    MeasureCosts,
+    PoolSize,
+    Shutdown,
+    StageAssignment,
+    StillLoading,
+    ToWorker,
+    WorkerFailed,
+)
 from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.pipeline.worker_roster import PipelineCapacity, WorkerRoster
-from sgl_pipeline.pipeline.worker_source import WorkerSource
+from sgl_pipeline.pipeline.join_watch import JoinWatch
+from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
+from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
+from sgl_pipeline.pipeline.worker_source import RefusedWorker, WorkerProcess, WorkerSource
+from sgl_pipeline.pipeline.worker_words import check_speaker
 from sgl_pipeline.process_lifetime import WatchedProcess
 
 logger = logging.getLogger(__name__)
@@ -36,6 +49,7 @@ class StageLauncher:
         pids: of the workers that have been started, by number.
         source: who can be asked for more; None: nobody.
         predictor: of the parts' times on each worker, where that is known.
+        others: workers of other hosts, where there are some.
     """
 
     def __init__(
@@ -46,23 +60,30 @@ class StageLauncher:
         context: "zmq.Context[zmq.Socket[bytes]]",
         source: WorkerSource | None = None,
         predictor: StepPredictor | None = None,
+        others: OtherHosts | None = None,
     ) -> None:
         self.roster = WorkerRoster(args, num_layers, predictor)
-        self.channel = SchedulerChannel(context, stage_address(args.run_directory))
+        self.channel = SchedulerChannel(context, stage_address(args.run_directory), others)
+        self._others = others
+        self._joins = JoinWatch(args.recovery.silence_s, args.recovery.join_limit_s)
         self._source = source
-        self._num_stages = args.stages.num_stages
-        self._processes = {worker: WatchedProcess(pid) for worker, pid in enumerate(pids)}
-        self._num_workers = len(pids)
+        self._processes: dict[int, WorkerProcess] = {
+            worker: WatchedProcess(pid) for worker, pid in enumerate(pids)
+        }
+        # Those of the first stages are numbered, on whatever host they are started.
+        self._num_workers = max(len(pids), args.stages.num_stages)
         self._ends = select.epoll()
         for process in self._processes.values():
             self._ends.register(process, select.EPOLLIN)
         self._arrived: deque[tuple[int, FromWorker]] = deque()
         self._failures: dict[int, WorkerFailed] = {}
         self._lost: set[int] = set()
+        self._refused: list[RefusedWorker] = []
+        self._has_started = False
 
     @property
     def stages(self) -> range:
-        return range(self._num_stages)
+        return range(self.roster.num_stages)
 
     def start(self) -> PipelineCapacity:
         """Returns once a worker that is ready to take orders fills every stage.
@@ -70,14 +91,15 @@ class StageLauncher:
         Raises ConfigurationError for what a flag can mend, StageFailure for anything else.
         """
         while (capacity := self.roster.capacity()) is None:
-            if not self.channel.socket.poll(POLL_MS):
+            if not self.channel.wait(POLL_MS):
                 self.check({})
-            for message in self.receive():
+            for _, message in self.receive():
                 self.take(message)
             if self._failures:
                 self.check({})
         for notice in self.roster.notices():
             logger.warning("%s", notice)
+        self._has_started = True
         return capacity
 
     def take(self, message: FromWorker) -> None:
@@ -85,8 +107,18 @@ class StageLauncher:
 
         Raises ProtocolError and ConfigurationError as `WorkerRoster.take`.
         """
-        for worker, answer in self.roster.take(message):
-            self.channel.send(worker, answer)
+        self.tell(self.roster.take(message))
+
+    def tell(self, messages: Iterable[Addressed]) -> None:
+        """Sends what each worker must know on its way to readiness."""
+        for worker, message in messages:
+            if isinstance(message, MeasureCosts | StageAssignment | PoolSize):
+                self._joins.asked(worker, "load", time.monotonic())
+            self.channel.send(worker, message)
+
+    def silent_newcomers(self, now_s: float) -> list[tuple[int, str]]:
+        """Workers that come up or load, and have said nothing for too long."""
+        return [*self._joins.silent_workers(now_s)]
 
     def send(self, stage: int, message: ToWorker) -> None:
         """Queues `message` for the worker that fills `stage`, if one does."""
@@ -110,6 +142,16 @@ class StageLauncher:
         processes = [None if worker is None else self._processes.get(worker) for worker in workers]
         return [None if process is None else process.pid for process in processes]
 
+    def clock_offsets_s(self) -> dict[int, float]:
+        """Of stages whose clock is not this host's: what to add to their moments."""
+        offsets_s = {} if self._source is None else self._source.clock_offsets_s()
+        stages = ((self.roster.worker_stage(worker), worker) for worker in offsets_s)
+        return {stage: offsets_s[worker] for stage, worker in stages if stage is not None}
+
+    def hosts(self) -> list[dict[str, Any]]:
+        """The hosts that workers come from, where there are several; JSON types only."""
+        return [] if self._source is None else self._source.hosts()
+
     def ask_for_worker(self) -> int:
         """Asks the source for a worker; returns the number that it will greet with.
 
@@ -120,16 +162,30 @@ class StageLauncher:
             raise StageFailure(worker, None, "no source of workers to ask for a new one")
         self._num_workers += 1
         self._source.start_worker(worker)
+        self._joins.asked(worker, "start", time.monotonic())
         return worker
 
-    def receive(self) -> Iterator[FromWorker]:
-        """Messages that have arrived, but for those of lost workers. A WorkerFailed is kept as the
-        reason for `take_lost`."""
+    def receive(self) -> Iterator[tuple[int, FromWorker]]:
+        """Messages that have arrived, each with its worker, but for those of workers that are lost
+        or to blame. A WorkerFailed is kept as the reason for `take_lost`."""
         self._gather()
         while self._arrived:
             worker, message = self._arrived.popleft()
-            if worker not in self._lost:
-                yield message
+            if worker in self._lost or worker in self._failures:
+                continue
+            try:
+                check_speaker(self.roster, worker, message)
+            except WorkerFault as fault:
+                self.blame(worker, fault.reason)
+                continue
+            is_done = not isinstance(message, StillLoading)
+            self._joins.heard(worker, time.monotonic(), is_done)
+            if is_done:
+                yield worker, message
+
+    def blame(self, worker: int, reason: str) -> None:
+        """A worker has said what it may not: `take_lost` will have it."""
+        self._failures.setdefault(worker, WorkerFailed(worker, reason, False))
 
     def check(self, last_steps: Mapping[int, int]) -> None:
         """Raises StageFailure when a worker has failed or ended, and ConfigurationError as
@@ -146,11 +202,43 @@ class StageLauncher:
         """The workers that have failed or ended since the last call, and what is known of the
         cause. They are ended for certain, and what they said is forgotten.
 
-        Raises ConfigurationError where the user can mend it.
+        Raises ConfigurationError where the user can mend it, and PipelineLost where a stage cannot
+        take over what others have left.
         """
-        for worker, pid in self._source.started() if self._source is not None else ():
+        self._take_started()
+        ended = [worker for worker, process in self._processes.items() if process.wait(0)]
+        if ended:
+            # What a worker said before it ended explains more than its exit code. Otherwise what
+            # has arrived stays in the channel, whose socket wakes the loop.
+            self._gather()
+        for worker, reason in self._others.take_broken().items() if self._others else ():
+            self._failures.setdefault(worker, WorkerFailed(worker, reason, False))
+        for worker in {**self._failures, **dict.fromkeys(ended)}:
+            failure = self._failures.pop(worker, None)
+            if failure is not None and failure.is_configuration:
+                self._require_one_of_many(worker, failure.message)
+            if worker not in self._lost:
+                reason = self._processes[worker].end() if failure is None else failure.message
+                self.give_up(worker)
+                yield worker, reason
+
+    def take_refused(self) -> list[RefusedWorker]:
+        """The workers that the source cannot give, since the last call; after `take_lost`."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def _take_started(self) -> None:
+        """Watches the processes of workers that were asked for."""
+        for answer in self._source.started() if self._source is not None else ():
+            worker = answer.worker
+            if isinstance(answer, RefusedWorker):
+                self._lost.add(worker)
+                self._joins.forget(worker)
+                self._refused.append(answer)
+                continue
             try:
-                process = WatchedProcess(pid)
+                assert self._source is not None
+                process = self._source.watch(answer)
             except ProcessLookupError:
                 self._failures[worker] = WorkerFailed(worker, "its process ended", False)
                 continue
@@ -160,20 +248,14 @@ class StageLauncher:
                 continue
             self._processes[worker] = process
             self._ends.register(process, select.EPOLLIN)
-        ended = [worker for worker, process in self._processes.items() if process.wait(0)]
-        if ended:
-            # What a worker said before it ended explains more than its exit code. Otherwise what
-            # has arrived stays in the channel, whose socket wakes the loop.
-            self._gather()
-        for worker in {**self._failures, **dict.fromkeys(ended)}:
-            failure = self._failures.pop(worker, None)
-            if failure is not None and failure.is_configuration:
-                stage = self.roster.stage_of(worker)
-                raise ConfigurationError(f"stage {stage}: {failure.message}")
-            if worker not in self._lost:
-                reason = self._processes[worker].end() if failure is None else failure.message
-                self.give_up(worker)
-                yield worker, reason
+
+    def _require_one_of_many(self, worker: int, message: str) -> None:
+        """A newcomer that does not fit may be followed by one that does; others may not."""
+        text = f"stage {self.roster.stage_of(worker)}: {message}"
+        if not self._has_started:
+            raise ConfigurationError(text)
+        if self.roster.has_served(worker):
+            raise PipelineLost(text)
 
     @property
     def ends_descriptor(self) -> int:
@@ -192,6 +274,11 @@ class StageLauncher:
     def give_up(self, worker: int) -> None:
         """Ends a worker, wherever it is: nothing that it says will be heard any more."""
         self._lost.add(worker)
+        self._joins.forget(worker)
+        if self._others is not None:
+            self._others.forget(worker)
+        if self._source is not None:
+            self._source.forget(worker)
         process = self._processes.pop(worker, None)
         if process is not None:
             process.kill()
@@ -199,9 +286,17 @@ class StageLauncher:
 
     def _gather(self) -> None:
         """Takes what has arrived from the channel."""
-        while (received := self.channel.receive()) is not None:
-            if isinstance(received[1], WorkerFailed):
-                self._failures[received[0]] = received[1]
+        while True:
+            try:
+                received = self.channel.receive()
+            except WorkerFault as fault:
+                self.blame(fault.worker, fault.reason)
+                continue
+            if received is None:
+                return
+            worker, message = received
+            if isinstance(message, WorkerFailed):
+                self._failures.setdefault(worker, message)
             else:
                 self._arrived.append(received)
 

@@ -12,22 +12,38 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from sgl_pipeline.pipeline.assignment import num_threads, split_cores
+from sgl_pipeline.pipeline.assignment import num_threads, split_cores, workers_of_host
 
 # More are started only once the whole command line has been checked.
 _MOST_UNCHECKED_STAGES = 16
 
 
-class StageProcesses:
-    """The workers of one server, numbered from 0. `close` must be called in the end.
+class WorkerPlace(NamedTuple):
+    """Where a worker runs, if the pipeline has several hosts.
 
-    Args:
-        run_directory: where the socket of `stage_address` will be.
+    `head_address` is the head's cluster port, empty on the head itself; `host_address` that of the
+    worker's own host; `model_path` where this host has the model, if not where the head has it.
     """
 
-    def __init__(self, run_directory: str) -> None:
-        self._address = stage_address(run_directory)
+    head_address: str = ""
+    host_address: str = ""
+    model_path: str = ""
+
+
+class StageProcesses:
+    """The workers of one host, numbered from 0 on the head. `close` must be called in the end.
+
+    Args:
+        run_directory: of this host; on the head the socket of `stage_address` will be there.
+    """
+
+    module = "sgl_pipeline.pp_runner.stage_process"
+
+    def __init__(self, run_directory: str, place: WorkerPlace | None = None) -> None:
+        self.run_directory = run_directory
+        self.place = place or WorkerPlace()
         self._threads: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         # `close` and `start_another` come from different threads.
@@ -53,15 +69,16 @@ class StageProcesses:
             for worker, own_threads in enumerate(threads):
                 self._processes.append(self._spawn(worker, own_threads))
 
-    def start_another(self, worker: int) -> int | None:
-        """Starts one more worker, which greets as `worker`. Returns its process id; None when the
-        server is about to end."""
+    def start_another(self, worker: int, threads: int | None = None) -> int | None:
+        """Starts one more worker, which greets as `worker`, with as many compute threads as the
+        first ones unless told otherwise. Returns its process id; None when the server is about to
+        end."""
         with self._lock:
             if self._is_closed:
                 return None
             # How they ended has been read by now: others are started after that.
             self._processes = [one for one in self._processes if one.poll() is None]
-            self._processes.append(self._spawn(worker, max(self._threads, default=1)))
+            self._processes.append(self._spawn(worker, threads or max(self._threads, default=1)))
             return self._processes[-1].pid
 
     def start_unchecked(self, argv: Sequence[str]) -> None:
@@ -69,13 +86,20 @@ class StageProcesses:
         got wrong, as it does with abbreviated flags and those of a `--config` file."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("--pp", "--pp-size", "--pipeline-parallel-size", type=int, default=1)
+        parser.add_argument("--nnodes", type=int, default=1)
         parser.add_argument("--cpu-threads-per-stage", type=int)
         try:
             options, _ = parser.parse_known_args(argv)
         except argparse.ArgumentError:
             return
-        if 1 <= options.pp <= _MOST_UNCHECKED_STAGES:
-            self.start(options.pp, options.cpu_threads_per_stage)
+        if 1 <= options.nnodes <= options.pp <= _MOST_UNCHECKED_STAGES:
+            own = workers_of_host(options.pp, options.nnodes, 0)
+            self.start(len(own), options.cpu_threads_per_stage)
+
+    def stop_all(self) -> None:
+        """Kills the workers that are left."""
+        with self._lock:
+            self._kill_all()
 
     def close(self) -> None:
         """Kills the workers that are left; no other will be started."""
@@ -94,7 +118,7 @@ class StageProcesses:
         package_root = str(Path(__file__).resolve().parents[3])
         environment = dict(os.environ)
         # OpenMP reads these before torch can be told. Threads spin for the next kernel of a step, a
-        # millisecond at most, as waking them takes long; then they sleep, for the neighbours' sake.
+        # millisecond at most, as waking them takes long; then they sleep, for the neighbors' sake.
         environment |= {
             "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "PASSIVE",
@@ -102,12 +126,18 @@ class StageProcesses:
         environment.setdefault("GOMP_SPINCOUNT", "20000")
         # Weights in huge pages: a fifth off a step of few rows, which is bound by reading them.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-        # All stages are on this host; the libraries would listen on its outer interfaces too.
+        # They are used within a host alone, and would listen on its outer interfaces too.
         environment |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
         paths = [package_root, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        command = [sys.executable, "-m", "sgl_pipeline.pp_runner.stage_process"]
-        command += ["--address", self._address, "--worker", str(worker)]
+        command = [sys.executable, "-m", self.module]
+        address = self.place.head_address or stage_address(self.run_directory)
+        command += ["--address", address, "--worker", str(worker)]
+        command += ["--run-directory", self.run_directory]
+        if self.place.host_address:
+            command += ["--host-address", self.place.host_address]
+        if self.place.model_path:
+            command += ["--model-path", self.place.model_path]
         command += ["--parent", str(os.getpid())]
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 

@@ -6,7 +6,7 @@ name. Must never read a tensor that was not asked for: a stage holds its own lay
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -22,15 +22,28 @@ DUMMY_DEVIATION = 0.02
 
 
 class WeightSource(Protocol):
-    """Gives weights by name, in one dtype on one device. `loaded` maps what was read to bytes."""
+    """Gives weights by name, in one dtype on one device.
+
+    `loaded` maps what was read to bytes; `is_made_up` says that the weights are in no file.
+    """
 
     loaded: dict[str, int]
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def is_made_up(self) -> bool: ...
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor `name`, a copy that the caller owns.
 
         Raises CheckpointError when it is missing or is not of `shape`.
         """
+
+    def read_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The same in `dtype`: fp32 of any floats, otherwise as it is stored. Dimensions of 1 may
+        be missing. Not for weights that are made up."""
 
     def has(self, name: str) -> bool:
         """Whether a file holds the tensor `name`; dummy weights are in no file."""
@@ -56,10 +69,12 @@ class Checkpoint:
     when an index or a single file is unreadable; a faulty shard is found when it is first read.
     """
 
+    is_made_up = False
+
     def __init__(self, path: str | Path, dtype: torch.dtype, device: torch.device) -> None:
         self.loaded: dict[str, int] = {}
+        self.dtype = dtype
         self._directory = Path(path)
-        self._dtype = dtype
         self._device = device
         self._opened: dict[str, safe_open] = {}
         self._file_of = self._tensor_files()
@@ -68,24 +83,44 @@ class Checkpoint:
         return name in self._file_of
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        found = self._find(name, shape)
+        if tuple(found.shape) != shape or not _is_plain(found):
+            raise self._misfit(name, found, shape, "floats")
+        return self._keep(name, found, self.dtype)
+
+    def read_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        found = self._find(name, shape)
+        fits = _is_plain(found) if dtype == torch.float32 else found.dtype == dtype
+        if _without_ones(found.shape) != _without_ones(shape) or not fits:
+            wanted = "floats" if dtype == torch.float32 else str(dtype)
+            raise self._misfit(name, found, shape, wanted)
+        return self._keep(name, found.reshape(shape), dtype)
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor as it lies in its file, which is mapped."""
         if name not in self._file_of:
             raise CheckpointError(
                 f"{self._directory} holds no tensor {name} (expected with shape {list(shape)})"
             )
         file_name = self._file_of[name]
         try:
-            found = self._open(file_name).get_tensor(name)
+            return self._open(file_name).get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(
                 f"{self._directory / file_name}: tensor {name} is unreadable: {error}"
             ) from None
-        if tuple(found.shape) != shape or not found.is_floating_point():
-            raise CheckpointError(
-                f"{self._directory / file_name}: tensor {name} has shape {list(found.shape)} of "
-                f"{found.dtype}, config.json asks for {list(shape)} of floats"
-            )
+
+    def _misfit(
+        self, name: str, found: torch.Tensor, shape: tuple[int, ...], wanted: str
+    ) -> CheckpointError:
+        return CheckpointError(
+            f"{self._directory / self._file_of[name]}: tensor {name} has shape "
+            f"{list(found.shape)} of {found.dtype}, config.json asks for {list(shape)} of {wanted}"
+        )
+
+    def _keep(self, name: str, found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # Copied, so that nothing keeps the file mapped (a file cut short later would kill us).
-        tensor = found.to(self._device, self._dtype, copy=True)
+        tensor = found.to(self._device, dtype, copy=True)
         self.loaded[name] = tensor.nbytes
         return tensor
 
@@ -116,6 +151,15 @@ class Checkpoint:
         return self._opened[file_name]
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it holds floats of 16 bits or more, which mean something without a scale."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize >= 2
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
 class PacedWeights:
     """The tensors of `source`, with a `pause` before each."""
 
@@ -124,6 +168,14 @@ class PacedWeights:
         self._pause = pause
         self.loaded = source.loaded
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._source.dtype
+
+    @property
+    def is_made_up(self) -> bool:
+        return self._source.is_made_up
+
     def has(self, name: str) -> bool:
         return self._source.has(name)
 
@@ -131,20 +183,26 @@ class PacedWeights:
         self._pause()
         return self._source.read(name, shape)
 
+    def read_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self._pause()
+        return self._source.read_as(name, shape, dtype)
+
 
 class DummyWeights:
     """Random weights; a tensor is a function of its name alone, so any split gives one model."""
 
+    is_made_up = True
+
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.loaded: dict[str, int] = {}
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
 
     def has(self, name: str) -> bool:
         return False
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        tensor = torch.empty(shape, dtype=self.dtype, device=self._device)
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         else:
@@ -152,3 +210,6 @@ class DummyWeights:
             tensor.normal_(0.0, DUMMY_DEVIATION, generator=generator)
         self.loaded[name] = tensor.nbytes
         return tensor
+
+    def read_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        raise NotImplementedError("weights that are made up have no tensors of a layout")

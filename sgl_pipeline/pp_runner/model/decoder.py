@@ -41,7 +41,8 @@ class DecoderLayer:
         self.layer = layer
         self._kernels = kernels
         names, hidden = spec.names, spec.hidden_size
-        tensors = LayerTensors(names.layer.format(layer=layer) + ".", weights, kernels)
+        prefix = names.layer.format(layer=layer) + "."
+        tensors = LayerTensors(prefix, weights, kernels, spec.quantization)
         query_width, kv_width = (
             num_heads * spec.head_dim for num_heads in (spec.num_query_heads, spec.num_kv_heads)
         )

@@ -59,7 +59,7 @@ class Family:
 
     Attributes:
         qkv_bias: queries, keys and values have biases, whatever the config says.
-        interleaved_rope: a rotated pair is two neighbours, not two halves of the head.
+        interleaved_rope: a rotated pair is two neighbors, not two halves of the head.
         partial_rope: the config's `partial_rotary_factor` counts.
         experts: layers may be mixtures of experts.
         has_window_switch: `sliding_window` counts only where `use_sliding_window` and `layer_types`

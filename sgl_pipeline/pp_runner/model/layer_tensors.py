@@ -3,24 +3,34 @@
 Used by the decoder layer and its MLPs while a stage loads; names are those of `families.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, Linear
+from sgl_pipeline.pp_runner.layer_kernels.backend import GatedLinear, LayerKernels, Linear
 from sgl_pipeline.pp_runner.model.checkpoint import WeightSource
+from sgl_pipeline.pp_runner.quantization.layouts import read_matrix
+from sgl_pipeline.pp_runner.quantization.schemes import Quantization
+from sgl_pipeline.pp_runner.quantization.weights import Matrix, join
 
 
 class LayerTensors:
     """The tensors under `prefix`, which ends with a dot; `kernels` are to multiply with them."""
 
-    def __init__(self, prefix: str, weights: WeightSource, kernels: LayerKernels) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        weights: WeightSource,
+        kernels: LayerKernels,
+        quantization: Quantization | None = None,
+    ) -> None:
         self.kernels = kernels
         self._prefix = prefix
         self._weights = weights
+        self._quantization = quantization
 
     def weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor `name`.weight."""
+        """The tensor `name`.weight, which is never quantized."""
         return self._weights.read(f"{self._prefix}{name}.weight", shape)
 
     def stacked_weight(
@@ -39,29 +49,69 @@ class LayerTensors:
         self, names: Sequence[str], out_features: Sequence[int], in_features: int, has_bias: bool
     ) -> Linear:
         """One product for the named projections, or the single one that holds them all."""
-        return self.kernels.linear(*self._joined(names, out_features, in_features, has_bias))
+        matrices, biases = self._read(names, out_features, in_features, has_bias)
+        return _joined(self.kernels.linear, matrices, biases) or _SeparateLinears(
+            [
+                self.kernels.linear(matrix, bias)
+                for matrix, bias in zip(matrices, biases, strict=True)
+            ]
+        )
 
     def gated_linear(
         self, names: Sequence[str], inner_size: int, in_features: int, has_bias: bool
     ) -> Linear:
         """`LayerKernels.gated_linear` of the named projections to the gate and to what it gates."""
-        out_features = (inner_size, inner_size)
-        return self.kernels.gated_linear(*self._joined(names, out_features, in_features, has_bias))
-
-    def _joined(
-        self, names: Sequence[str], out_features: Sequence[int], in_features: int, has_bias: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias, if there is one, of the named projections."""
-        bias = None
-        if has_bias:
-            sizes = _sizes_in_file(names, out_features)
-            bias = torch.cat(
+        matrices, biases = self._read(names, (inner_size, inner_size), in_features, has_bias)
+        return _joined(self.kernels.gated_linear, matrices, biases) or GatedLinear(
+            _SeparateLinears(
                 [
-                    self._weights.read(f"{self._prefix}{name}.bias", (size,))
-                    for name, size in zip(names, sizes, strict=True)
+                    self.kernels.linear(matrix, bias)
+                    for matrix, bias in zip(matrices, biases, strict=True)
                 ]
+            ),
+            self.kernels.gate,
+        )
+
+    def _read(
+        self, names: Sequence[str], out_features: Sequence[int], in_features: int, has_bias: bool
+    ) -> tuple[list[Matrix], list[torch.Tensor | None]]:
+        """Matrix and bias, if there is one, of each of the projections in the file."""
+        sizes = _sizes_in_file(names, out_features)
+        matrices: list[Matrix] = []
+        biases: list[torch.Tensor | None] = []
+        for name, size in zip(names, sizes, strict=True):
+            module = f"{self._prefix}{name}"
+            biases.append(self._weights.read(f"{module}.bias", (size,)) if has_bias else None)
+            matrices.append(
+                read_matrix(self._weights, self._quantization, module, (size, in_features))
             )
-        return self.stacked_weight(names, out_features, in_features), bias
+        return matrices, biases
+
+
+class _SeparateLinears:
+    """The products with several weights, beside each other: for projections that cannot be one,
+    because they are not quantized alike."""
+
+    def __init__(self, linears: list[Linear]) -> None:
+        self._linears = linears
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([linear(x) for linear in self._linears], dim=1)
+
+
+def _joined(
+    make: Callable[[Matrix, torch.Tensor | None], Linear],
+    matrices: list[Matrix],
+    biases: Sequence[torch.Tensor | None],
+) -> Linear | None:
+    """The product with all of `matrices` as one, which empties the list; None where they are of
+    several kinds."""
+    matrix = join(matrices)
+    if matrix is None:
+        return None
+    matrices.clear()  # or there would be three copies while `make` packs the joined one
+    given = [bias for bias in biases if bias is not None]
+    return make(matrix, torch.cat(given) if given else None)
 
 
 def _sizes_in_file(names: Sequence[str], sizes: Sequence[int]) -> Sequence[int]:

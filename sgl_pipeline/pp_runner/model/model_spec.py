@@ -7,7 +7,7 @@ not compute is refused by name, because a model that runs slightly wrong looks l
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.model.config_fields import ConfigFields
 from sgl_pipeline.pp_runner.model.families import FAMILIES, Family, TensorNames
+from sgl_pipeline.pp_runner.quantization.config import choose_quantization, read_quantization
+from sgl_pipeline.pp_runner.quantization.schemes import Quantization
 
 Config = Mapping[str, Any]
 
@@ -37,7 +39,7 @@ _KNOWN_FIELDS = frozenset(
     " rope_parameters rope_scaling rope_theta sliding_window use_sliding_window max_window_layers"
     " max_position_embeddings tie_word_embeddings attn_implementation _attn_implementation"
     " _attn_implementation_autoset use_cache chunk_size_feed_forward output_attentions"
-    " num_key_value_heads layer_types".split()
+    " num_key_value_heads layer_types quantization_config".split()
 )
 # An unknown field is refused when its name holds one of these and its value does something.
 _MATHS_WORDS = tuple(
@@ -52,7 +54,7 @@ class RopeSpec:
     """The rotary embedding: base `theta`, and `factors` by their Hugging Face names
     (`ROPE_FACTORS[kind]`).
 
-    The first `rotated_share` of a head's dimensions are rotated, in pairs of neighbours where
+    The first `rotated_share` of a head's dimensions are rotated, in pairs of neighbors where
     `interleaved`, else of the two halves.
     """
 
@@ -72,14 +74,14 @@ class ExpertSpec:
     """Mixture-of-experts layers: `layers` are their ids, the other layers are dense.
 
     Each token goes to `experts_per_token` of `num_experts` MLPs of `inner_size`, whose routing
-    weights sum to one where they are `normalised`. A shared expert of `shared_inner_size` sees
+    weights sum to one where they are `normalized`. A shared expert of `shared_inner_size` sees
     every token (Qwen2-MoE); 0 where there is none.
     """
 
     num_experts: int
     experts_per_token: int
     inner_size: int
-    normalised: bool
+    normalized: bool
     shared_inner_size: int
     layers: frozenset[int]
 
@@ -90,6 +92,7 @@ class ModelSpec:
 
     `dtype` is the torch dtype name that the checkpoint was saved in. `eos_token_ids` are those of
     config.json and generation_config.json; the tokenizer's are added by `managers/`.
+    `quantization` says which matrices have fewer than 16 bits; None: none of them.
     """
 
     architecture: str
@@ -112,6 +115,12 @@ class ModelSpec:
     dtype: str
     eos_token_ids: frozenset[int]
     names: TensorNames
+    quantization: Quantization | None = None
+
+    @property
+    def quantization_method(self) -> str | None:
+        """As the config or `--quantization` spells it; None for 16 bits."""
+        return None if self.quantization is None else self.quantization.method
 
     def layer_experts(self, layer: int) -> ExpertSpec | None:
         """The experts of `layer`; None where it is dense."""
@@ -132,19 +141,23 @@ class ModelSpec:
         )
 
 
-def read_model_spec(path: str | Path) -> ModelSpec:
+def read_model_spec(path: str | Path, quantization: str | None = None) -> ModelSpec:
     """The spec of the model directory `path` (config.json, and generation_config.json if it is
     there).
 
-    Raises ConfigurationError when there is no readable config, UnsupportedModelError when the model
-    needs something that the decoder does not compute.
+    Args:
+        quantization: as `--quantization`; None: as the checkpoint is.
+
+    Raises ConfigurationError when there is no readable config or it is not to be quantized so,
+    UnsupportedModelError when the model needs something that the decoder does not compute.
     """
     directory = Path(path)
     if not directory.is_dir():
         raise ConfigurationError(f"--model-path {path}: no such directory")
     generation_path = directory / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
-    return model_spec(_read_json(directory / "config.json"), generation)
+    spec = model_spec(_read_json(directory / "config.json"), generation)
+    return replace(spec, quantization=choose_quantization(quantization, spec.quantization))
 
 
 def model_spec(config: Config, generation_config: Config | None = None) -> ModelSpec:
@@ -179,6 +192,7 @@ def model_spec(config: Config, generation_config: Config | None = None) -> Model
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
         eos_token_ids=_eos_token_ids(config) | _eos_token_ids(generation_config or {}),
         names=family.names,
+        quantization=read_quantization(fields.get("quantization_config"), family.names.head),
     )
     if spec.num_query_heads % spec.num_kv_heads or spec.rope.rotated_dims(spec.head_dim) % 2:
         raise ConfigurationError(
@@ -266,7 +280,7 @@ def _expert_spec(fields: ConfigFields) -> ExpertSpec:
         num_experts=fields.positive("num_experts"),
         experts_per_token=fields.positive("num_experts_per_tok"),
         inner_size=fields.positive("moe_intermediate_size"),
-        normalised=bool(fields.get("norm_topk_prob")),
+        normalized=bool(fields.get("norm_topk_prob")),
         shared_inner_size=fields.positive(shared) if fields.get(shared) else 0,
         layers=sparse - fields.integers("mlp_only_layers"),
     )

@@ -48,7 +48,7 @@ class Router:
         logits = self._linear(x.float())
         probabilities = logits[:, : self._spec.num_experts].softmax(dim=-1)
         weights, experts = probabilities.topk(self._spec.experts_per_token, dim=-1)
-        if self._spec.normalised:
+        if self._spec.normalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return Routing(experts, weights, logits[:, self._spec.num_experts :].sigmoid())
 

@@ -20,13 +20,16 @@ from sgl_pipeline.pp_runner.model.checkpoint import PacedWeights, WeightSource, 
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
+from sgl_pipeline.pp_runner.quantization.layouts import read_matrix, round_matrix
+from sgl_pipeline.pp_runner.quantization.schemes import Layout
+from sgl_pipeline.pp_runner.quantization.weights import Matrix
 from sgl_pipeline.pp_runner.step_inputs import StepInputs
 
 
 class OutputHead:
     """The final norm and lm_head, for the rows whose logits are wanted only."""
 
-    def __init__(self, norm: RmsNorm, weight: torch.Tensor, kernels: LayerKernels) -> None:
+    def __init__(self, norm: RmsNorm, weight: Matrix, kernels: LayerKernels) -> None:
         self._norm = norm
         self._linear = kernels.linear(weight)
         self._kernels = kernels
@@ -58,6 +61,7 @@ class StageModel:
         open_source: opens the weights, once now and again for each layer that is loaded later. A
             source that stays open would keep in memory what has been read from its files.
         layers: model-wide ids of the layers to load now.
+        on_read: called before each tensor that is read now.
     """
 
     def __init__(
@@ -70,18 +74,20 @@ class StageModel:
         layers: Iterable[int],
         is_first: bool,
         is_last: bool,
+        on_read: Callable[[], None] = lambda: None,
     ) -> None:
         self.spec = spec
         self.layers: dict[int, DecoderLayer] = {}
         self.loaded: dict[str, int] = {}
         self._open_source = open_source
+        self._embedding: torch.Tensor | None = None
+        self._head: OutputHead | None = None
         self._kernels = kernels
         with torch.inference_mode():
-            weights = open_source()
+            weights = PacedWeights(open_source(), on_read)
             for layer in layers:
                 self.layers[layer] = DecoderLayer(spec, layer, weights, kernels)
-            self._embedding = _load_embedding(spec, weights) if is_first else None
-            self._head = _load_head(spec, weights, self._embedding, kernels) if is_last else None
+            self._load_ends(weights, is_first=is_first, is_last=is_last)
             self._rotary = RotaryEmbedding(spec.rope, spec.head_dim, device)
         self.loaded.update(weights.loaded)
 
@@ -98,8 +104,10 @@ class StageModel:
         device: torch.device,
         kernels: LayerKernels,
         load_format: str = "safetensors",
+        on_read: Callable[[], None] = lambda: None,
     ) -> "StageModel":
-        """Reads the tensors of `layers`, and of embedding or head where the stage has them.
+        """Reads the tensors of `layers`, and of embedding or head where the stage has them;
+        `on_read` is called before each.
 
         Raises CheckpointError that names file and tensor when one does not fit the spec.
         """
@@ -111,6 +119,7 @@ class StageModel:
             layers=layers,
             is_first=is_first,
             is_last=is_last,
+            on_read=on_read,
         )
 
     @classmethod
@@ -196,6 +205,40 @@ class StageModel:
         return LoadedLayer(layer, self.layers.pop(layer), sizes)
 
     @torch.inference_mode()
+    def take_over(
+        self,
+        layers: Iterable[int],
+        *,
+        is_first: bool,
+        is_last: bool,
+        on_read: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Holds `layers` and no others from now on, and the ends that go with them: those that are
+        here stay, the others are read, `on_read` before each tensor.
+
+        Raises CheckpointError as at the start.
+        """
+        wanted = tuple(layers)
+        for layer in {*self.layers} - {*wanted}:
+            self.remove_layer(layer)
+        for layer in wanted:
+            if layer not in self.layers:
+                self.add_layer(self.read_layer(layer, on_read))
+        if (is_first, is_last) == (self.is_first, self.is_last):
+            return
+        prefixes = tuple(map(self._prefix, wanted))
+        sizes = {name: size for name, size in self.loaded.items() if name.startswith(prefixes)}
+        self._embedding = self._head = None  # first: two of each may not fit
+        weights = PacedWeights(self._open_source(), on_read)
+        self._load_ends(weights, is_first=is_first, is_last=is_last)
+        self.loaded = sizes | weights.loaded
+
+    def _load_ends(self, weights: WeightSource, *, is_first: bool, is_last: bool) -> None:
+        embedding = _load_embedding(self.spec, weights) if is_first else None
+        self._embedding = embedding
+        self._head = _load_head(self.spec, weights, embedding, self._kernels) if is_last else None
+
+    @torch.inference_mode()
     def forward(
         self,
         layers: Iterable[int],
@@ -248,12 +291,20 @@ def _load_head(
     embedding: torch.Tensor | None,
     kernels: LayerKernels,
 ) -> OutputHead:
-    """The head; where it is tied and not in the file, its matrix is the embedding table."""
+    """The head; where it is tied and not in the file, its matrix is the embedding table, rounded as
+    the model's other matrices are."""
     norm_weight = weights.read(f"{spec.names.final_norm}.weight", (spec.hidden_size,))
     norm = RmsNorm(norm_weight, spec.norm_epsilon)
-    head = f"{spec.names.head}.weight"
-    if not spec.tied_embeddings or weights.has(head):
-        matrix = weights.read(head, (spec.vocab_size, spec.hidden_size))
-    else:
-        matrix = _load_embedding(spec, weights) if embedding is None else embedding
+    head = spec.names.head
+    if not spec.tied_embeddings or weights.has(f"{head}.weight"):
+        shape = (spec.vocab_size, spec.hidden_size)
+        return OutputHead(norm, read_matrix(weights, spec.quantization, head, shape), kernels)
+    table = _load_embedding(spec, weights) if embedding is None else embedding
+    quantization = spec.quantization
+    scheme = quantization.scheme_of(head) if quantization is not None else None
+    if quantization is None or scheme is None or quantization.layout is not Layout.SIXTEEN_BITS:
+        return OutputHead(norm, table, kernels)
+    matrix = round_matrix(weights, f"{head}.weight", table, scheme)
+    if embedding is None:
+        del weights.loaded[f"{spec.names.embedding}.weight"]  # of which nothing stays
     return OutputHead(norm, matrix, kernels)

@@ -3,7 +3,7 @@
 Used by the last stage's `OutputTail`: planned from the step's chunks before the activations
 arrive, applied to the logits before `Sampler.sample`. Keeps nothing between steps: what a row gets
 is a function of its request's `SamplingSpec` and output tokens, so that no retraction, restart or
-neighbour in the microbatch can change it.
+neighbor in the microbatch can change it.
 
 Shapes: S sampled rows, V vocabulary size, N cells that an adjustment touches.
 """

@@ -7,7 +7,7 @@ a log-softmax of is SGLang's default (`layers/sampler.py`, `layers/logprob_proce
 - A row that a token was drawn from: of the logits after penalties, logit bias and masks, over the
   temperature, where the row is not greedy. Top-k, top-p and min-p change nothing. (SGLang asks
   whether the whole batch is greedy, which differs for top_k = 1 with a temperature; here, as
-  anywhere, a row never looks at its neighbours.)
+  anywhere, a row never looks at its neighbors.)
 - A row of the prompt: of the logits as the model gives them.
 
 Numbers are clamped to the lowest of fp32, which also stands where there is none, as in the row of a

@@ -7,7 +7,7 @@ probabilities are added up as integers, whose sums do not depend on the order of
 
 On a GPU nothing comes back to the host before the drawn token ids do. FlashInfer's samplers are not
 used: their random numbers follow from a row's place in the microbatch (`curand_init(seed, row,
-offset)` in 0.6.18 and 0.7.2), so that a token would change with its neighbours.
+offset)` in 0.6.18 and 0.7.2), so that a token would change with its neighbors.
 
 Shapes: S sampled rows, V vocabulary size, C candidates.
 """

@@ -1,0 +1,72 @@
+"""Which worker that joins has been silent for too long, measured against those that joined before.
+
+Told by `managers/stages/stage_launcher.py` what workers are asked for and when they speak. Reads no
+clock and ends nothing. A stage that runs steps is `stage_watch.py`'s.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+# A silence may last so many times as long as the longest that came to an end. Others may start at
+# the same time, on the same cores.
+PATIENCE = 5.0
+
+# To come up and greet; to load weights, or whatever else it was asked for.
+Task = Literal["start", "load"]
+
+
+class Debt(NamedTuple):
+    """A worker has been busy with `task`, and has last been told or heard at `since_s`."""
+
+    task: Task
+    since_s: float
+
+
+class JoinWatch:
+    """Args:
+    silence_s: seconds that every worker may be silent, however fast others were.
+    limit_s: the same where none has done this before.
+    """
+
+    def __init__(self, silence_s: float, limit_s: float) -> None:
+        self._silence_s = silence_s
+        self._limit_s = limit_s
+        self._debts: dict[int, Debt] = {}
+        self._longest_s: dict[Task, float] = {}
+
+    def asked(self, worker: int, task: Task, now_s: float) -> None:
+        """The worker is to do this, and to say so when it is done."""
+        self._debts[worker] = Debt(task, now_s)
+
+    def heard(self, worker: int, now_s: float, is_done: bool) -> None:
+        """The worker has spoken; unless it `is_done`, it will again."""
+        debt = self._debts.pop(worker, None)
+        if debt is None:
+            return
+        silent_s = now_s - debt.since_s
+        self._longest_s[debt.task] = max(silent_s, self._longest_s.get(debt.task, 0.0))
+        if not is_done:
+            self._debts[worker] = Debt(debt.task, now_s)
+
+    def forget(self, worker: int) -> None:
+        """The worker is lost."""
+        self._debts.pop(worker, None)
+
+    def bound_s(self, task: Task) -> float:
+        """How long a worker may be silent meanwhile."""
+        longest_s = self._longest_s.get(task)
+        if longest_s is None:
+            return self._limit_s
+        return min(self._limit_s, max(self._silence_s, PATIENCE * longest_s))
+
+    def silent_workers(self, now_s: float) -> Iterator[tuple[int, str]]:
+        """Those that have been silent for too long, and what is said of each."""
+        for worker, debt in self._debts.items():
+            bound_s = self.bound_s(debt.task)
+            if now_s - debt.since_s > bound_s:
+                verb = "started" if debt.task == "start" else "loaded"
+                yield (
+                    worker,
+                    f"it was silent for {now_s - debt.since_s:.1f} s while it {verb}, which may "
+                    f"take {bound_s:.1f} s",
+                )

@@ -1,0 +1,22 @@
+"""What the ready pipeline has: told by `WorkerRoster.capacity`, read by who serves and reports."""
+
+from dataclasses import dataclass
+
+from sgl_pipeline.messages import StageLoaded
+from sgl_pipeline.stage_plan import StagePlan
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCapacity:
+    """Its plan, pages (the minimum over stages) and each stage's report of its load. `predicted_ms`
+    is what a typical step takes each stage, where that was measured; `layer_page_bytes` the bytes
+    of a page in one layer; `log_pages` of how many pages each boundary log has room."""
+
+    plan: StagePlan
+    predicted_ms: tuple[float, ...] | None
+    num_pages: int
+    stages: tuple[StageLoaded, ...]
+    attention_backend: str
+    layer_kernels: str
+    layer_page_bytes: int
+    log_pages: int = 0

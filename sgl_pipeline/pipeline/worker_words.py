@@ -1,0 +1,36 @@
+"""Whether a worker may say what it says: for itself, and for the stage that it fills.
+
+Asked by `managers/stages/stage_launcher.py` for every message. What a message may say of steps,
+moves and readiness is checked where it is booked.
+"""
+
+from sgl_pipeline.errors import WorkerFault
+from sgl_pipeline.layer_moves import MoveReport
+from sgl_pipeline.messages import (
+    FromWorker,
+    MeasuredCosts,
+    ProfileReply,
+    StageReport,
+    StillLoading,
+    WorkerFailed,
+    WorkerHello,
+)
+from sgl_pipeline.pipeline.worker_roster import WorkerRoster
+
+
+def check_speaker(roster: WorkerRoster, number: int, message: FromWorker) -> None:
+    """Raises WorkerFault where worker `number` speaks for another one, or for another stage than
+    its own. Until a worker that has served joins the newest stream, what it says of its work may be
+    of the stage that it had before."""
+    name = type(message).__name__
+    if isinstance(message, WorkerHello | MeasuredCosts | StillLoading | WorkerFailed):
+        if message.worker != number:
+            raise WorkerFault(number, f"it sent a {name} of worker {message.worker}")
+        return
+    stage = roster.worker_stage(number)
+    if message.stage == stage:
+        return
+    is_late = roster.has_served(number) and number in roster.late_workers
+    if not (is_late and isinstance(message, StageReport | MoveReport | ProfileReply)):
+        fills = "no stage" if stage is None else f"stage {stage}"
+        raise WorkerFault(number, f"it sent a {name} of stage {message.stage}, it fills {fills}")

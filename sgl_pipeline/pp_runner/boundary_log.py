@@ -1,0 +1,79 @@
+"""The rows that a stage has sent to the next one, kept as long as the log has room for their pages.
+
+Owned by `StageRunner`; every stage but the last has one, on a CPU. When the next stage is replaced,
+it computes its keys and values again from these rows, by itself. A row is kept where its token's
+keys and values are, by page and offset: like those, it is good until the page is written anew.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.logged_pages import LogContents, LoggedPages, begun_pages
+from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
+from sgl_pipeline.step_plan import MirroredChunk
+
+
+class BoundaryLog:
+    """Rows of at most `capacity` of the stage's `num_pages` pages.
+
+    The memory is reserved now, and taken when it is first written to.
+    """
+
+    def __init__(
+        self, capacity: int, num_pages: int, page_size: int, shape: ActivationShape
+    ) -> None:
+        self._page_size = page_size
+        self._pages = LoggedPages(capacity)
+        self._slots = np.full(num_pages, -1, np.int64)  # of each page; -1: not in the log
+        self._rows = torch.empty((capacity * page_size, shape.hidden_size), dtype=shape.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows that there is room for."""
+        return self._rows.nbytes
+
+    def begin(self, chunks: Iterable[MirroredChunk]) -> None:
+        """Takes up the pages that the chunks of a step write to first."""
+        for chunk in chunks:
+            end = chunk.start + chunk.length
+            for page in begun_pages(chunk.request.pages, chunk.start, end, self._page_size):
+                slot, left = self._pages.enter(page)
+                if left is not None:
+                    self._slots[left] = -1
+                if slot is not None:
+                    self._slots[page] = slot
+
+    def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Keeps `rows` [T, H] of the tokens at `slots` [T] (`StepInputs.slots`), as far as their
+        pages are in the log."""
+        places, is_logged = self._places(slots)
+        if not is_logged.all():
+            places, rows = places[is_logged], rows[torch.from_numpy(is_logged)]
+        self._rows.index_copy_(0, torch.from_numpy(places), rows)
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """The rows [T, H] of the tokens at `slots` [T].
+
+        Raises ProtocolError where one was not kept.
+        """
+        places, is_logged = self._places(slots)
+        if not is_logged.all():
+            page = int(slots[int(np.argmin(is_logged))]) // self._page_size
+            raise ProtocolError(f"the rows of page {page} are wanted, which this stage has not")
+        return self._rows[torch.from_numpy(places)]
+
+    def restore(self, contents: LogContents) -> None:
+        """From now on the log holds the pages of `contents`; rows that were written are kept."""
+        self._pages.restore(contents)
+        self._slots.fill(-1)
+        for page, slot in self._pages.items():
+            self._slots[page] = slot
+
+    def _places(self, slots: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Where the rows of `slots` are in the log [T], and which are there at all [T]."""
+        pages, offsets = np.divmod(slots.numpy(), self._page_size)
+        own = self._slots[pages]
+        return own * self._page_size + offsets, own >= 0

@@ -1,0 +1,75 @@
+"""What a stage does before a step for stages that were replaced: it computes again, or hands on.
+
+Used by `StageRunner`. The stage that lacks keys and values runs its layers on the rows that came in
+when they were first computed; the stage before it has these in its log. No other stage has a part.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
+from sgl_pipeline.pp_runner.links.activation_link import ActivationLink
+from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
+from sgl_pipeline.pp_runner.step_layers import StepLayers
+from sgl_pipeline.step_plan import MirroredChunk, StepPlan
+
+# So long a stage listens to the scheduler before it looks for rows again.
+LOOK_S = 0.5e-3
+
+# Listens to the scheduler for some seconds; raises what the stage is to drop the step for.
+Attend = Callable[[float], None]
+
+
+def attend_nobody(timeout_s: float) -> None:
+    """For stages that share a thread: none of them waits."""
+    assert timeout_s == 0.0, "a stage waits for another one, which shares its thread"
+
+
+@dataclass(frozen=True, slots=True)
+class StageReplays:
+    """Those of one stage. `log` is None where it keeps no rows."""
+
+    stage: int
+    shape: AttentionShape
+    layers: StepLayers
+    log: BoundaryLog | None
+
+    def run(
+        self,
+        plan: StepPlan,
+        replays: Iterable[tuple[tuple[int, ...], list[MirroredChunk]]],
+        own_layers: range,
+        link: ActivationLink,
+        attend: Attend,
+    ) -> None:
+        """Does this stage's part of `replays` (`RequestMirror.replays`), which come before the
+        chunks of `plan`.
+
+        Raises what `ActivationLink.receive` does, and ProtocolError for rows that were not kept.
+        """
+        for stages, chunks in replays:
+            computes, feeds = self.stage in stages, self.stage + 1 in stages
+            if not (computes or feeds):
+                continue
+            attend(0.0)
+            inputs = build_step_inputs(chunks, self.shape.page_size, self.shape.device)
+            if computes:
+                hidden = None
+                if self.stage > 0:
+                    while not link.has_rows():
+                        attend(LOOK_S)
+                    hidden = link.receive(plan.step_id, inputs.num_tokens)
+                self.layers.plan(plan.epoch, own_layers, inputs)
+                rows = self.layers.run(inputs, hidden)
+                if self.log is not None:
+                    self.log.write(inputs.slots, rows)
+            elif self.log is not None:
+                rows = self.log.read(inputs.slots)
+            else:
+                raise ProtocolError(f"stage {self.stage} was asked for rows, and keeps none")
+            if feeds:
+                while not link.has_room():
+                    attend(LOOK_S)
+                link.send(plan.step_id, rows)

@@ -1,0 +1,87 @@
+"""What becomes of requests and of the cache when pages are lost with a stage.
+
+Part of `StepScheduler`. What the stages that are replaced can compute again by themselves is owed
+(`recovery_log.py`); whatever else was lost is forgotten. Callers see to it that no request whose
+pages are lost has a step in flight.
+"""
+
+from collections.abc import Iterable
+
+from sgl_pipeline.requests import Request
+from sgl_pipeline.scheduling.age_limit import RequestAges
+from sgl_pipeline.scheduling.preemption import Preemption
+from sgl_pipeline.scheduling.recovery_log import RecoveryLog
+from sgl_pipeline.scheduling.request_pages import RequestPages
+from sgl_pipeline.scheduling.running_requests import RunningRequests
+
+
+class LostPages:
+    """Clocks are the caller's, in seconds: from then on, requests that return to the queue have
+    waited.
+
+    Args:
+        log: None: nothing is ever owed.
+    """
+
+    def __init__(
+        self,
+        running: RunningRequests,
+        preemption: Preemption,
+        pages: RequestPages,
+        ages: RequestAges,
+        log: RecoveryLog | None,
+    ) -> None:
+        self.log = log
+        self._running = running
+        self._preemption = preemption
+        self._pages = pages
+        self._ages = ages
+
+    def lose_all(self, now_s: float) -> None:
+        """All keys and values are lost: running requests return to the queue, each at its place, to
+        prefill prompt and output again, and no prefix is cached any more. No page is in use then.
+        """
+        lost = set(self._pages.pages_in_use())
+        self._drop(tuple(self._running), lost, now_s)
+
+    def use_stages(self, num_stages: int, now_s: float) -> None:
+        """So many stages begin anew, with logs that are empty: all is lost, nothing is owed."""
+        self.lose_all(now_s)
+        if self.log is not None:
+            self.log.use_stages(num_stages)
+
+    def lose_stages(self, stages: Iterable[int], now_s: float) -> None:
+        """The keys and values of `stages` are lost, those of the others are not: what these stages
+        cannot compute again by themselves is forgotten, the rest is owed."""
+        if self.log is None:
+            self.lose_all(now_s)
+            return
+        self.log.lose(stages, self._pages.pages_in_use())
+        self._forget(self.log.unreachable(), now_s)
+
+    def forget_displaced(self, now_s: float) -> None:
+        """Forgets what is owed and has just become unreachable, if anything."""
+        if self.log is not None and self.log.has_displaced_owed:
+            self._forget(self.log.unreachable(), now_s)
+
+    def forget_owed(self, now_s: float) -> None:
+        """Forgets all that is owed: no stage lacks anything any more."""
+        if self.log is not None and self.log.owes:
+            self._forget(self.log.all_owed(), now_s)
+
+    def _forget(self, lost: set[int], now_s: float) -> None:
+        """What the pages `lost` hold is worth nothing."""
+        concerned = [one for one in self._running if not lost.isdisjoint(self._written_pages(one))]
+        self._drop(concerned, lost, now_s)
+
+    def _written_pages(self, request: Request) -> list[int]:
+        return request.pages[: self._pages.pages_for(request.num_computed)]
+
+    def _drop(self, concerned: Iterable[Request], lost: set[int], now_s: float) -> None:
+        """The requests `concerned` return to the queue, and no prefix in `lost` is cached."""
+        for request in concerned:
+            self._preemption.retract(request)
+        self._pages.drop_cached(lost)
+        if self.log is not None:
+            self.log.forgive(lost)
+        self._ages.retracted(self._preemption.take_retracted(), now_s)

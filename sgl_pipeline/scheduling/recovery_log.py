@@ -1,0 +1,164 @@
+"""What lost stages must compute again before a step can read it, and what can be.
+
+Owned by `StepScheduler`. Every stage but the last keeps the rows that it has sent, by KV page
+(`pp_runner/boundary_log.py`). A stage that was replaced owes the keys and values of all pages that
+hold any. A step that reads a page which is owed has it computed again first, by the stage that owes
+it alone, from the rows that the stage before it has kept; stage 0 has the tokens. Pages that nobody
+asks for stay owed.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from sgl_pipeline.logged_pages import LogContents, LoggedPages, begun_pages
+from sgl_pipeline.microbatch import REPLAY_TOKENS, Chunk, Replay
+from sgl_pipeline.requests import Request
+from sgl_pipeline.stage_plan import StagePlan
+
+
+class RecoveryLog:
+    """`replayed_tokens` says how many tokens each stage was to compute again since the start, also
+    one that does not serve any more; `capacity`, of how many pages each log has room.
+
+    Args:
+        capacity: pages that each stage's log has room for.
+    """
+
+    def __init__(self, num_stages: int, page_size: int, capacity: int) -> None:
+        self.replayed_tokens: list[int] = []
+        self._page_size = page_size
+        self.capacity = capacity
+        self.use_stages(num_stages)
+
+    def use_stages(self, num_stages: int) -> None:
+        """So many stages run the steps to come, whose pages and logs are empty."""
+        self.replayed_tokens += [0] * (num_stages - len(self.replayed_tokens))
+        self._logged = LoggedPages(self.capacity)
+        self._owed: list[set[int]] = [set() for _ in range(num_stages)]
+        # Pages of `_logged` without the rows that this stage has sent: it was lost, or sent rows
+        # of another layer then.
+        self._unlogged: list[set[int]] = [set() for _ in range(num_stages)]
+        # Requests that own no page that is owed.
+        self._settled: set[Request] = set()
+        self._has_displaced_owed = False
+
+    def use_capacity(self, capacity: int) -> None:
+        """Each stage's log has room for so many pages; if that is new, all logs are empty."""
+        if capacity != self.capacity:
+            assert not self._logged, "the logs hold pages"
+            self.capacity = capacity
+            self._logged = LoggedPages(capacity)
+
+    @property
+    def owes(self) -> bool:
+        """Whether any stage owes any page, in use or not."""
+        return any(self._owed)
+
+    def contents(self) -> LogContents:
+        """What every stage's log shall hold from now on."""
+        return self._logged.contents()
+
+    def lose(self, stages: Iterable[int], pages_in_use: Sequence[int]) -> None:
+        """The keys and values of `stages` are gone, with their logs."""
+        for stage in stages:
+            self._owed[stage] = set(pages_in_use)
+            self._unlogged[stage] = set(pages_in_use)
+        self._settled.clear()
+
+    def move(self, old: StagePlan, new: StagePlan, pages_in_use: Sequence[int]) -> None:
+        """The steps to come run under `new`: a stage that now ends with another layer has kept
+        rows that are of no use."""
+        for stage in range(old.num_stages - 1):
+            if old.layers_of(stage).stop != new.layers_of(stage).stop:
+                self._unlogged[stage] = set(pages_in_use)
+
+    def take_up(self, chunks: Sequence[Chunk], released: Iterable[Request]) -> tuple[Replay, ...]:
+        """A step is about to be sent: what must be computed again before it; and its new pages
+        enter the log."""
+        replays: list[Replay] = []
+        if self.owes:
+            self._settled.difference_update(released)
+            for chunk in chunks:
+                if chunk.request not in self._settled:
+                    replays += self._settle(chunk.request, chunk.start)
+        else:
+            self._settled.clear()
+        for chunk in chunks:
+            for page in begun_pages(chunk.request.pages, chunk.start, chunk.end, self._page_size):
+                self._enter(page)
+        return tuple(replays)
+
+    def take_back(self, replays: Iterable[Replay]) -> None:
+        """Steps that were sent with `replays` are taken back."""
+        for replay in replays:
+            for stage in replay.stages:
+                self._owed[stage].update(replay.pages)
+                self._unlogged[stage].update(replay.pages)
+
+    def unreachable(self) -> set[int]:
+        """Pages that are owed and cannot be computed again by who owes them alone: the stage before
+        has not kept their rows."""
+        self._has_displaced_owed = False
+        found: set[int] = set()
+        for stage in range(1, len(self._owed)):
+            before, unlogged = self._owed[stage - 1], self._unlogged[stage - 1]
+            found.update(
+                page
+                for page in self._owed[stage] - before
+                if page in unlogged or page not in self._logged
+            )
+        return found
+
+    @property
+    def has_displaced_owed(self) -> bool:
+        """Whether `unreachable` has become more, because a page that is owed left the log."""
+        return self._has_displaced_owed
+
+    def all_owed(self) -> set[int]:
+        """The pages that any stage owes."""
+        return set().union(*self._owed)
+
+    def forgive(self, pages: set[int]) -> None:
+        """Nothing reads what `pages` held any more."""
+        for owed in self._owed:
+            owed -= pages
+
+    def _settle(self, request: Request, end: int) -> list[Replay]:
+        """What is owed of the request's positions before `end`, in runs that end with a page."""
+        self._settled.add(request)
+        size = self._page_size
+        longest = max(1, REPLAY_TOKENS // size)
+        replays: list[Replay] = []
+        run: list[int] = []
+        run_stages: tuple[int, ...] = ()
+        pages = request.pages[: -(-end // size)]
+        for index, page in enumerate(pages):
+            stages = tuple(stage for stage, owed in enumerate(self._owed) if page in owed)
+            if run and (stages != run_stages or len(run) == longest):
+                replays.append(self._replay(request, index, run, run_stages, end))
+                run = []
+            if stages:
+                run.append(page)
+            run_stages = stages
+        if run:
+            replays.append(self._replay(request, len(pages), run, run_stages, end))
+        return replays
+
+    def _replay(
+        self, request: Request, end_index: int, run: list[int], stages: tuple[int, ...], end: int
+    ) -> Replay:
+        """Of the pages `run`, which end before the request's page `end_index`."""
+        start = (end_index - len(run)) * self._page_size
+        length = min(end_index * self._page_size, end) - start
+        for stage in stages:
+            self._owed[stage].difference_update(run)
+            self._unlogged[stage].difference_update(run)
+            self.replayed_tokens[stage] += length
+        return Replay(request, start, length, stages, tuple(run))
+
+    def _enter(self, page: int) -> None:
+        """What the page held before is of no use to anybody."""
+        _, left = self._logged.enter(page)
+        for pages in (*self._owed, *self._unlogged):
+            pages.discard(page)
+        if left is not None and any(left in owed for owed in self._owed):
+            self._has_displaced_owed = True
