@@ -8,7 +8,7 @@ import zmq
 from support.worker_messages import hello
 
 from sgl_pipeline.channels import SchedulerChannel, WorkerChannel
-from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.errors import ProtocolError, WorkerFault
 from sgl_pipeline.messages import PoolSize, Shutdown, StageReport
 from sgl_pipeline.stage_timing import StageTiming
 
@@ -53,11 +53,45 @@ def test_reports_come_back_equal(channels):
     assert scheduler.receive() is None
 
 
-def test_a_malformed_message_is_a_protocol_error_at_either_end(channels):
-    scheduler, (first, _) = channels
-    first.socket.send(b"\x80garbage")
-    with pytest.raises(ProtocolError, match="worker-0"):
+REPORT = {"type": "StageReport", "stage": 0, "step_id": 3, "epoch": 0, "timing": {}}
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"\x80garbage"],
+        [b""],
+        [b"\xa1\xff"],
+        [msgspec.msgpack.encode(Shutdown()), b"and more"],
+        [msgspec.msgpack.encode(REPORT)[:-3]],
+        [msgspec.msgpack.encode(REPORT)],
+        [msgspec.msgpack.encode({"type": "StageLoaded", "stage": 0, "num_pages": -1})],
+    ],
+)
+def test_a_malformed_message_is_the_fault_of_its_worker(channels, frames):
+    scheduler, (first, second) = channels
+    first.socket.send_multipart(frames)
+    with pytest.raises(WorkerFault) as found:
         wait_for(scheduler)
+    assert found.value.worker == 0
+    second.send(hello(1))
+    assert wait_for(scheduler) == (1, hello(1))
+
+
+def test_what_nobody_can_have_sent_is_dropped(channels):
+    scheduler, (first, _) = channels
+    for identity in (b"stranger", b"worker-", b"worker-x1"):
+        socket = first.socket.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, identity)
+        socket.connect(scheduler.socket.last_endpoint.decode())
+        socket.send(msgspec.msgpack.encode(hello(0)))
+        assert scheduler.socket.poll(5000)
+        assert scheduler.receive() is None
+        socket.close()
+
+
+def test_a_malformed_message_is_a_protocol_error_at_a_worker(channels):
+    scheduler, (first, _) = channels
     scheduler.socket.send_multipart([b"worker-0", msgspec.msgpack.encode({"type": "Unknown"})])
     with pytest.raises(ProtocolError, match="malformed"):
         first.receive(5000)

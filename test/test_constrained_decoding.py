@@ -86,7 +86,7 @@ def test_a_retraction_in_the_middle_of_a_grammar_changes_no_token(num_stages, al
     assert any(r.num_retractions and r.constraint is not None for r in requests)
 
 
-def test_a_request_without_a_grammar_gets_the_tokens_that_it_gets_without_such_neighbours() -> None:
+def test_a_request_without_a_grammar_gets_the_tokens_that_it_gets_without_such_neighbors() -> None:
     plain = [make_request(number, None) for number in range(2, 18, 3)]
     LocalPipeline(tiny_model("qwen3"), (3, 3)).run(plain)
     mixed = mixed_requests()

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "sgl_pipeline"
-ENTRY_FILES = {"launch_server.py", "__main__.py", "migration/fit.py"}
+ENTRY_FILES = {"completion.py", "launch_server.py", "__main__.py", "migration/fit.py"}
 FLASHINFER_LEAVES = {
     "pp_runner/attention/flashinfer_attention.py",
     "pp_runner/layer_kernels/flashinfer_kernels.py",
@@ -40,11 +40,12 @@ GROUND_FLOOR = room(libraries="msgspec")
 ROOMS = {
     "throttle": room(),
     "scheduling": room("throttle"),
-    "pp_runner": room(libraries="torch safetensors numpy zmq flashinfer"),
+    "cluster": room(libraries="msgspec cryptography"),
+    "pp_runner": room("cluster", libraries="torch safetensors numpy zmq flashinfer"),
     "migration": room(libraries="numpy"),
     "pipeline": room("throttle scheduling migration", "msgspec"),
     "simulator": room("throttle scheduling migration pipeline", "msgspec numpy matplotlib"),
-    "managers": room("throttle scheduling migration pipeline pp_runner", None),
+    "managers": room("throttle scheduling migration pipeline cluster pp_runner", None),
 }
 # A scheduler that read a clock or drew a number would not run alike in simulator and runtime.
 NOT_DETERMINISTIC = {"random", "secrets", "time", "datetime", "uuid", "socket", "asyncio"}

@@ -1,11 +1,15 @@
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sgl_pipeline import launch_server
+from sgl_pipeline.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -17,6 +21,44 @@ def test_an_unsupported_python_is_refused_with_one_line(
     assert launch_server.main([]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "Python 3.11 or 3.12 is needed" in line
+
+
+def test_only_a_server_that_listens_says_that_it_is_ready(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Of two that were started at once, the other one answers the loser's warm-up.
+    pipeline: Any = SimpleNamespace(ui="off", stages=SimpleNamespace(num_stages=2))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        server: Any = SimpleNamespace(
+            port=port, api_key=None, served_model_name="m", url=lambda: "http://here"
+        )
+        launch_server._announce(server, pipeline)
+        assert capsys.readouterr().out == ""
+        listener.listen()
+        launch_server._announce(server, pipeline)
+        assert "Ready: m on 2 stages at http://here" in capsys.readouterr().out
+
+
+def test_a_port_that_another_server_took_meanwhile_is_named() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        host, port = listener.getsockname()
+        with pytest.raises(ConfigurationError, match=f"--port {port}: Address already in use"):
+            fail_to_start(3, host, port)
+        with pytest.raises(SystemExit) as ended:
+            fail_to_start(0, host, port)
+        assert ended.value.code == 0
+    with pytest.raises(SystemExit) as ended:
+        fail_to_start(3, host, port)
+    assert ended.value.code == 3
+
+
+def fail_to_start(code: int, host: str, port: int) -> None:
+    with launch_server._start_errors(host, port):
+        raise SystemExit(code)
 
 
 @pytest.mark.multiproc

@@ -108,7 +108,7 @@ def test_what_compiles_flashinfer_for_minutes_has_a_target_of_its_own() -> None:
     assert "-m benchmark.check_cuda" in commands_of("check-cuda")
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "dev", "contract", "check-cuda"])
+@pytest.mark.parametrize("name", ["cpu", "cuda", "dev", "contract", "check-cuda", "tracing"])
 def test_every_requirement_is_pinned(name: str) -> None:
     lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
     requirements = [line for line in lines if line and not line.startswith("#")]
@@ -124,7 +124,7 @@ def test_check_cuda_compiles_with_the_pins_of_the_cuda_set() -> None:
 
 
 def test_both_sets_install_the_same_sglang() -> None:
-    for name in ("cpu", "cuda"):
+    for name in ("sglang-cpu", "cuda"):
         assert "sglang==0.5.23\n" in (ROOT / "requirements" / f"{name}.txt").read_text()
 
 
@@ -152,3 +152,19 @@ def test_tests_without_a_gpu_get_flashinfer_where_servers_do_not_find_it() -> No
     assert "--target build/none/contract -r requirements/contract.txt" in commands
     assert "contract" not in commands_of("test", "VENV=build/none", "SET=cuda")
     assert "contract" not in commands_of("serve", "VENV=build/none", "SET=cpu")
+
+
+def test_tests_get_opentelemetry_where_servers_do_not_find_it_unasked() -> None:
+    commands = commands_of("test", "VENV=build/none")
+    assert "--target build/none/tracing -r requirements/tracing.txt" in commands
+    assert "tracing" not in commands_of("serve", "VENV=build/none")
+
+
+def test_the_tracing_extra_fits_the_sets() -> None:
+    whole = pins_of("tracing")
+    for name in ("cpu", "cuda"):
+        pins = pins_of(name)
+        assert {one: pins[one] for one in whole if one in pins} == {
+            one: version for one, version in whole.items() if one in pins
+        }
+        assert whole["opentelemetry-sdk"] == pins["opentelemetry-api"]

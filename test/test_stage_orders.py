@@ -12,18 +12,19 @@ import pytest
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.layer_moves import AbandonMove, PrepareMove, SwitchPlan
+from sgl_pipeline.logged_pages import LogContents
 from sgl_pipeline.requests import LogprobSpec, SamplingSpec
 from sgl_pipeline.stage_orders import OrderReader, OrderStream, SealedOrder, StageOrder
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import ChunkPlan, MirrorSnapshot, RequestOpen, StepPlan
+from sgl_pipeline.step_plan import ChunkPlan, MirrorSnapshot, ReplayPlan, RequestOpen, StepPlan
 
 SAMPLING = SamplingSpec(0.5, 3, 0.9, 0.1, 7, 0.25, -0.5, 1.5, ((4, -100.0), (9, 2)), 6, (2, 8))
 OPEN = RequestOpen(3, SAMPLING, 5, LogprobSpec(1, 4, (5, 6)))
 CHUNK = ChunkPlan(3, 0, 2, True, b"tokens__", b"page", b"mask")
 # One of each kind, no field at its default. `test_every_kind_of_order_has_an_example` holds it.
 EXAMPLES: tuple[StageOrder, ...] = (
-    StepPlan(8, 1, (2,), (OPEN,), (CHUNK,)),
-    MirrorSnapshot((OPEN,), (CHUNK,)),
+    StepPlan(8, 1, (2,), (OPEN,), (CHUNK,), (ReplayPlan(3, 4, 5, (0, 1)),)),
+    MirrorSnapshot((OPEN,), (CHUNK,), LogContents(b"pages", b"slots")),
     PrepareMove(2, StagePlan(3, (4, 5)), b"pages___"),
     SwitchPlan(2, StagePlan(3, (4, 5))),
     AbandonMove(2),

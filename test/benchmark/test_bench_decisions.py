@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from benchmark.bench_decisions import SCENARIOS, decision_table, summarise
+from benchmark.bench_decisions import SCENARIOS, decision_table, summarize
 from benchmark.decision_load import DecisionLoad, Scenario, Timings
 
 SMALL = Scenario(
@@ -36,7 +36,7 @@ def test_a_row_has_median_99th_percentile_and_maximum_in_milliseconds() -> None:
     timings = Timings()
     timings.elapsed_s["on_result"] = [number / 1000 for number in range(1, 102)]
     timings.processor_s["on_result"] = [0.001] * 101
-    row = summarise(SMALL, timings)
+    row = summarize(SMALL, timings)
     assert row["elapsed_ms"]["on_result"] == {"median": 51.0, "p99": 100.0, "max": 101.0}
     assert row["elapsed_ms"]["add"] is None
     table = decision_table([row])

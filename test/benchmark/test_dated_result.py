@@ -24,13 +24,13 @@ def test_a_write_that_is_cut_short_leaves_what_was_there(
 ) -> None:
     result = DatedResult("bench_gpu", "gpu", tmp_path)
     result.write({}, {"rows": [1]}, [])
-    write_text = Path.write_text
+    write_bytes = Path.write_bytes
 
-    def write_half(path: Path, text: str, **options: str) -> int:
-        write_text(path, text[: len(text) // 2], **options)
+    def write_half(path: Path, content: bytes) -> int:
+        write_bytes(path, content[: len(content) // 2])
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(Path, "write_text", write_half)
+    monkeypatch.setattr(Path, "write_bytes", write_half)
     with pytest.raises(OSError, match="no space"):
         result.write({}, {"rows": [1, 2]}, [])
     assert json.loads(result.stem.with_suffix(".json").read_text())["rows"] == [1]

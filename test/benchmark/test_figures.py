@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure as Canvas
 
-from benchmark.figures.__main__ import RESULTS, known_figures, make
+from benchmark.dated_result import RESULTS, read_record
+from benchmark.figures.__main__ import known_figures, make
 from benchmark.figures.figure import Options
 from benchmark.figures.targets import rate_at
 
-RECORDED = sorted(RESULTS.glob("*_figure_*.json"))
+RECORDED = sorted(RESULTS.glob("*_figure_*.json*"))
 
 
 def test_a_figure_is_a_picture_its_rows_and_its_words(tmp_path: Path) -> None:
@@ -33,12 +34,12 @@ def test_a_users_own_trace_takes_the_place_of_the_figures(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_a_recorded_figure_is_drawn_and_worded_from_its_rows(path: Path) -> None:
-    record = json.loads(path.read_text())
+    record = read_record(path)
     figure = known_figures()[record["figure"]]
     figure.draw(record["rows"], Canvas())
     lines = figure.conclude(record["rows"])
     assert lines
-    recorded = path.with_suffix(".md").read_text()
+    recorded = path.with_name(path.name.partition(".json")[0] + ".md").read_text()
     assert all(line in recorded for line in lines)
 
 

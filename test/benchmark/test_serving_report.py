@@ -92,8 +92,8 @@ def test_the_table_shows_median_and_extremes() -> None:
     lines = comparison_table(RUNS, "vllm").splitlines()
     assert lines[0].startswith("| engine | rounds | total tok/s |")
     assert lines[2].startswith("| ours | 3 | 400 (300 to 440) |")
-    assert lines[2].endswith("| 0.80 |")
-    assert lines[3].endswith("| 1.00 |")
+    assert lines[2].endswith("| 0.800 |")
+    assert lines[3].endswith("| 1.000 |")
 
 
 def test_one_round_has_no_spread_to_show() -> None:

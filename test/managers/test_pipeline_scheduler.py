@@ -12,7 +12,8 @@ from support.grammars import setup, vocabulary
 from support.pipelines import make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.errors import ProtocolError, StageFailure
+from sgl_pipeline.errors import PipelineLost, ProtocolError, StageFailure
+from sgl_pipeline.managers import pipeline_scheduler
 from sgl_pipeline.managers.front.sglang_io import AbortRequest, ControlRequest
 from sgl_pipeline.managers.grammars.channel import CompileJob
 from sgl_pipeline.managers.grammars.compilation import Compilation
@@ -79,10 +80,11 @@ class FakeStages:
     stages = range(1)
 
     def __init__(self, socket: Any) -> None:
-        self.channel = SimpleNamespace(socket=socket)
+        self.channel = SimpleNamespace(socket=socket, readable=[socket])
         self.ends_descriptor = os.eventfd(0)
         self.reports: list[Any] = []
         self.failure: Exception | None = None
+        self.blamed: list[tuple[int, str]] = []
         self._orders = OrderReader()
 
     def broadcast(self, order: SealedOrder) -> None:
@@ -99,9 +101,16 @@ class FakeStages:
             )
         )
 
-    def receive(self) -> list[Any]:
+    def clock_offsets_s(self) -> dict[int, float]:
+        return {}
+
+    def receive(self) -> list[tuple[int, Any]]:
         reports, self.reports = self.reports, []
-        return reports
+        return [(0, report) for report in reports]
+
+    def blame(self, worker: int, reason: str) -> None:
+        self.blamed.append((worker, reason))
+        self.failure = StageFailure(0, None, reason)
 
 
 class FakeRecovery:
@@ -126,6 +135,9 @@ class FakeRecovery:
 
     def take_ended(self) -> list[Any]:
         return []
+
+    def is_within_bound(self, now_s: float) -> bool:
+        return False
 
 
 class FakeCompiler:
@@ -264,10 +276,25 @@ def test_a_dead_stage_ends_every_live_request_with_an_error_that_names_it(parts)
     assert "stage 0 failed after step 3" in parts.front.finished["b"].message
 
 
-def test_a_stage_that_says_what_it_may_not_ends_every_live_request(parts):
+def test_without_enough_stages_who_waits_and_who_comes_late_is_told_to_come_again(
+    parts, monkeypatch
+):
+    monkeypatch.setattr(pipeline_scheduler, "LAST_ANSWERS_S", 0.2)
+    parts.stages.failure = PipelineLost("no stage is left")
+    late = [[], [make_request("late", [1], 50)]]
+    with pytest.raises(PipelineLost):
+        run(parts, [[make_request("a", [1], 50)], *late])
+    assert set(parts.front.finished) == {"a", "late"}
+    assert {finish.status_code for finish in parts.front.finished.values()} == {503}
+    assert "no stage is left" in parts.front.finished["late"].message
+
+
+def test_a_stage_that_says_what_it_may_not_is_to_blame(parts):
     parts.stages.reports.append(StageReady(0, "torch", "torch"))
-    with pytest.raises(ProtocolError, match="StageReady"):
+    # It cannot be replaced here.
+    with pytest.raises(StageFailure, match="StageReady"):
         run(parts, [[make_request("a", [1], 50)]])
+    assert parts.stages.blamed == [(0, "StageReady was not due")]
     assert parts.front.finished["a"].status_code == 500
 
 

@@ -105,7 +105,7 @@ class SlowStages:
     stages = range(NUM_STAGES)
 
     def __init__(self, front: TurnFront, steps: RecordingScheduler, socket: Any) -> None:
-        self.channel = SimpleNamespace(socket=socket)
+        self.channel = SimpleNamespace(socket=socket, readable=[socket])
         self.ends_descriptor = os.eventfd(0)  # never readable: no stage ends
         self.turns_of_steps: dict[int, tuple[float, ...]] = {}
         self._front = front
@@ -114,6 +114,9 @@ class SlowStages:
         self._orders = OrderReader()
         self._free_turn = [0.0] * NUM_STAGES
         self._in_flight: deque[tuple[float, Microbatch]] = deque()
+
+    def clock_offsets_s(self) -> dict[int, float]:
+        return {}
 
     def broadcast(self, order: SealedOrder) -> None:
         plan = self._orders.open(order)
@@ -126,8 +129,8 @@ class SlowStages:
             self._free_turn[stage] = input_turn
         self._in_flight.append((input_turn, self._steps.decided[-1]))
 
-    def receive(self) -> list[StageReport]:
-        reports = []
+    def receive(self) -> list[tuple[int, StageReport]]:
+        reports: list[StageReport] = []
         while self._in_flight and self._in_flight[0][0] <= self._front.turn:
             _, microbatch = self._in_flight.popleft()
             tokens = tuple(self._next_token(c.request) for c in microbatch.chunks if c.samples)
@@ -141,7 +144,7 @@ class SlowStages:
                 )
                 for stage in self.stages
             ]
-        return reports
+        return [(report.stage, report) for report in reports]
 
     def _next_token(self, request: Request) -> int:
         return self._front.asked[request.request_id].output.first + len(request.output_ids)
@@ -155,11 +158,13 @@ class RecordedTiming:
 
     num_stages = NUM_STAGES
     layer_counts = (1,) * NUM_STAGES
-    link = Link()
     host = HostCosts()
 
     def __init__(self, turns_of_steps: dict[int, tuple[float, ...]]) -> None:
         self._turns_of_steps = turns_of_steps
+
+    def link_after(self, stage: int) -> Link:
+        return Link()
 
     def stage_seconds(self, shape: StepShape, step_id: int) -> tuple[float, ...]:
         return self._turns_of_steps[step_id]
@@ -210,7 +215,14 @@ def run_the_loop(
         PipelineCore(steps, StagePlan(0, (1,) * NUM_STAGES)),
         stages,
         # No stage is lost.
-        SimpleNamespace(current=None, records=(), check=nothing, serve=nothing, take_ended=list),
+        SimpleNamespace(
+            current=None,
+            records=(),
+            check=nothing,
+            serve=nothing,
+            take_ended=list,
+            is_within_bound=lambda now_s: True,
+        ),
         NoGrammars("none here"),
         # Nobody asks, so it sleeps wherever the front would.
         SimpleNamespace(socket=socket, serve=lambda now_s: None),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_pipeline.managers.torchvision_hook import write_path_file
 from sgl_pipeline.pp_runner.cpu_kernels.build import find_compiler
 
 SHIM = """
@@ -52,3 +53,22 @@ def test_operators_that_load_are_left_alone(package: Path, name: str) -> None:
 def test_operators_that_cannot_load_are_stood_in_for(package: Path, name: str) -> None:
     (package / f"{name}.so").write_text("built for another torch")
     assert after_the_shim(package.parent) == ["True", "True"]
+
+
+def test_every_python_of_an_environment_gets_the_shim_before_torchvision(package: Path) -> None:
+    (package / "_C.so").write_text("built for another torch")
+    (package / "__init__.py").write_text(
+        "import torch; print(hasattr(torch.ops.torchvision, 'nms'))"
+    )
+    write_path_file(package.parent)
+    script = f"""
+import site, sys
+site.addsitedir({str(package.parent)!r})
+sys.path.insert(0, {str(package.parent)!r})
+print("torch" in sys.modules)
+import torchvision
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path.cwd(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", "True"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_pipeline.migration.cost_model import agreed_costs, stage_times_ms
+from sgl_pipeline.migration.cost_model import agreed_costs, costs_by_host, stage_times_ms
 from sgl_pipeline.stage_costs import StageCosts
 
 
@@ -19,3 +19,15 @@ def test_noise_makes_no_worker_slow_and_a_slow_core_does() -> None:
     costs = agreed_costs(slow, are_alike=False)
     assert costs[2] == StageCosts((1.5, 1.5), pytest.approx(0.15), 7.5)
     assert costs[0] == slow[0]
+
+
+def test_only_workers_of_one_host_are_alike() -> None:
+    quick, slow, slower = (
+        StageCosts((speed, speed), embedding_ms=0.0, head_ms=0.0) for speed in (1.0, 4.0, 6.0)
+    )
+    measured = [quick, quick, slow, slower]
+    alike = costs_by_host(measured, ["a"] * 4, are_alike=True)
+    assert len({costs.layers_ms for costs in alike}) == 1
+    apart = costs_by_host(measured, ["a", "a", "b", "b"], are_alike=True)
+    assert apart[0] == apart[1] and apart[2] == apart[3]
+    assert apart[2].layers_ms[0] / apart[0].layers_ms[0] == pytest.approx(5.0)

@@ -195,7 +195,7 @@ def test_what_staying_has_cost_is_forgotten_where_staying_is_best() -> None:
     assert proposals(planner, served, [decode_step(4)] * 60)[0][0] >= 46
 
 
-def test_the_price_of_a_layer_is_learnt_from_moves() -> None:
+def test_the_price_of_a_layer_is_learned_from_moves() -> None:
     served = ServedSteps(flat_costs(8, tail_ms=2.0), StagePlan(0, (4, 4)))
     planner = planner_of(served, PlannerArgs())
     planner.learn_price(1.7)

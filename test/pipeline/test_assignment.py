@@ -3,12 +3,19 @@
 import dataclasses
 
 import pytest
+from msgspec import structs
 from support.worker_messages import hello
 
 from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.messages import StageAssignment
-from sgl_pipeline.pipeline.assignment import assign, link_addresses, split_cores
+from sgl_pipeline.messages import StageAssignment, WorkerHello
+from sgl_pipeline.pipeline.assignment import (
+    assign,
+    link_addresses,
+    place_newcomers,
+    split_cores,
+    workers_of_host,
+)
 from sgl_pipeline.stage_plan import StagePlan
 
 
@@ -36,6 +43,12 @@ def test_stages_are_joined_by_nccl_only_where_each_has_a_gpu(
     assert [link.partition(":")[0] for link in links] == [kind, kind]
     if kind == "unix":
         assert len(set(links)) == 2
+
+
+def test_fewer_stages_than_gpus_stay_on_the_links_that_more_had() -> None:
+    hellos = [hello(worker, num_gpus=2) for worker in range(2)]
+    (link,) = link_addresses(args_of(3, "cuda"), hellos, incarnation=2)
+    assert link == "unix:run/link-2-0"
 
 
 def test_a_link_that_was_asked_for_is_had_or_refused() -> None:
@@ -100,6 +113,7 @@ def test_a_worker_is_told_every_argument_of_its_stage() -> None:
         graphs="off",
         link="host",
         layer_kernels="torch",
+        quantization="awq",
         max_total_tokens=999,
         memory_fraction=0.5,
         cpu_threads=2,
@@ -113,3 +127,76 @@ def test_a_worker_is_told_every_argument_of_its_stage() -> None:
     expected = {name: getattr(stages, name) for name in told}
     assert {name: getattr(assignment, name) for name in told} == expected
     assert (assignment.plan, assignment.page_size) == (plan, 8)
+
+
+def test_who_has_a_gpu_keeps_it_and_a_newcomer_gets_one_that_is_free() -> None:
+    args = args_of(3, device="cuda", link="host")
+    hellos = [hello(worker, num_gpus=4) for worker in range(3)]
+    plan = StagePlan(1, (2, 2, 2))
+    kept = assign(hellos, plan, args, gpus=(2, 0, None))
+    assert [one.gpu for one in kept] == [2, 0, 1]
+    assert [one.stages_on_gpu for one in kept] == [1, 1, 1]
+    shared = assign(
+        [hello(worker, num_gpus=2) for worker in range(3)], plan, args, gpus=(1, 1, None)
+    )
+    assert [(one.gpu, one.stages_on_gpu) for one in shared] == [(1, 2), (1, 2), (0, 1)]
+
+
+def on_host(worker: int, rank: int) -> WorkerHello:
+    """A worker of one of several hosts."""
+    return structs.replace(
+        hello(worker),
+        run_directory=f"run-{rank}",
+        model_path=f"model-{rank}",
+        host_address=f"10.0.0.{rank}:5000",
+    )
+
+
+def test_links_within_a_host_are_its_own_and_between_hosts_lead_to_the_next_ones_port() -> None:
+    hellos = [on_host(worker, rank) for worker, rank in enumerate((0, 0, 1, 1, 2))]
+    assignments = assign(hellos, StagePlan(0, (1,) * 5), args_of(5), incarnation=3)
+    assert assignments[0].links == (
+        "unix:run-0/link-3-0",
+        "tcp:10.0.0.1:5000/link-3-1",
+        "unix:run-1/link-3-2",
+        "tcp:10.0.0.2:5000/link-3-3",
+    )
+    assert assignments[2].page_links == (
+        "tcp:10.0.0.0:5000",
+        "tcp:10.0.0.0:5000",
+        "unix:run-1",
+        "unix:run-1",
+        "tcp:10.0.0.2:5000",
+    )
+    assert [one.model_path for one in assignments] == [f"model-{rank}" for rank in (0, 0, 1, 1, 2)]
+    # Hosts of the same name are still two: each stage of host 2 has all its cores.
+    assert [one.cpu_cores for one in assignments] == [(0,), (1,), (0,), (1,), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_hosts", "shares"), [(4, 2, [2, 2]), (5, 3, [1, 2, 2]), (3, 3, [1, 1, 1])]
+)
+def test_hosts_start_with_runs_of_workers(
+    num_stages: int, num_hosts: int, shares: list[int]
+) -> None:
+    runs = [workers_of_host(num_stages, num_hosts, rank) for rank in range(num_hosts)]
+    assert [len(run) for run in runs] == shares
+    assert [worker for run in runs for worker in run] == [*range(num_stages)]
+
+
+def test_at_the_start_stages_follow_the_hosts_whatever_the_numbers() -> None:
+    spares = {number: on_host(number, rank) for number, rank in ((0, 0), (1, 1), (2, 0), (3, 1))}
+    placed = place_newcomers([0, 1, 2, 3], spares, {})
+    assert placed == {0: 0, 1: 2, 2: 1, 3: 3}
+
+
+def test_a_newcomer_goes_where_the_fewest_links_lead_from_host_to_host() -> None:
+    hellos = {stage: on_host(stage, rank) for stage, rank in enumerate((0, 0, 1, 1))}
+    # Stage 0 was on host 0, like its neighbor; stage 3 on host 1, like its own.
+    spares = {7: on_host(7, 1), 8: on_host(8, 0)}
+    assert place_newcomers([0, 3], spares, hellos) == {0: 8, 3: 7}
+    # In the middle either costs one link: it stays on its host.
+    assert place_newcomers([1], spares, hellos) == {1: 8}
+    assert place_newcomers([2], spares, hellos) == {2: 7}
+    # Whoever is there is better than nobody.
+    assert place_newcomers([0, 1], {7: on_host(7, 1)}, hellos) == {0: 7}

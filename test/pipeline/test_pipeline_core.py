@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from support.moves import movable_core, stage_fails, stages_get_ready, stages_switch
 from support.pipelines import make_request
 from support.served_steps import flat_costs
@@ -18,11 +19,14 @@ from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.pipeline.step_history import RECENT_STEPS, StepHistory
 from sgl_pipeline.requests import FinishReason
-from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.stage_orders import OrderReader
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 from sgl_pipeline.throttle import make_policy
+
+NAN = float("nan")
 
 
 def new_core(num_stages: int = 2) -> PipelineCore:
@@ -33,7 +37,7 @@ def new_core(num_stages: int = 2) -> PipelineCore:
         num_stages=num_stages,
         context_length=128,
     )
-    return PipelineCore(scheduler, StagePlan(0, (1,) * num_stages))
+    return PipelineCore(scheduler, StagePlan(0, (1,) * num_stages), vocab_size=9)
 
 
 def report(stage: int, step_id: int, token_ids: tuple[int, ...] | None = None) -> StageReport:
@@ -78,7 +82,12 @@ def test_the_last_stage_may_be_heard_before_the_first() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (report(0, 1), "stage 0 reported step 1, which it has reported before or was never sent"),
+        (report(0, 1), "stage 0 of 2 reported step 1 of epoch 0, 0 of epoch 0 was due"),
+        (replace(report(0, 0), epoch=1), "step 0 of epoch 1, 0 of epoch 0 was due"),
+        (report(1, 0, (9,)), "with token 9, the model has 9"),
+        (replace(report(0, 0), timing=StageTiming(3.0, 2.0, *[4.0] * 5)), "out of order"),
+        (replace(report(0, 0), timing=StageTiming(*[NAN] * 7)), "out of order"),
+        (replace(report(0, 0), timing=StageTiming(*[1.0] * 6, float("inf"))), "out of order"),
         (report(0, 0, (7,)), "stage 0 of 2 reported step 0 with tokens"),
         (report(1, 0), "stage 1 of 2 reported step 0 without tokens"),
         (report(1, 0, (7, 8)), "step 0 drew 2 tokens, 1 are due"),
@@ -90,6 +99,18 @@ def test_what_no_stage_could_report_is_a_protocol_error(wrong: StageReport, mess
     core.next_step(0.0)
     with pytest.raises(ProtocolError, match=message):
         core.take_report(wrong, 1.0)
+    # Nothing of it was booked: the right one still is.
+    core.take_report(report(0, 0), 1.0)
+    assert core.take_report(report(1, 0, (7,)), 1.0) is not None
+
+
+def test_a_report_that_skips_a_step_is_a_protocol_error() -> None:
+    core = new_core()
+    for name in "ab":
+        core.scheduler.add(make_request(name, [ord(name)] * 3, 2))
+        core.next_step(0.0)
+    with pytest.raises(ProtocolError, match="step 1 of epoch 0, 0 of epoch 0 was due"):
+        core.take_report(report(0, 1), 1.0)
 
 
 def test_a_step_reported_twice_is_a_protocol_error() -> None:
@@ -196,7 +217,7 @@ def test_a_halted_core_decides_nothing_until_it_starts_over() -> None:
     core.next_step(0.0)
     core.take_report(report(1, 0, (7,)), 1.0)
     core.next_step(1.0)
-    assert core.halt("stage 0 was killed", 2.0) == 1
+    core.halt([0], "stage 0 was killed", 2.0)
     assert core.next_step(2.0) is None and core.scheduler.num_waiting == 1
     order = core.start_over(3)
     assert (order.incarnation, order.number) == (3, 0)
@@ -214,7 +235,7 @@ def test_a_report_of_a_step_that_was_taken_back_means_nothing() -> None:
     core = new_core()
     core.scheduler.add(make_request("a", [1, 2, 3], 3))
     core.next_step(0.0)
-    core.halt("stage 0 was killed", 1.0)
+    core.halt([0], "stage 0 was killed", 1.0)
     assert core.take_report(report(1, 0, (7,)), 1.5) is None
     core.start_over(1)
     step = core.next_step(2.0)
@@ -231,7 +252,7 @@ def test_a_stage_lost_before_the_switch_ends_the_move_and_the_old_plan_stands() 
     core = movable_core(2, 2)
     record = core.migration.move_to((1, 3), 1.0)
     core.move_orders(1.0)
-    core.halt("stage 0 was killed", 2.0)
+    core.halt([0], "stage 0 was killed", 2.0)
     assert (record.outcome, record.reason) == (MoveOutcome.ABANDONED, "stage 0 was killed")
     assert core.migration.take_ended() == [record]
     # What a stage said before it heard of that is late.
@@ -250,7 +271,7 @@ def test_a_stage_lost_after_the_switch_does_not_take_it_back() -> None:
     record = core.migration.move_to((1, 3), 1.0)
     stages_get_ready(core, 2.0)
     core.move_orders(2.0)
-    core.halt("stage 0 was killed", 3.0)
+    core.halt([0], "stage 0 was killed", 3.0)
     assert record.outcome is MoveOutcome.DONE and core.plan == StagePlan(1, (1, 3))
     core.start_over(1)
     core.scheduler.add(make_request("a", [1, 2, 3], 3))
@@ -258,10 +279,58 @@ def test_a_stage_lost_after_the_switch_does_not_take_it_back() -> None:
     assert step is not None and step.microbatch.epoch == 1
 
 
+def test_a_stage_lost_between_the_switch_and_its_end_leaves_nothing_to_go_on_with() -> None:
+    core = movable_core(2, 2, log=RecoveryLog(2, 4, 16))
+    core.scheduler.add(make_request("a", [1, 2, 3], 30))
+    core.next_step(0.0)
+    core.take_report(report(0, 0), 1.0)
+    core.take_report(report(1, 0, (7,)), 1.0)
+    core.migration.move_to((1, 3), 1.0)
+    stages_get_ready(core, 2.0)
+    core.move_orders(2.0)
+    core.halt([0], "stage 0 was killed", 3.0)
+    # Stage 1 may lack pages of the layer that has come to it.
+    assert core.scheduler.num_running == 0 and core.scheduler.num_waiting == 1
+
+
+def test_the_stages_are_told_what_their_logs_hold() -> None:
+    core = movable_core(2, 2, log=RecoveryLog(2, 4, 16))
+    core.scheduler.add(make_request("a", [1, 2, 3, 4, 5], 30))
+    core.next_step(0.0)
+    core.take_report(report(0, 0), 1.0)
+    core.take_report(report(1, 0, (7,)), 1.0)
+    core.halt([0], "stage 0 was killed", 3.0)
+    order = core.start_over(1)
+    reader = OrderReader()
+    snapshot = reader.open(order)
+    assert isinstance(snapshot, MirrorSnapshot) and snapshot.log is not None
+    assert len(snapshot.log.pages) == 2 * 4
+    step = core.next_step(4.0)
+    assert step is not None and core.state(4.0).replayed_tokens == (5, 0)
+    plan = reader.open(step.order)
+    assert isinstance(plan, StepPlan)
+    (replay,) = plan.replays
+    assert (replay.start, replay.length, replay.stages) == (0, 5, (0,))
+
+
 def test_no_order_of_a_move_goes_out_while_a_stage_is_missing() -> None:
     core = movable_core(2, 2)
-    core.halt("stage 0 was killed", 1.0)
+    core.halt([0], "stage 0 was killed", 1.0)
     core.migration.move_to((1, 3), 2.0)
     assert core.move_orders(2.0) == []
     core.start_over(1)
     assert len(core.move_orders(3.0)) == 1
+
+
+def test_moments_of_a_stage_on_another_host_are_shifted_to_the_drivers_clock() -> None:
+    core = new_core()
+    core.scheduler.add(make_request("a", [1, 2, 3], 1))
+    core.next_step(10.0)
+    core.clock_offsets_s = {1: -1000.0}
+    ahead = timing(1).shifted(1000.0)
+    assert ahead.sent_s == timing(1).sent_s + 1000.0
+    core.take_report(report(0, 0), 10.5)
+    core.take_report(msgspec.structs.replace(report(1, 0, (7,)), timing=ahead), 11.0)
+    (record,) = core.take_records()
+    for found, wanted in zip(record.stages, (timing(0), timing(1)), strict=True):
+        assert msgspec.structs.astuple(found) == pytest.approx(msgspec.structs.astuple(wanted))

@@ -1,80 +1,36 @@
 """A lost worker is replaced by whoever comes, stage by stage; what is too much ends the server."""
 
 import pytest
+from msgspec import structs
 from support.pipelines import make_request
+from support.recovering_server import PLAN, Server, links
 from support.worker_messages import hello, loaded, ready
 
-from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs, SchedulingArgs, StageArgs
+from sgl_pipeline.args import (
+    DEFAULT_LOG_MIB,
+    MigrationArgs,
+    PipelineArgs,
+    RecoveryArgs,
+    StageArgs,
+)
 from sgl_pipeline.errors import ConfigurationError, ProtocolError, StageFailure
-from sgl_pipeline.messages import PoolSize, Regroup, Regrouped, StageAssignment, StageReport
-from sgl_pipeline.pipeline.pipeline_core import PipelineCore
-from sgl_pipeline.pipeline.recovery import StageRecovery
-from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
+from sgl_pipeline.messages import PoolSize, Regroup, StageAssignment, StageReport
 from sgl_pipeline.recovery_record import LostWorker
-from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.throttle import make_policy
 
-PLAN = StagePlan(0, (3, 3, 2))
-
-
-class Server:
-    """Three stages that run, filled by the workers 0 to 2."""
-
-    def __init__(self, *, migration: MigrationArgs | None = None, **options: object) -> None:
-        stages = StageArgs(num_stages=3, layer_partition="3,3,2", model_path="m", dtype="float32")
-        args = PipelineArgs(
-            stages=stages,
-            run_directory="run",
-            recovery=RecoveryArgs(**options),
-            migration=migration or MigrationArgs(),
-        )
-        self.roster = WorkerRoster(args, 8)
-        for worker in range(3):
-            self.roster.take(hello(worker))
-        for stage in range(3):
-            self.roster.take(loaded(stage))
-        for stage in range(3):
-            self.roster.take(ready(stage))
-        scheduler = StepScheduler(
-            SchedulingArgs(page_size=4),
-            make_policy(args.throttle),
-            num_pages=10,
-            num_stages=3,
-            context_length=40,
-        )
-        self.core = PipelineCore(scheduler, PLAN)
-        self.recovery = StageRecovery(self.core, self.roster, args.recovery)
-
-    def lose(self, worker: int, now_s: float) -> list[Addressed]:
-        return self.recovery.lose(worker, "killed", now_s)
-
-    def ask(self, worker: int, now_s: float) -> None:
-        assert self.recovery.num_wanted_workers > 0
-        self.recovery.asked(worker, now_s)
-
-    def regrouped(self, *stages: int, incarnation: int, now_s: float = 0.0) -> list[Addressed]:
-        return [
-            answer
-            for stage in stages
-            for answer in self.recovery.take(Regrouped(stage, incarnation), now_s)
-        ]
-
-
-def links(incarnation: int) -> tuple[str, ...]:
-    return tuple(f"unix:run/link-{incarnation}-{boundary}" for boundary in range(2))
+PAGES = ("unix:run",) * 3  # where stages hand over KV pages
 
 
 def test_the_others_regroup_and_the_newcomer_gets_the_stage_of_the_lost_one() -> None:
     server = Server()
     recovery = server.recovery
-    assert recovery.num_wanted_workers == 0
+    assert recovery.num_wanted_workers(2.0) == 0
     told = server.lose(1, 10.0)
-    assert told == [(0, Regroup(1, PLAN, links(1))), (2, Regroup(1, PLAN, links(1)))]
+    assert told == [(0, Regroup(1, PLAN, links(1), PAGES)), (2, Regroup(1, PLAN, links(1), PAGES))]
     assert server.roster.vacant_stages == [1]
     server.ask(3, 10.0)
-    assert recovery.num_wanted_workers == 0
+    assert recovery.num_wanted_workers(2.0) == 0
     assert server.regrouped(0, incarnation=1) == []
     assert recovery.current is not None and recovery.current.survivors_s is None
     server.regrouped(2, incarnation=1, now_s=10.5)
@@ -136,7 +92,7 @@ def test_a_replacement_that_dies_is_replaced() -> None:
     told = server.lose(3, 1.0)
     # It may have listened at the links of that stream.
     assert [(worker, type(message)) for worker, message in told] == [(0, Regroup), (2, Regroup)]
-    assert told[0][1] == Regroup(2, PLAN, links(2))
+    assert told[0][1] == Regroup(2, PLAN, links(2), PAGES)
     server.ask(4, 1.0)
     ((_, assignment),) = server.recovery.take(hello(4), 2.0)
     assert isinstance(assignment, StageAssignment) and assignment.links == links(2)
@@ -158,7 +114,7 @@ def test_a_replacement_that_dies_before_it_greets_is_asked_for_again() -> None:
     server.lose(1, 0.0)
     server.ask(3, 0.0)
     assert server.lose(3, 1.0) == []
-    assert server.recovery.num_wanted_workers == 1
+    assert server.recovery.num_wanted_workers(2.0) == 1
 
 
 def test_a_stage_lost_while_another_is_replaced_makes_that_one_regroup_when_it_is_ready() -> None:
@@ -168,9 +124,9 @@ def test_a_stage_lost_while_another_is_replaced_makes_that_one_regroup_when_it_i
     server.regrouped(0, 2, incarnation=1)
     server.recovery.take(hello(3), 0.0)
     # Worker 3 loads; it would not understand a Regroup yet.
-    assert server.lose(2, 1.0) == [(0, Regroup(2, PLAN, links(2)))]
+    assert server.lose(2, 1.0) == [(0, Regroup(2, PLAN, links(2), PAGES))]
     server.recovery.take(loaded(1), 2.0)
-    assert server.recovery.take(ready(1), 2.0) == [(3, Regroup(2, PLAN, links(2)))]
+    assert server.recovery.take(ready(1), 2.0) == [(3, Regroup(2, PLAN, links(2), PAGES))]
     server.ask(4, 2.0)
     server.recovery.take(hello(4), 2.0)
     server.recovery.take(loaded(2), 3.0)
@@ -183,13 +139,13 @@ def test_a_stage_lost_while_another_is_replaced_makes_that_one_regroup_when_it_i
 
 def test_spares_are_asked_for_and_replaced_without_a_recovery() -> None:
     server = Server(spare_workers=2)
-    assert server.recovery.num_wanted_workers == 2
+    assert server.recovery.num_wanted_workers(2.0) == 2
     server.ask(3, 0.0)
     server.ask(4, 0.0)
     server.recovery.take(hello(3), 1.0)
-    assert server.recovery.num_wanted_workers == 0
+    assert server.recovery.num_wanted_workers(2.0) == 0
     assert server.lose(3, 2.0) == []
-    assert server.recovery.current is None and server.recovery.num_wanted_workers == 1
+    assert server.recovery.current is None and server.recovery.num_wanted_workers(2.0) == 1
 
 
 def test_one_loss_too_many_within_the_window_ends_the_server() -> None:
@@ -199,6 +155,14 @@ def test_one_loss_too_many_within_the_window_ends_the_server() -> None:
     with pytest.raises(StageFailure, match=r"3 workers were lost within 10 s.*at most 2") as caught:
         server.lose(2, 9.0)
     assert caught.value.stage == 2 and "--max-stage-restarts" in str(caught.value)
+
+
+def test_workers_that_a_host_takes_with_it_are_one_loss() -> None:
+    server = Server(max_restarts=1, restart_window_s=10.0)
+    for worker in range(2):
+        server.recovery.lose(worker, "host 1 is lost", 1.0)
+    with pytest.raises(StageFailure, match="2 workers were lost within 10 s"):
+        server.recovery.lose(2, "host 1 is lost", 2.0)
 
 
 def test_losses_before_the_window_do_not_count() -> None:
@@ -233,13 +197,16 @@ def test_a_worker_that_does_not_come_or_get_ready_is_late() -> None:
     assert list(recovery.late_workers(1000.0)) == []
 
 
-def test_a_newcomer_whose_memory_is_too_small_ends_the_server() -> None:
+def test_a_newcomer_whose_memory_is_too_small_is_given_up_for_another() -> None:
     server = Server()
     server.lose(1, 0.0)
     server.ask(3, 0.0)
     server.recovery.take(hello(3), 0.0)
-    with pytest.raises(ConfigurationError, match="room for 9 KV pages of stage 1"):
-        server.recovery.take(loaded(1, num_pages=9), 0.0)
+    assert server.recovery.take(loaded(1, num_pages=9), 0.0) == []
+    ((worker, reason),) = server.recovery.late_workers(0.0)
+    assert worker == 3 and "room for 9 KV pages of stage 1, the pipeline uses 10" in reason
+    server.lose(3, 0.0)
+    assert server.recovery.num_wanted_workers(0.0) == 1
 
 
 def test_nobody_regroups_who_was_not_asked_to() -> None:
@@ -259,3 +226,38 @@ def test_a_replacement_gets_the_plan_in_use_and_the_room_of_the_first() -> None:
     assert assignment.plan == StagePlan(4, (2, 4, 2)) and assignment.max_layers == 4
     # Of the layers 3 to 5 and one on either side, it has 2 to 5 as its own.
     assert assignment.spare_layers == (6,)
+
+
+def test_rows_are_kept_on_a_cpu_alone() -> None:
+    cpu = StageArgs(model_path="m", dtype="float32")
+    gpu = StageArgs(model_path="m", dtype="float32", device="cuda")
+    assert PipelineArgs(stages=cpu).log_mib == DEFAULT_LOG_MIB
+    assert PipelineArgs(stages=cpu, recovery=RecoveryArgs(log_mib=3)).log_mib == 3
+    assert PipelineArgs(stages=cpu, recovery=RecoveryArgs(mode="off")).log_mib == 0
+    assert PipelineArgs(stages=gpu, recovery=RecoveryArgs(log_mib=0)).log_mib == 0
+    with pytest.raises(ConfigurationError, match="--recovery-log-mib 3 needs --device cpu"):
+        PipelineArgs(stages=gpu, recovery=RecoveryArgs(log_mib=3))
+
+
+def test_a_newcomer_on_another_host_has_all_begin_another_incarnation() -> None:
+    server = Server()
+    told = server.lose(1, 1.0)
+    assert [message.incarnation for _, message in told if isinstance(message, Regroup)] == [1, 1]
+    server.ask(3, 1.0)
+    server.regrouped(0, 2, incarnation=1)
+    elsewhere = structs.replace(hello(3), run_directory="there", host_address="10.0.0.2:5000")
+    told = server.recovery.take(elsewhere, 2.0)
+    (assignment,) = [message for _, message in told if isinstance(message, StageAssignment)]
+    regroups = {worker: message for worker, message in told if isinstance(message, Regroup)}
+    # What the others were told leads to the host of the lost one.
+    assert {message.incarnation for message in regroups.values()} == {2}
+    assert {message.links for message in regroups.values()} == {assignment.links}
+    assert [*regroups] == [0, 2]
+    assert regroups[0].page_links[1] == "tcp:10.0.0.2:5000"
+    server.recovery.take(loaded(1), 3.0)
+    server.recovery.take(ready(1), 3.0)
+    assert server.recovery.start_order(3.0) is None
+    server.regrouped(0, 2, incarnation=2)
+    order = server.recovery.start_order(4.0)
+    assert order is not None and order.incarnation == 2
+    assert server.recovery.history[-1].incarnation == 2

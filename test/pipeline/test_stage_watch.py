@@ -99,5 +99,5 @@ def test_the_first_steps_may_take_long() -> None:
 def test_nobody_is_silent_while_a_stage_is_replaced() -> None:
     core = core_with_history()
     core.next_step(10.0)
-    core.halt("killed", 11.0)
+    core.halt([0], "killed", 11.0)
     assert silent(core, 1000.0) == []

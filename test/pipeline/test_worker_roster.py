@@ -166,8 +166,26 @@ def test_a_replacement_without_room_for_the_pages_in_use_is_refused() -> None:
     roster.take(hello(7))
     roster.lose(1)
     roster.take(hello(9))
-    with pytest.raises(ConfigurationError, match=r"room for 3 KV pages of stage 1.*uses 10"):
-        roster.take(loaded(1, 3))
+    assert roster.take(loaded(1, 3)) == []
+    ((worker, reason),) = roster.unfit_workers
+    assert worker == 7 and "room for 3 KV pages of stage 1, the pipeline uses 10" in reason
+    # Another one may have it.
+    roster.lose(7)
+    ((worker, assignment),) = roster.fill()
+    assert isinstance(assignment, StageAssignment) and (worker, assignment.stage) == (9, 1)
+    assert roster.unfit_workers == [] and roster.take(loaded(1, 64)) == [(9, PoolSize(10))]
+
+
+def test_all_stages_keep_the_rows_of_as_many_pages() -> None:
+    roster = roster_of(2)
+    for message in (hello(0), hello(1), loaded(0), loaded(1)):
+        roster.take(message)
+    roster.take(msgspec.structs.replace(ready(0), log_pages=7))
+    with pytest.raises(ProtocolError, match="stage 1 keeps the rows of 6 pages, others of 7"):
+        roster.take(msgspec.structs.replace(ready(1), log_pages=6))
+    roster.take(msgspec.structs.replace(ready(1), log_pages=7))
+    capacity = roster.capacity()
+    assert capacity is not None and capacity.log_pages == 7
 
 
 def test_a_worker_of_another_version_is_refused_by_name() -> None:

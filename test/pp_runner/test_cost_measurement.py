@@ -55,6 +55,29 @@ def test_every_layer_the_embedding_and_the_head_take_some_time(name: str) -> Non
     assert min(*costs.layers_ms, costs.embedding_ms, costs.head_ms) > 0
 
 
+@pytest.mark.compiler
+def test_quantized_parts_have_the_bytes_that_the_stage_will_hold() -> None:
+    plain = assignment(tiny_model("qwen3"), "bfloat16")
+    rounded = msgspec.structs.replace(plain, quantization="w8a8_int8")
+    sizes = [measure_part_costs(each, [TYPICAL_STEP]).sizes for each in (plain, rounded)]
+    spec = read_model_spec(tiny_model("qwen3"), "w8a8_int8")
+    kernels = make_layer_kernels(choose_layer_kernels("auto", torch.bfloat16, torch.device("cpu")))
+    model = StageModel.load(
+        spec,
+        tiny_model("qwen3"),
+        layers=range(NUM_LAYERS),
+        is_first=True,
+        is_last=True,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        kernels=kernels,
+    )
+    assert sizes[1].weight_bytes(0, NUM_LAYERS) == model.weight_bytes
+    assert sizes[1].layers_bytes[0] < 0.6 * sizes[0].layers_bytes[0]
+    assert sizes[1].head_bytes < 0.6 * sizes[0].head_bytes
+    assert sizes[1].embedding_bytes == sizes[0].embedding_bytes
+
+
 def test_layers_of_a_kind_share_one_time() -> None:
     own = assignment(tiny_model("qwen3"), "bfloat16")
     costs = stage_costs(measure_part_costs(own, [TYPICAL_STEP]))

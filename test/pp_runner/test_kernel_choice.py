@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from support.instruction_sets import kernels_for
 from support.tiny_models import tiny_model
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.messages import StageAssignment
+from sgl_pipeline.pp_runner import kernel_choice
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
@@ -17,9 +19,11 @@ from sgl_pipeline.pp_runner.kernel_choice import (
     choose_layer_kernels,
     make_attention_backend,
     make_layer_kernels,
+    quantization_notice,
 )
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
+from sgl_pipeline.pp_runner.quantization.config import choose_quantization
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.stage_costs import TYPICAL_STEP
 from sgl_pipeline.stage_plan import StagePlan
@@ -126,6 +130,19 @@ def test_layer_kernels_are_compiled_on_a_cpu_and_flashinfers_on_a_gpu():
     for name in ("auto", "flashinfer"):
         choice = choose_layer_kernels(name, torch.bfloat16, CUDA)
         assert choice == BackendChoice("flashinfer")
+
+
+@pytest.mark.compiler
+def test_slow_products_with_quantized_weights_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    int8 = choose_quantization("w8a8_int8", None)
+    assert quantization_notice(BackendChoice("cpu"), None, torch.float16) == ""
+    assert "kernels are torch" in quantization_notice(BackendChoice("torch"), int8, torch.bfloat16)
+    assert "--dtype bfloat16" in quantization_notice(BackendChoice("cpu"), int8, torch.float32)
+    old_machine = kernels_for("without AVX-512")
+    monkeypatch.setattr(kernel_choice, "load_cpu_kernels", lambda: old_machine)
+    assert "avx512_vnni" in quantization_notice(BackendChoice("cpu"), int8, torch.bfloat16)
 
 
 def test_layer_kernels_that_cannot_be_had_are_named(monkeypatch):

@@ -20,20 +20,24 @@ from sgl_pipeline.messages import (
     Regroup,
     Regrouped,
     Shutdown,
+    StageAssignment,
     StageReport,
     StartProfile,
+    StillLoading,
     StopProfile,
     ToWorker,
     WorkerFailed,
 )
+from sgl_pipeline.pp_runner import stage_worker
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.layer_moves.stage_site import StageSite
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape, NeighborGone
-from sgl_pipeline.pp_runner.links.page_link import HostPageLinks
+from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
 from sgl_pipeline.pp_runner.output.output_tail import Tail
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.pp_runner.stage_worker import StageWorker, exit_code_of
+from sgl_pipeline.pp_runner.worker_hello import WorkerSite
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.stage_orders import OrderStream
 from sgl_pipeline.stage_plan import StagePlan
@@ -88,9 +92,9 @@ class Stage:
             tail=tail and tail(self.log),
         )
         site = StageSite(self.runner, (), 6, lambda timeout_s: None)
-        links = HostPageLinks("nowhere", stage, site.row_bytes)
+        links = StagePageLinks(("unix:nowhere",) * 2, stage, site.row_bytes, "")
         self.mover = LayerMover(stage, plan, site, links, self.channel.send, time.monotonic)
-        self.worker = StageWorker(self.channel, 0)  # type: ignore[arg-type]
+        self.worker = StageWorker(self.channel, 0, WorkerSite("run"))  # type: ignore[arg-type]
 
     def serve(self) -> list[str]:
         """What happened, in order."""
@@ -115,6 +119,36 @@ def late_stage(messages: Sequence[ToWorker | None], *looks: int) -> Stage:
     stage = Stage(messages, lambda log: LateTail(log, looks))
     stage.rows.extend((step_id, torch.ones(1, 64)) for step_id in range(len(looks)))
     return stage
+
+
+@pytest.mark.parametrize(("interval_s", "least", "most"), [(0.0, 10, 100), (1000.0, 1, 1)])
+def test_a_worker_says_while_it_loads_that_it_gets_on(
+    interval_s: float, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_worker, "PROGRESS_INTERVAL_S", interval_s)
+    monkeypatch.setattr(stage_worker, "pin_threads", lambda threads, cores: None)
+    assignment = StageAssignment(
+        stage=0,
+        plan=StagePlan(0, (6,)),
+        model_path=str(tiny_model("llama")),
+        load_format="safetensors",
+        dtype="float32",
+        device="cpu",
+        attention_backend="torch",
+        layer_kernels="torch",
+        page_size=4,
+        max_total_tokens=64,
+        memory_fraction=0.5,
+        links=(),
+        cpu_threads=1,
+        cpu_cores=(),
+    )
+    log: list[str] = []
+    channel = ScriptedChannel(log, [assignment, PoolSize(16), Shutdown()])
+    StageWorker(channel, 7, WorkerSite("run")).run()  # type: ignore[arg-type]
+    words = [message for message in channel.sent if isinstance(message, StillLoading)]
+    assert least <= len(words) <= most and words[0] == StillLoading(7)
+    assert log == ["WorkerHello", *["StillLoading"] * len(words), "StageLoaded", "StageReady"]
 
 
 def test_the_next_step_is_launched_while_tokens_are_on_their_way() -> None:
@@ -295,7 +329,9 @@ def test_a_step_whose_rows_never_come_is_dropped_when_the_stages_regroup(
     rows = deque([(7, torch.ones(1, 64))])
     opened: list[object] = []
 
-    def open_link(shape: object, links: tuple[str, ...], number: int) -> QueueLink:
+    def open_link(
+        shape: object, links: tuple[str, ...], number: int, run_directory: str
+    ) -> QueueLink:
         opened.append((links, number))
         return QueueLink(rows, deque())
 

@@ -64,11 +64,46 @@ def test_what_was_taken_leaves_less_room() -> None:
     assert not room.is_open
 
 
+class CountedTimes(Times):
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def step_ms(self, work: StepWork) -> float:
+        self.num_asked += 1
+        return super().step_ms(work)
+
+
+def test_where_time_has_cut_a_prompt_the_step_is_full() -> None:
+    """What a token late in a long prompt leaves would hold a few of others, and each of their tiny
+    chunks would cost a search."""
+    times = CountedTimes()
+    room = PrefillRoom(TokenBudget(500, 0, "WT", TimeLimit(20.0, 0, times)), [])
+    late = room.chunk_length(3000, 400)
+    assert 0 < late < 400
+    room.take(3000, late, samples=False)
+    assert times.step_ms(StepWork(late + 1, 0, 0, attended_tokens(3000, 3000 + late), 0)) < 20.0
+    asked = times.num_asked
+    assert not room.is_open
+    assert [room.chunk_length(0, 100) for _ in range(50)] == [0] * 50
+    assert times.num_asked == asked
+
+
 def test_the_least_is_for_one_prompt_of_a_step() -> None:
     room = room_of(1.0, least=32)
     assert room.is_open and room.chunk_length(0, 100) == 32
     room.take(0, 32, samples=False)
     assert not room.is_open and room.chunk_length(0, 100) == 0
+
+
+def test_beside_other_prompts_a_cut_one_has_at_least_the_least_or_nothing() -> None:
+    for taken, expected in ((40, 51), (70, 0)):
+        room = room_of(15.0, least=32)
+        room.take(0, taken, samples=True)
+        assert (room.chunk_length(0, 400), room.is_open) == (expected, False)
+        # A whole prompt is none of that.
+        room = room_of(15.0, least=32)
+        room.take(0, taken, samples=True)
+        assert room.chunk_length(0, 5) == 5 and room.is_open
 
 
 @pytest.mark.parametrize("tokens", [0, 100])

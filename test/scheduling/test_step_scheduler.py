@@ -106,7 +106,9 @@ def test_log_probabilities_of_another_number_are_a_protocol_error(
     add(pipeline, make_request("r", [1, 2, 3], logprob_start=0))
     pipeline.schedule()
     with pytest.raises(ProtocolError, match=named):
-        pipeline.scheduler.on_result(0, [3], 0.0, [LogprobRows(count) for count in rows])
+        pipeline.scheduler.on_result(
+            0, [3], 0.0, [LogprobRows(count, bytes(4 * count)) for count in rows]
+        )
 
 
 def test_chunks_of_one_prompt_are_in_flight_in_consecutive_steps() -> None:

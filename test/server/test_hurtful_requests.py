@@ -11,7 +11,7 @@ import requests
 from support.live_server import LiveServer, wait_until
 
 from benchmark.hurtful_table import HURTFUL_REQUESTS
-from benchmark.neighbour import Neighbour
+from benchmark.neighbor import Neighbor
 
 pytestmark = pytest.mark.multiproc
 
@@ -23,8 +23,8 @@ class Campaign:
     """What came of sending the whole table."""
 
     faults: dict[str, str]
-    quiet: Neighbour
-    beside: Neighbour
+    quiet: Neighbor
+    beside: Neighbor
     free_pages: int
     total_pages: int
 
@@ -32,10 +32,10 @@ class Campaign:
 @pytest.fixture(scope="module")
 def campaign(demo_server: LiveServer) -> Campaign:
     requests.post(f"{demo_server.url}/flush_cache", timeout=30).raise_for_status()
-    with Neighbour(demo_server.url) as quiet:
+    with Neighbor(demo_server.url) as quiet:
         pass
     faults = {}
-    with Neighbour(demo_server.url) as beside:
+    with Neighbor(demo_server.url) as beside:
         for request in HURTFUL_REQUESTS:
             try:
                 faults[request.reason] = request.fault_of(request.send(demo_server.url))

@@ -87,19 +87,27 @@ def test_ollama_chats_and_generates(demo_server):
     assert (whole["response"], whole["eval_count"]) == ("42", 3)
 
 
-def test_ollama_streams_lines(demo_server):
-    options = {"temperature": 0, "num_predict": 16}
-    answers = set()
-    # Upstream's handler drops the text of the event that says `done`, to which its front joins the
-    # last token when it is busy.
-    for _ in range(20):
-        lines = ollama(demo_server, "chat", messages=SUM, stream=True, options=options).text
-        events = [json.loads(line) for line in lines.splitlines() if line]
-        assert [event["done"] for event in events][-1]
-        answers.add("".join(event["message"]["content"] for event in events))
-        if "42" in answers:
-            break
-    assert "42" in answers and answers <= {"", "4", "42"}
+def streamed(server, route, **body):
+    """The text of a stream of Ollama's, which ends with `done` and nothing beside it."""
+    lines = ollama(server, route, stream=True, **body).text.splitlines()
+    events = [json.loads(line) for line in lines if line]
+    assert [event["done"] for event in events] == [False] * (len(events) - 1) + [True]
+    texts = [
+        event["message"]["content"] if route == "chat" else event["response"] for event in events
+    ]
+    assert texts[-1] == ""
+    return "".join(texts)
+
+
+@pytest.mark.parametrize("num_predict", [1, 2, 16])
+def test_ollama_streams_every_token(demo_server, num_predict):
+    # Upstream's handlers would drop the text that comes together with the end.
+    options = {"temperature": 0, "num_predict": num_predict}
+    for route, body in (
+        ("chat", {"messages": SUM}),
+        ("generate", {"prompt": "<|user|>What is 17 + 25?<|end|><|assistant|>"}),
+    ):
+        assert streamed(demo_server, route, options=options, **body) == "42"[:num_predict]
 
 
 def test_ollama_names_its_models(demo_server):

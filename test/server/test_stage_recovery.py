@@ -3,13 +3,11 @@
 The oracle is the same server before anything was killed: fp32 and greedy.
 """
 
-import json
 import os
 import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,18 @@ import psutil
 import pytest
 import requests
 from support.live_server import LiveServer, live_server, wait_until
+from support.streams import (
+    FOR_MINUTES,
+    NUM_TOKENS,
+    PROMPTS,
+    Stream,
+    kill_stage,
+    streams_of,
+)
+
+from benchmark.faulty_server import WISH_VARIABLE, ask_for
 
 pytestmark = pytest.mark.multiproc
-PROMPTS = ("<|user|>Hello", "<|user|>What is 17 + 25?", "abc")
-NUM_TOKENS = 300
-FOR_MINUTES = {"max_new_tokens": 20_000, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture
@@ -30,64 +35,6 @@ def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/tmp") as path:
         monkeypatch.setenv("TMPDIR", path)
         yield Path(path)
-
-
-@dataclass
-class Stream:
-    """A streamed request in a thread of its own; `ids` are the tokens that have come."""
-
-    url: str
-    prompt: str
-    options: dict[str, Any] = field(default_factory=dict)
-    ids: list[int] = field(default_factory=list)
-    last: dict[str, Any] = field(default_factory=dict)
-    errors: list[object] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def join(self) -> "Stream":
-        self._thread.join(90)
-        assert not self._thread.is_alive(), "a stream was left waiting"
-        return self
-
-    def _run(self) -> None:
-        sampling = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
-        body = {"text": self.prompt, "sampling_params": sampling, "stream": True} | self.options
-        try:
-            with requests.post(
-                f"{self.url}/generate", json=body, stream=True, timeout=90
-            ) as response:
-                for line in response.iter_lines():
-                    if line.startswith(b"data: {"):
-                        self._take(json.loads(line[6:]))
-        except requests.RequestException as error:
-            self.errors.append(error)
-
-    def _take(self, chunk: dict[str, Any]) -> None:
-        if "error" in chunk:
-            self.errors.append(chunk["error"])
-            return
-        assert chunk["output_ids"][: len(self.ids)] == self.ids, "a token that was sent changed"
-        self.ids, self.last = chunk["output_ids"], chunk
-
-    def assert_whole(self, expected: "Stream") -> None:
-        assert self.errors == []
-        assert self.ids == expected.ids
-        assert self.last["text"] == expected.last["text"]
-        info = self.last["meta_info"]
-        assert info["finish_reason"]["type"] == "length"
-        assert info["completion_tokens"] == NUM_TOKENS
-        assert info["prompt_tokens"] == expected.last["meta_info"]["prompt_tokens"]
-
-
-def streams_of(server: LiveServer) -> list[Stream]:
-    return [Stream(server.url, prompt) for prompt in PROMPTS]
-
-
-def kill_stage(server: LiveServer, stage: int) -> None:
-    psutil.Process(server.facts()["stage_pids"][stage]).kill()
 
 
 def wait_until_recovered(server: LiveServer, number: int) -> list[dict[str, Any]]:
@@ -116,10 +63,16 @@ def test_each_stage_is_killed_under_streams_and_nobody_notices_but_for_a_pause(d
             assert newest["stages"] == [stage]
             assert newest["reasons"] == ["its process ended, killed by signal 9"]
             assert newest["requests"] == len(PROMPTS)
+            # Only the newcomer computes again.
+            assert newest["tokens"] == 0 and newest["replay_tokens"] > 20 * len(PROMPTS)
+            replayed = server.facts()["replayed_tokens_of_stages"]
+            assert replayed[stage] >= newest["replay_tokens"]
+            assert stage == 1 or replayed[1] == 0
         facts = server.facts()
         assert facts["free_pages"] == facts["total_pages"]
         metrics = requests.get(f"{server.url}/metrics", timeout=10).text
         assert "sgl_pipeline_recovery_seconds_count" in metrics
+        assert "sgl_pipeline_replayed_tokens_total" in metrics
         processes = server.descendants()
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert alive == [] and list(directory.iterdir()) == []
@@ -207,6 +160,22 @@ def test_one_loss_too_many_ends_the_server_with_the_reason(directory):
         assert alive == []
         wait_until(lambda: list(directory.iterdir()) == [], timeout_s=5)
     assert "--max-stage-restarts" in server.text and "killed by signal 9" in server.text
+
+
+def test_orders_and_reports_that_are_spoiled_cost_their_stage_alone(directory, monkeypatch):
+    wishes = directory / "wish"
+    monkeypatch.setenv(WISH_VARIABLE, str(wishes))
+    flags = ("--pp", "2", "--dtype", "float32", "--spare-workers", "1")
+    with live_server(*flags, launcher=("-m", "benchmark.faulty_server")) as server:
+        expected = [stream.join() for stream in streams_of(server)]
+        faults = {"truncated order": "malformed", "another stage's report": "it fills stage"}
+        for number, (fault, reason) in enumerate(faults.items(), 1):
+            streams = streams_of(server)
+            wait_until(lambda streams=streams: all(len(one.ids) > 20 for one in streams))
+            ask_for(fault, number, wishes)
+            for stream, alone in zip(streams, expected, strict=True):
+                stream.join().assert_whole(alone)
+            assert reason in wait_until_recovered(server, number)[-1]["reasons"][0]
 
 
 def test_a_stage_that_hangs_says_where_and_is_replaced(directory):

@@ -15,7 +15,7 @@ from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, StageFit, fit_records, fit_trace
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link
 from sgl_pipeline.simulator.simulation import Simulation
-from sgl_pipeline.simulator.summary import bubble_share, summarise
+from sgl_pipeline.simulator.summary import bubble_share, summarize
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import poisson_arrivals
@@ -64,8 +64,8 @@ def recorded(tmp_path: Path, run: Simulation) -> Path:
 def test_a_fit_predicts_another_load_of_the_pipeline_it_was_taken_from(tmp_path: Path) -> None:
     fitted = fit_trace(recorded(tmp_path, simulation(TRUE, "sharegpt", 6.0)))
     assert max(fitted.errors) < 0.01
-    predicted = summarise(simulation(fitted, "azure_conv", 1.0))
-    truth = summarise(simulation(TRUE, "azure_conv", 1.0))
+    predicted = summarize(simulation(fitted, "azure_conv", 1.0))
+    truth = summarize(simulation(TRUE, "azure_conv", 1.0))
     assert predicted.ttft_ms.mean == pytest.approx(truth.ttft_ms.mean, rel=0.03)
     assert predicted.tpot_ms.mean == pytest.approx(truth.tpot_ms.mean, rel=0.03)
     assert predicted.output_tokens_per_s == pytest.approx(truth.output_tokens_per_s, rel=0.03)
@@ -89,8 +89,8 @@ def test_stages_wait_for_the_slow_steps_of_others_as_they_did(tmp_path: Path) ->
     true_share = bubble_share(truth)
     assert bubble_share(predicted) == pytest.approx(true_share, rel=0.1)
     assert bubble_share(calm) < 0.75 * true_share
-    assert summarise(predicted).tpot_ms.mean == pytest.approx(
-        summarise(truth).tpot_ms.mean, rel=0.1
+    assert summarize(predicted).tpot_ms.mean == pytest.approx(
+        summarize(truth).tpot_ms.mean, rel=0.1
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.simulator.experiment import Cluster, simulate
 from sgl_pipeline.simulator.pipeline_costs import HostCosts
-from sgl_pipeline.simulator.summary import summarise
+from sgl_pipeline.simulator.summary import summarize
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 
 DATA = Path(__file__).parent / "data"
@@ -54,7 +54,7 @@ def test_a_real_run_at_one_stage_is_predicted_within_five_percent(
         SchedulingArgs(max_running_requests=128),
         workload,
     )
-    summary = summarise(simulation)
+    summary = summarize(simulation)
     ttft_ms = mean(row["first_token_s"] - row["arrival_s"] for row in rows) * 1e3
     tpot_ms = 1e3 * mean(
         (row["last_token_s"] - row["first_token_s"]) / (row["output_tokens"] - 1) for row in rows

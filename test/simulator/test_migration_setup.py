@@ -15,7 +15,7 @@ from sgl_pipeline.simulator.migration_setup import Migration
 from sgl_pipeline.simulator.models import MODELS
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.step_shape import StepShape
-from sgl_pipeline.simulator.summary import Summary, summarise
+from sgl_pipeline.simulator.summary import Summary, summarize
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.workload import poisson_arrivals
 
@@ -30,7 +30,7 @@ def serve(cluster: Cluster, trace: str, count: int, rate_per_s: float) -> Simula
 
 
 def summary_of(cluster: Cluster, trace: str, count: int, rate_per_s: float) -> Summary:
-    return summarise(serve(cluster, trace, count, rate_per_s))
+    return summarize(serve(cluster, trace, count, rate_per_s))
 
 
 def test_without_migration_runs_are_those_of_before_there_was_any() -> None:
@@ -82,7 +82,7 @@ def test_fitted_costs_predict_steps_that_they_were_not_fitted_to(
 
 
 @pytest.mark.parametrize(("trace", "rate_per_s"), [("sharegpt", 32.0), ("azure_conv", 8.0)])
-def test_costs_from_tables_and_costs_learnt_lead_to_equally_good_splits(
+def test_costs_from_tables_and_costs_learned_lead_to_equally_good_splits(
     trace: str, rate_per_s: float
 ) -> None:
     """The best of all numbers of layers off the last stage, and what the planner finds, by the

@@ -8,7 +8,7 @@ from sgl_pipeline.move_record import MoveOutcome
 from sgl_pipeline.simulator.migration_setup import Migration
 from sgl_pipeline.simulator.pipeline_costs import PipelineCosts
 from sgl_pipeline.simulator.stage_clock import Slowdown
-from sgl_pipeline.simulator.summary import bubble_share, summarise
+from sgl_pipeline.simulator.summary import bubble_share, summarize
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 
@@ -51,7 +51,7 @@ def test_on_a_steady_load_the_planner_ends_with_the_best_of_all_splits(
     start: tuple[int, ...], knows_costs: bool
 ) -> None:
     tokens_per_s = {
-        split: summarise(
+        split: summarize(
             VirtualPipeline(scheduler(3), PipelineCosts(PARTS, split)).run(steady_load(9, 4))
         ).output_tokens_per_s
         for split in all_splits(12)
@@ -76,7 +76,7 @@ def test_layers_leave_a_stage_that_has_become_slow() -> None:
     assert moving.moves[0].began_s > 20.0
     # 5 + 2 x 2 + 5 of 12 layers' time: the slowest stage takes 5 layers' time and not 8.
     assert moving.moves[-1].after == (5, 2, 5)
-    assert summarise(moving).output_tokens_per_s > 1.3 * summarise(still).output_tokens_per_s
+    assert summarize(moving).output_tokens_per_s > 1.3 * summarize(still).output_tokens_per_s
 
 
 def test_a_stage_that_recovers_gets_its_layers_back() -> None:

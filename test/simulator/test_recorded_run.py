@@ -8,7 +8,7 @@ from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.simulator.experiment import Cluster, simulate
 from sgl_pipeline.simulator.recorded_run import recorded_requests, run_figures
 from sgl_pipeline.simulator.simulation import Simulation
-from sgl_pipeline.simulator.summary import summarise
+from sgl_pipeline.simulator.summary import summarize
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.workload import SimulatedRequest, poisson_arrivals
 
@@ -36,7 +36,7 @@ def test_the_figures_of_a_trace_are_those_of_its_simulation(
     simulation = run(workload)
     figures, summary = (
         run_figures([step.record for step in simulation.steps]),
-        summarise(simulation),
+        summarize(simulation),
     )
     # A trace knows when a result came, not when the scheduler had booked it: some 0.1 ms.
     assert figures.total_tokens_per_s == pytest.approx(summary.total_tokens_per_s, rel=1e-3)

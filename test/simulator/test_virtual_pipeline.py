@@ -11,7 +11,7 @@ from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.step_shape import StepShape
-from sgl_pipeline.simulator.summary import bubble_share, summarise
+from sgl_pipeline.simulator.summary import bubble_share, summarize
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import Segment, SimulatedRequest, TokenIds
 from sgl_pipeline.throttle import make_policy
@@ -119,7 +119,7 @@ def test_a_request_that_can_never_be_served_fails_alone() -> None:
     costs = PipelineCosts(TokenSeconds(), layer_counts=(1,))
     simulation = run(costs, requests((0.0, 2000, 1), (0.0, 4, 1)))
     assert "context" in simulation.requests[0].error
-    summary = summarise(simulation)
+    summary = summarize(simulation)
     assert (summary.num_requests, summary.num_failed) == (1, 1)
 
 

@@ -14,18 +14,18 @@ from benchmark.figures.wrong_forecasts import (
     steady,
 )
 from sgl_pipeline.simulator.simulation import Simulation
-from sgl_pipeline.simulator.summary import summarise
+from sgl_pipeline.simulator.summary import summarize
 
-# Known costs and learnt ones.
-WRONG = [case for case in CASES if "not learnt" not in case]
+# Known costs and learned ones.
+WRONG = [case for case in CASES if "not learned" not in case]
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_forecast_that_is_a_fifth_off_costs_next_to_nothing(case: str) -> None:
     wrong = CASES[case]
     load = near_saturation("sharegpt", 150)
-    tokens = summarise(served("throttle", Wrong(noise=wrong.noise), load))
-    ours = summarise(served("throttle-time", wrong, load))
+    tokens = summarize(served("throttle", Wrong(noise=wrong.noise), load))
+    ours = summarize(served("throttle-time", wrong, load))
     assert ours.total_tokens_per_s > 0.98 * tokens.total_tokens_per_s
     # Costs fitted to the first 256 steps, while the load rises, do cost more (figure
     # wrong_forecasts names them).
@@ -42,7 +42,7 @@ def levels_ms(simulation: Simulation) -> list[float]:
     return middle
 
 
-@pytest.mark.parametrize("case", ["layers +20%", "noise", "costs learnt", "costs learnt, noise"])
+@pytest.mark.parametrize("case", ["layers +20%", "noise", "costs learned", "costs learned, noise"])
 def test_on_a_steady_load_the_level_does_not_swing_with_what_it_teaches(case: str) -> None:
     levels = np.array(levels_ms(served("throttle-time", CASES[case], steady(384))))
     first, second = np.array_split(levels, 2)

@@ -89,7 +89,7 @@ def rotate(
     pos_ids: torch.Tensor,
     interleave: bool,
 ) -> None:
-    """For neighbouring pairs the kernel reads one row of the table beyond the last position."""
+    """For neighboring pairs the kernel reads one row of the table beyond the last position."""
     _check_rows(q, k, q_rope, k_rope)
     assert q.dim() == k.dim() == 3 and len(q) == len(k) and q.shape[2] == k.shape[2]
     assert q.shape == q_rope.shape and k.shape == k_rope.shape

@@ -4,12 +4,13 @@ Used by test/server/. A server takes about ten seconds to come up on two cores, 
 where they can (see test/server/conftest.py).
 """
 
+import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from support.ports import number_of, reserve_port
 
 START_TIMEOUT_S = 180.0
 ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = ("-m", "sgl_pipeline.launch_server")
 
 
 @dataclass
@@ -78,13 +80,23 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-def start_server(*flags: str, port: socket.socket | None = None) -> LiveServer:
-    """Starts a server and returns at once; `port` is that of a server that has ended."""
+def start_server(
+    *flags: str,
+    port: socket.socket | None = None,
+    launcher: tuple[str, ...] = LAUNCHER,
+    environment: Mapping[str, str] | None = None,
+) -> LiveServer:
+    """Starts a server and returns at once; `port` is that of a server that has ended, and
+    `environment` is added to this process's."""
     port = port or reserve_port()
-    command = [sys.executable, "-m", "sgl_pipeline.launch_server", "--port", str(number_of(port))]
-    command += flags
+    command = [sys.executable, *launcher, "--port", str(number_of(port)), *flags]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | dict(environment or {}),
     )
     server = LiveServer(process, port)
 
@@ -98,9 +110,13 @@ def start_server(*flags: str, port: socket.socket | None = None) -> LiveServer:
 
 
 @contextmanager
-def live_server(*flags: str) -> Iterator[LiveServer]:
+def live_server(
+    *flags: str,
+    launcher: tuple[str, ...] = LAUNCHER,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[LiveServer]:
     """A server that is ready; stopped, by force if need be, when the block ends."""
-    server = start_server(*flags)
+    server = start_server(*flags, launcher=launcher, environment=environment)
     try:
         wait_until_ready(server)
         yield server

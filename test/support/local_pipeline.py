@@ -6,7 +6,7 @@ results booked when the pipeline is full, as if each step took the whole trip.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,20 +20,22 @@ from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.layer_moves.stage_site import StageSite
-from sgl_pipeline.pp_runner.links.page_link import HostPageLinks
+from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
+from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.output.output_tail import Tail
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.pp_runner.step_inputs import written_pages
 from sgl_pipeline.requests import Request
-from sgl_pipeline.scheduling import StepScheduler, TokenEvent
+from sgl_pipeline.scheduling import RecoveryLog, StepScheduler, TokenEvent
 from sgl_pipeline.stage_orders import OrderReader, StageOrder
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import StepPlan
+from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 from sgl_pipeline.throttle import make_policy
 
 
@@ -51,6 +53,9 @@ class QueueLink:
         sent_step_id, hidden = self._upstream.popleft()
         assert (sent_step_id, len(hidden)) == (step_id, num_rows)
         return hidden
+
+    def has_room(self) -> bool:
+        return True
 
     def has_rows(self) -> bool:
         return bool(self._upstream)
@@ -77,30 +82,34 @@ class LocalPipeline:
         dtype: str = "float32",
         attention_backend: str = "torch",
         layer_kernels: str = "torch",
+        quantization: str | None = None,
+        log_pages: int | None = None,
     ) -> None:
         scheduling = scheduling or SchedulingArgs()
         plan = StagePlan(0, tuple(layer_counts))
-        queues: list[deque] = [deque() for _ in range(plan.num_stages + 1)]
-        self.runners = [
-            open_stage(
-                model_path,
-                plan,
-                stage,
-                QueueLink(queues[stage], queues[stage + 1]),
-                num_pages=num_pages,
-                page_size=scheduling.page_size,
-                dtype=dtype,
-                attention_backend=attention_backend,
-                layer_kernels=layer_kernels,
-            )
-            for stage in range(plan.num_stages)
-        ]
+        self._open_stage = partial(
+            open_stage,
+            model_path,
+            num_pages=num_pages,
+            page_size=scheduling.page_size,
+            dtype=dtype,
+            attention_backend=attention_backend,
+            layer_kernels=layer_kernels,
+            quantization=quantization,
+            log_pages=log_pages,
+        )
+        links = _make_links(plan.num_stages)
+        self.runners = [self._open_stage(plan, stage, link) for stage, link in enumerate(links)]
+        log = None
+        if log_pages is not None:
+            log = RecoveryLog(plan.num_stages, scheduling.page_size, log_pages)
         self.scheduler = StepScheduler(
             scheduling,
             make_policy(throttle or ThrottleArgs()),
             num_pages=num_pages,
             num_stages=plan.num_stages,
             context_length=read_model_spec(model_path).context_length,
+            log=log,
         )
         self.microbatches: list[Microbatch] = []
         migration = MigrationControl.of(
@@ -109,6 +118,7 @@ class LocalPipeline:
         self.core = PipelineCore(self.scheduler, plan, migration)
         self._orders = OrderReader()
         self._in_flight: deque[list[StageReport]] = deque()
+        self._num_losses = 0
         self._directory = TemporaryDirectory()
         self.movers = [
             self._mover(stage, runner, plan) for stage, runner in enumerate(self.runners)
@@ -164,22 +174,57 @@ class LocalPipeline:
         for layer in set(layers) - set(plan.layers_of(stage)):
             runner.held_layers.keep_spare(runner.held_layers.model.read_layer(layer))
         site = StageSite(runner, layers, plan.num_layers, attend=_nobody_speaks)
-        links = HostPageLinks(self._directory.name, stage, site.row_bytes)
+        links = StagePageLinks(
+            (f"unix:{self._directory.name}",) * plan.num_stages, stage, site.row_bytes, ""
+        )
         report = partial(self.core.migration.take, now_s=0.0)
         return LayerMover(stage, plan, site, links, report, clock=lambda: 0.0)
 
-    def run(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The output ids of `requests`, all of which arrive at once."""
+    def lose(self, *stages: int) -> None:
+        """The stages are lost, with what they hold, and replaced by others; the steps in flight
+        are taken back, which all stages have run."""
+        self._in_flight.clear()
+        self.core.halt(stages, "killed", 0.0)
+        plan = self.core.plan
+        links = _make_links(plan.num_stages)
+        for stage, link in enumerate(links):
+            if stage in stages:
+                self.runners[stage] = self._open_stage(plan, stage, link)
+                self.movers[stage] = self._mover(stage, self.runners[stage], plan)
+            else:
+                self.movers[stage].regroup(plan)
+                self.runners[stage].regroup(link)
+        self._num_losses += 1
+        snapshot = self._orders.open(self.core.start_over(self._num_losses))
+        assert isinstance(snapshot, MirrorSnapshot)
+        for runner in self.runners:
+            runner.restore(snapshot)
+
+    def run(
+        self, requests: Sequence[Request], after_step: Callable[[int], None] | None = None
+    ) -> list[list[int]]:
+        """The output ids of `requests`, all of which arrive at once.
+
+        Args:
+            after_step: called with the number of each step that was sent since the start.
+        """
         for request in requests:
             self.scheduler.add(request)
         while True:
             while self.schedule():
-                pass
+                if after_step is not None:
+                    after_step(len(self.microbatches))
             if not self._in_flight:
                 break
             self.complete()
         assert self.scheduler.is_idle
         return [request.output_ids for request in requests]
+
+
+def _make_links(num_stages: int) -> list[QueueLink]:
+    """One for each stage."""
+    queues: list[deque] = [deque() for _ in range(num_stages + 1)]
+    return [QueueLink(queues[stage], queues[stage + 1]) for stage in range(num_stages)]
 
 
 def _nobody_speaks(timeout_s: float) -> None:
@@ -208,10 +253,12 @@ def open_stage(
     dtype: str = "float32",
     attention_backend: str = "torch",
     layer_kernels: str = "torch",
+    quantization: str | None = None,
     tail: Tail | None = None,
+    log_pages: int | None = None,
 ) -> StageRunner:
-    """One stage of it, by itself."""
-    spec = read_model_spec(model_path)
+    """One stage of it, by itself; it keeps the rows that it sends of `log_pages` pages."""
+    spec = read_model_spec(model_path, quantization)
     device, torch_dtype = torch.device("cpu"), getattr(torch, dtype)
     assignment = StageAssignment(
         stage=stage,
@@ -222,6 +269,7 @@ def open_stage(
         device="cpu",
         attention_backend=attention_backend,
         layer_kernels=layer_kernels,
+        quantization=quantization,
         page_size=page_size,
         max_total_tokens=None,
         memory_fraction=0.5,
@@ -240,4 +288,8 @@ def open_stage(
         kernels=make_layer_kernels(choose_layer_kernels(layer_kernels, torch_dtype, device)),
     )
     shape = spec.attention_shape(page_size, torch_dtype, device)
-    return StageRunner(assignment, model, shape, num_pages, link, tail)
+    log = None
+    if log_pages is not None and not model.is_last:
+        rows = ActivationShape(spec.hidden_size, torch_dtype, device)
+        log = BoundaryLog(log_pages, num_pages, page_size, rows)
+    return StageRunner(assignment, model, shape, num_pages, link, tail, log)

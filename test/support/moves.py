@@ -6,14 +6,17 @@ from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
-from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.trace import StepRecord
 
 
 def movable_core(
-    *layer_counts: int, mode: str = "manual", planner: LayerPlanner | None = None
+    *layer_counts: int,
+    mode: str = "manual",
+    planner: LayerPlanner | None = None,
+    log: RecoveryLog | None = None,
 ) -> PipelineCore:
     """A core of that split whose layers may move, two more to each stage."""
     plan = StagePlan(0, layer_counts)
@@ -23,6 +26,7 @@ def movable_core(
         num_pages=64,
         num_stages=plan.num_stages,
         context_length=128,
+        log=log,
     )
     args = MigrationArgs(mode=mode, timeout_s=5.0)
     forecast = planner.forecast if planner else None

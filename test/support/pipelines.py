@@ -132,7 +132,7 @@ class FakePipeline:
     def lose_stages(self) -> None:
         """The stages are replaced by others, which know nothing and hold no pages."""
         self._in_flight.clear()
-        self.core.halt("killed", self.now_s)
+        self.core.halt([0], "killed", self.now_s)
         self._early, self._late = FakeStage(self._page_size), FakeStage(self._page_size)
         self._mirror = RequestMirror()
         self._num_losses += 1

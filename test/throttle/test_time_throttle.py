@@ -1,6 +1,7 @@
 """The throttle by time on worked examples, and its sharing out of decodes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,11 @@ class Times:
         return self.base_ms + rows_ms + self.attended_ms * attended / 1000
 
 
-def load(times: Times | None = Times(), **changes: float) -> PipelineLoad:
+def rows(tokens: int) -> StepWork:
+    return StepWork(tokens, 0, 0, 0, 0)
+
+
+def load(times: Times | None = Times(), **changes: Any) -> PipelineLoad:
     """An idle pipeline of two stages, all of whose 1000 pages are free, with `changes`."""
     values = {
         "step_id": 0,
@@ -47,13 +52,11 @@ def load(times: Times | None = Times(), **changes: float) -> PipelineLoad:
     return PipelineLoad(**(values | changes), step_times=times)  # type: ignore[arg-type]
 
 
-def budget(
-    args: ThrottleArgs = ARGS, times: Times | None = Times(), **changes: float
-) -> TokenBudget:
+def budget(args: ThrottleArgs = ARGS, times: Times | None = Times(), **changes: Any) -> TokenBudget:
     return make_policy(args)(load(times, **changes))
 
 
-def step_ms(args: ThrottleArgs = ARGS, times: Times = Times(), **changes: float) -> float:
+def step_ms(args: ThrottleArgs = ARGS, times: Times = Times(), **changes: Any) -> float:
     limit = budget(args, times, **changes).time
     assert limit is not None
     return limit.step_ms
@@ -104,6 +107,16 @@ def test_no_step_takes_longer_than_the_largest() -> None:
     assert found.time.step_ms == pytest.approx(10 + 204.8)
 
 
+def test_the_largest_step_holds_as_many_tokens_of_long_prompts_as_of_short_ones() -> None:
+    """In the mean: 2048 tokens with 3000 before them, not the first 2048 of a prompt. With fewer,
+    long prompts would go through more steps than by tokens, and read the weights as often."""
+    waiting = {"waiting_tokens": 10**5, "waiting_attended_tokens": 3000 * 10**5}
+    found = step_ms(times=Times(attended_ms=0.01), **waiting)
+    assert found == pytest.approx(10 + 204.8 + 0.01 * 2048 * 3)
+    found = step_ms(times=Times(attended_ms=0.01), **waiting, free_pages=525)
+    assert found == pytest.approx(10 + (204.8 + 0.01 * 2048 * 3) / 2)
+
+
 def test_a_step_may_have_the_least_prefill_or_a_twentieth_more_than_its_decodes() -> None:
     few = budget(waiting_tokens=8)
     assert few.time is not None
@@ -120,16 +133,30 @@ def test_below_the_threshold_prefill_pauses_while_something_moves() -> None:
 
 
 def test_a_step_may_nearly_take_what_those_in_flight_take() -> None:
-    """Beside them a shorter one would idle; memory still bounds it."""
-    assert step_ms(waiting_tokens=80, in_flight_ms=100.0) == pytest.approx(87.5)
-    assert step_ms(waiting_tokens=8000, in_flight_ms=100.0) == pytest.approx(110.0)
-    deep = step_ms(waiting_tokens=80, in_flight_ms=100.0, pipeline_depth=8)
-    assert deep == pytest.approx(100 * (1 - 1 / 32))
-    assert step_ms(waiting_tokens=80, in_flight_ms=1e3, free_pages=525) == pytest.approx(112.4)
+    """10 + 90 ms. Beside them a shorter one would idle; memory still bounds it."""
+    longest = {"work_in_flight": (rows(900), rows(100))}
+    assert step_ms(waiting_tokens=80, **longest) == pytest.approx(75.0)
+    assert step_ms(waiting_tokens=8000, **longest) == pytest.approx(110.0)
+    deep = step_ms(waiting_tokens=80, **longest, pipeline_depth=8)
+    assert deep == pytest.approx(100 * (1 - 1 / 16))
+    huge = (rows(9900),)
+    assert step_ms(waiting_tokens=80, work_in_flight=huge, free_pages=525) == pytest.approx(112.4)
 
 
-@pytest.mark.parametrize(("depth", "steps"), [(1, 8), (2, 8), (3, 9), (4, 12), (8, 12)])
-def test_deep_pipelines_spread_prompts_over_whole_rounds(depth: int, steps: int) -> None:
+def test_what_steps_in_flight_take_is_predicted_only_when_asked_for() -> None:
+    class Untouchable:
+        def step_ms(self, work: StepWork) -> float:
+            raise AssertionError("asked")
+
+    state = replace(load(waiting_tokens=80, work_in_flight=(rows(9),)), step_times=Untouchable())
+    assert make_policy(ThrottleArgs())(state).bound_by == "MinP"
+    assert load(None, work_in_flight=(rows(9),)).in_flight_ms == 0.0
+
+
+@pytest.mark.parametrize(("depth", "steps"), [(1, 8), (2, 8), (4, 8), (6, 9), (8, 12), (16, 12)])
+def test_only_deep_pipelines_spread_prompts_over_more_steps_than_by_tokens(
+    depth: int, steps: int
+) -> None:
     found = step_ms(waiting_tokens=1440, pipeline_depth=depth)
     assert found == pytest.approx(10 + 0.1 * 1440 / steps)
 

@@ -5,18 +5,24 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from benchmark.fault_schedules.__main__ import main
+from benchmark.fault_schedules.fake_log import FakeLog
 from benchmark.fault_schedules.fake_moves import FakeSite
 from benchmark.fault_schedules.world import run_seed
-from sgl_pipeline.messages import FromWorker, StageReady
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.messages import FromWorker, StageReady, StageReport
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.migration.coordinator import MoveCoordinator
+from sgl_pipeline.pipeline.open_step import OpenStep
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.recovery import StageRecovery
 from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
+from sgl_pipeline.pipeline.worker_supply import WorkerSupply
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import OutgoingLayers
 from sgl_pipeline.requests import FinishReason, Request, TokenEvent
-from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.scheduling.admission import Admission
+from sgl_pipeline.scheduling.lost_pages import LostPages
 from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.preemption import Preemption
 from sgl_pipeline.scheduling.request_pages import RequestPages
@@ -42,7 +48,12 @@ def test_a_thousand_schedules_hold() -> None:
     assert sum(outcome.num_abandoned_moves for outcome in outcomes) > NUM_SEEDS // 10
     assert sum(outcome.num_lost_workers for outcome in outcomes) > NUM_SEEDS
     assert sum(outcome.num_recoveries for outcome in outcomes) > NUM_SEEDS // 2
-    assert 0 < sum(outcome.has_given_up for outcome in outcomes) < NUM_SEEDS // 5
+    assert sum(outcome.num_replayed_tokens for outcome in outcomes) > 5 * NUM_SEEDS
+    assert sum(outcome.num_refusals for outcome in outcomes) > NUM_SEEDS // 5
+    assert sum(outcome.num_shrunk for outcome in outcomes) > NUM_SEEDS // 25
+    assert sum(outcome.num_grown for outcome in outcomes) > NUM_SEEDS // 50
+    assert sum(outcome.num_unfit for outcome in outcomes) > 0
+    assert 0 < sum(outcome.has_given_up for outcome in outcomes) < NUM_SEEDS // 4
 
 
 def test_a_seed_replays_bit_for_bit() -> None:
@@ -214,17 +225,27 @@ def an_abandoned_move_keeps_its_layers(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_pages_are_still_matched(patch: pytest.MonkeyPatch) -> None:
-    forget = StepScheduler.forget_pages
-
-    def mutated(self: StepScheduler, now_s: float) -> None:
-        patch.setattr(self._pages, "clear_cache", lambda: None)
-        forget(self, now_s)
-
-    patch.setattr(StepScheduler, "forget_pages", mutated)
+    patch.setattr(RequestPages, "drop_cached", lambda self, lost: None)
 
 
 def requests_keep_the_pages_that_were_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepScheduler, "forget_pages", lambda self, now_s: None)
+    patch.setattr(LostPages, "lose_all", lambda self, now_s: None)
+
+
+def nothing_is_computed_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecoveryLog, "_settle", lambda self, request, end: [])
+
+
+def pages_that_nobody_has_logged_are_owed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecoveryLog, "unreachable", lambda self: set())
+
+
+def what_was_to_be_computed_again_and_was_not_counts_as_done(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecoveryLog, "take_back", lambda self, replays: None)
+
+
+def stages_keep_their_own_idea_of_the_log(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FakeLog, "restore", lambda self, contents: None)
 
 
 def the_steps_of_a_lost_stage_stay_in_flight(patch: pytest.MonkeyPatch) -> None:
@@ -273,12 +294,71 @@ def a_switch_is_taken_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_is_asked_for_a_replacement(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StageRecovery, "num_wanted_workers", property(lambda self: 0))
+    patch.setattr(StageRecovery, "num_wanted_workers", lambda self, now_s: 0)
+
+
+def pages_that_are_gone_are_given_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepScheduler, "use_pages", lambda self, num_pages: [])
+
+
+def other_stages_inherit_the_book_of_the_log(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LostPages, "use_stages", lambda self, num_stages, now_s: self.lose_all(now_s))
+
+
+def fewer_stages_run_steps_of_the_plan_before(patch: pytest.MonkeyPatch) -> None:
+    use_stages = PipelineCore.use_stages
+
+    def mutated(
+        self: PipelineCore, plan: StagePlan, max_layers: tuple[int, ...], now_s: float
+    ) -> None:
+        epoch = self.scheduler.epoch
+        use_stages(self, plan, max_layers, now_s)
+        self.scheduler.epoch = epoch
+
+    patch.setattr(PipelineCore, "use_stages", mutated)
+
+
+def stages_change_before_they_have_answered(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerRoster, "is_settled", property(lambda self: True))
+
+
+def a_source_that_failed_is_never_asked_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerSupply, "rests", lambda self, now_s: self._rests_until_s is not None)
+
+
+def a_worker_that_comes_later_is_not_used(patch: pytest.MonkeyPatch) -> None:
+    reform = StageRecovery.reform
+
+    def mutated(self: StageRecovery, now_s: float) -> list[Addressed]:
+        return reform(self, now_s) if self.current is not None else []
+
+    patch.setattr(StageRecovery, "reform", mutated)
+
+
+def any_report_of_an_open_step_is_booked(patch: pytest.MonkeyPatch) -> None:
+    def mutated(self: PipelineCore, report: StageReport) -> OpenStep:
+        for step in self.open_steps:
+            if step.microbatch.step_id == report.step_id:
+                return step
+        raise ProtocolError("no such step")
+
+    patch.setattr(PipelineCore, "_expected_step", mutated)
 
 
 MUTATIONS: tuple[Mutation, ...] = (
+    other_stages_inherit_the_book_of_the_log,
+    pages_that_are_gone_are_given_out,
+    fewer_stages_run_steps_of_the_plan_before,
+    stages_change_before_they_have_answered,
+    a_source_that_failed_is_never_asked_again,
+    a_worker_that_comes_later_is_not_used,
+    any_report_of_an_open_step_is_booked,
     lost_pages_are_still_matched,
     requests_keep_the_pages_that_were_lost,
+    nothing_is_computed_again,
+    pages_that_nobody_has_logged_are_owed,
+    what_was_to_be_computed_again_and_was_not_counts_as_done,
+    stages_keep_their_own_idea_of_the_log,
     the_steps_of_a_lost_stage_stay_in_flight,
     reports_of_steps_that_were_taken_back_are_booked,
     steps_begin_before_all_stages_have_regrouped,

@@ -42,14 +42,15 @@ class Stages:
         self.under_way.append(plan)
         self.most_under_way = max(self.most_under_way, len(self.under_way))
 
-    def receive(self) -> Iterator[StageReport]:
+    def receive(self) -> Iterator[tuple[int, StageReport]]:
         plan = self.under_way.pop(0)
         for stage in self.stages:
             is_last = stage == self.stages[-1]
             tokens = tuple(chunk.handle for chunk in plan.chunks) if is_last else None
-            yield StageReport(
+            report = StageReport(
                 stage=stage, step_id=plan.step_id, epoch=0, timing=NO_TIME, token_ids=tokens
             )
+            yield stage, report
 
     def check(self, last_steps: dict[int, int]) -> None:
         pass

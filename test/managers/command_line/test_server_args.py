@@ -9,8 +9,10 @@ import msgspec
 import pytest
 import torch
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.observability import trace
 from sglang.srt.server_args import ServerArgs
 from support.front_model import write_front_model
+from support.quantized_models import quantized_model
 from support.tiny_models import tiny_model
 
 from sgl_pipeline.args import (
@@ -141,6 +143,24 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
     assert (pipeline.trace_path, pipeline.trace_steps) == ("trace.jsonl", "steps.json")
 
 
+def test_quantized_weights_are_ours_alone_and_for_cpus(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--model-path", model, "--quantization", "w8a8_int8"]
+    plan = parse_command_line([*flags, "--device", "cpu"])
+    assert plan.pipeline.stages.quantization == "w8a8_int8"
+    assert plan.pipeline.stages.precision.endswith("-w8a8_int8")
+    assert plan.upstream.quantization is None
+    published = str(quantized_model("awq").path)
+    plan = parse_command_line(["--model-path", published, "--device", "cpu"])
+    assert plan.pipeline.stages.quantization == "awq"
+    with pytest.raises(ConfigurationError, match=r"quantized already, by awq"):
+        parse_command_line(["--model-path", published, "--quantization", "w8a8_int8"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigurationError, match=r"w8a8_int8 .* on CPUs only"):
+        parse_command_line([*flags, "--device", "cuda"])
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_flags_that_the_budget_search_ends_with_mean_its_parameters(
     model: str, policy: str
@@ -198,6 +218,31 @@ def test_a_timeout_that_is_no_number_is_refused(
         parse_command_line(["--model-path", model])
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--otlp-traces-endpoint", "localhost:4318"),
+        ("--otlp-service-name", "mine"),
+        ("--trace-modules", "mooncake"),
+    ],
+)
+def test_where_spans_go_is_refused_without_the_tracing(model: str, flag: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{flag} does nothing without --enable-trace"):
+        parse_command_line(["--model-path", model, "--pp", "2", flag, value])
+
+
+def test_what_tracing_lacks_is_named(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["--model-path", model, "--pp", "2", "--enable-trace"]
+    monkeypatch.setattr(trace, "opentelemetry_imported", False)
+    with pytest.raises(ConfigurationError, match="needs OpenTelemetry: pip install"):
+        parse_command_line(asked)
+    monkeypatch.setattr(trace, "opentelemetry_imported", True)
+    assert parse_command_line(asked).upstream.enable_trace
+    monkeypatch.setenv("SGLANG_TRACE_ASYNC", "1")
+    with pytest.raises(ConfigurationError, match="SGLANG_TRACE_ASYNC cannot be honored"):
+        parse_command_line(asked)
+
+
 def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
     with pytest.raises(ConfigurationError, match="--config FILE"):
         parse_command_line(["--model-path", model, "--config=settings.yaml"])
@@ -231,6 +276,8 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--served-model-name a:b", "SGLang refuses"),
         ("--migration manual", "--migration manual needs stages .* --pp 2 or more"),
         ("--migration-spare-layers 0 --pp 2", "--migration-spare-layers 0 must be at least 1"),
+        ("--recovery-log-mib -1", "--recovery-log-mib -1 must be between"),
+        ("--recovery-log-mib 8 --stage-recovery off", "--stage-recovery is off"),
         ("--migration-window 0 --pp 2", "--migration-window 0 must be at least 1"),
         ("--migration-timeout-s nan --pp 2", "--migration-timeout-s nan"),
         (
@@ -239,7 +286,7 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ),
     ],
 )
-def test_a_value_that_cannot_be_honoured_is_a_clear_error(
+def test_a_value_that_cannot_be_honored_is_a_clear_error(
     model: str, flags: str, named: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=named):

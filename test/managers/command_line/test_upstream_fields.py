@@ -3,7 +3,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sgl_pipeline.managers.command_line.upstream_fields import (
     FRONT,
-    HONOURED,
+    HONORED,
     REFUSED_FIELDS,
     REFUSED_NAMESPACES,
     UPSTREAM_VALUES,
@@ -16,7 +16,7 @@ FIELDS = [field.name for field in msgspec.structs.fields(ServerArgs)]
 def is_classified_once(name: str) -> bool:
     """A namespace refuses what it holds; only the two accepting sets may take a field out of it."""
     namespace = ServerArgs._NS_BY_FIELD[name]
-    accepted = (name in HONOURED) + (name in FRONT)
+    accepted = (name in HONORED) + (name in FRONT)
     refused = (name in REFUSED_FIELDS) + (namespace in REFUSED_NAMESPACES)
     if accepted:
         return accepted == 1 and name not in REFUSED_FIELDS and refusal(name, namespace) is None
@@ -29,6 +29,6 @@ def test_every_upstream_field_is_classified_exactly_once() -> None:
 
 
 def test_the_table_names_no_field_that_upstream_does_not_have() -> None:
-    ours = HONOURED | FRONT | set(REFUSED_FIELDS) | set(UPSTREAM_VALUES)
+    ours = HONORED | FRONT | set(REFUSED_FIELDS) | set(UPSTREAM_VALUES)
     assert ours <= set(FIELDS)
     assert set(REFUSED_NAMESPACES) <= set(ServerArgs._NS_BY_FIELD.values())

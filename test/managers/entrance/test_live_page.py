@@ -72,11 +72,11 @@ def test_nothing_comes_from_elsewhere_and_nothing_is_inline() -> None:
         assert (PAGE_DIRECTORY / target).exists(), target
 
 
-def test_uplot_is_the_published_file_with_its_licence() -> None:
+def test_uplot_is_the_published_file_with_its_license() -> None:
     for name, digest in UPLOT.items():
         assert hashlib.sha256((PAGE_DIRECTORY / name).read_bytes()).hexdigest() == digest
-    licence = (PAGE_DIRECTORY / "uplot-license.txt").read_text()
-    assert "MIT License" in licence and "Leon Sorokin" in licence
+    license = (PAGE_DIRECTORY / "uplot-license.txt").read_text()
+    assert "MIT License" in license and "Leon Sorokin" in license
 
 
 def test_the_policy_is_strict() -> None:

@@ -38,7 +38,7 @@ _OF_BOTH = {
     "return_token_ids",
 }
 _ROUTING = {"session_id", "extra_key", "cache_salt", "priority", "routed_dp_rank"}
-HONOURED = {
+HONORED = {
     COMPLETIONS: _SAMPLING | _OF_BOTH | _ROUTING | {"prompt", "echo", "json_schema"},
     CHAT: _SAMPLING
     | _OF_BOTH
@@ -94,9 +94,9 @@ def refused_fields(path: str) -> set[str]:
 @pytest.mark.parametrize("path", MODELS)
 def test_every_field_of_upstreams_models_and_of_the_openai_client_is_known(path: str) -> None:
     fields = set(MODELS[path].model_fields) | set(get_type_hints(CLIENT_PARAMETERS[path]))
-    known = HONOURED[path] | set(WITHOUT_EFFECT) | refused_fields(path)
+    known = HONORED[path] | set(WITHOUT_EFFECT) | refused_fields(path)
     assert fields - known == set(), "decide what becomes of these"
-    assert (HONOURED[path] | refused_fields(path)) - fields == set(), "there are no such fields"
+    assert (HONORED[path] | refused_fields(path)) - fields == set(), "there are no such fields"
 
 
 def test_no_table_names_what_no_model_has() -> None:

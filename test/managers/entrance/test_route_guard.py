@@ -9,6 +9,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from sgl_pipeline.managers.entrance import route_guard
 from sgl_pipeline.managers.entrance.openai_fields import ServedFeatures
+from sgl_pipeline.managers.entrance.retry_after import RETRY_AFTER_S
 from sgl_pipeline.managers.entrance.route_guard import REFUSED_ROUTES, guard_routes
 
 
@@ -30,6 +31,10 @@ def client(is_stopping: list[bool]) -> TestClient:
     @app.post("/generate")
     async def echo(request: Request) -> int:
         return len(await request.body())
+
+    @app.post("/full")
+    async def refuse() -> None:
+        raise HTTPException(503, "full")
 
     @app.post("/slow_down")
     async def unreachable() -> None:
@@ -54,6 +59,14 @@ def client(is_stopping: list[bool]) -> TestClient:
     features = ServedFeatures(parses_tool_calls=False, has_completion_template=False)
     guard_routes(app, 100, features, is_stopping=lambda: bool(is_stopping))
     return TestClient(app, raise_server_exceptions=False)
+
+
+def test_a_503_says_when_to_ask_again(client: TestClient, is_stopping: list[bool]) -> None:
+    assert "Retry-After" not in client.get("/health").headers
+    assert client.post("/full").headers["Retry-After"] == str(RETRY_AFTER_S)
+    assert "Retry-After" not in client.post("/slow_down").headers
+    is_stopping.append(True)
+    assert client.post("/generate").headers["Retry-After"] == str(RETRY_AFTER_S)
 
 
 def test_a_route_that_is_not_built_is_a_400_that_names_the_feature(client: TestClient) -> None:

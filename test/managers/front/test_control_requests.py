@@ -85,8 +85,8 @@ class FakeServer:
 class Desk:
     def __init__(self) -> None:
         self.front, self.server = FakeFront(), FakeServer()
-        channel = SimpleNamespace(send=self._recorded, has_vacant_stage=False)
-        profiles = ProfileDesk(self.front, channel, range(1), TraceFiles())
+        channel = SimpleNamespace(send=self._recorded, has_vacant_stage=False, stages=range(1))
+        profiles = ProfileDesk(self.front, channel, TraceFiles())
         self.desk = ControlDesk(self.front, self.server, profiles)
         self._profiles = profiles
 

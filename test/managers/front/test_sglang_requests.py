@@ -320,8 +320,8 @@ WITHOUT_EFFECT = {
 
 SAMPLING_WITHOUT_EFFECT = {
     "n": "fanned out by upstream's front",
-    "stop": "normalised into stop_strs",
-    "stop_regex": "normalised into stop_regex_strs",
+    "stop": "normalized into stop_strs",
+    "stop_regex": "normalized into stop_regex_strs",
     "stop_str_max_len": "derived",
     "stop_regex_max_len": "derived",
     "is_normalized": "derived",

@@ -21,6 +21,7 @@ UPSTREAM = {
     upstream_messages.SglangMessage: io_struct.BaseReq,
     upstream_messages.SamplingMessage: SamplingParams,
     upstream_messages.GenerateMessage: io_struct.TokenizedGenerateReqInput,
+    upstream_messages.PackedMessage: io_struct.PickleWrapper,
     upstream_messages.AbortMessage: io_struct.AbortReq,
     upstream_messages.FlushMessage: io_struct.FlushCacheReqInput,
     upstream_messages.PauseMessage: io_struct.PauseGenerationReqInput,

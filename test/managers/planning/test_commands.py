@@ -170,3 +170,33 @@ def test_the_least_of_each_part_counts() -> None:
     work = StepWork(1, 1, 1, 0, 1)
     one, other = PartSample(work, (1.0, 5.0), 3.0, 4.0), PartSample(work, (2.0, 4.0), 2.0, 5.0)
     assert least(one, other) == PartSample(work, (1.0, 4.0), 2.0, 4.0)
+
+
+@pytest.mark.multiproc
+def test_a_plan_over_hosts_orders_them_and_says_what_binds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, hosts = tiny_model("qwen3"), tmp_path / "hosts.json"
+    save_costs(costs_of(model_name(model)))
+    hosts.write_text(
+        '{"hosts": [{"name": "a"}, {"name": "b"}, {"name": "c"}],'
+        ' "link": {"gbit_per_s": 10, "delay_ms": 0.5},'
+        ' "links": [{"between": ["a", "b"], "gbit_per_s": 0.01, "delay_ms": 90}]}'
+    )
+    flags = ["--model", str(model), "--dtype", "float32", "--cpu-threads-per-stage", "1"]
+    assert plan_command.main([*flags, "--hosts", str(hosts)]) == 0
+    text = capsys.readouterr().out
+    assert "as listed: a > b > c" in text
+    assert "best order: a > c > b" in text
+    assert "--extra-steps-in-flight 8" in text
+    assert "c: --nnodes 3 --pp 3 --pp-layer-partition" in text
+    assert "--node-rank 1 --dist-init-addr a:PORT" in text
+    # The way back is the long one whichever way round.
+    assert "bound by a round of 9" in text
+    for more, message in (
+        (["--pp", "3"], "--pp 3 is for one host"),
+        (["--devices", "cpu"], "--devices cpu is for one host"),
+        (["--extra-steps-in-flight", "9"], "must be between 0 and 8"),
+    ):
+        assert plan_command.main([*flags, "--hosts", str(hosts), *more]) == 1
+        assert message in capsys.readouterr().err

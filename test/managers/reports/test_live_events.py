@@ -73,3 +73,8 @@ def test_a_recovery_is_a_mark_that_says_what_was_lost() -> None:
         (49_000_000, None),
     ]
     assert marks[0]["text"] == "stage 1 lost, 80 tokens again"
+    fewer = msgspec.structs.replace(over, num_stages=1, stages_before=2)
+    more = msgspec.structs.replace(over, lost=(), num_stages=2, stages_before=1)
+    marks = told(core.state(50.0, recoveries=(fewer, more)))["recoveries"]
+    assert marks[0]["text"] == "stage 1 lost, 1 stages in place of 2, 80 tokens again"
+    assert marks[1]["text"] == "a worker came, 2 stages in place of 1, 80 tokens again"

@@ -25,10 +25,12 @@ class Desk:
         self.sent: dict[int, list[Any]] = {0: [], 1: []}
         front = SimpleNamespace(reply=lambda message, to: self.replies.append(message))
         channel = SimpleNamespace(
-            send=lambda stage, message: self.sent[stage].append(message), has_vacant_stage=False
+            send=lambda stage, message: self.sent[stage].append(message),
+            has_vacant_stage=False,
+            stages=range(2),
         )
         self.stages = channel
-        self.desk = ProfileDesk(front, channel, range(2), self.traces)
+        self.desk = ProfileDesk(front, channel, self.traces)
 
     def ask(self, message: Any) -> None:
         self.desk.answer(message)

@@ -5,9 +5,11 @@ from support.step_records import recovery_record
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
 from sgl_pipeline.managers.reports.server_info import describe_start, describe_state
+from sgl_pipeline.managers.reports.status_line import status_line
 from sgl_pipeline.messages import StageLoaded
-from sgl_pipeline.pipeline.worker_roster import PipelineCapacity
+from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
 from sgl_pipeline.recovery_record import LostWorker, RecoveryRecord
+from sgl_pipeline.stage_plan import StagePlan
 
 
 def test_the_plan_is_the_one_in_use_and_old_predictions_are_gone() -> None:
@@ -41,3 +43,16 @@ def test_recoveries_are_listed_and_the_one_under_way_is_said() -> None:
     assert (first["stages"], first["seconds"], first["is_over"]) == ([1], 2.5, True)
     assert (first["requests"], first["tokens"], first["reasons"]) == (2, 70, ["killed"])
     assert (second["stages"], second["seconds"], second["is_over"]) == ([0], 1.0, False)
+
+
+def test_how_many_stages_serve_is_said_beside_how_many_should() -> None:
+    core = movable_core(2, 2)
+    assert describe_state(core.state(1.0))["num_stages"] == 2
+    assert status_line(core.state(0.0), core.state(1.0)).startswith("step 0: waiting")
+    core.halt([1], "stage 1 was lost", 2.0)
+    core.use_stages(StagePlan(1, (4,)), (4,), 2.0)
+    core.start_over(1, num_pages=3)
+    facts = describe_state(core.state(3.0))
+    assert (facts["num_stages"], facts["layer_partition"], facts["total_pages"]) == (1, [4], 3)
+    line = status_line(core.state(2.0), core.state(3.0))
+    assert line.startswith("step 0, 1 of 2 stages: waiting")

@@ -7,6 +7,7 @@ import pytest
 
 from sgl_pipeline.managers.stages.recovery_desk import DUMP_GRACE_S, RecoveryDesk
 from sgl_pipeline.pipeline.stage_watch import Silence
+from sgl_pipeline.pipeline.worker_source import RefusedWorker
 from sgl_pipeline.recovery_record import LostWorker, RecoveryRecord
 
 
@@ -16,14 +17,26 @@ class Recovery:
     def __init__(self) -> None:
         self.current: RecoveryRecord | None = None
         self.history: list[RecoveryRecord] = []
-        self.num_wanted_workers = 2
+        self.num_wanted = 2
         self.order: Any = None
         self.late: list[tuple[int, str]] = []
         self.lost: list[tuple[int, str]] = []
         self.limits: list[float | None] = []
+        self.refusals: list[tuple[int, str]] = []
+        self.reformed: list[Any] = []
+
+    def num_wanted_workers(self, now_s: float) -> int:
+        return self.num_wanted
 
     def asked(self, worker: int, now_s: float) -> None:
-        self.num_wanted_workers -= 1
+        self.num_wanted -= 1
+
+    def refused(self, worker: int, reason: str, now_s: float) -> None:
+        self.refusals.append((worker, reason))
+
+    def reform(self, now_s: float) -> list[Any]:
+        told, self.reformed = self.reformed, []
+        return told
 
     def lose(self, worker: int, reason: str, now_s: float) -> list[Any]:
         self.lost.append((worker, reason))
@@ -47,25 +60,35 @@ class Recovery:
 class Launcher:
     """Worker s fills stage s; `ended` are those that have ended."""
 
-    stages = range(2)
-
     def __init__(self) -> None:
+        self.stages = range(2)
+        self.refused: list[RefusedWorker] = []
         self.ended: list[tuple[int, str]] = []
         self.given_up: list[int] = []
         self.dumped: list[int] = []
         self.sent: list[Any] = []
         self.broadcasts: list[Any] = []
         self.num_asked = 0
-        self.channel = SimpleNamespace(send=lambda worker, message: self.sent.append(message))
+        self.silent: list[tuple[int, str]] = []
         self.roster = SimpleNamespace(
             worker_of=lambda stage: stage,
             worker_stage=lambda worker: worker if worker < 2 else None,
             workers_of_stages=[0, 1],
         )
 
+    def tell(self, messages: list[Any]) -> None:
+        self.sent += [message for _, message in messages]
+
+    def silent_newcomers(self, now_s: float) -> list[tuple[int, str]]:
+        return self.silent
+
     def take_lost(self) -> list[tuple[int, str]]:
         ended, self.ended = self.ended, []
         return ended
+
+    def take_refused(self) -> list[RefusedWorker]:
+        refused, self.refused = self.refused, []
+        return refused
 
     def ask_for_worker(self) -> int:
         self.num_asked += 1
@@ -163,6 +186,44 @@ def test_who_is_late_is_given_up(parts: SimpleNamespace) -> None:
     assert parts.recovery.limits[-1] == 5.0
     assert parts.launcher.given_up == [1]
     assert parts.recovery.lost == [(0, "killed"), (1, "late")]
+
+
+def test_a_refusal_and_what_follows_are_told_to_all_whom_it_concerns(
+    parts: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts.launcher.ended = [(1, "killed")]
+    parts.launcher.refused = [RefusedWorker(2, "no card is left")]
+    parts.desk.check(1.0)
+    assert parts.recovery.refusals == [(2, "no card is left")]
+    assert "worker 2 is not available: no card is left" in caplog.text
+
+    def reform(now_s: float) -> list[Any]:
+        parts.launcher.stages = range(1)
+        return [(0, "another stage")]
+
+    lost: list[int] = []
+    parts.desk.on_lost = lost.append
+    parts.recovery.reform = reform
+    parts.desk.serve(2.0)
+    assert parts.launcher.sent == ["regroup", "another stage"]
+    # Whatever was asked of a stage, no worker has that number any more.
+    assert lost == [0, 1]
+    assert "for stage 1: the layers go to the 1 of 2 stages that are left" in caplog.text
+
+
+def test_health_is_answered_for_as_long_as_a_recovery_may_take(parts: SimpleNamespace) -> None:
+    parts.recovery.bound_s = 5.0
+    assert not parts.desk.is_within_bound(0.0)
+    parts.launcher.ended = [(1, "killed")]
+    parts.desk.check(1.0)
+    assert parts.desk.is_within_bound(6.0) and not parts.desk.is_within_bound(6.1)
+
+
+def test_a_newcomer_that_is_silent_is_given_up(parts: SimpleNamespace) -> None:
+    parts.launcher.silent = [(5, "it was silent")]
+    parts.desk.check(1.0)
+    assert parts.launcher.given_up == [5]
+    assert parts.recovery.lost == [(5, "it was silent")]
 
 
 def test_a_spare_that_is_lost_is_one_line(

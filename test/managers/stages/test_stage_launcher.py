@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import zmq
 from support.tiny_models import tiny_model
@@ -20,6 +21,8 @@ from sgl_pipeline.managers.stages.main_process_workers import (
 )
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.managers.stages.stage_processes import StageProcesses
+from sgl_pipeline.messages import PoolSize, Regrouped
+from sgl_pipeline.pipeline.worker_source import RefusedWorker
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.stage_orders import OrderStream
 from sgl_pipeline.step_plan import MirrorSnapshot
@@ -63,15 +66,46 @@ def test_another_worker_comes_when_it_is_asked_for_and_waits_as_a_spare(
             while not launcher.roster.spare_workers and time.monotonic() < deadline_s:
                 launcher.channel.socket.poll(200)
                 launcher.check({})
-                for message in launcher.receive():
+                for _, message in launcher.receive():
                     launcher.take(message)
             assert launcher.roster.spare_workers == (1,)
             assert len(processes.pids) == 2
+            # One that stands still while it should load is noticed by its silence.
+            psutil.Process(processes.pids[1]).suspend()
+            launcher.tell([(1, PoolSize(4))])
+            now_s = time.monotonic()
+            assert launcher.silent_newcomers(now_s) == []
+            late = launcher.silent_newcomers(now_s + 60.0)
+            assert [worker for worker, _ in late] == [1] and "while it loaded" in late[0][1]
             # It is watched like the first ones: its end is noticed.
             os.kill(processes.pids[1], 9)
             with pytest.raises(StageFailure, match="killed by signal 9"):
                 while time.monotonic() < deadline_s:
                     launcher.check({})
+        finally:
+            launcher.stop()
+
+
+def test_a_worker_whose_process_cannot_be_started_is_refused_with_the_reason(
+    processes: StageProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(worker: int) -> int:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(processes, "start_another", refuse)
+    with zmq.Context() as context:
+        launcher = launcher_of(processes, context, tmp_path)
+        try:
+            assert launcher.ask_for_worker() == 1
+            refused: list[RefusedWorker] = []
+            deadline_s = time.monotonic() + TIMEOUT_S
+            while not refused and time.monotonic() < deadline_s:
+                assert list(launcher.take_lost()) == []
+                refused = launcher.take_refused()
+            assert refused == [RefusedWorker(1, "its process cannot be started: no more processes")]
+            assert launcher.take_refused() == []
+            # Nobody waits for its word.
+            assert launcher.silent_newcomers(time.monotonic() + 1e6) == []
         finally:
             launcher.stop()
 
@@ -119,6 +153,36 @@ def test_what_a_lost_worker_has_said_is_not_heard_and_the_others_are(
             # Once, and whoever waits for the next is not woken by this one.
             assert list(launcher.take_lost()) == [] and not poller.poll(0)
             other.close()
+        finally:
+            launcher.stop()
+
+
+def test_a_worker_that_says_what_it_may_not_is_lost(
+    processes: StageProcesses, tmp_path: Path
+) -> None:
+    with zmq.Context() as context:
+        launcher = launcher_of(processes, context, tmp_path)
+        try:
+            launcher.start()
+            address = f"ipc://{tmp_path}/stages"
+            others = {number: WorkerChannel(context, address, number) for number in range(7, 11)}
+            others[7].send(Regrouped(0, 1))
+            others[8].send(hello(7))
+            others[9].socket.send(b"garbage")
+            others[10].send(hello(10))
+            heard: list[int] = []
+            lost: dict[int, str] = {}
+            deadline_s = time.monotonic() + TIMEOUT_S
+            while (len(lost) < 3 or not heard) and time.monotonic() < deadline_s:
+                launcher.channel.socket.poll(200)
+                heard += [worker for worker, _ in launcher.receive()]
+                lost |= dict(launcher.take_lost())
+            assert heard == [10]
+            assert lost[7] == "it sent a Regrouped of stage 0, it fills no stage"
+            assert lost[8] == "it sent a WorkerHello of worker 7"
+            assert lost[9].startswith("it sent a malformed message")
+            for channel in others.values():
+                channel.close()
         finally:
             launcher.stop()
 

@@ -81,7 +81,11 @@ class Recorder:
 
 
 @pytest.mark.parametrize(
-    "name", ["paged_attention", "rms_norm", "place_heads", "gate", "pack_weight", "product"]
+    "name",
+    [
+        *("paged_attention", "rms_norm", "place_heads", "gate"),
+        *("product", "int8_product", "expanded_product"),
+    ],
 )
 def test_every_named_argument_reaches_its_place_in_the_definition(name: str) -> None:
     parameters, recorder = definitions()[name], Recorder()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sgl_pipeline.pp_runner.layer_moves.move_site import Parcel, StageGone
-from sgl_pipeline.pp_runner.links.page_link import MAX_UNREAD, HostPageLinks
+from sgl_pipeline.pp_runner.links.page_link import MAX_UNREAD, StagePageLinks
 
 ROW_BYTES = 48
 
@@ -17,7 +17,9 @@ def rows_of(value: int, count: int = 5) -> Parcel[torch.Tensor]:
 
 
 def both_ends(directory: Path):  # type: ignore[no-untyped-def]
-    source, target = (HostPageLinks(str(directory), stage, ROW_BYTES) for stage in (0, 1))
+    source, target = (
+        StagePageLinks((f"unix:{directory}",) * 2, stage, ROW_BYTES, "") for stage in (0, 1)
+    )
     return source.sender(4, 1), lambda: target.receiver(4, 0)
 
 

@@ -150,7 +150,7 @@ def test_another_steps_rows_are_a_protocol_error(tmp_path, step_id, num_rows):
         downstream.receive(step_id, num_rows)
 
 
-def test_what_is_sent_to_a_neighbour_that_is_gone_is_dropped(tmp_path):
+def test_what_is_sent_to_a_neighbor_that_is_gone_is_dropped(tmp_path):
     _, upstream, downstream = links(tmp_path)
     upstream.send(0, torch.ones(4, 8))
     downstream.receive(0, 4)

@@ -103,7 +103,7 @@ def test_steps_of_known_sizes_open_no_more_descriptors(tmp_path):
     assert counts[-1] == counts[20]
 
 
-def test_what_is_sent_to_a_neighbour_that_is_gone_is_dropped(tmp_path):
+def test_what_is_sent_to_a_neighbor_that_is_gone_is_dropped(tmp_path):
     first, middle, _ = host_links(tmp_path, torch.float32)
     first.send(0, torch.ones(4, 8))
     middle.receive(0, 4)
@@ -112,7 +112,7 @@ def test_what_is_sent_to_a_neighbour_that_is_gone_is_dropped(tmp_path):
         first.send(step_id, torch.ones(4, 8))
 
 
-def test_what_is_sent_first_to_a_neighbour_that_is_gone_is_dropped(tmp_path):
+def test_what_is_sent_first_to_a_neighbor_that_is_gone_is_dropped(tmp_path):
     """Its address is gone as well."""
     first, middle, _ = host_links(tmp_path, torch.float32)
     middle.close()
@@ -120,7 +120,7 @@ def test_what_is_sent_first_to_a_neighbour_that_is_gone_is_dropped(tmp_path):
     assert not (tmp_path / "link-0").exists()
 
 
-def test_who_waits_for_a_neighbour_that_is_gone_is_told(tmp_path):
+def test_who_waits_for_a_neighbor_that_is_gone_is_told(tmp_path):
     first, middle, _ = host_links(tmp_path, torch.float32)
     first.send(0, torch.ones(4, 8))
     middle.receive(0, 4)
@@ -130,7 +130,7 @@ def test_who_waits_for_a_neighbour_that_is_gone_is_told(tmp_path):
         middle.receive(1, 4)
 
 
-def test_a_neighbour_that_connects_and_says_nothing_holds_nobody_up(tmp_path):
+def test_a_neighbor_that_connects_and_says_nothing_holds_nobody_up(tmp_path):
     _, middle, _ = host_links(tmp_path, torch.float32)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.connect(str(tmp_path / "link-0"))
@@ -162,9 +162,9 @@ torch.set_num_threads(1)
 used = []
 
 def watched(operation):
-    def call(rows, neighbour, group):
-        used.append((operation.__name__, neighbour, distributed.get_process_group_ranks(group)))
-        return operation(rows, neighbour, group=group)
+    def call(rows, neighbor, group):
+        used.append((operation.__name__, neighbor, distributed.get_process_group_ranks(group)))
+        return operation(rows, neighbor, group=group)
     return call
 
 link = open_activation_link(

@@ -48,12 +48,12 @@ class RandomWeights:
         return tensor
 
 
-def expert_spec(*, normalised: bool = True, shared: bool = True, per_token: int = 3) -> ExpertSpec:
+def expert_spec(*, normalized: bool = True, shared: bool = True, per_token: int = 3) -> ExpertSpec:
     return ExpertSpec(
         num_experts=NUM_EXPERTS,
         experts_per_token=per_token,
         inner_size=INNER,
-        normalised=normalised,
+        normalized=normalized,
         shared_inner_size=SHARED if shared else 0,
         layers=frozenset({0}),
     )
@@ -80,7 +80,7 @@ def by_hand(spec: ExpertSpec, tensors: dict[str, torch.Tensor], x: torch.Tensor)
     for row in x.double():
         shares = (tensors["mlp.gate.weight"].double() @ row).softmax(dim=0)
         best = shares.sort(descending=True).indices[: spec.experts_per_token]
-        total = shares[best].sum() if spec.normalised else 1.0
+        total = shares[best].sum() if spec.normalized else 1.0
         mixed = sum(shares[e] / total * mlp(f"mlp.experts.{e}", row) for e in best)
         if spec.shared_inner_size:
             gate = (tensors["mlp.shared_expert_gate.weight"].double() @ row).sigmoid()
@@ -89,11 +89,11 @@ def by_hand(spec: ExpertSpec, tensors: dict[str, torch.Tensor], x: torch.Tensor)
     return torch.stack(results)
 
 
-@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("num_rows", "per_token"), [(1, 3), (2, 1), (33, 3), (5, NUM_EXPERTS)])
-def test_result_is_the_weighted_sum_of_the_chosen_experts(normalised, shared, num_rows, per_token):
-    spec = expert_spec(normalised=normalised, shared=shared, per_token=per_token)
+def test_result_is_the_weighted_sum_of_the_chosen_experts(normalized, shared, num_rows, per_token):
+    spec = expert_spec(normalized=normalized, shared=shared, per_token=per_token)
     weights = RandomWeights()
     result = load(spec, weights)(rows(num_rows))
     expected = by_hand(spec, weights.tensors, rows(num_rows))
@@ -168,7 +168,7 @@ def test_routing_is_in_fp32_for_a_model_in_bf16():
         num_experts=4,
         experts_per_token=1,
         inner_size=INNER,
-        normalised=False,
+        normalized=False,
         shared_inner_size=0,
         layers=frozenset(),
     )

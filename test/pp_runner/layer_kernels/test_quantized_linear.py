@@ -1,0 +1,232 @@
+"""Products with quantized weights: plain torch against the formats' definitions in fp64, the
+compiled ones against plain torch, and rows that are independent."""
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.instruction_sets import every_instruction_set, kernels_for
+
+from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
+from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
+from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
+    CompiledExpandedLinear,
+    CompiledInt8Linear,
+)
+from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
+from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import (
+    TorchQuantizedLinear,
+    round_rows_to_fp8,
+    round_rows_to_int8,
+)
+from sgl_pipeline.pp_runner.quantization.rounding import to_fp8, to_int4, to_int8
+from sgl_pipeline.pp_runner.quantization.weights import (
+    FP8,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+    pack_halves,
+)
+
+KINDS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
+    "int8": to_int8,
+    "int4 of 32": lambda matrix: with_zeros(to_int4(matrix, 32)),
+    "int4 of 96, ordered": lambda matrix: with_order(to_int4(matrix, 96)),
+    "int4 of a row": lambda matrix: to_int4(matrix, matrix.shape[1]),
+    "fp8": lambda matrix: to_fp8(matrix, matrix.shape[1]),
+    "fp8 of 64": lambda matrix: to_fp8(matrix, 64),
+    "fp8 of 128": lambda matrix: to_fp8(matrix, 128),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def with_zeros(weight: Int4Weight) -> Int4Weight:
+    """The same with zero points of every size."""
+    generator = torch.Generator().manual_seed(0)
+    zeros = torch.randint(0, 16, weight.zeros.shape, generator=generator, dtype=torch.uint8)
+    return Int4Weight(weight.packed, weight.scales, zeros, weight.group_size, None, weight.dtype)
+
+
+def with_order(weight: Int4Weight) -> Int4Weight:
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
+    return Int4Weight(
+        weight.packed, weight.scales, weight.zeros, weight.group_size, order, weight.dtype
+    )
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def quantized(kind: str, outputs: int, inputs: int) -> QuantizedWeight:
+    return KINDS[kind](random(outputs * 7919 + inputs, outputs, inputs))
+
+
+def test_rows_are_rounded_to_the_nearest_eight_bits():
+    x = torch.tensor([[0.0, 0.0, 0.0], [127.0, -2.5, 3.5], [-254.0, 1.0, 100.0]])
+    values, scales = round_rows_to_int8(x)
+    assert values.tolist() == [[0, 0, 0], [127, -2, 4], [-127, 0, 50]]
+    assert scales.tolist() == [0.0, 1.0, 2.0]
+    # 17 and 19 lie between 16, 18 and 20; 2^-8 is a multiple of the least number, 2^-9
+    x = torch.tensor([[448.0, 17.0, 19.0, 2.0**-8, 1e-4, -896.0, 34.0, 1.0]])
+    assert round_rows_to_fp8(x, 5).tolist() == [
+        [448.0, 16.0, 20.0, 2.0**-8, 0.0, -896.0, 32.0, 1.0]
+    ]
+
+
+def exact(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
+    """The product's definition, in fp64."""
+    matrix = weight.dequantized().double()
+    if isinstance(weight, Int8Weight):
+        values, scales = round_rows_to_int8(x)
+        return values.double() * scales[:, None].double() @ matrix.T
+    if isinstance(weight, Fp8Weight):
+        return round_rows_to_fp8(x, weight.group_size).double() @ matrix.T
+    return x.double() @ matrix.T
+
+
+@every_kind
+def test_plain_torch_multiplies_what_the_numbers_stand_for(kind):
+    weight, x, bias = quantized(kind, 40, 192), random(1, 7, 192), random(2, 40)
+    y = TorchQuantizedLinear(weight, bias)(x)
+    torch.testing.assert_close(
+        y.double(), exact(weight, x) + bias.double(), rtol=2.0**-8, atol=2.0**-8
+    )
+
+
+def compiled(instructions: str, weight: QuantizedWeight, bias=None, *, is_gated=False) -> Linear:
+    kernels = CompiledKernels(kernels_for(instructions))
+    make = kernels.gated_linear if is_gated else kernels.linear
+    linear = make(weight, bias)
+    if not isinstance(linear, CompiledInt8Linear | CompiledExpandedLinear):
+        pytest.skip("no instructions for it")
+    return linear
+
+
+@pytest.mark.compiler
+@every_instruction_set
+@every_kind
+@settings(max_examples=15, deadline=None)
+@given(
+    num_rows=st.one_of(st.integers(0, 70), st.just(300)),
+    in_features=st.sampled_from([96, 192, 672, 1056]),
+    out_features=st.sampled_from([1, 15, 16, 17, 72]),
+    with_bias=st.booleans(),
+)
+def test_the_compiled_product_is_that_of_plain_torch(
+    instructions, kind, num_rows, in_features, out_features, with_bias
+):
+    weight = quantized(kind, out_features, in_features)
+    bias = random(3, out_features) if with_bias else None
+    x = random(num_rows, num_rows, in_features)
+    y, expected = compiled(instructions, weight, bias)(x), TorchQuantizedLinear(weight, bias)(x)
+    if kind == "int8":
+        assert torch.equal(y, expected)
+    torch.testing.assert_close(y, expected, rtol=2.0**-7, atol=1e-3)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("in_features", [1, 3, 33, 63, 65, 100])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8 of 64"])
+def test_eight_bits_of_any_number_of_inputs(kind, in_features):
+    weight, x = quantized(kind, 19, in_features), random(4, 5, in_features)
+    y = compiled("native", weight)(x)
+    torch.testing.assert_close(y, TorchQuantizedLinear(weight)(x), rtol=2.0**-7, atol=1e-3)
+
+
+@pytest.mark.compiler
+@every_kind
+@pytest.mark.parametrize("inner", [15, 16, 40])
+def test_the_compiled_product_gates(kind, inner):
+    weight, x, bias = quantized(kind, 2 * inner, 192), random(5, 9, 192), random(6, 2 * inner)
+    gate, up = (exact(weight, x) + bias.double()).chunk(2, dim=1)
+    expected = gate / (1 + (-gate).exp()) * up
+    for kernels in (CompiledKernels(load_cpu_kernels()), TorchKernels()):
+        y = kernels.gated_linear(weight, bias)(x).double()
+        torch.testing.assert_close(y, expected, rtol=2.0**-6, atol=2.0**-3)
+
+
+@pytest.mark.compiler
+def test_every_fp8_number_is_exact():
+    """Each times one, also those below the least normal number, which bf16 products take for 0."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers = numbers[numbers & 0x7F != 0x7F].view(FP8)
+    weight = Fp8Weight(numbers[:, None], torch.ones(len(numbers), 1), 1, torch.bfloat16)
+    y = compiled("native", weight)(torch.tensor([[448.0]]).bfloat16())
+    assert torch.equal(y[0], (numbers.float() * 448).bfloat16())
+
+
+@pytest.mark.compiler
+def test_every_four_bit_number_and_zero_point_is_exact():
+    numbers, zeros = torch.cartesian_prod(torch.arange(16), torch.arange(16)).unbind(1)
+    weight = Int4Weight(
+        pack_halves(numbers[:, None].expand(256, 32)),
+        torch.ones(256, 1),
+        zeros[:, None].to(torch.uint8),
+        32,
+        None,
+        torch.bfloat16,
+    )
+    x = torch.zeros(1, 32).bfloat16()
+    x[0, 5] = 1.0
+    assert torch.equal(compiled("native", weight)(x)[0], (numbers - zeros).bfloat16())
+
+
+@pytest.mark.compiler
+@every_kind
+@pytest.mark.parametrize("shape", [(64, 96), (1000, 192), (40, 3072)], ids=str)
+def test_a_row_has_the_same_bits_in_every_microbatch(kind, shape):
+    weight, x = quantized(kind, *shape), random(7, 300, shape[1])
+    for linear in (compiled("native", weight), compiled("native", weight, is_gated=True)):
+        whole = linear(x)
+        for start, length in [(0, 1), (5, 1), (0, 2), (3, 3), (7, 4), (1, 8), (20, 31), (2, 100)]:
+            assert torch.equal(linear(x[start : start + length]), whole[start : start + length])
+        torch.set_num_threads(3)
+        assert torch.equal(linear(x), whole)
+        torch.set_num_threads(1)
+
+
+@every_kind
+def test_a_row_of_plain_torch_has_the_same_bits_in_every_microbatch(kind):
+    linear, x = TorchQuantizedLinear(quantized(kind, 40, 192)), random(8, 50, 192)
+    whole = linear(x)
+    for start, length in [(0, 1), (3, 3), (7, 4), (20, 30)]:
+        assert torch.equal(linear(x[start : start + length]), whole[start : start + length])
+
+
+@pytest.mark.compiler
+def test_what_the_compiled_kernels_do_not_multiply_goes_to_torch():
+    old_machine, here = (
+        CompiledKernels(kernels_for(name)) for name in ("without AVX-512", "native")
+    )
+    for kind in KINDS:
+        weight = quantized(kind, 8, 192)
+        assert isinstance(old_machine.linear(weight), TorchQuantizedLinear)
+        in_fp32 = KINDS[kind](torch.ones(8, 192))
+        assert isinstance(here.linear(in_fp32), TorchQuantizedLinear)
+
+
+@pytest.mark.compiler
+@every_kind
+def test_a_packed_weight_replaces_the_plain_one(kind):
+    weight = quantized(kind, 64, 192)
+    numbers = weight.packed if isinstance(weight, Int4Weight) else weight.values
+    alive = weakref.ref(numbers.untyped_storage())
+    linear = compiled("native", weight)
+    del weight, numbers
+    gc.collect()
+    assert alive() is None and linear is not None

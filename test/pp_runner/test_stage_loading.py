@@ -1,0 +1,91 @@
+"""A worker that is given another stage keeps the weights that it has, and reads the others."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support.tiny_models import tiny_model
+
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.messages import StageAssignment
+from sgl_pipeline.pp_runner import kv_capacity, stage_loading
+from sgl_pipeline.pp_runner.stage_loading import load_stage
+from sgl_pipeline.stage_plan import StagePlan
+
+
+def assignment(stage: int, *layer_counts: int, **options: Any) -> StageAssignment:
+    first = StageAssignment(
+        stage=stage,
+        plan=StagePlan(0, layer_counts),
+        model_path=str(tiny_model("llama")),
+        load_format="safetensors",
+        dtype="float32",
+        device="cpu",
+        attention_backend="torch",
+        layer_kernels="torch",
+        page_size=16,
+        max_total_tokens=160,
+        memory_fraction=0.5,
+        links=(),
+        cpu_threads=1,
+        cpu_cores=(),
+    )
+    return msgspec.structs.replace(first, **options)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (assignment(1, 2, 2, 2), assignment(0, 6)),
+        (assignment(0, 6), assignment(1, 3, 3)),
+        (assignment(0, 2, 4), assignment(0, 3, 3)),
+        (assignment(1, 3, 3), assignment(1, 2, 2, 2)),
+    ],
+)
+def test_it_has_what_a_fresh_worker_would_have(
+    before: StageAssignment, after: StageAssignment
+) -> None:
+    old = load_stage(before)
+    kept = dict(old.model.layers)
+    new, fresh = load_stage(after, old), load_stage(after)
+    assert sorted(new.model.layers) == sorted(fresh.model.layers)
+    for layer in set(kept) & set(new.model.layers):
+        assert new.model.layers[layer] is kept[layer]
+    assert new.model.loaded == fresh.model.loaded and new.capacity == fresh.capacity
+    assert (new.model.is_first, new.model.is_last) == (fresh.model.is_first, fresh.model.is_last)
+    if new.model.is_last:
+        rows = torch.rand(3, new.rows.hidden_size)
+        assert torch.equal(new.model.logits(rows), fresh.model.logits(rows))
+
+
+def test_it_gets_on_with_each_tensor_that_it_reads() -> None:
+    read: list[int] = []
+    old = load_stage(assignment(0, 3, 3), on_read=lambda: read.append(0))
+    load_stage(assignment(0, 6), old, on_read=lambda: read.append(1))
+    load_stage(assignment(0, 6), on_read=lambda: read.append(2))
+    # Another three layers and the head; of the rest it has all.
+    assert 0 < read.count(1) < read.count(2) <= read.count(0) + read.count(1)
+
+
+def test_layers_that_do_not_fit_are_refused_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = load_stage(assignment(0, 3, 3))
+    monkeypatch.setattr(stage_loading, "usable_memory_bytes", lambda *one: 1000)
+    monkeypatch.setattr(type(old.model), "read_layer", lambda *one: pytest.fail("it was read"))
+    with pytest.raises(ConfigurationError, match=r"no room for 3 more layers of .* MiB in all"):
+        load_stage(assignment(0, 6), old)
+
+
+def test_fewer_pages_than_asked_for_do_where_the_worker_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page_bytes = load_stage(assignment(0, 6)).capacity.page_bytes
+    monkeypatch.setattr(kv_capacity, "_cpu_room_bytes", lambda: 4 * page_bytes)
+    with pytest.raises(ConfigurationError, match="lower --max-total-tokens"):
+        load_stage(assignment(0, 6))
+    assert load_stage(assignment(0, 6, fewer_pages_do=True)).capacity.num_pages == 4
+    monkeypatch.setattr(kv_capacity, "_cpu_room_bytes", lambda: page_bytes - 1)
+    with pytest.raises(ConfigurationError, match="KV cache"):
+        load_stage(assignment(0, 6, fewer_pages_do=True))

@@ -1,0 +1,70 @@
+"""A roster, a core and their recovery, whose workers say what a test has them say."""
+
+from support.worker_messages import hello, loaded, ready
+
+from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs, SchedulingArgs, StageArgs
+from sgl_pipeline.messages import Regrouped
+from sgl_pipeline.pipeline.migration_control import MigrationControl
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.recovery import StageRecovery
+from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
+from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.throttle import make_policy
+
+PLAN = StagePlan(0, (3, 3, 2))
+
+
+class Server:
+    """Three stages that run, filled by the workers 0 to 2."""
+
+    def __init__(
+        self,
+        *,
+        migration: MigrationArgs | None = None,
+        log: RecoveryLog | None = None,
+        **options: object,
+    ) -> None:
+        stages = StageArgs(num_stages=3, layer_partition="3,3,2", model_path="m", dtype="float32")
+        args = PipelineArgs(
+            stages=stages,
+            run_directory="run",
+            recovery=RecoveryArgs(**options),
+            migration=migration or MigrationArgs(),
+        )
+        self.roster = WorkerRoster(args, 8)
+        for worker in range(3):
+            self.roster.take(hello(worker))
+        for stage in range(3):
+            self.roster.take(loaded(stage))
+        for stage in range(3):
+            self.roster.take(ready(stage))
+        scheduler = StepScheduler(
+            SchedulingArgs(page_size=4),
+            make_policy(args.throttle),
+            num_pages=10,
+            num_stages=3,
+            context_length=40,
+            log=log,
+        )
+        control = MigrationControl.of(args.migration, PLAN)
+        self.core = PipelineCore(scheduler, PLAN, control)
+        self.recovery = StageRecovery(self.core, self.roster, args.recovery)
+
+    def lose(self, worker: int, now_s: float) -> list[Addressed]:
+        return self.recovery.lose(worker, "killed", now_s)
+
+    def ask(self, worker: int, now_s: float) -> None:
+        assert self.recovery.num_wanted_workers(now_s) > 0
+        self.recovery.asked(worker, now_s)
+
+    def regrouped(self, *stages: int, incarnation: int, now_s: float = 0.0) -> list[Addressed]:
+        return [
+            answer
+            for stage in stages
+            for answer in self.recovery.take(Regrouped(stage, incarnation), now_s)
+        ]
+
+
+def links(incarnation: int) -> tuple[str, ...]:
+    return tuple(f"unix:run/link-{incarnation}-{boundary}" for boundary in range(2))
