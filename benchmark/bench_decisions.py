@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         started = time.monotonic()
         print(f"[{number}/{len(SCENARIOS)}] {scenario.name} ...", flush=True)
         timings = DecisionLoad(scenario).measure(options.steps)
-        rows.append(summarise(scenario, timings))
+        rows.append(summarize(scenario, timings))
         print(f"    {_one_line(rows[-1])} ({time.monotonic() - started:.0f} s)", flush=True)
     table = decision_table(rows)
     print("\n" + table)
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def summarise(scenario: Scenario, timings: Timings) -> dict[str, Any]:
+def summarize(scenario: Scenario, timings: Timings) -> dict[str, Any]:
     """Milliseconds by operation and clock: median, 99th percentile, maximum."""
     return {
         "scenario": scenario.name,

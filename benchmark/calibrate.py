@@ -8,7 +8,7 @@ reads. The others, of other lengths and rates, are checks: each is simulated wit
 lengths that its own trace recorded, and with a fit that has seen nothing of it, only the first kind
 of the same round: the speed of a shared machine drifts. Medians over the rounds are compared. The
 machine must be quiet: the share of the processors that other processes took is printed. What a
-neighbour on the same host takes cannot be seen; so each prediction is made a second time with one
+neighbor on the same host takes cannot be seen; so each prediction is made a second time with one
 number of the predicted run, how much slower its steps were than the fit says, which leaves the
 error that is the simulator's own.
 

@@ -1,12 +1,14 @@
-"""Compares policies, and ways of counting for them, in our server on this machine.
+"""Compares policies, ways of counting for them, and recovery, in our server on this machine.
 
     python -m benchmark.compare policies
     python -m benchmark.compare accountings --flags "--prefill-spread-steps 4"
+    python -m benchmark.compare recovery --rounds 5
 
 Run by hand. Servers of ours are all up and take turns, on an online load near saturation, so that a
 run and the ones it is compared with lie seconds apart. `policies` has the prefix cache off and the
 peers that are installed beside ours, started afresh in each round; `accountings` shares prefixes,
-with the cache on, and emptied before each run.
+with the cache on, and emptied before each run. `recovery` has all requests come at once: what does
+it cost that a stage could be replaced?
 """
 
 import argparse
@@ -71,6 +73,17 @@ def accountings(names: Sequence[str], num_requests: int, requests_per_s: float) 
     )
 
 
+def recovery(names: Sequence[str], num_requests: int, requests_per_s: float) -> Comparison:
+    """A server that ends with a stage, and one that would replace it, at their full rate."""
+    return Comparison(
+        ours=tuple(f"--stage-recovery {name}" for name in names),
+        prefix_cache=False,
+        requests=tuple(scaled_trace("sharegpt", num_requests, 0.5, 96)),
+        requests_per_s=requests_per_s,
+        facts={"lengths": "ShareGPT's, halved, at most 96 tokens out", "prefix caches": "off"},
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Default:
     """How a comparison is made unless told otherwise: the first of `names` is what the others'
@@ -95,6 +108,12 @@ DEFAULTS = {
         names=("gllm", "radix", "naive"),
         requests_per_s=1.5,
         pool_tokens=65_536,
+    ),
+    "recovery": Default(
+        make=recovery,
+        names=("off", "auto"),
+        requests_per_s=float("inf"),
+        pool_tokens=16_384,
     ),
 }
 

@@ -4,6 +4,7 @@ Used by the benchmarks in this folder; the format is that of `results/README.md`
 """
 
 import datetime
+import gzip
 import json
 import shlex
 import sys
@@ -14,6 +15,44 @@ from typing import Any
 from benchmark.machine import describe_machine, describe_software
 
 RESULTS = Path(__file__).resolve().parent / "results"
+
+# A record of more bytes is stored compressed.
+MAX_RECORD_BYTES = 200_000
+
+
+def encode_record(record: Mapping[str, Any]) -> bytes:
+    """Compact JSON with a line for each entry of `record`."""
+    entries = (
+        f"{json.dumps(key)}:{json.dumps(value, separators=(',', ':'))}"
+        for key, value in record.items()
+    )
+    return ("{\n" + ",\n".join(entries) + "\n}\n").encode()
+
+
+def write_record(stem: Path, record: Mapping[str, Any]) -> Path:
+    """Writes `<stem>.json`, or `<stem>.json.gz` where it has more than MAX_RECORD_BYTES.
+
+    Removes the other of the two. A file that was there stays whole until its successor is.
+    """
+    whole = encode_record(record)
+    is_large = len(whole) > MAX_RECORD_BYTES
+    plain, packed = stem.with_suffix(".json"), stem.with_suffix(".json.gz")
+    path, other = (packed, plain) if is_large else (plain, packed)
+    _replace(path, gzip.compress(whole, mtime=0) if is_large else whole)
+    other.unlink(missing_ok=True)
+    return path
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What `write_record` wrote to `path`."""
+    content = path.read_bytes()
+    return dict(json.loads(gzip.decompress(content) if path.suffix == ".gz" else content))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    draft = path.with_name(f"{path.name}.part")
+    draft.write_bytes(content)
+    draft.replace(path)
 
 
 class DatedResult:
@@ -29,7 +68,7 @@ class DatedResult:
         folder.mkdir(parents=True, exist_ok=True)
         self.stem = folder / f"{now:%Y-%m-%d_%H%M}_{name}"
         number = 1
-        while self.stem.with_suffix(".json").exists():
+        while self.stem.with_suffix(".md").exists():
             number += 1
             self.stem = folder / f"{now:%Y-%m-%d_%H%M}_{number}_{name}"
         self._title = f"{name}, {now.isoformat(timespec='seconds')}"
@@ -52,18 +91,13 @@ class DatedResult:
         """
         groups = {**self._groups, **facts}
         whole = {"date": self._date, "command": self._command, **groups, **record}
-        self._replace(".json", json.dumps(whole, indent=1) + "\n")
+        write_record(self.stem, whole)
         lines = [f"# {self._title}", "", "```", self._command, "```", ""]
         for group, values in groups.items():
             described = "; ".join(f"{key} {value}" for key, value in values.items())
             lines.append(f"{group}: {described}  ")
         text = "\n".join(lines) + "\n\n" + "\n\n".join(filter(None, texts)) + "\n"
-        self._replace(".md", text)
-
-    def _replace(self, suffix: str, text: str) -> None:
-        draft = self.stem.with_suffix(f"{suffix}.part")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(self.stem.with_suffix(suffix))
+        _replace(self.stem.with_suffix(".md"), text.encode())
 
 
 def save_result(

@@ -16,7 +16,7 @@ import requests
 
 from benchmark.dated_result import markdown_table, save_result
 from benchmark.hurtful_table import HURTFUL_REQUESTS
-from benchmark.neighbour import Neighbour
+from benchmark.neighbor import Neighbor
 
 MAX_ANSWER_S = 1.0
 MAX_P99_RATIO = 2.0
@@ -27,15 +27,15 @@ PAUSE_S = 0.05
 
 def measure(url: str) -> dict[str, Any]:
     """The record of one run: times in ms unless the name says seconds."""
-    with Neighbour(url) as warm_up:
+    with Neighbor(url) as warm_up:
         pass
-    with Neighbour(url, min_answers=QUIET_ANSWERS) as quiet:
+    with Neighbor(url, min_answers=QUIET_ANSWERS) as quiet:
         pass
     # Made before anything is timed: the stream's client shares this process.
     num_bytes = sum(len(request.payload) for request in HURTFUL_REQUESTS)
     answers: dict[str, float] = {}
     faults: dict[str, str] = {}
-    with Neighbour(url) as beside:
+    with Neighbor(url) as beside:
         for request in HURTFUL_REQUESTS:
             started_s = time.perf_counter()
             fault = request.fault_of(request.send(url))

@@ -20,13 +20,21 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmark.stage_step import competitors, measure_operations, measure_steps
+from benchmark.stage_step import (
+    competitors,
+    measure_operations,
+    measure_quantized_steps,
+    measure_steps,
+)
 from benchmark.turns import Row, flops_per_ms, print_table, read_bytes_per_ms, take_turns
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
 from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
+from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+from sgl_pipeline.pp_runner.quantization.rounding import to_fp8, to_int4, to_int8
+from sgl_pipeline.pp_runner.quantization.weights import Matrix
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout
 
 NUM_LAYERS = 8  # of one stage: together they do not fit the caches
@@ -94,6 +102,40 @@ def measure_linear(dtype: torch.dtype, rounds: int) -> list[Row]:
         row = take_turns(calls, rounds)
         row["compiled_to_onednn"] = row["compiled_ms"] / row["onednn_ms"]
         row["limit_ms"] = max(reading_ms, 2 * num_rows * num_weights / rate)
+        table.append({"rows": num_rows, **row})
+    return table
+
+
+def measure_quantized(rounds: int) -> list[Row]:
+    """All matrices of a stage by rows: bf16 and each kind of quantized weights, with the GB/s of
+    weights and scales, and the billions of multiplications and additions a second."""
+    kernels = CompiledKernels(load_cpu_kernels())
+    matrices = [torch.randn(shape).bfloat16() for shape in MATRICES.values()] * NUM_LAYERS
+    kinds: dict[str, Callable[[torch.Tensor], Matrix]] = {
+        "bf16": torch.Tensor.clone,
+        "int8": to_int8,
+        "fp8": lambda matrix: to_fp8(matrix, matrix.shape[1]),
+        "int4": lambda matrix: to_int4(matrix, 128),
+    }
+    linears: dict[str, list[Linear]] = {}
+    num_bytes: dict[str, int] = {}
+    for kind, quantize in kinds.items():
+        weights = [quantize(matrix) for matrix in matrices]
+        num_bytes[kind] = sum(weight.nbytes for weight in weights)
+        linears[kind] = [kernels.linear(weight) for weight in weights]
+
+    def run(kind: str, inputs: Sequence[torch.Tensor]) -> None:
+        for linear, rows in zip(linears[kind], inputs, strict=True):
+            linear(rows)
+
+    table = []
+    for num_rows in (1, 4, 16, 64, 256):
+        inputs = [torch.randn(num_rows, matrix.shape[1]).bfloat16() for matrix in matrices]
+        row = take_turns({kind: partial(run, kind, inputs) for kind in kinds}, rounds)
+        for kind in kinds:
+            row[f"{kind}_GBps"] = num_bytes[kind] / row[f"{kind}_ms"] / 1e6
+            row[f"{kind}_GOPps"] = 2e-6 * num_rows * NUM_LAYERS * WEIGHTS_PER_LAYER
+            row[f"{kind}_GOPps"] /= row[f"{kind}_ms"]
         table.append({"rows": num_rows, **row})
     return table
 
@@ -167,23 +209,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=15, help="measurements of each number")
+    parser.add_argument("--quantized", action="store_true", help="the quantized products only")
     parser.add_argument("--json", type=Path, help="also write the tables here")
     args = parser.parse_args()
     _in_huge_pages()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     dtype = getattr(torch, args.dtype)
-    tables = {
-        f"steps of a stage, {args.dtype}": measure_steps(dtype, args.rounds),
-        f"operations of {NUM_LAYERS} layers, {args.dtype}": measure_operations(dtype, args.rounds),
-        f"matrices of {NUM_LAYERS} layers, {args.dtype}": measure_linear(dtype, args.rounds),
-        f"attention of {NUM_LAYERS} layers, {args.dtype}": measure_attention(dtype, args.rounds),
-    }
+    quantized = f"matrices of {NUM_LAYERS} layers, quantized"
+    if args.quantized:
+        steps = "steps of a stage, quantized"
+        tables = {
+            steps: measure_quantized_steps(args.rounds),
+            quantized: measure_quantized(args.rounds),
+        }
+    else:
+        tables = _tables_of(dtype, args)
     for title, table in tables.items():
         print_table(title, table)
     if args.json is not None:
         about = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
         args.json.write_text(json.dumps({**about, "tables": tables}, indent=1) + "\n")
+
+
+def _tables_of(dtype: torch.dtype, args: argparse.Namespace) -> dict[str, list[Row]]:
+    return {
+        f"steps of a stage, {args.dtype}": measure_steps(dtype, args.rounds),
+        f"operations of {NUM_LAYERS} layers, {args.dtype}": measure_operations(dtype, args.rounds),
+        f"matrices of {NUM_LAYERS} layers, {args.dtype}": measure_linear(dtype, args.rounds),
+        f"attention of {NUM_LAYERS} layers, {args.dtype}": measure_attention(dtype, args.rounds),
+    }
 
 
 def _in_huge_pages() -> None:

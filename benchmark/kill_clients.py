@@ -15,6 +15,7 @@ from typing import Any
 import requests
 
 _TIMEOUT_S = 120.0
+_SHORTEST_STAY_S, _LONGEST_STAY_S = 0.005, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +53,26 @@ class Tally:
 
 
 class KillClients:
-    """`count` clients at `url`, each with one prompt of `expected` after the other.
+    """`count` clients at `url`, each with one prompt of `expected` after the other; `leavers` are
+    clients besides, who leave every stream at a random moment, also before its first token.
 
     Args:
         expected: each prompt with the token ids of its answer.
-        abort_share: of the answers that a client leaves at some moment.
     """
 
     def __init__(
-        self,
-        url: str,
-        expected: dict[Prompt, list[int]],
-        count: int,
-        abort_share: float,
-        seed: int,
+        self, url: str, expected: dict[Prompt, list[int]], count: int, leavers: int, seed: int
     ) -> None:
         self.tally = Tally()
         self._url = url
         self._expected = expected
-        self._abort_share = abort_share
         self._is_over = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
-            threading.Thread(target=self._run, args=(Random(seed + number),), daemon=True)
-            for number in range(count)
+            threading.Thread(
+                target=self._run, args=(Random(seed + number), number >= count), daemon=True
+            )
+            for number in range(count + leavers)
         ]
 
     def start(self) -> None:
@@ -90,34 +87,38 @@ class KillClients:
             if thread.is_alive():
                 self.tally.failures.append("a stream never ended")
 
-    def _run(self, rng: Random) -> None:
+    def _run(self, rng: Random, leaves: bool) -> None:
         prompts = list(self._expected)
         while not self._is_over.is_set():
-            prompt = rng.choice(prompts)
-            leaves_after = None
-            if rng.random() < self._abort_share:
-                leaves_after = rng.randrange(prompt.num_new_tokens)
-            problem, moments = self._stream(prompt, leaves_after)
+            stay_s = _SHORTEST_STAY_S + rng.random() * _LONGEST_STAY_S if leaves else None
+            problem, moments = self._stream(rng.choice(prompts), stay_s)
             with self._lock:
                 tally = self.tally
                 tally.moments += moments
                 tally.gaps += [(later, later - before) for before, later in pairwise(moments)]
                 if problem is not None:
                     tally.failures.append(problem)
-                elif leaves_after is not None:
+                elif leaves:
                     tally.num_aborted += 1
                 else:
                     tally.num_answers += 1
 
-    def _stream(self, prompt: Prompt, leaves_after: int | None) -> tuple[str | None, list[float]]:
-        """What was wrong with the answer, if anything, and when its tokens came."""
+    def _stream(self, prompt: Prompt, stay_s: float | None) -> tuple[str | None, list[float]]:
+        """What was wrong with the answer, if anything, and when its tokens came.
+
+        Args:
+            stay_s: the client leaves after so many seconds, or as long after its last token; None:
+                it stays.
+        """
         moments: list[float] = []
         expected = self._expected[prompt]
         last: dict[str, Any] = {}
+        began_s = time.monotonic()
+        timeouts_s = (_TIMEOUT_S, stay_s or _TIMEOUT_S)  # to connect, and between two reads
         try:
             body = body_of(prompt) | {"stream": True}
             with requests.post(
-                self._url + "/generate", json=body, stream=True, timeout=_TIMEOUT_S
+                self._url + "/generate", json=body, stream=True, timeout=timeouts_s
             ) as reply:
                 if reply.status_code != 200:
                     return f"status {reply.status_code}: {reply.text[:200]}", moments
@@ -131,11 +132,19 @@ class KillClients:
                     ids = last["output_ids"]
                     if ids != expected[: len(ids)]:
                         return f"other tokens after {len(ids)}", moments
-                    if leaves_after is not None and len(ids) > leaves_after:
+                    if stay_s is not None and time.monotonic() - began_s > stay_s:
                         return None, moments
         except (requests.RequestException, ValueError, KeyError) as error:
+            if stay_s is not None and _is_timeout(error):
+                return None, moments
             return repr(error), moments
         return _judge(last, expected, prompt), moments
+
+
+def _is_timeout(error: Exception) -> bool:
+    """Whether nothing came for as long as the client would wait. In the middle of a stream requests
+    wraps that as a ConnectionError."""
+    return isinstance(error, requests.Timeout) or "Read timed out" in str(error)
 
 
 def body_of(prompt: Prompt) -> dict[str, Any]:

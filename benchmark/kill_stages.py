@@ -4,18 +4,20 @@
     python -m benchmark.kill_stages --stages 4 --model 0.27b --kills 50
     python -m benchmark.kill_stages --how stop --kills 20        # SIGSTOP in place of SIGKILL
 
-Run by hand. Clients stream answers all the time, some of which they leave; at random moments a
-random stage is killed, now and then another one while it is replaced. Each token is compared with
-the answer of the same server before the first kill. In turns without and with a spare worker.
+Run by hand. Clients stream answers all the time, others leave each of theirs at a random moment; at
+random moments a random stage is killed, now and then another one while it is replaced. Each token
+is compared with the answer of the same server before the first kill. In turns without and with a
+spare worker.
 Exits with 1 when any request failed, any token was another one, or anything was left behind.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,6 +28,7 @@ import requests
 from benchmark.bench_serving import SCRATCH, make_model
 from benchmark.dated_result import markdown_table, save_result
 from benchmark.engines import parse_engine, running
+from benchmark.figures.style import PALETTE
 from benchmark.kill_clients import KillClients, Prompt, Tally, body_of, make_prompts
 from benchmark.machine import usable_cores
 from sgl_pipeline.errors import SglPipelineError
@@ -40,15 +43,20 @@ _BAR_WIDTH = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One kill and what came of it. `gap_s` is the longest of any stream, `recovery_s` the server's
-    own account; `is_double` says that another stage was killed in the same recovery."""
+    """One kill and what came of it until `until_s`. `gap_s` is the longest of any stream that ended
+    in that time, `recovery_s` the server's own account; `is_double` says that another stage was
+    killed in the same recovery. Of running requests `prefilled_tokens` were computed again by all
+    stages, `replayed_tokens` by the lost ones alone."""
 
     spares: int
     stage: int
     killed_s: float
-    gap_s: float
+    until_s: float
+    gap_s: float = 0.0  # known once all streams have ended
     recovery_s: float
     is_double: bool
+    prefilled_tokens: int
+    replayed_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=25, help="of each server")
     parser.add_argument("--spares", default="0,1", help="spare workers of each server")
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--leavers", type=int, default=4, help="clients that leave every stream")
     parser.add_argument("--how", choices=("kill", "stop"), default="kill")
     parser.add_argument("--flags", default="", help="more flags of the server")
     parser.add_argument("--seed", type=int, default=0)
@@ -108,26 +117,27 @@ def _measure(options: argparse.Namespace, spares: int) -> Round:
         assert server is not None
         url = engine.base_url
         prompts = make_prompts(rng, 24, 300)
-        expected = {prompt: _answer(url, prompt) for prompt in prompts}
-        before = _descriptors(server)
-        clients = KillClients(url, expected, options.clients, 0.1, options.seed)
+        expected = {prompt: greedy_answer(url, prompt) for prompt in prompts}
+        before = open_descriptors(server)
+        clients = KillClients(url, expected, options.clients, options.leavers, options.seed)
         clients.start()
         time.sleep(WARM_UP_S)
         kills: list[Kill] = []
         while len(kills) < options.kills and not clients.tally.failures:
-            kills += _kill(url, rng, spares, options.how, clients.tally)
+            kills += _kill(url, rng, spares, options.how)
             _show_progress(len(kills), options.kills, spares, clients.tally)
         clients.stop()
         print()
+        gap_s = clients.tally.longest_gap_s
         return Round(
             spares=spares,
-            kills=kills,
+            kills=[replace(one, gap_s=gap_s(one.killed_s, one.until_s)) for one in kills],
             tally=clients.tally,
-            leftovers=_leftovers(url, server, before),
+            leftovers=leftovers_of(url, server, before),
         )
 
 
-def _answer(url: str, prompt: Prompt) -> list[int]:
+def greedy_answer(url: str, prompt: Prompt) -> list[int]:
     reply = requests.post(url + "/generate", json=body_of(prompt), timeout=_TIMEOUT_S)
     if reply.status_code != 200:
         raise SglPipelineError(f"an answer without faults has status {reply.status_code}")
@@ -135,16 +145,16 @@ def _answer(url: str, prompt: Prompt) -> list[int]:
     return ids
 
 
-def _facts(url: str) -> dict[str, Any]:
+def facts_of(url: str) -> dict[str, Any]:
     facts: dict[str, Any] = requests.get(url + "/server_info", timeout=_TIMEOUT_S).json()[
         "internal_states"
     ][0]
     return facts
 
 
-def _kill(url: str, rng: Random, spares: int, how: str, tally: Tally) -> list[Kill]:
+def _kill(url: str, rng: Random, spares: int, how: str) -> list[Kill]:
     """Kills a stage, perhaps two, and waits until all run again and a moment longer."""
-    facts = _facts(url)
+    facts = facts_of(url)
     pids = facts["stage_pids"]
     stages = rng.sample(range(len(pids)), 2 if rng.random() < 0.15 and len(pids) > 1 else 1)
     killed: list[tuple[int, float]] = []
@@ -155,7 +165,7 @@ def _kill(url: str, rng: Random, spares: int, how: str, tally: Tally) -> list[Ki
         time.sleep(rng.random() * 0.5 if len(stages) > 1 else 0.0)
     deadline_s = time.monotonic() + _TIMEOUT_S
     while True:
-        facts = _facts(url)
+        facts = facts_of(url)
         is_replaced = not {pids[stage] for stage in stages} & {*facts["stage_pids"]}
         if is_replaced and not facts["is_recovering"]:
             break
@@ -163,48 +173,51 @@ def _kill(url: str, rng: Random, spares: int, how: str, tally: Tally) -> list[Ki
             raise SglPipelineError(f"no recovery within {_TIMEOUT_S} s: {facts['recoveries'][-1:]}")
         time.sleep(0.05)
     time.sleep(1.0 + rng.random() * 2.0)
-    began_s = killed[0][1]
     return [
         Kill(
             spares=spares,
             stage=stage,
             killed_s=at_s,
-            gap_s=tally.longest_gap_s(began_s, time.monotonic()),
+            until_s=time.monotonic(),
             recovery_s=facts["recoveries"][-1]["seconds"],
             is_double=len(stages) > 1,
+            prefilled_tokens=facts["recoveries"][-1]["tokens"],
+            replayed_tokens=facts["recoveries"][-1]["replay_tokens"],
         )
         for stage, at_s in killed
     ]
 
 
-def _descriptors(server: psutil.Process) -> dict[str, int]:
-    """Open files of the server's lasting processes."""
+def open_descriptors(server: psutil.Process) -> dict[str, int]:
+    """Open files and threads of the server's lasting processes."""
     lasting = [server, *[one for one in server.children() if _is_lasting(one)]]
-    return {f"{one.name()} {one.pid}": one.num_fds() for one in lasting}
+    return {f"{one.name()} {one.pid}": one.num_fds() + one.num_threads() for one in lasting}
 
 
 def _is_lasting(process: psutil.Process) -> bool:
     """Whether it is no stage, of which those that were killed are zombies for a while."""
     try:
-        return "sgl_pipeline.pp_runner.stage_process" not in process.cmdline()
+        return "--worker" not in process.cmdline()
     except psutil.NoSuchProcess:
         return False
 
 
-def _leftovers(url: str, server: psutil.Process, before: dict[str, int]) -> list[str]:
+def leftovers_of(url: str, server: psutil.Process, before: dict[str, int]) -> list[str]:
     """What the kills have left behind: pages, requests, descriptors, workers."""
     found = []
     deadline_s = time.monotonic() + 10.0
-    while (facts := _facts(url))["num_running_requests"] and time.monotonic() < deadline_s:
+    while (facts := facts_of(url))["num_running_requests"] and time.monotonic() < deadline_s:
         time.sleep(0.1)
     time.sleep(1.0)
-    facts = _facts(url)
+    facts = facts_of(url)
     if facts["free_pages"] != facts["total_pages"]:
         found.append(f"{facts['total_pages'] - facts['free_pages']} pages are still in use")
-    for name, count in _descriptors(server).items():
+    for name, count in open_descriptors(server).items():
         # A connection of the last answer may still be open.
         if count > before.get(name, count) + 8:
-            found.append(f"{name} has {count} descriptors, {before[name]} before the first kill")
+            found.append(
+                f"{name} has {count} descriptors and threads, {before[name]} before the first kill"
+            )
     return found
 
 
@@ -222,7 +235,8 @@ def _show_progress(done: int, total: int, spares: int, tally: Tally) -> None:
 def kill_table(rounds: Sequence[Round]) -> str:
     """Markdown: one row a server."""
     heads = ["spares", "kills", "answers", "left by clients", "failed", "gap p50, s", "gap p99, s"]
-    heads += ["recovery p50, s", "recovery p99, s", "left behind"]
+    heads += ["recovery p50, s", "recovery p99, s", "prefilled again", "by the stage alone"]
+    heads += ["left behind"]
     rows = []
     for one in rounds:
         single = [kill for kill in one.kills if not kill.is_double]
@@ -236,6 +250,13 @@ def kill_table(rounds: Sequence[Round]) -> str:
                 str(one.tally.num_aborted),
                 str(len(one.tally.failures)),
                 *(f"{share(values, q):.2f}" for values in (gaps, recoveries) for q in (50, 99)),
+                *(
+                    f"{statistics.fmean(tokens):.0f} tokens"
+                    for tokens in (
+                        [kill.prefilled_tokens for kill in single] or [0],
+                        [kill.replayed_tokens for kill in single] or [0],
+                    )
+                ),
                 "; ".join(one.leftovers) or "nothing",
             ]
         )
@@ -271,8 +292,17 @@ def _save(options: argparse.Namespace, rounds: Sequence[Round], table: str) -> N
     from matplotlib.figure import Figure
 
     facts = {
-        "model": {"model": options.model, "stages": str(options.stages), "dtype": "float32"},
-        "load": {"clients": f"{options.clients}, always streaming", "how": options.how},
+        "model": {
+            "model": options.model,
+            "stages": str(options.stages),
+            "dtype": "float32",
+            "more flags": options.flags or "none",
+        },
+        "load": {
+            "clients": f"{options.clients}, always streaming",
+            "beside them": f"{options.leavers} that leave every stream within half a second",
+            "how": options.how,
+        },
     }
     record = {
         "kills": [asdict(kill) for one in rounds for kill in one.kills],
@@ -282,10 +312,10 @@ def _save(options: argparse.Namespace, rounds: Sequence[Round], table: str) -> N
     stem = save_result("kill_stages", f"kill_stages_{options.model}", facts, record, [table])
     canvas = Figure(figsize=(7, 3.5), layout="constrained")
     axes = canvas.subplots()
-    for one in rounds:
+    for one, color in zip(rounds, itertools.cycle(PALETTE)):
         rates = rates_around(one)
         places = [-BEFORE_S + (place + 0.5) * BIN_S for place in range(len(rates))]
-        axes.plot(places, rates, label=f"{one.spares} spare workers")
+        axes.plot(places, rates, color=color, label=f"{one.spares} spare workers")
     axes.axvline(0.0, color="black", linewidth=0.8)
     axes.set(
         xlabel="seconds since the kill", ylabel="tokens/s, median of the kills", ylim=(0, None)

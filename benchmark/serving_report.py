@@ -116,7 +116,7 @@ def comparison_table(runs: Sequence[Run], against: str | None) -> str:
     for engine, of_engine in _by_engine(runs).items():
         cells = [engine, str(len(of_engine))]
         cells += [str(spread([run.metrics[metric] for run in of_engine])) for metric in METRICS]
-        rows.append([*cells, *([f"{ratios[engine]:.2f}"] if against else [])])
+        rows.append([*cells, *([f"{ratios[engine]:.3f}"] if against else [])])
     return markdown_table(heads, rows)
 
 

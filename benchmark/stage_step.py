@@ -4,16 +4,15 @@ Called by `kernels_cpu.py`. The stage is the last one of two of the 0.27b preset
 8 layers and the head; both competitors use the compiled attention. Never starts a process.
 """
 
-import json
-import tempfile
 from array import array
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from benchmark.make_model import PRESETS
+from benchmark.quantize_model import GROUP_SIZE, quantization_config
 from benchmark.turns import Row, flops_per_ms, read_bytes_per_ms, take_turns
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
@@ -27,8 +26,13 @@ from sgl_pipeline.pp_runner.layer_kernels.backend import (
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.quantization.config import (
+    W8A8_INT8,
+    choose_quantization,
+    read_quantization,
+)
 from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
@@ -38,6 +42,7 @@ PRESET = PRESETS["0.27b"]
 LAYERS = range(PRESET.num_hidden_layers // 2, PRESET.num_hidden_layers)
 PAGE_SIZE = 16
 STEPS = {  # (start, length) of each chunk
+    "1 decode": [(200, 1)],
     "8 decodes": [(200, 1)] * 8,
     "32 decodes": [(200, 1)] * 32,
     "16 decodes, 70 prefill tokens": [(200, 1)] * 16 + [(130, 70)],
@@ -78,6 +83,31 @@ def measure_steps(dtype: torch.dtype, rounds: int) -> list[Row]:
     return table
 
 
+def measure_quantized_steps(rounds: int) -> list[Row]:
+    """The same steps in bf16 with weights of 16 bits and of each kind that is quantized: int8 with
+    the head, 4 bits in groups of 128 without."""
+    plain = read_preset(torch.bfloat16)
+    int4 = read_quantization(quantization_config("pack-quantized", GROUP_SIZE), plain.names.head)
+    specs = {
+        "bf16": plain,
+        "int8": replace(plain, quantization=choose_quantization(W8A8_INT8, None)),
+        "int4": replace(plain, quantization=int4),
+    }
+    kernels = CompiledKernels(load_cpu_kernels())
+    stages = {kind: _StageUnderTest(kernels, torch.bfloat16, spec) for kind, spec in specs.items()}
+    table = []
+    for name, chunks in STEPS.items():
+        inputs = random_inputs(chunks)
+        hidden = torch.randn(inputs.num_tokens, plain.hidden_size).bfloat16()
+        row = take_turns(
+            {kind: partial(stage.step, inputs, hidden) for kind, stage in stages.items()}, rounds
+        )
+        for kind in ("int8", "int4"):
+            row[f"bf16_to_{kind}"] = row["bf16_ms"] / row[f"{kind}_ms"]
+        table.append({"step": name, **row})
+    return table
+
+
 def measure_operations(dtype: torch.dtype, rounds: int) -> list[Row]:
     """What a layer does between its products, as often as the stage has layers."""
     table = []
@@ -113,8 +143,11 @@ def random_inputs(chunks: list[tuple[int, int]]) -> StepInputs:
 class _StageUnderTest:
     """The stage with its own weights and pages, which hold random keys and values."""
 
-    def __init__(self, kernels: LayerKernels, dtype: torch.dtype) -> None:
-        self.spec, self._model = _load(kernels, dtype)
+    def __init__(
+        self, kernels: LayerKernels, dtype: torch.dtype, spec: ModelSpec | None = None
+    ) -> None:
+        self.spec = spec or read_preset(dtype)
+        self._model = _load(self.spec, kernels, dtype)
         self.weight_bytes = self._model.weight_bytes
         shape = self.spec.attention_shape(PAGE_SIZE, dtype, CPU)
         self._attention = CpuAttention(shape, load_cpu_kernels())
@@ -133,23 +166,23 @@ class _StageUnderTest:
         return self._model.logits(hidden[inputs.sample_rows])
 
 
-def _load(kernels: LayerKernels, dtype: torch.dtype) -> tuple[ModelSpec, StageModel]:
-    with tempfile.TemporaryDirectory() as directory:
-        config = PRESET.config(str(dtype).removeprefix("torch."))
-        (Path(directory) / "config.json").write_text(json.dumps(config))
-        spec = read_model_spec(directory)
-        model = StageModel.load(
-            spec,
-            directory,
-            layers=LAYERS,
-            is_first=False,
-            is_last=True,
-            dtype=dtype,
-            device=CPU,
-            kernels=kernels,
-            load_format="dummy",
-        )
-    return spec, model
+def read_preset(dtype: torch.dtype) -> ModelSpec:
+    """The spec of PRESET in `dtype`."""
+    return model_spec(PRESET.config(str(dtype).removeprefix("torch.")))
+
+
+def _load(spec: ModelSpec, kernels: LayerKernels, dtype: torch.dtype) -> StageModel:
+    return StageModel.load(
+        spec,
+        "",
+        layers=LAYERS,
+        is_first=False,
+        is_last=True,
+        dtype=dtype,
+        device=CPU,
+        kernels=kernels,
+        load_format="dummy",
+    )
 
 
 def _operations(

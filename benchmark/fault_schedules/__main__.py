@@ -30,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(argv)
     seeds = range(options.first, options.first + options.seeds)
-    steps = retractions = aborts = moves = abandoned = lost = recoveries = done = 0
+    steps = retractions = aborts = moves = abandoned = lost = recoveries = replayed = done = 0
+    fewer = more = 0
     failed: list[int] = []
     started_s = shown_s = time.monotonic()
     for seed, result in _results(seeds, options.processes):
@@ -43,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
             abandoned += result.num_abandoned_moves
             lost += result.num_lost_workers
             recoveries += result.num_recoveries
+            fewer += result.num_shrunk
+            more += result.num_grown
+            replayed += result.num_replayed_tokens
         else:
             failed.append(seed)
             print(f"seed {seed} failed:\n{result}", flush=True)
@@ -55,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         f"{done} seeds in {time.monotonic() - started_s:.0f} s: {steps} steps, {retractions} "
         f"retractions, {aborts} requests that ended early, {moves} layer moves and "
         f"{abandoned} that were abandoned, {lost} lost workers and {recoveries} recoveries, "
+        f"{fewer} to fewer stages and {more} to more, "
+        f"with {replayed} tokens computed again by a stage alone, "
         f"{len(failed)} seeds failed {failed[:20]}"
     )
     return 1 if failed else 0

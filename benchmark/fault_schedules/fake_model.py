@@ -106,13 +106,13 @@ class FakeStage:
         ]
 
     def logprobs(self, chunks: Sequence[MirroredChunk]) -> list[LogprobRows]:
-        """The rows of the chunks that want log-probabilities: that of a position is its
-        fingerprint."""
+        """The rows of the chunks that want log-probabilities: that of a position is a half of
+        its fingerprint."""
         found = []
         for chunk in chunks:
             if (spec := chunk.request.logprobs) is not None:
                 wanted = self._fingerprints(chunk, max(chunk.start, spec.prompt_start))
-                found.append(LogprobRows(len(wanted), array("q", wanted).tobytes()))
+                found.append(LogprobRows(len(wanted), array("i", _short(wanted)).tobytes()))
         return found
 
     def _fingerprints(self, chunk: MirroredChunk, start: int) -> list[int]:
@@ -154,7 +154,7 @@ class Oracle:
             start = min(request.logprobs.prompt_start, len(request.prompt_ids) - 1)
             # The row of the last output token would be of a token that was never drawn.
             end = len(request.prompt_ids) + max(0, len(self.output) - 1)
-            self.rows = self._fingerprints[start:end]
+            self.rows = _short(self._fingerprints[start:end])
 
     def _append(self, row: int) -> None:
         for layer, newest in enumerate(self._newest):
@@ -162,8 +162,13 @@ class Oracle:
         self._fingerprints.append(row)
 
 
+def _short(fingerprints: Iterable[int]) -> list[int]:
+    """31 bits of each, which are as long as a log-probability."""
+    return [one & 0x7FFFFFFF for one in fingerprints]
+
+
 def logprobs_of(request: Request) -> list[int]:
     """The rows that have come back to `request`."""
-    found = array("q", b"".join(run.chosen for run in request.logprob_runs)).tolist()
+    found = array("i", b"".join(run.chosen for run in request.logprob_runs)).tolist()
     assert len(found) == request.num_logprob_rows
     return found

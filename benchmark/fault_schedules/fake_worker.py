@@ -4,8 +4,12 @@ time."""
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
+import msgspec
+
+from benchmark.fault_schedules.fake_log import FakeLog
 from benchmark.fault_schedules.fake_model import FakeStage
 from benchmark.fault_schedules.fake_moves import FakePageLinks, FakeRows, FakeSite, LoadTempo
 from benchmark.fault_schedules.virtual_time import DelayedPipe, EventLoop
@@ -35,6 +39,9 @@ from sgl_pipeline.step_plan import MirroredChunk, MirrorSnapshot, RequestMirror,
 
 # How often a worker that has nothing else to do looks after a move.
 MOVE_POLL_S = 0.02
+
+# What a step begins with: the stages that compute, and what. Its own chunks come last, without.
+StepPart = tuple[tuple[int, ...] | None, list[MirroredChunk]]
 
 # The rows that leave a stage, with the id of their step.
 Rows = tuple[int, Sequence[int]]
@@ -71,12 +78,30 @@ class WorkerTempo:
     load: LoadTempo
 
 
+def spoiled(report: StageReport, rng: Random, chance: float) -> list[StageReport]:
+    """What arrives of `report`: itself, or by that chance another one in its place, or both."""
+    if rng.random() >= chance:
+        return [report]
+    tokens = report.token_ids
+    other = rng.choice(
+        (
+            msgspec.structs.replace(report, step_id=report.step_id + rng.choice((1, 7))),
+            msgspec.structs.replace(report, epoch=report.epoch + 1),
+            msgspec.structs.replace(report, token_ids=(0,) if tokens is None else (*tokens, 0)),
+            msgspec.structs.replace(report, timing=StageTiming(2.0, *[1.0] * 6)),
+            msgspec.structs.replace(report),
+        )
+    )
+    return [report, other] if other == report else [other]
+
+
 class FakeWorker:
     """One worker's life, from its hello on.
 
     Args:
         report: what it says to the scheduler goes here.
-        room_pages: how many pages it has room for, whatever its stage.
+        room_of: how many pages it has room for, by the number of stages.
+        log_pages: of how many pages it can keep the rows that it sends; None: of none.
     """
 
     def __init__(
@@ -88,7 +113,8 @@ class FakeWorker:
         report: DelayedPipe,
         *,
         page_size: int,
-        room_pages: int,
+        room_of: Callable[[int], int],
+        log_pages: int | None,
         row_links: FakeRowLinks,
         page_links: FakePageLinks,
     ) -> None:
@@ -102,7 +128,12 @@ class FakeWorker:
         # While it hangs: what it will do when it goes on.
         self._stopped: list[Callable[[], None]] | None = None
         self._regroup_due: Regroup | None = None
-        self._room_pages = room_pages
+        self._room_of = room_of
+        self._num_pages = 0
+        self._log_pages = log_pages
+        self._log: FakeLog | None = None
+        # Of the step under way, those that have not begun.
+        self._parts: deque[StepPart] = deque()
         self._assignment: StageAssignment | None = None
         self._orders = OrderReader()
         self._mirror = RequestMirror()
@@ -176,6 +207,7 @@ class FakeWorker:
             self._work()
         elif isinstance(message, Regroup):
             self._due.clear()
+            self._parts.clear()
             self._regroup_due = message
             self._work()
         elif isinstance(message, MeasureCosts):
@@ -186,37 +218,52 @@ class FakeWorker:
             kinds = (0,) * len(sizes.layers_bytes)
             self._later(MeasuredCosts(self.number, PartCosts(kinds, tuple(samples), sizes, 10**9)))
         elif isinstance(message, StageAssignment):
-            self._be_assigned(message)
-            self._later(
-                StageLoaded(
-                    stage=message.stage,
-                    num_pages=self._room_pages,
-                    weight_bytes=0,
-                    page_bytes=0,
-                    load_seconds=0.0,
-                )
-            )
+            self._load(message)
         elif isinstance(message, PoolSize):
-            assignment = self._own_assignment
+            assignment, self._num_pages = self._own_assignment, message.num_pages
             self._open_links(assignment.links)
-            self._later(StageReady(assignment.stage, "fake", "fake"))
+            log_pages = min(self._log_pages or 0, message.num_pages)
+            self._log = None
+            if self._log_pages is not None and self._downstream is not None:
+                self._log = FakeLog(log_pages, self._page_size)
+            self._later(StageReady(assignment.stage, "fake", "fake", log_pages=log_pages))
         else:
             raise AssertionError(f"what is a worker to do with {type(message).__name__}?")
 
-    def _take_rows(self, rows: Rows) -> None:
-        """Activations of the stage before have arrived."""
-        self._rows.append(rows)
-        self._work()
+    def _load(self, assignment: StageAssignment) -> None:
+        """Loads its stage, or another one. Fewer stages are more layers, and less room for pages;
+        now and then not even for those."""
+        if self._assignment is not None:
+            self._open_links(())
+        self._mirror = RequestMirror()
+        self._be_assigned(assignment)
+        self._later(
+            StageLoaded(
+                stage=assignment.stage,
+                num_pages=self._room_of(assignment.plan.num_stages),
+                weight_bytes=0,
+                page_bytes=0,
+                load_seconds=0.0,
+            )
+        )
+
+    def _take_rows(self, address: str, rows: Rows) -> None:
+        """Activations of the stage before have arrived; none of a link that was closed since, as
+        they may have while the worker hung."""
+        if address == self._listens_at:
+            self._rows.append(rows)
+            self._work()
 
     def _open_links(self, links: Sequence[str]) -> None:
-        """Listens upstream, and sends downstream; at no other address any more."""
-        stage = self._own_assignment.stage
+        """Listens upstream, and sends downstream; at no other address any more. Without links it is
+        alone, or on its way to another stage."""
+        stage = self._own_assignment.stage if links else 0
         if self._listens_at is not None:
             self._row_links.close(self._listens_at)
         self._rows.clear()
         self._listens_at = links[stage - 1] if stage > 0 else None
         if self._listens_at is not None:
-            take = self._take_rows
+            take = partial(self._take_rows, self._listens_at)
             self._row_links.open(self._listens_at, lambda rows: self._do(lambda: take(rows)))
         self._downstream = self._row_links.to(links[stage]) if stage < len(links) else None
 
@@ -258,10 +305,13 @@ class FakeWorker:
                 self._due[0] = self._orders.open(self._due[0])
             order = self._due[0]
             if isinstance(order, StepPlan):
-                is_waiting = self._own_assignment.stage > 0 and not self._rows
-                if is_waiting or not self._site.can_run(order.epoch):
+                if not self._parts:
+                    self._take_up(order)
+                if self._needs_rows() or not self._site.can_run(order.epoch):
                     break
                 self._run(order)
+                if self._parts:
+                    break
             elif isinstance(order, PrepareMove):
                 self._mover.prepare(order)
             elif isinstance(order, SwitchPlan):
@@ -271,6 +321,8 @@ class FakeWorker:
             else:
                 assert isinstance(order, MirrorSnapshot)
                 self._mirror.restore(order)
+                if self._log is not None and order.log is not None:
+                    self._log.restore(order.log)
             self._due.popleft()
         if not self._is_busy and self._mover.is_open:
             self._mover.work()
@@ -282,19 +334,63 @@ class FakeWorker:
         self._polls_move = False
         self._work()
 
-    def _run(self, plan: StepPlan) -> None:
-        """Reads and writes its pages when the step ends: the latest moment at which it could."""
-        self._is_busy = True
+    def _take_up(self, plan: StepPlan) -> None:
+        """Applies `plan`, and notes the parts of the step in which this stage has one."""
+        stage = self._own_assignment.stage
         chunks = self._mirror.apply(plan)
+        for stages, replayed in self._mirror.replays(plan):
+            if stage in stages or stage + 1 in stages:
+                self._parts.append((stages, replayed))
+        self._parts.append((None, chunks))
+
+    def _needs_rows(self) -> bool:
+        """Whether the next part cannot be run for want of rows."""
+        stages, _ = self._parts[0]
+        stage = self._own_assignment.stage
+        computes = stages is None or stage in stages
+        return computes and stage > 0 and not self._rows
+
+    def _run(self, plan: StepPlan) -> None:
+        """Runs the next part of the step. Reads and writes its pages when that ends: the latest
+        moment at which it could."""
+        self._is_busy = True
+        stages, chunks = self._parts.popleft()
+        pages = (page for chunk in chunks for page in chunk.request.pages)
+        assert max(pages) < self._num_pages, "a page that the stage does not have"
         rows = None
-        if self._own_assignment.stage > 0:
+        stage = self._own_assignment.stage
+        if stage > 0 and (stages is None or stage in stages):
             step_id, rows = self._rows.popleft()
             assert step_id == plan.step_id, "activations of another step"
         step_s = self._rng.random() * self._tempo.step_s
         if self._rng.random() < self._tempo.stall_chance:
             step_s += self._tempo.stall_s
         started_s = self._loop.now_s
-        self._after(step_s, lambda: self._finish(plan, chunks, rows, started_s))
+        if stages is None:
+            self._after(step_s, lambda: self._finish(plan, chunks, rows, started_s))
+        else:
+            self._after(step_s, lambda: self._finish_replay(plan, stages, chunks, rows))
+
+    def _finish_replay(
+        self,
+        plan: StepPlan,
+        stages: tuple[int, ...],
+        chunks: list[MirroredChunk],
+        rows: Sequence[int] | None,
+    ) -> None:
+        self._is_busy = False
+        stage = self._own_assignment.stage
+        if stage in stages:
+            assert self._site is not None
+            outgoing = self._layers.run(chunks, rows, self._site.layers_of(plan.epoch))
+            if self._log is not None:
+                self._log.write(chunks, outgoing)
+        else:
+            assert self._log is not None, "rows are wanted that nobody keeps"
+            outgoing = self._log.read(chunks)
+        if stage + 1 in stages and self._downstream is not None:
+            self._downstream.send((plan.step_id, outgoing))
+        self._work()
 
     def _finish(
         self,
@@ -311,6 +407,9 @@ class FakeWorker:
         logprobs: tuple[LogprobRows, ...] = ()
         if self._downstream is not None:
             self._downstream.send((plan.step_id, outgoing))
+            if self._log is not None:
+                self._log.begin(chunks)
+                self._log.write(chunks, outgoing)
         else:
             tokens = tuple(self._layers.draw(chunks))
             logprobs = tuple(self._layers.logprobs(chunks))

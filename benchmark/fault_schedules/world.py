@@ -22,20 +22,16 @@ from benchmark.fault_schedules.fake_front import (
     make_clients,
 )
 from benchmark.fault_schedules.fake_moves import FakePageLinks, LoadTempo
-from benchmark.fault_schedules.fake_worker import FakeRowLinks, FakeWorker, WorkerTempo
+from benchmark.fault_schedules.fake_worker import FakeRowLinks, FakeWorker, WorkerTempo, spoiled
+from benchmark.fault_schedules.random_args import random_args
 from benchmark.fault_schedules.virtual_time import DelayedPipe, EventLoop
-from sgl_pipeline.args import (
-    ACCOUNTINGS,
-    POLICIES,
-    SCHEDULE_POLICIES,
-    MigrationArgs,
-    PipelineArgs,
-    RecoveryArgs,
-    SchedulingArgs,
-    StageArgs,
-    ThrottleArgs,
+from sgl_pipeline.errors import (
+    MoveRefused,
+    PipelineLost,
+    ProtocolError,
+    RequestError,
+    StageFailure,
 )
-from sgl_pipeline.errors import MoveRefused, RequestError, StageFailure
 from sgl_pipeline.layer_moves import MoveReport
 from sgl_pipeline.messages import FromWorker, StageReport
 from sgl_pipeline.move_record import MoveOutcome
@@ -45,7 +41,7 @@ from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.recovery import StageRecovery
 from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
 from sgl_pipeline.requests import FinishReason
-from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.stage_orders import SealedOrder
 from sgl_pipeline.throttle import make_policy
 
@@ -69,6 +65,11 @@ class Outcome:
     num_abandoned_moves: int
     num_lost_workers: int
     num_recoveries: int
+    num_refusals: int
+    num_unfit: int
+    num_shrunk: int
+    num_grown: int
+    num_replayed_tokens: int
     has_given_up: bool
 
 
@@ -80,49 +81,6 @@ def run_seed(seed: int) -> Outcome:
     return World(seed).run()
 
 
-def _random_args(rng: Random) -> PipelineArgs:
-    max_prefill_tokens = rng.choice((4, 16, 64))
-    num_stages = rng.choice((1, 2, 2, 3, 4))
-    return PipelineArgs(
-        stages=StageArgs(
-            num_stages=num_stages,
-            layer_partition=rng.choice(("auto", "even")),
-            model_path="fake",
-            dtype="float32",
-        ),
-        scheduling=SchedulingArgs(
-            page_size=rng.choice((1, 2, 4)),
-            schedule_policy=rng.choice(SCHEDULE_POLICIES),
-            max_running_requests=rng.choice((2, 5, 64)),
-            max_queued_requests=rng.choice((None, None, 3)),
-            radix_cache=rng.random() < 0.8,
-            accounting=rng.choice(sorted(ACCOUNTINGS)),
-            duplicate_prefills=rng.random() < 0.2,
-            preemption_threshold=rng.choice((None, 0, 1)),
-            waiting_timeout_s=rng.choice((None, None, 2.0)),
-            running_timeout_s=rng.choice((None, None, 4.0)),
-            extra_steps_in_flight=rng.choice((0, 0, 1, 2)),
-        ),
-        throttle=ThrottleArgs(
-            policy=rng.choice(POLICIES),
-            prefill_spread_steps=rng.choice((1, 2, 8)),
-            max_prefill_tokens=max_prefill_tokens,
-            min_prefill_tokens=rng.choice((1, max_prefill_tokens)),
-        ),
-        migration=MigrationArgs(
-            mode=rng.choice(("off", "manual")) if num_stages > 1 else "off",
-            spare_layers=rng.choice((1, 2)),
-            timeout_s=rng.choice((0.2, 5.0, 5.0)),
-        ),
-        recovery=RecoveryArgs(
-            max_restarts=rng.choice((0, 3, *[1_000] * 8)),
-            restart_window_s=rng.choice((1.0, 60.0)),
-            spare_workers=rng.choice((0, 0, 1, 2)),
-        ),
-        run_directory="virtual",
-    )
-
-
 class World:
     """One seed's server and its clients."""
 
@@ -130,7 +88,7 @@ class World:
         self._seed = seed
         self._rng = rng = Random(seed)
         self._loop = EventLoop()
-        self._args = _random_args(rng)
+        self._args = random_args(rng)
         self._num_stages = self._args.stages.num_stages
         self._num_layers = self._num_stages + rng.choice((0, 1, 2, 4))
         max_tokens = rng.choice((4, 12, 30))
@@ -140,20 +98,31 @@ class World:
         most = 2 * max_tokens + MAX_NEW_TOKENS
         self._num_pages = -(-most // self._args.scheduling.page_size) * rng.choice((1, 1, 2, 16))
         self._num_pages += rng.randint(0, 3)
+        self._is_room_short = rng.random() < 0.5
+        # Of how many pages each stage keeps the rows that it sends; None: of none.
+        self._log_pages = rng.choice(
+            (None, self._num_pages, self._num_pages, self._num_pages // 2, 4, 0)
+        )
         self._roster = WorkerRoster(self._args, self._num_layers)
         self._core: PipelineCore | None = None
         self._recovery: StageRecovery | None = None
-        self._gave_up: StageFailure | None = None
+        self._gave_up: StageFailure | PipelineLost | None = None
+        # When the source of workers has none, in virtual seconds since the start of serving.
+        self._droughts_s: list[tuple[float, float]] = []
         self._row_links = FakeRowLinks(partial(self._pipe, mean_s=0.01))
         self._page_links = FakePageLinks(partial(self._pipe, mean_s=0.01))
         self._workers: list[FakeWorker] = []
         self._to_worker: dict[int, DelayedPipe] = {}
         self._lost: set[int] = set()
+        # How often a report is not what its stage has said, and whose it was.
+        self._spoil_chance = rng.choice((0.0, 0.0, 0.0, 0.002))
+        self._to_blame: set[int] = set()
         # A worker for each stage and perhaps a spare.
         for _ in range(self._num_stages + (rng.random() < 0.2)):
             self._make_worker()
         self._inbox: deque[tuple[int, FromWorker]] = deque()
         self._digest = 0
+        self._num_refusals = self._num_unfit = 0
 
     def run(self) -> Outcome:
         """Lets everything happen, and judges it."""
@@ -169,6 +138,7 @@ class World:
         load = scheduler.load()
         assert (load.free_pages, load.waiting_tokens) == (load.total_pages, 0)
         assert len(self._roster.spare_workers) >= self._args.recovery.spare_workers
+        assert self._core.plan.num_stages == self._num_stages, "a stage never came back"
         for stage, number in enumerate(self._roster.workers_of_stages):
             assert self._workers[number].held_layers == [*self._core.plan.layers_of(stage)]
         moves = [one.outcome for one in self._core.migration.history]
@@ -180,6 +150,7 @@ class World:
         self._front.check()
         self._note([client.ends for client in self._front.clients])
         scheduler = self._core.scheduler
+        log = scheduler.lost_pages.log
         moves = [one.outcome for one in self._core.migration.history]
         return Outcome(
             seed=self._seed,
@@ -192,6 +163,11 @@ class World:
             num_abandoned_moves=moves.count(MoveOutcome.ABANDONED),
             num_lost_workers=len(self._lost),
             num_recoveries=len(self._recovery.history),
+            num_refusals=self._num_refusals,
+            num_unfit=self._num_unfit,
+            num_shrunk=sum(one.num_stages < one.stages_before for one in self._recovery.history),
+            num_grown=sum(one.num_stages > one.stages_before for one in self._recovery.history),
+            num_replayed_tokens=sum(log.replayed_tokens) if log is not None else 0,
             has_given_up=self._gave_up is not None,
         )
 
@@ -215,13 +191,20 @@ class World:
             tempo,
             self._pipe(partial(self._take, number), 0.01),
             page_size=self._args.scheduling.page_size,
-            room_pages=self._num_pages,
+            room_of=self._room_of,
+            log_pages=self._log_pages,
             row_links=self._row_links,
             page_links=self._page_links,
         )
         self._workers.append(worker)
         self._to_worker[number] = self._pipe(worker.take, 0.01)
         return worker
+
+    def _room_of(self, num_stages: int) -> int:
+        """Fewer stages have room for fewer pages, where the seed is of such a model."""
+        if not self._is_room_short:
+            return self._num_pages
+        return max(1, self._num_pages * num_stages // self._num_stages)
 
     def _check(self) -> None:
         if self._core is not None and self._gave_up is None:
@@ -245,13 +228,12 @@ class World:
         booked: list[OpenStep] = []
         while self._inbox and self._gave_up is None:
             number, message = self._inbox.popleft()
-            if number in self._lost:
+            if number in self._lost or number in self._to_blame:
                 continue
             if self._core is None or self._recovery is None:
                 self._bring_up(message)
             elif isinstance(message, StageReport):
-                step = self._core.take_report(message, self._loop.now_s)
-                booked += [] if step is None else [step]
+                booked += self._take_report(self._core, number, message)
             elif isinstance(message, MoveReport):
                 self._core.migration.take(message, self._loop.now_s)
             else:
@@ -259,8 +241,28 @@ class World:
         if self._core is not None and self._gave_up is None:
             self._go_on(self._core, booked)
 
+    def _take_report(self, core: PipelineCore, number: int, report: StageReport) -> list[OpenStep]:
+        """Books a report, which may have been spoiled or come twice: then it costs its worker."""
+        booked: list[OpenStep] = []
+        for one in spoiled(report, self._rng, self._spoil_chance):
+            is_due = any(step.microbatch.step_id == report.step_id for step in core.open_steps)
+            try:
+                step = core.take_report(one, self._loop.now_s)
+                assert one is report or not is_due, "a spoiled report was booked"
+            except ProtocolError as error:
+                if one is report:
+                    raise
+                self._to_blame.add(number)
+                lose = partial(self._lose, self._workers[number], str(error))
+                self._loop.after(self._rng.random() * 0.1, lose)
+                break
+            booked += [] if step is None else [step]
+        return booked
+
     def _go_on(self, core: PipelineCore, booked: list[OpenStep]) -> None:
         self._go_on_recovering()
+        if self._gave_up is not None:
+            return
         for order in core.move_orders(self._loop.now_s):
             self._broadcast(order)
         while (step := core.next_step(self._loop.now_s)) is not None:
@@ -268,22 +270,51 @@ class World:
         for step in booked:
             self._note(step.microbatch.step_id, [event.token_ids for event in step.events])
             self._front.send_events(step.events)
-        for request in core.scheduler.end_overdue(self._loop.now_s):
+        unfit = core.take_unfit()
+        self._num_unfit += len(unfit)
+        for request in [*unfit, *core.scheduler.end_overdue(self._loop.now_s)]:
             assert request.finish is not None
             self._front.end(request, request.finish)
         for record in core.take_records():
-            assert len(record.stages) == self._num_stages
+            assert 1 <= len(record.stages) <= self._num_stages
 
     def _go_on_recovering(self) -> None:
         recovery = self._recovery
         assert recovery is not None
-        for _ in range(recovery.num_wanted_workers):
-            worker = self._make_worker()
-            recovery.asked(worker.number, self._loop.now_s)
-            self._loop.after(self._rng.random(), worker.start)
+        for _ in range(recovery.num_wanted_workers(self._loop.now_s)):
+            self._ask_for_worker(recovery)
+        try:
+            self._tell(recovery.reform(self._loop.now_s))
+        except PipelineLost as failure:
+            self._give_up(failure)
+            return
         order = recovery.start_order(self._loop.now_s)
         if order is not None:
             self._broadcast(order)
+            if self._rng.random() < 0.4:  # while what was lost is computed again
+                self._loop.after(self._rng.random() * 0.2, self._hurt_somebody)
+
+    def _look_again_later(self) -> None:
+        """Where no worker is available now, the driver asks again, less and less often."""
+        for rests in (1, 2, 4, 8, 16):
+            self._loop.after(self._args.recovery.retry_s * rests * 1.01, self._turn)
+
+    def _ask_for_worker(self, recovery: StageRecovery) -> None:
+        """In a drought the source says at once that it has none, or the worker never comes."""
+        rng, now_s = self._rng, self._loop.now_s
+        worker = self._make_worker()
+        recovery.asked(worker.number, now_s)
+        if not any(start <= now_s < end for start, end in self._droughts_s):
+            self._loop.after(rng.random(), worker.start)
+            return
+        self._num_refusals += 1
+        if rng.random() < 0.5:
+            self._look_again_later()
+            self._lost.add(worker.number)
+            worker.die()
+            recovery.refused(worker.number, "there is none", now_s)
+        else:
+            self._loop.after(rng.random(), partial(self._lose, worker, "it ended at its start"))
 
     def _tell(self, messages: list[Addressed]) -> None:
         for worker, message in messages:
@@ -295,6 +326,7 @@ class World:
             return
         worker.die()
         self._lost.add(worker.number)
+        self._look_again_later()
         self._note("lost", worker.number, reason)
         try:
             self._tell(self._recovery.lose(worker.number, reason, self._loop.now_s))
@@ -303,12 +335,13 @@ class World:
         else:
             self._turn()
 
-    def _give_up(self, failure: StageFailure) -> None:
+    def _give_up(self, failure: StageFailure | PipelineLost) -> None:
         """The server ends: every live request gets an error."""
         self._gave_up = failure
         for worker in self._workers:
             worker.die()
-        finish = FinishReason("abort", message=str(failure), status_code=500)
+        status = 503 if isinstance(failure, PipelineLost) else 500
+        finish = FinishReason("abort", message=str(failure), status_code=status)
         for client in self._front.clients:
             if not self._front.has_ended(client):
                 self._front.end(client.request, finish)
@@ -324,12 +357,17 @@ class World:
         if capacity is None:
             return
         assert capacity.num_pages == self._num_pages
+        log = None
+        if self._log_pages is not None:
+            page_size = self._args.scheduling.page_size
+            log = RecoveryLog(self._num_stages, page_size, capacity.log_pages)
         scheduler = StepScheduler(
             self._args.scheduling,
             make_policy(self._args.throttle),
             num_pages=capacity.num_pages,
             num_stages=self._num_stages,
             context_length=CONTEXT_LENGTH,
+            log=log,
         )
         migration = MigrationControl.of(self._args.migration, capacity.plan)
         self._core = PipelineCore(scheduler, capacity.plan, migration)
@@ -341,6 +379,10 @@ class World:
         if rng.random() < 0.5:
             for _ in range(rng.randint(1, MOST_KILLS)):
                 self._loop.after(rng.random() * rng.choice((1.0, 6.0)), self._hurt_somebody)
+            if rng.random() < 0.6:
+                start_s, length_s = rng.random() * 4.0, rng.choice((0.5, 3.0, 20.0))
+                begun_s = self._loop.now_s + rng.choice((0.0, start_s))
+                self._droughts_s.append((begun_s, begun_s + length_s))
 
     # What comes from outside
 
@@ -382,13 +424,15 @@ class World:
 
     def _move_layers(self, core: PipelineCore) -> None:
         """An operator wants another plan, which may be refused: for want of room, say."""
-        rng = self._rng
+        rng, num_stages = self._rng, core.plan.num_stages
+        if num_stages == 1:
+            return
         if rng.random() < 0.3:
-            cuts = sorted(rng.sample(range(1, self._num_layers), self._num_stages - 1))
+            cuts = sorted(rng.sample(range(1, self._num_layers), num_stages - 1))
             counts = [end - start for start, end in pairwise((0, *cuts, self._num_layers))]
         else:
             counts = list(core.plan.layer_counts)
-            source, target = rng.sample(range(self._num_stages), 2)
+            source, target = rng.sample(range(num_stages), 2)
             counts[source] -= 1
             counts[target] += 1
         try:

@@ -1,12 +1,12 @@
 """Computes, draws and records figures: `python -m benchmark.figures rates bubble_causes`.
 
-Writes `<date>_<time>_figure_<name>.svg`, `.json` (every row behind it) and `.md` (setting, claim
-and what the numbers say) into `benchmark/results/`. Everything in them is simulated.
+Writes `<date>_<time>_figure_<name>.svg`, `.json` (every row behind it; `.json.gz` above 200 KB) and
+`.md` (setting, claim and what the numbers say) into `benchmark/results/`. Everything in them is
+simulated.
 """
 
 import argparse
 import importlib
-import json
 import pkgutil
 import shlex
 import sys
@@ -14,13 +14,14 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure as Canvas
 
 import benchmark.figures
+from benchmark.dated_result import RESULTS, read_record, write_record
 from benchmark.figures.figure import Figure, Options, Row
+from benchmark.figures.style import PLOT_STYLE
 from benchmark.machine import describe_machine, describe_software
-
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def known_figures() -> dict[str, Figure]:
@@ -47,24 +48,27 @@ def make(figure: Figure, options: Options, folder: Path) -> Path:
         "seconds": round(time.monotonic() - started_s, 1),
         "rows": rows,
     }
-    stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    return draw_again(stem.with_suffix(".json"))
+    return draw_again(write_record(stem, record))
 
 
 def draw_again(path: Path) -> Path:
     """Makes picture and text from the rows in `path`; returns the path of the text."""
-    record = json.loads(path.read_text())
+    record = read_record(path)
     figure = known_figures()[record["figure"]]
-    canvas = Canvas(layout="constrained")
-    figure.draw(record["rows"], canvas)
-    canvas.suptitle(f"{figure.title} (simulated)")
-    canvas.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    text = path.with_suffix(".md")
-    text.write_text(_text(figure, record, path.stem))
+    stem = path.name.partition(".json")[0]
+    with rc_context(PLOT_STYLE):
+        canvas = Canvas(layout="constrained")
+        figure.draw(record["rows"], canvas)
+        canvas.suptitle(f"{figure.title} (simulated)")
+        canvas.savefig(path.with_name(f"{stem}.svg"), metadata={"Date": None})
+    text = path.with_name(f"{stem}.md")
+    text.write_text(_text(figure, record, path.name))
     return text
 
 
-def _text(figure: Figure, record: Row, stem: str) -> str:
+def _text(figure: Figure, record: Row, recorded: str) -> str:
+    """The Markdown page of the rows in the file named `recorded`."""
+    stem = recorded.partition(".json")[0]
     says = "\n".join(f"- {line}" for line in figure.conclude(record["rows"]))
     assumed = f"\nAssumed: {figure.assumptions}\n" if figure.assumptions else ""
     return (
@@ -73,7 +77,7 @@ def _text(figure: Figure, record: Row, stem: str) -> str:
         "kernel measurements\n(`sgl_pipeline/simulator/data/README.md`). No GPU ran.\n"
         f"{assumed}\nThe paper: {figure.claim}\n\nOurs:\n{says}\n\n"
         f"`{record['command']}` ({record['seconds']:.0f} s); rows, machine and versions in "
-        f"`{stem}.json`.\n"
+        f"`{recorded}`.\n"
     )
 
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure as Canvas
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.simulator.experiment import Cluster, simulate
 from sgl_pipeline.simulator.simulation import Simulation
-from sgl_pipeline.simulator.summary import LatencyTarget, summarise
+from sgl_pipeline.simulator.summary import LatencyTarget, summarize
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.workload import SimulatedRequest, poisson_arrivals
 
@@ -100,7 +100,7 @@ def run(
 
 def numbers(simulation: Simulation, target: LatencyTarget | None = None) -> Row:
     """The columns that figures share, in the units of their names."""
-    summary = summarise(simulation, target)
+    summary = summarize(simulation, target)
     row = {
         "output_tokens_per_s": summary.output_tokens_per_s,
         "total_tokens_per_s": summary.total_tokens_per_s,

@@ -10,7 +10,7 @@ from benchmark.figures.output_share import PUBLISHED_TAIL, tail_layers
 from benchmark.figures.plans import made_up, plan_text
 from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.simulator.experiment import Cluster
-from sgl_pipeline.simulator.summary import summarise
+from sgl_pipeline.simulator.summary import summarize
 
 PLANS = ((16, 15, 15, 15), (15, 16, 15, 15), (15, 15, 16, 15), (15, 15, 15, 16))
 # Input, output, clients.
@@ -34,7 +34,7 @@ def compute(options: Options) -> list[Row]:
                 cluster = replace(plain, layer_counts=counts, tail_factor=factor)
                 policy = ThrottleArgs(policy="sarathi", max_prefill_tokens=2048)
                 simulation = run(cluster, policy, workload)
-                summary = summarise(simulation)
+                summary = summarize(simulation)
                 rows.append(
                     {
                         "load": load,

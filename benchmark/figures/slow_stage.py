@@ -18,13 +18,13 @@ SYSTEMS = {
     "even": lambda cluster: cluster,
     "dynapipe": with_published,
     "auto": with_auto,
-    "auto, costs learnt": lambda cluster: with_auto(replace(cluster, forecast="online")),
+    "auto, costs learned": lambda cluster: with_auto(replace(cluster, forecast="online")),
 }
 COLORS = {
     "even": "#999999",
     "dynapipe": "#D55E00",
     "auto": "#0072B2",
-    "auto, costs learnt": "#56B4E9",
+    "auto, costs learned": "#56B4E9",
 }
 
 

@@ -33,6 +33,7 @@ COLUMNS = (
     ("output_tokens_per_s", "throughput"),
     ("bubble_share", "bubble share"),
 )
+UNITS = {"ttft_ms": "ms", "tpot_ms": "ms", "output_tokens_per_s": "output tokens/s"}
 
 
 def compute(options: Options) -> list[Row]:
@@ -71,7 +72,7 @@ def draw(rows: Sequence[Row], canvas: Canvas) -> None:
         panel.set_xscale("log", base=2)
         panel.set_xticks(SPREAD_STEPS, [str(steps) for steps in SPREAD_STEPS])
         panel.set_xlabel("prefill_spread_steps (#T)")
-        panel.set_ylabel(f"{label} (ms)" if column.endswith("_ms") else label)
+        panel.set_ylabel(f"{label} ({UNITS[column]})" if column in UNITS else label)
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     panel.legend(fontsize=7)

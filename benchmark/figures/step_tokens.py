@@ -8,6 +8,7 @@ from matplotlib.figure import Figure as Canvas
 from benchmark.figures.figure import POLICY_STYLE, Figure, Options, Row, poisson, run, select
 from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.simulator.experiment import Cluster
+from sgl_pipeline.simulator.simulation import SimulatedStep
 
 POLICIES = ("sarathi", "throttle")
 RATE_PER_S = 3.0
@@ -15,44 +16,46 @@ SHOWN_STEPS = 600
 
 
 def compute(options: Options) -> list[Row]:
+    """A row for each policy: mean and deviation of all its steps' times, and SHOWN_STEPS steps.
+
+    These are from the middle of the run, where neither the start nor the end shows.
+    """
     cluster = Cluster(model="Qwen2.5-32B", device="a100-40g-pcie", link="pcie")
     workload = poisson(options.trace or "azure_conv", RATE_PER_S, options)
     return [
-        {
-            "policy": policy,
-            "step": step.record.step_id,
-            "prefill_tokens": step.record.prefill_tokens,
-            "decodes": step.record.decodes,
-            "stage_ms": 1e3 * (step.ends_s[1] - step.starts_s[1]),
-        }
+        _row(policy, run(cluster, ThrottleArgs(policy=policy), workload).steps)
         for policy in POLICIES
-        for step in run(cluster, ThrottleArgs(policy=policy), workload).steps
     ]
+
+
+def _row(policy: str, steps: Sequence[SimulatedStep]) -> Row:
+    stage_ms = 1e3 * np.array([step.ends_s[1] - step.starts_s[1] for step in steps])
+    shown = slice(len(steps) // 2, len(steps) // 2 + SHOWN_STEPS)
+    return {
+        "policy": policy,
+        "num_steps": len(steps),
+        "mean_stage_ms": float(stage_ms.mean()),
+        "deviation_stage_ms": float(stage_ms.std()),
+        "prefill_tokens": [step.record.prefill_tokens for step in steps[shown]],
+        "decodes": [step.record.decodes for step in steps[shown]],
+        "stage_ms": stage_ms[shown].round(3).tolist(),
+    }
 
 
 def draw(rows: Sequence[Row], canvas: Canvas) -> None:
     canvas.set_size_inches(11, 6)
     panels = canvas.subplots(2, len(POLICIES), sharey="row", squeeze=False)
     for tokens, times, policy in zip(*panels, POLICIES, strict=True):
-        # From the middle of the run, where neither the start nor the end shows.
-        own = select(rows, policy=policy)
-        shown = own[len(own) // 2 :][:SHOWN_STEPS]
-        steps = range(len(shown))
-        prefill = [row["prefill_tokens"] for row in shown]
+        (row,) = select(rows, policy=policy)
+        steps = range(len(row["stage_ms"]))
+        prefill = row["prefill_tokens"]
         color = POLICY_STYLE[policy]["color"]
         tokens.bar(steps, prefill, width=1.0, color=color, alpha=0.6, label="prefill")
-        tokens.bar(
-            steps,
-            [row["decodes"] for row in shown],
-            width=1.0,
-            bottom=prefill,
-            color="black",
-            label="decode",
-        )
+        tokens.bar(steps, row["decodes"], width=1.0, bottom=prefill, color="black", label="decode")
         tokens.set_title(policy)
         tokens.set_ylabel("tokens of a step")
         tokens.legend(fontsize=8)
-        times.plot(steps, [row["stage_ms"] for row in shown], color=color, linewidth=0.8)
+        times.plot(steps, row["stage_ms"], color=color, linewidth=0.8)
         times.set_ylabel("time of a middle stage (ms)")
         times.set_xlabel("step")
 
@@ -60,10 +63,11 @@ def draw(rows: Sequence[Row], canvas: Canvas) -> None:
 def conclude(rows: Sequence[Row]) -> list[str]:
     lines = []
     for policy in POLICIES:
-        times = np.array([row["stage_ms"] for row in select(rows, policy=policy)])
+        (row,) = select(rows, policy=policy)
+        mean_ms, deviation_ms = row["mean_stage_ms"], row["deviation_stage_ms"]
         lines.append(
-            f"{policy}: a step keeps a middle stage for {times.mean():.1f} ms, standard deviation "
-            f"{times.std():.1f} ms (coefficient of variation {times.std() / times.mean():.2f})"
+            f"{policy}: a step keeps a middle stage for {mean_ms:.1f} ms, standard deviation "
+            f"{deviation_ms:.1f} ms (coefficient of variation {deviation_ms / mean_ms:.2f})"
         )
     return lines
 

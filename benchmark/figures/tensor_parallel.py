@@ -71,7 +71,7 @@ FIGURE = Figure(
     title=f"Pipeline or tensor parallelism: {MODEL}, two RTX PRO 6000 on PCIe, {TRACE}",
     claim="gLLM (G7): SGLang's tensor parallelism is better at low rates within a node (L20, "
     "PCIe), and worse across nodes.",
-    assumptions="Operators are measured; the all-reduce is modelled from the link (16 GB/s, 20 us, "
+    assumptions="Operators are measured; the all-reduce is modeled from the link (16 GB/s, 20 us, "
     "two passes a layer). Across nodes nothing is simulated.",
     compute=compute,
     draw=draw,

@@ -12,7 +12,7 @@ from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.simulator.bubbles import CAUSES, bubble_causes
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.simulation import SimulatedStep, Simulation
-from sgl_pipeline.simulator.summary import summarise
+from sgl_pipeline.simulator.summary import summarize
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.workload import SimulatedRequest, poisson_arrivals
 
@@ -65,7 +65,7 @@ def _cell(cluster: Cluster, trace: str, options: Options) -> Iterator[Row]:
         )
         return run(cluster, ThrottleArgs(policy=policy), workload, SCHEDULING)
 
-    capacity = summarise(served("throttle", float("inf"))).requests_per_s
+    capacity = summarize(served("throttle", float("inf"))).requests_per_s
     for load in LOADS:
         for policy in POLICIES:
             simulation = served(policy, load * capacity)

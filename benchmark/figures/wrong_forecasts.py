@@ -1,4 +1,4 @@
-"""The throttle by time where its forecast is biased, noisy or learnt, and how its level swings.
+"""The throttle by time where its forecast is biased, noisy or learned, and how its level swings.
 
 The policy makes the steps that its forecast learns from; this shows whether the two swing together.
 """
@@ -22,7 +22,7 @@ from sgl_pipeline.simulator.forecasts import fitted_costs
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts, PipelineTiming
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.step_shape import StepShape
-from sgl_pipeline.simulator.summary import summarise
+from sgl_pipeline.simulator.summary import summarize
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, poisson_arrivals
@@ -44,7 +44,7 @@ COLUMNS = (("total_tokens_per_s", "throughput"), ("ttft_ms", "TTFT"), ("tpot_ms"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrong:
     """A forecast that is wrong: known costs times these factors, or None known beforehand. With
-    `learns` off, as on a GPU, the stages' speeds are not learnt either. `noise` is the deviation
+    `learns` off, as on a GPU, the stages' speeds are not learned either. `noise` is the deviation
     of each stage's time, which it cannot foresee."""
 
     rows: float = 1.0
@@ -86,7 +86,7 @@ def _cases() -> dict[str, Wrong]:
     cases = {"exact": Wrong()}
     for learns in (True, False):
         for factor in (1.2, 0.8):
-            ending = f"{factor - 1:+.0%}" + ("" if learns else ", speeds not learnt")
+            ending = f"{factor - 1:+.0%}" + ("" if learns else ", speeds not learned")
             cases |= {
                 f"all costs {ending}": Wrong(
                     rows=factor, attended=factor, tail=factor, learns=learns
@@ -96,9 +96,9 @@ def _cases() -> dict[str, Wrong]:
             }
     return cases | {
         "noise": Wrong(noise=NOISE),
-        "noise, speeds not learnt": Wrong(noise=NOISE, learns=False),
-        "costs learnt": Wrong(is_known=False),
-        "costs learnt, noise": Wrong(is_known=False, noise=NOISE),
+        "noise, speeds not learned": Wrong(noise=NOISE, learns=False),
+        "costs learned": Wrong(is_known=False),
+        "costs learned, noise": Wrong(is_known=False, noise=NOISE),
     }
 
 
@@ -120,9 +120,8 @@ class NoisyCosts:
     def layer_counts(self) -> tuple[int, ...]:
         return self.costs.layer_counts
 
-    @property
-    def link(self) -> Link:
-        return self.costs.link
+    def link_after(self, stage: int) -> Link:
+        return self.costs.link_after(stage)
 
     @property
     def host(self) -> HostCosts:
@@ -190,7 +189,7 @@ def near_saturation(trace: str, num_requests: int, seed: int = 0) -> list[Simula
     """Poisson arrivals at `LOAD`."""
     requests = load_trace(trace, num_requests)
     at_once = poisson_arrivals(requests, float("inf"), Random(seed))
-    capacity = summarise(served("throttle", Wrong(), at_once)).requests_per_s
+    capacity = summarize(served("throttle", Wrong(), at_once)).requests_per_s
     return poisson_arrivals(requests, LOAD * capacity, Random(seed))
 
 
@@ -254,13 +253,13 @@ def _failures(rows: Sequence[Row], column: str, label: str) -> str:
 
 FIGURE = Figure(
     name="wrong_forecasts",
-    title="The throttle by time with forecasts that are biased, noisy or learnt, 14B, PP 4",
+    title="The throttle by time with forecasts that are biased, noisy or learned, 14B, PP 4",
     claim="None. Ours to show: with a forecast that is 20 % off, no worse than the token throttle "
-    "by more than 2 %, and no swinging of the level with what is learnt from its steps.",
+    "by more than 2 %, and no swinging of the level with what is learned from its steps.",
     assumptions=f"Poisson arrivals at {LOAD:g} of what the token throttle carries when all come at "
     f"once, and {CLIENTS} clients that ask again when answered. Noise is normal with a deviation "
-    f"of {NOISE:.0%}, for each stage and step by itself, the same for both policies. Learnt costs "
-    "are fitted first after 256 steps. Speeds are not learnt where timings are a GPU's host's.",
+    f"of {NOISE:.0%}, for each stage and step by itself, the same for both policies. Learned costs "
+    "are fitted first after 256 steps. Speeds are not learned where timings are a GPU's host's.",
     compute=compute,
     draw=draw,
     conclude=conclude,

@@ -149,18 +149,14 @@ def _leave_nans(device: torch.device) -> None:
     torch.mm(nans, nans)
 
 
-class UpcastWeights:
+class UpcastWeights(DummyWeights):
     """The dummy weights of a bf16 model, as fp32 numbers of the same value."""
 
     def __init__(self, device: torch.device) -> None:
-        self._rounded = DummyWeights(torch.bfloat16, device)
-        self.loaded = self._rounded.loaded
-
-    def has(self, name: str) -> bool:
-        return False
+        super().__init__(torch.bfloat16, device)
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._rounded.read(name, shape).float()
+        return super().read(name, shape).float()
 
 
 def check_stage(spec: ModelSpec, name: str, device: torch.device, backend: str) -> list[Check]:

@@ -1,6 +1,6 @@
 """One stage of a model by itself: the real `StageRunner`, fed one step again and again.
 
-Its neighbours are stood in for by a link that has the rows of upstream ready and drops what goes
+Its neighbors are stood in for by a link that has the rows of upstream ready and drops what goes
 downstream, so that times are those of the stage alone. Untested on hardware.
 """
 
@@ -46,6 +46,9 @@ class StandInLink:
 
     def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
         return self.rows[:num_rows]
+
+    def has_room(self) -> bool:
+        return True
 
     def has_rows(self) -> bool:
         return True

@@ -92,7 +92,7 @@ class ScriptedPipeline:
             self._launcher.check({})
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"no stage reported for {_REPORT_TIMEOUT_S:.0f} s")
-        for message in self._launcher.receive():
+        for _, message in self._launcher.receive():
             assert isinstance(message, StageReport)
             self._book(message)
         self._launcher.check({})

@@ -1,7 +1,7 @@
 """SGLang's own server and pipeline on a CPU machine, started as `sglang.launch_server` is.
 
 Started by `engines.py`; its flags are upstream's. Two stand-ins let upstream's registry wheel run
-without its CUDA neighbours; nothing of ours runs in it. Spawned children run this module's top
+without its CUDA neighbors; nothing of ours runs in it. Spawned children run this module's top
 level again, which is what puts the stand-ins into every process.
 """
 
@@ -28,7 +28,7 @@ def rotary_embedding(
         positions: [tokens] int64.
         query, key: [tokens, heads * head_size].
         cos_sin_cache: [positions, rotary_dim], the cosines first.
-        is_neox: pairs are (i, i + rotary_dim / 2), not neighbours.
+        is_neox: pairs are (i, i + rotary_dim / 2), not neighbors.
     """
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
     rotary_dim = cos_sin_cache.shape[-1]

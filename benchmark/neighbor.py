@@ -20,7 +20,7 @@ REQUEST: Any = {
 TIMEOUT_S = 60.0
 
 
-class Neighbour:
+class Neighbor:
     """Streams in a thread of its own between `__enter__` and `__exit__`, whole answers only.
 
     Attributes:
@@ -38,7 +38,7 @@ class Neighbour:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "Neighbour":
+    def __enter__(self) -> "Neighbor":
         self._thread.start()
         return self
 

@@ -1,0 +1,61 @@
+"""The flags of a world: any that a server may have and that a schedule can tell apart."""
+
+from random import Random
+
+from sgl_pipeline.args import (
+    ACCOUNTINGS,
+    POLICIES,
+    SCHEDULE_POLICIES,
+    MigrationArgs,
+    PipelineArgs,
+    RecoveryArgs,
+    SchedulingArgs,
+    StageArgs,
+    ThrottleArgs,
+)
+
+
+def random_args(rng: Random) -> PipelineArgs:
+    """Those of `rng`, of one stage to four."""
+    max_prefill_tokens = rng.choice((4, 16, 64))
+    num_stages = rng.choice((1, 2, 2, 3, 4))
+    return PipelineArgs(
+        stages=StageArgs(
+            num_stages=num_stages,
+            layer_partition=rng.choice(("auto", "even")),
+            model_path="fake",
+            dtype="float32",
+        ),
+        scheduling=SchedulingArgs(
+            page_size=rng.choice((1, 2, 4)),
+            schedule_policy=rng.choice(SCHEDULE_POLICIES),
+            max_running_requests=rng.choice((2, 5, 64)),
+            max_queued_requests=rng.choice((None, None, 3)),
+            radix_cache=rng.random() < 0.8,
+            accounting=rng.choice(sorted(ACCOUNTINGS)),
+            duplicate_prefills=rng.random() < 0.2,
+            preemption_threshold=rng.choice((None, 0, 1)),
+            waiting_timeout_s=rng.choice((None, None, 2.0)),
+            running_timeout_s=rng.choice((None, None, 4.0)),
+            extra_steps_in_flight=rng.choice((0, 0, 1, 2)),
+        ),
+        throttle=ThrottleArgs(
+            policy=rng.choice(POLICIES),
+            prefill_spread_steps=rng.choice((1, 2, 8)),
+            max_prefill_tokens=max_prefill_tokens,
+            min_prefill_tokens=rng.choice((1, max_prefill_tokens)),
+        ),
+        migration=MigrationArgs(
+            mode=rng.choice(("off", "manual")) if num_stages > 1 else "off",
+            spare_layers=rng.choice((1, 2)),
+            timeout_s=rng.choice((0.2, 5.0, 5.0)),
+        ),
+        recovery=RecoveryArgs(
+            max_restarts=rng.choice((0, 3, *[1_000] * 8)),
+            restart_window_s=rng.choice((1.0, 60.0)),
+            spare_workers=rng.choice((0, 0, 1, 2)),
+            min_stages=rng.choice((1, 1, 1, num_stages)),
+            retry_s=rng.choice((0.5, 5.0)),
+        ),
+        run_directory="virtual",
+    )
