@@ -6,6 +6,7 @@ Run by `stage_process.py`. It connects to the scheduler by address and learns it
 
 import contextlib
 import logging
+import math
 import time
 import traceback
 from collections.abc import Callable
@@ -75,7 +76,7 @@ class StageWorker:
         self._site = site
         self._page_links: StagePageLinks | None = None
         self._rows: ActivationShape | None = None
-        self._progress_s = 0.0
+        self._progress_s = -math.inf
 
     def run(self) -> None:
         """Returns after a `Shutdown`; raises what the process should die of."""
