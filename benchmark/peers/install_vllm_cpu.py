@@ -22,7 +22,11 @@ _LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib")
 
 
 def install(directory: Path) -> None:
-    """Creates `directory` anew and installs the frozen set. Raises CalledProcessError."""
+    """Creates `directory` anew and installs the frozen set.
+
+    Raises CalledProcessError, and ConfigurationError, before it begins, where tcmalloc is missing.
+    """
+    _find_tcmalloc()
     print(f"Creating {directory}", flush=True)
     venv.create(directory, clear=True, with_pip=True)
     command = [str(directory / "bin" / "python"), "-m", "pip", "install", "-qq", "--no-deps"]
