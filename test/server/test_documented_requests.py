@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import requests
-from support.live_server import ROOT, LiveServer, live_server, wait_until
+from support.live_server import LAUNCHER, ROOT, LiveServer, live_server, wait_until
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -69,7 +69,7 @@ RUN = [block for block in blocks() if key_of(block[2], {**EXPECTED, **NOT_RUN}) 
 def server() -> Iterator[LiveServer]:
     """Four stages, as `make serve` starts them, whose layers may move."""
     flags = ["--pp-layer-partition", "5,4,4,3", "--migration", "manual"]
-    with live_server("--pp", "4", "--dtype", "float32", *flags) as server:
+    with live_server("--pp", "4", "--dtype", "float32", *flags, launcher=LAUNCHER) as server:
         # Previews are predicted from served steps.
         sampling = {"temperature": 0, "max_new_tokens": 100, "ignore_eos": True}
         assert server.generate(text=["What is"] * 4, sampling_params=sampling).ok

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
-from support.live_server import LiveServer, live_server, start_server, wait_until
+from support.live_server import LAUNCHER, LiveServer, live_server, start_server, wait_until
 
 pytestmark = pytest.mark.multiproc
 LONG = {
@@ -72,7 +72,10 @@ def test_a_client_that_disconnects_mid_stream_frees_its_pages(demo_server):
 def test_two_servers_run_side_by_side_and_leave_nothing(directory):
     """Busy as they are, one is stopped by Ctrl-C and the other by a second SIGTERM, at once."""
     shared_memory = set(os.listdir("/dev/shm"))
-    with live_server("--pp", "2") as first, live_server("--pp", "2") as second:
+    with (
+        live_server("--pp", "2", launcher=LAUNCHER) as first,
+        live_server("--pp", "2", launcher=LAUNCHER) as second,
+    ):
         answers = [server.generate(**short_request()).json()["text"] for server in (first, second)]
         assert answers[0] == answers[1]
         lost = [LongRequest(first), LongRequest(second)]
@@ -208,7 +211,7 @@ def test_a_scheduler_that_is_told_to_go_takes_the_server_with_it(directory):
 
 def test_sigterm_while_starting_leaves_nothing(directory):
     shared_memory = set(os.listdir("/dev/shm"))
-    server = start_server("--pp", "2")
+    server = start_server("--pp", "2", launcher=LAUNCHER)
     try:
         # The scheduler and the stages are being started.
         wait_until(lambda: len(server.descendants()) >= 3, timeout_s=120)
