@@ -5,6 +5,7 @@ Knows nothing of requests: which page belongs to whom is the scheduler's busines
 """
 
 from collections.abc import Iterable
+from math import prod
 
 import torch
 
@@ -13,8 +14,7 @@ from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 
 def kv_page_bytes(shape: AttentionShape, num_layers: int) -> int:
     """Bytes of one page: keys and values of `shape.page_size` tokens in `num_layers` layers."""
-    numbers = 2 * shape.page_size * shape.num_kv_heads * shape.head_dim * num_layers
-    return numbers * shape.dtype.itemsize
+    return 2 * prod(shape.page_shape) * num_layers * shape.page_dtype.itemsize
 
 
 class KvPool:
@@ -82,15 +82,15 @@ class KvPool:
             self._spare.append(pages)
 
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key pages and value pages of `layer`, each [N, S, Hkv, D] (NHD layout), the padding page
-        last."""
+        """Key pages and value pages of `layer`, each [N, S, Hkv, W] (NHD layout, `kv_format.py`),
+        the padding page last."""
         return self._pages[layer]
 
     def _allocate(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Key pages and value pages of a layer, zeroed."""
         shape, num_pages = self._shape, self.num_pages + self._has_padding_page
-        page_shape = (num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
         keys, values = (
-            torch.zeros(page_shape, dtype=shape.dtype, device=shape.device) for _ in range(2)
+            torch.zeros((num_pages, *shape.page_shape), dtype=shape.page_dtype, device=shape.device)
+            for _ in range(2)
         )
         return keys, values

@@ -1,12 +1,26 @@
 """Pages by model-wide layer id: their bytes, and layers that come and go."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES, decode
 from sgl_pipeline.pp_runner.kv_pool import KvPool, kv_page_bytes
 
 SHAPE = AttentionShape(4, 2, 4, 3, 1.0, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("coded_dtype", CODED_DTYPES.values(), ids=str)
+def test_pages_of_codes_are_counted_with_their_scales(coded_dtype: torch.dtype) -> None:
+    shape = replace(SHAPE, coded_dtype=coded_dtype)
+    coded = KvPool(range(4, 6), shape, 5)
+    assert kv_page_bytes(shape, num_layers=2) * 5 == coded.num_bytes
+    scale_bytes = 4 if coded_dtype == torch.int8 else 0
+    assert kv_page_bytes(shape, 1) == 2 * 3 * 2 * (4 + scale_bytes)
+    for pages in coded.pages(4):
+        assert pages.dtype == coded_dtype and not decode(pages, torch.float32).any()
 
 
 def pool() -> KvPool:

@@ -5,11 +5,12 @@ For the tests of every attention backend.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.kv_format import decode, encode
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout
 
 
@@ -28,8 +29,8 @@ class PagedProblem:
     shape: AttentionShape
     layout: PagedLayout
     query: torch.Tensor  # [T, Hq, D]
-    key_pages: torch.Tensor  # [N, S, Hkv, D]
-    value_pages: torch.Tensor  # [N, S, Hkv, D]
+    key_pages: torch.Tensor  # [N, S, Hkv, D], or codes
+    value_pages: torch.Tensor  # [N, S, Hkv, D], or codes
 
 
 def attention_shape(
@@ -98,6 +99,27 @@ def random_problem(
     key_pages[unread] = value_pages[unread] = math.nan
     layout = layout_of(chunks, pages, shape.page_size)
     return PagedProblem(shape, layout, query.to(shape.dtype), key_pages, value_pages)
+
+
+def coded_problem(problem: PagedProblem, coded_dtype: torch.dtype) -> PagedProblem:
+    """The same with pages that hold codes."""
+    return replace(
+        problem,
+        shape=replace(problem.shape, coded_dtype=coded_dtype),
+        key_pages=encode(problem.key_pages, coded_dtype),
+        value_pages=encode(problem.value_pages, coded_dtype),
+    )
+
+
+def decoded_problem(problem: PagedProblem) -> PagedProblem:
+    """The same with the numbers that the codes stand for."""
+    dtype = problem.shape.dtype
+    return replace(
+        problem,
+        shape=replace(problem.shape, coded_dtype=None),
+        key_pages=decode(problem.key_pages, dtype),
+        value_pages=decode(problem.value_pages, dtype),
+    )
 
 
 def exact_attention(problem: PagedProblem) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Implemented by `torch_attention`, `cpu_attention` and `flashinfer_attention`; chosen in
 `pp_runner/kernel_choice.py`. Shapes: T rows, Hq query heads, Hkv key/value heads, D head dim, N
-pages, S page size.
+pages, S page size, W elements of a row in a page: D, or more where pages hold codes (kv_format.py).
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,15 @@ from typing import Protocol
 
 import torch
 
+from sgl_pipeline.pp_runner.kv_format import row_width
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The numbers that a backend needs once. `scale` multiplies the scores."""
+    """The numbers that a backend needs once. `scale` multiplies the scores; `dtype` is that of
+    queries and outputs, and of keys and values too unless pages hold codes of `coded_dtype`
+    (`kv_format.CODED_DTYPES`)."""
 
     num_query_heads: int
     num_kv_heads: int
@@ -24,6 +27,17 @@ class AttentionShape:
     scale: float
     dtype: torch.dtype
     device: torch.device
+    coded_dtype: torch.dtype | None = None
+
+    @property
+    def page_dtype(self) -> torch.dtype:
+        """Of what pages hold."""
+        return self.coded_dtype or self.dtype
+
+    @property
+    def page_shape(self) -> tuple[int, int, int]:
+        """[S, Hkv, W] of a page of keys, and of one of values."""
+        return self.page_size, self.num_kv_heads, row_width(self.head_dim, self.page_dtype)
 
 
 class AttentionBackend(Protocol):
@@ -43,6 +57,6 @@ class AttentionBackend(Protocol):
 
         Args:
             query: [T, Hq, D], after the rotary embedding.
-            key_pages: [N, S, Hkv, D], the layer's keys (NHD layout).
-            value_pages: [N, S, Hkv, D].
+            key_pages: [N, S, Hkv, W] of `page_dtype`, the layer's keys (NHD layout).
+            value_pages: [N, S, Hkv, W], the same.
         """

@@ -9,13 +9,20 @@ from dataclasses import dataclass
 import torch
 
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, Arithmetic, CpuKernels
+from sgl_pipeline.pp_runner.cpu_kernels.library import (
+    CPU_DTYPES,
+    Arithmetic,
+    CpuKernels,
+    KvFormat,
+)
+from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout
 
 
 @dataclass(slots=True)
 class CpuAttention:
-    """The `AttentionBackend` of a CPU stage, for fp32 or bf16 queries, keys and values.
+    """The `AttentionBackend` of a CPU stage, for fp32 or bf16 queries, and keys and values of the
+    same type or in codes of 8 bits.
 
     Computes with `arithmetic`, which `kernels` must have for the shape's dtype, by default with the
     fastest, on `torch.get_num_threads()` threads. A row's result depends on nothing but its own
@@ -29,6 +36,7 @@ class CpuAttention:
 
     def __post_init__(self) -> None:
         assert self.shape.dtype in CPU_DTYPES
+        assert self.shape.page_dtype in (self.shape.dtype, *CODED_DTYPES.values())
         assert self.shape.num_query_heads % self.shape.num_kv_heads == 0
         if self.arithmetic is None:
             self.arithmetic = self.kernels.best_arithmetic(self.shape.dtype)
@@ -50,10 +58,10 @@ class CpuAttention:
         assert self.arithmetic is not None  # since __post_init__
         assert query.shape[1:] == (shape.num_query_heads, shape.head_dim)
         assert query.stride()[1:] == (shape.head_dim, 1), "a row of query is not contiguous"
-        page_shape = (shape.page_size, shape.num_kv_heads, shape.head_dim)
+        assert query.dtype == shape.dtype
         for pages in (key_pages, value_pages):
-            assert pages.shape[1:] == page_shape and pages.is_contiguous()
-            assert pages.dtype == query.dtype == shape.dtype
+            assert pages.shape[1:] == shape.page_shape and pages.is_contiguous()
+            assert pages.dtype == shape.page_dtype
         out = torch.empty(query.shape, dtype=query.dtype)
         self.kernels.paged_attention(
             arithmetic=self.arithmetic,
@@ -72,6 +80,7 @@ class CpuAttention:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             scale=shape.scale,
+            kv_format=KvFormat.of(key_pages),
             num_threads=torch.get_num_threads(),
         )
         return out

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.kv_format import decode
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout
 
 
@@ -55,8 +56,8 @@ class TorchAttention:
         for group in self._groups:
             num_chunks = group.pages.shape[0]
             rows = query[group.rows].unflatten(0, (num_chunks, -1)).transpose(1, 2)
-            keys, values = (
-                pages[group.pages].flatten(1, 2).transpose(1, 2).float()  # [C, Hkv, K, D]
+            keys, values = (  # [C, Hkv, K, D]
+                decode(pages[group.pages], query.dtype).flatten(1, 2).transpose(1, 2).float()
                 for pages in (key_pages, value_pages)
             )
             # What lies there may be another request's, and weight 0 does not silence a NaN.

@@ -23,8 +23,8 @@ template <typename Kernel>
 void attend_step(const Step& step, int num_threads, const void* query, const void* key_pages,
                  const void* value_pages, void* out) {
   using T = typename Kernel::Element;
-  const Tensors<T> tensors{static_cast<const T*>(query), static_cast<const T*>(key_pages),
-                           static_cast<const T*>(value_pages), static_cast<T*>(out)};
+  const Tensors<T> tensors{static_cast<const T*>(query), key_pages, value_pages,
+                           static_cast<T*>(out)};
   const std::vector<WorkItem> items =
       split(step, num_threads, Kernel::kMostLanes, Kernel::kLeastLanes);
   const int num_items = static_cast<int>(items.size());
@@ -72,19 +72,19 @@ extern "C" int sglp_best_bf16_arithmetic() {
   return kBFloat16Vectors;
 }
 
-// query and out [T, Hq, D], pages [N, S, Hkv, D], all of the arithmetic's type, which
-// sglp_has_arithmetic has confirmed. Contiguous, but for the rows of query, which lie
-// query_row_stride elements apart.
+// query and out [T, Hq, D] of the arithmetic's type, which sglp_has_arithmetic has confirmed; pages
+// [N, S, Hkv, D] of the same, or [N, S, Hkv, row of codes]. Contiguous, but for the rows of query,
+// which lie query_row_stride elements apart.
 extern "C" void sglp_paged_attention(int arithmetic, const void* query, int64_t query_row_stride,
                                      const void* key_pages, const void* value_pages, void* out,
                                      const int32_t* query_indptr, const int32_t* page_indptr,
                                      const int32_t* page_indices, const int32_t* kv_lengths,
                                      int num_chunks, int page_size, int num_query_heads,
-                                     int num_kv_heads, int head_dim, float scale,
+                                     int num_kv_heads, int head_dim, float scale, int kv_format,
                                      int num_threads) {
   const Step step{query_indptr, page_indptr, page_indices,    kv_lengths,   query_row_stride,
                   num_chunks,   page_size,   num_query_heads, num_kv_heads, head_dim,
-                  scale};
+                  scale,        static_cast<KvFormat>(kv_format)};
   auto attend = attend_step<VectorAttention<float>>;
   if (arithmetic == kBFloat16Vectors) attend = attend_step<VectorAttention<BFloat16>>;
 #if defined(SGLP_HAS_DOT_PRODUCTS)

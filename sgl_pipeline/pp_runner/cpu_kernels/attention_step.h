@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kv_codes.h"
 #include "vectors.h"
 
 namespace {
@@ -25,7 +26,12 @@ struct Step {
   int num_kv_heads;
   int head_dim;
   float scale;
+  KvFormat kv_format;
 
+  // Of a key or value in its page: elements of the tensors' type, or bytes of codes.
+  int row_size() const {
+    return kv_format == kNumbers ? head_dim : coded_row_bytes(kv_format, head_dim);
+  }
   int group() const { return num_query_heads / num_kv_heads; }
 };
 
@@ -56,8 +62,8 @@ struct WorkItem {
 template <typename T>
 struct Tensors {
   const T* query;
-  const T* key_pages;
-  const T* value_pages;
+  const void* key_pages;  // numbers of type T or codes
+  const void* value_pages;
   T* out;
 
   const T* query_of(const Step& step, const WorkItem& item, int head_in_item, int lane) const {
@@ -107,8 +113,8 @@ struct KeyTile {
   KeyTile(const Step& step, const WorkItem& item, int start, int end)
       : num_keys(std::clamp(end - start, 0, kKeys)), offsets() {
     const int32_t* pages = step.page_indices + step.page_indptr[item.chunk];
-    const int64_t token_size = int64_t{step.num_kv_heads} * step.head_dim;
-    const int64_t head_offset = int64_t{item.head} * step.head_dim;
+    const int64_t token_size = int64_t{step.num_kv_heads} * step.row_size();
+    const int64_t head_offset = int64_t{item.head} * step.row_size();
     int page = start / step.page_size, place = start % step.page_size;
     for (int key = 0; key < num_keys; ++key) {
       offsets[key] = (int64_t{pages[page]} * step.page_size + place) * token_size + head_offset;
@@ -137,6 +143,7 @@ struct Rows {
   const int64_t* offsets;
   const int64_t* next_offsets;  // of the tile read after this one; null in a copy
   int head_dim;
+  int64_t spacing;  // of sixteen rows from a multiple of sixteen on; 0: they may lie anywhere
 
   const T* operator[](int key) const { return first + offsets[key]; }
 
@@ -149,12 +156,47 @@ struct Rows {
   }
 };
 
+// The numbers of a tile of keys or values, where the pages hold codes. One thread's.
+template <typename T, int kKeys>
+class DecodedTile {
+ public:
+  explicit DecodedTile(const Step& step) {
+    if (step.kv_format == kNumbers) return;
+    const int vectors = (step.head_dim * int{sizeof(T)} + 63) / 64 * (64 / int{sizeof(Vec)});
+    numbers_.resize(kKeys * vectors);
+    for (int key = 0; key < kKeys; ++key) offsets_[key] = int64_t{key} * vectors * kNumbersOfVec;
+  }
+
+  // Of the rows `codes`, which lie as KeyTile says. Asks for their counterparts in the next tile.
+  NOINLINE Rows<T> decode(const Step& step, const int8_t* codes, const KeyTile<kKeys>& tile,
+                          const KeyTile<kKeys>& next) {
+    T* const numbers = reinterpret_cast<T*>(numbers_.data());
+    for (int key = 0; key < tile.num_keys; ++key) {
+      for (int byte = 0; byte < step.row_size(); byte += 64)
+        __builtin_prefetch(codes + next.offsets[key] + byte, 0, 2);
+      decode_row(step.kv_format, codes + tile.offsets[key], step.head_dim, numbers + offsets_[key]);
+    }
+    return {numbers, offsets_, nullptr, step.head_dim, offsets_[1]};
+  }
+
+ private:
+  static constexpr int kNumbersOfVec = sizeof(Vec) / sizeof(T);
+
+  std::vector<Vec> numbers_;
+  int64_t offsets_[kKeys];
+};
+
 // The keys or values of an item's head number `head_in_item`, in `pages`.
 template <typename T, int kKeys>
-inline Rows<T> rows_of(const T* pages, const Step& step, int head_in_item,
-                       const KeyTile<kKeys>& tile, const KeyTile<kKeys>& next) {
-  const T* first = pages + int64_t{head_in_item} * step.head_dim;
-  return {first, tile.offsets, next.offsets, step.head_dim};
+inline Rows<T> rows_of(const void* pages, const Step& step, int head_in_item,
+                       const KeyTile<kKeys>& tile, const KeyTile<kKeys>& next,
+                       DecodedTile<T, kKeys>& decoded) {
+  const int64_t offset = int64_t{head_in_item} * step.row_size();
+  if (step.kv_format != kNumbers)
+    return decoded.decode(step, static_cast<const int8_t*>(pages) + offset, tile, next);
+  const int64_t spacing = step.page_size % 16 == 0 ? step.num_kv_heads * step.head_dim : 0;
+  const T* first = static_cast<const T*>(pages) + offset;
+  return {first, tile.offsets, next.offsets, step.head_dim, spacing};
 }
 
 // outputs [size], in vectors, divided by `weight`.

@@ -61,8 +61,9 @@ class TileAttention {
       const auto next = tile_after<kTileKeys>(step_, item, start, following);
       for (int head = 0; head < item.num_heads; ++head)
         attend_head({head * scratch.padded(lanes), lanes, start, tile.num_keys,
-                     rows_of(tensors_.key_pages, step_, head, tile, next),
-                     rows_of(tensors_.value_pages, step_, head, tile, next)},
+                     rows_of(tensors_.key_pages, step_, head, tile, next, scratch.decoded_keys),
+                     rows_of(tensors_.value_pages, step_, head, tile, next,
+                             scratch.decoded_values)},
                     scratch);
       tile = next;
     }
@@ -216,10 +217,9 @@ class TileAttention {
                    Scratch& scratch) const {
     const int64_t* const next_offsets =
         rows.next_offsets == nullptr ? nullptr : rows.next_offsets + first_key;
-    const bool fill_tile = step_.page_size % 16 == 0 && step_.head_dim % kDepth == 0;
+    const bool fill_tile = rows.spacing != 0 && step_.head_dim % kDepth == 0;
     if (fill_tile && first_key + 16 <= tile.num_keys)
-      return {rows[first_key], int64_t{step_.num_kv_heads} * step_.head_dim * 2, rows.first,
-              next_offsets};
+      return {rows[first_key], rows.spacing * int64_t{sizeof(BFloat16)}, rows.first, next_offsets};
     Line* lines = &scratch.row_copies[copy * 16 * scratch.depth_lines];
     for (int i = 0; i < 16; ++i)
       for (int line = 0; line < scratch.depth_lines; ++line)

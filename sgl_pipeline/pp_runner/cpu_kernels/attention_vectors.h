@@ -23,11 +23,11 @@ constexpr int kLanesWithoutCopy = 8;  // up to which a head's lanes read the pag
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 // One thread's working memory: the running state of an item's lanes, and one key tile of one head.
-struct VectorScratch {
-  VectorScratch(const Step& step, const std::vector<WorkItem>& items)
-      : VectorScratch(most_lanes(step, items), (step.head_dim + kWidth - 1) / kWidth) {}
+struct VectorState {
+  VectorState(const Step& step, const std::vector<WorkItem>& items)
+      : VectorState(most_lanes(step, items), (step.head_dim + kWidth - 1) / kWidth) {}
 
-  VectorScratch(int num_lanes, int vectors)
+  VectorState(int num_lanes, int vectors)
       : vectors(vectors),
         queries(num_lanes * vectors),
         outputs(num_lanes * vectors),
@@ -58,6 +58,16 @@ struct VectorScratch {
   std::vector<int64_t> copy_offsets;  // [kKeyTile], of the rows of keys and values, in floats
 };
 
+// The same with what pages that hold codes are decoded to.
+template <typename T>
+struct VectorScratch : VectorState {
+  VectorScratch(const Step& step, const std::vector<WorkItem>& items)
+      : VectorState(step, items), decoded_keys(step), decoded_values(step) {}
+
+  DecodedTile<T, kKeyTile> decoded_keys;
+  DecodedTile<T, kKeyTile> decoded_values;
+};
+
 // Lanes [first, end) of one head. The first one sees `visible` keys of the tile (or all there are),
 // and each further row, that is after `group` lanes, one more.
 struct Lanes {
@@ -85,7 +95,7 @@ inline Vec score(const Vec* query, Rows<T> keys, int first_key, int num_vectors)
 
 // Scores a key tile for one lane that sees its first `visible` keys, and folds it into the softmax.
 template <int kVectors, typename T>
-NOINLINE void update_softmax(VectorScratch& scratch, Rows<T> keys, int lane, int visible) {
+NOINLINE void update_softmax(VectorState& scratch, Rows<T> keys, int lane, int visible) {
   const int vectors = scratch.vectors;
   Vec* scores = &scratch.scores[lane * kScoreVectors];
   Vec highest = broadcast(scratch.maxima[lane]);
@@ -111,7 +121,7 @@ NOINLINE void update_softmax(VectorScratch& scratch, Rows<T> keys, int lane, int
 
 // Adds the weighted values of a tile to kVectors vectors of kLanes lanes, held in registers.
 template <int kLanes, int kVectors, typename T>
-inline void add_values(VectorScratch& scratch, Rows<T> values, int lane, int first_vector,
+inline void add_values(VectorState& scratch, Rows<T> values, int lane, int first_vector,
                        int num_keys) {
   const int vectors = scratch.vectors;
   const float* weights = reinterpret_cast<const float*>(&scratch.scores[lane * kScoreVectors]);
@@ -132,7 +142,7 @@ inline void add_values(VectorScratch& scratch, Rows<T> values, int lane, int fir
 }
 
 template <int kLanes, typename T>
-NOINLINE void add_values(VectorScratch& scratch, Rows<T> values, int lane, int num_keys) {
+NOINLINE void add_values(VectorState& scratch, Rows<T> values, int lane, int num_keys) {
   int v = 0;
   for (; v + 4 <= scratch.vectors; v += 4)
     add_values<kLanes, 4>(scratch, values, lane, v, num_keys);
@@ -141,7 +151,7 @@ NOINLINE void add_values(VectorScratch& scratch, Rows<T> values, int lane, int n
 
 // One key tile of one head, for all lanes of that head.
 template <typename T>
-void attend_tile(VectorScratch& scratch, Rows<T> keys, Rows<T> values, int num_keys, Lanes lanes) {
+void attend_tile(VectorState& scratch, Rows<T> keys, Rows<T> values, int num_keys, Lanes lanes) {
   for (int lane = lanes.first; lane < lanes.end; ++lane) {
     const int visible = lanes.visible + (lane - lanes.first) / lanes.group;
     if (scratch.vectors == 4)
@@ -162,7 +172,7 @@ template <typename T>
 class VectorAttention {
  public:
   using Element = T;
-  using Scratch = VectorScratch;
+  using Scratch = VectorScratch<T>;
   static constexpr int kMostLanes = 32, kLeastLanes = 32;
 
   VectorAttention(const Step& step, const Tensors<T>& tensors) : step_(step), tensors_(tensors) {}
@@ -203,8 +213,10 @@ class VectorAttention {
   // Many lanes share a widened copy of the tile; few read the pages themselves.
   void attend_head(const KeyTile<kKeyTile>& tile, const KeyTile<kKeyTile>& next, int head,
                    Lanes lanes, Scratch& scratch) const {
-    const Rows<T> keys = rows_of(tensors_.key_pages, step_, head, tile, next);
-    const Rows<T> values = rows_of(tensors_.value_pages, step_, head, tile, next);
+    const Rows<T> keys =
+        rows_of(tensors_.key_pages, step_, head, tile, next, scratch.decoded_keys);
+    const Rows<T> values =
+        rows_of(tensors_.value_pages, step_, head, tile, next, scratch.decoded_values);
     if (lanes.end - lanes.first <= kLanesWithoutCopy && step_.head_dim % kWidth == 0) {
       attend_tile(scratch, keys, values, tile.num_keys, lanes);
     } else {
@@ -218,7 +230,7 @@ class VectorAttention {
     for (int key = 0; key < num_keys; ++key)
       widen(rows[key], step_.head_dim, &target[key * scratch.vectors]);
     const float* first = reinterpret_cast<const float*>(target.data());
-    return {first, scratch.copy_offsets.data(), nullptr, step_.head_dim};
+    return {first, scratch.copy_offsets.data(), nullptr, step_.head_dim, 0};
   }
 
   void finish(const WorkItem& item, Scratch& scratch) const {

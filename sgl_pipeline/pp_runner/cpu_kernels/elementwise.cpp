@@ -11,6 +11,7 @@
 #include <cstring>
 #include <vector>
 
+#include "kv_codes.h"
 #include "vectors.h"
 
 namespace {
@@ -74,6 +75,8 @@ struct Heads {
   int rotated_dims;
   bool interleaved;
   float epsilon;
+
+  KvFormat kv_format;
 
   int row_size() const { return (num_query + 2 * num_kv) * head_dim; }
   bool rotates_whole_vectors() const { return !interleaved && rotated_dims % (2 * kWidth) == 0; }
@@ -152,6 +155,16 @@ void place_row(const T* row, const T* query_norm, const T* key_norm, const float
   std::memcpy(value, row + heads.num_kv * size, heads.num_kv * size * sizeof(T));
 }
 
+// The heads of one key or value, [num_kv, head_dim], into `pages`.
+template <typename T>
+void encode_heads(const T* heads_of_row, const Heads& heads, int64_t slot, void* pages) {
+  const int64_t bytes = coded_row_bytes(heads.kv_format, heads.head_dim);
+  int8_t* codes = static_cast<int8_t*>(pages) + slot * heads.num_kv * bytes;
+  for (int head = 0; head < heads.num_kv; ++head)
+    encode_row(heads.kv_format, heads_of_row + head * heads.head_dim, heads.head_dim,
+               codes + head * bytes);
+}
+
 template <typename T>
 void place_heads(int64_t num_rows, const Heads& heads, const void* qkv, const void* query_norm,
                  const void* key_norm, const float* cosine, const float* sine,
@@ -162,13 +175,25 @@ void place_heads(int64_t num_rows, const Heads& heads, const void* qkv, const vo
   const int64_t pairs = heads.rotated_dims / 2;
   for_rows(num_rows, heads.row_size(), num_threads, [&](int64_t row) {
     thread_local std::vector<float> buffer;
+    thread_local std::vector<T> to_encode;  // a key and a value
     buffer.resize(heads.head_dim);
+    T *key, *value;
+    if (heads.kv_format == kNumbers) {
+      key = static_cast<T*>(key_pages) + slots[row] * kv_size;
+      value = static_cast<T*>(value_pages) + slots[row] * kv_size;
+    } else {
+      to_encode.resize(2 * kv_size);
+      key = to_encode.data();
+      value = key + kv_size;
+    }
     place_row(static_cast<const T*>(qkv) + row * heads.row_size(),
               static_cast<const T*>(query_norm), static_cast<const T*>(key_norm),
               cosine + row * pairs, sine + row * pairs, heads, buffer.data(),
-              static_cast<T*>(query) + row * query_size,
-              static_cast<T*>(key_pages) + slots[row] * kv_size,
-              static_cast<T*>(value_pages) + slots[row] * kv_size);
+              static_cast<T*>(query) + row * query_size, key, value);
+    if (heads.kv_format != kNumbers) {
+      encode_heads(key, heads, slots[row], key_pages);
+      encode_heads(value, heads, slots[row], value_pages);
+    }
   });
 }
 
@@ -222,16 +247,16 @@ extern "C" void sglp_rms_norm(int is_bf16, int64_t num_rows, int size, const voi
 }
 
 // Rows of qkv [T, (Hq + 2 Hkv) * D] to query [T, Hq, D] and into slots [T] of the pages
-// [N, S, Hkv, D]. Queries and keys are normed by query_norm and key_norm [D], where given, and
+// [N, S, Hkv, D], or [N, S, Hkv, row of codes], of the rounded numbers. Queries and keys are normed by query_norm and key_norm [D], where given, and
 // their first rotated_dims dimensions rotated by cosine and sine [T, rotated_dims / 2].
 extern "C" void sglp_place_heads(int is_bf16, int64_t num_rows, int num_query_heads,
                                  int num_kv_heads, int head_dim, int rotated_dims, int interleaved,
-                                 const void* qkv, const void* query_norm, const void* key_norm,
+                                 int kv_format, const void* qkv, const void* query_norm, const void* key_norm,
                                  float epsilon, const float* cosine, const float* sine,
                                  const int64_t* slots, void* query, void* key_pages,
                                  void* value_pages, int num_threads) {
-  const Heads heads{num_query_heads, num_kv_heads,     head_dim,
-                    rotated_dims,    interleaved != 0, epsilon};
+  const Heads heads{num_query_heads,  num_kv_heads, head_dim, rotated_dims,
+                    interleaved != 0, epsilon,      static_cast<KvFormat>(kv_format)};
   const auto run = is_bf16 ? place_heads<BFloat16> : place_heads<float>;
   run(num_rows, heads, qkv, query_norm, key_norm, cosine, sine, slots, query, key_pages,
       value_pages, num_threads);

@@ -23,10 +23,10 @@ _INT, _INT64, _FLOAT, _POINTER = (
 ARGUMENT_TYPES: dict[str, list[Any]] = {
     "has_arithmetic": [_INT],
     "best_bf16_arithmetic": [],
-    "paged_attention": [_INT, _POINTER, _INT64, *7 * [_POINTER], *5 * [_INT], _FLOAT, _INT],
+    "paged_attention": [_INT, _POINTER, _INT64, *7 * [_POINTER], *5 * [_INT], _FLOAT, *2 * [_INT]],
     "rms_norm": [_INT, _INT64, _INT, *3 * [_POINTER], _FLOAT, *2 * [_POINTER], _INT],
     "place_heads": [
-        *(_INT, _INT64, *5 * [_INT], *3 * [_POINTER], _FLOAT, *2 * [_POINTER]),
+        *(_INT, _INT64, *6 * [_INT], *3 * [_POINTER], _FLOAT, *2 * [_POINTER]),
         *(*4 * [_POINTER], _INT),
     ],
     "gate": [_INT, _INT64, _INT, *2 * [_POINTER], _INT],

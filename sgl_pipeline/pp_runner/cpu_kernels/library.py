@@ -36,6 +36,21 @@ class Arithmetic(IntEnum):
         return torch.float32 if self is Arithmetic.FLOAT32_VECTORS else torch.bfloat16
 
 
+class KvFormat(IntEnum):
+    """What pages hold (kv_format.py); `KvFormat` in kv_codes.h."""
+
+    NUMBERS = 0
+    INT8 = 1
+    FLOAT8 = 2
+
+    @classmethod
+    def of(cls, pages: torch.Tensor) -> "KvFormat":
+        return _CODES.get(pages.dtype, cls.NUMBERS)
+
+
+_CODES = {torch.int8: KvFormat.INT8, torch.float8_e4m3fn: KvFormat.FLOAT8}
+
+
 class CpuKernels:
     """The compiled functions. Arguments have the names of the C++ definitions, which say what each
     one is; a test holds the two to each other.
@@ -83,6 +98,7 @@ class CpuKernels:
         num_kv_heads: int,
         head_dim: int,
         scale: float,
+        kv_format: KvFormat,
         num_threads: int,
     ) -> None:
         """Attends to keys and values in pages (attention.cpp)."""
@@ -103,6 +119,7 @@ class CpuKernels:
             num_kv_heads,
             head_dim,
             scale,
+            kv_format,
             num_threads,
         )
 
@@ -144,6 +161,7 @@ class CpuKernels:
         head_dim: int,
         rotated_dims: int,
         interleaved: bool,
+        kv_format: KvFormat,
         qkv: torch.Tensor,
         query_norm: torch.Tensor | None,
         key_norm: torch.Tensor | None,
@@ -165,6 +183,7 @@ class CpuKernels:
             head_dim,
             rotated_dims,
             interleaved,
+            kv_format,
             qkv.data_ptr(),
             None if query_norm is None else query_norm.data_ptr(),
             None if key_norm is None else key_norm.data_ptr(),

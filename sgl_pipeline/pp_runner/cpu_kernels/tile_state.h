@@ -28,7 +28,9 @@ struct TileState {
         column_groups((step.head_dim + kColumns - 1) / kColumns),
         keys(depth_lines * kTiles * kTileRows),
         values(column_groups * kWeightLines * kTiles * kTileRows),
-        row_copies(2 * kTileRows * depth_lines) {
+        row_copies(2 * kTileRows * depth_lines),
+        decoded_keys(step),
+        decoded_values(step) {
     int lanes = 0;
     for (const WorkItem& item : items)
       lanes = std::max(lanes, item.num_heads * padded(item.lanes_of_head(step)));
@@ -54,6 +56,8 @@ struct TileState {
   std::vector<Line> keys;        // right operand of [depth_lines]
   std::vector<Line> values;      // [column_groups], each a right operand of [kWeightLines]
   std::vector<Line> row_copies;  // [2, 16, depth_lines]
+  DecodedTile<BFloat16, kTileKeys> decoded_keys;
+  DecodedTile<BFloat16, kTileKeys> decoded_values;
   std::vector<Line> queries;     // [lanes, depth_lines]
   std::vector<Vec> outputs;      // [lanes, output_vectors], not yet divided by the sums
   std::vector<Vec> sums;         // [lanes], one partial sum for each vector position

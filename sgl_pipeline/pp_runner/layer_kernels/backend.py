@@ -2,7 +2,8 @@
 
 Implemented by `torch_kernels`, `compiled_kernels` and `flashinfer_kernels`; chosen in
 `pp_runner/kernel_choice.py`. Shapes: T rows of the step, H hidden size, F feed-forward size, Hq
-query heads, Hkv key/value heads, D head dim, of which R are rotated, N pages, S page size.
+query heads, Hkv key/value heads, D head dim, of which R are rotated, N pages, S page size, W width
+of a row in a page.
 """
 
 from collections.abc import Callable
@@ -106,7 +107,8 @@ class LayerKernels(Protocol):
 
         Norms the heads of queries and keys, if there are `norms`, rotates them, and writes keys and
         values of row t into slot `slots[t]` (int64 [T], unique) of the layer's key and value
-        `pages` [N, S, Hkv, D], which is offset `slots[t] % S` of page `slots[t] // S`.
+        `pages` [N, S, Hkv, W], which is offset `slots[t] % S` of page `slots[t] // S`: the numbers,
+        or their codes (`kv_format.py`).
 
         Returns the queries [T, Hq, D].
         """

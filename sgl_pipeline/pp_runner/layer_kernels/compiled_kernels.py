@@ -6,7 +6,8 @@ whose shape, type or layout was not checked.
 
 import torch
 
-from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, CpuKernels
+from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, CpuKernels, KvFormat
+from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES, head_dim_of
 from sgl_pipeline.pp_runner.layer_kernels.backend import (
     GatedLinear,
     HeadNorms,
@@ -88,9 +89,12 @@ class CompiledKernels:
     ) -> torch.Tensor:
         """See `LayerKernels.place_heads`."""
         (keys, values), (cosine, sine, interleaved) = pages, rotation
-        num_rows, (num_kv_heads, head_dim) = slots.shape[0], keys.shape[2:]
+        num_rows, num_kv_heads, head_dim = slots.shape[0], keys.shape[2], head_dim_of(keys)
+        kv_format = KvFormat.of(keys)
         num_query_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        _check(qkv.dtype, qkv, keys, values, *(norms[:2] if norms else ()))
+        _check(qkv.dtype, qkv, *(norms[:2] if norms else ()))
+        page_dtype = qkv.dtype if kv_format is KvFormat.NUMBERS else keys.dtype
+        _check(page_dtype, keys, values)
         _check(torch.float32, cosine, sine)
         _check(torch.int64, slots)
         assert qkv.shape[0] == num_rows and values.shape == keys.shape
@@ -106,6 +110,7 @@ class CompiledKernels:
             head_dim=head_dim,
             rotated_dims=2 * cosine.shape[1],
             interleaved=interleaved,
+            kv_format=kv_format,
             qkv=qkv,
             query_norm=norms.query if norms else None,
             key_norm=norms.key if norms else None,
@@ -162,6 +167,6 @@ class CompiledKernels:
 
 
 def _check(dtype: torch.dtype, *tensors: torch.Tensor) -> None:
-    assert dtype in CPU_DTYPES or dtype == torch.int64
+    assert dtype in (*CPU_DTYPES, *CODED_DTYPES.values(), torch.int64)
     for tensor in tensors:
         assert tensor.dtype == dtype and tensor.is_contiguous() and tensor.device.type == "cpu"

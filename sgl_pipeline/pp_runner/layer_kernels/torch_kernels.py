@@ -7,6 +7,7 @@ dtype where transformers does.
 import torch
 import torch.nn.functional as F
 
+from sgl_pipeline.pp_runner.kv_format import head_dim_of, write_rows
 from sgl_pipeline.pp_runner.layer_kernels.backend import (
     GatedLinear,
     HeadNorms,
@@ -48,7 +49,7 @@ class TorchKernels:
         slots: torch.Tensor,
         pages: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        num_kv_heads, head_dim = pages[0].shape[2:]
+        num_kv_heads, head_dim = pages[0].shape[2], head_dim_of(pages[0])
         heads = qkv.unflatten(1, (-1, head_dim))
         num_query_heads = heads.shape[1] - 2 * num_kv_heads
         query, key, value = heads.split((num_query_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -56,7 +57,7 @@ class TorchKernels:
             query = norms.query * F.rms_norm(query, (head_dim,), None, norms.epsilon)
             key = norms.key * F.rms_norm(key, (head_dim,), None, norms.epsilon)
         for store, rows in zip(pages, (rotate(key, rotation), value), strict=True):
-            store.flatten(0, 1).index_copy_(0, slots, rows)
+            write_rows(store, slots, rows)
         return rotate(query, rotation)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,7 @@ class PageRows:
         header[:, 0] = layer
         header[:, 1] = ids
         for half, of_layer in zip(self._halves(rows), self._kv_pool.pages(layer), strict=True):
-            chosen = of_layer[ids.to(of_layer.device)]
-            half.copy_(chosen.view(len(ids), -1).view(torch.uint8))
+            half.copy_(_bytes(of_layer)[ids.to(of_layer.device)])
         return rows
 
     @torch.inference_mode()
@@ -41,13 +40,17 @@ class PageRows:
         header = rows[:, :_HEADER_BYTES].view(torch.int64)
         layer, ids = int(header[0, 0]), header[:, 1]
         for half, of_layer in zip(self._halves(rows), self._kv_pool.pages(layer), strict=True):
-            pages = half.contiguous().view(of_layer.dtype).view(len(rows), *of_layer.shape[1:])
-            of_layer[ids.to(of_layer.device)] = pages.to(of_layer.device)
+            _bytes(of_layer)[ids.to(of_layer.device)] = half.to(of_layer.device)
 
     def _halves(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the keys and the values are in `rows`."""
         middle = _HEADER_BYTES + self._half_bytes
         return rows[:, _HEADER_BYTES:middle], rows[:, middle : middle + self._half_bytes]
+
+
+def _bytes(pages: torch.Tensor) -> torch.Tensor:
+    """The memory of `pages` [N, S, Hkv, W] as bytes, those of one page in a row."""
+    return pages.flatten(1).view(torch.uint8)
 
 
 def row_bytes(page_bytes: int) -> int:

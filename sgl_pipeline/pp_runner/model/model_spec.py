@@ -15,6 +15,7 @@ import torch
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES
 from sgl_pipeline.pp_runner.model.config_fields import ConfigFields
 from sgl_pipeline.pp_runner.model.families import FAMILIES, Family, TensorNames
 from sgl_pipeline.pp_runner.quantization.config import choose_quantization, read_quantization
@@ -127,9 +128,17 @@ class ModelSpec:
         return self.experts if self.experts and layer in self.experts.layers else None
 
     def attention_shape(
-        self, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_cache_dtype: str = "auto",
     ) -> AttentionShape:
-        """What an attention backend needs to know; scores are scaled by head_dim ** -0.5."""
+        """What an attention backend needs to know; scores are scaled by head_dim ** -0.5.
+
+        Args:
+            kv_cache_dtype: as `--kv-cache-dtype`.
+        """
         return AttentionShape(
             num_query_heads=self.num_query_heads,
             num_kv_heads=self.num_kv_heads,
@@ -138,6 +147,7 @@ class ModelSpec:
             scale=self.head_dim**-0.5,
             dtype=dtype,
             device=device,
+            coded_dtype=CODED_DTYPES.get(kv_cache_dtype),
         )
 
 

@@ -11,10 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.instruction_sets import every_instruction_set, kernels_for
 from support.paged_attention import (
     ChunkExtent,
     PagedProblem,
     attention_shape,
+    coded_problem,
+    decoded_problem,
     exact_attention,
     layout_of,
     random_problem,
@@ -22,6 +25,7 @@ from support.paged_attention import (
 
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.cpu_kernels.library import Arithmetic, CpuKernels, load_cpu_kernels
+from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES, FP8, decode, encode
 
 pytestmark = pytest.mark.compiler
 
@@ -143,6 +147,71 @@ def test_scores_that_rise_or_fall_along_the_context_stay_exact(
     positions = torch.arange(pages.numel() * 16).view(-1, 16, 1)
     problem.key_pages[pages, :, :, 0] = (step * positions).to(shape.dtype)
     assert_exact(kernels, arithmetic, problem, score_error=1e-4)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    chunks=st.lists(chunk_extents, min_size=1, max_size=5),
+    page_size=st.sampled_from([1, 16, 64]),
+    head_dim=st.sampled_from([8, 32, 40, 64, 128, 256]),
+    heads=st.sampled_from([(1, 1), (4, 1), (8, 1), (20, 1), (4, 4), (6, 3), (8, 2)]),
+    coded_dtype=st.sampled_from(list(CODED_DTYPES.values())),
+    seed=st.integers(0, 1000),
+)
+def test_codes_give_the_bits_of_the_numbers_that_they_stand_for(
+    kernels: CpuKernels,
+    arithmetic: Arithmetic,
+    chunks: list[ChunkExtent],
+    page_size: int,
+    head_dim: int,
+    heads: tuple[int, int],
+    coded_dtype: torch.dtype,
+    seed: int,
+) -> None:
+    shape = attention_shape(*heads, head_dim, page_size, arithmetic.dtype)
+    coded = coded_problem(random_problem(chunks, shape, seed), coded_dtype)
+    expected = run(kernels, arithmetic, decoded_problem(coded))
+    assert expected.isfinite().all()
+    assert torch.equal(run(kernels, arithmetic, coded), expected)
+
+
+@every_instruction_set
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("coded_dtype", CODED_DTYPES.values(), ids=str)
+def test_every_machine_decodes_alike(
+    instructions: str, coded_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """One key: its value is the answer, and all codes of numbers are seen."""
+    shape = replace(attention_shape(2, 2, 128, 16, dtype), coded_dtype=coded_dtype)
+    rows = encode(torch.ones(1, 16, 2, 128), coded_dtype)
+    codes = torch.arange(256, dtype=torch.uint8)
+    if coded_dtype == FP8:
+        codes[[0x7F, 0xFF]] = 0  # a NaN is one for its neighbors too, by AMX
+    rows.view(torch.uint8)[..., :128] = codes.view(2, 128)
+    layout = layout_of([ChunkExtent(0, 1)], [[0]], 16)
+    attention = CpuAttention(shape, kernels_for(instructions))
+    attention.plan(layout)
+    found = attention.attend(torch.zeros(1, 2, 128, dtype=dtype), torch.zeros_like(rows), rows)
+    assert torch.equal(found, decode(rows, dtype)[0, :1])
+
+
+@pytest.mark.parametrize("coded_dtype", CODED_DTYPES.values(), ids=str)
+def test_codes_of_a_request_that_went_astray_harm_no_other(
+    kernels: CpuKernels, arithmetic: Arithmetic, coded_dtype: torch.dtype
+) -> None:
+    shape = attention_shape(8, 2, 64, 16, arithmetic.dtype)
+    chunks = [ChunkExtent(70, 1), ChunkExtent(0, 90), ChunkExtent(10, 1), ChunkExtent(0, 33)]
+    problem = random_problem(chunks, shape)
+    expected = run(kernels, arithmetic, coded_problem(problem, coded_dtype))
+    begin, end = problem.layout.page_indptr[1:3].tolist()
+    astray = problem.layout.page_indices[begin:end].long()
+    problem.key_pages[astray] = problem.value_pages[astray] = torch.nan
+    actual = run(kernels, arithmetic, coded_problem(problem, coded_dtype))
+    assert actual[1:91].isnan().all()
+    for rows in (slice(0, 1), slice(91, None)):
+        assert torch.equal(actual[rows], expected[rows])
 
 
 def test_a_strided_query_is_read_in_place(kernels: CpuKernels, arithmetic: Arithmetic) -> None:

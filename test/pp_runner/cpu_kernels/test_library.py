@@ -13,7 +13,12 @@ from torch.profiler import ProfilerActivity, profile
 from sgl_pipeline.errors import KernelBuildError
 from sgl_pipeline.pp_runner import cpu_kernels
 from sgl_pipeline.pp_runner.cpu_kernels.functions import ARGUMENT_TYPES, CompiledFunctions
-from sgl_pipeline.pp_runner.cpu_kernels.library import Arithmetic, CpuKernels, load_cpu_kernels
+from sgl_pipeline.pp_runner.cpu_kernels.library import (
+    Arithmetic,
+    CpuKernels,
+    KvFormat,
+    load_cpu_kernels,
+)
 from sgl_pipeline.pp_runner.layer_kernels.backend import RmsNorm
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 
@@ -46,7 +51,7 @@ C_TYPES = {
     "pointer": ctypes.c_void_p,
 }
 PYTHON_TYPES = {
-    "int": (bool, int, Arithmetic),
+    "int": (bool, int, Arithmetic, KvFormat),
     "int64_t": (int,),
     "float": (float,),
     "pointer": (torch.Tensor, torch.Tensor | None),

@@ -15,6 +15,7 @@ from support.fake_flashinfer import FakeFlashInferFunctions
 from support.instruction_sets import INSTRUCTION_SETS, kernels_for
 from support.real_flashinfer import FunctionsOnEmulatedCard
 
+from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES, encode
 from sgl_pipeline.pp_runner.layer_kernels.backend import (
     HeadNorms,
     LayerKernels,
@@ -219,6 +220,42 @@ def test_place_heads(
 ) -> None:
     problem = heads_problem(num_rows, heads, dims, interleaved, has_norms, dtype, seed)
     assert_placed(leaf, problem, kernels_of(leaf).place_heads(*problem))
+
+
+@pytest.mark.parametrize(
+    "leaf", ["torch", *(pytest.param(leaf, marks=pytest.mark.compiler) for leaf in COMPILED)]
+)
+@settings(max_examples=60, deadline=None)
+@given(
+    num_rows=st.integers(0, 20),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 3)]),
+    dims=st.sampled_from([(8, 8), (40, 20), (64, 64), (80, 80), (128, 128)]),
+    dtype=dtypes,
+    coded_dtype=st.sampled_from(list(CODED_DTYPES.values())),
+    size=st.sampled_from([0.0, 1e-40, 1e-3, 1.0, 30.0, 1e5]),
+    seed=st.integers(0, 1000),
+)
+def test_pages_of_codes_hold_those_of_the_placed_heads(
+    leaf: str,
+    num_rows: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    coded_dtype: torch.dtype,
+    size: float,
+    seed: int,
+) -> None:
+    """Bit for bit those of the definition, whatever the size of the numbers; no other slot is
+    written to."""
+    kernels = kernels_of(leaf)
+    problem = heads_problem(num_rows, heads, dims, False, False, dtype, seed)
+    problem = problem._replace(qkv=problem.qkv * size)
+    codes = [encode(store, coded_dtype) for store in problem.pages]
+    query = kernels.place_heads(*problem._replace(pages=(codes[0], codes[1])))
+    assert torch.equal(query, kernels.place_heads(*problem))
+    for store, found in zip(problem.pages, codes, strict=True):
+        expected = encode(store, coded_dtype)
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 @every_leaf
