@@ -30,6 +30,7 @@ PREFILL_KERNELS = ("auto", "fa2", "fa3")  # of FlashInfer
 STAGE_GRAPHS = ("auto", "off")
 STAGE_LINKS = ("auto", "host", "cuda-ipc", "nccl")
 LAYER_KERNELS = ("auto", "flashinfer", "cpu", "torch")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "int8")  # auto: that of the model
 UI_MODES = ("on", "off")
 MIGRATION_MODES = ("off", "manual", "auto")
 MIGRATION_WEIGHTS = ("resident", "background")
@@ -186,7 +187,8 @@ class SchedulingArgs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageArgs:
     """How the stages hold and run the model. `dtype` is a torch dtype name without `torch.`;
-    `quantization` is that of the weights, in the checkpoint or from `--quantization`."""
+    `quantization` is that of the weights, in the checkpoint or from `--quantization`;
+    `kv_cache_dtype` is one of KV_CACHE_DTYPES."""
 
     num_stages: int = 1
     layer_partition: str = "auto"
@@ -200,14 +202,20 @@ class StageArgs:
     link: str = "auto"
     layer_kernels: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     max_total_tokens: int | None = None
     memory_fraction: float = 0.88
     cpu_threads: int | None = None
 
     @property
     def precision(self) -> str:
-        """What the products are computed in, and so what fitted costs hold for."""
-        return self.dtype if self.quantization is None else f"{self.dtype}-{self.quantization}"
+        """What is computed with, and so what fitted costs hold for."""
+        parts = [self.dtype]
+        if self.quantization is not None:
+            parts.append(self.quantization)
+        if self.kv_cache_dtype != "auto":
+            parts.append(f"kv_{self.kv_cache_dtype}")
+        return "-".join(parts)
 
     def __post_init__(self) -> None:
         require(self.num_stages >= 1, f"--pp {self.num_stages} must be at least 1")
@@ -233,6 +241,11 @@ class StageArgs:
             self.layer_kernels in LAYER_KERNELS,
             f"--stage-kernels {self.layer_kernels!r} is unknown; choose from "
             f"{', '.join(LAYER_KERNELS)}",
+        )
+        require(
+            self.kv_cache_dtype in KV_CACHE_DTYPES,
+            f"--kv-cache-dtype {self.kv_cache_dtype} is not built; choose from "
+            f"{', '.join(KV_CACHE_DTYPES)}",
         )
         require(
             self.max_total_tokens is None or self.max_total_tokens >= 1,

@@ -56,7 +56,8 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     `links` has one address per stage boundary: `links[s]` joins stage `s` to stage `s + 1`.
     `gpu` is the index of the GPU on the worker's host, which `stages_on_gpu` stages share.
     `graphs` is `auto` (CUDA graphs where the stage has them) or `off`; `prefill_kernels` is `auto`,
-    or `fa2` or `fa3` of FlashInfer. `quantization` is the method of the checkpoint or of the flag.
+    or `fa2` or `fa3` of FlashInfer. `quantization` is the method of the checkpoint or of the flag,
+    `kv_cache_dtype` as `--kv-cache-dtype`.
     `cpu_threads` is the number of compute threads; `cpu_cores` are the cores to pin them to (empty:
     do not pin). `max_total_tokens` bounds the KV pool (None: `memory_fraction` of the GPU's memory
     less the weights, or a fixed default on a CPU); with `fewer_pages_do` a pool that memory holds
@@ -79,6 +80,7 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     prefill_kernels: str = "auto"
     layer_kernels: str
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     graphs: str = "auto"
     page_size: int
     max_total_tokens: int | None

@@ -187,6 +187,7 @@ def _assignment(
         graphs=stages.graphs,
         layer_kernels=stages.layer_kernels,
         quantization=stages.quantization,
+        kv_cache_dtype=stages.kv_cache_dtype,
         page_size=args.scheduling.page_size,
         max_total_tokens=stages.max_total_tokens,
         memory_fraction=stages.memory_fraction,

@@ -23,6 +23,7 @@ from sgl_pipeline.pp_runner.kernel_choice import (
     make_layer_kernels,
 )
 from sgl_pipeline.pp_runner.kv_capacity import usable_memory_bytes
+from sgl_pipeline.pp_runner.kv_format import encode
 from sgl_pipeline.pp_runner.kv_pool import KvPool, kv_page_bytes
 from sgl_pipeline.pp_runner.layer_kernels.backend import RmsNorm
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
@@ -86,7 +87,7 @@ def _measure(
     """
     dtype = getattr(torch, assignment.dtype)
     spec = read_model_spec(assignment.model_path, assignment.quantization)
-    shape = spec.attention_shape(assignment.page_size, dtype, device)
+    shape = spec.attention_shape(assignment.page_size, dtype, device, assignment.kv_cache_dtype)
     model = _MadeUpModel(assignment, spec, shape, most_table_bytes)
     return PartCosts(
         kinds=model.kinds,
@@ -170,8 +171,8 @@ class _MadeUpModel:
 
     def _layer_call(self, layer: DecoderLayer, inputs: StepInputs) -> Callable[[], object]:
         kv_pool = KvPool([layer.layer], self._shape, inputs.layout.page_indices.numel())
-        for pages in kv_pool.pages(layer.layer):
-            pages.fill_(0.5)  # untouched pages would share one page of memory
+        for pages in kv_pool.pages(layer.layer):  # untouched ones would share one page of memory
+            pages.copy_(encode(torch.full((self._shape.head_dim,), 0.5), pages.dtype))
         spec = self._spec
         rotary = RotaryEmbedding(spec.rope, spec.head_dim, self._shape.device)
         rotation = rotary.at(inputs.positions)

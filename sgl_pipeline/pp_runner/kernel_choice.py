@@ -59,6 +59,11 @@ def choose_attention_backend(name: str, shape: AttentionShape) -> BackendChoice:
     they cannot be built. Raises ConfigurationError for a backend that cannot run there.
     """
     device, dtype = shape.device.type, shape.dtype
+    if device == "cuda" and shape.coded_dtype is not None:
+        raise ConfigurationError(
+            f"keys and values in {shape.coded_dtype} are for CPUs only; leave --kv-cache-dtype at "
+            "auto"
+        )
     if name == "auto" and device == "cuda":
         return BackendChoice("flashinfer")
     if name == "auto":

@@ -82,7 +82,7 @@ def kv_page_capacity(
 
     Raises ConfigurationError when memory does not hold that, or not a single page.
     """
-    shape = spec.attention_shape(assignment.page_size, dtype, device)
+    shape = spec.attention_shape(assignment.page_size, dtype, device, assignment.kv_cache_dtype)
     own_layers = len(assignment.plan.layers_of(assignment.stage))
     num_layers = assignment.max_layers or own_layers
     page_bytes = kv_page_bytes(shape, num_layers)

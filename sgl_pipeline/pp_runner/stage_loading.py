@@ -93,7 +93,7 @@ def load_stage(
         kernels,
         quantization_notice(kernels, spec.quantization, dtype),
         ActivationShape(spec.hidden_size, dtype, device),
-        spec.attention_shape(assignment.page_size, dtype, device),
+        spec.attention_shape(assignment.page_size, dtype, device, assignment.kv_cache_dtype),
         kv_page_capacity(assignment, spec, device, dtype, layer_bytes=model.largest_layer_bytes),
     )
 

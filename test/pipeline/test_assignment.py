@@ -114,6 +114,7 @@ def test_a_worker_is_told_every_argument_of_its_stage() -> None:
         link="host",
         layer_kernels="torch",
         quantization="awq",
+        kv_cache_dtype="int8",
         max_total_tokens=999,
         memory_fraction=0.5,
         cpu_threads=2,

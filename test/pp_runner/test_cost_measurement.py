@@ -78,6 +78,18 @@ def test_quantized_parts_have_the_bytes_that_the_stage_will_hold() -> None:
     assert sizes[1].embedding_bytes == sizes[0].embedding_bytes
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.compiler)])
+@pytest.mark.parametrize(("kv_cache_dtype", "row_bytes"), [("int8", 36), ("fp8_e4m3", 32)])
+def test_pages_have_the_bytes_of_their_codes(
+    kv_cache_dtype: str, row_bytes: int, dtype: str
+) -> None:
+    plain = assignment(tiny_model("qwen3"), dtype)
+    coded = msgspec.structs.replace(plain, kv_cache_dtype=kv_cache_dtype)
+    sizes = measure_part_costs(coded, [TYPICAL_STEP]).sizes
+    kv_heads = read_model_spec(tiny_model("qwen3")).num_kv_heads
+    assert sizes.page_layer_bytes == 2 * coded.page_size * kv_heads * row_bytes
+
+
 def test_layers_of_a_kind_share_one_time() -> None:
     own = assignment(tiny_model("qwen3"), "bfloat16")
     costs = stage_costs(measure_part_costs(own, [TYPICAL_STEP]))

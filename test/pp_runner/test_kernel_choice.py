@@ -1,5 +1,7 @@
 """Backends by name, on a machine without a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.instruction_sets import kernels_for
@@ -130,6 +132,13 @@ def test_layer_kernels_are_compiled_on_a_cpu_and_flashinfers_on_a_gpu():
     for name in ("auto", "flashinfer"):
         choice = choose_layer_kernels(name, torch.bfloat16, CUDA)
         assert choice == BackendChoice("flashinfer")
+
+
+def test_pages_of_codes_are_refused_on_a_gpu() -> None:
+    coded = replace(shape(CUDA, torch.bfloat16), coded_dtype=torch.int8)
+    for name in ("auto", "flashinfer", "torch"):
+        with pytest.raises(ConfigurationError, match=r"int8 are for CPUs only.*--kv-cache-dtype"):
+            choose_attention_backend(name, coded)
 
 
 @pytest.mark.compiler

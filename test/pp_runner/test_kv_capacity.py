@@ -6,6 +6,7 @@ import torch
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.messages import StageAssignment
+from sgl_pipeline.pp_runner import kv_capacity
 from sgl_pipeline.pp_runner.gpu_memory import CardMemory
 from sgl_pipeline.pp_runner.kv_capacity import (
     DEFAULT_CPU_KV_TOKENS,
@@ -63,6 +64,19 @@ def test_pages_are_those_of_the_most_layers_that_a_stage_may_hold():
     may_hold_four = msgspec.structs.replace(assignment(None), max_layers=4)
     moving = kv_page_capacity(may_hold_four, SPEC, CPU, torch.float32)
     assert moving.page_bytes == 2 * fixed.page_bytes
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "row_bytes"), [("int8", 8 + 4), ("fp8_e4m3", 8)])
+def test_memory_holds_as_many_more_tokens_as_their_codes_are_smaller(
+    kv_cache_dtype: str, row_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_capacity, "_cpu_room_bytes", lambda: GIB)
+    most = msgspec.structs.replace(assignment(10**9), fewer_pages_do=True)
+    plain = kv_page_capacity(most, SPEC, CPU, torch.float32)
+    coded_assignment = msgspec.structs.replace(most, kv_cache_dtype=kv_cache_dtype)
+    coded = kv_page_capacity(coded_assignment, SPEC, CPU, torch.float32)
+    assert coded.page_bytes == 2 * 2 * 16 * 2 * row_bytes
+    assert coded.num_pages == pytest.approx(plain.num_pages * 8 * 4 / row_bytes, abs=2)
 
 
 def test_less_than_a_page_names_the_knobs():

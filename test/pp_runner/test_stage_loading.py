@@ -10,6 +10,8 @@ from support.tiny_models import tiny_model
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner import kv_capacity, stage_loading
+from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES
+from sgl_pipeline.pp_runner.kv_pool import kv_page_bytes
 from sgl_pipeline.pp_runner.stage_loading import load_stage
 from sgl_pipeline.stage_plan import StagePlan
 
@@ -57,6 +59,14 @@ def test_it_has_what_a_fresh_worker_would_have(
     if new.model.is_last:
         rows = torch.rand(3, new.rows.hidden_size)
         assert torch.equal(new.model.logits(rows), fresh.model.logits(rows))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", CODED_DTYPES)
+def test_its_pages_hold_what_it_was_told(kv_cache_dtype: str) -> None:
+    loaded = load_stage(assignment(0, 2, 4, kv_cache_dtype=kv_cache_dtype))
+    assert loaded.shape.page_dtype == CODED_DTYPES[kv_cache_dtype]
+    assert loaded.capacity.page_bytes == kv_page_bytes(loaded.shape, 2)
+    assert loaded.capacity.page_bytes < load_stage(assignment(0, 2, 4)).capacity.page_bytes / 2
 
 
 def test_it_gets_on_with_each_tensor_that_it_reads() -> None:

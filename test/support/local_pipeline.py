@@ -83,6 +83,7 @@ class LocalPipeline:
         attention_backend: str = "torch",
         layer_kernels: str = "torch",
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
         log_pages: int | None = None,
     ) -> None:
         scheduling = scheduling or SchedulingArgs()
@@ -96,6 +97,7 @@ class LocalPipeline:
             attention_backend=attention_backend,
             layer_kernels=layer_kernels,
             quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             log_pages=log_pages,
         )
         links = _make_links(plan.num_stages)
@@ -254,6 +256,7 @@ def open_stage(
     attention_backend: str = "torch",
     layer_kernels: str = "torch",
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
     tail: Tail | None = None,
     log_pages: int | None = None,
 ) -> StageRunner:
@@ -270,6 +273,7 @@ def open_stage(
         attention_backend=attention_backend,
         layer_kernels=layer_kernels,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         page_size=page_size,
         max_total_tokens=None,
         memory_fraction=0.5,
@@ -287,7 +291,7 @@ def open_stage(
         device=device,
         kernels=make_layer_kernels(choose_layer_kernels(layer_kernels, torch_dtype, device)),
     )
-    shape = spec.attention_shape(page_size, torch_dtype, device)
+    shape = spec.attention_shape(page_size, torch_dtype, device, kv_cache_dtype)
     log = None
     if log_pages is not None and not model.is_last:
         rows = ActivationShape(spec.hidden_size, torch_dtype, device)

@@ -52,12 +52,13 @@ class StageChain:
         load_format: str = "safetensors",
         attention: str = "torch",
         kernels: str = "torch",
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.spec = read_model_spec(path)
         self.logits: dict[Request, list[torch.Tensor]] = {}
         self._page_size = page_size
         self._plan = plan = StagePlan(0, layer_counts)
-        shape = self.spec.attention_shape(page_size, dtype, CPU)
+        shape = self.spec.attention_shape(page_size, dtype, CPU, kv_cache_dtype)
         choice = choose_attention_backend(attention, shape)
         self._attention = make_attention_backend(choice, shape)
         self.stages = [

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_pipeline.args import (
+    KV_CACHE_DTYPES,
     ClusterArgs,
     GrammarArgs,
     MigrationArgs,
@@ -81,6 +82,11 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
             f"weights quantized by {stages.quantization} are computed with on CPUs only; use "
             "--device cpu, or a checkpoint of 16 bits"
         )
+    if stages.kv_cache_dtype != "auto" and stages.device != "cpu":
+        raise ConfigurationError(
+            f"--kv-cache-dtype {stages.kv_cache_dtype} is for CPUs only; use --device cpu, or "
+            "leave it at auto"
+        )
     # What it refuses is refused before anything starts.
     parse_layer_partition(stages.layer_partition, stages.num_stages, spec.num_layers)
 
@@ -143,7 +149,8 @@ def check_port_is_free(host: str, port: int) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """SGLang's flags and ours. The model is not required, because we ship one."""
+    """SGLang's flags and ours. The model is not required, because we ship one; keys and values may
+    have a dtype that upstream does not know."""
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(prog="python -m sgl_pipeline.launch_server")
@@ -151,6 +158,9 @@ def make_parser() -> argparse.ArgumentParser:
     for action in parser._actions:
         if action.dest == "model_path":
             action.required = False
+        if action.dest == "kv_cache_dtype":
+            assert action.choices is not None
+            action.choices = [*action.choices, *(set(KV_CACHE_DTYPES) - {*action.choices})]
     add_our_flags(parser)
     return parser
 
@@ -184,6 +194,7 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         link=options.stage_link,
         layer_kernels=options.stage_kernels,
         quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
         max_total_tokens=options.max_total_tokens,
         memory_fraction=_given(options.mem_fraction_static, StageArgs, "memory_fraction"),
         cpu_threads=options.cpu_threads_per_stage,

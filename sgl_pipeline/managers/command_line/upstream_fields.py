@@ -8,7 +8,8 @@ keeps its meaning), or refused at start when it differs from its default. None m
 # `sleep_on_idle` is always so: the scheduler process waits for its sockets.
 HONORED = frozenset(
     """
-    model_path revision download_dir load_format dtype quantization context_length device
+    model_path revision download_dir load_format dtype quantization kv_cache_dtype
+    context_length device
     random_seed pp_size nnodes node_rank dist_init_addr page_size chunked_prefill_size
     max_total_tokens mem_fraction_static
     max_running_requests max_queued_requests disable_radix_cache stream_interval sleep_on_idle
@@ -71,7 +72,7 @@ REFUSED_NAMESPACES = {
 
 _GRPC = "the gRPC front is not supported; use HTTP"
 _ONE_TOKENIZER = "one tokenizer and one detokenizer process are supported"
-_QUANTIZATION = "keys and values have the model's dtype; of weights see --quantization"
+_QUANTIZATION = "of weights see --quantization, of keys and values --kv-cache-dtype"
 _WEIGHTS = "weights are read from local safetensors files by each stage; no other source is built"
 _REMOTE_CODE = "code from a model repository is never run; the model must be one of ours"
 _WHITESPACE = "xgrammar has no such pattern; see --constrained-json-max-whitespace-cnt"
@@ -110,7 +111,7 @@ _REFUSED_TEXT = {
     "a dead stage ends the server; a watchdog for hangs is not built yet": "watchdog_timeout",
     _REMOTE_CODE: "trust_remote_code model_impl model_config_parser json_model_override_args",
     "only text generation is served": "is_embedding",
-    _QUANTIZATION: """quantization_param_path kv_cache_dtype modelopt_quant
+    _QUANTIZATION: """quantization_param_path modelopt_quant
         modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path
         quantize_and_serve rl_quant_profile qsa_indexer_dtype""",
     _WEIGHTS: """model_loader_extra_config startup_weight_load_mode custom_weight_loader
@@ -154,10 +155,11 @@ REFUSED_FIELDS = {name: reason for reason, names in _REFUSED_TEXT.items() for na
 
 # What upstream itself is told, whatever the user asked. It resolves and runs its front as a CPU
 # server without a pipeline; it never sees the two sizes that only our scheduler uses (it would
-# demand that one divides the other); it looks for no kernels for quantized weights; and usage
-# always reports cached tokens.
+# demand that one divides the other); it looks for no kernels for quantized weights, keys or values;
+# and usage always reports cached tokens.
 UPSTREAM_VALUES = {
     "quantization": None,
+    "kv_cache_dtype": "auto",
     "pp_size": 1,
     "nnodes": 1,
     "node_rank": 0,

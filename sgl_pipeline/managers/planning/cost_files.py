@@ -2,7 +2,7 @@
 
 Written by `fit_command.py`; read by `plan_command.py` and by the scheduler process, for `auto`
 layer splits and for the planner of layer moves. A file holds for a model, dtype, device, number of
-threads and machine; `--quantization` is part of the dtype's name.
+threads and machine; `--quantization` and `--kv-cache-dtype` are part of the dtype's name.
 """
 
 import logging

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sgl_pipeline.args import StageArgs
+from sgl_pipeline.args import KV_CACHE_DTYPES, StageArgs
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.command_line.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.planning.cost_files import machine_name, model_name, save_costs
@@ -122,6 +122,7 @@ def stages_of(options: argparse.Namespace) -> tuple[StageArgs, ModelSpec]:
         dtype=resolve_dtype(options.dtype, spec.dtype),
         device=options.device,
         quantization=spec.quantization_method,
+        kv_cache_dtype=options.kv_cache_dtype,
         cpu_threads=options.cpu_threads_per_stage,
     )
     return stages, spec
@@ -155,6 +156,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pp", type=int, default=2, help="stages that share this machine")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", help="as of the server: w8a8_int8")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cpu-threads-per-stage", type=int)
     parser.add_argument("--steps", type=int, default=240, help="made-up steps to time")

@@ -36,6 +36,7 @@ def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, 
         "load_seconds_of_stages": [round(stage.load_seconds, 3) for stage in capacity.stages],
         "dtype": args.stages.dtype,
         "quantization": args.stages.quantization,
+        "kv_cache_dtype": args.stages.kv_cache_dtype,
         "device": args.stages.device,
         "migration": args.migration.mode,
         "stage_recovery": args.recovery.mode,
@@ -50,10 +51,11 @@ def summarize_start(facts: Mapping[str, Any]) -> str:
     """`describe_start` in a line for people."""
     mebibytes = ", ".join(f"{size / 2**20:.0f}" for size in facts["weight_bytes_of_stages"])
     counts = ",".join(map(str, facts["layer_partition"]))
+    held = "" if facts["kv_cache_dtype"] == "auto" else f" in {facts['kv_cache_dtype']}"
     return (
         f"pipeline ready: {facts['num_stages']} stages on {facts['device']}, layers {counts}, "
         f"weights {mebibytes} MiB ({facts['dtype']}), {facts['total_pages']} KV pages of "
-        f"{facts['page_size']} tokens, policy {facts['policy']}, attention "
+        f"{facts['page_size']} tokens{held}, policy {facts['policy']}, attention "
         f"{facts['stage_attention_backend']}, kernels {facts['stage_kernels']}"
     )
 

@@ -143,6 +143,29 @@ def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
     assert (pipeline.trace_path, pipeline.trace_steps) == ("trace.jsonl", "steps.json")
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "int8"])
+def test_coded_keys_and_values_are_ours_alone_and_for_cpus(
+    kv_cache_dtype: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--model-path", model, "--kv-cache-dtype", kv_cache_dtype]
+    plan = parse_command_line([*flags, "--device", "cpu"])
+    assert plan.pipeline.stages.kv_cache_dtype == kv_cache_dtype
+    assert plan.pipeline.stages.precision.endswith(f"-kv_{kv_cache_dtype}")
+    assert plan.upstream.kv_cache_dtype == "auto"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigurationError, match=rf"{kv_cache_dtype} is for CPUs only"):
+        parse_command_line(flags)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e5m2", "bf16", "mxfp8", "nvfp4"])
+def test_other_dtypes_of_the_kv_cache_are_refused_by_name(kv_cache_dtype: str, model: str) -> None:
+    flags = ["--model-path", model, "--device", "cpu", "--kv-cache-dtype", kv_cache_dtype]
+    with pytest.raises(
+        ConfigurationError, match=f"{kv_cache_dtype} is not built; choose from auto"
+    ):
+        parse_command_line(flags)
+
+
 def test_quantized_weights_are_ours_alone_and_for_cpus(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

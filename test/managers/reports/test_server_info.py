@@ -4,7 +4,11 @@ from support.moves import movable_core, stages_get_ready, stages_switch
 from support.step_records import recovery_record
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
-from sgl_pipeline.managers.reports.server_info import describe_start, describe_state
+from sgl_pipeline.managers.reports.server_info import (
+    describe_start,
+    describe_state,
+    summarize_start,
+)
 from sgl_pipeline.managers.reports.status_line import status_line
 from sgl_pipeline.messages import StageLoaded
 from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
@@ -24,6 +28,8 @@ def test_the_plan_is_the_one_in_use_and_old_predictions_are_gone() -> None:
     assert (facts["layer_partition"], facts["plan_epoch"]) == ([2, 2], 0)
     assert facts["predicted_step_ms_of_stages"] == [1.0, 2.0]
     assert facts["page_bytes_of_layer"] == 100
+    assert " tokens, policy" in summarize_start(facts)
+    assert " tokens in int8, policy" in summarize_start(facts | {"kv_cache_dtype": "int8"})
     core.migration.move_to((1, 3), 1.0)
     stages_get_ready(core, 2.0)
     stages_switch(core, 3.0)
