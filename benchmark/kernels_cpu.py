@@ -14,6 +14,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, Attention
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
+from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES, encode
 from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.quantization.rounding import to_fp8, to_int4, to_int8
@@ -141,7 +143,8 @@ def measure_quantized(rounds: int) -> list[Row]:
 
 
 def measure_attention(dtype: torch.dtype, rounds: int) -> list[Row]:
-    """One layer's attention: the compiled kernels, the torch backend, and reading the keys."""
+    """One layer's attention: the compiled kernels, the torch backend, reading the keys, and the
+    compiled kernels on codes of 8 bits."""
     shape = AttentionShape(
         QUERY_HEADS,
         KV_HEADS,
@@ -162,11 +165,17 @@ def measure_attention(dtype: torch.dtype, rounds: int) -> list[Row]:
             for _ in range(NUM_LAYERS)
         ]
         query = torch.randn(sum(n for _, n in chunks), QUERY_HEADS, HEAD_DIM).to(dtype)
-        step = partial(attend_step, layout=layout, query=query, layers=layers)
+        step = partial(attend_step, layout=layout, query=query)
         backends = {
-            "cpu": partial(step, CpuAttention(shape, kernels)),
-            "torch": partial(step, TorchAttention(shape)),
+            "cpu": partial(step, CpuAttention(shape, kernels), layers=layers),
+            "torch": partial(step, TorchAttention(shape), layers=layers),
         }
+        for name, coded_dtype in CODED_DTYPES.items():
+            coded = [
+                (encode(keys, coded_dtype), encode(values, coded_dtype)) for keys, values in layers
+            ]
+            backend = CpuAttention(replace(shape, coded_dtype=coded_dtype), kernels)
+            backends[f"cpu_{name}"] = partial(step, backend, layers=coded)
         row = take_turns(backends, rounds)
         row["cpu_to_torch"] = row["cpu_ms"] / row["torch_ms"]
         kv_bytes = 2 * int(layout.kv_lengths.sum()) * KV_HEADS * HEAD_DIM * dtype.itemsize

@@ -5,7 +5,7 @@
 Run by hand, a few minutes. An answer is right when every token of it, the end included, is the most
 likely one after the tokens before: that is what greedy decoding would have answered. Perplexity is
 that of the answers' tokens. A second table has the logits of random weights, where no trained
-structure hides an error.
+structure hides an error. Formats are those of weights, and of keys and values.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from benchmark.dated_result import markdown_table, save_result
 from benchmark.demo_model.evaluate import held_out_questions
 from benchmark.make_model import PRESETS
 from benchmark.quantize_model import FORMATS, GROUP_SIZE, quantization_config, quantize_model
+from sgl_pipeline.args import KV_CACHE_DTYPES
 from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
@@ -30,7 +31,7 @@ from sgl_pipeline.pp_runner.kernel_choice import (
     make_attention_backend,
     make_layer_kernels,
 )
-from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.kv_pool import KvPool, kv_page_bytes
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.quantization.config import (
@@ -58,12 +59,38 @@ class Prompt:
     answer: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The format of the weights, and `--kv-cache-dtype`."""
+
+    weights: str
+    kv_cache_dtype: str = "auto"
+
+    def __str__(self) -> str:
+        coded = "" if self.kv_cache_dtype == "auto" else f", KV in {self.kv_cache_dtype}"
+        return self.weights + coded
+
+
+PRECISIONS = (
+    *(Precision(SIXTEEN_BITS, name) for name in KV_CACHE_DTYPES),
+    *(Precision(name) for name in (W8A8_INT8, *FORMATS)),
+    Precision(W8A8_INT8, "int8"),
+)
+
+
 class WholeModel:
     """A model in one stage, in `dtype`."""
 
-    def __init__(self, spec: ModelSpec, path: Path, dtype: torch.dtype, load_format: str) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        path: Path,
+        dtype: torch.dtype,
+        load_format: str,
+        kv_cache_dtype: str = "auto",
+    ) -> None:
         self._spec = spec
-        self._shape = spec.attention_shape(PAGE_SIZE, dtype, CPU)
+        self._shape = spec.attention_shape(PAGE_SIZE, dtype, CPU, kv_cache_dtype)
         self._attention = make_attention_backend(
             choose_attention_backend("auto", self._shape), self._shape
         )
@@ -79,6 +106,7 @@ class WholeModel:
             load_format=load_format,
         )
         self.weight_bytes = self._model.weight_bytes
+        self.token_bytes = kv_page_bytes(self._shape, spec.num_layers) // PAGE_SIZE
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """[len(tokens), V] fp32, after each of `tokens`."""
@@ -132,23 +160,24 @@ def score(model: WholeModel, prompts: Sequence[Prompt]) -> tuple[float, float]:
 
 
 def demo_table(prompts: Sequence[Prompt]) -> list[dict[str, object]]:
-    """A row for each format."""
+    """A row for each of PRECISIONS."""
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as directory:
-        for name in (SIXTEEN_BITS, W8A8_INT8, *FORMATS):
-            path = DEMO_MODEL
+        for precision in PRECISIONS:
+            name, path = precision.weights, DEMO_MODEL
             if name in FORMATS:
                 path = Path(directory) / name
                 quantize_model(DEMO_MODEL, path, name, DEMO_GROUP_SIZE)
             spec = read_model_spec(path, W8A8_INT8 if name == W8A8_INT8 else None)
-            model = WholeModel(spec, path, torch.bfloat16, "safetensors")
+            model = WholeModel(spec, path, torch.bfloat16, "safetensors", precision.kv_cache_dtype)
             percent, perplexity = score(model, prompts)
             rows.append(
                 {
-                    "format": name,
+                    "format": str(precision),
                     "right answers": f"{percent:.2f} %",
                     "perplexity": f"{perplexity:.5f}",
                     "weights": f"{model.weight_bytes / 2**20:.2f} MiB",
+                    "KV of a token": f"{model.token_bytes} B",
                 }
             )
             print(rows[-1], flush=True)
@@ -156,7 +185,7 @@ def demo_table(prompts: Sequence[Prompt]) -> list[dict[str, object]]:
 
 
 def logits_table() -> list[dict[str, object]]:
-    """Random weights of LOGIT_PRESET, each format against fp32."""
+    """Random weights of LOGIT_PRESET, each of PRECISIONS against fp32."""
     rows: list[dict[str, object]] = []
     tokens = torch.randint(
         0, 32_000, (LOGIT_TOKENS,), generator=torch.Generator().manual_seed(1)
@@ -167,18 +196,19 @@ def logits_table() -> list[dict[str, object]]:
         path.write_text(json.dumps(config))
         plain = read_model_spec(directory)
         exact = WholeModel(plain, path.parent, torch.float32, "dummy").logits(tokens)
-        for name in (SIXTEEN_BITS, W8A8_INT8, *FORMATS):
-            spec = replace(plain, quantization=_quantization(name))
-            model = WholeModel(spec, path.parent, torch.bfloat16, "dummy")
+        for precision in PRECISIONS:
+            spec = replace(plain, quantization=_quantization(precision.weights))
+            model = WholeModel(spec, path.parent, torch.bfloat16, "dummy", precision.kv_cache_dtype)
             logits = model.logits(tokens)
             error = (logits - exact).norm() / exact.norm()
             same = (logits.argmax(dim=1) == exact.argmax(dim=1)).float().mean()
             rows.append(
                 {
-                    "format": name,
+                    "format": str(precision),
                     "relative error of logits": f"{error:.4f}",
                     "same first choice": f"{same:.1%}",
                     "weights": f"{model.weight_bytes / 2**20:.0f} MiB",
+                    "KV of a token": f"{model.token_bytes} B",
                 }
             )
             print(rows[-1], flush=True)
