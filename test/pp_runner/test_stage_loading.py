@@ -82,10 +82,10 @@ def test_fewer_pages_than_asked_for_do_where_the_worker_is_told_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     page_bytes = load_stage(assignment(0, 6)).capacity.page_bytes
-    monkeypatch.setattr(kv_capacity, "_cpu_room_bytes", lambda: 4 * page_bytes)
+    monkeypatch.setattr(kv_capacity, "available_memory_bytes", lambda: 4 * page_bytes)
     with pytest.raises(ConfigurationError, match="lower --max-total-tokens"):
         load_stage(assignment(0, 6))
     assert load_stage(assignment(0, 6, fewer_pages_do=True)).capacity.num_pages == 4
-    monkeypatch.setattr(kv_capacity, "_cpu_room_bytes", lambda: page_bytes - 1)
+    monkeypatch.setattr(kv_capacity, "available_memory_bytes", lambda: page_bytes - 1)
     with pytest.raises(ConfigurationError, match="KV cache"):
         load_stage(assignment(0, 6, fewer_pages_do=True))
