@@ -122,7 +122,7 @@ async def lead(
         head.name_dropped(port)
         findings = Findings(hosts=head.facts, probes=probes, connection_faults=tuple(head.faults))
         # The forecast is rank 0's alone, and the others need not wait for it.
-        head.say(Verdict(findings.faults))
+        await head.say(Verdict(findings.faults))
     return findings
 
 

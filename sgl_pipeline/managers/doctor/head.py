@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 _ALL_WINDOWS_S = 60.0
 _LEAST_WINDOW_S, _MOST_WINDOW_S = 0.3, 1.5
 
+# For what the streams have not taken yet, on links of whatever delay.
+PARTING_S = 2.0
+
 # The host that measured, and the one that it dialed.
 Pair = tuple[int, int]
 
@@ -130,11 +133,14 @@ class DoctorHead:
             if sender := port.last_sender.get(reason):
                 self._add_fault(f"the host at {sender} has {reason}: {hint}")
 
-    def say(self, verdict: Verdict) -> None:
-        """Ends the doctors of the other hosts, whose connections may then end."""
+    async def say(self, verdict: Verdict) -> None:
+        """Ends the doctors of the other hosts: returns when they have left, or after a moment."""
         self._is_over = True
         for host in self._hosts.values():
             host.send(verdict)
+        deadline_s = time.monotonic() + PARTING_S
+        while self._hosts and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.02)
 
     def close(self) -> None:
         self._loop.remove_reader(self._door)
@@ -216,7 +222,11 @@ class DoctorHead:
         self._strangers.discard(host)
         host.end(reason)
         rank = None if host.facts is None else host.facts.hello.rank
-        if rank is not None and self._hosts.get(rank) is host and not self._is_over:
+        if rank is None or self._hosts.get(rank) is not host:
+            return
+        if self._is_over:
+            del self._hosts[rank]
+        else:
             self._lose(rank, reason)
 
     def _lose(self, rank: int, reason: str) -> None:
@@ -241,7 +251,6 @@ async def doctor_head(
     watching = asyncio.get_running_loop().create_task(head.watch())
     try:
         yield head
-        await asyncio.sleep(0.1)  # for what the streams have not taken yet
     finally:
         watching.cancel()
         with suppress(asyncio.CancelledError):
