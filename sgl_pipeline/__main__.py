@@ -34,6 +34,10 @@ COMMANDS = {
         "sgl_pipeline.managers.command_line.bench_command",
         "put a load on a running server (SGLang's bench_serving and its flags)",
     ),
+    "doctor": Command(
+        "sgl_pipeline.managers.doctor.command",
+        "compare hosts and measure their links before a server runs on them",
+    ),
     "completion": Command("sgl_pipeline.completion", "print the completions for a shell"),
 }
 

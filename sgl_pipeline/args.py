@@ -43,6 +43,15 @@ def require(condition: bool, message: str) -> None:
         raise ConfigurationError(message)
 
 
+def require_stage_on_each(num_stages: int, num_hosts: int) -> None:
+    """Raises ConfigurationError where hosts would be without a stage."""
+    require(
+        num_stages >= num_hosts,
+        f"--pp {num_stages} leaves some of the {num_hosts} hosts (--nnodes) without a stage; start "
+        f"with --pp {num_hosts} or more",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThrottleArgs:
     """How many tokens a microbatch carries (gLLM, SC'25, section 3 and its default values).
@@ -533,11 +542,7 @@ class PipelineArgs:
             "with --pp 2 or more",
         )
         hosts = self.cluster.num_hosts
-        require(
-            self.stages.num_stages >= hosts,
-            f"--pp {self.stages.num_stages} leaves some of the {hosts} hosts (--nnodes) without a "
-            f"stage; start with --pp {hosts} or more",
-        )
+        require_stage_on_each(self.stages.num_stages, hosts)
         require(
             hosts == 1 or self.stages.device == "cpu",
             f"--nnodes {hosts} with --device {self.stages.device} is not built yet; use --device "

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from sgl_pipeline.__main__ import COMMANDS
 from sgl_pipeline.managers.command_line.server_args import make_parser as serve_parser
+from sgl_pipeline.managers.doctor.command import make_parser as doctor_parser
 from sgl_pipeline.managers.planning.fit_command import make_parser as fit_parser
 from sgl_pipeline.managers.planning.plan_command import make_parser as plan_parser
 from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim
@@ -21,6 +22,7 @@ _PARSERS = {
     "plan": plan_parser,
     "fit": fit_parser,
     "simulate": simulate_parser,
+    "doctor": doctor_parser,
 }
 
 

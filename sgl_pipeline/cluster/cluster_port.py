@@ -28,6 +28,11 @@ GREETING_TIMEOUT_S = 3.0
 # Connections whose greeting is awaited; more are dropped at once.
 MAX_STRANGERS = 256
 _LOG_INTERVAL_S = 10.0
+# What to do about connections of hosts that are meant to be of the cluster, by reason.
+HINTS = {
+    "another key": "give all hosts the same cluster key",
+    "another version": "install the same sgl_pipeline on all hosts",
+}
 # Without them, loss of the network would be noticed after a quarter of an hour.
 KEEP_ALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -38,7 +43,8 @@ KEEP_ALIVE = (
 
 
 class ClusterPort:
-    """Listens from the beginning. `dropped` counts connections that were let go, by reason.
+    """Listens from the beginning. `dropped` counts connections that were let go, by reason;
+    `last_sender` is the address that the last one of each came from.
 
     Raises ConfigurationError where it cannot listen at `host` and `port`.
     """
@@ -47,6 +53,7 @@ class ClusterPort:
         self._run_directory = run_directory
         self._key = greeting_key(run_directory)
         self.dropped: Counter[str] = Counter()
+        self.last_sender: dict[str, str] = {}
         self._num_strangers = 0
         self._logged_s: dict[str, float] = {}
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -119,20 +126,18 @@ class ClusterPort:
     def _drop(self, reason: str, sender: str) -> None:
         """Counts, and says so now and then."""
         self.dropped[reason] += 1
+        self.last_sender[reason] = sender
         now_s = asyncio.get_running_loop().time()
         if now_s - self._logged_s.get(reason, -_LOG_INTERVAL_S) < _LOG_INTERVAL_S:
             return
         self._logged_s[reason] = now_s
-        hint = {
-            "another key": ": give all hosts the same cluster key",
-            "another version": ": install the same sgl_pipeline on all hosts",
-        }.get(reason, "")
+        hint = HINTS.get(reason, "")
         logger.warning(
             "dropped a connection of %s to the cluster port (%s; %d so far)%s",
             sender,
             reason,
             self.dropped[reason],
-            hint,
+            f": {hint}" if hint else "",
         )
 
 

@@ -169,6 +169,8 @@ def _serve(
             steps, args.throttle, args.scheduling.accounting, args.most_prefill_tokens
         )
         core = PipelineCore(steps, capacity.plan, migration, forecast, throttle, limits.vocab_size)
+        if launcher.roster.incarnation > 0:
+            launcher.broadcast(core.start_over(launcher.roster.incarnation))
         recovery_args = _recovery_args(args, launcher)
         recovery = StageRecovery(core, launcher.roster, recovery_args)
         is_on = recovery_args.mode != "off"

@@ -44,8 +44,15 @@ class WorkerSource(Protocol):
     def watch(self, started: StartedWorker) -> WorkerProcess:
         """The process of one of them. Raises ProcessLookupError where it has ended."""
 
-    def forget(self, worker: int) -> None:
-        """A worker was given up: it counts no more, wherever it ran."""
+    def forget(self, worker: int, *, has_served: bool) -> None:
+        """A worker was given up: it counts no more, wherever it ran. One that never served may say
+        something of where it ran."""
+
+    def is_lost_with_host(self, worker: int) -> bool:
+        """Whether a worker was lost because its host was; also after `forget`."""
+
+    def are_hosts_there(self) -> bool:
+        """Whether every host that workers come from is."""
 
     def clock_offsets_s(self) -> Mapping[int, float]:
         """Of workers whose clock is not the scheduler's: what to add to their moments."""

@@ -6,11 +6,11 @@ Called by the stage worker when the stage's weights are loaded.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.host_memory import available_memory_bytes
 from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.flashinfer_attention import workspace_bytes
@@ -59,7 +59,7 @@ def usable_memory_bytes(assignment: StageAssignment, device: torch.device) -> in
         card = measure_card(device)
         share_bytes = int(card.total_bytes * assignment.memory_fraction) // assignment.stages_on_gpu
         return min(share_bytes, card.free_bytes // assignment.stages_on_gpu)
-    return _cpu_room_bytes()
+    return available_memory_bytes()
 
 
 def kv_page_capacity(
@@ -93,7 +93,7 @@ def kv_page_capacity(
     else:
         # All stages measure before any allocates, and all take from the same memory.
         # Whoever has the layers, their pages are the same memory.
-        share_bytes = _cpu_room_bytes() * num_layers // assignment.plan.num_layers
+        share_bytes = available_memory_bytes() * num_layers // assignment.plan.num_layers
         room = KvRoom(share_bytes, has_more=False)
     pages_that_fit = room.num_bytes // page_bytes
     tokens = assignment.max_total_tokens
@@ -187,12 +187,3 @@ def _log(card: CardMemory, needs: StageNeeds, room: KvRoom, num_sharing: int) ->
         *(number / 2**20 for number in numbers),
         num_sharing,
     )
-
-
-def _cpu_room_bytes() -> int:
-    """What the kernel says is available without swapping (MemAvailable, proc(5))."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        name, _, amount = line.partition(":")
-        if name == "MemAvailable":
-            return int(amount.split()[0]) * 1024
-    raise ConfigurationError("/proc/meminfo does not tell MemAvailable: Linux 3.14 or later needed")

@@ -68,15 +68,15 @@ def load_stage(
     dtype = getattr(torch, assignment.dtype)
     spec = read_model_spec(assignment.model_path, assignment.quantization)
     stage, plan = assignment.stage, assignment.plan
-    is_first, is_last = stage == 0, stage == plan.num_stages - 1
     kernels = choose_layer_kernels(assignment.layer_kernels, dtype, device)
     if before is None:
+        # What a layer takes is known when one has been read: the others have to fit then.
         model = StageModel.load(
             spec,
             assignment.model_path,
-            layers=plan.layers_of(stage),
-            is_first=is_first,
-            is_last=is_last,
+            layers=plan.layers_of(stage)[:1],
+            is_first=False,
+            is_last=False,
             dtype=dtype,
             device=device,
             kernels=make_layer_kernels(kernels),
@@ -85,7 +85,7 @@ def load_stage(
         )
     else:
         model = before.model
-        _take_over(assignment, model, device, on_read)
+    _take_over(assignment, model, device, dtype, on_read, is_fresh=before is None)
     spare = [model.read_layer(layer, on_read) for layer in assignment.spare_layers]
     return LoadedStage(
         model,
@@ -102,23 +102,53 @@ def _take_over(
     assignment: StageAssignment,
     model: StageModel,
     device: torch.device,
+    dtype: torch.dtype,
     on_read: Callable[[], None],
+    *,
+    is_fresh: bool,
 ) -> None:
-    """Has `model` hold the layers of the new stage, if they fit."""
+    """Has `model` hold the layers of its stage and the ends that go with them, if they fit.
+
+    On a CPU that is looked at before each part: other stages of the host may load at the same time.
+    """
     stage, plan = assignment.stage, assignment.plan
-    layers = plan.layers_of(stage)
-    gc.collect()  # the runner of before, with its pages
-    release_memory(device)
-    num_missing = len({*layers} - {*model.layers})
-    needed_bytes = num_missing * model.largest_layer_bytes
-    room_bytes = usable_memory_bytes(assignment, device)
-    if needed_bytes > room_bytes:
-        raise ConfigurationError(
-            f"no room for {num_missing} more layers of {needed_bytes / 2**20:.0f} MiB in all: "
-            f"{room_bytes / 2**20:.0f} MiB are left"
-        )
+    layers, is_first, is_last = plan.layers_of(stage), stage == 0, stage == plan.num_stages - 1
+    layer_bytes = model.largest_layer_bytes
+    end_bytes = model.spec.vocab_size * model.spec.hidden_size * dtype.itemsize
+
+    def require_room() -> None:
+        nonlocal layer_bytes
+        layer_bytes = max(layer_bytes, model.largest_layer_bytes)
+        num_missing = len({*layers} - {*model.layers})
+        num_ends = (is_first and not model.is_first) + (is_last and not model.is_last)
+        if model.spec.tied_embeddings:
+            num_ends = min(num_ends, 1)
+        needed_bytes = num_missing * layer_bytes + num_ends * end_bytes
+        room_bytes = usable_memory_bytes(assignment, device)
+        if needed_bytes > room_bytes:
+            what = f"{num_missing} more layers" if num_missing else "embedding or head"
+            raise ConfigurationError(
+                f"no room for {what} of {needed_bytes / 2**20:.0f} MiB in all: "
+                f"{room_bytes / 2**20:.0f} MiB are left on the "
+                f"{'host' if is_on_host else 'GPU'} of stage {stage}; use more stages (--pp), or "
+                "end what else takes its memory"
+            )
+
+    # A host that is full has a process killed. A GPU that is full raises an error, and a share of
+    # what other stages have left of it says nothing of what one may take that comes with them.
+    is_on_host = device.type == "cpu"
+    if not is_fresh:
+        gc.collect()  # the runner of before, with its pages
+        release_memory(device)
+    if not (is_on_host or is_fresh):
+        require_room()
     try:
-        is_last = stage == plan.num_stages - 1
-        model.take_over(layers, is_first=stage == 0, is_last=is_last, on_read=on_read)
+        model.take_over(
+            layers,
+            is_first=is_first,
+            is_last=is_last,
+            on_read=on_read,
+            before_part=require_room if is_on_host else lambda: None,
+        )
     except torch.OutOfMemoryError as error:
-        raise ConfigurationError(f"no room for {num_missing} more layers: {error}") from None
+        raise ConfigurationError(f"no room for the layers of stage {stage}: {error}") from None

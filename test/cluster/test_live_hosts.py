@@ -23,7 +23,7 @@ from support.live_hosts import (
     live_hosts,
     tokens_of,
 )
-from support.live_server import live_server
+from support.live_server import START_TIMEOUT_S, live_server
 from support.tiny_models import tiny_model
 
 from benchmark.hosts.namespaces import why_no_hosts
@@ -199,12 +199,23 @@ def test_the_head_ends_all(live: LiveHosts) -> None:
     assert [host.listeners() for host in live.network.hosts] == [[], [], []]
 
 
-def test_four_hosts_answer_as_one_over_slow_links_that_lose_frames(
+def lose_a_host(starting: LiveHosts) -> None:
+    """The third loses its power when its stage is about to load, and is started again."""
+    host = starting.network.hosts[2]
+    host.cable(delay_ms=300.0)  # it gets ready a second later than it is lost
+    starting.head.until("layer split", START_TIMEOUT_S)
+    host.power_off()
+    host.cable()
+    starting.processes[2] = starting.start(2)
+    assert "host 2 " in starting.head.until("the start waits for it")
+
+
+def test_four_hosts_one_lost_during_the_start_answer_as_one_over_slow_links_that_lose_frames(
     expected: list[list[int]], tmp_path: Path
 ) -> None:
     """A thousandth of the frames; TCP sends them again, and nothing else notices."""
     flags = ["--pp", "4", "--dtype", "float32"]
-    with live_hosts(4, tmp_path, *flags) as server:
+    with live_hosts(4, tmp_path, *flags, while_starting=lose_a_host) as server:
         for host in server.network.hosts:
             host.cable(delay_ms=0.5, gbit_per_s=0.1, loss=0.001)
         assert server.ask().result(120) == expected

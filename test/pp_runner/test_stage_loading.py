@@ -88,14 +88,42 @@ def test_layers_that_do_not_fit_are_refused_before_they_are_read(
         load_stage(assignment(0, 6), old)
 
 
+@pytest.mark.parametrize(
+    ("stage", "layer_counts", "missing"),
+    [(1, (2, 4), "3 more layers"), (1, (5, 1), "embedding or head")],
+)
+def test_a_stage_that_does_not_fit_a_fresh_worker_is_refused_after_its_first_layer(
+    monkeypatch: pytest.MonkeyPatch, stage: int, layer_counts: tuple[int, ...], missing: str
+) -> None:
+    """As one that takes over a dead host's stage: the kernel would kill it, and say nothing."""
+    read: list[str] = []
+    whole = load_stage(assignment(0, 6)).model.loaded
+    monkeypatch.setattr(stage_loading, "usable_memory_bytes", lambda *one: 1000)
+    with pytest.raises(ConfigurationError, match=f"no room for {missing} .*of stage 1; use more"):
+        load_stage(assignment(stage, *layer_counts), on_read=lambda: read.append("tensor"))
+    assert len(read) == sum("layers.0." in name for name in whole)
+
+
+def test_room_that_others_take_meanwhile_is_missed_before_the_next_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room_bytes = iter([2**30, 2**30, 0])
+    monkeypatch.setattr(stage_loading, "usable_memory_bytes", lambda *one: next(room_bytes))
+    # Layers 0 to 2 were read, and the fourth was about to be.
+    with pytest.raises(ConfigurationError, match="no room for 3 more layers"):
+        load_stage(assignment(0, 6))
+
+
 def test_fewer_pages_than_asked_for_do_where_the_worker_is_told_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     page_bytes = load_stage(assignment(0, 6)).capacity.page_bytes
-    monkeypatch.setattr(kv_capacity, "_cpu_room_bytes", lambda: 4 * page_bytes)
+    # There is room for the weights, and then for few pages.
+    monkeypatch.setattr(stage_loading, "usable_memory_bytes", lambda *one: 2**40)
+    monkeypatch.setattr(kv_capacity, "available_memory_bytes", lambda: 4 * page_bytes)
     with pytest.raises(ConfigurationError, match="lower --max-total-tokens"):
         load_stage(assignment(0, 6))
     assert load_stage(assignment(0, 6, fewer_pages_do=True)).capacity.num_pages == 4
-    monkeypatch.setattr(kv_capacity, "_cpu_room_bytes", lambda: page_bytes - 1)
+    monkeypatch.setattr(kv_capacity, "available_memory_bytes", lambda: page_bytes - 1)
     with pytest.raises(ConfigurationError, match="KV cache"):
         load_stage(assignment(0, 6, fewer_pages_do=True))

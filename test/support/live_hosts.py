@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,7 +140,12 @@ def tokens_of(url: str, prompt: str, num_tokens: int = NUM_TOKENS) -> list[int]:
 
 @contextmanager
 def live_hosts(
-    count: int, directory: Path, *flags: str, strangers: int = 0, **options: Any
+    count: int,
+    directory: Path,
+    *flags: str,
+    strangers: int = 0,
+    while_starting: Callable[[LiveHosts], None] = lambda live: None,
+    **options: Any,
 ) -> Iterator[LiveHosts]:
     """A server over `count` hosts, ready; `options` are those of `hosts`."""
     key_file = directory / "cluster.key"
@@ -150,6 +155,7 @@ def live_hosts(
         live = LiveHosts(network, count, key_file, ("--cpu-threads-per-stage", "1", *flags))
         for rank in reversed(range(count)):  # the head comes last: agents wait for it
             live.processes[rank] = live.start(rank)
+        while_starting(live)
         live.head.until("Ready:", START_TIMEOUT_S)
         yield live
 

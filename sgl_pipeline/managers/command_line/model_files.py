@@ -36,8 +36,11 @@ class ModelLimits:
     eos_token_ids: frozenset[int]
 
 
-def find_model(model: str | None, revision: str | None, cache_dir: str | None) -> str:
-    """The local directory of `model`: the demo model (None), a path, or a hub id, fetched here.
+def find_model(
+    model: str | None, revision: str | None, cache_dir: str | None, *, may_fetch: bool = True
+) -> str:
+    """The local directory of `model`: the demo model (None), a path, or a hub id, fetched here, or,
+    unless it `may_fetch`, looked up among what was fetched before.
 
     Raises ConfigurationError when it is neither a model directory nor a hub id that can be fetched.
     """
@@ -59,7 +62,7 @@ def find_model(model: str | None, revision: str | None, cache_dir: str | None) -
             f"--model-path {model} does not exist; give a directory, or a hub id like "
             "Qwen/Qwen3-0.6B"
         )
-    return _fetch(model, revision, cache_dir)
+    return _fetch(model, revision, cache_dir, may_fetch)
 
 
 def _is_hub_id(model: str) -> bool:
@@ -72,16 +75,25 @@ def _is_hub_id(model: str) -> bool:
     return not model.startswith(".")
 
 
-def _fetch(model: str, revision: str | None, cache_dir: str | None) -> str:
+def _fetch(model: str, revision: str | None, cache_dir: str | None, may_fetch: bool) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return snapshot_download(
-            model, revision=revision, cache_dir=cache_dir, allow_patterns=list(_NEEDED_FILES)
+            model,
+            revision=revision,
+            cache_dir=cache_dir,
+            allow_patterns=list(_NEEDED_FILES),
+            local_files_only=not may_fetch,
         )
     # OSError covers a missing network, a full disk and all of the hub client's connection errors.
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        if not may_fetch:
+            raise ConfigurationError(
+                f"--model-path {model} is no local directory, and has not been fetched from the "
+                "hub yet"
+            ) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ConfigurationError(
             f"--model-path {model} is no local directory and could not be fetched from the hub: "

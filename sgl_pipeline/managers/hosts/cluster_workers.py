@@ -7,6 +7,7 @@ the head's own host. Which host is asked for a worker is decided by `pipeline/ho
 import os
 import select
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -90,8 +91,11 @@ class RemoteProcess:
 
 @dataclass(slots=True)
 class _Host:
+    """Until `avoided_until_s` others are asked for workers, where there are others."""
+
     hello: HostHello | None = None
     clock: ClockNews | None = None
+    avoided_until_s: float = 0.0
 
 
 class ClusterWorkers:
@@ -110,6 +114,7 @@ class ClusterWorkers:
             for worker in workers_of_host(args.stages.num_stages, args.cluster.num_hosts, rank)
         }
         self._ended: dict[int, str] = {}
+        self._lost_with_host: set[int] = set()
         self._decoder = msgspec.msgpack.Decoder(FromHead)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(desk_path(args.run_directory))
@@ -158,9 +163,19 @@ class ClusterWorkers:
         """Sends an order to the agent of a host."""
         self._socket.send(msgspec.msgpack.encode(ForHost(rank, message)))
 
-    def forget(self, worker: int) -> None:
+    def forget(self, worker: int, *, has_served: bool) -> None:
         self._processes.pop(worker, None)
-        self._rank_of.pop(worker, None)
+        rank = self._rank_of.pop(worker, None)
+        if rank is not None and not has_served and not self.is_lost_with_host(worker):
+            # Its host may have no room for it.
+            self._hosts[rank].avoided_until_s = time.monotonic() + self._args.recovery.retry_s
+
+    def is_lost_with_host(self, worker: int) -> bool:
+        return worker in self._lost_with_host
+
+    def are_hosts_there(self) -> bool:
+        self.hear(0.0)
+        return all(host.hello is not None for rank, host in self._hosts.items() if rank != _HEAD)
 
     def hear(self, timeout_s: float) -> None:
         """Takes in what the head process has sent; waits for it at most `timeout_s`."""
@@ -182,6 +197,7 @@ class ClusterWorkers:
             self._hosts[message.rank] = _Host()
             for worker, rank in [*self._rank_of.items()]:
                 if rank == message.rank:
+                    self._lost_with_host.add(worker)
                     self._end(worker, message.reason)
         elif isinstance(message.message, WorkerStarted):
             self._arrived.append(message.message)
@@ -204,12 +220,10 @@ class ClusterWorkers:
         return len(workers_of_host(num_stages, num_hosts, rank))
 
     def _loads(self) -> list[HostLoad]:
-        ranks = [*self._rank_of.values()]
-        return [
-            HostLoad(rank, self._share(rank), ranks.count(rank))
-            for rank, host in self._hosts.items()
-            if rank == _HEAD or host.hello is not None
-        ]
+        ranks, now_s = [*self._rank_of.values()], time.monotonic()
+        present = {rank: host for rank, host in self._hosts.items() if rank == _HEAD or host.hello}
+        asked = [rank for rank, host in present.items() if host.avoided_until_s <= now_s]
+        return [HostLoad(rank, self._share(rank), ranks.count(rank)) for rank in asked or present]
 
     def _describe(self, rank: int, host: _Host) -> dict[str, Any]:
         facts: dict[str, Any] = {"rank": rank, "is_there": rank == _HEAD or host.hello is not None}

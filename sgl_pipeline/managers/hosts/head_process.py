@@ -19,7 +19,6 @@ from functools import partial
 
 import msgspec
 
-from sgl_pipeline import __version__
 from sgl_pipeline.args import ClusterArgs
 from sgl_pipeline.cluster.clock import HostClock
 from sgl_pipeline.cluster.cluster_port import ClusterPort
@@ -48,6 +47,13 @@ from sgl_pipeline.cluster.messages import (
 from sgl_pipeline.cluster.secure_stream import SecureStream
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.hosts.frame_pump import FramePump
+from sgl_pipeline.managers.hosts.host_checks import (
+    count_fault,
+    how_to_bring,
+    model_fault,
+    rank_fault,
+    version_fault,
+)
 from sgl_pipeline.pipeline.assignment import num_threads, split_cores, workers_of_host
 
 logger = logging.getLogger(__name__)
@@ -169,7 +175,7 @@ class Head:
             message = self._decoder.decode(frame)
         except msgspec.DecodeError:
             # It has the key, and speaks another version.
-            reason = self._other_version(f"the host at {agent.sender}", "another version")
+            reason = version_fault(f"the host at {agent.sender}", "another version")
             self._say(reason)
             agent.send(Rejected(reason))
             return
@@ -222,27 +228,15 @@ class Head:
     def _objection(self, hello: HostHello, before: HostHello | None) -> Rejected | None:
         """Why a host cannot be taken in; `before` is the one that has its rank."""
         setup = self._setup
-        if hello.version != __version__:
-            return Rejected(self._other_version("this host", hello.version))
-        if hello.num_hosts != setup.cluster.num_hosts:
-            return Rejected(
-                f"it was started with --nnodes {hello.num_hosts}, the head with --nnodes "
-                f"{setup.cluster.num_hosts}; use the same on every host"
-            )
-        if hello.rank == 0:
-            return Rejected("--node-rank 0 is the head; give this host a rank of its own")
-        if hello.model_digest != setup.model_digest:
-            return Rejected(
-                f"its model has the digest {hello.model_digest}, the head's {setup.model_digest}: "
-                "config.json or the tensors differ; put the same files at --model-path"
-            )
-        if before is not None and before.address != hello.address:
-            return Rejected(
-                f"--node-rank {hello.rank} belongs to {before.title}; give each host a rank of its "
-                "own",
-                is_final=False,
-            )
-        return None
+        fault = (
+            version_fault("this host", hello.version)
+            or count_fault(hello, setup.cluster.num_hosts)
+            or model_fault(hello.model_digest, setup.model_digest)
+        )
+        if fault:
+            return Rejected(fault)
+        fault = rank_fault(hello, before)
+        return Rejected(fault, is_final=False) if fault else None
 
     def _say(self, text: str) -> None:
         """Logs a warning that may come again and again, and is said now and then."""
@@ -250,12 +244,6 @@ class Head:
         if now_s - self._said_s.get(text, -MISSING_INTERVAL_S) >= MISSING_INTERVAL_S:
             self._said_s = {text: now_s}
             logger.warning("%s", text)
-
-    def _other_version(self, who: str, version: str) -> str:
-        return (
-            f"{who} runs sgl_pipeline {version}, the head {__version__}; install the same version "
-            "on every host"
-        )
 
     def _closed(self, agent: _Agent, reason: str) -> None:
         if agent.hello is None:
@@ -281,11 +269,9 @@ class Head:
         for rank in range(1, self._setup.cluster.num_hosts):
             if rank not in self._agents and rank not in self._has_come:
                 logger.warning(
-                    "waiting for host %d: no agent has come; run the same command on it with "
-                    "--node-rank %d (--dist-init-addr %s must be reachable from there)",
+                    "waiting for host %d: no agent has come; %s",
                     rank,
-                    rank,
-                    self._setup.cluster.head_address,
+                    how_to_bring(rank, self._setup.cluster.head_address),
                 )
 
     def _tell_clock(self, rank: int, agent: _Agent) -> None:

@@ -5,6 +5,7 @@ Pure arithmetic and text for `plan_command.py`.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 from sgl_pipeline.args import SchedulingArgs
 from sgl_pipeline.host_network import HostLink, HostNetwork
@@ -105,20 +106,27 @@ def describe_route(name: str, planner: HostPlanner, route: Route) -> list[str]:
     return [*lines, f"  {_bound(planner, route)}"]
 
 
+def bound_by(planner: HostPlanner, route: Route) -> Literal["round", "link", "stage"]:
+    """What keeps the period from being shorter."""
+    if route.round_ms / planner.steps_in_flight > max(route.slowest_ms, route.busiest_ms):
+        return "round"
+    return "link" if route.busiest_ms > route.slowest_ms else "stage"
+
+
 def _bound(planner: HostPlanner, route: Route) -> str:
-    """What keeps the period from being shorter, and what would change it."""
-    in_flight = planner.steps_in_flight
-    others_ms = max(route.slowest_ms, route.busiest_ms)
-    if route.round_ms / in_flight > others_ms:
-        extra = -(-route.round_ms // others_ms) - planner.network.num_stages
-        text = f"bound by a round of {route.round_ms:.2f} ms with {in_flight} steps in flight"
-        wanted = int(min(extra, _MOST_EXTRA_STEPS))
-        if wanted > in_flight - planner.network.num_stages:
-            text += f"; --extra-steps-in-flight {wanted} would use more of that time"
-        return text
-    if route.busiest_ms > route.slowest_ms:
+    """The same in words, and what would change it."""
+    bound = bound_by(planner, route)
+    if bound == "stage":
+        return f"bound by the slowest stage, {route.slowest_ms:.2f} ms"
+    if bound == "link":
         return f"bound by a link, which rows take for {route.busiest_ms:.2f} ms of each step"
-    return f"bound by the slowest stage, {route.slowest_ms:.2f} ms"
+    in_flight, num_stages = planner.steps_in_flight, planner.network.num_stages
+    extra = -(-route.round_ms // max(route.slowest_ms, route.busiest_ms)) - num_stages
+    text = f"bound by a round of {route.round_ms:.2f} ms with {in_flight} steps in flight"
+    wanted = int(min(extra, _MOST_EXTRA_STEPS))
+    if wanted > in_flight - num_stages:
+        text += f"; --extra-steps-in-flight {wanted} would use more of that time"
+    return text
 
 
 def start_lines(network: HostNetwork, route: Route) -> Sequence[str]:

@@ -61,7 +61,7 @@ def _report(options: argparse.Namespace) -> str:
         )
     step = _step(options.step).within(spec.context_length)
     file = _cost_file(options.costs, stages, spec)
-    costs, sizes, host_bytes = _measure(stages, spec, step, file)
+    costs, sizes, host_bytes = step_costs_here(stages, spec, step, file)
     source = f"fitted on {file.machine}, {file.date}" if file else "measured now"
     lines = [
         f"{model_name(stages.model_path)}, {stages.precision}: a step of {step}; times {source}",
@@ -176,7 +176,7 @@ def _cost_file(path: Path | None, stages: StageArgs, spec: ModelSpec) -> CostFil
     )
 
 
-def _measure(
+def step_costs_here(
     stages: StageArgs, spec: ModelSpec, step: MadeUpStep, file: CostFile | None
 ) -> tuple[StageCosts, PartSizes, int]:
     """Costs of the step, the parts' bytes, and what memory this machine has for them."""

@@ -53,8 +53,14 @@ class MainProcessWorkers:
     def watch(self, started: StartedWorker) -> WatchedProcess:
         return WatchedProcess(started.pid)
 
-    def forget(self, worker: int) -> None:
+    def forget(self, worker: int, *, has_served: bool) -> None:
         """Its process is the launcher's to end."""
+
+    def is_lost_with_host(self, worker: int) -> bool:
+        return False
+
+    def are_hosts_there(self) -> bool:
+        return True
 
     def clock_offsets_s(self) -> Mapping[int, float]:
         return {}

@@ -17,6 +17,7 @@ from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.channels import OtherHosts, SchedulerChannel
 from sgl_pipeline.errors import ConfigurationError, PipelineLost, StageFailure, WorkerFault
 from sgl_pipeline.managers.stages.stage_processes import stage_address
+from sgl_pipeline.managers.stages.start_losses import StartLosses
 from sgl_pipeline.messages import (
     FromWorker,
     MeasureCosts,
@@ -65,7 +66,8 @@ class StageLauncher:
         self.roster = WorkerRoster(args, num_layers, predictor)
         self.channel = SchedulerChannel(context, stage_address(args.run_directory), others)
         self._others = others
-        self._joins = JoinWatch(args.recovery.silence_s, args.recovery.join_limit_s)
+        self._join_limit_s = args.recovery.join_limit_s
+        self._joins = JoinWatch(args.recovery.silence_s, self._join_limit_s)
         self._source = source
         self._processes: dict[int, WorkerProcess] = {
             worker: WatchedProcess(pid) for worker, pid in enumerate(pids)
@@ -78,6 +80,7 @@ class StageLauncher:
         self._arrived: deque[tuple[int, FromWorker]] = deque()
         self._failures: dict[int, WorkerFailed] = {}
         self._lost: set[int] = set()
+        self._asked: set[int] = set()
         self._refused: list[RefusedWorker] = []
         self._has_started = False
 
@@ -86,21 +89,48 @@ class StageLauncher:
         return range(self.roster.num_stages)
 
     def start(self) -> PipelineCapacity:
-        """Returns once a worker that is ready to take orders fills every stage.
+        """Returns once a worker that is ready to take orders fills every stage. Where workers were
+        lost with their host and have been replaced, the roster's incarnation is not the first.
 
         Raises ConfigurationError for what a flag can mend, StageFailure for anything else.
         """
-        while (capacity := self.roster.capacity()) is None:
+        losses = StartLosses(self._join_limit_s)
+        while (capacity := self.roster.capacity()) is None or not self.roster.has_regrouped:
             if not self.channel.wait(POLL_MS):
-                self.check({})
+                self._check_start(losses)
             for _, message in self.receive():
                 self.take(message)
+                if self.roster.incarnation > 0:
+                    self.tell(self.roster.fill())
             if self._failures:
-                self.check({})
+                self._check_start(losses)
         for notice in self.roster.notices():
             logger.warning("%s", notice)
         self._has_started = True
         return capacity
+
+    def _check_start(self, losses: StartLosses) -> None:
+        """Has workers replaced that were lost with their host, once that is back.
+
+        Raises StageFailure for any other loss, and ConfigurationError as `take_lost` and where a
+        host does not come back.
+        """
+        now_s = time.monotonic()
+        lost_stages: set[int | None] = set()
+        for worker, reason in self.take_lost():
+            if self._source is None or not self._source.is_lost_with_host(worker):
+                raise StageFailure(self.roster.stage_of(worker), None, reason)
+            losses.add(reason, now_s)
+            lost_stages.add(self.roster.lose(worker))
+        if (plan := self.roster.plan) is not None and lost_stages - {None}:
+            self.roster.regroup(plan, self.roster.incarnation + 1)
+            self.tell(self.roster.fill())
+        for worker, reason in (*self.roster.unfit_workers, *self.silent_newcomers(now_s)):
+            if worker in self._asked:
+                raise StageFailure(self.roster.stage_of(worker), None, reason)
+        are_hosts_there = self._source is None or self._source.are_hosts_there()
+        for _ in range(losses.num_wanted(are_hosts_there, now_s)):
+            self.ask_for_worker()
 
     def take(self, message: FromWorker) -> None:
         """Books what a worker says on its way to readiness, and sends what follows from it.
@@ -161,6 +191,7 @@ class StageLauncher:
         if self._source is None:
             raise StageFailure(worker, None, "no source of workers to ask for a new one")
         self._num_workers += 1
+        self._asked.add(worker)
         self._source.start_worker(worker)
         self._joins.asked(worker, "start", time.monotonic())
         return worker
@@ -278,7 +309,7 @@ class StageLauncher:
         if self._others is not None:
             self._others.forget(worker)
         if self._source is not None:
-            self._source.forget(worker)
+            self._source.forget(worker, has_served=self.roster.has_served(worker))
         process = self._processes.pop(worker, None)
         if process is not None:
             process.kill()

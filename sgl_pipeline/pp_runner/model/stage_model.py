@@ -212,9 +212,11 @@ class StageModel:
         is_first: bool,
         is_last: bool,
         on_read: Callable[[], None] = lambda: None,
+        before_part: Callable[[], None] = lambda: None,
     ) -> None:
         """Holds `layers` and no others from now on, and the ends that go with them: those that are
-        here stay, the others are read, `on_read` before each tensor.
+        here stay, the others are read, `on_read` before each tensor, `before_part` before each
+        layer and before the ends.
 
         Raises CheckpointError as at the start.
         """
@@ -223,12 +225,14 @@ class StageModel:
             self.remove_layer(layer)
         for layer in wanted:
             if layer not in self.layers:
+                before_part()
                 self.add_layer(self.read_layer(layer, on_read))
         if (is_first, is_last) == (self.is_first, self.is_last):
             return
         prefixes = tuple(map(self._prefix, wanted))
         sizes = {name: size for name, size in self.loaded.items() if name.startswith(prefixes)}
         self._embedding = self._head = None  # first: two of each may not fit
+        before_part()
         weights = PacedWeights(self._open_source(), on_read)
         self._load_ends(weights, is_first=is_first, is_last=is_last)
         self.loaded = sizes | weights.loaded

@@ -110,7 +110,7 @@ def test_the_end_of_a_process_elsewhere_is_noticed_and_its_host_asked_for_anothe
     source.tell(OfHost(1, WorkerEnded(1, "killed")))
     assert first.wait(1.0) and is_readable(first) and first.end() == "killed"
     assert not second.wait(0)
-    source.workers.forget(1)
+    source.workers.forget(1, has_served=True)
     first.close()
     source.workers.start_worker(3)
     assert source.order() == ForHost(1, StartWorker(3, 2))  # four cores, two stages
@@ -124,19 +124,45 @@ def test_a_lost_host_loses_all_its_workers_and_this_one_is_asked_instead(source:
     source.tell(HostLost(1, "host 1 is lost: silent"))
     for number, process in enumerate(processes, 1):
         assert process.wait(1.0) and process.end() == "host 1 is lost: silent"
-        source.workers.forget(number)
+        source.workers.forget(number, has_served=False)
     source.workers.start_worker(3)
     assert source.local.asked == [3]
+    assert (
+        all(map(source.workers.is_lost_with_host, (1, 2))) and not source.workers.are_hosts_there()
+    )
     # When it is back it is asked again.
     source.tell(HostJoined(HELLO))
+    assert source.workers.are_hosts_there()
     source.workers.start_worker(4)
     assert source.order() == ForHost(1, StartWorker(4, 2))
+
+
+def test_a_host_whose_newcomer_never_served_is_not_asked_while_there_is_another(
+    source: Source,
+) -> None:
+    source.start()
+    assert len([*source.workers.started()]) == 2
+    source.workers.forget(1, has_served=True)
+    source.workers.start_worker(3)
+    assert source.order() == ForHost(1, StartWorker(3, 2))
+    source.workers.forget(3, has_served=False)
+    source.workers.start_worker(4)
+    assert source.local.asked == [4]
+    # Where no host has done better, all are asked again, the one that lacks most first.
+    source.workers.forget(4, has_served=False)
+    source.workers.start_worker(5)
+    assert source.order() == ForHost(1, StartWorker(5, 2))
+    # A host that comes back may have changed.
+    source.workers.forget(5, has_served=False)
+    source.tell(HostLost(1, "host 1 is lost: silent"), HostJoined(HELLO))
+    source.workers.start_worker(6)
+    assert source.order() == ForHost(1, StartWorker(6, 2))
 
 
 def test_a_worker_that_cannot_be_started_is_one_that_has_ended(source: Source) -> None:
     source.start()
     assert len([*source.workers.started()]) == 2
-    source.workers.forget(1)
+    source.workers.forget(1, has_served=True)
     source.workers.start_worker(5)
     source.tell(OfHost(1, WorkerEnded(5, "it cannot be started")))
     (started,) = source.workers.started()

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
+from support.saved_costs import costs_of
 from support.tiny_models import NUM_LAYERS, tiny_model
 
 from sgl_pipeline.args import StageArgs
@@ -14,27 +14,7 @@ from sgl_pipeline.managers.planning.cost_files import find_costs, model_name, sa
 from sgl_pipeline.managers.planning.fit_command import least, random_steps
 from sgl_pipeline.managers.planning.measuring import measuring_worker
 from sgl_pipeline.stage_costs import PartSample
-from sgl_pipeline.step_costs import CostFile, LayerCost, RowCost, StepCosts
 from sgl_pipeline.step_work import StepWork
-
-
-def flat(time_ms: float) -> RowCost:
-    return RowCost((1.0,), (time_ms,), 0.0)
-
-
-def costs_of(name: str, **changes: object) -> CostFile:
-    """Of the model of that name: a head as long as two layers, whatever the step."""
-    layer = LayerCost(flat(1.0), 0.0, 0.0, 0.0)
-    costs = CostFile(
-        model=name,
-        dtype="float32",
-        device="cpu",
-        threads=1,
-        machine=cost_files.machine_name("cpu"),
-        date="2026-01-01",
-        costs=StepCosts(layer, flat(0.0), flat(2.0), (1.0,) * NUM_LAYERS),
-    )
-    return msgspec.structs.replace(costs, **changes)
 
 
 @pytest.fixture(autouse=True)

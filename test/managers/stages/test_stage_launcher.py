@@ -3,13 +3,13 @@
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import zmq
-from support.tiny_models import tiny_model
+from support.tiny_models import NUM_LAYERS, tiny_model
 from support.worker_messages import hello
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
@@ -21,7 +21,8 @@ from sgl_pipeline.managers.stages.main_process_workers import (
 )
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.managers.stages.stage_processes import StageProcesses
-from sgl_pipeline.messages import PoolSize, Regrouped
+from sgl_pipeline.messages import PoolSize, Regrouped, StageAssignment
+from sgl_pipeline.pipeline.worker_roster import Addressed
 from sgl_pipeline.pipeline.worker_source import RefusedWorker
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.stage_orders import OrderStream
@@ -84,6 +85,68 @@ def test_another_worker_comes_when_it_is_asked_for_and_waits_as_a_spare(
                     launcher.check({})
         finally:
             launcher.stop()
+
+
+class HostThatReturns(MainProcessWorkers):
+    """Its worker 1 counts as one of another host, which is away for three looks at it."""
+
+    num_looks = 0
+
+    def is_lost_with_host(self, worker: int) -> bool:
+        return worker == 1
+
+    def are_hosts_there(self) -> bool:
+        self.num_looks += 1
+        return self.num_looks > 3
+
+
+class UnluckyLauncher(StageLauncher):
+    """Loses worker 1 once, when that has been sent a message of type `moment`."""
+
+    moment: type = PoolSize
+    is_unlucky = True
+
+    def tell(self, messages: Iterable[Addressed]) -> None:
+        told = [*messages]
+        super().tell(told)
+        if self.is_unlucky and any(isinstance(message, self.moment) for _, message in told):
+            self.is_unlucky = False
+            os.kill(self._processes[1].pid, 9)
+
+
+@pytest.mark.parametrize("moment", [StageAssignment, PoolSize])
+def test_a_worker_that_is_lost_with_its_host_during_the_start_is_waited_for(
+    tmp_path: Path, moment: type
+) -> None:
+    processes = StageProcesses(str(tmp_path))
+    processes.start(2, 1)
+    stages = StageArgs(
+        num_stages=2,
+        model_path=str(tiny_model("qwen3")),
+        dtype="float32",
+        max_total_tokens=64,
+        layer_partition="even",
+    )
+    args = PipelineArgs(stages=stages, run_directory=str(tmp_path))
+    own_end, scheduler_end = multiprocessing.Pipe()
+    serve_worker_requests(own_end, processes)
+    with zmq.Context() as context:
+        source = HostThatReturns(scheduler_end)
+        launcher = UnluckyLauncher(args, NUM_LAYERS, processes.pids, context, source)
+        launcher.moment = moment
+        try:
+            capacity = launcher.start()
+            assert not launcher.is_unlucky and source.num_looks > 3
+            assert capacity.num_pages == 4
+            assert launcher.roster.workers_of_stages == [0, 2]
+            # The stream that all have joined begins with this order, and is no error to any.
+            assert launcher.roster.incarnation == 1
+            launcher.broadcast(OrderStream().start_over(MirrorSnapshot((), ()), 1))
+            launcher.channel.socket.poll(500)
+            launcher.check({})
+        finally:
+            launcher.stop()
+            processes.close()
 
 
 def test_a_worker_whose_process_cannot_be_started_is_refused_with_the_reason(

@@ -1,0 +1,187 @@
+"""What a stream between two hosts brings: its delay, its rate, and how their clocks differ.
+
+Used by the doctor's processes. Who dials asks, and measures what comes; the other end only answers.
+The stream is the one that rows take (`secure_stream.py`), hence with TLS in its times. Both ends
+wait, each step within a deadline, so they run in threads of their own.
+"""
+
+import contextlib
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from statistics import median
+
+import msgspec
+
+from sgl_pipeline.cluster.clock import HostClock
+from sgl_pipeline.cluster.doors import DialError, dial
+from sgl_pipeline.cluster.secure_stream import SecureStream, StreamClosed
+
+PROBE_DOOR = "probe"
+NUM_PINGS = 40
+PING_INTERVAL_S = 0.01
+# Of a whole probe: beyond, the link is as good as none.
+LIMIT_S = 20.0
+# TCP finds the rate of a link in some round trips (slow start, RFC 5681). The rate is that of a
+# window of as many, whose first third does not count.
+_WINDOW_ROUND_TRIPS = 30
+_MOST_WINDOW_S = 6.0
+
+_REQUEST = struct.Struct("<B")
+_PING, _FLOOD = 1, 2
+_MOMENTS = struct.Struct("<dd")
+_BLOCK_BYTES = 256 * 1024
+
+
+class LinkReading(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of a link, as the host that dialed has seen it.
+
+    `median_ms` and `worst_ms` are round trips of a few bytes on the idle link, `gbit_per_s` what
+    came from the other end. A moment of the other's monotonic clock plus `offset_s` is one of the
+    dialing host's, within `error_s`.
+    """
+
+    median_ms: float
+    worst_ms: float
+    gbit_per_s: float
+    offset_s: float
+    error_s: float
+
+
+class ProbeFailed(Exception):
+    """The link could not be measured. The text is one clause."""
+
+
+def probe_link(
+    address: str, run_directory: str, window_s: float, limit_s: float = LIMIT_S
+) -> LinkReading:
+    """Measures the link to the host whose cluster port is at `address`, its rate for `window_s` or,
+    where TCP needs longer, for more.
+
+    Raises ProbeFailed, at the latest after `limit_s`.
+    """
+    deadline_s = time.monotonic() + limit_s
+    try:
+        connection = dial(address, PROBE_DOOR, run_directory)
+        exchange = _Exchange(SecureStream(connection, run_directory, is_server=False), deadline_s)
+        with contextlib.closing(exchange):
+            exchange.open()
+            clock, round_trips_s = _ping(exchange)
+            typical_s = median(round_trips_s)
+            window_s = min(_MOST_WINDOW_S, max(window_s, _WINDOW_ROUND_TRIPS * typical_s))
+            exchange.write(_REQUEST.pack(_FLOOD))
+            gbit_per_s = _rate(exchange, window_s)
+    except DialError as error:
+        raise ProbeFailed(str(error)) from error
+    except StreamClosed as error:
+        raise ProbeFailed(f"the connection to {address} ended: {error}") from error
+    except TimeoutError as error:
+        raise ProbeFailed(
+            f"{address} was reached, and a probe of the link is not over after {limit_s:g} s: "
+            "packets are lost, or its rate is far too low"
+        ) from error
+    reading = clock.read(time.monotonic())
+    assert reading is not None
+    return LinkReading(
+        median_ms=typical_s * 1e3,
+        worst_ms=max(round_trips_s) * 1e3,
+        gbit_per_s=gbit_per_s,
+        offset_s=reading.offset_s,
+        error_s=reading.error_s,
+    )
+
+
+def answer_probe(connection: socket.socket, run_directory: str) -> None:
+    """Answers one that has come to `PROBE_DOOR`, until it ends or takes too long."""
+    deadline_s = time.monotonic() + LIMIT_S
+    stream = SecureStream(connection, run_directory, is_server=True)
+    exchange = _Exchange(stream, deadline_s)
+    with contextlib.closing(exchange), contextlib.suppress(StreamClosed, TimeoutError):
+        exchange.open()
+        while exchange.read(_REQUEST.size) == _REQUEST.pack(_PING):
+            received_s = time.monotonic()
+            exchange.write(_MOMENTS.pack(received_s, time.monotonic()))
+        block = bytes(_BLOCK_BYTES)
+        while True:
+            exchange.write(block)
+
+
+def _ping(exchange: "_Exchange") -> tuple[HostClock, list[float]]:
+    """The other end's clock, and how long each ping was on its way there and back."""
+    clock, round_trips_s = HostClock(), []
+    for _ in range(NUM_PINGS):
+        sent_s = time.monotonic()
+        exchange.write(_REQUEST.pack(_PING))
+        received_s, answered_s = _MOMENTS.unpack(exchange.read(_MOMENTS.size))
+        returned_s = time.monotonic()
+        clock.add(sent_s, received_s, answered_s, returned_s)
+        round_trips_s.append(max(0.0, (returned_s - sent_s) - (answered_s - received_s)))
+        time.sleep(PING_INTERVAL_S)
+    return clock, round_trips_s
+
+
+def _rate(exchange: "_Exchange", window_s: float) -> float:
+    """Gbit/s of what comes in the last two thirds of the window."""
+    arrivals = exchange.arrivals()
+    began_s, _ = next(arrivals)
+    counted_from_s, num_bytes = began_s, 0
+    for now_s, count in arrivals:
+        if now_s < began_s + window_s / 3:
+            counted_from_s, num_bytes = now_s, 0
+            continue
+        num_bytes += count
+        if now_s >= began_s + window_s:
+            return num_bytes * 8e-9 / (now_s - counted_from_s)
+    raise AssertionError("arrivals never end")
+
+
+class _Exchange:
+    """Waits for a stream. Its methods raise StreamClosed, and TimeoutError after `deadline_s`."""
+
+    def __init__(self, stream: SecureStream, deadline_s: float) -> None:
+        self._stream = stream
+        self._deadline_s = deadline_s
+
+    def open(self) -> None:
+        while not self._stream.open():
+            self._wait(select.POLLIN)
+
+    def write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left := left[self._stream.write(left) :]:
+            self._wait(select.POLLOUT)
+        self._check_deadline()
+
+    def read(self, num_bytes: int) -> bytes:
+        data, num_read = bytearray(num_bytes), 0
+        while num_read < num_bytes:
+            count = self._stream.read_into(memoryview(data)[num_read:])
+            num_read += count
+            if not count:
+                self._wait(select.POLLIN)
+        return bytes(data)
+
+    def arrivals(self) -> Iterator[tuple[float, int]]:
+        """Whenever something has arrived, the moment and the number of bytes."""
+        room = memoryview(bytearray(_BLOCK_BYTES))
+        while True:
+            if count := self._stream.read_into(room):
+                yield time.monotonic(), count
+                self._check_deadline()
+            else:
+                self._wait(select.POLLIN)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _wait(self, event: int) -> None:
+        self._check_deadline()
+        poller = select.poll()
+        poller.register(self._stream, event)
+        poller.poll(max(0.0, self._deadline_s - time.monotonic()) * 1e3)
+
+    def _check_deadline(self) -> None:
+        if time.monotonic() >= self._deadline_s:
+            raise TimeoutError

@@ -1,0 +1,55 @@
+"""What keeps a host out of a cluster, and what to do: the words that people read.
+
+Asked by the head of a server (`head_process.py`) and by the doctor, so that both say the same. Each
+function returns one clause, "" where all is well.
+"""
+
+from sgl_pipeline import __version__
+from sgl_pipeline.cluster.messages import HostHello
+
+
+def version_fault(who: str, version: str) -> str:
+    """Of another sgl_pipeline than the head's."""
+    if version == __version__:
+        return ""
+    return (
+        f"{who} runs sgl_pipeline {version}, the head {__version__}; install the same version "
+        "on every host"
+    )
+
+
+def count_fault(hello: HostHello, num_hosts: int) -> str:
+    """Of a host that counts other hosts than the head's `num_hosts`, or takes itself for it."""
+    if hello.num_hosts != num_hosts:
+        return (
+            f"it was started with --nnodes {hello.num_hosts}, the head with --nnodes {num_hosts}; "
+            "use the same on every host"
+        )
+    if hello.rank == 0:
+        return "--node-rank 0 is the head; give this host a rank of its own"
+    return ""
+
+
+def model_fault(digest: str, head_digest: str) -> str:
+    """Of another model than the head's."""
+    if digest == head_digest:
+        return ""
+    return (
+        f"its model has the digest {digest}, the head's {head_digest}: "
+        "config.json or the tensors differ; put the same files at --model-path"
+    )
+
+
+def rank_fault(hello: HostHello, before: HostHello | None) -> str:
+    """Of a host whose rank another one has, which came `before`."""
+    if before is None or before.address == hello.address:
+        return ""
+    return f"--node-rank {hello.rank} belongs to {before.title}; give each host a rank of its own"
+
+
+def how_to_bring(rank: int, head_address: str | None) -> str:
+    """What to do about a host that has not come."""
+    return (
+        f"run the same command on it with --node-rank {rank} (--dist-init-addr {head_address} "
+        "must be reachable from there)"
+    )
