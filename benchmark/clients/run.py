@@ -28,8 +28,8 @@ from benchmark.clients.likelihoods import (
     served_likelihoods,
 )
 from benchmark.clients.lm_eval_task import CHOOSE, GENERATE, write_tasks
-from benchmark.dated_result import markdown_table, save_result
-from benchmark.engines import Engine, EngineFailure, running
+from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.engines import Engine, EngineFailure, running
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 
 MODEL_NAME = "sgl-pipeline-demo"
