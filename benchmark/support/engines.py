@@ -95,7 +95,12 @@ def parse_engine(
     if commit and build is not _ours:
         raise ConfigurationError(f"--engine {text!r}: only ours can be had as of a commit")
     engine = build(served, scratch, cores)
-    return engine if not commit else replace(engine, directory=_checkout(commit))
+    if not commit:
+        return engine
+    directory = _checkout(commit)
+    # Before the environment's own: what a Python of it imports when it starts counts as well.
+    environment = engine.environment | {"PYTHONPATH": str(directory)}
+    return replace(engine, directory=directory, environment=environment)
 
 
 def _checkout(commit: str) -> Path:

@@ -1,5 +1,6 @@
 """The command lines of the engines, and the life of a server process, with a stand-in server."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,6 +49,13 @@ def test_ours_as_of_a_commit_runs_in_a_work_tree_of_it(tmp_path: Path) -> None:
         assert (engine.directory / "sgl_pipeline" / "launch_server.py").exists()
         again = parse_engine("ours@HEAD --pp 2", MODEL, 31000, tmp_path, [0])
         assert again.directory == engine.directory
+        package = subprocess.check_output(
+            [sys.executable, "-c", "import sgl_pipeline; print(sgl_pipeline.__file__)"],
+            cwd=engine.directory,
+            env=os.environ | engine.environment,
+            text=True,
+        )
+        assert Path(package).is_relative_to(engine.directory)
     finally:
         command = ["git", "worktree", "remove", "--force", str(engine.directory)]
         subprocess.run(command, check=True)
