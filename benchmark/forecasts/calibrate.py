@@ -18,7 +18,6 @@ the mean difference of the two in those calibration loads of the round whose req
 once, or one by one, as those of the predicted load do.
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,15 +26,15 @@ from itertools import accumulate, chain, zip_longest
 from pathlib import Path
 
 from benchmark.models.make_model import PRESETS
-from benchmark.serving.bench_serving import DEFAULT_PRESET, MeasuredLoad, make_model, measure
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report, progress, say
+from benchmark.support.dated_result import markdown_table
 from benchmark.support.engines import Engine, parse_engine, running
 from benchmark.support.loads import Load, WrittenLoad, scaled_trace, write_workload
 from benchmark.support.machine import usable_cores
+from benchmark.support.measured_runs import DEFAULT_PRESET, MeasuredLoad, make_model, measure
 from benchmark.support.other_work import ProcessorTimes
 from benchmark.support.paths import SCRATCH
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.errors import SglPipelineError
 from sgl_pipeline.simulator.experiment import MeasuredPipeline, simulate
 from sgl_pipeline.simulator.recorded_run import RunFigures, recorded_requests, run_figures
 from sgl_pipeline.simulator.workload import SimulatedRequest
@@ -104,48 +103,41 @@ def _at_once(load: Load | WrittenLoad) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 after an error that was printed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.forecasts.calibrate", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--trace-path", type=Path, default=SCRATCH / "calibration.jsonl")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--port", type=int, default=31900, help="loopback port of the server")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args(argv)
-    try:
-        _calibrate(options)
-    except SglPipelineError as error:
-        print(f"calibrate: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, rounds=3, port=31900)
+    command.add("--trace-path", type=Path, default=SCRATCH / "calibration.jsonl")
+    return command.run(_calibrate, argv)
 
 
-def _calibrate(options: argparse.Namespace) -> None:
-    SCRATCH.mkdir(parents=True, exist_ok=True)
+def _calibrate(options: Options) -> Report:
     model = make_model(DEFAULT_PRESET)
     text = f"ours --pp 2 --max-total-tokens {POOL_TOKENS}"
     engine = parse_engine(text, model, options.port, SCRATCH, usable_cores())
-
-    checks = _check_loads()
-    with running(engine, SCRATCH / "calibrate.log") as server:
+    checks, rounds = _check_loads(), list[Round]()
+    with (
+        running(engine, SCRATCH / "calibrate.log") as server,
+        progress(options.rounds, "rounds") as bar,
+    ):
         assert server is not None
         measure(engine, model, [WARM_UP], round_number=0)
         before = ProcessorTimes.now(server)
-        rounds = [_measure_round(engine, model, checks, number) for number in range(options.rounds)]
+        for number in range(options.rounds):
+            rounds.append(_measure_round(engine, model, checks, number))
+            bar.update()
         others = f"{before.others_share(ProcessorTimes.now(server)):.0%}"
     _write_trace(options.trace_path, chain.from_iterable(one.calibration for one in rounds))
-    print(f"Written: {options.trace_path}", flush=True)
+    say(f"Written: {options.trace_path}")
     results = list(chain.from_iterable(_check(load, n, rounds) for n, load in enumerate(checks)))
-    tables = [check_table(results), _fit_table(rounds)]
-    print("\n" + "\n\n".join(tables))
-    print(f"\nOther processes took {others} of the processors; predictions need a quiet machine.")
-    if not options.no_save:
-        facts = {"model": {DEFAULT_PRESET: text}, "processors": {"taken by others": others}}
-        record = {"checks": [asdict(check) for check in results]}
-        stem = save_result("forecasts.calibrate", "calibration", facts, record, tables)
-        print(f"\nWritten: {stem}.md and .json")
+    return Report(
+        name="calibration",
+        texts=[
+            check_table(results),
+            _fit_table(rounds),
+            f"Other processes took {others} of the processors; predictions need a quiet machine.",
+        ],
+        facts={"model": {DEFAULT_PRESET: text}, "processors": {"taken by others": others}},
+        record={"checks": [asdict(check) for check in results]},
+    )
 
 
 def _measure_round(

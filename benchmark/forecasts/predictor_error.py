@@ -10,8 +10,8 @@ the costs from the kernels and by those that the planner fits while it runs. Bes
 prediction and of a step's planning.
 """
 
-import argparse
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report
+from benchmark.support.dated_result import markdown_table
 from sgl_pipeline.args import StageArgs
 from sgl_pipeline.managers.command_line.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.planning.fit_command import fit_costs, random_steps
@@ -230,18 +231,20 @@ def _least_us(call: Callable[[], None], num_calls: int) -> float:
     return 1e6 * min(times) / num_calls
 
 
-def main() -> None:
-    """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--name", help="of the model in the result; by default its directory")
-    parser.add_argument("--pp", type=int, default=2)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--trace", help="of a server with this model on this machine")
-    parser.add_argument("--layer-counts", help="of the server that wrote the trace, such as 8,8")
-    options = parser.parse_args()
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, rounds=3)
+    command.add("model")
+    command.add("--name", help="of the model in the result; by default its directory")
+    command.add("--pp", type=int, default=2)
+    command.add("--dtype", default="auto")
+    command.add("--steps", type=int, default=300)
+    command.add("--trace", help="of a server with this model on this machine")
+    command.add("--layer-counts", help="of the server that wrote the trace, such as 8,8")
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
     path = find_model(options.model, None, None)
     spec = read_model_spec(path)
     stages = StageArgs(
@@ -285,8 +288,7 @@ def main() -> None:
         f"A prediction of one step takes {predictor_us:.2f} us.",
         markdown_table(["planner, us of processor time a step", "mean", "most"], planning),
     ]
-    print(*texts, sep="\n\n")
-    print(save_result("forecasts.predictor_error", "predictor_error", facts, record, texts))
+    return Report(name="predictor_error", texts=texts, facts=facts, record=record)
 
 
 def _with_layers(costs: StepCosts, num_layers: int) -> StepCosts:
@@ -294,4 +296,4 @@ def _with_layers(costs: StepCosts, num_layers: int) -> StepCosts:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,7 +10,6 @@ and predicted are of the same kind: times since a request arrived in the schedul
 share of requests that met both latencies.
 """
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -21,14 +20,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmark.serving.bench_serving import check_equal_work, make_model, measure
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report, at_least_one, say
+from benchmark.support.dated_result import markdown_table
 from benchmark.support.engines import Engine, EngineFailure, parse_engine, running
 from benchmark.support.loads import Load
 from benchmark.support.machine import usable_cores
+from benchmark.support.measured_runs import check_equal_work, make_model, measure
 from benchmark.support.paths import SCRATCH
 from benchmark.support.serving_report import Run, spread
-from sgl_pipeline.errors import SglPipelineError
 from sgl_pipeline.trace import RequestRecord
 
 BAD_FLAGS = "--chunked-prefill-size 32 --min-prefill-tokens 16"
@@ -49,18 +48,24 @@ class TunedRun:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 after an error that was printed."""
-    options = _parse(argv)
-    SCRATCH.mkdir(parents=True, exist_ok=True)
-    try:
-        told, runs = _measure(options)
-    except SglPipelineError as error:
-        print(f"tune_live: error: {error}", file=sys.stderr)
-        return 1
-    texts = [knob_table(told), promise_table(told, runs), *_notes(told)]
-    print("\n" + "\n\n".join(texts))
-    if not options.no_save:
-        facts = {
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, rounds=2, port=31400)
+    command.add("--model", default="0.27b", help="a preset of benchmark.models.make_model")
+    command.add("--stages", type=int, default=2)
+    command.add("--bad-flags", default=BAD_FLAGS, help="what the server is started with")
+    command.add("--requests", type=at_least_one, default=40)
+    command.add("--rate", type=float, default=2.0, help="requests a second")
+    command.add("--ttft-ms", type=float, default=1000.0)
+    command.add("--tpot-ms", type=float, default=100.0)
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
+    told, runs = _runs(options)
+    return Report(
+        name="tune_live",
+        texts=[knob_table(told), promise_table(told, runs), *_notes(told)],
+        facts={
             "model": {"preset": options.model, "stages": str(options.stages)},
             "load": {
                 "requests": f"{options.requests} at {options.rate:g} a second",
@@ -68,11 +73,9 @@ def main(argv: list[str] | None = None) -> int:
                 "started with": options.bad_flags,
                 "figures": f"medians (smallest to largest) of {options.rounds} rounds",
             },
-        }
-        record = {"told": told, "runs": [asdict(run) for run in runs]}
-        stem = save_result("forecasts.tune_live", "tune_live", facts, record, texts)
-        print(f"\nWritten: {stem}.md and .json")
-    return 0
+        },
+        record={"told": told, "runs": [asdict(run) for run in runs]},
+    )
 
 
 def knob_table(told: Mapping[str, Any]) -> str:
@@ -149,7 +152,7 @@ def _notes(told: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[TunedRun]]:
+def _runs(options: Options) -> tuple[dict[str, Any], list[TunedRun]]:
     model = make_model(options.model)
     flags = f"--pp {options.stages} --pp-layer-partition even {options.bad_flags}"
     engine = parse_engine(
@@ -177,7 +180,7 @@ def _measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[TunedRun
             )
         )
         told = ", ".join(f"{name} {value:.0f}" for name, value in latencies.items())
-        print(f"round {round_number}, {knobs}: {share:.2f} in time, {told}", flush=True)
+        say(f"round {round_number}, {knobs}: {share:.2f} in time, {told}")
 
     with running(engine, SCRATCH / "tune_live.log"):
         warm_up = dataclasses.replace(load, num_requests=16, seed=2)
@@ -189,7 +192,7 @@ def _measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[TunedRun
         told = _call(engine, "pipeline/tune", body)
         if not told["knobs"]:
             raise EngineFailure(f"nothing better was found than what was set: {told}")
-        print(f"proposed: {told['knobs']}", flush=True)
+        say(f"proposed: {told['knobs']}")
         run(1, "proposed")
         as_started = {name: told["knobs_in_force"][name] for name in told["knobs"]}
         for number in range(2, options.rounds + 1):
@@ -219,24 +222,6 @@ def _call(
         return dict(json.loads(text))
     except ValueError:
         return {}
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.forecasts.tune_live", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", default="0.27b", help="a preset of benchmark.models.make_model")
-    parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--bad-flags", default=BAD_FLAGS, help="what the server is started with")
-    parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--rate", type=float, default=2.0, help="requests a second")
-    parser.add_argument("--ttft-ms", type=float, default=1000.0)
-    parser.add_argument("--tpot-ms", type=float, default=100.0)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--port", type=int, default=31400)
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None, started_s: float | None = None) -> int:
         extra_steps=options.extra_steps,
         budget=Budget(started_s + options.budget_s),
     )
-    result = DatedResult("gpu.bench_gpu", "gpu", options.folder)
+    result = DatedResult(__spec__.name, "gpu", options.folder)
     if options.save:
         session.save = partial(_save, result=result, started_s=started_s)
     run_parts(session, options.parts)
@@ -152,7 +152,11 @@ def _save(session: Session, result: DatedResult, started_s: float) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.gpu.bench_gpu")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__spec__.name}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal"
     )

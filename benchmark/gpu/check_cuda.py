@@ -126,7 +126,7 @@ def save(modules: Sequence[Build], planners: Sequence[Build], total_s: float) ->
         markdown_table(["heads", "MiB that decode graphs need at most", "MiB given"], needs),
     ]
     record = {"builds": builds, "tests": tests, "workspace_bytes": workspaces}
-    return save_result("gpu.check_cuda", "check_cuda", facts, record, texts)
+    return save_result(__spec__.name, "check_cuda", facts, record, texts)
 
 
 if __name__ == "__main__":

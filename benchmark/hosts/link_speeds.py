@@ -10,7 +10,6 @@ also told by what factor the stages computed slower in those very seconds (`slow
 else of them.
 """
 
-import argparse
 import secrets
 import subprocess
 import sys
@@ -23,14 +22,15 @@ from pathlib import Path
 import requests
 
 from benchmark.figures.figure import closed_loop
-from benchmark.hosts.namespaces import Network, hosts
+from benchmark.hosts.namespaces import Network, hosts, why_no_hosts
 from benchmark.moves.move_gains import Clients, ClosedLoop
-from benchmark.serving.bench_serving import DEFAULT_PRESET, make_model
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report, say
+from benchmark.support.dated_result import markdown_table
+from benchmark.support.engines import EngineFailure
 from benchmark.support.machine import usable_cores
+from benchmark.support.measured_runs import DEFAULT_PRESET, make_model
 from benchmark.support.paths import SCRATCH
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.errors import SglPipelineError
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, fit_records
 from sgl_pipeline.simulator.pipeline_costs import Link
@@ -74,23 +74,19 @@ class Measured:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 after an error that was printed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.hosts.link_speeds", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--settle-s", type=float, default=4.0)
-    parser.add_argument("--measured-s", type=float, default=20.0)
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args(argv)
-    SCRATCH.mkdir(parents=True, exist_ok=True)
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__)
+    command.add("--settle-s", type=float, default=4.0)
+    command.add("--measured-s", type=float, default=20.0)
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
+    if reason := why_no_hosts():
+        raise EngineFailure(reason)
     trace = SCRATCH / "link_speeds.jsonl"
     trace.unlink(missing_ok=True)
-    try:
-        rates, times, pool_tokens = _measure(trace, options.settle_s, options.measured_s)
-    except (SglPipelineError, RuntimeError) as error:
-        print(f"link_speeds: error: {error}", file=sys.stderr)
-        return 1
+    rates, times, pool_tokens = _rates(trace, options.settle_s, options.measured_s)
     records = list(read_trace(trace))
     steps = [[one for one in records if start <= one.scheduled_s < end] for start, end in times]
     costs = fit_records(steps[0], str(trace))
@@ -107,17 +103,16 @@ def main(argv: list[str] | None = None) -> int:
                 predicted_tokens_per_s=predicted_rate(slowed, gbit_per_s, delay_ms, pool_tokens),
             )
         )
-    table = rate_table(results)
-    print("\n" + table)
-    if not options.no_save:
-        facts = {
+    return Report(
+        name="link_speeds",
+        texts=[rate_table(results)],
+        facts={
             "model": {"preset": DEFAULT_PRESET, "stages": "2", "hosts": "2 of one core each"},
             "load": {"clients": str(LOAD)},
             "figures": {"rates": f"tokens in and out a second, of {options.measured_s:g} s each"},
-        }
-        record = {"rates": [asdict(one) for one in results]}
-        print(f"\nWritten: {save_result('link_speeds', 'link_speeds', facts, record, [table])}.md")
-    return 0
+        },
+        record={"rates": [asdict(one) for one in results]},
+    )
 
 
 def rate_table(results: Sequence[Measured]) -> str:
@@ -177,7 +172,7 @@ def predicted_rate(
     return tokens / (until_s - since_s)
 
 
-def _measure(
+def _rates(
     trace: Path, settle_s: float, measured_s: float
 ) -> tuple[list[float], list[tuple[float, float]], int]:
     """The rate over each link, when that was measured, and the tokens of the KV pool."""
@@ -191,7 +186,7 @@ def _measure(
             for host in network.hosts:
                 host.cable(gbit_per_s=gbit_per_s, delay_ms=delay_ms / 2)
             rates.append(clients.rate(settle_s, measured_s))
-            print(f"{gbit_per_s:g} Gbit/s, {delay_ms:g} ms: {rates[-1]:.0f} tokens/s", flush=True)
+            say(f"{gbit_per_s:g} Gbit/s, {delay_ms:g} ms: {rates[-1]:.0f} tokens/s")
             times.append((time.monotonic() - measured_s, time.monotonic()))
         clients.stop()
     return rates, times, facts["total_pages"] * facts["page_size"]
@@ -226,7 +221,7 @@ def _wait_until_ready(process: "subprocess.Popen[str]", log: Path) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while "Ready:" not in log.read_text():
         if process.poll() is not None or time.monotonic() > deadline_s:
-            raise RuntimeError(f"the server is not up; see {log}")
+            raise EngineFailure(f"the server is not up; see {log}")
         time.sleep(0.5)
 
 

@@ -1,6 +1,6 @@
 """Measures the CPU kernels of a stage against plain torch and against what the machine can do.
 
-    python -m benchmark.kernels.kernels_cpu [--dtype float32] [--json FILE]
+    python -m benchmark.kernels.kernels_cpu --dtype float32
 
 Competitors take turns within each round, on one thread, and CPU time is counted (`turns.py`); quote
 the ratios, not the milliseconds. The columns `compiled` are `--stage-kernels cpu`, `onednn` is what
@@ -9,14 +9,10 @@ the ratios, not the milliseconds. The columns `compiled` are `--stage-kernels cp
 Sizes are those of the 0.27b preset (hidden 1024, 16 query and 8 KV heads of 64, 3072 inner).
 """
 
-import argparse
-import json
 import os
-import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +23,8 @@ from benchmark.kernels.stage_step import (
     measure_quantized_steps,
     measure_steps,
 )
-from benchmark.support.turns import Row, flops_per_ms, print_table, read_bytes_per_ms, take_turns
+from benchmark.support.command import Command, Options, Report
+from benchmark.support.turns import Row, flops_per_ms, read_bytes_per_ms, row_table, take_turns
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
@@ -205,40 +202,40 @@ def random_layout(chunks: Sequence[tuple[int, int]]) -> PagedLayout:
     )
 
 
-def main() -> None:
-    """Reads the flags, measures, prints and writes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=15, help="measurements of each number")
-    parser.add_argument("--quantized", action="store_true", help="the quantized products only")
-    parser.add_argument("--json", type=Path, help="also write the tables here")
-    args = parser.parse_args()
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, rounds=15)
+    command.add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    command.add("--quantized", action="store_true", help="the quantized products only")
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
     _in_huge_pages()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    dtype = getattr(torch, args.dtype)
-    quantized = f"matrices of {NUM_LAYERS} layers, quantized"
-    if args.quantized:
-        steps = "steps of a stage, quantized"
+    if options.quantized:
         tables = {
-            steps: measure_quantized_steps(args.rounds),
-            quantized: measure_quantized(args.rounds),
+            "steps of a stage, quantized": measure_quantized_steps(options.rounds),
+            f"matrices of {NUM_LAYERS} layers, quantized": measure_quantized(options.rounds),
         }
     else:
-        tables = _tables_of(dtype, args)
-    for title, table in tables.items():
-        print_table(title, table)
-    if args.json is not None:
-        about = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-        args.json.write_text(json.dumps({**about, "tables": tables}, indent=1) + "\n")
+        tables = _tables_of(getattr(torch, options.dtype), options)
+    return Report(
+        name="kernels_cpu",
+        texts=[f"{title}\n\n{row_table(table)}" for title, table in tables.items()],
+        facts={"figures": {"medians": f"of {options.rounds} rounds, CPU time of one thread"}},
+        record={"tables": tables},
+    )
 
 
-def _tables_of(dtype: torch.dtype, args: argparse.Namespace) -> dict[str, list[Row]]:
+def _tables_of(dtype: torch.dtype, options: Options) -> dict[str, list[Row]]:
+    rounds, matrices = options.rounds, f"{NUM_LAYERS} layers, {options.dtype}"
     return {
-        f"steps of a stage, {args.dtype}": measure_steps(dtype, args.rounds),
-        f"operations of {NUM_LAYERS} layers, {args.dtype}": measure_operations(dtype, args.rounds),
-        f"matrices of {NUM_LAYERS} layers, {args.dtype}": measure_linear(dtype, args.rounds),
-        f"attention of {NUM_LAYERS} layers, {args.dtype}": measure_attention(dtype, args.rounds),
+        f"steps of a stage, {options.dtype}": measure_steps(dtype, rounds),
+        f"operations of {matrices}": measure_operations(dtype, rounds),
+        f"matrices of {matrices}": measure_linear(dtype, rounds),
+        f"attention of {matrices}": measure_attention(dtype, rounds),
     }
 
 
@@ -246,10 +243,8 @@ def _in_huge_pages() -> None:
     """Starts over, once, with the memory that `stages/stage_processes.py` gives to stages."""
     if "GLIBC_TUNABLES" not in os.environ:
         os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-        os.execv(
-            sys.executable, [sys.executable, "-m", "benchmark.kernels.kernels_cpu", *sys.argv[1:]]
-        )
+        os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

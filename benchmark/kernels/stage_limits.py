@@ -8,7 +8,6 @@ how fast it multiplies. A step's limit is the longer of the two: the stage's wei
 the keys and values of a step of decodes alone), or its products.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,15 +17,15 @@ import torch
 
 from benchmark.kernels.stage_step import competitors
 from benchmark.models.make_model import PRESETS, Preset
-from benchmark.serving.bench_serving import DEFAULT_PRESET, MeasuredLoad, make_model, measure
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report, progress
+from benchmark.support.dated_result import markdown_table
 from benchmark.support.engines import Engine, parse_engine, running
 from benchmark.support.loads import Load
 from benchmark.support.machine import usable_cores
+from benchmark.support.measured_runs import DEFAULT_PRESET, MeasuredLoad, make_model, measure
 from benchmark.support.paths import SCRATCH
 from benchmark.support.serving_report import spread
 from benchmark.support.turns import flops_per_ms, read_bytes_per_ms
-from sgl_pipeline.errors import SglPipelineError
 from sgl_pipeline.stage_timing import bubble_shares
 from sgl_pipeline.trace import StepRecord
 
@@ -123,52 +122,38 @@ def stage_shares(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 after an error that was printed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.kernels.stage_limits", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rounds", type=int, default=3, help="counted runs of each policy")
-    parser.add_argument("--port", type=int, default=31900, help="first loopback port")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args(argv)
-    try:
-        _measure_limits(options)
-    except SglPipelineError as error:
-        print(f"stage_limits: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """Returns the exit code."""
+    return Command(__spec__.name, __doc__, rounds=3, port=31900).run(_measure_limits, argv)
 
 
-def _measure_limits(options: argparse.Namespace) -> None:
-    SCRATCH.mkdir(parents=True, exist_ok=True)
+def _measure_limits(options: Options) -> Report:
     preset, model = PRESETS[DEFAULT_PRESET], make_model(DEFAULT_PRESET)
     last = len(LAYERS) - 1
     work = [StageWork(preset, count, stage == last) for stage, count in enumerate(LAYERS)]
     rows: list[StageShares] = []
     rates: list[CoreRates] = []
-    for round_number in range(1, options.rounds + 1):
-        rates.append(CoreRates.measured())
-        for policy in POLICIES:
-            records = _run(policy, model, options.port, round_number).records
-            rows += stage_shares(policy, records, work, rates[-1])
-            print(f"{policy}, round {round_number} is measured", flush=True)
-    table = shares_table(rows)
+    with progress(options.rounds * len(POLICIES), "runs") as bar:
+        for round_number in range(1, options.rounds + 1):
+            rates.append(CoreRates.measured())
+            for policy in POLICIES:
+                records = _run(policy, model, options.port, round_number).records
+                rows += stage_shares(policy, records, work, rates[-1])
+                bar.update()
     read, flops = (
         spread([one.read_bytes_per_ms / 1e6 for one in rates]),
         spread([one.flops_per_ms / 1e6 for one in rates]),
     )
     text = f"One core alone reads {read} GB/s and multiplies {flops} GFLOP/s."
-    print(f"\n{table}\n\n{text}")
-    if not options.no_save:
-        facts = {
+    return Report(
+        name="stage_limits",
+        texts=[shares_table(rows), text],
+        facts={
             "model": {DEFAULT_PRESET: f"layers {','.join(map(str, LAYERS))}; prefix caches off"},
             "load": {"flags": " ".join(LOAD.client_flags())},
             "figures": {"medians": f"of {options.rounds} runs (smallest to largest)"},
-        }
-        record = {"rows": [asdict(one) for one in rows], "rates": [asdict(one) for one in rates]}
-        stem = save_result("kernels.stage_limits", "stage_limits", facts, record, [table, text])
-        print(f"\nWritten: {stem}.md and .json")
+        },
+        record={"rows": [asdict(one) for one in rows], "rates": [asdict(one) for one in rates]},
+    )
 
 
 def _run(policy: str, model: Path, port: int, round_number: int) -> MeasuredLoad:

@@ -2,15 +2,14 @@
 
     python -m benchmark.models.make_model 0.27b /some/directory
 
-Run by hand or by the benchmarks. The same
-preset and seed give the same bytes on any machine; the weights are written one after the other, so
-a model may be larger than memory. Never use such a model to judge text.
+Run by hand or by the benchmarks. The same preset and seed give the same bytes on any machine; the
+weights are written one after the other, so a model may be larger than memory. Never use such a
+model to judge text.
 """
 
-import argparse
 import json
+import sys
 import zlib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -18,6 +17,9 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from benchmark.support.command import Command, Options
+from sgl_pipeline.errors import ConfigurationError
 
 PAD_TOKEN, BEGIN_TOKEN, END_TOKEN = SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>")
 END_ID = SPECIAL_TOKENS.index(END_TOKEN)
@@ -281,21 +283,24 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("preset", choices=PRESETS)
-    parser.add_argument("directory", type=Path, help="new directory for the checkpoint")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, default="bfloat16")
-    options = parser.parse_args(arguments)
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, saves=False)
+    command.add("preset", choices=PRESETS)
+    command.add("directory", type=Path, help="new directory for the checkpoint")
+    command.add("--seed", type=int, default=0)
+    command.add("--dtype", choices=DTYPE_NAMES, default="bfloat16")
+    return command.run(_write, argv)
+
+
+def _write(options: Options) -> None:
     try:
         make_model(PRESETS[options.preset], options.directory, options.seed, options.dtype)
     except FileExistsError as error:
-        parser.error(str(error))
+        raise ConfigurationError(str(error)) from error
     num_bytes = sum(path.stat().st_size for path in options.directory.iterdir())
     print(f"{options.directory}: {options.preset}, {num_bytes / 2**20:.0f} MiB")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,15 +7,17 @@ AWQ) lose less: never quote this for what a format of 4 bits can do. Tensors are
 the other, but all of the result is in memory at once.
 """
 
-import argparse
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmark.support.command import Command, Options
+from sgl_pipeline.args import require
 from sgl_pipeline.pp_runner.quantization.rounding import to_fp8, to_int4, to_int8
 
 FORMATS = ("int-quantized", "float-quantized", "pack-quantized")
@@ -85,20 +87,21 @@ def quantization_config(format_name: str, group_size: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Reads the flags and writes the model."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("source", type=Path, help="directory of a 16-bit checkpoint")
-    parser.add_argument("target", type=Path, help="directory to write, which must not exist")
-    parser.add_argument("--format", choices=FORMATS, required=True)
-    parser.add_argument("--group-size", type=int, default=GROUP_SIZE, help="of 4 bits")
-    options = parser.parse_args()
-    if options.target.exists():
-        parser.error(f"{options.target} exists already")
-    if not (options.source / "config.json").exists():
-        parser.error(f"{options.source} holds no config.json")
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, saves=False)
+    command.add("source", type=Path, help="directory of a 16-bit checkpoint")
+    command.add("target", type=Path, help="directory to write, which must not exist")
+    command.add("--format", choices=FORMATS, required=True)
+    command.add("--group-size", type=int, default=GROUP_SIZE, help="of 4 bits")
+    return command.run(_write, argv)
+
+
+def _write(options: Options) -> None:
+    require(not options.target.exists(), f"{options.target} exists already")
+    require((options.source / "config.json").exists(), f"{options.source} holds no config.json")
     quantize_model(options.source, options.target, options.format, options.group_size)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

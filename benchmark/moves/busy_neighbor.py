@@ -9,7 +9,6 @@ kernel gives it half. Rates are of the time before it came, of its first and its
 and of the time after it left.
 """
 
-import argparse
 import multiprocessing
 import os
 import statistics
@@ -17,14 +16,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 
 from benchmark.moves.move_gains import Clients, ClosedLoop, current_split
-from benchmark.serving.bench_serving import DEFAULT_PRESET, make_model
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report, progress
+from benchmark.support.dated_result import markdown_table
 from benchmark.support.engines import parse_engine, running
 from benchmark.support.machine import usable_cores
+from benchmark.support.measured_runs import DEFAULT_PRESET, make_model
 from benchmark.support.paths import SCRATCH
-from sgl_pipeline.errors import SglPipelineError
 
 LOAD = ClosedLoop(clients=24, input_tokens=128, output_tokens=64)
 # The first has to be fitted and settled: the planner knows no costs at the start.
@@ -45,36 +45,26 @@ class Rate:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 after an error that was printed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.moves.busy_neighbor", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--port", type=int, default=31900, help="loopback port of the server")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args(argv)
-    SCRATCH.mkdir(parents=True, exist_ok=True)
+    """Returns the exit code."""
+    return Command(__spec__.name, __doc__, rounds=2, port=31900).run(_measure_all, argv)
+
+
+def _measure_all(options: Options) -> Report:
     rates: list[Rate] = []
-    try:
-        for round_number in range(options.rounds):
-            for mode in MODES:
-                rates += _measure(mode, round_number, options.port)
-    except SglPipelineError as error:
-        print(f"busy_neighbor: error: {error}", file=sys.stderr)
-        return 1
-    table = neighbor_table(rates)
-    print("\n" + table)
-    if not options.no_save:
-        facts = {
+    with progress(options.rounds * len(MODES), "servers") as bar:
+        for round_number, mode in product(range(options.rounds), MODES):
+            rates += _measure(mode, round_number, options.port)
+            bar.update()
+    return Report(
+        name="busy_neighbor",
+        texts=[neighbor_table(rates)],
+        facts={
             "model": {"preset": DEFAULT_PRESET, "stages": "2"},
             "load": {"clients": str(LOAD)},
             "figures": {"rates": f"tokens in and out a second, of {HALF_S:g} s each; medians"},
-        }
-        record = {"rates": [asdict(one) for one in rates]}
-        stem = save_result("moves.busy_neighbor", "busy_neighbor", facts, record, [table])
-        print(f"\nWritten: {stem}.md and .json")
-    return 0
+        },
+        record={"rates": [asdict(one) for one in rates]},
+    )
 
 
 def _measure(mode: str, round_number: int, port: int) -> list[Rate]:

@@ -12,7 +12,6 @@ best split does when that phase's load lasts; it may be above 1, since clients t
 are served faster.
 """
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -24,10 +23,11 @@ from typing import Any
 
 import requests
 
-from benchmark.serving.bench_serving import make_model
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report, progress
+from benchmark.support.dated_result import markdown_table
 from benchmark.support.engines import parse_engine, running
 from benchmark.support.machine import usable_cores
+from benchmark.support.measured_runs import make_model
 from benchmark.support.paths import SCRATCH
 from sgl_pipeline.errors import SglPipelineError
 
@@ -145,48 +145,40 @@ class Rate:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 after an error that was printed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.moves.move_gains", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--first-stage", default="5-13", help="layers of it, of the fixed splits")
-    parser.add_argument("--measured-s", type=float, default=12.0, help="of each load")
-    parser.add_argument("--settle-s", type=float, default=4.0, help="before that")
-    parser.add_argument("--phase-s", type=float, default=30.0, help="of the swing")
-    parser.add_argument("--swings", type=int, default=2, help="times both phases come")
-    parser.add_argument("--swing-first", default="8,11,13", help="fixed splits that get the swing")
-    parser.add_argument("--port", type=int, default=31900, help="loopback port of the server")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args(argv)
-    SCRATCH.mkdir(parents=True, exist_ok=True)
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, rounds=2, port=31900)
+    command.add("--first-stage", default="5-13", help="layers of it, of the fixed splits")
+    command.add("--measured-s", type=float, default=12.0, help="of each load")
+    command.add("--settle-s", type=float, default=4.0, help="before that")
+    command.add("--phase-s", type=float, default=30.0, help="of the swing")
+    command.add("--swings", type=int, default=2, help="times both phases come")
+    command.add("--swing-first", default="8,11,13", help="fixed splits that get the swing")
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
     rates: list[Rate] = []
-    try:
+    with progress(2 * options.rounds, "servers") as bar:
         for round_number in range(options.rounds):
-            rates += _fixed_splits(options, round_number)
-            rates += _auto(options, round_number)
-    except SglPipelineError as error:
-        print(f"move_gains: error: {error}", file=sys.stderr)
-        return 1
-    table = gain_table(rates)
-    print("\n" + table)
-    if not options.no_save:
-        facts = {
+            for measure in (_fixed_splits, _auto):
+                rates += measure(options, round_number)
+                bar.update()
+    return Report(
+        name="move_gains",
+        texts=[gain_table(rates)],
+        facts={
             "model": {"preset": MODEL, "stages": "2"},
             "load": {name: str(load) for name, load in LOADS.items()},
             "figures": {
                 "rates": f"tokens in and out a second, of {options.measured_s:g} s",
                 "swing": f"{options.swings} times both loads, {options.phase_s:g} s each",
             },
-        }
-        record = {"rates": [asdict(one) for one in rates]}
-        stem = save_result("moves.move_gains", "move_gains", facts, record, [table])
-        print(f"\nWritten: {stem}.md and .json")
-    return 0
+        },
+        record={"rates": [asdict(one) for one in rates]},
+    )
 
 
-def _fixed_splits(options: argparse.Namespace, round_number: int) -> list[Rate]:
+def _fixed_splits(options: Options, round_number: int) -> list[Rate]:
     """All loads under all splits, one server."""
     least, most = map(int, options.first_stage.split("-"))
     flags = f"--migration manual --migration-spare-layers {NUM_LAYERS} --pp-layer-partition even"
@@ -209,7 +201,7 @@ def _fixed_splits(options: argparse.Namespace, round_number: int) -> list[Rate]:
     return rates
 
 
-def _auto(options: argparse.Namespace, round_number: int) -> list[Rate]:
+def _auto(options: Options, round_number: int) -> list[Rate]:
     """All loads on a server that starts with an even split and moves by itself."""
     engine = parse_engine(
         "ours --pp 2 --migration auto --migration-spare-layers 6 --pp-layer-partition even",
@@ -232,7 +224,7 @@ def _auto(options: argparse.Namespace, round_number: int) -> list[Rate]:
 
 
 def _swing(
-    options: argparse.Namespace, clients: Clients, url: str, round_number: int, *, is_auto: bool
+    options: Options, clients: Clients, url: str, round_number: int, *, is_auto: bool
 ) -> list[Rate]:
     """Both loads in turns."""
     rates = []

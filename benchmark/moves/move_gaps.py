@@ -9,7 +9,6 @@ a move costs is compared with times of the same run in which nothing moves. In e
 of `--migration-weights` take turns.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -17,15 +16,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import requests
 
-from benchmark.serving.bench_serving import make_model
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report, at_least_one, progress
+from benchmark.support.dated_result import markdown_table
 from benchmark.support.engines import parse_engine, running
 from benchmark.support.machine import usable_cores
+from benchmark.support.measured_runs import make_model
 from benchmark.support.paths import SCRATCH
 from sgl_pipeline.errors import SglPipelineError
 
@@ -137,45 +137,37 @@ class Streams:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 after an error that was printed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.moves.move_gaps", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--model", default="0.27b", help="preset of benchmark.models.make_model")
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--moves", type=int, default=24, help="of each server")
-    parser.add_argument("--rounds", type=int, default=2, help="servers of each weights mode")
-    parser.add_argument("--port", type=int, default=31900, help="loopback port of the server")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args(argv)
-    SCRATCH.mkdir(parents=True, exist_ok=True)
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, rounds=2, port=31900)
+    command.add("--stages", type=int, default=2)
+    command.add("--model", default="0.27b", help="preset of benchmark.models.make_model")
+    command.add("--clients", type=at_least_one, default=16)
+    command.add("--moves", type=at_least_one, default=24, help="of each server")
+    return command.run(_measure_all, argv)
+
+
+def _measure_all(options: Options) -> Report:
     costs: list[MoveCost] = []
-    try:
-        for round_number in range(options.rounds):
-            for weights in WEIGHTS_MODES:
-                costs += _measure(options, weights, round_number)
-    except SglPipelineError as error:
-        print(f"move_gaps: error: {error}", file=sys.stderr)
-        return 1
-    table = move_table(costs)
-    print("\n" + table)
-    if not options.no_save:
-        facts = {
+    with progress(options.rounds * len(WEIGHTS_MODES) * options.moves, "moves") as bar:
+        for round_number, weights in product(range(options.rounds), WEIGHTS_MODES):
+            for cost in _measure(options, weights, round_number):
+                costs.append(cost)
+                bar.update()
+    return Report(
+        name="move_gaps",
+        texts=[move_table(costs)],
+        facts={
             "model": {"preset": options.model, "stages": str(options.stages)},
             "load": {
                 "clients": f"{options.clients}, always streaming",
                 "tokens": f"{PROMPT_TOKENS} in, {OUTPUT_TOKENS} out",
             },
-        }
-        record = {"moves": [asdict(one) for one in costs]}
-        stem = save_result("moves.move_gaps", "move_gaps", facts, record, [table])
-        print(f"\nWritten: {stem}.md and .json")
-    return 0
+        },
+        record={"moves": [asdict(one) for one in costs]},
+    )
 
 
-def _measure(options: argparse.Namespace, weights: str, round_number: int) -> Iterator[MoveCost]:
+def _measure(options: Options, weights: str, round_number: int) -> Iterator[MoveCost]:
     """One server and its moves."""
     flags = f"--migration manual --migration-weights {weights}"
     engine = parse_engine(
@@ -194,9 +186,6 @@ def _measure(options: argparse.Namespace, weights: str, round_number: int) -> It
         for number in range(options.moves):
             time.sleep(REST_S)
             yield _move(engine.base_url, streams, cycle[number % len(cycle)], weights, round_number)
-            print(
-                f"{weights}, round {round_number}: move {number + 1} of {options.moves}", flush=True
-            )
         streams.stop()
         if streams.errors:
             raise SglPipelineError(f"a client got an error: {streams.errors[0]}")

@@ -7,14 +7,13 @@ and in processor time: where they differ, other processes had the core. The targ
 below 1 ms and a 99th percentile below 5 ms with 10,000 waiting requests of 2,000 tokens.
 """
 
-import argparse
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from benchmark.overheads.decision_load import OPERATIONS, DecisionLoad, Scenario, Timings
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report, at_least_one, progress, say
+from benchmark.support.dated_result import markdown_table
 from sgl_pipeline.managers.garbage import postpone_full_collections
 
 # Prompts of 2,000 tokens for 100,000 requests would take 3 GB, so growth goes on with 200.
@@ -40,25 +39,27 @@ SCENARIOS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = _parse(argv)
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__)
+    command.add("--steps", type=at_least_one, default=4000, help="timed steps (default: 4000)")
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
     # As in the server.
     postpone_full_collections()
     rows: list[dict[str, Any]] = []
-    for number, scenario in enumerate(SCENARIOS, start=1):
-        started = time.monotonic()
-        print(f"[{number}/{len(SCENARIOS)}] {scenario.name} ...", flush=True)
-        timings = DecisionLoad(scenario).measure(options.steps)
-        rows.append(summarize(scenario, timings))
-        print(f"    {_one_line(rows[-1])} ({time.monotonic() - started:.0f} s)", flush=True)
-    table = decision_table(rows)
-    print("\n" + table)
-    if not options.no_save:
-        facts = {"steps a scenario": str(options.steps)}
-        stem = save_result(
-            "overheads.bench_decisions", "decisions", {"load": facts}, {"rows": rows}, [table]
-        )
-        print(f"\nWritten: {stem}.md and .json")
-    return 0
+    with progress(len(SCENARIOS), "scenarios") as bar:
+        for scenario in SCENARIOS:
+            rows.append(summarize(scenario, DecisionLoad(scenario).measure(options.steps)))
+            say(f"{scenario.name}: {_one_line(rows[-1])}")
+            bar.update()
+    return Report(
+        name="decisions",
+        texts=[decision_table(rows)],
+        facts={"load": {"steps a scenario": str(options.steps)}},
+        record={"rows": rows},
+    )
 
 
 def summarize(scenario: Scenario, timings: Timings) -> dict[str, Any]:
@@ -103,16 +104,6 @@ def _quantiles(seconds: list[float]) -> dict[str, float] | None:
 
 def _one_line(row: dict[str, Any]) -> str:
     return "; ".join(f"{name} {_cell(row, name)}" for name in OPERATIONS)
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.overheads.bench_decisions")
-    parser.add_argument("--steps", type=int, default=4000, help="timed steps (default: 4000)")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args(argv)
-    if options.steps < 1:
-        parser.error("--steps must be at least 1")
-    return options
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ that what the machine does meanwhile hits all alike. A request alone, with every
 the same tokens after every round.
 """
 
-import argparse
 import concurrent.futures
 import json
 import statistics
@@ -18,15 +17,15 @@ from typing import Any
 
 import requests
 
-from benchmark.serving.bench_serving import make_model
-from benchmark.support.dated_result import markdown_table, save_result
-from benchmark.support.engines import parse_engine, running
+from benchmark.support.command import Command, Options, Report, at_least_one, progress, say
+from benchmark.support.dated_result import markdown_table
+from benchmark.support.engines import EngineFailure, parse_engine, running
 from benchmark.support.machine import usable_cores
-from benchmark.support.paths import BUILD
+from benchmark.support.measured_runs import make_model
+from benchmark.support.paths import SCRATCH
 from benchmark.support.serving_report import spread
 from sgl_pipeline.errors import SglPipelineError
 
-SCRATCH = BUILD / "feature_overhead"
 PRESET = "0.27b"
 VOCAB_SIZE = 32000
 PROMPT_TOKENS = 64
@@ -101,16 +100,20 @@ def measure(url: str, feature: str, concurrency: int) -> float:
     return statistics.median(tpot_ms for tpot_ms, _ in answers)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--concurrency", type=int, default=8, help="requests that run together")
-    parser.add_argument("--port", type=int, default=31950)
-    options = parser.parse_args()
-    SCRATCH.mkdir(parents=True, exist_ok=True)
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, rounds=5, port=31950)
+    command.add("--concurrency", type=at_least_one, default=8, help="requests that run together")
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
     engine = parse_engine("ours --pp 2", make_model(PRESET), options.port, SCRATCH, usable_cores())
     times: dict[str, list[float]] = {feature: [] for feature in FEATURES}
-    with running(engine, SCRATCH / "server.log"):
+    with (
+        running(engine, SCRATCH / "feature_overhead.log"),
+        progress(options.rounds, "rounds") as bar,
+    ):
         _, plain = stream(engine.base_url, body_of(BASELINE, 0))
         for feature in FEATURES:  # what is compiled or loaded at first use is not measured
             measure(engine.base_url, feature, options.concurrency)
@@ -118,25 +121,21 @@ def main() -> int:
             for feature in FEATURES:
                 times[feature].append(measure(engine.base_url, feature, options.concurrency))
             if stream(engine.base_url, body_of(BASELINE, 0))[1] != plain:
-                raise SglPipelineError("the same request had other tokens than before")
-            print(f"round {round_number}: {BASELINE} {times[BASELINE][-1]:.1f} ms", flush=True)
-    table = _table(times)
-    print(table)
+                raise EngineFailure("the same request had other tokens than before")
+            say(f"round {round_number}: {BASELINE} {times[BASELINE][-1]:.1f} ms")
+            bar.update()
     workload = {
         "requests": f"{options.concurrency} together",
         "tokens": f"{PROMPT_TOKENS} in, {OUTPUT_TOKENS} out",
         "model": f"{PRESET}, vocabulary {VOCAB_SIZE}, pp 2",
         "figures": f"median TPOT, medians (min to max) of {options.rounds} rounds",
     }
-    stem = save_result(
-        "overheads.feature_overhead",
-        "feature_overhead",
-        {"workload": workload},
-        {"tpot_ms": times},
-        [table],
+    return Report(
+        name="feature_overhead",
+        texts=[_table(times)],
+        facts={"workload": workload},
+        record={"tpot_ms": times},
     )
-    print(f"Written: {stem}.md and .json")
-    return 0
 
 
 def _table(times: Mapping[str, list[float]]) -> str:

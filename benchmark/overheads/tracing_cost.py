@@ -8,7 +8,6 @@ pipeline of two stages, and each is recorded as the server does it: without a wr
 is its seven moments of a step, sent along with the report that it sends anyway.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -19,7 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report, at_least_one
+from benchmark.support.dated_result import markdown_table
 from benchmark.support.serving_report import spread
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.chrome_trace import ChromeTraceWriter
@@ -48,32 +48,25 @@ MOMENTS = "seven moments on a stage"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.overheads.tracing_cost", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=2000, help="timed steps of each kind a round")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args(argv)
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, rounds=9)
+    command.add("--steps", type=at_least_one, default=2000, help="timed steps of each kind a round")
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
     costs_us = measure(options.rounds, options.steps)
-    table = cost_table(costs_us)
-    print(table)
-    if not options.no_save:
-        facts = {
-            "steps": f"{REQUESTS // STAGES} decodes each, {STAGES} stages",
-            "figures": f"medians (smallest to largest) of {options.rounds} rounds of "
-            f"{options.steps} steps, processor time",
-        }
-        stem = save_result(
-            "overheads.tracing_cost",
-            "tracing_cost",
-            {"load": facts},
-            {"us_a_step": costs_us},
-            [table],
-        )
-        print(f"\nWritten: {stem}.md and .json")
-    return 0
+    facts = {
+        "steps": f"{REQUESTS // STAGES} decodes each, {STAGES} stages",
+        "figures": f"medians (smallest to largest) of {options.rounds} rounds of "
+        f"{options.steps} steps, processor time",
+    }
+    return Report(
+        name="tracing_cost",
+        texts=[cost_table(costs_us)],
+        facts={"load": facts},
+        record={"us_a_step": costs_us},
+    )
 
 
 def measure(num_rounds: int, num_steps: int) -> dict[str, list[float]]:

@@ -10,13 +10,10 @@ time a step is taken twice: deciding and booking, as the trace has it, and all p
 process, in which what it tells the viewers is included.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
-import threading
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,20 +21,19 @@ from pathlib import Path
 
 import psutil
 
-from benchmark.serving.bench_serving import check_equal_work, make_model, measure
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report, at_least_one, say
+from benchmark.support.dated_result import markdown_table
 from benchmark.support.engines import Engine, EngineFailure, parse_engine, running
 from benchmark.support.loads import Load
 from benchmark.support.machine import usable_cores
+from benchmark.support.measured_runs import check_equal_work, make_model, measure
 from benchmark.support.paths import SCRATCH
 from benchmark.support.serving_report import Run, spread
-from sgl_pipeline.errors import SglPipelineError
 
 LOADS = {"offline": float("inf"), "online": 3.0}
 MIN_THROUGHPUT_RATIO = 0.99
 MAX_TIME_RATIO = 1.05
 _SCHEDULER = "sgl_pipeline::scheduler"
-_READ_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,21 +51,21 @@ class ViewedRun:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 after an error that was printed."""
-    options = _parse(argv)
-    if options.look is not None:
-        print(json.dumps(look(options.look, options.viewers)))
-        return 0
-    SCRATCH.mkdir(parents=True, exist_ok=True)
-    try:
-        runs = _measure(options)
-    except SglPipelineError as error:
-        print(f"viewer_cost: error: {error}", file=sys.stderr)
-        return 1
-    texts = [ratio_table(runs), run_table(runs)]
-    print("\n" + "\n\n".join(texts))
-    if not options.no_save:
-        facts = {
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, rounds=5, port=31900)
+    command.add("--viewers", type=at_least_one, default=4)
+    command.add("--requests", type=at_least_one, default=64, help="of each run")
+    command.add("--stages", type=int, default=2)
+    command.add("--model", default="0.27b", help="preset of benchmark.models.make_model")
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
+    runs = _runs(options)
+    return Report(
+        name="viewer_cost",
+        texts=[ratio_table(runs), run_table(runs)],
+        facts={
             "model": {"preset": options.model, "stages": str(options.stages)},
             "load": {
                 "offline": f"{options.requests} requests at once",
@@ -80,11 +76,9 @@ def main(argv: list[str] | None = None) -> int:
                 "tokens/s": f">= {MIN_THROUGHPUT_RATIO}",
                 "scheduler's time": f"<= {MAX_TIME_RATIO}",
             },
-        }
-        record = {"runs": [asdict(run) for run in runs]}
-        stem = save_result("overheads.viewer_cost", "viewer_cost", facts, record, texts)
-        print(f"\nWritten: {stem}.md and .json")
-    return 0
+        },
+        record={"runs": [asdict(run) for run in runs]},
+    )
 
 
 def ratio_table(runs: Sequence[ViewedRun]) -> str:
@@ -121,31 +115,7 @@ def run_table(runs: Sequence[ViewedRun]) -> str:
     return markdown_table(heads, rows)
 
 
-def look(url: str, num_viewers: int) -> dict[str, int]:
-    """Reads the events of `num_viewers` pages until the standard input ends, and counts them."""
-    counts = {"ticks": 0, "dropped": 0}
-    lock = threading.Lock()
-
-    def read() -> None:
-        rest = b""
-        with urllib.request.urlopen(f"{url}/pipeline/events") as stream:
-            while data := stream.read1(_READ_BYTES):
-                events = (rest + data).split(b"\n\n")
-                rest = events.pop()
-                with lock:
-                    for event in events:
-                        counts["ticks"] += event.startswith(b"event: tick")
-                        if event.startswith(b"event: dropped"):
-                            counts["dropped"] += json.loads(event.split(b"data: ")[1])["events"]
-
-    for _ in range(num_viewers):
-        threading.Thread(target=read, daemon=True).start()
-    sys.stdin.read()
-    with lock:
-        return dict(counts)
-
-
-def _measure(options: argparse.Namespace) -> list[ViewedRun]:
+def _runs(options: Options) -> list[ViewedRun]:
     model = make_model(options.model)
     flags = f"--pp {options.stages} --pp-layer-partition even"
     engine = parse_engine(f"ours {flags}", model, options.port, SCRATCH, usable_cores())
@@ -166,10 +136,9 @@ def _measure(options: argparse.Namespace) -> list[ViewedRun]:
                     work[name].append(run)
                     check_equal_work(work[name])
                     runs.append(viewed)
-                    print(
+                    say(
                         f"round {round_number}, {name}, {viewers} viewers: "
-                        f"{viewed.tokens_per_s:.0f} tokens/s",
-                        flush=True,
+                        f"{viewed.tokens_per_s:.0f} tokens/s"
                     )
     return runs
 
@@ -213,9 +182,8 @@ def _looking(url: str, viewers: int, counts: dict[str, int]) -> Iterator[None]:
     if not viewers:
         yield
         return
-    command = [sys.executable, "-m", "benchmark.overheads.viewer_cost", "--look", url]
     process = subprocess.Popen(
-        [*command, "--viewers", str(viewers)],
+        [sys.executable, "-m", "benchmark.overheads.page_viewers", url, str(viewers)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -249,25 +217,6 @@ def _pairs(runs: Sequence[ViewedRun], load: str) -> Iterator[tuple[ViewedRun, Vi
 
 def _ratio(ratios: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.overheads.viewer_cost", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--viewers", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=64, help="of each run")
-    parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--model", default="0.27b", help="preset of benchmark.models.make_model")
-    parser.add_argument("--port", type=int, default=31900, help="loopback port of the server")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    parser.add_argument("--look", help=argparse.SUPPRESS)  # what the viewers' process does
-    options = parser.parse_args(argv)
-    if min(options.rounds, options.viewers, options.requests) < 1:
-        parser.error("--rounds, --viewers and --requests must be at least 1")
-    return options
 
 
 if __name__ == "__main__":

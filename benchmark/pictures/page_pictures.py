@@ -6,7 +6,6 @@ Run by hand after `make setup-browser`, when the page has changed; half a minute
 serves clients on four stages, layers move, and the chat asks a question.
 """
 
-import argparse
 import json
 import random
 import shutil
@@ -19,9 +18,10 @@ from typing import Any
 
 from PIL import Image
 
+from benchmark.support.command import Command, Options
 from benchmark.support.engines import Engine, running
 from benchmark.support.paths import DOCS, SCRATCH
-from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from sgl_pipeline.errors import ConfigurationError
 
 FLAGS = ("--pp", "4", "--pp-layer-partition", "even", "--migration", "manual")
 LIMITS = ("--max-running-requests", "24")
@@ -32,25 +32,15 @@ COLORS = 256  # of a picture's palette
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 after an error that was printed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.pictures.page_pictures", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--port", type=int, default=31940)
-    parser.add_argument("--folder", type=Path, default=DOCS)
-    options = parser.parse_args(argv)
-    SCRATCH.mkdir(parents=True, exist_ok=True)
-    options.folder.mkdir(exist_ok=True)
-    try:
-        _take_all(options.port, options.folder)
-    except SglPipelineError as error:
-        print(f"page_pictures: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, port=31940, saves=False)
+    command.add("--folder", type=Path, default=DOCS, help="of the pictures")
+    return command.run(_take_all, argv)
 
 
-def _take_all(port: int, folder: Path) -> None:
+def _take_all(options: Options) -> None:
+    port, folder = options.port, options.folder
+    folder.mkdir(exist_ok=True)
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:

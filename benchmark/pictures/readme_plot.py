@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmark.figures.style import PALETTE, PLOT_STYLE
+from benchmark.support.command import Command, Options, Report
 from benchmark.support.dated_result import markdown_table, read_record
 from benchmark.support.paths import DOCS, RESULTS
 
@@ -136,11 +137,15 @@ def save_plot(ratios: Ratios, path: Path) -> None:
         canvas.savefig(path, metadata={"Date": None, "Description": ratio_table(ratios)})
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    return Command(__spec__.name, __doc__, saves=False).run(_draw, argv)
+
+
+def _draw(options: Options) -> Report:
     ratios = measured_ratios()
     save_plot(ratios, TARGET)
-    print(ratio_table(ratios))
-    return 0
+    return Report(name=TARGET.stem, texts=[ratio_table(ratios)])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ that of the answers' tokens. A second table has the logits of random weights, wh
 structure hides an error.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -22,7 +21,8 @@ import torch
 from benchmark.demo_model.evaluate import held_out_questions
 from benchmark.models.make_model import PRESETS
 from benchmark.models.quantize_model import FORMATS, GROUP_SIZE, quantization_config, quantize_model
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report, at_least_one
+from benchmark.support.dated_result import markdown_table
 from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
@@ -197,35 +197,31 @@ def _markdown(rows: Sequence[dict[str, object]]) -> str:
     return markdown_table(list(rows[0]), [[str(cell) for cell in row.values()] for row in rows])
 
 
-@torch.inference_mode()
-def main() -> int:
-    """Measures, prints and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--questions", type=int, default=100, help="of each task")
-    parser.add_argument("--seed", type=int, default=5)
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args()
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__)
+    command.add("--questions", type=at_least_one, default=100, help="of each task")
+    command.add("--seed", type=int, default=5)
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
     prompts = demo_prompts(options.questions, options.seed)
     tables = {
         f"demo model, {len(prompts)} held-out questions": demo_table(prompts),
         f"random weights of {LOGIT_PRESET}, {LOGIT_TOKENS} tokens, against fp32": logits_table(),
     }
-    texts = [f"**{title}**\n\n{_markdown(rows)}" for title, rows in tables.items()]
-    print("\n\n".join(texts))
-    if not options.no_save:
-        facts = {
-            "formats": {
-                W8A8_INT8: "layers and head rounded when loaded",
-                "others": "layers rounded to the nearest number by "
-                "benchmark.models.quantize_model, the "
-                f"head in bfloat16; 4 bits in groups of {DEMO_GROUP_SIZE} and 128",
-            }
-        }
-        stem = save_result(
-            "quality.quantization_quality", "quantization_quality", facts, tables, texts
-        )
-        print(f"\nWritten: {stem}.md and .json")
-    return 0
+    formats = {
+        W8A8_INT8: "layers and head rounded when loaded",
+        "others": "layers rounded to the nearest number by benchmark.models.quantize_model, "
+        f"the head in bfloat16; 4 bits in groups of {DEMO_GROUP_SIZE} and 128",
+    }
+    return Report(
+        name="quantization_quality",
+        texts=[f"**{title}**\n\n{_markdown(rows)}" for title, rows in tables.items()],
+        facts={"formats": formats},
+        record=tables,
+    )
 
 
 if __name__ == "__main__":

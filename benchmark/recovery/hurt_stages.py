@@ -10,7 +10,6 @@ same server before. Exits with 1 when any request failed, any token was another 
 still for longer than `LIMIT_S`, or anything was left behind.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -32,11 +31,11 @@ from benchmark.recovery.kill_stages import (
     open_descriptors,
     share,
 )
-from benchmark.support.dated_result import DatedResult, markdown_table
+from benchmark.support.command import Command, Options, Report, at_least_one, names_of, progress
+from benchmark.support.dated_result import markdown_table
 from benchmark.support.engines import Engine, EngineFailure, parse_engine, running
 from benchmark.support.machine import usable_cores
 from benchmark.support.paths import SCRATCH
-from sgl_pipeline.errors import SglPipelineError
 
 KINDS = ("stopped", "slow", "full link", *ORDER_FAULTS, *REPORT_FAULTS)
 LIMIT_S = 10.0
@@ -63,48 +62,36 @@ class Hurt:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.recovery.hurt_stages", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--times", type=int, default=20, help="of each kind")
-    parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--port", type=int, default=31960, help="loopback port of the server")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args(argv)
-    SCRATCH.mkdir(parents=True, exist_ok=True)
-    try:
-        hurts, problems = _measure(options)
-    except SglPipelineError as error:
-        print(f"hurt_stages: error: {error}", file=sys.stderr)
-        return 1
+    command = Command(__spec__.name, __doc__, port=31960)
+    command.add("--kinds", type=names_of(list(KINDS)), default=list(KINDS), help="default: all")
+    command.add("--times", type=at_least_one, default=20, help="of each kind")
+    command.add("--stages", type=int, default=2)
+    command.add("--clients", type=at_least_one, default=8)
+    command.add("--seed", type=int, default=0)
+    return command.run(_measure_all, argv)
+
+
+def _measure_all(options: Options) -> Report:
+    hurts, problems = _measure(options)
     problems += [
         f"{one.kind}: a stream stood still for {one.gap_s:.1f} s"
         for one in hurts
         if one.gap_s > LIMIT_S
     ]
-    table = hurt_table(hurts)
-    print("\n" + table)
-    for text in problems[:20]:
-        print(f"FAILED: {text}")
-    if not options.no_save:
-        facts = {
+    return Report(
+        name="hurt_stages",
+        texts=[hurt_table(hurts), f"{len(problems)} problems"],
+        facts={
             "model": {"model": "demo", "stages": str(options.stages), "dtype": "float32"},
             "load": {"clients": f"{options.clients}, always streaming"},
             "asked": {"a stream stands still": f"<= {LIMIT_S:g} s"},
-        }
-        record = {"hurts": [asdict(one) for one in hurts], "problems": problems}
-        result = DatedResult("recovery.hurt_stages", "hurt_stages")
-        verdict = f"{len(problems)} problems" + "".join(f"\n- {one}" for one in problems)
-        result.write(facts, record, [table, verdict])
-        print(f"\nWritten: {result.stem}.md and .json")
-    return 1 if problems else 0
+        },
+        record={"hurts": [asdict(one) for one in hurts], "problems": problems},
+        problems=problems,
+    )
 
 
-def _engine(options: argparse.Namespace, wishes: Path) -> Engine:
+def _engine(options: Options, wishes: Path) -> Engine:
     flags = "--dtype float32 --spare-workers 1 --max-stage-restarts 1000000"
     engine = parse_engine(
         # So many steps in flight that a link can be full.
@@ -122,12 +109,12 @@ def _engine(options: argparse.Namespace, wishes: Path) -> Engine:
     return replace(engine, command=tuple(command), environment={WISH_VARIABLE: str(wishes)})
 
 
-def _measure(options: argparse.Namespace) -> tuple[list[Hurt], list[str]]:
+def _measure(options: Options) -> tuple[list[Hurt], list[str]]:
     rng = Random(options.seed)
     wishes = SCRATCH / "wanted_fault"
     wishes.unlink(missing_ok=True)
     engine = _engine(options, wishes)
-    turns = [kind for _ in range(options.times) for kind in options.kinds.split(",")]
+    turns = [kind for _ in range(options.times) for kind in options.kinds]
     hurts: list[Hurt] = []
     with running(engine, SCRATCH / "hurt_stages.log") as server:
         assert server is not None
@@ -137,18 +124,14 @@ def _measure(options: argparse.Namespace) -> tuple[list[Hurt], list[str]]:
         clients = KillClients(url, expected, options.clients, 0, options.seed)
         clients.start()
         time.sleep(WARM_UP_S)
-        for kind in turns:
-            hurts.append(_hurt(url, rng, kind, wishes))
-            print(
-                f"\r{len(hurts)} of {len(turns)}: {kind}, {clients.tally.num_answers} answers, "
-                f"{len(clients.tally.failures)} failed   ",
-                end="",
-                flush=True,
-            )
-            if clients.tally.failures:
-                break
+        with progress(len(turns), "times") as bar:
+            for kind in turns:
+                hurts.append(_hurt(url, rng, kind, wishes))
+                bar.update()
+                bar.set_postfix_str(f"{kind}, {clients.tally.one_line}")
+                if clients.tally.failures:
+                    break
         clients.stop()
-        print()
         problems = [*clients.tally.failures, *leftovers_of(url, server, before)]
     gap_s = clients.tally.longest_gap_s
     return [replace(one, gap_s=gap_s(one.began_s, one.until_s)) for one in hurts], problems

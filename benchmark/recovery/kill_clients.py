@@ -47,6 +47,10 @@ class Tally:
     moments: list[float] = field(default_factory=list)
     gaps: list[tuple[float, float]] = field(default_factory=list)
 
+    @property
+    def one_line(self) -> str:
+        return f"{self.num_answers} answers, {self.num_aborted} left, {len(self.failures)} failed"
+
     def longest_gap_s(self, start_s: float, end_s: float) -> float:
         """Between two tokens of one answer, of which the later came in that time."""
         return max((length for end, length in self.gaps if start_s <= end <= end_s), default=0.0)

@@ -11,13 +11,14 @@ spare worker.
 Exits with 1 when any request failed, any token was another one, or anything was left behind.
 """
 
-import argparse
 import itertools
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -26,10 +27,11 @@ import requests
 
 from benchmark.figures.style import PALETTE
 from benchmark.recovery.kill_clients import KillClients, Prompt, Tally, body_of, make_prompts
-from benchmark.serving.bench_serving import make_model
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report, at_least_one, progress
+from benchmark.support.dated_result import markdown_table
 from benchmark.support.engines import parse_engine, running
 from benchmark.support.machine import usable_cores
+from benchmark.support.measured_runs import make_model
 from benchmark.support.paths import DEMO_MODEL, SCRATCH
 from sgl_pipeline.errors import SglPipelineError
 
@@ -37,7 +39,6 @@ WARM_UP_S = 3.0
 # The plot's reach around a kill, and the width of its bins.
 BEFORE_S, AFTER_S, BIN_S = 2.0, 6.0, 0.1
 _TIMEOUT_S = 120.0
-_BAR_WIDTH = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,41 +71,48 @@ class Round:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.recovery.kill_stages", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument(
-        "--model", default="demo", help="demo, or a preset of benchmark.models.make_model"
-    )
-    parser.add_argument("--kills", type=int, default=25, help="of each server")
-    parser.add_argument("--spares", default="0,1", help="spare workers of each server")
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--leavers", type=int, default=4, help="clients that leave every stream")
-    parser.add_argument("--how", choices=("kill", "stop"), default="kill")
-    parser.add_argument("--flags", default="", help="more flags of the server")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--port", type=int, default=31950, help="loopback port of the server")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args(argv)
-    SCRATCH.mkdir(parents=True, exist_ok=True)
-    try:
-        rounds = [_measure(options, int(spares)) for spares in options.spares.split(",")]
-    except SglPipelineError as error:
-        print(f"kill_stages: error: {error}", file=sys.stderr)
-        return 1
-    table = kill_table(rounds)
-    print("\n" + table)
-    problems = [text for one in rounds for text in (*one.tally.failures, *one.leftovers)]
-    for text in problems[:20]:
-        print(f"FAILED: {text}")
-    if not options.no_save:
-        _save(options, rounds, table)
-    return 1 if problems else 0
+    command = Command(__spec__.name, __doc__, port=31950)
+    command.add("--stages", type=int, default=2)
+    command.add("--model", default="demo", help="demo, or a preset of benchmark.models.make_model")
+    command.add("--kills", type=at_least_one, default=25, help="of each server")
+    command.add("--spares", default="0,1", help="spare workers of each server")
+    command.add("--clients", type=at_least_one, default=8)
+    command.add("--leavers", type=int, default=4, help="clients that leave every stream")
+    command.add("--how", choices=("kill", "stop"), default="kill")
+    command.add("--flags", default="", help="more flags of the server")
+    command.add("--seed", type=int, default=0)
+    return command.run(_measure_all, argv)
 
 
-def _measure(options: argparse.Namespace, spares: int) -> Round:
+def _measure_all(options: Options) -> Report:
+    rounds = [_measure(options, int(spares)) for spares in options.spares.split(",")]
+    return Report(
+        name=f"kill_stages_{options.model}",
+        texts=[kill_table(rounds)],
+        facts={
+            "model": {
+                "model": options.model,
+                "stages": str(options.stages),
+                "dtype": "float32",
+                "more flags": options.flags or "none",
+            },
+            "load": {
+                "clients": f"{options.clients}, always streaming",
+                "beside them": f"{options.leavers} that leave every stream within half a second",
+                "how": options.how,
+            },
+        },
+        record={
+            "kills": [asdict(kill) for one in rounds for kill in one.kills],
+            "rates": {str(one.spares): rates_around(one) for one in rounds},
+            "failures": [text for one in rounds for text in one.tally.failures],
+        },
+        problems=[text for one in rounds for text in (*one.tally.failures, *one.leftovers)],
+        draw=partial(_draw, rounds),
+    )
+
+
+def _measure(options: Options, spares: int) -> Round:
     model = DEMO_MODEL if options.model == "demo" else make_model(options.model)
     flags = f"--dtype float32 --spare-workers {spares} --max-stage-restarts 1000000 {options.flags}"
     engine = parse_engine(
@@ -126,11 +134,12 @@ def _measure(options: argparse.Namespace, spares: int) -> Round:
         clients.start()
         time.sleep(WARM_UP_S)
         kills: list[Kill] = []
-        while len(kills) < options.kills and not clients.tally.failures:
-            kills += _kill(url, rng, spares, options.how)
-            _show_progress(len(kills), options.kills, spares, clients.tally)
+        with progress(options.kills, f"kills with {spares} spare") as bar:
+            while len(kills) < options.kills and not clients.tally.failures:
+                kills += _kill(url, rng, spares, options.how)
+                bar.update(len(kills) - bar.n)
+                bar.set_postfix_str(clients.tally.one_line)
         clients.stop()
-        print()
         gap_s = clients.tally.longest_gap_s
         return Round(
             spares=spares,
@@ -224,17 +233,6 @@ def leftovers_of(url: str, server: psutil.Process, before: dict[str, int]) -> li
     return found
 
 
-def _show_progress(done: int, total: int, spares: int, tally: Tally) -> None:
-    filled = min(_BAR_WIDTH, _BAR_WIDTH * done // total)
-    bar = "#" * filled + "." * (_BAR_WIDTH - filled)
-    print(
-        f"\r[{bar}] {done} of {total} kills, {spares} spare, {tally.num_answers} answers, "
-        f"{tally.num_aborted} left, {len(tally.failures)} failed",
-        end="",
-        flush=True,
-    )
-
-
 def kill_table(rounds: Sequence[Round]) -> str:
     """Markdown: one row a server."""
     heads = ["spares", "kills", "answers", "left by clients", "failed", "gap p50, s", "gap p99, s"]
@@ -291,30 +289,9 @@ def rates_around(one: Round) -> list[float]:
     return [statistics.median(values) if values else 0.0 for values in bins]
 
 
-def _save(options: argparse.Namespace, rounds: Sequence[Round], table: str) -> None:
+def _draw(rounds: Sequence[Round], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    facts = {
-        "model": {
-            "model": options.model,
-            "stages": str(options.stages),
-            "dtype": "float32",
-            "more flags": options.flags or "none",
-        },
-        "load": {
-            "clients": f"{options.clients}, always streaming",
-            "beside them": f"{options.leavers} that leave every stream within half a second",
-            "how": options.how,
-        },
-    }
-    record = {
-        "kills": [asdict(kill) for one in rounds for kill in one.kills],
-        "rates": {str(one.spares): rates_around(one) for one in rounds},
-        "failures": [text for one in rounds for text in one.tally.failures],
-    }
-    stem = save_result(
-        "recovery.kill_stages", f"kill_stages_{options.model}", facts, record, [table]
-    )
     canvas = Figure(figsize=(7, 3.5), layout="constrained")
     axes = canvas.subplots()
     for one, color in zip(rounds, itertools.cycle(PALETTE)):
@@ -326,8 +303,7 @@ def _save(options: argparse.Namespace, rounds: Sequence[Round], table: str) -> N
         xlabel="seconds since the kill", ylabel="tokens/s, median of the kills", ylim=(0, None)
     )
     axes.legend()
-    canvas.savefig(stem.with_suffix(".svg"))
-    print(f"\nWritten: {stem}.md, .json and .svg")
+    canvas.savefig(path)
 
 
 if __name__ == "__main__":

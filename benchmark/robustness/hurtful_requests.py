@@ -6,7 +6,6 @@ The server runs the demo model (`make serve`). Prints the inter-token times of t
 beside the table of `hurtful_table.py`, and the slowest answer.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -16,7 +15,9 @@ import requests
 
 from benchmark.robustness.hurtful_table import HURTFUL_REQUESTS
 from benchmark.robustness.neighbor import Neighbor
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report
+from benchmark.support.dated_result import markdown_table
+from benchmark.support.engines import EngineFailure
 
 MAX_ANSWER_S = 1.0
 MAX_P99_RATIO = 2.0
@@ -91,21 +92,26 @@ def _table(record: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--url", default="http://127.0.0.1:30000")
-    parser.add_argument("--save", action="store_true", help="as a dated result")
-    options = parser.parse_args()
-    requests.get(options.url + "/health", timeout=30).raise_for_status()
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__)
+    command.add("--url", default="http://127.0.0.1:30000", help="of the server")
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
+    try:
+        requests.get(options.url + "/health", timeout=30).raise_for_status()
+    except requests.RequestException as error:
+        raise EngineFailure(
+            f"no server answers at {options.url} ({error}); start one with `make serve`, or name "
+            "it: --url"
+        ) from error
     record = measure(options.url)
-    table = _table(record)
-    print(table)
-    for reason, fault in record["faults"].items():
-        print(f"{reason}: {fault}")
-    if options.save:
-        name = "hurtful_requests"
-        print(f"Written: {save_result(name, name, {}, record, [table])}.md and .json")
-    return 0 if record["passed"] else 1
+    problems = [f"{reason}: {fault}" for reason, fault in record["faults"].items()]
+    if not record["passed"] and not problems:
+        problems.append("a limit of the table is not kept")
+    return Report(name="hurtful_requests", texts=[_table(record)], record=record, problems=problems)
 
 
 if __name__ == "__main__":

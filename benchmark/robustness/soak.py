@@ -6,13 +6,11 @@ Run by hand. Afterwards every page must be back, no request may be stuck, none m
 the memory of every process must have stayed flat since the warm-up; otherwise the exit code is 1.
 """
 
-import argparse
 import asyncio
 import dataclasses
 import shlex
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,10 +18,11 @@ import requests
 
 from benchmark.robustness.process_memory import MemorySeries
 from benchmark.robustness.soak_clients import SoakClients
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report, at_least_one
+from benchmark.support.dated_result import markdown_table
 from benchmark.support.engines import Engine, running
 from benchmark.support.paths import SCRATCH
-from sgl_pipeline.errors import SglPipelineError
+from sgl_pipeline.args import require
 
 DEFAULT_FLAGS = "--pp 2 --dtype float32 --enable-priority-scheduling --default-priority-value 0"
 _PAGES_TIMEOUT_S = 10.0
@@ -111,9 +110,31 @@ def server_state(base_url: str) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 when a check failed or the server did not come up."""
-    options = _parse(argv)
-    SCRATCH.mkdir(parents=True, exist_ok=True)
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, port=31950)
+    add = command.add
+    add("--clients", type=at_least_one, default=200, help="at once (default: 200)")
+    add("--duration-s", type=float, default=120.0, help="seconds of load (default: 120)")
+    add(
+        "--departing-share",
+        type=float,
+        default=1 / 3,
+        help="of the requests, less the probes (default: 1/3)",
+    )
+    add("--warm-up-s", type=float, default=40.0, help="before memory is judged (default: 40)")
+    add("--most-growth", type=float, default=0.05, help="share of memory since (default: 0.05)")
+    add("--seed", type=int, default=1, help="of the requests (default: 1)")
+    add("--server-flags", default=DEFAULT_FLAGS, help=f"(default: {DEFAULT_FLAGS})")
+    add("--name", default="soak", help="of the result files (default: soak)")
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
+    require(0 <= options.departing_share <= 1, "--departing-share must be between 0 and 1")
+    require(
+        options.duration_s > options.warm_up_s,
+        "--duration-s must be longer than --warm-up-s, or memory is not judged",
+    )
     engine = Engine(
         label="ours " + options.server_flags,
         client_backend="sglang",
@@ -131,19 +152,28 @@ def main(argv: list[str] | None = None) -> int:
         # So that steps of every size are seen before memory is judged.
         ramp_s=options.warm_up_s / 2,
     )
-    try:
-        with running(engine, SCRATCH / "soak.log") as process:
-            soak = Soak(engine.base_url, clients, process)
-            soak.run(options.duration_s)
-            verdicts = soak.verdicts(options.warm_up_s, options.most_growth)
-    except SglPipelineError as error:
-        print(f"soak: error: {error}", file=sys.stderr)
-        return 1
-    text = _report(clients, verdicts)
-    print("\n" + text)
-    if not options.no_save:
-        print(f"\nWritten: {_save(options, engine, clients, soak, text)}.md and .json")
-    return 0 if all(verdict.passed for verdict in verdicts) else 1
+    with running(engine, SCRATCH / "soak.log") as process:
+        soak = Soak(engine.base_url, clients, process)
+        soak.run(options.duration_s)
+        verdicts = soak.verdicts(options.warm_up_s, options.most_growth)
+    load = ("clients", "duration_s", "departing_share", "warm_up_s", "seed")
+    return Report(
+        name=options.name,
+        texts=[_report(clients, verdicts)],
+        facts={
+            "server": {"flags": engine.label},
+            "load": {name: str(getattr(options, name)) for name in load},
+        },
+        record={
+            "outcomes": dict(clients.tally.outcomes),
+            "failures": clients.tally.failures,
+            "resident_mib": {
+                name: [(round(t), round(mib)) for t, mib in samples]
+                for name, samples in soak.memory.samples.items()
+            },
+        },
+        problems=[f"{one.what}: {one.seen}" for one in verdicts if not one.passed],
+    )
 
 
 def _report(clients: SoakClients, verdicts: list[Verdict]) -> str:
@@ -156,56 +186,6 @@ def _report(clients: SoakClients, verdicts: list[Verdict]) -> str:
         *(f"- {failure}" for failure in tally.failures),
     ]
     return "\n\n".join(parts)
-
-
-def _save(
-    options: argparse.Namespace, engine: Engine, clients: SoakClients, soak: Soak, text: str
-) -> Path:
-    record = {
-        "outcomes": dict(clients.tally.outcomes),
-        "failures": clients.tally.failures,
-        "resident_mib": {
-            name: [(round(t), round(mib)) for t, mib in samples]
-            for name, samples in soak.memory.samples.items()
-        },
-    }
-    facts = {
-        "server": {"flags": engine.label},
-        "load": {
-            name: str(getattr(options, name))
-            for name in ("clients", "duration_s", "departing_share", "warm_up_s", "seed")
-        },
-    }
-    return save_result("robustness.soak", options.name, facts, record, [text])
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.robustness.soak", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--clients", type=int, default=200, help="at once (default: 200)")
-    add("--duration-s", type=float, default=120.0, help="seconds of load (default: 120)")
-    add(
-        "--departing-share",
-        type=float,
-        default=1 / 3,
-        help="of the requests, less the probes (default: 1/3)",
-    )
-    add("--warm-up-s", type=float, default=40.0, help="before memory is judged (default: 40)")
-    add("--most-growth", type=float, default=0.05, help="share of memory since (default: 0.05)")
-    add("--seed", type=int, default=1, help="of the requests (default: 1)")
-    add("--server-flags", default=DEFAULT_FLAGS, help=f"(default: {DEFAULT_FLAGS})")
-    add("--port", type=int, default=31950, help="loopback port of the server (default: 31950)")
-    add("--name", default="soak", help="of the result files (default: soak)")
-    add("--no-save", action="store_true", help="print only")
-    options = parser.parse_args(argv)
-    if options.clients < 1 or not 0 <= options.departing_share <= 1:
-        parser.error("--clients must be at least 1, --departing-share between 0 and 1")
-    if options.duration_s <= options.warm_up_s:
-        parser.error("--duration-s must be longer than --warm-up-s, or memory is not judged")
-    return options
 
 
 if __name__ == "__main__":

@@ -10,19 +10,18 @@ Prefix caches are off; with `--prefix-caches` they are on, each load comes twice
 time counts.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 
-from benchmark.serving.bench_serving import DEFAULT_PRESET, check_equal_work, make_model, measure
-from benchmark.support.dated_result import save_result
+from benchmark.support.command import Command, Options, Report, names_of, progress, say
 from benchmark.support.engines import Engine, parse_engine, running
 from benchmark.support.loads import ClientLoad, Load, MixedLoad
 from benchmark.support.machine import usable_cores
+from benchmark.support.measured_runs import DEFAULT_PRESET, check_equal_work, make_model, measure
 from benchmark.support.paths import SCRATCH
 from benchmark.support.serving_report import Run, comparison_table, cost_table
-from sgl_pipeline.errors import SglPipelineError
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 
 LOADS: dict[str, Load | MixedLoad] = {
@@ -40,33 +39,21 @@ ENGINES = ("ours --pp 2", "vllm --pp 2")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 after an error that was printed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.serving.against_peers", description=__doc__
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, rounds=3, port=31900)
+    command.add("--engine", action="append", help=f"one to measure (default: {ENGINES})")
+    command.add(
+        "--loads",
+        type=names_of(list(LOADS)),
+        default=list(LOADS),
+        help="some of them (default: all)",
     )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--engine", action="append", help=f"one to measure (default: {ENGINES})")
-    parser.add_argument("--loads", default=",".join(LOADS), help="some of them (default: all)")
-    parser.add_argument("--rounds", type=int, default=3, help="counted runs of each")
-    parser.add_argument(
-        "--prefix-caches", action="store_true", help="on; a load's second run counts"
-    )
-    parser.add_argument("--port", type=int, default=31900, help="loopback port of the servers")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args(argv)
-    names = options.loads.split(",")
-    if unknown := [name for name in names if name not in LOADS]:
-        parser.error(f"--loads: {unknown[0]!r} is unknown; choose from {', '.join(LOADS)}")
-    try:
-        _compare(options, names)
-    except SglPipelineError as error:
-        print(f"against_peers: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    command.add("--prefix-caches", action="store_true", help="on; a load's second run counts")
+    return command.run(_compare, argv)
 
 
-def _compare(options: argparse.Namespace, names: Sequence[str]) -> None:
-    SCRATCH.mkdir(parents=True, exist_ok=True)
+def _compare(options: Options) -> Report:
+    names: list[str] = options.loads
     model = make_model(DEFAULT_PRESET)
     engines = [
         parse_engine(
@@ -82,8 +69,8 @@ def _compare(options: argparse.Namespace, names: Sequence[str]) -> None:
     loads = [_ready(name, read_model_spec(str(model)).vocab_size) for name in names]
     times_each = 2 if options.prefix_caches else 1
     runs: dict[str, list[Run]] = {name: [] for name in names}
-    for round_number in range(1, options.rounds + 1):
-        for engine in engines:
+    with progress(options.rounds * len(engines), "turns") as bar:
+        for round_number, engine in product(range(1, options.rounds + 1), engines):
             with running(engine, SCRATCH / "against_peers.log"):
                 repeated = [load for load in loads for _ in range(times_each)]
                 measured = measure(engine, model, [WARM_UP, *repeated], round_number)
@@ -91,18 +78,18 @@ def _compare(options: argparse.Namespace, names: Sequence[str]) -> None:
             for name, one in zip(names, counted, strict=True):
                 runs[name].append(one.run)
                 check_equal_work(runs[name])
-            print(f"{engine.label}, round {round_number}: {_throughputs(runs, names)}", flush=True)
-    tables = _tables(runs, engines)
-    print("\n" + "\n\n".join(tables))
-    if not options.no_save:
-        caches = "on, second run of each load" if options.prefix_caches else "off"
-        facts = {
+            say(f"{engine.label}, round {round_number}: {_throughputs(runs, names)}")
+            bar.update()
+    caches = "on, second run of each load" if options.prefix_caches else "off"
+    return Report(
+        name="against_peers",
+        texts=_tables(runs, engines),
+        facts={
             "model": {DEFAULT_PRESET: f"prefix caches {caches}; medians (smallest to largest)"},
             "loads": {name: str(LOADS[name]) for name in names},
-        }
-        record = {"runs": {name: [asdict(run) for run in runs[name]] for name in names}}
-        stem = save_result("serving.against_peers", "against_peers", facts, record, tables)
-        print(f"\nWritten: {stem}.md and .json")
+        },
+        record={"runs": {name: [asdict(run) for run in runs[name]] for name in names}},
+    )
 
 
 def _ready(name: str, vocab_size: int) -> ClientLoad:

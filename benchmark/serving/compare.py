@@ -11,21 +11,18 @@ with the cache on, and emptied before each run. `recovery` has all requests come
 it cost that a stage could be replaced?
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from benchmark.models.make_model import PRESETS
-from benchmark.peers.install_vllm_cpu import VLLM_DIRECTORY
-from benchmark.serving.bench_serving import DEFAULT_PRESET, make_model, measure_rounds
-from benchmark.support.dated_result import save_result
+from benchmark.support.command import Command, Options, Report, at_least_one
 from benchmark.support.engines import parse_engine
 from benchmark.support.loads import WrittenLoad, scaled_trace, write_workload
 from benchmark.support.machine import usable_cores
-from benchmark.support.paths import SCRATCH
+from benchmark.support.measured_runs import DEFAULT_PRESET, make_model, measure_rounds
+from benchmark.support.paths import SCRATCH, VLLM_DIRECTORY
 from benchmark.support.serving_report import comparison_table, cost_table
-from sgl_pipeline.errors import SglPipelineError
 from sgl_pipeline.simulator.traces import shared_prefixes
 from sgl_pipeline.simulator.workload import SimulatedRequest
 
@@ -120,37 +117,22 @@ DEFAULTS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 after an error that was printed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.serving.compare", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("comparison", choices=DEFAULTS)
-    parser.add_argument("--names", help="policies or accountings: sarathi,throttle (default: most)")
-    parser.add_argument("--rounds", type=int, default=3, help="counted runs of each")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--rate", type=float, help="requests a second (default: near saturation)")
-    parser.add_argument(
-        "--pool-tokens", type=int, help="KV pool of ours (default: to hold the load)"
-    )
-    parser.add_argument("--flags", default="", help="further flags for all servers of ours")
-    parser.add_argument("--port", type=int, default=31900, help="loopback port of the servers")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args(argv)
-    try:
-        _compare(options)
-    except SglPipelineError as error:
-        print(f"compare: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, rounds=3, port=31900)
+    command.add("comparison", choices=DEFAULTS)
+    command.add("--names", help="policies or accountings: sarathi,throttle (default: most)")
+    command.add("--requests", type=at_least_one, default=64)
+    command.add("--rate", type=float, help="requests a second (default: near saturation)")
+    command.add("--pool-tokens", type=int, help="KV pool of ours (default: to hold the load)")
+    command.add("--flags", default="", help="further flags for all servers of ours")
+    return command.run(_compare, argv)
 
 
-def _compare(options: argparse.Namespace) -> None:
+def _compare(options: Options) -> Report:
     default = DEFAULTS[options.comparison]
     names = options.names.split(",") if options.names else default.names
     rate = options.rate or default.requests_per_s
     comparison = default.make(names, options.requests, rate)
-    SCRATCH.mkdir(parents=True, exist_ok=True)
     model = make_model(DEFAULT_PRESET)
     path = SCRATCH / f"compare_{options.comparison}.jsonl"
     write_workload(comparison.requests, path, PRESETS[DEFAULT_PRESET].vocab_size)
@@ -176,19 +158,18 @@ def _compare(options: argparse.Namespace) -> None:
     runs = measure_rounds(
         engines, model, warm_up, load, options.rounds, keep_up=engines[: len(own)]
     )
-    tables = [comparison_table(runs, engines[0].label), cost_table(runs)]
-    print("\n" + "\n\n".join(tables))
-    if options.no_save:
-        return
     work = f"{runs[0].input_tokens} tokens in, {runs[0].output_tokens} out a run"
     facts = {
         "load": {"requests": str(options.requests), "Poisson req/s": f"{load.requests_per_s:g}"}
         | comparison.facts,
         "model": {model.name: work, "figures": "medians (min to max)"},
     }
-    record = {"runs": [asdict(run) for run in runs]}
-    stem = save_result("serving.compare", f"compare_{options.comparison}", facts, record, tables)
-    print(f"\nWritten: {stem}.md and .json")
+    return Report(
+        name=f"compare_{options.comparison}",
+        texts=[comparison_table(runs, engines[0].label), cost_table(runs)],
+        facts=facts,
+        record={"runs": [asdict(run) for run in runs]},
+    )
 
 
 def _installed_peers() -> tuple[str, ...]:

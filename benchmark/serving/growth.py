@@ -6,20 +6,19 @@ Run by hand, some five minutes. One server a vocabulary, at pp 2, gets loads tha
 thing only; the times are those of its own trace.
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from benchmark.serving.bench_serving import MeasuredLoad, make_model, measure
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report
+from benchmark.support.dated_result import markdown_table
 from benchmark.support.engines import parse_engine, running
 from benchmark.support.loads import Load
 from benchmark.support.machine import usable_cores
+from benchmark.support.measured_runs import MeasuredLoad, make_model, measure
 from benchmark.support.paths import SCRATCH
 from benchmark.support.serving_report import spread
-from sgl_pipeline.errors import SglPipelineError
 from sgl_pipeline.trace import StepRecord
 
 SMALL_VOCABULARY, LARGE_VOCABULARY = "0.27b", "0.52b-152k"
@@ -73,35 +72,22 @@ class Growth:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 after an error that was printed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmark.serving.growth", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rounds", type=int, default=3, help="counted runs of each load")
-    parser.add_argument("--port", type=int, default=31900, help="loopback port of the server")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args(argv)
-    try:
-        _measure_growth(options)
-    except SglPipelineError as error:
-        print(f"growth: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """Returns the exit code."""
+    return Command(__spec__.name, __doc__, rounds=3, port=31900).run(_measure_growth, argv)
 
 
-def _measure_growth(options: argparse.Namespace) -> None:
-    SCRATCH.mkdir(parents=True, exist_ok=True)
+def _measure_growth(options: Options) -> Report:
     grown = [one for preset in LOADS for one in _of_model(preset, options.rounds, options.port)]
-    table = growth_table(grown)
-    print("\n" + table)
-    if not options.no_save:
-        facts = {
+    return Report(
+        name="growth",
+        texts=[growth_table(grown)],
+        facts={
             "model": {"presets": ", ".join(LOADS), "engine": ENGINE},
             "load": {"tokens out": str(OUTPUT_TOKENS), "prefix caches": "off"},
             "figures": {"medians": f"of {options.rounds} runs (smallest to largest)"},
-        }
-        record = {"runs": [asdict(one) for one in grown]}
-        stem = save_result("serving.growth", "growth", facts, record, [table])
-        print(f"\nWritten: {stem}.md and .json")
+        },
+        record={"runs": [asdict(one) for one in grown]},
+    )
 
 
 def _of_model(preset: str, rounds: int, port: int) -> Iterator[Growth]:

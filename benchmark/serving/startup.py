@@ -1,12 +1,11 @@
 """How long a server takes to its first answer, started and restarted after Ctrl-C, and what its
 processes do when it is idle.
 
-    python -m benchmark.serving.startup --save
+    python -m benchmark.serving.startup
 
 Run it on a quiet machine: importing SGLang is most of a start, and takes all cores.
 """
 
-import argparse
 import dataclasses
 import os
 import signal
@@ -20,7 +19,8 @@ from collections.abc import Sequence
 
 import psutil
 
-from benchmark.support.dated_result import markdown_table, save_result
+from benchmark.support.command import Command, Options, Report, progress
+from benchmark.support.dated_result import markdown_table
 
 _REQUEST = b'{"text": "What is 17 + 25?", "sampling_params": {"max_new_tokens": 4}}'
 _TIMEOUT_S = 120.0
@@ -96,24 +96,23 @@ def _kind(process: psutil.Process) -> str:
     return next((kind for word, kind in kinds.items() if word in line), "unknown")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pp", default="4")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--port", type=int, default=31900)
-    parser.add_argument("--idle-s", type=float, default=10.0, help="of the last round; 0: none")
-    parser.add_argument("--save", action="store_true", help="writes a dated result")
-    options = parser.parse_args()
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, rounds=3, port=31900)
+    command.add("--pp", default="4")
+    command.add("--idle-s", type=float, default=10.0, help="of the last round; 0: none")
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
     load_before = f"{os.getloadavg()[0]:.2f}"
+    starts = []
     # Each round but the first is a restart, on the port that Ctrl-C has just freed.
-    starts = [
-        measure(
-            ("--pp", options.pp),
-            options.port,
-            options.idle_s if number == options.rounds - 1 else 0.0,
-        )
-        for number in range(options.rounds)
-    ]
+    with progress(options.rounds, "starts") as bar:
+        for number in range(options.rounds):
+            idle_s = options.idle_s if number == options.rounds - 1 else 0.0
+            starts.append(measure(("--pp", options.pp), options.port, idle_s))
+            bar.update()
     rows = [
         [str(number), f"{start.first_answer_s:.1f}", f"{start.stop_s:.1f}"]
         for number, start in enumerate(starts, 1)
@@ -121,20 +120,19 @@ def main() -> None:
     times = markdown_table(["start", "first answer after s", "Ctrl-C to the end s"], rows)
     shares = [[name, f"{share:.2%}"] for name, share in starts[-1].idle_cpu.items()]
     idle = markdown_table(["idle process", "of a core"], shares) if shares else ""
-    print(f"{times}\n\n{idle}")
-    if options.save:
-        facts = {
-            "run": {
-                "stages": options.pp,
-                "load before": load_before,
-                "median first answer": (
-                    f"{statistics.median(start.first_answer_s for start in starts):.1f} s"
-                ),
-            }
-        }
-        record = {"starts": [dataclasses.asdict(start) for start in starts]}
-        save_result("serving.startup", "startup", facts, record, [times, idle])
+    median_s = statistics.median(start.first_answer_s for start in starts)
+    facts = {
+        "stages": options.pp,
+        "load before": load_before,
+        "median first answer": f"{median_s:.1f} s",
+    }
+    return Report(
+        name="startup",
+        texts=[times, idle],
+        facts={"run": facts},
+        record={"starts": [dataclasses.asdict(start) for start in starts]},
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -59,7 +59,7 @@ class DatedResult:
     grows; `stem` is `<date>_<name>` in `folder`, and no other result's.
 
     Args:
-        module: the benchmark, `benchmark.<module>`, whose command line is recorded.
+        module: the benchmark, as `python -m` takes it; the command line is recorded.
     """
 
     def __init__(self, module: str, name: str, folder: Path = RESULTS) -> None:
@@ -72,7 +72,7 @@ class DatedResult:
             self.stem = folder / f"{now:%Y-%m-%d_%H%M}_{number}_{name}"
         self._title = f"{name}, {now.isoformat(timespec='seconds')}"
         self._date = now.isoformat(timespec="seconds")
-        self._command = shlex.join(["python", "-m", f"benchmark.{module}", *sys.argv[1:]])
+        self._command = shlex.join(["python", "-m", module, *sys.argv[1:]])
         self._groups = {"machine": describe_machine(), "software": describe_software()}
 
     def write(

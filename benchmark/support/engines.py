@@ -26,8 +26,8 @@ from typing import NoReturn
 
 import psutil
 
-from benchmark.peers.install_vllm_cpu import VLLM_DIRECTORY, vllm_environment
-from benchmark.support.paths import BUILD, ROOT
+from benchmark.peers.install_vllm_cpu import vllm_environment
+from benchmark.support.paths import BUILD, ROOT, VLLM_DIRECTORY
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 
 START_TIMEOUT_S = 300.0

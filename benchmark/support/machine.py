@@ -12,8 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmark.peers.install_vllm_cpu import VLLM_DIRECTORY
-from benchmark.support.paths import ROOT
+from benchmark.support.paths import ROOT, VLLM_DIRECTORY
 
 _PACKAGES = ("sgl_pipeline", "sglang", "torch", "transformers", "flashinfer-python")
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")

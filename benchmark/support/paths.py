@@ -9,3 +9,4 @@ DOCS = ROOT / "docs"
 # Not kept: logs, traces and checkpoints that can be made again.
 BUILD = ROOT / "build"
 SCRATCH = BUILD / "bench"
+VLLM_DIRECTORY = BUILD / "peers" / "vllm"

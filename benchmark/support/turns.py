@@ -1,6 +1,6 @@
 """Measuring competitors in turns, and what one core of this machine can do at most.
 
-Used by `kernels_cpu.py` and `stage_step.py`. CPU time of one thread is counted, so that other work
+CPU time of one thread is counted, so that other work
 on the machine costs all competitors alike; it still slows them, so quote ratios.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmark.support.dated_result import markdown_table
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 
 Row = dict[str, Any]
@@ -51,12 +52,10 @@ def flops_per_ms(kernels: LayerKernels, dtype: torch.dtype, rounds: int) -> floa
     return 2 * 512 * 4096 * 1024 / row["product_ms"]
 
 
-def print_table(title: str, table: Sequence[Row]) -> None:
+def row_table(table: Sequence[Row]) -> str:
     """Markdown, times to three digits, spreads in per cent."""
-    columns = list(table[0])
-    print(f"\n{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for row in table:
-        cells = [
+    rows = [
+        [
             f"{value:.0%}"
             if name.endswith("_spread")
             else f"{value:.3g}"
@@ -64,4 +63,6 @@ def print_table(title: str, table: Sequence[Row]) -> None:
             else str(value)
             for name, value in row.items()
         ]
-        print(f"| {' | '.join(cells)} |")
+        for row in table
+    ]
+    return markdown_table(list(table[0]), rows)

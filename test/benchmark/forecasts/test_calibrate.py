@@ -4,7 +4,7 @@ import pytest
 from support.step_records import step_record
 
 from benchmark.forecasts.calibrate import CALIBRATION_LOADS, Round, _at_once
-from benchmark.serving.bench_serving import MeasuredLoad
+from benchmark.support.measured_runs import MeasuredLoad
 from benchmark.support.serving_report import Run
 from sgl_pipeline.simulator.experiment import MeasuredPipeline
 

@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from benchmark.overheads.viewer_cost import ViewedRun, look, ratio_table, run_table
+from benchmark.overheads.page_viewers import look
+from benchmark.overheads.viewer_cost import ViewedRun, ratio_table, run_table
 
 
 def run(load: str, round_number: int, viewers: int, tokens_per_s: float) -> ViewedRun:

@@ -8,9 +8,11 @@ from random import Random
 import pytest
 from support.workloads import fixed_lengths
 
-from benchmark.serving.bench_serving import check_equal_work, main, save_run, take_requests
+from benchmark.serving.bench_serving import main, report_of
+from benchmark.support.command import Command
 from benchmark.support.engines import EngineFailure
 from benchmark.support.loads import Load
+from benchmark.support.measured_runs import check_equal_work, take_requests
 from benchmark.support.paths import RESULTS
 from benchmark.support.serving_report import METRICS, Run
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -57,7 +59,10 @@ def test_a_request_that_makes_no_sense_is_refused_before_a_server_starts(
 
 
 def test_a_result_names_the_command_the_machine_and_every_run(tmp_path: Path) -> None:
-    stem = save_run(tmp_path, "sample", Load(), Path("0.27b"), [RUN], ["| a table |", ""])
+    report = report_of("sample", Load(), Path("0.27b"), [RUN])
+    command = Command("benchmark.serving.bench_serving", None, folder=tmp_path)
+    assert command.run(lambda options: report, []) == 0
+    (stem,) = (path.with_suffix("") for path in tmp_path.glob("*.json"))
     record = json.loads(stem.with_suffix(".json").read_text())
     assert record["command"].startswith("python -m benchmark.serving.bench_serving")
     assert {"cores", "memory"} <= set(record["machine"])
@@ -65,7 +70,7 @@ def test_a_result_names_the_command_the_machine_and_every_run(tmp_path: Path) ->
     assert record["load"]["requests_per_s"] == "inf"
     assert [run["engine"] for run in record["runs"]] == ["ours --pp 2"]
     text = stem.with_suffix(".md").read_text()
-    assert "| a table |" in text
+    assert "| ours --pp 2 |" in text
     assert "100 tokens in, 20 out a run" in text
 
 

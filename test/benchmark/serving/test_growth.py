@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from support.workloads import fixed_lengths
 
-from benchmark.serving.bench_serving import MeasuredLoad
 from benchmark.serving.growth import LOADS, growth_of, growth_table
+from benchmark.support.measured_runs import MeasuredLoad
 from benchmark.support.serving_report import METRICS, Run
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.simulator.experiment import Cluster, simulate
