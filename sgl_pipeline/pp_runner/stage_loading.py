@@ -6,7 +6,7 @@ checkpoint.
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,7 @@ def load_stage(
     assignment: StageAssignment,
     before: LoadedStage | None = None,
     on_read: Callable[[], None] = lambda: None,
+    on_layer: Callable[[], None] = lambda: None,
 ) -> LoadedStage:
     """Loads the stage of `assignment`.
 
@@ -61,6 +62,7 @@ def load_stage(
         before: what the worker has of another stage, whose pages are gone; it is not to be used
             any more.
         on_read: called before each tensor is read.
+        on_layer: called when a layer that the stage begins with has been read.
 
     Raises ConfigurationError when memory does not hold it.
     """
@@ -74,7 +76,7 @@ def load_stage(
         model = StageModel.load(
             spec,
             assignment.model_path,
-            layers=plan.layers_of(stage),
+            layers=_counted(plan.layers_of(stage), on_layer),
             is_first=is_first,
             is_last=is_last,
             dtype=dtype,
@@ -96,6 +98,13 @@ def load_stage(
         spec.attention_shape(assignment.page_size, dtype, device),
         kv_page_capacity(assignment, spec, device, dtype, layer_bytes=model.largest_layer_bytes),
     )
+
+
+def _counted(layers: Iterable[int], on_layer: Callable[[], None]) -> Iterator[int]:
+    """Calls `on_layer` when whoever takes `layers` is done with one."""
+    for layer in layers:
+        yield layer
+        on_layer()
 
 
 def _take_over(

@@ -16,6 +16,7 @@ import zmq
 from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.channels import OtherHosts, SchedulerChannel
 from sgl_pipeline.errors import ConfigurationError, PipelineLost, StageFailure, WorkerFault
+from sgl_pipeline.managers.stages.load_line import LoadLine
 from sgl_pipeline.managers.stages.stage_processes import stage_address
 from sgl_pipeline.messages import (
     FromWorker,
@@ -23,6 +24,7 @@ from sgl_pipeline.messages import (
     PoolSize,
     Shutdown,
     StageAssignment,
+    StageLoaded,
     StillLoading,
     ToWorker,
     WorkerFailed,
@@ -80,6 +82,7 @@ class StageLauncher:
         self._lost: set[int] = set()
         self._refused: list[RefusedWorker] = []
         self._has_started = False
+        self._load_line = LoadLine(num_layers)
 
     @property
     def stages(self) -> range:
@@ -90,6 +93,16 @@ class StageLauncher:
 
         Raises ConfigurationError for what a flag can mend, StageFailure for anything else.
         """
+        try:
+            capacity = self._await_capacity()
+        finally:
+            self._load_line.close()
+        for notice in self.roster.notices():
+            logger.warning("%s", notice)
+        self._has_started = True
+        return capacity
+
+    def _await_capacity(self) -> PipelineCapacity:
         while (capacity := self.roster.capacity()) is None:
             if not self.channel.wait(POLL_MS):
                 self.check({})
@@ -97,9 +110,6 @@ class StageLauncher:
                 self.take(message)
             if self._failures:
                 self.check({})
-        for notice in self.roster.notices():
-            logger.warning("%s", notice)
-        self._has_started = True
         return capacity
 
     def take(self, message: FromWorker) -> None:
@@ -180,8 +190,19 @@ class StageLauncher:
                 continue
             is_done = not isinstance(message, StillLoading)
             self._joins.heard(worker, time.monotonic(), is_done)
+            self._show_progress(worker, message)
             if is_done:
                 yield worker, message
+
+    def _show_progress(self, worker: int, message: FromWorker) -> None:
+        """Of the first workers alone: while the server runs the terminal is not ours."""
+        stage = self.roster.worker_stage(worker)
+        if self._has_started or stage is None or self.roster.plan is None:
+            return
+        if isinstance(message, StillLoading):
+            self._load_line.heard(stage, message.num_layers)
+        elif isinstance(message, StageLoaded):
+            self._load_line.heard(stage, self.roster.plan.layer_counts[stage])
 
     def blame(self, worker: int, reason: str) -> None:
         """A worker has said what it may not: `take_lost` will have it."""
