@@ -138,7 +138,7 @@ test-gpu: $(STAMP)
 # Minutes and 600 MB of wheels the first time, so no part of `make test`.
 .PHONY: check-cuda
 check-cuda: $(STAMP)
-	$(VENV_PYTHON) -m benchmark.check_cuda $(CHECK_ARGS)
+	$(VENV_PYTHON) -m benchmark.gpu.check_cuda $(CHECK_ARGS)
 
 # The tests skip what needs SGLang where it is absent; here its absence is a failure.
 .PHONY: check-sglang
@@ -172,7 +172,7 @@ fuzz: $(STAMP) | check-sglang
 
 .PHONY: bench
 bench: $(STAMP)
-	$(VENV_PYTHON) -m benchmark.bench_serving $(BENCH_ARGS)
+	$(VENV_PYTHON) -m benchmark.serving.bench_serving $(BENCH_ARGS)
 
 .PHONY: clean
 clean:

@@ -486,8 +486,8 @@ class PipelineArgs:
     """All of it. `run_directory` (mode 0700) holds the sockets; `trace_path` gets StepRecords,
     `trace_steps` the same as a Chrome trace.
 
-    `drain_timeout_s`: how long requests may go on after a SIGTERM, by default somewhat less than
-    the 30 s that Kubernetes gives a container. `ui`: whether the live page is served.
+    `drain_timeout_s`: how long requests may go on after Ctrl-C or a SIGTERM, by default somewhat
+    less than the 30 s that Kubernetes gives a container. `ui`: whether the live page is served.
     """
 
     stages: StageArgs

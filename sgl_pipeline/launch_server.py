@@ -10,14 +10,15 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import importlib.util
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sgl_pipeline import __version__
@@ -50,17 +51,24 @@ _HOW_TO_INSTALL = (
 
 def main(argv: list[str] | None = None) -> int:
     """Serves until stopped. Returns the exit code: 0, 130 after Ctrl-C, 1 for an error."""
+    try:
+        return _launch(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+
+
+def _launch(argv: list[str]) -> int:
     if sys.version_info[:2] not in _SUPPORTED_PYTHONS:
         supported = " or ".join(f"{major}.{minor}" for major, minor in _SUPPORTED_PYTHONS)
         return _fail(f"Python {supported} is needed, this is {sys.version.split()[0]}")
-    if missing := [name for name in _FROM_EXTRAS if importlib.util.find_spec(name) is None]:
+    # Looked up past `torchvision_hook.py`, which would import torch.
+    if missing := [name for name in _FROM_EXTRAS if PathFinder.find_spec(name) is None]:
         return _fail(f"{missing[0]} is not installed: {_HOW_TO_INSTALL}")
     from sgl_pipeline.managers.hosts.early_options import read_early_options
     from sgl_pipeline.managers.hosts.head_client import HeadProcess
     from sgl_pipeline.managers.run_directory import RunDirectory
     from sgl_pipeline.managers.stages.stage_processes import StageProcesses
 
-    argv = sys.argv[1:] if argv is None else argv
     try:
         run_directory = RunDirectory()
     except ConfigurationError as error:
@@ -73,8 +81,6 @@ def main(argv: list[str] | None = None) -> int:
         _serve(argv, run_directory, stages, head, early)
     except ConfigurationError as error:
         return _fail(str(error))
-    except KeyboardInterrupt:
-        return _EXIT_INTERRUPTED
     finally:
         _end_children(stages, head)
         run_directory.remove()
@@ -219,11 +225,13 @@ def _serve(
 
     front = _complete_app(plan, pipeline_args)
     own_pipe_end, scheduler_pipe_end = multiprocessing.Pipe()
+    interrupted = threading.Event()
     tokenizer_manager = functools.partial(
         GuardedTokenizerManager,
         loads_path=loads_path(run_directory.path),
         drain_timeout_s=pipeline_args.drain_timeout_s,
         end_now=functools.partial(_end_now, run_directory, stages, head),
+        on_interrupt=interrupted.set,
         before_listening=front.before_listening,
         before_closing=front.before_closing,
     )
@@ -249,6 +257,8 @@ def _serve(
             )
     finally:
         front.after_serving()
+    if interrupted.is_set():
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -391,8 +401,10 @@ def _nothing() -> None:
 
 def _end_children(stages: "StageProcesses", head: "HeadProcess") -> None:
     """Kills what is left of the scheduler, the detokenizer and the stages."""
-    # Upstream's watchdog answers a child's end with SIGQUIT to this process.
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    # It takes a moment, in which one more Ctrl-C would leave something behind. SIGQUIT is how
+    # upstream's watchdog answers a child's end.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
     head.close()
     for child in multiprocessing.active_children():
         child.kill()

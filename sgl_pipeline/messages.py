@@ -112,9 +112,11 @@ class MeasuredCosts(msgspec.Struct, frozen=True, tag=True):
 
 
 class StillLoading(msgspec.Struct, frozen=True, tag=True):
-    """The worker gets on with what it was asked for; said now and then while that takes long."""
+    """The worker gets on with what it was asked for; said now and then while that takes long.
+    `num_layers` are the layers of its stage that it has read."""
 
     worker: int
+    num_layers: Count = 0
 
 
 class StageLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -14,6 +14,7 @@ RESULTS = ROOT / "benchmark" / "results"
 PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "DESIGN", "CHANGELOG", "CONTRIBUTING")),
     *(RESULTS / f"{name}.md" for name in ("README", "CLAIMS")),
+    ROOT / "benchmark" / "README.md",
     *DOCS.glob("*.md"),
 ]
 MAX_README_LINES = 150

@@ -105,7 +105,7 @@ def test_the_gpu_tests_have_a_target_that_fails_without_a_gpu() -> None:
 
 def test_what_compiles_flashinfer_for_minutes_has_a_target_of_its_own() -> None:
     assert "-m 'not gpu and not cuda_toolkit'" in commands_of("test")
-    assert "-m benchmark.check_cuda" in commands_of("check-cuda")
+    assert "-m benchmark.gpu.check_cuda" in commands_of("check-cuda")
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "dev", "contract", "check-cuda", "tracing"])

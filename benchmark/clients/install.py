@@ -4,33 +4,27 @@ Run once by hand, `python -m benchmark.clients.install` (a few minutes); `run.py
 Each gets the frozen set in `<name>_requirements.txt`. It must never touch `.venv`.
 """
 
-import argparse
-import subprocess
 import sys
-import venv
 from pathlib import Path
 
+from benchmark.support.command import Command, Options
+from benchmark.support.environments import install_set
+from benchmark.support.paths import BUILD
+
 CLIENTS = ("lm_eval", "guidellm")
-CLIENTS_DIRECTORY = Path(__file__).resolve().parents[2] / "build" / "clients"
+CLIENTS_DIRECTORY = BUILD / "clients"
 
 
-def install(client: str) -> None:
-    """Creates the environment anew and installs its set. Raises CalledProcessError."""
-    directory = CLIENTS_DIRECTORY / client
-    print(f"Installing {client} into {directory}", flush=True)
-    venv.create(directory, clear=True, with_pip=True)
-    requirements = Path(__file__).with_name(f"{client}_requirements.txt")
-    command = [str(directory / "bin" / "python"), "-m", "pip", "install", "-qq", "--no-deps"]
-    subprocess.run([*command, "-r", str(requirements)], check=True)
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    return Command(__spec__.name, __doc__, saves=False).run(_install_all, argv)
+
+
+def _install_all(options: Options) -> None:
+    for name in CLIENTS:
+        requirements = Path(__file__).with_name(f"{name}_requirements.txt")
+        install_set(CLIENTS_DIRECTORY / name, requirements)
 
 
 if __name__ == "__main__":
-    # No options but --help, which must not install.
-    argparse.ArgumentParser(
-        prog="python -m benchmark.clients.install", description=__doc__
-    ).parse_args()
-    try:
-        for name in CLIENTS:
-            install(name)
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"install: error: {error}")
+    sys.exit(main())

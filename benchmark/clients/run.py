@@ -7,7 +7,6 @@ held-out answers, the likelihoods that it asks for against transformers' and aga
 depths', and guidellm must see every request answered.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -28,9 +27,10 @@ from benchmark.clients.likelihoods import (
     served_likelihoods,
 )
 from benchmark.clients.lm_eval_task import CHOOSE, GENERATE, write_tasks
-from benchmark.dated_result import markdown_table, save_result
-from benchmark.engines import Engine, EngineFailure, running
-from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from benchmark.support.command import Command, Options, Report, say
+from benchmark.support.dated_result import markdown_table
+from benchmark.support.engines import Engine, EngineFailure, running
+from sgl_pipeline.errors import ConfigurationError
 
 MODEL_NAME = "sgl-pipeline-demo"
 MODEL_PATH = Path(__file__).resolve().parents[2] / "sgl_pipeline" / "demo_model"
@@ -51,34 +51,39 @@ class Outcome:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 when a client failed or could not be run."""
-    options = _parse(argv)
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, port=31960)
+    add = command.add
+    add("--client", action="append", choices=list(_CLIENTS), help="repeatable (default: all)")
+    add("--pp", action="append", type=int, help="depth of the server; repeatable (default: 2)")
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
     outcomes: list[Outcome] = []
     likelihoods: dict[int, Likelihoods] = {}
-    CLIENTS_DIRECTORY.mkdir(parents=True, exist_ok=True)
-    try:
-        for depth in options.pp or [2]:
-            with (
-                running(_engine(depth, options.port), CLIENTS_DIRECTORY / "server.log"),
-                tempfile.TemporaryDirectory() as directory,
-            ):
-                url = f"http://127.0.0.1:{options.port}"
-                for name in options.client or list(_CLIENTS):
-                    found = _CLIENTS[name](url, depth, Path(directory), likelihoods)
-                    print("\n".join(f"{o.client}: {o.seen}" for o in found), flush=True)
-                    outcomes += found
-        outcomes += _compare_likelihoods(likelihoods)
-    except SglPipelineError as error:
-        print(f"run: error: {error}", file=sys.stderr)
-        return 1
+    names = options.client or list(_CLIENTS)
+    for name in names:
+        _program(name, name)  # known to be missing before a server starts
+    for depth in options.pp or [2]:
+        with (
+            running(_engine(depth, options.port), CLIENTS_DIRECTORY / "server.log"),
+            tempfile.TemporaryDirectory() as directory,
+        ):
+            url = f"http://127.0.0.1:{options.port}"
+            for name in names:
+                found = _CLIENTS[name](url, depth, Path(directory), likelihoods)
+                say("\n".join(f"{o.client}: {o.seen}" for o in found))
+                outcomes += found
+    outcomes += _compare_likelihoods(likelihoods)
     cells = [[o.client, o.seen, "ok" if o.passed else "FAILED"] for o in outcomes]
-    table = markdown_table(["client", "seen", ""], cells)
-    print("\n" + table)
-    if not options.no_save:
-        record = {"outcomes": [asdict(outcome) for outcome in outcomes]}
-        facts = {"clients": {name: _version(name) for name in CLIENTS}}
-        print(save_result("clients.run", "clients", facts, record, [table]))
-    return 0 if all(outcome.passed for outcome in outcomes) else 1
+    return Report(
+        name="clients",
+        texts=[markdown_table(["client", "seen", ""], cells)],
+        facts={"clients": {name: _version(name) for name in CLIENTS}},
+        record={"outcomes": [asdict(outcome) for outcome in outcomes]},
+        problems=[f"{one.client}: {one.seen}" for one in outcomes if not one.passed],
+    )
 
 
 def run_lm_eval(
@@ -167,9 +172,7 @@ def _has_prompt_logprobs(url: str) -> bool:
 
 def _run_client(name: str, command: list[str], directory: Path) -> None:
     """Raises EngineFailure with the end of its output when the client fails."""
-    program = CLIENTS_DIRECTORY / name / "bin" / command[0]
-    if not program.exists():
-        raise ConfigurationError(f"{name} is missing; run python -m benchmark.clients.install")
+    program = _program(name, command[0])
     try:
         done = subprocess.run(
             [str(program), *command[1:]],
@@ -186,21 +189,18 @@ def _run_client(name: str, command: list[str], directory: Path) -> None:
         raise EngineFailure(f"{name} failed:\n{done.stdout[-4000:]}")
 
 
+def _program(client: str, program: str) -> Path:
+    """Raises ConfigurationError where the client is not installed."""
+    path = CLIENTS_DIRECTORY / client.replace("-", "_") / "bin" / program
+    if not path.exists():
+        raise ConfigurationError(f"{client} is missing; run python -m benchmark.clients.install")
+    return path
+
+
 def _version(name: str) -> str:
     for folder in (CLIENTS_DIRECTORY / name).glob(f"lib/python3*/site-packages/{name}-*.dist-info"):
         return folder.name.removeprefix(f"{name}-").removesuffix(".dist-info")
     return "missing"
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.clients.run", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--client", action="append", choices=list(_CLIENTS), help="repeatable (default: all)")
-    add("--pp", action="append", type=int, help="depth of the server; repeatable (default: 2)")
-    add("--port", type=int, default=31960, help="loopback port of the server (default: 31960)")
-    add("--no-save", action="store_true", help="print only")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

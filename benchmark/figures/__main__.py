@@ -18,10 +18,11 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure as Canvas
 
 import benchmark.figures
-from benchmark.dated_result import RESULTS, read_record, write_record
 from benchmark.figures.figure import Figure, Options, Row
 from benchmark.figures.style import PLOT_STYLE
-from benchmark.machine import describe_machine, describe_software
+from benchmark.support.dated_result import read_record, write_record
+from benchmark.support.machine import describe_machine, describe_software
+from benchmark.support.paths import RESULTS
 
 
 def known_figures() -> dict[str, Figure]:

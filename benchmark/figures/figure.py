@@ -4,8 +4,6 @@ Shared by the files of this folder. Every number that a figure shows is in its r
 picture can be drawn again from the JSON alone.
 """
 
-import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -19,6 +17,7 @@ from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import LatencyTarget, summarize
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.workload import SimulatedRequest, poisson_arrivals
+from sgl_pipeline.status_line import StatusLine, bar
 
 Row = dict[str, Any]
 
@@ -85,17 +84,15 @@ def run(
     scheduling: SchedulingArgs = UNBOUNDED,
 ) -> Simulation:
     """A simulation that shows how far it is."""
-    started_s = time.monotonic()
-    shown_s = started_s
+    line = StatusLine(interval_s=0.5)
 
     def progress(num_finished: int, now_s: float) -> None:
-        nonlocal shown_s
-        if time.monotonic() - shown_s > 2.0:
-            shown_s = time.monotonic()
-            text = f"  {throttle.policy}: {num_finished} requests, {now_s:.0f} s simulated"
-            print(f"{text:<78}", end="\r", file=sys.stderr, flush=True)
+        whole = bar(num_finished, len(workload))
+        line.show(f"{throttle.policy}: {whole} requests, {now_s:.0f} s simulated")
 
-    return simulate(cluster, throttle, scheduling, workload, progress)
+    simulation = simulate(cluster, throttle, scheduling, workload, progress)
+    line.clear()
+    return simulation
 
 
 def numbers(simulation: Simulation, target: LatencyTarget | None = None) -> Row:

@@ -4,11 +4,11 @@ from functools import partial
 
 import torch
 
-from benchmark.dated_result import markdown_table
 from benchmark.gpu.attention_times import prefill_kernels
 from benchmark.gpu.checks import check_attention, check_sampler, check_stage
 from benchmark.gpu.session import Session
 from benchmark.gpu.shapes import PAGE_SIZE, heads_of, spec_of
+from benchmark.support.dated_result import markdown_table
 
 
 def run(session: Session) -> None:

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 
-from benchmark.dated_result import markdown_table
 from benchmark.gpu.attention_times import (
     MakeAttention,
     decode_choices,
@@ -30,6 +29,7 @@ from benchmark.gpu.shapes import (
     prefill_step,
     spec_of,
 )
+from benchmark.support.dated_result import markdown_table
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 

@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from benchmark.dated_result import markdown_table
 from benchmark.gpu.checks import Check
 from benchmark.gpu.device_times import release_memory
 from benchmark.gpu.pipelines import (
@@ -24,6 +23,7 @@ from benchmark.gpu.pipelines import (
 from benchmark.gpu.script import PlanWriter, Script
 from benchmark.gpu.session import Session
 from benchmark.gpu.shapes import PAGE_SIZE, spec_of
+from benchmark.support.dated_result import markdown_table
 
 # How many requests decode at once.
 _CONCURRENCIES = (64, 256)

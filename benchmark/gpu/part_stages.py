@@ -12,11 +12,11 @@ from functools import partial
 
 import torch
 
-from benchmark.dated_result import markdown_table
 from benchmark.gpu.device_times import release_memory, total_ms
 from benchmark.gpu.lone_stage import LoneStage, StagePlace
 from benchmark.gpu.session import Row, Session
 from benchmark.gpu.shapes import FEW_STEPS, PAGE_SIZE, SMALL_STEPS, STEPS, Step, spec_of, step_work
+from benchmark.support.dated_result import markdown_table
 from sgl_pipeline.layer_partition import even_layer_counts
 from sgl_pipeline.stage_plan import StagePlan
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmark.dated_result import markdown_table
+from benchmark.support.dated_result import markdown_table
 
 Row = Mapping[str, Any]
 Kind = Literal["floor", "estimate", "at least", "at most"]

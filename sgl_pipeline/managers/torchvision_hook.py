@@ -1,19 +1,22 @@
 """Lets every Python of an environment import torchvision beside a CPU build of torch.
 
-`python -m sgl_pipeline.managers.torchvision_hook` writes a file into site-packages that imports
-this module whenever a Python of the environment starts. It imports nothing more until torchvision
-is imported, as `import sglang` may do, and then runs `torchvision_shim` first.
+`python -m sgl_pipeline.managers.torchvision_hook` copies this module into site-packages, under a
+name of its own, and has it run whenever a Python of the environment starts. The copy must not
+import `sgl_pipeline` then: a Python that is started in another work tree would never take the
+package from there. When torchvision is imported, as `import sglang` may do, `torchvision_shim` runs
+first.
 """
 
 import importlib.abc
 import importlib.machinery
+import shutil
 import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-FILE_NAME = "sgl_pipeline_torchvision.pth"
+COPY_NAME = "sgl_pipeline_torchvision"
 
 
 class _ShimBeforeTorchvision(importlib.abc.MetaPathFinder):
@@ -37,8 +40,9 @@ def install_hook() -> None:
 
 def write_path_file(directory: Path) -> Path:
     """The file by which `site` runs `install_hook` at the start of each Python."""
-    file = directory / FILE_NAME
-    file.write_text(f"import {__spec__.name} as hook; hook.install_hook()\n")
+    shutil.copyfile(__file__, directory / f"{COPY_NAME}.py")
+    file = directory / f"{COPY_NAME}.pth"
+    file.write_text(f"import {COPY_NAME}; {COPY_NAME}.install_hook()\n")
     return file
 
 

@@ -54,6 +54,7 @@ def load_stage(
     assignment: StageAssignment,
     before: LoadedStage | None = None,
     on_read: Callable[[], None] = lambda: None,
+    on_layer: Callable[[], None] = lambda: None,
 ) -> LoadedStage:
     """Loads the stage of `assignment`.
 
@@ -61,6 +62,7 @@ def load_stage(
         before: what the worker has of another stage, whose pages are gone; it is not to be used
             any more.
         on_read: called before each tensor is read.
+        on_layer: called when a layer of the stage has been read.
 
     Raises ConfigurationError when memory does not hold it.
     """
@@ -83,9 +85,10 @@ def load_stage(
             load_format=assignment.load_format,
             on_read=on_read,
         )
+        on_layer()
     else:
         model = before.model
-    _take_over(assignment, model, device, dtype, on_read, is_fresh=before is None)
+    _take_over(assignment, model, device, dtype, on_read, on_layer, is_fresh=before is None)
     spare = [model.read_layer(layer, on_read) for layer in assignment.spare_layers]
     return LoadedStage(
         model,
@@ -104,6 +107,7 @@ def _take_over(
     device: torch.device,
     dtype: torch.dtype,
     on_read: Callable[[], None],
+    on_layer: Callable[[], None],
     *,
     is_fresh: bool,
 ) -> None:
@@ -148,6 +152,7 @@ def _take_over(
             is_first=is_first,
             is_last=is_last,
             on_read=on_read,
+            on_layer=on_layer,
             before_part=require_room if is_on_host else lambda: None,
         )
     except torch.OutOfMemoryError as error:

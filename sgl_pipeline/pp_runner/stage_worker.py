@@ -77,6 +77,7 @@ class StageWorker:
         self._page_links: StagePageLinks | None = None
         self._rows: ActivationShape | None = None
         self._progress_s = -math.inf
+        self._num_layers_read = 0
 
     def run(self) -> None:
         """Returns after a `Shutdown`; raises what the process should die of."""
@@ -225,7 +226,8 @@ class StageWorker:
         """Loads the stage of `assignment`, and says so."""
         started = time.perf_counter()
         pin_threads(assignment.cpu_threads, assignment.cpu_cores)
-        loaded = load_stage(assignment, before, self._get_on)
+        self._num_layers_read = 0
+        loaded = load_stage(assignment, before, self._get_on, self._count_layer)
         self._channel.send(
             StageLoaded(
                 stage=assignment.stage,
@@ -264,7 +266,10 @@ class StageWorker:
         """Another tensor is about to be read: lets the scheduler know now and then."""
         if time.monotonic() - self._progress_s >= PROGRESS_INTERVAL_S:
             self._progress_s = time.monotonic()
-            self._channel.send(StillLoading(self._worker))
+            self._channel.send(StillLoading(self._worker, self._num_layers_read))
+
+    def _count_layer(self) -> None:
+        self._num_layers_read += 1
 
     def _open_mover(
         self, assignment: StageAssignment, runner: StageRunner

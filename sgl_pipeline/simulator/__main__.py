@@ -7,7 +7,6 @@ that carry the highest rate within a latency target. Everything printed is simul
 import argparse
 import math
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -39,6 +38,7 @@ from sgl_pipeline.simulator.workload import (
     poisson_arrivals,
     scaled_arrivals,
 )
+from sgl_pipeline.status_line import StatusLine, bar
 from sgl_pipeline.trace import TraceWriter
 
 PROGRESS_INTERVAL_S = 0.5
@@ -222,15 +222,14 @@ def _write(
 
 
 def _progress(label: str, num_requests: int) -> Callable[[int, float], None]:
-    """Keeps one line of standard error up to date, where that is a terminal."""
-    shown_s = time.monotonic()
+    """Keeps one line of the terminal up to date."""
+    line = StatusLine(interval_s=PROGRESS_INTERVAL_S)
 
     def show(num_finished: int, now_s: float) -> None:
-        nonlocal shown_s
-        if time.monotonic() - shown_s > PROGRESS_INTERVAL_S and sys.stderr.isatty():
-            shown_s = time.monotonic()
-            text = f"{label}: {num_finished} of {num_requests} requests, {now_s:.0f} s simulated"
-            print(f"\r{text:<78}\r", end="", file=sys.stderr, flush=True)
+        whole = bar(num_finished, num_requests)
+        line.show(f"{label}: {whole} requests, {now_s:.0f} s simulated")
+        if num_finished == num_requests:
+            line.clear()
 
     return show
 

@@ -1,7 +1,7 @@
 """A recorded run, read back from its trace: the requests that came, and how they were served.
 
 Works on the step records of the server and of a simulation alike, which is how
-`benchmark/calibrate.py` holds one against the other.
+`benchmark/forecasts/calibrate.py` holds one against the other.
 """
 
 from collections.abc import Sequence

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.dated_result import MAX_RECORD_BYTES, RESULTS, read_record, write_record
-from benchmark.readme_plot import TARGET, measured_ratios, ratio_table, save_plot
+from benchmark.pictures.readme_plot import TARGET, measured_ratios, ratio_table, save_plot
+from benchmark.support.dated_result import MAX_RECORD_BYTES, read_record, write_record
+from benchmark.support.paths import RESULTS
 
 INDEX = (RESULTS / "README.md").read_text()
 ROOT = RESULTS.parents[1]

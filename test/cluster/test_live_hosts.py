@@ -1,7 +1,7 @@
 """Two hosts of namespaces serve one pipeline: what crosses, what is lost, and what is said of it.
 
 The tests share a server and leave it whole; the oracle of tokens is a server on one host. Figures
-of speed are `benchmark/link_speeds.py`'s.
+of speed are `benchmark/hosts/link_speeds.py`'s.
 """
 
 import os

@@ -63,12 +63,13 @@ def test_every_python_of_an_environment_gets_the_shim_before_torchvision(package
     write_path_file(package.parent)
     script = f"""
 import site, sys
-site.addsitedir({str(package.parent)!r})
+sys.modules.pop("sgl_pipeline", None)
 sys.path.insert(0, {str(package.parent)!r})
-print("torch" in sys.modules)
+site.addsitedir({str(package.parent)!r})
+print("torch" in sys.modules, "sgl_pipeline" in sys.modules)
 import torchvision
 """
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=Path.cwd(), capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["False", "True"]
+    assert done.stdout.split() == ["False", "False", "True"]

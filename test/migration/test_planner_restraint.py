@@ -21,7 +21,7 @@ from support.served_steps import (
     mixed_step,
 )
 
-from benchmark.predictor_error import made_up_record
+from benchmark.forecasts.predictor_error import made_up_record
 from sgl_pipeline.migration.planner_args import PlannerArgs
 from sgl_pipeline.stage_plan import StagePlan
 

@@ -9,7 +9,7 @@ from support.pipelines import make_request
 from support.served_steps import flat_costs
 from support.step_records import step_record
 
-from benchmark.predictor_error import made_up_record
+from benchmark.forecasts.predictor_error import made_up_record
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.migration.predictor import StepPredictor

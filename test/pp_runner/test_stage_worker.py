@@ -148,6 +148,10 @@ def test_a_worker_says_while_it_loads_that_it_gets_on(
     StageWorker(channel, 7, WorkerSite("run")).run()  # type: ignore[arg-type]
     words = [message for message in channel.sent if isinstance(message, StillLoading)]
     assert least <= len(words) <= most and words[0] == StillLoading(7)
+    # The output head is read last.
+    counts = [word.num_layers for word in words]
+    assert counts == sorted(counts)
+    assert counts[-1] == (6 if interval_s == 0.0 else 0)
     assert log == ["WorkerHello", *["StillLoading"] * len(words), "StageLoaded", "StageReady"]
 
 

@@ -22,7 +22,7 @@ from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
 from sglang.test.kits.radix_cache_server_kit import run_radix_attention_test
 from support.live_server import ROOT, LiveServer, live_server
 
-from benchmark.make_model import PRESETS, make_model
+from benchmark.models.make_model import PRESETS, make_model
 
 pytestmark = pytest.mark.multiproc
 DEMO_MODEL = ROOT / "sgl_pipeline" / "demo_model"

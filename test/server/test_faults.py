@@ -70,7 +70,7 @@ def test_a_client_that_disconnects_mid_stream_frees_its_pages(demo_server):
 
 
 def test_two_servers_run_side_by_side_and_leave_nothing(directory):
-    """Busy as they are, one is stopped by Ctrl-C and the other by a second SIGTERM, at once."""
+    """Busy as they are, one is stopped by a second Ctrl-C, the other by a second SIGTERM."""
     shared_memory = set(os.listdir("/dev/shm"))
     with (
         live_server("--pp", "2", launcher=LAUNCHER) as first,
@@ -80,6 +80,8 @@ def test_two_servers_run_side_by_side_and_leave_nothing(directory):
         assert answers[0] == answers[1]
         lost = [LongRequest(first), LongRequest(second)]
         first_processes = first.descendants()
+        first.process.send_signal(signal.SIGINT)
+        wait_until(lambda: "for 1 running request; Ctrl-C again ends at once" in first.text)
         stop(first, lambda: first.process.send_signal(signal.SIGINT))
         assert first.process.returncode == 130
         assert second.generate(**short_request()).status_code == 200

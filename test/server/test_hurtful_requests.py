@@ -1,6 +1,7 @@
 """No request can hurt another: each of a long table gets its answer beside a stream that goes on.
 
-How fast, and at what pace the stream goes on, is measured by `benchmark/hurtful_requests.py`.
+How fast, and at what pace the stream goes on, is measured by
+`benchmark/robustness/hurtful_requests.py`.
 """
 
 import socket
@@ -10,8 +11,8 @@ import pytest
 import requests
 from support.live_server import LiveServer, wait_until
 
-from benchmark.hurtful_table import HURTFUL_REQUESTS
-from benchmark.neighbor import Neighbor
+from benchmark.robustness.hurtful_table import HURTFUL_REQUESTS
+from benchmark.robustness.neighbor import Neighbor
 
 pytestmark = pytest.mark.multiproc
 

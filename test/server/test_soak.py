@@ -1,10 +1,10 @@
-"""A few seconds of `benchmark/soak.py`: clients of all sorts, many of which leave early."""
+"""A few seconds of `benchmark/robustness/soak.py`: many clients, many of whom leave early."""
 
 import pytest
 from support.live_server import LiveServer
 
-from benchmark.soak import Soak
-from benchmark.soak_clients import SoakClients
+from benchmark.robustness.soak import Soak
+from benchmark.robustness.soak_clients import SoakClients
 
 pytestmark = pytest.mark.multiproc
 

@@ -24,7 +24,7 @@ from support.streams import (
     streams_of,
 )
 
-from benchmark.faulty_server import WISH_VARIABLE, ask_for
+from benchmark.recovery.faulty_server import WISH_VARIABLE, ask_for
 
 pytestmark = pytest.mark.multiproc
 
@@ -166,7 +166,7 @@ def test_orders_and_reports_that_are_spoiled_cost_their_stage_alone(directory, m
     wishes = directory / "wish"
     monkeypatch.setenv(WISH_VARIABLE, str(wishes))
     flags = ("--pp", "2", "--dtype", "float32", "--spare-workers", "1")
-    with live_server(*flags, launcher=("-m", "benchmark.faulty_server")) as server:
+    with live_server(*flags, launcher=("-m", "benchmark.recovery.faulty_server")) as server:
         expected = [stream.join() for stream in streams_of(server)]
         faults = {"truncated order": "malformed", "another stage's report": "it fills stage"}
         for number, (fault, reason) in enumerate(faults.items(), 1):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from support.served_steps import mixed_step
 
-from benchmark.predictor_error import made_up_record
+from benchmark.forecasts.predictor_error import made_up_record
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.scheduling import StepScheduler

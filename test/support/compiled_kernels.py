@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmark.check_cuda import CHECKING_VARIABLE
+from benchmark.gpu.check_cuda import CHECKING_VARIABLE
 from benchmark.gpu.compiled_planners import build_planner, planner_folder
 from benchmark.gpu.kernel_modules import Build, compile_module, prepare
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape

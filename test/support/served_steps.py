@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from benchmark.predictor_error import made_up_record
+from benchmark.forecasts.predictor_error import made_up_record
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_costs import LayerCost, RowCost, StepCosts

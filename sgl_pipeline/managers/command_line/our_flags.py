@@ -325,7 +325,7 @@ OUR_FLAGS = (
         "--drain-timeout-s",
         PipelineArgs,
         "drain_timeout_s",
-        "Seconds that running requests may go on after a SIGTERM.",
+        "Seconds that running requests may go on after Ctrl-C or a SIGTERM.",
         float,
     ),
     Flag(

@@ -21,6 +21,7 @@ from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotReade
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from starlette.background import BackgroundTask
 
+from sgl_pipeline.managers.entrance import quiet_start
 from sgl_pipeline.managers.entrance.graceful_stop import StopSignals, drain
 from sgl_pipeline.managers.entrance.ollama_streams import OLLAMA_ROUTES, ends_apart
 from sgl_pipeline.managers.entrance.request_checks import (
@@ -47,7 +48,8 @@ class GuardedTokenizerManager(TokenizerManager):
 
     Args:
         loads_path: the file of `load_report.py`.
-        drain_timeout_s: how long running requests may go on after a SIGTERM.
+        drain_timeout_s: how long running requests may go on after Ctrl-C or a SIGTERM.
+        on_interrupt: called when Ctrl-C stops the server.
         end_now: ends the whole server with an exit code; the rest is upstream's.
         before_listening: called when upstream's application is complete.
         before_closing: called when the HTTP server is about to wait for its open connections.
@@ -61,6 +63,7 @@ class GuardedTokenizerManager(TokenizerManager):
         loads_path: str,
         drain_timeout_s: float,
         end_now: Callable[[int], NoReturn],
+        on_interrupt: Callable[[], None],
         before_listening: Callable[[], None],
         before_closing: Callable[[], None],
     ) -> None:
@@ -70,8 +73,9 @@ class GuardedTokenizerManager(TokenizerManager):
         self.load_snapshot_reader = ShmLoadSnapshotReader(loads_path, dp_size=1)
         self.stop_requested = asyncio.Event()
         self.end_now = end_now
+        self.on_interrupt = on_interrupt
         self.signal_handler_class = StopSignals
-        self._drain_timeout_s = drain_timeout_s
+        self.drain_timeout_s = drain_timeout_s
 
     def set_server_stop_hook(self, hook: Callable[[], None]) -> None:
         """Upstream calls it right before it listens: all its own middleware has been added."""
@@ -81,9 +85,11 @@ class GuardedTokenizerManager(TokenizerManager):
     async def sigterm_watchdog(self) -> None:
         """As upstream's, which goes on at once where no request is left."""
         await self.stop_requested.wait()
-        if not await drain(self, self._drain_timeout_s):
+        if not await drain(self, self.drain_timeout_s):
             self.end_now(1)
         self._before_closing()
+        if self.server_args.log_level != "debug":
+            quiet_start.begin()  # upstream has as much to say of its end
         await super().sigterm_watchdog()
 
     async def get_loads(

@@ -1,4 +1,4 @@
-"""How a server stops: SIGTERM lets running requests finish, a second one or Ctrl-C does not.
+"""How a server stops: Ctrl-C and SIGTERM let running requests finish, a second one does not.
 
 Upstream's TokenizerManager waits for its requests after a SIGTERM, for ever, and takes new ones
 meanwhile. Used by `front_guard.py`, in the main process; what is done once nothing runs any more is
@@ -7,7 +7,9 @@ upstream's (`tokenizer_manager.py::sigterm_watchdog`).
 
 import asyncio
 import logging
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -27,23 +29,47 @@ _POLL_S = 0.1
 class StopSignals(SignalHandler):  # type: ignore[misc]
     """What signals do once the server is up. Created in the event loop, by upstream.
 
-    Its manager has `stop_requested`, an asyncio.Event, and `end_now(exit code)`.
+    Its manager has the attributes of `GuardedTokenizerManager`.
     """
 
     def __init__(self, tokenizer_manager: Any) -> None:
         super().__init__(tokenizer_manager)
         self._end_now: Callable[[int], NoReturn] = tokenizer_manager.end_now
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._stop_at_once, 130)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
 
     def sigterm_handler(self, signum: Any = None, frame: Any = None) -> None:
-        if self.tokenizer_manager.stop_requested.is_set():
-            self._stop_at_once(143)
-        super().sigterm_handler(signum, frame)
-        self.tokenizer_manager.stop_requested.set()
+        """The first SIGTERM."""
+        self._begin("a second SIGTERM or Ctrl-C")
 
-    def _stop_at_once(self, exit_code: int) -> None:
-        logger.warning("stopping at once; requests that were running are lost")
-        self._end_now(exit_code)
+    def _interrupt(self) -> None:
+        """The first Ctrl-C."""
+        self.tokenizer_manager.on_interrupt()
+        if self.tokenizer_manager.rid_to_state:
+            self._begin("Ctrl-C again")
+        else:
+            self._stop_at_once(signal.SIGINT)
+
+    def _begin(self, way_out: str) -> None:
+        manager = self.tokenizer_manager
+        # No callbacks of the loop: upstream blocks it while the stages end.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, self._stop_at_once)
+        manager.gracefully_exit = True
+        manager.stop_requested.set()
+        num_running = len(manager.rid_to_state)
+        wait = f"waiting up to {manager.drain_timeout_s:g} s (--drain-timeout-s) for "
+        wait += f"{num_running} running request{'s' * (num_running > 1)}"
+        what = wait if num_running else "no request runs"
+        line = f"sgl_pipeline: ending: {what}; {way_out} ends at once"
+        print(line, file=sys.stderr, flush=True)
+
+    def _stop_at_once(self, number: int, frame: Any = None) -> None:
+        """A signal handler, so it may interrupt whatever writes or logs in this thread."""
+        num_lost = len(self.tokenizer_manager.rid_to_state)
+        lost = f"{num_lost} running request{'s' * (num_lost > 1)} lost" if num_lost else "idle"
+        os.write(2, f"sgl_pipeline: ended at once, {lost}\n".encode())
+        self._end_now(128 + number)
 
 
 async def drain(manager: Any, timeout_s: float) -> bool:

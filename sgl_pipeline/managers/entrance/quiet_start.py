@@ -26,7 +26,8 @@ def _is_warning(record: logging.LogRecord) -> bool:
 
 
 def begin() -> None:
-    """To be called before sglang is imported; holds for the processes that are forked later too."""
+    """To be called before sglang is imported, and again before the end; holds for the processes
+    that are forked later too."""
     logging.getLogger(_UPSTREAM).setLevel(logging.WARNING)
     for name in _SERVER_LOGGERS:
         logging.getLogger(name).addFilter(_is_warning)

@@ -21,6 +21,7 @@ from sgl_pipeline.managers.stages.stage_processes import stage_threads
 from sgl_pipeline.migration.step_fit import errors_on, fit_parts
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
 from sgl_pipeline.stage_costs import MadeUpStep, PartSample
+from sgl_pipeline.status_line import StatusLine, bar
 from sgl_pipeline.step_costs import CostFile
 
 _HELD_OUT_SHARE = 0.2
@@ -60,6 +61,7 @@ def measure_steps(
     steps in another order, and the time that a disturbance lasts is spread over many of them."""
     kinds: tuple[int, ...] = ()
     best: dict[int, PartSample] = {}
+    line = StatusLine()
     for number in range(rounds):
         order = list(range(len(steps)))
         random.Random(number).shuffle(order)
@@ -70,8 +72,8 @@ def measure_steps(
             for place, sample in zip(places, costs.samples, strict=True):
                 best[place] = least(best[place], sample) if place in best else sample
             done = start + len(places)
-            print(f"\rround {number + 1}: {done} of {len(steps)} steps", end="", file=sys.stderr)
-    print(file=sys.stderr)
+            line.show(f"round {number + 1} of {rounds} {bar(done, len(steps))} steps")
+    line.clear()
     return kinds, [best[place] for place in range(len(steps))]
 
 

@@ -16,6 +16,7 @@ import zmq
 from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.channels import OtherHosts, SchedulerChannel
 from sgl_pipeline.errors import ConfigurationError, PipelineLost, StageFailure, WorkerFault
+from sgl_pipeline.managers.stages.load_line import LoadLine
 from sgl_pipeline.managers.stages.stage_processes import stage_address
 from sgl_pipeline.managers.stages.start_losses import StartLosses
 from sgl_pipeline.messages import (
@@ -24,6 +25,7 @@ from sgl_pipeline.messages import (
     PoolSize,
     Shutdown,
     StageAssignment,
+    StageLoaded,
     StillLoading,
     ToWorker,
     WorkerFailed,
@@ -83,6 +85,7 @@ class StageLauncher:
         self._asked: set[int] = set()
         self._refused: list[RefusedWorker] = []
         self._has_started = False
+        self._load_line = LoadLine(num_layers)
 
     @property
     def stages(self) -> range:
@@ -94,6 +97,16 @@ class StageLauncher:
 
         Raises ConfigurationError for what a flag can mend, StageFailure for anything else.
         """
+        try:
+            capacity = self._await_capacity()
+        finally:
+            self._load_line.close()
+        for notice in self.roster.notices():
+            logger.warning("%s", notice)
+        self._has_started = True
+        return capacity
+
+    def _await_capacity(self) -> PipelineCapacity:
         losses = StartLosses(self._join_limit_s)
         while (capacity := self.roster.capacity()) is None or not self.roster.has_regrouped:
             if not self.channel.wait(POLL_MS):
@@ -104,9 +117,6 @@ class StageLauncher:
                     self.tell(self.roster.fill())
             if self._failures:
                 self._check_start(losses)
-        for notice in self.roster.notices():
-            logger.warning("%s", notice)
-        self._has_started = True
         return capacity
 
     def _check_start(self, losses: StartLosses) -> None:
@@ -211,8 +221,19 @@ class StageLauncher:
                 continue
             is_done = not isinstance(message, StillLoading)
             self._joins.heard(worker, time.monotonic(), is_done)
+            self._show_progress(worker, message)
             if is_done:
                 yield worker, message
+
+    def _show_progress(self, worker: int, message: FromWorker) -> None:
+        """Of the first workers alone: while the server runs the terminal is not ours."""
+        stage = self.roster.worker_stage(worker)
+        if self._has_started or stage is None or self.roster.plan is None:
+            return
+        if isinstance(message, StillLoading):
+            self._load_line.heard(stage, message.num_layers)
+        elif isinstance(message, StageLoaded):
+            self._load_line.heard(stage, self.roster.plan.layer_counts[stage])
 
     def blame(self, worker: int, reason: str) -> None:
         """A worker has said what it may not: `take_lost` will have it."""

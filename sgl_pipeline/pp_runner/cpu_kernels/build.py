@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,6 +65,11 @@ def build_library(
         with open(cache_directory / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
+                print(
+                    f"sgl_pipeline: compiling {name} for this machine's CPU, once ...",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 _compile(sources, compiler, library)
     except OSError as error:
         raise KernelBuildError(

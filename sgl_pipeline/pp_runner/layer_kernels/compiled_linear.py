@@ -18,7 +18,7 @@ class CompiledLinear:
     A row's result is bitwise the same in any microbatch and on any number of threads.
     At 1, 8, 32, 64, 128, 256 and 512 rows it takes 0.80, 0.82, 0.52, 0.90, 0.87, 0.91 and 0.90 of
     the time of oneDNN (`TorchLinear`): one core of a shared Xeon with AMX, the matrices of the
-    0.27b preset, by `benchmark/kernels_cpu.py`.
+    0.27b preset, by `benchmark/kernels/kernels_cpu.py`.
 
     Args:
         kernels: of a library that `has_products`.

@@ -20,7 +20,7 @@ class CompiledInt8Linear:
     those of `TorchQuantizedLinear`, gated of `LayerKernels.gated_linear` near them.
     At 1, 4, 16, 64 and 256 rows it takes 0.51, 0.55, 0.55, 0.55 and 0.55 of the time of bf16
     (`CompiledLinear`): one core of an EPYC with AVX-512 VNNI, the matrices of the 0.27b preset, by
-    `benchmark/kernels_cpu.py --quantized`.
+    `benchmark/kernels/kernels_cpu.py --quantized`.
 
     Args:
         kernels: of a library that `has_int8_products`.

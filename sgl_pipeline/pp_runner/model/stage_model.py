@@ -212,11 +212,12 @@ class StageModel:
         is_first: bool,
         is_last: bool,
         on_read: Callable[[], None] = lambda: None,
+        on_layer: Callable[[], None] = lambda: None,
         before_part: Callable[[], None] = lambda: None,
     ) -> None:
         """Holds `layers` and no others from now on, and the ends that go with them: those that are
-        here stay, the others are read, `on_read` before each tensor, `before_part` before each
-        layer and before the ends.
+        here stay, the others are read. `on_read` is called before each tensor, `before_part` before
+        each layer and before the ends, `on_layer` after each layer.
 
         Raises CheckpointError as at the start.
         """
@@ -227,6 +228,7 @@ class StageModel:
             if layer not in self.layers:
                 before_part()
                 self.add_layer(self.read_layer(layer, on_read))
+                on_layer()
         if (is_first, is_last) == (self.is_first, self.is_last):
             return
         prefixes = tuple(map(self._prefix, wanted))

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -64,35 +64,85 @@ def test_a_scheduler_that_does_not_answer_is_not_waited_for(
 class Stopping:
     """A manager with its signal handlers, in a running loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_running: int) -> None:
         self.stop_requested = asyncio.Event()
         self.gracefully_exit = False
+        self.drain_timeout_s = 25.0
+        self.rid_to_state = dict.fromkeys(range(num_running))
+        self.num_interrupts = 0
         self.codes: list[int] = []
         self.ended = asyncio.Event()
-        self.signals = StopSignals(self)
+        # As upstream does.
+        handlers = StopSignals(self)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, handlers.sigterm_handler)
+
+    def on_interrupt(self) -> None:
+        self.num_interrupts += 1
 
     def end_now(self, code: int) -> None:
         self.codes.append(code)
         self.ended.set()
 
+    async def stop(self, number: int) -> None:
+        """Sends a first signal, and waits until it is seen."""
+        signal.raise_signal(number)
+        await asyncio.wait_for(self.stop_requested.wait(), timeout=30)
+        assert self.gracefully_exit
+        assert self.codes == []
 
-def test_the_first_sigterm_drains_and_the_second_ends_at_once() -> None:
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Puts the signal handlers of the tests' own process back."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_says_what_it_waits_for_and_the_second_ends_at_once(
+    first: int, second: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     async def twice() -> None:
-        manager = Stopping()
-        manager.signals.sigterm_handler()
-        assert manager.gracefully_exit and manager.stop_requested.is_set()
-        assert manager.codes == []
-        manager.signals.sigterm_handler()
-        assert manager.codes == [143]
+        manager = Stopping(2)
+        await manager.stop(first)
+        told = capfd.readouterr().err
+        assert told.startswith(
+            "sgl_pipeline: ending: waiting up to 25 s (--drain-timeout-s) for 2 running requests; "
+        )
+        assert told.endswith("ends at once\n")
+        # Without a turn of the loop, which may be blocked.
+        signal.raise_signal(second)
+        assert manager.codes == [128 + second]
+        assert manager.num_interrupts == (first == signal.SIGINT)
+        assert capfd.readouterr().err == ("sgl_pipeline: ended at once, 2 running requests lost\n")
 
     asyncio.run(twice())
 
 
-def test_ctrl_c_ends_at_once() -> None:
+@pytest.mark.usefixtures("handlers")
+def test_ctrl_c_ends_an_idle_server_at_once() -> None:
     async def interrupt() -> None:
-        manager = Stopping()
+        manager = Stopping(0)
         signal.raise_signal(signal.SIGINT)
         await asyncio.wait_for(manager.ended.wait(), timeout=30)
         assert manager.codes == [130]
 
     asyncio.run(interrupt())
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_sigterm_of_an_idle_server_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(_stop_idle())
+    assert capfd.readouterr().err == (
+        "sgl_pipeline: ending: no request runs; a second SIGTERM or Ctrl-C ends at once\n"
+    )
+
+
+async def _stop_idle() -> None:
+    await Stopping(0).stop(signal.SIGTERM)

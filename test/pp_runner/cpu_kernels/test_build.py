@@ -50,11 +50,17 @@ def counting_compiler(tmp_path: Path) -> Iterator[tuple[list[str], Path]]:
 
 
 def test_a_second_build_is_the_cached_one(
-    source: Path, cache: Path, counting_compiler: tuple[list[str], Path]
+    source: Path,
+    cache: Path,
+    counting_compiler: tuple[list[str], Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     compiler, log = counting_compiler
     first = build_library("tiny", [source], [], compiler, cache)
     assert build_library("tiny", [source], [], compiler, cache) == first
+    assert capsys.readouterr().err == (
+        "sgl_pipeline: compiling tiny for this machine's CPU, once ...\n"
+    )
     assert log.read_text() == "once\n"
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 

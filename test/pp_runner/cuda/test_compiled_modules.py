@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.compiled_kernels import cuda_toolkit, load_module, run_by_check_cuda
 
-from benchmark.check_cuda import CHECKED
+from benchmark.gpu.check_cuda import CHECKED
 from benchmark.gpu.kernel_modules import MODULES, module_makers
 
 pytestmark = [pytest.mark.cuda_toolkit, pytest.mark.slow, run_by_check_cuda]

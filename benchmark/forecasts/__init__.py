@@ -1,0 +1,1 @@
+"""What simulator, predictor and tuning promise, beside what came."""

@@ -1,0 +1,229 @@
+"""Two hosts of one core each serve one pipeline over links of any speed: measured and predicted.
+
+    python -m benchmark.hosts.link_speeds
+
+Run by hand, as root, some four minutes. The hosts are namespaces of this machine
+(`benchmark/hosts`), whose cables are changed under a server that runs on, with a closed loop of
+clients. The simulator learns from the first, as fast as the machine, what steps take, and predicts
+the rate over each link; because the load, the switch and other work share the hosts' cores, it is
+also told by what factor the stages computed slower in those very seconds (`slowness`), and nothing
+else of them.
+"""
+
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import requests
+
+from benchmark.figures.figure import closed_loop
+from benchmark.hosts.namespaces import Network, hosts, why_no_hosts
+from benchmark.moves.move_gains import Clients, ClosedLoop
+from benchmark.support.command import Command, Options, Report, say
+from benchmark.support.dated_result import markdown_table
+from benchmark.support.engines import EngineFailure
+from benchmark.support.machine import usable_cores
+from benchmark.support.measured_runs import DEFAULT_PRESET, make_model
+from benchmark.support.paths import SCRATCH
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.simulator.calibration import FittedCosts, fit_records
+from sgl_pipeline.simulator.pipeline_costs import Link
+from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
+from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
+from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.trace import read_trace
+
+LOAD = ClosedLoop(clients=16, input_tokens=96, output_tokens=32)
+# Gbit/s and ms one way; the first is as fast as the machine, and what the predictor learns from.
+LINKS = (
+    (0.0, 0.0),
+    (1.0, 0.1),
+    (1.0, 1.0),
+    (1.0, 10.0),
+    (0.1, 0.1),
+    (0.1, 1.0),
+    (0.1, 10.0),
+    (0.03, 0.1),
+)
+HTTP_PORT, CLUSTER_PORT = 30000, 20000
+START_TIMEOUT_S = 300.0
+ROW_BYTES = 2 * 1024  # of the preset, in bf16
+_ROUNDS = 12  # of simulated requests for each client
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Tokens a second, in and out, over one link."""
+
+    gbit_per_s: float
+    delay_ms: float
+    slowness: float
+    tokens_per_s: float
+    predicted_tokens_per_s: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return self.predicted_tokens_per_s / self.tokens_per_s - 1.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__)
+    command.add("--settle-s", type=float, default=4.0)
+    command.add("--measured-s", type=float, default=20.0)
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
+    if reason := why_no_hosts():
+        raise EngineFailure(reason)
+    trace = SCRATCH / "link_speeds.jsonl"
+    trace.unlink(missing_ok=True)
+    rates, times, pool_tokens = _rates(trace, options.settle_s, options.measured_s)
+    records = list(read_trace(trace))
+    steps = [[one for one in records if start <= one.scheduled_s < end] for start, end in times]
+    costs = fit_records(steps[0], str(trace))
+    results = []
+    for (gbit_per_s, delay_ms), rate, ran in zip(LINKS, rates, steps, strict=True):
+        slowness = costs.slowness_of(ran)
+        slowed = costs.slowed_by(slowness)
+        results.append(
+            Measured(
+                gbit_per_s=gbit_per_s,
+                delay_ms=delay_ms,
+                slowness=slowness,
+                tokens_per_s=rate,
+                predicted_tokens_per_s=predicted_rate(slowed, gbit_per_s, delay_ms, pool_tokens),
+            )
+        )
+    return Report(
+        name="link_speeds",
+        texts=[rate_table(results)],
+        facts={
+            "model": {"preset": DEFAULT_PRESET, "stages": "2", "hosts": "2 of one core each"},
+            "load": {"clients": str(LOAD)},
+            "figures": {"rates": f"tokens in and out a second, of {options.measured_s:g} s each"},
+        },
+        record={"rates": [asdict(one) for one in results]},
+    )
+
+
+def rate_table(results: Sequence[Measured]) -> str:
+    """In Markdown."""
+    rows = [
+        [
+            f"{one.gbit_per_s:g} Gbit/s" if one.gbit_per_s else "as fast as the machine",
+            f"{one.delay_ms:g} ms",
+            f"{one.slowness:.2f}",
+            f"{one.tokens_per_s:.0f}",
+            f"{one.predicted_tokens_per_s:.0f}",
+            f"{one.error:+.1%}",
+        ]
+        for one in results
+    ]
+    heads = ["link", "delay one way", "slowness", "measured tokens/s", "predicted", "error"]
+    return markdown_table(heads, rows)
+
+
+def predicted_rate(
+    costs: FittedCosts, gbit_per_s: float, delay_ms: float, pool_tokens: int
+) -> float:
+    """What the simulator says of `LOAD` over that link, in the middle of a run."""
+    bytes_per_s = gbit_per_s * 1e9 / 8 if gbit_per_s else float("inf")
+    link = Link(
+        latency_s=costs.link.latency_s + delay_ms * 1e-3,
+        bytes_per_s=bytes_per_s,
+        bytes_per_token=ROW_BYTES,
+    )
+    host = replace(costs.host, transit_s=costs.host.transit_s + delay_ms * 1e-3)
+    scheduler = StepScheduler(
+        SchedulingArgs(),
+        make_policy(ThrottleArgs()),
+        num_pages=pool_tokens // SchedulingArgs().page_size,
+        num_stages=costs.num_stages,
+        context_length=pool_tokens,
+    )
+    ids = TokenIds()
+    asked = [
+        SimulatedRequest(
+            arrival_s=0.0,
+            prompt=(ids.fresh(LOAD.input_tokens),),
+            output=ids.fresh(LOAD.output_tokens),
+        )
+        for _ in range(LOAD.clients * _ROUNDS)
+    ]
+    pipeline = VirtualPipeline(scheduler, replace(costs, link=link, host=host))
+    served = pipeline.run(closed_loop(asked, LOAD.clients)).requests
+    end_s = max(one.token_times_s[-1] for one in served)
+    since_s, until_s = 0.25 * end_s, 0.75 * end_s
+    tokens = sum(
+        LOAD.input_tokens + 1 if place == 0 else 1
+        for one in served
+        for place, moment_s in enumerate(one.token_times_s)
+        if since_s <= moment_s < until_s
+    )
+    return tokens / (until_s - since_s)
+
+
+def _rates(
+    trace: Path, settle_s: float, measured_s: float
+) -> tuple[list[float], list[tuple[float, float]], int]:
+    """The rate over each link, when that was measured, and the tokens of the KV pool."""
+    first, second, *_ = usable_cores()
+    with hosts(2, cores=[(first,), (second,)]) as network, _served(network, trace) as url:
+        facts = requests.get(f"{url}/server_info", timeout=30).json()["internal_states"][0]
+        clients = Clients(url, LOAD)
+        rates, times = [], []
+        clients.rate(settle_s, settle_s)
+        for gbit_per_s, delay_ms in LINKS:
+            for host in network.hosts:
+                host.cable(gbit_per_s=gbit_per_s, delay_ms=delay_ms / 2)
+            rates.append(clients.rate(settle_s, measured_s))
+            say(f"{gbit_per_s:g} Gbit/s, {delay_ms:g} ms: {rates[-1]:.0f} tokens/s")
+            times.append((time.monotonic() - measured_s, time.monotonic()))
+        clients.stop()
+    return rates, times, facts["total_pages"] * facts["page_size"]
+
+
+@contextmanager
+def _served(network: Network, trace: Path) -> Iterator[str]:
+    """The address of a server over both hosts, ready."""
+    head = network.hosts[0].address
+    key = SCRATCH / "cluster.key"
+    key.touch(mode=0o600)
+    key.write_text(secrets.token_hex(32))
+    command = [sys.executable, "-m", "sgl_pipeline.launch_server", "--pp", "2", "--nnodes", "2"]
+    command += ["--dist-init-addr", f"{head}:{CLUSTER_PORT}", "--cluster-key-file", str(key)]
+    command += ["--model-path", str(make_model(DEFAULT_PRESET)), "--disable-radix-cache"]
+    command += ["--host", "0.0.0.0", "--port", str(HTTP_PORT), "--trace-path", str(trace)]
+    processes = []
+    with (SCRATCH / "link_speeds.log").open("w") as log:
+        for rank, host in enumerate(network.hosts):
+            options = {"stdout": log, "stderr": subprocess.STDOUT}
+            processes.append(host.start(*command, "--node-rank", str(rank), **options))
+        try:
+            _wait_until_ready(processes[0], Path(log.name))
+            yield f"http://{head}:{HTTP_PORT}"
+        finally:
+            for process in processes:
+                process.terminate()
+                process.wait(60)
+
+
+def _wait_until_ready(process: "subprocess.Popen[str]", log: Path) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while "Ready:" not in log.read_text():
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise EngineFailure(f"the server is not up; see {log}")
+        time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""CPU kernels and stages beside torch and what the machine can do."""

@@ -1,0 +1,1 @@
+"""Writes checkpoints to measure with."""

@@ -1,0 +1,306 @@
+"""Writes random-weight Hugging Face checkpoints for measurements: config, weights, tokenizer.
+
+    python -m benchmark.models.make_model 0.27b /some/directory
+
+Run by hand or by the benchmarks. The same preset and seed give the same bytes on any machine; the
+weights are written one after the other, so a model may be larger than memory. Never use such a
+model to judge text.
+"""
+
+import json
+import sys
+import zlib
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from benchmark.support.command import Command, Options
+from sgl_pipeline.errors import ConfigurationError
+
+PAD_TOKEN, BEGIN_TOKEN, END_TOKEN = SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>")
+END_ID = SPECIAL_TOKENS.index(END_TOKEN)
+NUM_BYTES = 256
+FIRST_FILLER = len(SPECIAL_TOKENS) + NUM_BYTES
+WEIGHT_DEVIATION = 0.02
+DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|begin|>' + message.role + ': ' + message.content + '<|end|>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|begin|>assistant: ' -}}{%- endif -%}"
+)
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """Sizes of a dense Qwen3-shaped model, by the names of its config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tie_word_embeddings: bool = False
+
+    def config(self, dtype: str) -> dict[str, Any]:
+        """The contents of config.json."""
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            **asdict(self),
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "rope_scaling": None,
+            "max_position_embeddings": 32_768,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "bos_token_id": None,
+            "eos_token_id": END_ID,
+            "pad_token_id": 0,
+            "torch_dtype": dtype,
+        }
+
+    def mlp_shapes(self) -> Shapes:
+        """The tensors of a layer's feed-forward part."""
+        return _mlp_shapes("mlp", self.hidden_size, self.intermediate_size)
+
+    def tensor_shapes(self) -> Shapes:
+        """Every tensor of the checkpoint by name, in file order."""
+        hidden = self.hidden_size
+        query_width = self.num_attention_heads * self.head_dim
+        kv_width = self.num_key_value_heads * self.head_dim
+        layer_shapes: Shapes = {
+            "input_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (query_width, hidden),
+            "self_attn.k_proj.weight": (kv_width, hidden),
+            "self_attn.v_proj.weight": (kv_width, hidden),
+            "self_attn.q_norm.weight": (self.head_dim,),
+            "self_attn.k_norm.weight": (self.head_dim,),
+            "self_attn.o_proj.weight": (hidden, query_width),
+            "post_attention_layernorm.weight": (hidden,),
+            **self.mlp_shapes(),
+        }
+        shapes: Shapes = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        for layer in range(self.num_hidden_layers):
+            for name, shape in layer_shapes.items():
+                shapes[f"model.layers.{layer}.{name}"] = shape
+        shapes["model.norm.weight"] = (hidden,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        return shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparsePreset(Preset):
+    """Sizes of a Qwen3-MoE-shaped model, whose layers are all sparse."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = True
+
+    def config(self, dtype: str) -> dict[str, Any]:
+        names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+        return Preset.config(self, dtype) | names
+
+    def mlp_shapes(self) -> Shapes:
+        shapes: Shapes = {"mlp.gate.weight": (self.num_experts, self.hidden_size)}
+        for expert in range(self.num_experts):
+            prefix = f"mlp.experts.{expert}"
+            shapes |= _mlp_shapes(prefix, self.hidden_size, self.moe_intermediate_size)
+        return shapes
+
+
+def _mlp_shapes(prefix: str, hidden: int, inner: int) -> Shapes:
+    return {
+        f"{prefix}.gate_proj.weight": (inner, hidden),
+        f"{prefix}.up_proj.weight": (inner, hidden),
+        f"{prefix}.down_proj.weight": (hidden, inner),
+    }
+
+
+PRESETS = {
+    "0.27b": Preset(
+        vocab_size=32_000,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+    ),
+    # The same layers under the vocabulary of Qwen, whose head reads as many weights as 12 of them.
+    "0.52b-152k": Preset(
+        vocab_size=152_064,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+    ),
+    # A token meets 0.12 B of it: 4 of a layer's 32 experts.
+    "0.34b-moe": SparsePreset(
+        vocab_size=32_000,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=320,
+    ),
+    # Those that start in a moment, for tests: as many layers as the demo model, and few.
+    "tiny": Preset(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    ),
+    "tiny-tied": Preset(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+    ),
+    "tiny-moe": SparsePreset(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+    ),
+}
+
+
+def make_model(preset: Preset, directory: Path, seed: int = 0, dtype: str = "bfloat16") -> None:
+    """Writes the whole checkpoint into `directory`, which is created when it is not there.
+
+    Raises FileExistsError when it holds anything: somebody may be serving the model in it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise FileExistsError(f"{directory} is not empty; name a new directory")
+    _write_json(directory / "config.json", preset.config(dtype))
+    _write_json(directory / "generation_config.json", {"eos_token_id": END_ID, "do_sample": False})
+    write_tokenizer(preset.vocab_size, directory)
+    write_weights(preset.tensor_shapes(), directory / "model.safetensors", seed, dtype)
+
+
+def write_weights(shapes: Shapes, path: Path, seed: int, dtype: str) -> None:
+    """Writes random tensors in the safetensors format, holding one at a time.
+
+    The format: the header's length in 8 bytes, little endian; a JSON header with dtype, shape and
+    the byte range of each tensor; the tensors. Norm weights are 1, the others normal.
+    """
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + prod(shape) * torch_dtype.itemsize
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the tensors begin at a multiple of 8
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, shape in shapes.items():
+            tensor = _random_tensor(name, shape, seed).to(torch_dtype)
+            file.write(tensor.view(torch.uint8).numpy().data)
+
+
+def _random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """fp32; a function of name and seed alone."""
+    if name.endswith("norm.weight"):
+        return torch.ones(shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    return torch.randn(shape, generator=generator) * WEIGHT_DEVIATION
+
+
+def write_tokenizer(vocab_size: int, directory: Path) -> None:
+    """Writes a byte-level tokenizer in which every id below `vocab_size` decodes.
+
+    Ids 0 to 2 are special, the next 256 the bytes. The rest stand for texts like `<259>`, which
+    encode to that one id again: load generators send decoded random ids and count on their number.
+    """
+    if vocab_size < FIRST_FILLER:
+        raise ValueError(f"a byte-level tokenizer needs {FIRST_FILLER} ids, not {vocab_size}")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fillers = [f"<{number}>" for number in range(FIRST_FILLER, vocab_size)]
+    tokens = [*SPECIAL_TOKENS, *alphabet, *fillers]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in fillers])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": None,
+            "eos_token": END_TOKEN,
+            "pad_token": PAD_TOKEN,
+            "unk_token": None,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 32_768,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, saves=False)
+    command.add("preset", choices=PRESETS)
+    command.add("directory", type=Path, help="new directory for the checkpoint")
+    command.add("--seed", type=int, default=0)
+    command.add("--dtype", choices=DTYPE_NAMES, default="bfloat16")
+    return command.run(_write, argv)
+
+
+def _write(options: Options) -> None:
+    try:
+        make_model(PRESETS[options.preset], options.directory, options.seed, options.dtype)
+    except FileExistsError as error:
+        raise ConfigurationError(str(error)) from error
+    num_bytes = sum(path.stat().st_size for path in options.directory.iterdir())
+    print(f"{options.directory}: {options.preset}, {num_bytes / 2**20:.0f} MiB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What an option costs in quality of the answers."""

@@ -1,0 +1,1 @@
+"""Stages that are killed or hurt under streams: what do users notice?"""

@@ -1,0 +1,1 @@
+"""How fast a server answers, ours beside its peers."""

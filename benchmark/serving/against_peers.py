@@ -1,0 +1,120 @@
+"""Measures our server beside its peers under several loads: one table for each.
+
+    python -m benchmark.serving.against_peers
+    python -m benchmark.serving.against_peers --engine "ours --pp 1" --engine "vllm --pp 1"
+    python -m benchmark.serving.against_peers --prefix-caches --loads offline
+
+Run by hand; half an hour for two engines, four loads and three rounds. Engines take turns, one at a
+time, each started afresh for a round, in which it gets all loads after one that is not counted.
+Prefix caches are off; with `--prefix-caches` they are on, each load comes twice, and the second
+time counts.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import product
+
+from benchmark.support.command import Command, Options, Report, names_of, progress, say
+from benchmark.support.engines import Engine, parse_engine, running
+from benchmark.support.loads import ClientLoad, Load, MixedLoad
+from benchmark.support.machine import usable_cores
+from benchmark.support.measured_runs import DEFAULT_PRESET, check_equal_work, make_model, measure
+from benchmark.support.paths import SCRATCH
+from benchmark.support.serving_report import Run, comparison_table, cost_table
+from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+
+LOADS: dict[str, Load | MixedLoad] = {
+    "offline": Load(),
+    "online": Load(requests_per_s=3.0),
+    "decode-heavy": Load(input_tokens=32, output_tokens=256),
+    "prefill-heavy": Load(num_requests=32, input_tokens=1024, output_tokens=8),
+    "long-prompts": MixedLoad(
+        groups=((1, 8000, 64), (1, 6000, 64), (1, 4000, 64), (24, 128, 64)), requests_per_s=2.0
+    ),
+    "mixed-contexts": MixedLoad(groups=((4, 3000, 96), (28, 64, 96))),
+}
+WARM_UP = Load(seed=7)
+ENGINES = ("ours --pp 2", "vllm --pp 2")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, rounds=3, port=31900)
+    command.add("--engine", action="append", help=f"one to measure (default: {ENGINES})")
+    command.add(
+        "--loads",
+        type=names_of(list(LOADS)),
+        default=list(LOADS),
+        help="some of them (default: all)",
+    )
+    command.add("--prefix-caches", action="store_true", help="on; a load's second run counts")
+    return command.run(_compare, argv)
+
+
+def _compare(options: Options) -> Report:
+    names: list[str] = options.loads
+    model = make_model(DEFAULT_PRESET)
+    engines = [
+        parse_engine(
+            text,
+            model,
+            options.port,
+            SCRATCH,
+            usable_cores(),
+            prefix_cache=options.prefix_caches,
+        )
+        for text in options.engine or ENGINES
+    ]
+    loads = [_ready(name, read_model_spec(str(model)).vocab_size) for name in names]
+    times_each = 2 if options.prefix_caches else 1
+    runs: dict[str, list[Run]] = {name: [] for name in names}
+    with progress(options.rounds * len(engines), "turns") as bar:
+        for round_number, engine in product(range(1, options.rounds + 1), engines):
+            with running(engine, SCRATCH / "against_peers.log"):
+                repeated = [load for load in loads for _ in range(times_each)]
+                measured = measure(engine, model, [WARM_UP, *repeated], round_number)
+            counted = measured[times_each::times_each]
+            for name, one in zip(names, counted, strict=True):
+                runs[name].append(one.run)
+                check_equal_work(runs[name])
+            say(f"{engine.label}, round {round_number}: {_throughputs(runs, names)}")
+            bar.update()
+    caches = "on, second run of each load" if options.prefix_caches else "off"
+    return Report(
+        name="against_peers",
+        texts=_tables(runs, engines),
+        facts={
+            "model": {DEFAULT_PRESET: f"prefix caches {caches}; medians (smallest to largest)"},
+            "loads": {name: str(LOADS[name]) for name in names},
+        },
+        record={"runs": {name: [asdict(run) for run in runs[name]] for name in names}},
+    )
+
+
+def _ready(name: str, vocab_size: int) -> ClientLoad:
+    load = LOADS[name]
+    if isinstance(load, MixedLoad):
+        return load.written(SCRATCH / f"{name}.jsonl", vocab_size)
+    return load
+
+
+def _throughputs(runs: dict[str, list[Run]], names: Sequence[str]) -> str:
+    """What the latest run of each load carried."""
+    return ", ".join(
+        f"{name} {runs[name][-1].metrics['total_throughput']:.0f} tok/s" for name in names
+    )
+
+
+def _tables(runs: dict[str, list[Run]], engines: Sequence[Engine]) -> list[str]:
+    """Markdown: two for each load, against the engine that was named last."""
+    against = engines[-1].label if len(engines) > 1 else None
+    tables = []
+    for name, of_load in runs.items():
+        parts = (f"**{name}**", comparison_table(of_load, against), cost_table(of_load))
+        tables.append("\n\n".join(filter(None, parts)))
+    return tables
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The loads that `sglang.bench_serving` can put on a server, as its own flags.
+
+Used by `bench_serving.py`, `calibrate.py` and `compare.py`. Clients ignore the end-of-sequence
+token, so the same load is the same work for every engine.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from benchmark.models.make_model import FIRST_FILLER
+from sgl_pipeline.simulator.traces import load_trace
+from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
+
+MIN_TOKENS = 2
+
+
+class ClientLoad(Protocol):
+    """What `bench_serving.measure` needs to know of a load."""
+
+    @property
+    def num_requests(self) -> int: ...
+    def client_flags(self) -> list[str]:
+        """The load as `sglang.bench_serving` writes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Prompts of random ids, lengths drawn from [ratio * n, n]."""
+
+    num_requests: int = 64
+    input_tokens: int = 256
+    output_tokens: int = 64
+    range_ratio: float = 0.25
+    seed: int = 1
+    requests_per_s: float = float("inf")
+
+    def client_flags(self) -> list[str]:
+        return _words(
+            {
+                "--dataset-name": "random-ids",
+                "--num-prompts": self.num_requests,
+                "--random-input-len": self.input_tokens,
+                "--random-output-len": self.output_tokens,
+                "--random-range-ratio": self.range_ratio,
+                "--seed": self.seed,
+                "--request-rate": self.requests_per_s,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenLoad:
+    """The requests of a file that `write_workload` made, shuffled by `seed`; Poisson arrivals.
+
+    `flush_cache` empties the server's prefix cache first: a repeated load is not answered from it.
+    """
+
+    path: Path
+    num_requests: int
+    requests_per_s: float
+    seed: int = 1
+    flush_cache: bool = False
+
+    def client_flags(self) -> list[str]:
+        flags = {
+            "--dataset-name": "custom",
+            "--dataset-path": self.path,
+            "--num-prompts": self.num_requests,
+            "--seed": self.seed,
+            "--request-rate": self.requests_per_s,
+        }
+        return [*_words(flags), *(["--flush-cache"] if self.flush_cache else [])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedLoad:
+    """Requests of several sizes, shuffled: `groups` are (how many, tokens in, tokens out)."""
+
+    groups: tuple[tuple[int, int, int], ...]
+    requests_per_s: float = float("inf")
+
+    def written(self, path: Path, vocab_size: int) -> WrittenLoad:
+        """The same as a file for the client."""
+        ids = TokenIds()
+        requests = [
+            SimulatedRequest(arrival_s=0.0, prompt=(ids.fresh(inputs),), output=ids.fresh(outputs))
+            for count, inputs, outputs in self.groups
+            for _ in range(count)
+        ]
+        write_workload(requests, path, vocab_size)
+        return WrittenLoad(
+            path=path, num_requests=len(requests), requests_per_s=self.requests_per_s
+        )
+
+
+def scaled_trace(
+    name: str, num_requests: int, scale: float, max_output_tokens: int
+) -> list[SimulatedRequest]:
+    """The first requests of a trace of the simulator, cut to what a CPU carries: all lengths times
+    `scale`, answers of at most `max_output_tokens`, and nothing below `MIN_TOKENS`."""
+    ids = TokenIds()
+    return [
+        SimulatedRequest(
+            arrival_s=0.0,
+            prompt=(ids.fresh(max(MIN_TOKENS, round(request.input_tokens * scale))),),
+            output=ids.fresh(
+                max(MIN_TOKENS, min(round(request.output_tokens * scale), max_output_tokens))
+            ),
+        )
+        for request in load_trace(name, num_requests)
+    ]
+
+
+def write_workload(requests: Sequence[SimulatedRequest], path: Path, vocab_size: int) -> None:
+    """Writes prompts and lengths for models of `make_model.py`, whose filler texts are an id each.
+
+    Equal ids of the simulator become equal ids of the model.
+
+    Raises ValueError for a request of fewer than `MIN_TOKENS` in or out, which the client drops.
+    """
+    lines = []
+    for request in requests:
+        if min(request.input_tokens, request.output_tokens) < MIN_TOKENS:
+            raise ValueError(f"the client wants {MIN_TOKENS} tokens at least in and out")
+        prompt = _text(request.prompt_ids(), vocab_size)
+        answer = _text(request.output.token_ids, vocab_size)
+        lines.append(json.dumps({"conversations": [{"value": prompt}, {"value": answer}]}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _text(token_ids: Sequence[int], vocab_size: int) -> str:
+    num_fillers = vocab_size - FIRST_FILLER
+    return "".join(f"<{FIRST_FILLER + token_id % num_fillers}>" for token_id in token_ids)
+
+
+def _words(flags: dict[str, object]) -> list[str]:
+    return [word for flag, value in flags.items() for word in (flag, str(value))]

@@ -1,0 +1,12 @@
+"""Folders of the work tree that benchmarks read and write."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmark" / "results"
+DEMO_MODEL = ROOT / "sgl_pipeline" / "demo_model"
+DOCS = ROOT / "docs"
+# Not kept: logs, traces and checkpoints that can be made again.
+BUILD = ROOT / "build"
+SCRATCH = BUILD / "bench"
+VLLM_DIRECTORY = BUILD / "peers" / "vllm"

@@ -1,0 +1,89 @@
+"""What the benchmark refuses, and what it writes down."""
+
+import dataclasses
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+from support.workloads import fixed_lengths
+
+from benchmark.serving.bench_serving import main, report_of
+from benchmark.support.command import Command
+from benchmark.support.engines import EngineFailure
+from benchmark.support.loads import Load
+from benchmark.support.measured_runs import check_equal_work, take_requests
+from benchmark.support.paths import RESULTS
+from benchmark.support.serving_report import METRICS, Run
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.simulator.experiment import Cluster, simulate
+from sgl_pipeline.simulator.workload import poisson_arrivals
+
+RUN = Run(
+    engine="ours --pp 2",
+    round=1,
+    input_tokens=100,
+    output_tokens=20,
+    duration_s=1.0,
+    metrics=dict.fromkeys(METRICS, 1.0),
+)
+
+
+def test_the_default_load_is_that_of_the_peers_table() -> None:
+    flags = " ".join(Load().client_flags())
+    assert flags == (
+        "--dataset-name random-ids --num-prompts 64 --random-input-len 256 "
+        "--random-output-len 64 --random-range-ratio 0.25 --seed 1 --request-rate inf"
+    )
+
+
+def test_runs_of_unequal_work_are_not_compared() -> None:
+    check_equal_work([RUN, dataclasses.replace(RUN, engine="vllm")])
+    with pytest.raises(EngineFailure, match="ours --pp 2: 100 in, 20 out; vllm: 90 in, 20 out"):
+        check_equal_work([RUN, dataclasses.replace(RUN, engine="vllm", input_tokens=90)])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--against", "vllm --pp 2"], "is none of the engines"),
+        (["--base-url", "http://127.0.0.1:1", "--engine", "ours"], "drop --engine"),
+        (["--engine", "tgi"], "must begin with one of"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused_before_a_server_starts(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model-path", str(tmp_path), *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_result_names_the_command_the_machine_and_every_run(tmp_path: Path) -> None:
+    report = report_of("sample", Load(), Path("0.27b"), [RUN])
+    command = Command("benchmark.serving.bench_serving", None, folder=tmp_path)
+    assert command.run(lambda options: report, []) == 0
+    (stem,) = (path.with_suffix("") for path in tmp_path.glob("*.json"))
+    record = json.loads(stem.with_suffix(".json").read_text())
+    assert record["command"].startswith("python -m benchmark.serving.bench_serving")
+    assert {"cores", "memory"} <= set(record["machine"])
+    assert "python" in record["software"]
+    assert record["load"]["requests_per_s"] == "inf"
+    assert [run["engine"] for run in record["runs"]] == ["ours --pp 2"]
+    text = stem.with_suffix(".md").read_text()
+    assert "| ours --pp 2 |" in text
+    assert "100 tokens in, 20 out a run" in text
+
+
+def test_the_steps_of_a_run_are_those_until_its_last_request_has_ended() -> None:
+    pipeline = Cluster(model="Qwen2.5-14B", device="a100-40g-pcie")
+    workload = poisson_arrivals(fixed_lengths(8, 64, 4), 0.5, Random(0))
+    simulation = simulate(pipeline, ThrottleArgs(), SchedulingArgs(), workload)
+    records = iter([step.record for step in simulation.steps])
+    first, second = take_requests(records, 5), take_requests(records, 3)
+    assert [len([one for r in part for one in r.ended]) for part in (first, second)] == [5, 3]
+    assert first[-1].ended and second[-1].ended
+    assert len(first) + len(second) == len(simulation.steps)
+
+
+def test_the_results_folder_is_beside_the_benchmark() -> None:
+    assert (RESULTS / "README.md").exists()

@@ -1,0 +1,64 @@
+"""Loads as the client reads them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.workloads import fixed_lengths
+from tokenizers import Tokenizer
+
+from benchmark.models.make_model import write_tokenizer
+from benchmark.support.loads import MIN_TOKENS, WrittenLoad, scaled_trace, write_workload
+from sgl_pipeline.simulator.traces import shared_prefixes
+from sgl_pipeline.simulator.workload import SimulatedRequest
+
+VOCAB_SIZE = 1000
+
+
+def read_back(requests: list[SimulatedRequest], tmp_path: Path) -> list[tuple[list[int], int]]:
+    """The ids of each prompt and the length of each answer, as the client tokenizes the file."""
+    write_tokenizer(VOCAB_SIZE, tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "workload.jsonl"
+    write_workload(requests, path, VOCAB_SIZE)
+    turns = [json.loads(line)["conversations"] for line in path.read_text().splitlines()]
+    return [
+        (tokenizer.encode(prompt["value"]).ids, len(tokenizer.encode(answer["value"]).ids))
+        for prompt, answer in turns
+    ]
+
+
+def test_a_written_workload_keeps_every_length(tmp_path: Path) -> None:
+    requests = scaled_trace("sharegpt", 30, scale=0.3, max_output_tokens=40)
+    read = read_back(requests, tmp_path)
+    assert [(len(ids), length) for ids, length in read] == [
+        (request.input_tokens, request.output_tokens) for request in requests
+    ]
+
+
+def test_a_written_workload_shares_what_its_requests_share(tmp_path: Path) -> None:
+    requests = shared_prefixes(fixed_lengths(4, 20, 5), hit_rate=0.6, group_size=2)
+    ids = [prompt for prompt, _ in read_back(requests, tmp_path)]
+    assert ids[0][:12] == ids[2][:12] != ids[1][:12] == ids[3][:12]
+    assert len({tuple(prompt[12:]) for prompt in ids}) == 4
+
+
+def test_a_request_that_the_client_would_drop_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        write_workload(fixed_lengths(1, MIN_TOKENS - 1, 5), tmp_path / "workload", VOCAB_SIZE)
+
+
+def test_a_scaled_trace_has_nothing_the_client_would_drop() -> None:
+    requests = scaled_trace("sharegpt", 500, scale=0.01, max_output_tokens=3)
+    assert min(request.input_tokens for request in requests) == MIN_TOKENS
+    assert {request.output_tokens for request in requests} == {2, 3}
+
+
+def test_the_cache_is_emptied_only_where_it_is_asked_for() -> None:
+    load = WrittenLoad(path=Path("w"), num_requests=3, requests_per_s=2.0, flush_cache=True)
+    assert " ".join(load.client_flags()) == (
+        "--dataset-name custom --dataset-path w --num-prompts 3 --seed 1 --request-rate 2.0 "
+        "--flush-cache"
+    )
+    plain = WrittenLoad(path=Path("w"), num_requests=3, requests_per_s=2.0)
+    assert "--flush-cache" not in plain.client_flags()
