@@ -280,12 +280,15 @@ class Head:
     def _name_missing(self) -> None:
         for rank in range(1, self._setup.cluster.num_hosts):
             if rank not in self._agents and rank not in self._has_come:
+                cluster = self._setup.cluster
                 logger.warning(
-                    "waiting for host %d: no agent has come; run the same command on it with "
-                    "--node-rank %d (--dist-init-addr %s must be reachable from there)",
+                    "waiting for host %d: no agent has come; %s (--dist-init-addr %s must be "
+                    "reachable from there)",
                     rank,
-                    rank,
-                    self._setup.cluster.head_address,
+                    "Ray has been asked for it"
+                    if cluster.use_ray
+                    else f"run the same command on it with --node-rank {rank}",
+                    cluster.head_address,
                 )
 
     def _tell_clock(self, rank: int, agent: _Agent) -> None:
