@@ -32,15 +32,14 @@ REQUIREMENTS := requirements/$(SET).txt $(if $(filter cpu,$(SET)),requirements/s
 # The stamp's name changes with the set and its pins, and with them the need to install.
 FINGERPRINT := $(shell cat $(REQUIREMENTS) | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/installed-$(SET)-$(FINGERPRINT)
-# What the tests of our calls of FlashInfer need where the set has not got it.
-CONTRACT_FINGERPRINT := $(shell cksum < requirements/contract.txt | cut -d' ' -f1)
 # What the tests of the live page drive the machine's Chromium with.
 BROWSER_FINGERPRINT := $(shell cksum < requirements/browser.txt | cut -d' ' -f1)
 BROWSER_STAMP := $(VENV)/browser-$(BROWSER_FINGERPRINT)
-# What the tests of --enable-trace give the servers that they start.
-TRACING_FINGERPRINT := $(shell cksum < requirements/tracing.txt | cut -d' ' -f1)
-TRACING_STAMP := $(VENV)/tracing/installed-$(TRACING_FINGERPRINT)
-CONTRACT_STAMP := $(if $(filter cpu,$(SET)),$(VENV)/contract/installed-$(CONTRACT_FINGERPRINT))
+# What tests get that servers shall not find unasked, in a folder each: OpenTelemetry, Ray, SGLang's
+# router, and FlashInfer where the set has not got it.
+TEST_FOLDERS := tracing ray router $(if $(filter cpu,$(SET)),contract)
+TEST_STAMPS := $(foreach name,$(TEST_FOLDERS),$(VENV)/$(name)/installed-$(shell \
+	cksum < requirements/$(name).txt | cut -d' ' -f1))
 
 # pip reports errors only: machines with a local index print a warning for every package it lacks.
 PIP_INSTALL := $(VENV_PYTHON) -m pip install -qq --no-input --disable-pip-version-check \
@@ -88,16 +87,10 @@ $(STAMP):
 	@touch $@
 	@echo 'Set-up done'
 
-$(VENV)/contract/installed-%: $(STAMP)
-	@echo 'Installing FlashInfer for its tests'
+$(TEST_STAMPS): $(STAMP)
+	@echo 'Installing requirements/$(notdir $(@D)).txt for its tests'
 	@rm -rf $(@D)
-	@$(PIP_INSTALL) --no-deps --target $(@D) -r requirements/contract.txt
-	@touch $@
-
-$(VENV)/tracing/installed-%: $(STAMP)
-	@echo 'Installing OpenTelemetry for its tests'
-	@rm -rf $(@D)
-	@$(PIP_INSTALL) --no-deps --target $(@D) -r requirements/tracing.txt
+	@$(PIP_INSTALL) --no-deps --target $(@D) -r requirements/$(notdir $(@D)).txt
 	@touch $@
 
 .PHONY: setup-browser
@@ -125,7 +118,7 @@ $(BROWSER_STAMP): $(STAMP)
 	@touch $@
 
 .PHONY: test
-test: $(STAMP) $(CONTRACT_STAMP) $(TRACING_STAMP) | check-sglang
+test: $(STAMP) $(TEST_STAMPS) | check-sglang
 	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m 'not gpu and not cuda_toolkit' $(PYTEST_ARGS)
 
 # They skip where there is no GPU; here its absence is a failure.

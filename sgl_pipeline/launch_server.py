@@ -216,6 +216,7 @@ def _serve(
         )
     own_stages = workers_of_host(num_stages, cluster.num_hosts, cluster.rank)
     stages.start(len(own_stages), pipeline_args.stages.cpu_threads)
+    head.wait_for_ray()
 
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
 
@@ -239,6 +240,7 @@ def _serve(
     def start_front(*arguments: Any, **more: Any) -> Any:
         """Upstream calls it when it has started its children."""
         serve_worker_requests(own_pipe_end, stages)
+        head.keep_ray()
         return init_tokenizer_manager(*arguments, TokenizerManagerClass=tokenizer_manager, **more)
 
     # Never look at all that again, and in the forks leave it on the pages that they share.

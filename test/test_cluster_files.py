@@ -36,9 +36,12 @@ def assert_starts(argv: Sequence[str], rank: int, head: str, key_file: str | Non
     assert (options.host, options.port) == ("0.0.0.0", 30000)
 
 
+def manifests(name: str) -> list[dict[str, Any]]:
+    return [*yaml.safe_load_all((FILES / f"{name}.yaml").read_text())]
+
+
 def manifest() -> tuple[dict[str, Any], dict[str, Any]]:
-    documents = yaml.safe_load_all((FILES / "leaderworkerset.yaml").read_text())
-    group, service = documents
+    group, service = manifests("leaderworkerset")
     return group, service
 
 
@@ -75,24 +78,45 @@ def test_a_pod_that_dies_does_not_take_its_group_along() -> None:
     )
 
 
-def test_the_manifest_is_as_the_published_schema_has_it() -> None:
-    """With `SGL_PIPELINE_LWS_CRD`, the CustomResourceDefinition of kubernetes-sigs/lws."""
-    path = os.environ.get("SGL_PIPELINE_LWS_CRD")
+@pytest.mark.parametrize(
+    ("name", "variable", "path_to_pod"),
+    [
+        (
+            "leaderworkerset",
+            "SGL_PIPELINE_LWS_CRD",
+            ("leaderWorkerTemplate", "workerTemplate", "spec"),
+        ),
+        (
+            "kuberay",
+            "SGL_PIPELINE_RAY_CRD",
+            ("workerGroupSpecs", 0, "template", "spec"),
+        ),
+    ],
+)
+def test_the_manifest_is_as_the_published_schema_has_it(
+    name: str, variable: str, path_to_pod: tuple[str | int, ...]
+) -> None:
+    """With an environment variable that names the CustomResourceDefinition of LeaderWorkerSet
+    (kubernetes-sigs/lws) or of RayCluster (ray-project/kuberay)."""
+    path = os.environ.get(variable)
     if path is None:
-        pytest.skip("SGL_PIPELINE_LWS_CRD names no CustomResourceDefinition of LeaderWorkerSet")
-    definition = yaml.safe_load(Path(path).read_text())
-    version = manifest()[0]["apiVersion"].partition("/")[2]
+        pytest.skip(f"{variable} names no CustomResourceDefinition")
+    definition = yaml.load(Path(path).read_text(), yaml.CSafeLoader)
+    resource = manifests(name)[0]
+    version = resource["apiVersion"].partition("/")[2]
     (found,) = [one for one in definition["spec"]["versions"] if one["name"] == version]
     schema = found["schema"]["openAPIV3Schema"]
     _forbid_unknown(schema)
     schema["properties"]["metadata"] = {"type": "object"}
     jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft7Validator(schema)
-    assert [error.message for error in validator.iter_errors(manifest()[0])] == []
-    broken = manifest()[0]
-    broken["spec"]["leaderWorkerTemplate"]["restartPolicy"] = "Never"
-    broken["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]["x"] = 1
-    assert len(list(validator.iter_errors(broken))) == 2
+    assert [error.message for error in validator.iter_errors(resource)] == []
+    pod: Any = resource["spec"]
+    for step in path_to_pod:
+        pod = pod[step]
+    pod["containers"][0]["x"] = 1
+    pod["containers"][0]["ports"] = "20000"
+    assert len(list(validator.iter_errors(resource))) == 2
 
 
 def _forbid_unknown(schema: Any) -> None:
@@ -107,6 +131,30 @@ def _forbid_unknown(schema: Any) -> None:
     if isinstance(schema, dict | list):
         for child in children:
             _forbid_unknown(child)
+
+
+def test_the_head_of_a_ray_cluster_has_ray_start_the_others_in_its_pods() -> None:
+    cluster, deployment, service = manifests("kuberay")
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    text = " ".join([*container["command"], *container["args"]])
+    flags = shlex.split(text.replace("$(POD_IP)", "203.0.113.7"))
+    assert_starts(flags, 0, "203.0.113.7:20000", key_file=None)
+    early = read_early_options(flags[flags.index(SERVER[1]) + 1 :])
+    assert early is not None and early.cluster.use_ray
+    variables = {one["name"]: one for one in container["env"]}
+    assert variables["POD_IP"]["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    # The service that KubeRay makes for the cluster's head has this name.
+    name, head = cluster["metadata"]["name"], cluster["spec"]["headGroupSpec"]
+    port = head["rayStartParams"]["ray-client-server-port"]
+    assert variables["RAY_ADDRESS"]["value"] == f"ray://{name}-head-svc:{port}"
+    assert service["spec"]["selector"] == pod["metadata"]["labels"]
+    # One agent in a pod, with a pod to spare; none beside Ray's own processes.
+    (group,) = cluster["spec"]["workerGroupSpecs"]
+    assert group["replicas"] == early.cluster.num_hosts
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    pins = (FILES.parents[1] / "requirements" / "ray.txt").read_text()
+    assert f"\nray=={cluster['spec']['rayVersion']}\n" in pins
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -108,7 +108,9 @@ def test_what_compiles_flashinfer_for_minutes_has_a_target_of_its_own() -> None:
     assert "-m benchmark.gpu.check_cuda" in commands_of("check-cuda")
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "dev", "contract", "check-cuda", "tracing"])
+@pytest.mark.parametrize(
+    "name", ["cpu", "cuda", "dev", "contract", "check-cuda", "tracing", "ray", "router"]
+)
 def test_every_requirement_is_pinned(name: str) -> None:
     lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
     requirements = [line for line in lines if line and not line.startswith("#")]
@@ -154,17 +156,25 @@ def test_tests_without_a_gpu_get_flashinfer_where_servers_do_not_find_it() -> No
     assert "contract" not in commands_of("serve", "VENV=build/none", "SET=cpu")
 
 
-def test_tests_get_opentelemetry_where_servers_do_not_find_it_unasked() -> None:
+@pytest.mark.parametrize("name", ["tracing", "ray", "router"])
+def test_tests_get_what_servers_do_not_find_unasked(name: str) -> None:
     commands = commands_of("test", "VENV=build/none")
-    assert "--target build/none/tracing -r requirements/tracing.txt" in commands
-    assert "tracing" not in commands_of("serve", "VENV=build/none")
+    assert f"--target build/none/{name} -r requirements/{name}.txt" in commands
+    assert f"{name}.txt" not in commands_of("serve", "VENV=build/none")
 
 
-def test_the_tracing_extra_fits_the_sets() -> None:
-    whole = pins_of("tracing")
+@pytest.mark.parametrize("extra", ["tracing", "ray"])
+def test_an_extra_fits_the_sets(extra: str) -> None:
+    whole = pins_of(extra)
     for name in ("cpu", "cuda"):
         pins = pins_of(name)
         assert {one: pins[one] for one in whole if one in pins} == {
             one: version for one, version in whole.items() if one in pins
         }
+
+
+def test_the_tracing_extra_is_of_the_release_of_the_sets() -> None:
+    whole = pins_of("tracing")
+    for name in ("cpu", "cuda"):
+        pins = pins_of(name)
         assert whole["opentelemetry-sdk"] == pins["opentelemetry-api"]

@@ -88,6 +88,11 @@ def agent_own_address(head_address: str) -> OwnAddress:
     return OwnAddress(own, _interface_of(own) or "unknown", f"the route to {head} begins there")
 
 
+def is_own_address(host: str) -> bool:
+    """Whether an IP address is one of this host's."""
+    return _interface_of(host) is not None
+
+
 def _resolve(address: str) -> str:
     try:
         name, port = split_address(address)

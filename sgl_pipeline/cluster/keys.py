@@ -11,6 +11,7 @@ import functools
 import hashlib
 import hmac
 import os
+import secrets
 import ssl
 from pathlib import Path
 
@@ -49,6 +50,13 @@ def read_secret(key_file: str | None) -> bytes:
             f"{MAKE_ONE}"
         )
     return secret
+
+
+def own_or_new_secret(key_file: str | None) -> bytes:
+    """The cluster's secret where one is given, else a new one, for a head that hands it on."""
+    if key_file or os.environ.get(KEY_VARIABLE, "").strip():
+        return read_secret(key_file)
+    return secrets.token_hex(32).encode()
 
 
 def write_identity(secret: bytes, directory: str) -> None:

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from sgl_pipeline.cluster.keys import KEY_VARIABLE, derive, read_secret, write_identity
+from sgl_pipeline.cluster.keys import (
+    KEY_VARIABLE,
+    derive,
+    own_or_new_secret,
+    read_secret,
+    write_identity,
+)
 from sgl_pipeline.errors import ConfigurationError
 
 SECRET = "0123456789abcdef" * 2
@@ -50,3 +56,17 @@ def test_without_a_key_the_error_says_how_to_make_one(
     monkeypatch.setenv(KEY_VARIABLE, "short")
     with pytest.raises(ConfigurationError, match="has 5 characters, at least 32"):
         read_secret(None)
+
+
+def test_a_head_that_hands_its_key_on_makes_one_where_none_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    made = {own_or_new_secret(None) for _ in range(2)}
+    assert [len(secret) for secret in made] == [64, 64]
+    file = tmp_path / "key"
+    file.write_text(SECRET)
+    assert own_or_new_secret(str(file)) == SECRET.encode()
+    monkeypatch.setenv(KEY_VARIABLE, "short")
+    with pytest.raises(ConfigurationError, match="has 5 characters"):
+        own_or_new_secret(None)

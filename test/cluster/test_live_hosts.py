@@ -24,6 +24,7 @@ from support.live_hosts import (
     tokens_of,
 )
 from support.live_server import START_TIMEOUT_S, live_server
+from support.ray_nodes import live_ray, placement_groups, why_no_ray
 from support.tiny_models import tiny_model
 
 from benchmark.hosts.namespaces import why_no_hosts
@@ -224,3 +225,32 @@ def test_four_hosts_one_lost_during_the_start_answer_as_one_over_slow_links_that
             host.cable()
         server.head.stop()
         assert [server.processes[rank].process.wait(30) for rank in (1, 2, 3)] == [0, 0, 0]
+
+
+@pytest.mark.skipif(bool(why_no_ray()), reason=why_no_ray())
+def test_ray_starts_the_other_host_and_a_third_one_when_its_node_dies(
+    expected: list[list[int]], tmp_path: Path
+) -> None:
+    with live_ray(tmp_path, *FLAGS) as (server, logs):
+        assert server.ask().result(120) == expected
+        address = server.facts()["hosts"][1]["address"]
+        (host,) = (
+            one for one in server.network.hosts if address == f"{one.address}:{CLUSTER_PORT}"
+        )
+        asked = server.ask()
+        server.until("facts['num_running_requests'] == 3")
+        host.power_off()
+        assert asked.result(120) == expected
+        server.until(f"facts['hosts'][1].get('address') not in (None, {address!r})")
+        server.head.until("host 1: its actor is lost")
+        assert server.ask().result(120) == expected
+        assert server.head.stop() == 0
+        key = server.key_file.read_bytes()
+        texts = [path.read_bytes() for path in logs.rglob("*.*") if path.is_file()]
+        assert any(b"the head has taken this host in" in text for text in texts)
+        assert not any(key in text for text in texts)
+        # What Ray was asked for, it has back.
+        head, *others = server.network.hosts
+        assert placement_groups(head) == ["REMOVED"]
+        (left,) = [one for one in others if one is not host]
+        assert f"{left.address}:{CLUSTER_PORT}" not in left.listeners()

@@ -95,12 +95,13 @@ class LiveHosts:
         command += ["--host", "0.0.0.0", "--port", str(HTTP_PORT), *self.flags]
         return [*command, *more]
 
-    def start(self, rank: int, *more: str, on: Host | None = None) -> HostProcess:
+    def start(
+        self, rank: int, *more: str, on: Host | None = None, env: dict[str, str] | None = None
+    ) -> HostProcess:
         """Starts one on its host, or `on` another, and returns at once."""
         host = on or self.network.hosts[rank]
-        return HostProcess(
-            host.start(*self.command(rank, *more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return HostProcess(host.start(*self.command(rank, *more), env=env, **pipes))
 
     def facts(self) -> dict[str, Any]:
         """The scheduler's part of /server_info."""
@@ -129,6 +130,14 @@ class LiveHosts:
         return result
 
 
+def new_key(directory: Path) -> Path:
+    """The file of a new cluster key."""
+    key_file = directory / "cluster.key"
+    key_file.touch(mode=0o600)
+    key_file.write_text(secrets.token_hex(32))
+    return key_file
+
+
 def tokens_of(url: str, prompt: str, num_tokens: int = NUM_TOKENS) -> list[int]:
     """What a server answers, greedily."""
     sampling = {"max_new_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
@@ -148,11 +157,10 @@ def live_hosts(
     **options: Any,
 ) -> Iterator[LiveHosts]:
     """A server over `count` hosts, ready; `options` are those of `hosts`."""
-    key_file = directory / "cluster.key"
-    key_file.touch(mode=0o600)
-    key_file.write_text(secrets.token_hex(32))
     with hosts(count + strangers, **options) as network:
-        live = LiveHosts(network, count, key_file, ("--cpu-threads-per-stage", "1", *flags))
+        live = LiveHosts(
+            network, count, new_key(directory), ("--cpu-threads-per-stage", "1", *flags)
+        )
         for rank in reversed(range(count)):  # the head comes last: agents wait for it
             live.processes[rank] = live.start(rank)
         while_starting(live)

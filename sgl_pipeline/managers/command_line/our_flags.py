@@ -314,6 +314,13 @@ OUR_FLAGS = (
         "With --nnodes, seconds after which a silent host counts as lost.",
         float,
     ),
+    Flag(
+        "--ray-wait-s",
+        ClusterArgs,
+        "ray_wait_s",
+        "With --use-ray, seconds that Ray may take at the start to place the other hosts.",
+        float,
+    ),
     Flag("--trace-path", PipelineArgs, "trace_path", "Writes one JSON line per step to this file."),
     Flag(
         "--trace-steps",

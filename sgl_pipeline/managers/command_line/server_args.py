@@ -278,6 +278,8 @@ def _cluster_args(options: argparse.Namespace) -> ClusterArgs:
         head_address=options.dist_init_addr,
         key_file=options.cluster_key_file,
         silence_s=options.host_silence_s,
+        use_ray=options.use_ray,
+        ray_wait_s=options.ray_wait_s,
     )
 
 

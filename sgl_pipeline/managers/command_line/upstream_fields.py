@@ -10,7 +10,8 @@ HONORED = frozenset(
     """
     model_path revision download_dir load_format dtype quantization kv_cache_dtype
     context_length device
-    random_seed pp_size nnodes node_rank dist_init_addr page_size chunked_prefill_size
+    random_seed pp_size nnodes node_rank dist_init_addr use_ray page_size
+    chunked_prefill_size
     max_total_tokens mem_fraction_static
     max_running_requests max_queued_requests disable_radix_cache stream_interval sleep_on_idle
     schedule_policy enable_dynamic_chunking
@@ -106,7 +107,6 @@ _REFUSED_TEXT = {
         msprobe_dump_config""",
     _DEVICE: "base_gpu_id gpu_id_step numa_node",
     "it belongs to another platform": "mlx_enable_sampling",
-    "stages are local processes": "use_ray",
     "the server's own exit path must run": "custom_sigquit_handler",
     "a dead stage ends the server; a watchdog for hangs is not built yet": "watchdog_timeout",
     _REMOTE_CODE: "trust_remote_code model_impl model_config_parser json_model_override_args",
@@ -164,6 +164,7 @@ UPSTREAM_VALUES = {
     "nnodes": 1,
     "node_rank": 0,
     "dist_init_addr": None,
+    "use_ray": False,
     "device": "cpu",
     "page_size": None,
     "chunked_prefill_size": None,

@@ -46,6 +46,8 @@ def read_early_options(argv: Sequence[str]) -> EarlyOptions | None:
         head_address=options.dist_init_addr,
         key_file=options.cluster_key_file,
         silence_s=options.host_silence_s,
+        use_ray=options.use_ray,
+        ray_wait_s=options.ray_wait_s,
     )
     return EarlyOptions(
         cluster,
@@ -65,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dist-init-addr", "--nccl-init-addr")
     parser.add_argument("--cluster-key-file")
     parser.add_argument("--host-silence-s", type=float, default=ClusterArgs().silence_s)
+    parser.add_argument("--use-ray", action="store_true")
+    parser.add_argument("--ray-wait-s", type=float, default=ClusterArgs().ray_wait_s)
     parser.add_argument("--model-path", "--model")
     parser.add_argument("--revision")
     parser.add_argument("--download-dir")

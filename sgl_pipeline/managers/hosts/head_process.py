@@ -268,10 +268,11 @@ class Head:
     def _name_missing(self) -> None:
         for rank in range(1, self._setup.cluster.num_hosts):
             if rank not in self._agents and rank not in self._has_come:
+                cluster = self._setup.cluster
                 logger.warning(
                     "waiting for host %d: no agent has come; %s",
                     rank,
-                    how_to_bring(rank, self._setup.cluster.head_address),
+                    how_to_bring(rank, cluster.head_address, by_ray=cluster.use_ray),
                 )
 
     def _tell_clock(self, rank: int, agent: _Agent) -> None:

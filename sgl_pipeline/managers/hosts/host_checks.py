@@ -47,9 +47,10 @@ def rank_fault(hello: HostHello, before: HostHello | None) -> str:
     return f"--node-rank {hello.rank} belongs to {before.title}; give each host a rank of its own"
 
 
-def how_to_bring(rank: int, head_address: str | None) -> str:
+def how_to_bring(rank: int, head_address: str | None, *, by_ray: bool = False) -> str:
     """What to do about a host that has not come."""
+    start = f"run the same command on it with --node-rank {rank}"
     return (
-        f"run the same command on it with --node-rank {rank} (--dist-init-addr {head_address} "
-        "must be reachable from there)"
+        f"{'Ray has been asked for it' if by_ray else start} (--dist-init-addr {head_address} must "
+        "be reachable from there)"
     )

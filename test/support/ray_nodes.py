@@ -1,0 +1,94 @@
+"""A Ray cluster on hosts of namespaces, and a server that has Ray start its other hosts.
+
+Ray is in a folder of its own (`make test` installs requirements/ray.txt there), or on the path.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from support.live_hosts import HostProcess, LiveHosts, new_key
+from support.live_server import START_TIMEOUT_S
+
+from benchmark.hosts.namespaces import Host, hosts
+
+RAY_PORT, CLIENT_PORT = 6379, 10001
+_SPEC = importlib.util.find_spec("ray")
+FOLDER = Path(_SPEC.origin).parents[1] if _SPEC and _SPEC.origin else Path(sys.prefix) / "ray"
+# A node that is switched off is noticed within seconds.
+_QUICK = {
+    "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_failure_threshold": "4",
+}
+
+
+def why_no_ray() -> str:
+    """What is missing; "" where Ray can be started."""
+    if (FOLDER / "ray").is_dir():
+        return ""
+    return f"Ray is not installed in {FOLDER}; `make test` does it"
+
+
+def _python_path() -> str:
+    return os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def start_node(host: Host, head: Host, num_cpus: int, environment: dict[str, str]) -> HostProcess:
+    """`ray start` on a host; `head` has what the cluster itself needs."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+    command += [f"--node-ip-address={host.address}", f"--num-cpus={num_cpus}"]
+    command += ["--object-store-memory=80000000", "--disable-usage-stats"]
+    # Hosts of namespaces share files: two nodes that start at once would choose the same names.
+    command += [f"--temp-dir={environment['RAY_TMPDIR']}/{host.name}"]
+    if host is head:
+        command += ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
+        command += [f"--ray-client-server-port={CLIENT_PORT}"]
+    else:
+        command += [f"--address={head.address}:{RAY_PORT}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return HostProcess(host.start(*command, env=environment, **pipes))
+
+
+def placement_groups(head: Host) -> list[str]:
+    """The state of each that Ray has ever made."""
+    code = (
+        "import json, ray\n"
+        f"ray.init(address='{head.address}:{RAY_PORT}', logging_level='ERROR')\n"
+        "groups = ray.util.placement_group_table().values()\n"
+        "print(json.dumps([group['state'] for group in groups]))\n"
+    )
+    text = head.run("env", f"PYTHONPATH={_python_path()}", sys.executable, "-c", code)
+    return list(json.loads(text.splitlines()[-1]))
+
+
+@contextmanager
+def live_ray(
+    directory: Path, *flags: str, num_nodes: int = 2, address: str = "{head}:6379"
+) -> Iterator[tuple[LiveHosts, Path]]:
+    """A server over two hosts, ready, and the directory of Ray's logs.
+
+    Its head is on the first host of the network, as is Ray's; one of the `num_nodes` others has the
+    agent. `address` is how the head finds Ray.
+    """
+    with (
+        hosts(1 + num_nodes) as network,
+        tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as logs,
+    ):
+        head, *others = network.hosts
+        # The paths of its sockets are long.
+        environment = os.environ | _QUICK | {"RAY_TMPDIR": logs, "PYTHONPATH": _python_path()}
+        nodes = [start_node(head, head, 0, environment)]
+        nodes[0].until("Ray runtime started", START_TIMEOUT_S)
+        nodes += [start_node(host, head, 1, environment) for host in others]
+        live = LiveHosts(network, 2, new_key(directory), ("--cpu-threads-per-stage", "1", *flags))
+        environment["RAY_ADDRESS"] = address.format(head=head.address)
+        live.processes[0] = live.start(0, "--use-ray", env=environment)
+        live.head.until("Ready:", START_TIMEOUT_S)
+        yield live, Path(logs)
