@@ -36,6 +36,7 @@ def room(rooms: str = "", libraries: str | None = "") -> Room:
     )
 
 
+GROUND_FOLDERS = {"args"}
 GROUND_FLOOR = room(libraries="msgspec")
 ROOMS = {
     "throttle": room(),
@@ -61,7 +62,7 @@ def room_of(path: Path) -> str:
     parts = path.relative_to(ROOT / PACKAGE).parts
     if "/".join(parts) in ENTRY_FILES:
         return "entry"
-    return parts[0] if len(parts) > 1 else ""
+    return parts[0] if len(parts) > 1 and parts[0] not in GROUND_FOLDERS else ""
 
 
 def imported_modules(path: Path) -> Iterator[str]:
@@ -82,7 +83,7 @@ def rooms_and_libraries(path: Path) -> tuple[set[str], set[str]]:
         if parts[0] != PACKAGE:
             libraries.add(parts[0])
         elif len(parts) > 1 and (ROOT / PACKAGE / parts[1]).is_dir():
-            rooms.add(parts[1])
+            rooms |= {parts[1]} - GROUND_FOLDERS
         elif len(parts) > 1 and f"{parts[1]}.py" in ENTRY_FILES:
             rooms.add("entry")
     return rooms, libraries - set(sys.stdlib_module_names)

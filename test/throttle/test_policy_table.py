@@ -1,4 +1,4 @@
-"""The names in `args.py` against the functions in `throttle/`."""
+"""The names in `args/throttle_args.py` against the functions in `throttle/`."""
 
 from sgl_pipeline.args import POLICIES
 from sgl_pipeline.throttle import POLICY_TABLE

@@ -1,6 +1,6 @@
 """The flags that sgl_pipeline adds to SGLang's: a table, and how argparse gets it.
 
-Used by `server_args.py`. Defaults are not written here but in `args.py`, next to what they mean.
+Used by `server_args.py`. Defaults are not written here but in `args/`, next to what they mean.
 """
 
 import argparse
@@ -365,5 +365,5 @@ def add_our_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def default_of(section: type, name: str) -> Any:
-    """The default of a field, written once: in `args.py`."""
+    """The default of a field, written once: in `args/`."""
     return next(field.default for field in dataclasses.fields(section) if field.name == name)

@@ -1,0 +1,81 @@
+"""All sections together, and what holds between them."""
+
+from dataclasses import dataclass, field
+
+from sgl_pipeline.args.checks import require, require_choice
+from sgl_pipeline.args.cluster_args import ClusterArgs, require_stage_on_each
+from sgl_pipeline.args.grammar_args import GrammarArgs
+from sgl_pipeline.args.migration_args import MigrationArgs
+from sgl_pipeline.args.recovery_args import DEFAULT_LOG_MIB, RecoveryArgs
+from sgl_pipeline.args.scheduling_args import SchedulingArgs
+from sgl_pipeline.args.stage_args import StageArgs
+from sgl_pipeline.args.throttle_args import DEFAULT_PREFILL_LIMITS, ThrottleArgs
+
+UI_MODES = ("on", "off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineArgs:
+    """All of it. `run_directory` (mode 0700) holds the sockets; `trace_path` gets StepRecords,
+    `trace_steps` the same as a Chrome trace.
+
+    `drain_timeout_s`: how long requests may go on after Ctrl-C or a SIGTERM, by default somewhat
+    less than the 30 s that Kubernetes gives a container. `ui`: whether the live page is served.
+    """
+
+    stages: StageArgs
+    scheduling: SchedulingArgs = field(default_factory=SchedulingArgs)
+    throttle: ThrottleArgs = field(default_factory=ThrottleArgs)
+    migration: MigrationArgs = field(default_factory=MigrationArgs)
+    recovery: RecoveryArgs = field(default_factory=RecoveryArgs)
+    grammars: GrammarArgs = field(default_factory=GrammarArgs)
+    cluster: ClusterArgs = field(default_factory=ClusterArgs)
+    run_directory: str = ""
+    trace_path: str | None = None
+    trace_steps: str | None = None
+    drain_timeout_s: float = 25.0
+    ui: str = "on"
+
+    @property
+    def most_prefill_tokens(self) -> int:
+        """Of a step, however it is asked for while the server runs: a GPU has room for the step
+        that it was started for, or for one of the usual size (`pp_runner/gpu_memory.py`)."""
+        usual = DEFAULT_PREFILL_LIMITS["throttle"] if self.stages.device == "cuda" else 65_536
+        return max(self.throttle.prefill_limit, usual)
+
+    @property
+    def log_mib(self) -> int:
+        """Memory of each boundary log; 0: there are none."""
+        recovery = self.recovery
+        if recovery.mode == "off" or self.stages.device != "cpu":
+            return 0
+        return DEFAULT_LOG_MIB if recovery.log_mib is None else recovery.log_mib
+
+    def __post_init__(self) -> None:
+        require(
+            self.stages.device == "cpu" or not self.recovery.log_mib,
+            f"--recovery-log-mib {self.recovery.log_mib} needs --device cpu, this is "
+            f"{self.stages.device}: rows that leave a GPU are not kept yet; set it to 0",
+        )
+        require_choice("--ui", self.ui, UI_MODES)
+        require(
+            0.0 <= self.drain_timeout_s < float("inf"),
+            f"--drain-timeout-s {self.drain_timeout_s} must be a number of seconds, 0 or more",
+        )
+        require(
+            self.recovery.min_stages <= self.stages.num_stages,
+            f"--min-stages {self.recovery.min_stages} is more than the {self.stages.num_stages} "
+            "stages of --pp",
+        )
+        require(
+            self.migration.mode == "off" or self.stages.num_stages > 1,
+            f"--migration {self.migration.mode} needs stages between which layers can move; start "
+            "with --pp 2 or more",
+        )
+        hosts = self.cluster.num_hosts
+        require_stage_on_each(self.stages.num_stages, hosts)
+        require(
+            hosts == 1 or self.stages.device == "cpu",
+            f"--nnodes {hosts} with --device {self.stages.device} is not built yet; use --device "
+            "cpu, or one host",
+        )

@@ -1,0 +1,102 @@
+"""How many tokens a microbatch carries, and what the policy that decides it is shown."""
+
+from dataclasses import dataclass
+
+from sgl_pipeline.args.checks import require, require_choice
+
+# Each policy, and the most prefill tokens that its authors give a step. `throttle/` has a function
+# for each.
+DEFAULT_PREFILL_LIMITS = {
+    "throttle": 2048,
+    "throttle-time": 2048,
+    "throttle-adaptive": 8192,
+    "no-wt": 2048,
+    "no-ut": 2048,
+    "no-threshold": 2048,
+    "sarathi": 2048,
+    "greedy-queue": 2048,
+}
+POLICIES = tuple(DEFAULT_PREFILL_LIMITS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThrottleArgs:
+    """How many tokens a microbatch carries (gLLM, SC'25, section 3 and its default values).
+
+    `max_prefill_tokens` is also the fixed budget of `sarathi` and `greedy-queue`, which decodes
+    share there. Read it as `prefill_limit`, which knows the policy's own default.
+    """
+
+    policy: str = "throttle"
+    prefill_spread_steps: int = 8  # gLLM #T
+    max_prefill_tokens: int | None = None  # gLLM #MaxP; None: as the authors of `policy`
+    min_prefill_tokens: int = 32  # gLLM #MinP
+    pause_free_share: float = 0.05  # gLLM KVthresh: no prefill while KV_free is below
+    # Chunks get shorter the later they lie in a prompt, so that all take as long as the first.
+    dynamic_chunking: bool = False
+    # Of `throttle-time`: mean milliseconds between a request's tokens, and to its first one.
+    target_tpot_ms: float | None = None
+    target_ttft_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("--policy", self.policy, POLICIES)
+        require(
+            self.prefill_spread_steps >= 1,
+            f"--prefill-spread-steps {self.prefill_spread_steps} must be at least 1",
+        )
+        require(
+            1 <= self.min_prefill_tokens <= self.prefill_limit,
+            f"--min-prefill-tokens {self.min_prefill_tokens} must be between 1 and "
+            f"--chunked-prefill-size {self.prefill_limit}",
+        )
+        require(
+            0.0 <= self.pause_free_share < 1.0,
+            f"--pause-free-share {self.pause_free_share} must be in [0, 1)",
+        )
+        for flag, target_ms in (
+            ("--target-tpot-ms", self.target_tpot_ms),
+            ("--target-ttft-ms", self.target_ttft_ms),
+        ):
+            require(
+                target_ms is None or 0.0 < target_ms < float("inf"),
+                f"{flag} {target_ms} must be a number of milliseconds above 0",
+            )
+            require(
+                target_ms is None or self.policy == "throttle-time",
+                f"{flag} needs --policy throttle-time, this is {self.policy}: only a policy that "
+                "budgets time can hold a time",
+            )
+
+    @property
+    def prefill_limit(self) -> int:
+        """The most prefill tokens of a step."""
+        if self.max_prefill_tokens is not None:
+            return self.max_prefill_tokens
+        return DEFAULT_PREFILL_LIMITS[self.policy]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accounting:
+    """What the counts that a policy sees take into account; pages are handed out alike under all.
+
+    `hits`: tokens that the prefix cache will serve are not waiting. `shared_once`: of those left,
+    what several requests wait for counts once, and not at all while one of them prefills it.
+    `evictable`: cached pages that nobody uses count as free.
+    """
+
+    hits: bool
+    shared_once: bool
+    evictable: bool
+
+    def __post_init__(self) -> None:
+        assert self.hits or not self.shared_once, "whole prompts cannot be counted once"
+
+
+ACCOUNTINGS = {
+    "radix": Accounting(hits=True, shared_once=True, evictable=True),
+    "radix-unshared": Accounting(hits=True, shared_once=False, evictable=True),
+    "radix-free-list": Accounting(hits=True, shared_once=True, evictable=False),
+    # gLLM's: a prompt waits whole until it is admitted.
+    "gllm": Accounting(hits=False, shared_once=False, evictable=True),
+    "naive": Accounting(hits=False, shared_once=False, evictable=False),
+}
