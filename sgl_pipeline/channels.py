@@ -108,7 +108,7 @@ class SchedulerChannel(_Channel):
     def receive(self) -> tuple[int, FromWorker] | None:
         """The next message that has already arrived and its worker's number, or None.
 
-        Raises WorkerFault for one that cannot be read. What comes from nobody's number is dropped.
+        Raises WorkerFault for one that cannot be read. A message from an unknown number is dropped.
         """
         received = self._receive_here()
         if received is not None or self._others is None:

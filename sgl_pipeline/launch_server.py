@@ -1,7 +1,7 @@
 """The entry: `python -m sgl_pipeline.launch_server --pp 4`.
 
 Starts the stage workers, then upstream's server with our scheduler process in the place of its own,
-and sees to it that all of it goes away again. Never imports sglang or torch at its top: they come
+and makes sure that all of it ends with it. Never imports sglang or torch at its top: they come
 after the workers have been started, and a spawned child runs this module again before it does
 anything else.
 """

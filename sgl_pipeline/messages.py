@@ -8,7 +8,7 @@ capacity of all stages; allocates, opens its links and says `StageReady`. Then c
 every layer move, and a `ProfileReply` for `StartProfile` and `StopProfile`, until `Shutdown` or a
 `WorkerFailed`. Where another stage is lost, a `Regroup` comes in between, which is answered with
 `Regrouped`; where more or fewer stages shall serve, another `StageAssignment`, with which the
-worker starts over but for the weights that it has. Frozen, tagged structs; never pickled.
+worker starts over and keeps only its weights. Frozen, tagged structs; never pickled.
 """
 
 from typing import Annotated
@@ -162,7 +162,7 @@ class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Regroup(msgspec.Struct, frozen=True, tag=True):
-    """A stage was lost: drop all steps and orders before this, which nobody waits for any more, and
+    """A stage was lost: drop all steps and orders before this, which are not awaited any more, and
     join the stages anew. Taken before orders that have arrived already.
 
     The stage keeps its weights, holds its layers of `plan`, and opens `links`, as in its
@@ -209,7 +209,7 @@ class ProfileReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
-    """A worker cannot go on. `is_configuration` marks what the user can mend with a flag."""
+    """A worker cannot go on. `is_configuration` marks what the user can fix with a flag."""
 
     worker: int
     message: str

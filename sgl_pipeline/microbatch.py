@@ -41,7 +41,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """Positions of `request` from `start`, in whole `pages` but for the last, whose keys and values
+    """Positions of `request` from `start`, in whole `pages` except the last, whose keys and values
     `stages`, which were lost, must compute again before the step that has this."""
 
     request: Request

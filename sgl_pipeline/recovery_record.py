@@ -23,7 +23,7 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
     running; of their tokens `num_tokens` must be prefilled again, by all stages, and
     `num_replay_tokens` be computed again by the lost stages alone. `num_stages` serve since, and
     `stages_before` did before: fewer where no worker came for one, more when one has come, where
-    nobody need have been lost.
+    no worker need have been lost.
     """
 
     began_s: float

@@ -3,7 +3,7 @@
 `StepPlanEncoder` (scheduler process) turns a `Microbatch` into a `StepPlan`: a request is described
 once, afterwards only its new tokens and pages travel. `RequestMirror` (stage process) applies the
 plans in order and gives back each chunk with all that its request has accumulated. Plans travel as
-orders of `stage_orders.py`, which sees to it that none is lost, repeated or altered.
+orders of `stage_orders.py`, which makes sure that none is lost, repeated or altered.
 """
 
 from array import array

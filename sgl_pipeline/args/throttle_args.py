@@ -81,7 +81,7 @@ class Accounting:
 
     `hits`: tokens that the prefix cache will serve are not waiting. `shared_once`: of those left,
     what several requests wait for counts once, and not at all while one of them prefills it.
-    `evictable`: cached pages that nobody uses count as free.
+    `evictable`: unlocked cached pages count as free.
     """
 
     hits: bool

@@ -2,8 +2,8 @@
 
 All hosts have the same secret, hence the same Ed25519 key and the same self-signed certificate,
 which is the only one that they trust: TLS 1.3 with certificates on both sides admits whoever has
-the secret, and nobody else. The process that reads the secret writes what its workers need into the
-private run directory; no secret is in a command line.
+the secret, and no other process. The process that reads the secret writes what its workers need
+into the private run directory; no secret is in a command line.
 """
 
 import datetime
@@ -18,7 +18,7 @@ from pathlib import Path
 from sgl_pipeline.errors import ConfigurationError
 
 KEY_VARIABLE = "SGL_PIPELINE_CLUSTER_KEY"
-# A shorter one could be guessed by somebody who has seen the certificate.
+# A shorter one could be guessed by anyone who has seen the certificate.
 FEWEST_CHARACTERS = 32
 MAKE_ONE = "make one with: python -c 'import secrets; print(secrets.token_hex(32))'"
 

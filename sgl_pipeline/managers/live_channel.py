@@ -2,7 +2,7 @@
 messages.
 
 `reports/live_report.py` sends, `entrance/live_hub.py` receives: one `ipc://` socket in the run
-directory, however many pages look. A socket that nobody subscribes to costs nothing, and one whose
+directory, however many pages look. A socket without subscribers costs nothing, and one whose
 subscriber is slow never waits. Request ids and counts only: never a token or a text.
 """
 
@@ -57,7 +57,7 @@ class CarriedChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LiveHello(msgspec.Struct, frozen=True, tag=True):
-    """The first message after somebody has begun to look: how the pipeline was started."""
+    """The first message to a new subscriber: how the pipeline was started."""
 
     facts: dict[str, Any]
 
@@ -122,7 +122,7 @@ class LiveSocket:
                 self._num_subscribers -= 1
 
     def send(self, message: LiveHello | LiveTick) -> bool:
-        """False where a subscriber has not taken what was sent before: then nobody gets it."""
+        """False where a subscriber has not taken what was sent before: then none gets it."""
         try:
             self._socket.send(_encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:

@@ -12,7 +12,7 @@ from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.stage_costs import StageCosts
 from sgl_pipeline.step_work import StepWork
 
-# Workers whose times differ by less are taken for equal: what is measured for a moment is noisy.
+# Workers whose times differ by less count as equal: short measurements are noisy.
 SPEED_TOLERANCE = 0.15
 
 
@@ -27,7 +27,7 @@ def agreed_costs(measured: Sequence[StageCosts], *, are_alike: bool) -> tuple[St
     """The workers' costs with less noise: their medians, times how slow a worker's layers are
     where that differs by more than `SPEED_TOLERANCE` from the median.
 
-    Workers that `are_alike` are taken for equally fast whatever was measured: on a machine with
+    Workers that `are_alike` count as equally fast whatever was measured: on a machine with
     other tenants one core is often half as fast as the next, and not for long.
     """
     typical = StageCosts(

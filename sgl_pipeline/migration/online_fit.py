@@ -19,7 +19,7 @@ _OUTLIER_SHARE = 0.5
 
 
 class OnlineFit:
-    """All layers are taken for equal: whole stages do not tell one from another."""
+    """All layers count as equal: times of whole stages do not separate them."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers

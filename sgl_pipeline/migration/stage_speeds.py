@@ -10,7 +10,7 @@ from statistics import median
 
 BLOCK_STEPS = 8
 NUM_BLOCKS = 9
-# Stages whose factors differ by less from their median are taken for equal.
+# Stages whose factors differ by less from their median count as equal.
 TOLERANCE = 0.05
 
 

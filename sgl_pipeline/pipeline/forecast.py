@@ -2,7 +2,7 @@
 
 Made by `PipelineCore.forecast` when an operator asks. The queue, the policy and the pages are those
 of the scheduler; who ends when is guessed from the lengths of answers that ended recently. Nobody
-who arrives later is in it, and nobody is retracted. It reads no clock and changes nothing.
+no later arrival is in it, and no request is retracted. It reads no clock and changes nothing.
 """
 
 from collections import deque

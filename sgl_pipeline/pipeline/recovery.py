@@ -157,7 +157,7 @@ class StageRecovery:
         return num_filled
 
     def _reassign(self, num_stages: int, now_s: float) -> list[Addressed]:
-        """Gives all layers to so many stages. Each starts over but for the weights that it has."""
+        """Gives all layers to so many stages. Each starts over and keeps only its weights."""
         assert self.current is not None
         old, first = self._core.plan, self._first_plan
         counts = even_layer_counts(first.num_layers, num_stages)

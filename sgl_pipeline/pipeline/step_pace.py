@@ -2,7 +2,7 @@
 
 Used by `forecast.py`. A straight line over the tokens of a step for the slowest stage and for the
 whole trip, then one factor so that the recorded steps, run again by these lines, take together as
-long as they did. Made when somebody asks; no step waits for it.
+long as they did. Computed on request; no step waits for it.
 """
 
 from collections.abc import Sequence

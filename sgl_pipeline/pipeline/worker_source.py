@@ -1,4 +1,4 @@
-"""Where workers come from, as the scheduler sees it: somebody who can be asked for one."""
+"""Where workers come from, as the scheduler sees it: a source that can be asked for one."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol

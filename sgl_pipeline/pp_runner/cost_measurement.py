@@ -48,7 +48,7 @@ _PATTERN_LENGTH = 1_000_003
 
 def measure_part_costs(assignment: StageAssignment, steps: Sequence[MadeUpStep]) -> PartCosts:
     """Milliseconds of each of `steps` in each part of the model of `assignment`, whose stage and
-    plan do not matter but for the device, and the parts' bytes.
+    plan do not matter except for the device, and the parts' bytes.
 
     Raises ConfigurationError as loading the stage would.
     """

@@ -112,7 +112,7 @@ class Admission:
         )
 
     def _admit_next(self) -> Request | None:
-        """Lets in the head of the queue if its whole prefill fits, else nobody.
+        """Lets in the head of the queue if its whole prefill fits, else no request.
 
         One page for each running request stays out of reach: without it, decodes that are about to
         need their next page would retract the newcomer at once.

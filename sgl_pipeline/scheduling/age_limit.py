@@ -1,4 +1,4 @@
-"""Which requests have been somewhere for too long: the oldest is looked at, and nobody else.
+"""Which requests have been somewhere for too long: only the oldest is looked at.
 
 Used by `StepScheduler` as `RequestAges`. It reads no clock and ends nothing itself.
 """

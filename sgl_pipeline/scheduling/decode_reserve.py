@@ -1,7 +1,7 @@
 """How many pages the running decodes are expected to need, learned from how often that was wrong.
 
 Used by `StepScheduler` for its load; the policy `throttle-adaptive` keeps that many pages from
-prefill. It changes with steps and retractions only, never with how often somebody asks, so that
+prefill. It changes with steps and retractions only, never with how often it is read, so that
 runtime and simulator agree.
 
 After gLLM's code of 2026 (`Scheduler._decode_reserve_pages`) and the tracker of SGLang that it
@@ -32,7 +32,7 @@ class DecodeReserve:
         return max(self.pipeline_depth, -(-tokens // (1000 * self._page_size)))
 
     def note_step(self, num_shortages: int) -> None:
-        """A step was decided; `num_shortages` counts the retractions for want of pages so far."""
+        """A step was decided; `num_shortages` counts the retractions so far for lack of pages."""
         if num_shortages > self._num_shortages:
             self.ratio = min(HIGHEST_RATIO, self.ratio + RISE_ON_SHORTAGE)
             self._num_shortages = num_shortages

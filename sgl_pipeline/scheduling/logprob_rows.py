@@ -1,6 +1,6 @@
 """The log-probabilities that a step yielded find their way to its requests.
 
-Called by `StepScheduler.on_result`; the rows themselves are bytes that nobody here reads.
+Called by `StepScheduler.on_result`; the rows themselves are bytes that are not read here.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """What becomes of requests and of the cache when pages are lost with a stage.
 
 Part of `StepScheduler`. What the stages that are replaced can compute again by themselves is owed
-(`recovery_log.py`); whatever else was lost is forgotten. Callers see to it that no request whose
+(`recovery_log.py`); whatever else was lost is forgotten. Callers make sure that no request whose
 pages are lost has a step in flight.
 """
 

@@ -20,7 +20,7 @@ from sgl_pipeline.throttle import Policy
 class Demand:
     """What one request needs. `prefill_tokens` are not scheduled yet, without those of the cache
     and without those that a request before it computes too. `new_pages` is what they take,
-    `held_pages` what comes back when the request ends, as far as nobody else uses it now."""
+    `held_pages` what comes back when the request ends, as far as no other request uses it now."""
 
     request: Request
     prefill_tokens: int

@@ -1,4 +1,4 @@
-"""The ids of the KV pages that nobody uses.
+"""The ids of the KV pages that are not in use.
 
 One pool for the whole pipeline: a page id means the same place on every stage. Used by
 `RequestPages`; it never knows who holds a page, only that each is given out once.
@@ -14,7 +14,7 @@ class PagePool:
         self.resize(num_pages)
 
     def resize(self, num_pages: int) -> None:
-        """Has so many pages from now on; nobody holds one."""
+        """Has so many pages from now on; all are free."""
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._is_free = bytearray(b"\x01") * num_pages

@@ -27,7 +27,7 @@ class Preemption:
         self._retracted: list[Request] = []
 
     def extend(self, request: Request, num_tokens: int) -> bool:
-        """Sees to pages for `num_tokens` tokens of `request`, at the cost of later requests.
+        """Allocates pages for `num_tokens` tokens of `request`, at the cost of later requests.
 
         False when even that was not enough: then it keeps what it has and waits for its turn.
         """

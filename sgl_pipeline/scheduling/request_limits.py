@@ -1,6 +1,6 @@
 """Which requests can be served at all.
 
-Asked by `StepScheduler.add` before anything else knows the request. It never refuses for want of
+Asked by `StepScheduler.add` before anything else knows the request. It never refuses for lack of
 room at the moment: what fits an empty server is accepted and waits.
 """
 

@@ -45,7 +45,7 @@ class RequestPages:
 
     @property
     def num_free(self) -> int:
-        """Held by nobody, the cache included."""
+        """Held by no request and not by the cache."""
         return self._pool.num_free
 
     @property
@@ -112,7 +112,7 @@ class RequestPages:
         return (len(request.pages) + self.num_available) * self._page_size
 
     def extend(self, request: Request, num_tokens: int) -> bool:
-        """Sees to pages for the request's first `num_tokens` tokens; False if too few are left."""
+        """Allocates pages for the first `num_tokens` tokens; False if too few are left."""
         if num_tokens <= len(request.pages) * self._page_size:
             return True
         count = self.pages_for(num_tokens) - len(request.pages)
@@ -125,7 +125,7 @@ class RequestPages:
     def commit(self, request: Request) -> None:
         """Makes the full pages matchable whose tokens every stage has computed.
 
-        Nothing happens where the cache has such pages from somebody else: to lock them beside the
+        Nothing happens where the cache has such pages from another request: to lock them beside the
         request's own would take twice the room that the request was admitted for.
         """
         holding = self._holdings[request]

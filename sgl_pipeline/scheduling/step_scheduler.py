@@ -428,7 +428,7 @@ class StepScheduler:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that nobody uses; those of `load().free_pages` beyond them hold the cache."""
+        """Pages that are not in use; those of `load().free_pages` beyond them hold the cache."""
         return self._pages.num_free
 
     def pages_in_use(self) -> list[int]:

@@ -1,6 +1,6 @@
 """Whether a request ends with the token that it just got.
 
-Called by `StepScheduler.on_result`. Never changes the request, but for its constraint, which takes
+Called by `StepScheduler.on_result`. Never changes the request, except its constraint, which takes
 the token.
 """
 

@@ -21,7 +21,7 @@ OUTLIER_SHARE = 0.3
 # A bend in the slope counts where this share of the steps is this many times as large.
 SHARE_BEYOND_KNOT = 0.05
 BEYOND_KNOT = 1.5
-# The percentile that stands for waiting for nobody: the least of all may be a slip of a clock.
+# The percentile that stands for a step that does not wait: the minimum may be a slip of a clock.
 FLOOR = 5
 
 
@@ -178,7 +178,7 @@ def _prepare_s(records: Sequence[StepRecord]) -> float:
 
 
 def _hop_s(records: Sequence[StepRecord], prepare_s: float) -> float:
-    """What a step that waits for nobody takes beyond the processes' work, for each hop: to the
+    """What a step that does not wait takes beyond the processes' work, for each hop: to the
     first stage, between two, and back. Only the first stage's preparation lies on its way."""
     outside_s = [
         record.finished_s

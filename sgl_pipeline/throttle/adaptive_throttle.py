@@ -12,10 +12,10 @@ from sgl_pipeline.throttle.token_throttle import spread_tokens
 
 
 def adaptive_throttle(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:
-    """As eq. 3 with the reserve for the threshold, but for what gLLM's code does differently.
+    """As eq. 3 with the reserve for the threshold, except where gLLM's code differs.
 
     #MinP raises the share of the waiting tokens and never what memory allows, and a single prompt
-    is not spread: alone it delays nobody.
+    is not spread: alone it delays no other request.
     """
     decodes = balanced_decodes(load)
     headroom_pages = load.free_pages - load.reserved_pages

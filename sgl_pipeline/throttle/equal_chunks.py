@@ -13,7 +13,7 @@ from sgl_pipeline.throttle.time_throttle import decode_work, with_fresh
 
 def equal_chunks(budget: TokenBudget, load: PipelineLoad, least_tokens: int) -> TokenBudget:
     """The same budget, but no step takes longer than with its tokens at the start of a prompt; as
-    it is where it limits time already, and while nobody knows what steps take."""
+    it is where it limits time already, and while the times of steps are unknown."""
     times = load.step_times
     if budget.time is not None or times is None or not budget.prefill_tokens:
         return budget

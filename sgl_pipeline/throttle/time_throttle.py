@@ -32,7 +32,7 @@ LEAST_ROUNDS = 1.5
 
 
 def time_throttle(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:
-    """As `token_throttle` while nobody knows what steps take; `TokenBudget.time` says which."""
+    """As `token_throttle` while the times of steps are unknown; `TokenBudget.time` says which."""
     times = load.step_times
     if times is None:
         return token_throttle(args, load)

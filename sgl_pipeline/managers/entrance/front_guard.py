@@ -133,7 +133,7 @@ class GuardedTokenizerManager(TokenizerManager):
             for message in obj.batch if isinstance(obj, _GENERATE_MANY) else (obj,):
                 if isinstance(message, TokenizedGenerateReqInput):
                     parent = _trace_parent(self.rid_to_state.get(message.rid))
-                    # In the place of a pickle, which nobody would open.
+                    # In the place of a pickle, which is never opened.
                     message.time_stats = None if parent is None else PickleWrapper(data=parent)
         super()._dispatch_to_scheduler(obj)
 

@@ -1,8 +1,8 @@
 """Hands what the scheduler process tells the live page to everybody who looks, event by event.
 
 Used by `live_routes.py`, in the HTTP server's event loop. However many look, the scheduler process
-is subscribed to once, and each message is put into words once; while nobody looks, not at all. A
-viewer who reads slowly loses events and is told how many; nobody waits for it.
+is subscribed to once, and each message is put into words once; without viewers, not at all. A
+viewer who reads slowly loses events and learns how many; nothing waits for it.
 """
 
 import asyncio

@@ -119,7 +119,7 @@ async def answer_malformed(request: Request, error: Exception) -> JSONResponse:
 
 
 async def answer_crash(request: Request, error: Exception) -> JSONResponse:
-    """For what nobody expected; and for a key that upstream's comparison trips over."""
+    """For an unexpected exception, and for a key that upstream's comparison trips over."""
     if "non-ASCII" in str(error):
         return JSONResponse({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
     return _refusal("internal error; see the server's log", HTTPStatus.INTERNAL_SERVER_ERROR)

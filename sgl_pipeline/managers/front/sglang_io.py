@@ -231,7 +231,7 @@ class SglangFront:
     ) -> None:
         request_id = message.rid
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= MAX_REQUEST_ID_LENGTH:
-            # Without a usable id there is nobody to answer, but for one that is too long.
+            # Without a usable id no answer is possible, except for an id that is too long.
             logger.error("a request with an unusable rid (%.40r) was dropped", request_id)
             if isinstance(request_id, str) and request_id:
                 text = f"rid: at most {MAX_REQUEST_ID_LENGTH} characters"

@@ -25,7 +25,7 @@ MAX_LOGIT_BIASES = 1024
 # Far beyond any logit, and sums of such numbers stay finite in fp32.
 MAX_LOGIT_BIAS = 1e30
 MAX_LOGPROB_TOKEN_IDS = 1024
-# Of a prompt: each number costs the front some microseconds in which it serves nobody else.
+# Of a prompt: each number costs the front some microseconds in which it serves no other request.
 MAX_PROMPT_LOGPROBS = 2**20
 _SEED_MASK = 2**63 - 1
 _MAX_INT32 = 2**31 - 1
@@ -88,7 +88,7 @@ class RequestIntake:
         self._draw_seed: Callable[[], int] = lambda: seeds.getrandbits(63)
 
     def build(self, message: GenerateMessage, now_s: float) -> Request:
-        """The request that `message`, a TokenizedGenerateReqInput, asks for, but for its grammar
+        """The request that `message`, a TokenizedGenerateReqInput, asks for, except its grammar
         (`grammars/spec.py`).
 
         Raises RequestError (400, or 503 for a priority) when it is malformed or asks for what is

@@ -2,7 +2,7 @@
 
 Started by `client.py` as `python -m`; it imports xgrammar once (seconds: torch comes
 along), has a single thread, and forks for every compile, so that one which takes too long, too much
-memory or crashes ends alone and costs the next one nothing. It never sees a request, and nobody's
+memory or crashes ends alone and costs the next one nothing. It never sees a request, and no user's
 step waits for it.
 """
 
@@ -129,8 +129,8 @@ class GrammarCompiler:
             how = f"signal {-status}" if status < 0 else f"exit code {status}"
             self._fail(
                 worker,
-                f"compiling the grammar crashed ({how}), perhaps for want of memory (the limit is "
-                f"{self._setup.max_memory_mib} MiB); simplify it or raise "
+                f"compiling the grammar crashed ({how}), perhaps because memory ran out (the limit "
+                f"is {self._setup.max_memory_mib} MiB); simplify it or raise "
                 "--grammar-compile-memory-mib",
             )
 

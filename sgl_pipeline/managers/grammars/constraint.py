@@ -17,7 +17,7 @@ from sgl_pipeline.requests import FinishReason, TokenConstraint
 
 logger = logging.getLogger(__name__)
 
-# What matching may cost beyond the limit per token, for a few dear ones among cheap ones.
+# What matching may cost beyond the limit per token, for a few expensive tokens among cheap ones.
 ALLOWANCE_S = 0.25
 
 

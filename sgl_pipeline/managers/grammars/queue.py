@@ -108,7 +108,7 @@ class GrammarQueue:
                 yield constrained.request, self._settled(constrained, outcome)
 
     def discard(self, request: Request) -> None:
-        """Forgets a request, if it waits here; a compile that nobody else waits for is ended."""
+        """Forgets a request, if it waits here; ends a compile that no other request waits for."""
         for job_id, compile in list(self._compiles.items()):
             compile.waiting.pop(request.request_id, None)
             if not compile.waiting:

@@ -52,7 +52,7 @@ _encode = msgspec.msgpack.Encoder().encode
 def run_agent(cluster: ClusterArgs, model_path: str, run_directory: str) -> int:
     """Serves the head until it says farewell. Returns the exit code, 0.
 
-    Raises ConfigurationError for what somebody has to change first, KeyboardInterrupt at the end
+    Raises ConfigurationError for what the user has to change first, KeyboardInterrupt at the end
     that a signal asks for.
     """
     logging.basicConfig(format=f"[host {cluster.rank}] %(message)s", level=logging.INFO)

@@ -27,7 +27,7 @@ class EarlyOptions:
 
 
 def read_early_options(argv: Sequence[str]) -> EarlyOptions | None:
-    """What `argv` says on the face of it; None where it says something that makes no sense, which
+    """A rough reading of `argv`; None where it makes no sense, which
     SGLang's parser will explain.
 
     Raises ConfigurationError for flags of the cluster that do not go together.

@@ -55,7 +55,7 @@ class MeasuringWorker:
     def measure(self, steps: Sequence[MadeUpStep]) -> PartCosts:
         """Times `steps`; none of them: only weighs the model's parts.
 
-        Raises ConfigurationError for what a flag can mend, StageFailure when the worker ends.
+        Raises ConfigurationError for what a flag can fix, StageFailure when the worker ends.
         """
         assert self._assignment is not None
         self._channel.send(0, MeasureCosts(self._assignment, tuple(steps)))

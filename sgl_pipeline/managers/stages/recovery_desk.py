@@ -24,7 +24,7 @@ class RecoveryDesk:
     """Stages of one server that are replaced when they are lost.
 
     Args:
-        watch: says which stages hang; None: nobody looks.
+        watch: says which stages hang; None: hangs go unnoticed.
         on_lost: called with a stage that was lost, for who waits for its word.
     """
 

@@ -50,7 +50,7 @@ class StageLauncher:
     Args:
         num_layers: of the model.
         pids: of the workers that have been started, by number.
-        source: who can be asked for more; None: nobody.
+        source: who can be asked for more; None: no source.
         predictor: of the parts' times on each worker, where that is known.
         others: workers of other hosts, where there are some.
     """
@@ -95,7 +95,7 @@ class StageLauncher:
         """Returns once a worker that is ready to take orders fills every stage. Where workers were
         lost with their host and have been replaced, the roster's incarnation is not the first.
 
-        Raises ConfigurationError for what a flag can mend, StageFailure for anything else.
+        Raises ConfigurationError for what a flag can fix, StageFailure for anything else.
         """
         try:
             capacity = self._await_capacity()
@@ -195,7 +195,7 @@ class StageLauncher:
     def ask_for_worker(self) -> int:
         """Asks the source for a worker; returns the number that it will greet with.
 
-        Raises StageFailure where nobody can be asked.
+        Raises StageFailure where there is no source.
         """
         worker = self._num_workers
         if self._source is None:
@@ -254,7 +254,7 @@ class StageLauncher:
         """The workers that have failed or ended since the last call, and what is known of the
         cause. They are ended for certain, and what they said is forgotten.
 
-        Raises ConfigurationError where the user can mend it, and PipelineLost where a stage cannot
+        Raises ConfigurationError where the user can fix it, and PipelineLost where a stage cannot
         take over what others have left.
         """
         self._take_started()

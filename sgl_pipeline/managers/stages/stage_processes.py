@@ -82,7 +82,7 @@ class StageProcesses:
             return self._processes[-1].pid
 
     def start_unchecked(self, argv: Sequence[str]) -> None:
-        """Starts the workers that `argv` asks for on the face of it; `start` puts right what that
+        """Starts the workers early from a rough reading of `argv`; `start` corrects what that
         got wrong, as it does with abbreviated flags and those of a `--config` file."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("--pp", "--pp-size", "--pipeline-parallel-size", type=int, default=1)

@@ -1,7 +1,7 @@
 """Compiles C++ sources once for this machine and keeps the library in the user's cache.
 
 Called by `library.py` when a stage starts; several stages may call at once. Must never hand out
-a library that somebody else could have written, or one built for another CPU or compiler.
+a library that another user could have written, or one built for another CPU or compiler.
 """
 
 import fcntl
@@ -86,7 +86,7 @@ def _compile(sources: Sequence[Path], compiler: Sequence[str], library: Path) ->
 
 
 def _make_private(directory: Path) -> None:
-    """Code is loaded from here: nobody but this user may own it or write to it."""
+    """Code is loaded from here: only this user may own it or write to it."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:

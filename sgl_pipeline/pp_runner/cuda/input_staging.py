@@ -2,7 +2,7 @@
 
 Used by `StageRunner` through `build_step_inputs`. Must never let a kernel read before the copy is
 done, nor a page-locked buffer be filled again while it is still being read: torch's allocator of
-page-locked memory sees to the latter, which makes it as many buffers as there are copies under way.
+page-locked memory does the latter: it makes as many buffers as there are copies under way.
 The packing is tested on CPU; the copy is untested on hardware.
 """
 

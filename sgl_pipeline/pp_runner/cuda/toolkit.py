@@ -150,7 +150,7 @@ def _compile_stub(library: Path) -> None:
 
 
 def _make_private(directory: Path) -> None:
-    """Compilers are run from here: nobody but this user may own it or write to it."""
+    """Compilers are run from here: only this user may own it or write to it."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:

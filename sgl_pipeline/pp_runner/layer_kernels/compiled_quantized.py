@@ -138,7 +138,7 @@ class CompiledExpandedLinear:
 
 
 def _tiles_at_once(group_tiles: int, is_last: bool) -> int:
-    """Tiles of a part of a group: parts are of one size, but for the last of the last group."""
+    """Tiles of a part of a group: parts are of one size, except the last of the last group."""
     if is_last:
         return min(group_tiles, _MOST_TILES)
     return max(tiles for tiles in range(1, _MOST_TILES + 1) if group_tiles % tiles == 0)

@@ -44,7 +44,7 @@ class ActivationLink(Protocol):
     def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
         """Waits for the [num_rows, hidden] tensor of `step_id` from the upstream stage.
 
-        It may be written to by nobody, and is valid until the next `receive`. A HostLink raises
+        It must not be written to, and is valid until the next `receive`. A HostLink raises
         ProtocolError when another step's rows arrive, or another number of them; a DistributedLink
         sends rows alone and trusts their order. Raises NeighborGone where that can be told.
         """

@@ -88,20 +88,20 @@ class RowLink:
         self._outbox = outbox
 
     def send(self, step_id: int, hidden: torch.Tensor) -> None:
-        assert self._outbox is not None, "the last stage has nobody to send to"
+        assert self._outbox is not None, "the last stage has no stage to send to"
         # A neighbor that has closed its end has taken the address away as well.
         with contextlib.suppress(ConnectionError, FileNotFoundError):
             self._outbox.send(step_id, hidden)
 
     def has_room(self) -> bool:
-        assert self._outbox is not None, "the last stage has nobody to send to"
+        assert self._outbox is not None, "the last stage has no stage to send to"
         with contextlib.suppress(OSError):
             return self._outbox.num_unread() < MAX_UNREAD
         return True  # what is sent to a neighbor that is gone is dropped
 
     def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
         """The rows are to be read only, and by nothing that is asked for after the next one."""
-        assert self._inbox is not None, "the first stage has nobody to receive from"
+        assert self._inbox is not None, "the first stage has no stage to receive from"
         received = self._inbox.take()
         if received is None:
             raise NeighborGone
@@ -114,7 +114,7 @@ class RowLink:
         return rows
 
     def has_rows(self) -> bool:
-        assert self._inbox is not None, "the first stage has nobody to receive from"
+        assert self._inbox is not None, "the first stage has no stage to receive from"
         return self._inbox.has_news()
 
     @property

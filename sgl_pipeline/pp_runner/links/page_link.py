@@ -1,7 +1,7 @@
 """The way of KV pages from any stage to any other, for layers that move.
 
 Opened by the stages of a move, for that move. Pages travel as the rows of activations do, through
-shared memory or to another host (`open_link.py`), but nobody waits for them: the source looks
+shared memory or to another host (`open_link.py`), but no stage waits for them: the source looks
 whether the target keeps up, the target whether there is anything. What a row holds is up to both
 ends (`layer_moves/page_rows.py`).
 """

@@ -25,7 +25,7 @@ _NEWS = struct.Struct("<qqq")  # tag, rows, bytes of a row; then the rows
 _FEWEST_ROWS = 64  # of a buffer; all hold a power of two, so that steps share them
 REDIAL_S = 0.05
 HANDSHAKE_TIMEOUT_S = 5.0
-# How long what was sent may take to leave the host when nobody sends any more.
+# How long what was sent may take to leave the host after the last send.
 LINGER_S = 5.0
 
 
@@ -156,7 +156,7 @@ class TcpOutbox:
                     raise ConnectionError
 
     def _connect(self) -> SecureStream | None:
-        """Dials until the other end listens; None when nobody wants that any more."""
+        """Dials until the other end listens; None when the link was closed meanwhile."""
         address, door = split_link(self._address)
         closed_s = None
         while True:
