@@ -35,11 +35,12 @@ STAMP := $(VENV)/installed-$(SET)-$(FINGERPRINT)
 # What the tests of the live page drive the machine's Chromium with.
 BROWSER_FINGERPRINT := $(shell cksum < requirements/browser.txt | cut -d' ' -f1)
 BROWSER_STAMP := $(VENV)/browser-$(BROWSER_FINGERPRINT)
-# What tests get that servers shall not find unasked, in a folder each: OpenTelemetry, Ray, SGLang's
-# router, and FlashInfer where the set has not got it.
-TEST_FOLDERS := tracing ray router $(if $(filter cpu,$(SET)),contract)
-TEST_STAMPS := $(foreach name,$(TEST_FOLDERS),$(VENV)/$(name)/installed-$(shell \
+# What tests get that servers shall not find unasked, in a folder each: OpenTelemetry, FlashInfer
+# where the set has not got it, Ray and SGLang's router.
+stamps = $(foreach name,$(1),$(VENV)/$(name)/installed-$(shell \
 	cksum < requirements/$(name).txt | cut -d' ' -f1))
+TEST_STAMPS := $(call stamps,tracing $(if $(filter cpu,$(SET)),contract))
+HOSTS_STAMPS := $(call stamps,ray router)
 
 # pip reports errors only: machines with a local index print a warning for every package it lacks.
 PIP_INSTALL := $(VENV_PYTHON) -m pip install -qq --no-input --disable-pip-version-check \
@@ -54,6 +55,7 @@ help:
 	@echo 'make test    set-up, then the tests              PYTEST_ARGS="-k scheduling"'
 	@echo 'make setup-browser  set-up, then Chromium (apt-get, as root) for the tests of the live page'
 	@echo 'make setup-hosts  iproute2 (apt-get, as root) for the tests on several hosts'
+	@echo 'make test-hosts  set-up, then the tests on several hosts, with Ray and a router; minutes'
 	@echo 'make test-gpu  set-up, then the tests that need an NVIDIA GPU; the first run compiles for minutes'
 	@echo 'make check-cuda  compile FlashInfer for a GPU without one, and test its planners; minutes'
 	@echo 'make serve   set-up, then the demo server        PORT=31000 ARGS="--pp 2 --policy sarathi"'
@@ -87,7 +89,7 @@ $(STAMP):
 	@touch $@
 	@echo 'Set-up done'
 
-$(TEST_STAMPS): $(STAMP)
+$(TEST_STAMPS) $(HOSTS_STAMPS): $(STAMP)
 	@echo 'Installing requirements/$(notdir $(@D)).txt for its tests'
 	@rm -rf $(@D)
 	@$(PIP_INSTALL) --no-deps --target $(@D) -r requirements/$(notdir $(@D)).txt
@@ -119,7 +121,13 @@ $(BROWSER_STAMP): $(STAMP)
 
 .PHONY: test
 test: $(STAMP) $(TEST_STAMPS) | check-sglang
-	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m 'not gpu and not cuda_toolkit' $(PYTEST_ARGS)
+	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m 'not gpu and not cuda_toolkit and not hosts' \
+		$(PYTEST_ARGS)
+
+# Each starts several servers, which have the machine to themselves.
+.PHONY: test-hosts
+test-hosts: $(STAMP) $(TEST_STAMPS) $(HOSTS_STAMPS) | check-sglang
+	$(VENV_PYTHON) -m pytest -m hosts test/cluster test/server/test_router.py $(PYTEST_ARGS)
 
 # They skip where there is no GPU; here its absence is a failure.
 .PHONY: test-gpu

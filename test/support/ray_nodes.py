@@ -1,6 +1,7 @@
 """A Ray cluster on hosts of namespaces, and a server that has Ray start its other hosts.
 
-Ray is in a folder of its own (`make test` installs requirements/ray.txt there), or on the path.
+Ray is in a folder of its own (`make test-hosts` installs requirements/ray.txt there), or on the
+path.
 """
 
 import importlib.util
@@ -33,7 +34,7 @@ def why_no_ray() -> str:
     """What is missing; "" where Ray can be started."""
     if (FOLDER / "ray").is_dir():
         return ""
-    return f"Ray is not installed in {FOLDER}; `make test` does it"
+    return f"Ray is not installed in {FOLDER}; `make test-hosts` does it"
 
 
 def _python_path() -> str:

@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import IO
 
+import setproctitle
+
 ROOT = Path(__file__).resolve().parents[2]
 _MOST_BYTES = 1 << 16
 
@@ -98,6 +100,7 @@ def _main(control: socket.socket) -> None:
     import sgl_pipeline.managers.entrance.front_guard
     import sgl_pipeline.managers.forked_children  # noqa: F401
 
+    setproctitle.getproctitle()  # finds the place of titles from the environment of the start
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     while True:
@@ -111,9 +114,10 @@ def _main(control: socket.socket) -> None:
                     ending.send(str(os.waitstatus_to_exitcode(status)).encode())
                 ending.close()
                 continue
-            request, (output, ending_fd), *_ = socket.recv_fds(control, _MOST_BYTES, 2)
+            request, descriptors, *_ = socket.recv_fds(control, _MOST_BYTES, 2)
             if not request:
                 return
+            output, ending_fd = descriptors
             ending = socket.socket(fileno=ending_fd)
             pid = os.fork()
             if pid == 0:
@@ -136,7 +140,8 @@ def _become_server(request: bytes, output: int, inherited: list[socket.socket]) 
     die_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     arguments, environment = json.loads(request)
-    os.environ.clear()
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
     os.environ.update(environment)
     sys.argv = [launch_server.__file__, *arguments]
     launch_server.run_and_exit(arguments)
