@@ -40,7 +40,7 @@ BROWSER_STAMP := $(VENV)/browser-$(BROWSER_FINGERPRINT)
 stamps = $(foreach name,$(1),$(VENV)/$(name)/installed-$(shell \
 	cksum < requirements/$(name).txt | cut -d' ' -f1))
 TEST_STAMPS := $(call stamps,tracing $(if $(filter cpu,$(SET)),contract))
-HOSTS_STAMPS := $(call stamps,ray router)
+ALONE_STAMPS := $(call stamps,ray router)
 
 # pip reports errors only: machines with a local index print a warning for every package it lacks.
 PIP_INSTALL := $(VENV_PYTHON) -m pip install -qq --no-input --disable-pip-version-check \
@@ -55,7 +55,7 @@ help:
 	@echo 'make test    set-up, then the tests              PYTEST_ARGS="-k scheduling"'
 	@echo 'make setup-browser  set-up, then Chromium (apt-get, as root) for the tests of the live page'
 	@echo 'make setup-hosts  iproute2 (apt-get, as root) for the tests on several hosts'
-	@echo 'make test-hosts  set-up, then the tests on several hosts, with Ray and a router; minutes'
+	@echo 'make test-alone  set-up, then what loses stages, servers and hosts, one test after the other'
 	@echo 'make test-gpu  set-up, then the tests that need an NVIDIA GPU; the first run compiles for minutes'
 	@echo 'make check-cuda  compile FlashInfer for a GPU without one, and test its planners; minutes'
 	@echo 'make serve   set-up, then the demo server        PORT=31000 ARGS="--pp 2 --policy sarathi"'
@@ -89,7 +89,7 @@ $(STAMP):
 	@touch $@
 	@echo 'Set-up done'
 
-$(TEST_STAMPS) $(HOSTS_STAMPS): $(STAMP)
+$(TEST_STAMPS) $(ALONE_STAMPS): $(STAMP)
 	@echo 'Installing requirements/$(notdir $(@D)).txt for its tests'
 	@rm -rf $(@D)
 	@$(PIP_INSTALL) --no-deps --target $(@D) -r requirements/$(notdir $(@D)).txt
@@ -121,13 +121,13 @@ $(BROWSER_STAMP): $(STAMP)
 
 .PHONY: test
 test: $(STAMP) $(TEST_STAMPS) | check-sglang
-	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m 'not gpu and not cuda_toolkit and not hosts' \
+	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m 'not gpu and not cuda_toolkit and not alone' \
 		$(PYTEST_ARGS)
 
-# Each starts several servers, which have the machine to themselves.
-.PHONY: test-hosts
-test-hosts: $(STAMP) $(TEST_STAMPS) $(HOSTS_STAMPS) | check-sglang
-	$(VENV_PYTHON) -m pytest -m hosts test/cluster test/server/test_router.py $(PYTEST_ARGS)
+# Servers and hosts that are killed, started by Ray, or behind a router.
+.PHONY: test-alone
+test-alone: $(STAMP) $(TEST_STAMPS) $(ALONE_STAMPS) | check-sglang
+	$(VENV_PYTHON) -m pytest -m alone test/cluster test/server $(PYTEST_ARGS)
 
 # They skip where there is no GPU; here its absence is a failure.
 .PHONY: test-gpu

@@ -104,7 +104,7 @@ def test_the_gpu_tests_have_a_target_that_fails_without_a_gpu() -> None:
 
 
 def test_what_compiles_flashinfer_for_minutes_has_a_target_of_its_own() -> None:
-    assert "-m 'not gpu and not cuda_toolkit and not hosts'" in commands_of("test")
+    assert "-m 'not gpu and not cuda_toolkit and not alone'" in commands_of("test")
     assert "-m benchmark.gpu.check_cuda" in commands_of("check-cuda")
 
 
@@ -157,7 +157,7 @@ def test_tests_without_a_gpu_get_flashinfer_where_servers_do_not_find_it() -> No
 
 
 @pytest.mark.parametrize(
-    ("target", "name"), [("test", "tracing"), ("test-hosts", "ray"), ("test-hosts", "router")]
+    ("target", "name"), [("test", "tracing"), ("test-alone", "ray"), ("test-alone", "router")]
 )
 def test_tests_get_what_servers_do_not_find_unasked(target: str, name: str) -> None:
     commands = commands_of(target, "VENV=build/none")

@@ -16,7 +16,7 @@ from benchmark.hosts.namespaces import Network, hosts, why_no_hosts
 from sgl_pipeline.managers.planning import cost_files
 
 pytestmark = [
-    pytest.mark.hosts,
+    pytest.mark.alone,
     pytest.mark.multiproc,
     pytest.mark.slow,
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()),

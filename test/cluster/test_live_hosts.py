@@ -30,7 +30,7 @@ from support.tiny_models import tiny_model
 from benchmark.hosts.namespaces import why_no_hosts
 
 pytestmark = [
-    pytest.mark.hosts,
+    pytest.mark.alone,
     pytest.mark.multiproc,
     pytest.mark.slow,
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()),

@@ -14,7 +14,7 @@ import pytest
 import requests
 from support.live_server import LAUNCHER, LiveServer, live_server, start_server, wait_until
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.alone, pytest.mark.multiproc]
 LONG = {
     "text": "<|user|>Hello",
     "sampling_params": {"max_new_tokens": 20_000, "ignore_eos": True, "temperature": 0},

@@ -16,7 +16,7 @@ import requests
 from support.live_server import LiveServer, live_server, wait_until
 from support.streams import FOR_MINUTES, PROMPTS, Stream, kill_stage, streams_of
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.alone, pytest.mark.multiproc]
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 

@@ -1,6 +1,6 @@
 """Two replicas behind SGLang's router, unmodified, with its cache-aware policy.
 
-The router is in a folder of its own (`make test-hosts` installs requirements/router.txt there), or
+The router is in a folder of its own (`make test-alone` installs requirements/router.txt there), or
 on the path. Answers do not depend on the replica that gives them.
 """
 
@@ -32,12 +32,12 @@ from support.ports import number_of, reserve_port
 _SPEC = importlib.util.find_spec("sglang_router")
 FOLDER = Path(_SPEC.origin).parents[1] if _SPEC and _SPEC.origin else Path(sys.prefix) / "router"
 pytestmark = [
-    pytest.mark.hosts,
+    pytest.mark.alone,
     pytest.mark.multiproc,
     pytest.mark.slow,
     pytest.mark.skipif(
         not (FOLDER / "sglang_router").is_dir(),
-        reason=f"SGLang's router is not installed in {FOLDER}; `make test-hosts` does it",
+        reason=f"SGLang's router is not installed in {FOLDER}; `make test-alone` does it",
     ),
 ]
 # Several pages each, with nothing in common.

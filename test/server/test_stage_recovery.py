@@ -26,7 +26,7 @@ from support.streams import (
 
 from benchmark.recovery.faulty_server import WISH_VARIABLE, ask_for
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.alone, pytest.mark.multiproc]
 
 
 @pytest.fixture

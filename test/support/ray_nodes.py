@@ -1,6 +1,6 @@
 """A Ray cluster on hosts of namespaces, and a server that has Ray start its other hosts.
 
-Ray is in a folder of its own (`make test-hosts` installs requirements/ray.txt there), or on the
+Ray is in a folder of its own (`make test-alone` installs requirements/ray.txt there), or on the
 path.
 """
 
@@ -34,7 +34,7 @@ def why_no_ray() -> str:
     """What is missing; "" where Ray can be started."""
     if (FOLDER / "ray").is_dir():
         return ""
-    return f"Ray is not installed in {FOLDER}; `make test-hosts` does it"
+    return f"Ray is not installed in {FOLDER}; `make test-alone` does it"
 
 
 def _python_path() -> str:
