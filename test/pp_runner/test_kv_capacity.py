@@ -70,7 +70,7 @@ def test_pages_are_those_of_the_most_layers_that_a_stage_may_hold():
 def test_memory_holds_as_many_more_tokens_as_their_codes_are_smaller(
     kv_cache_dtype: str, row_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_capacity, "_cpu_room_bytes", lambda: GIB)
+    monkeypatch.setattr(kv_capacity, "available_memory_bytes", lambda: GIB)
     most = msgspec.structs.replace(assignment(10**9), fewer_pages_do=True)
     plain = kv_page_capacity(most, SPEC, CPU, torch.float32)
     coded_assignment = msgspec.structs.replace(most, kv_cache_dtype=kv_cache_dtype)

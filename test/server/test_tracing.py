@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import requests
-from support.live_server import LiveServer, live_server, wait_until
+from support.live_server import LAUNCHER, LiveServer, live_server, wait_until
 from support.trace_collector import (
     ENVIRONMENT,
     FOLDER,
@@ -34,7 +34,7 @@ def traced(collecting: Collector) -> Iterator[LiveServer]:
     flags = ["--pp", "2", "--dtype", "float32", "--served-model-name", "tracer", "--ui", "off"]
     flags += ["--enable-trace", "--otlp-traces-endpoint", collecting.endpoint]
     with live_server(
-        *flags, "--otlp-service-name", "under test", environment=ENVIRONMENT
+        *flags, "--otlp-service-name", "under test", launcher=LAUNCHER, environment=ENVIRONMENT
     ) as server:
         yield server
 

@@ -93,7 +93,7 @@ def start_server(
     Args:
         port: that of a server that has ended.
         launcher: how Python is to start it afresh, such as `LAUNCHER`; None is seconds quicker.
-        environment: added to this process's.
+        environment: added to this process's; Python's own variables need a `launcher`.
     """
     port = port or reserve_port()
     arguments = ["--port", str(number_of(port)), *flags]
