@@ -22,6 +22,7 @@ from sgl_pipeline.managers.doctor.host_end import host_end
 from sgl_pipeline.managers.doctor.messages import HostFacts, Verdict
 from sgl_pipeline.managers.doctor.other_host import answer_doctor
 from sgl_pipeline.managers.doctor.report import as_facts, as_text
+from sgl_pipeline.managers.planning.stage_flags import add_stage_flags
 from sgl_pipeline.managers.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -71,9 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--model", "--model-path", help="to compare and to forecast: directory or fetched hub id"
     )
     parser.add_argument("--pp", type=int, help="stages to forecast; by default one a host")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", help="as of the server: w8a8_int8")
-    parser.add_argument("--cpu-threads-per-stage", type=int)
+    add_stage_flags(parser)
     parser.set_defaults(device="cpu")  # a server's stages run on no other over several hosts
     return parser
 

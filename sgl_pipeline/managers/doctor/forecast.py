@@ -21,6 +21,7 @@ from sgl_pipeline.managers.planning.cost_files import find_costs
 from sgl_pipeline.managers.planning.fit_command import stages_of
 from sgl_pipeline.managers.planning.hosts_report import HostPlanner, bound_by, describe_route
 from sgl_pipeline.managers.planning.plan_command import step_costs_here
+from sgl_pipeline.managers.planning.stage_flags import stage_words
 from sgl_pipeline.migration.cost_model import predicted_costs
 from sgl_pipeline.migration.host_order import Route
 from sgl_pipeline.migration.predictor import StepPredictor
@@ -173,11 +174,5 @@ def measured_network(hosts: Mapping[int, HostFacts], links: list[Link], stages: 
 
 
 def _how_to_fit(options: argparse.Namespace, here: int) -> str:
-    words = ["sgl-pipeline fit --model", options.model, "--pp", str(here)]
-    if options.dtype != "auto":
-        words += ["--dtype", options.dtype]
-    if options.quantization:
-        words += ["--quantization", options.quantization]
-    if options.cpu_threads_per_stage:
-        words += ["--cpu-threads-per-stage", str(options.cpu_threads_per_stage)]
+    words = ["sgl-pipeline fit --model", options.model, "--pp", str(here), *stage_words(options)]
     return " ".join(words)

@@ -12,11 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sgl_pipeline.args import KV_CACHE_DTYPES, StageArgs
+from sgl_pipeline.args import StageArgs
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.command_line.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.planning.cost_files import machine_name, model_name, save_costs
 from sgl_pipeline.managers.planning.measuring import MeasuringWorker, measuring_worker
+from sgl_pipeline.managers.planning.stage_flags import add_stage_flags
 from sgl_pipeline.managers.stages.stage_processes import stage_threads
 from sgl_pipeline.migration.step_fit import errors_on, fit_parts
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
@@ -156,11 +157,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sgl_pipeline.migration.fit")
     parser.add_argument("--model", "--model-path", required=True, help="directory or hub id")
     parser.add_argument("--pp", type=int, default=2, help="stages that share this machine")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", help="as of the server: w8a8_int8")
-    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
+    add_stage_flags(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--cpu-threads-per-stage", type=int)
     parser.add_argument("--steps", type=int, default=240, help="made-up steps to time")
     parser.add_argument("--rounds", type=int, default=2, help="the least of as many times counts")
     parser.add_argument("--seed", type=int, default=0)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from sgl_pipeline.args import KV_CACHE_DTYPES, SchedulingArgs, StageArgs
+from sgl_pipeline.args import SchedulingArgs, StageArgs
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.host_network import HostNetwork, read_host_network
 from sgl_pipeline.layer_partition import even_layer_counts, parse_layer_partition
@@ -27,6 +27,7 @@ from sgl_pipeline.managers.planning.hosts_report import (
 )
 from sgl_pipeline.managers.planning.measuring import measuring_worker
 from sgl_pipeline.managers.planning.split_report import SplitForecast, SplitPlanner
+from sgl_pipeline.managers.planning.stage_flags import add_stage_flags
 from sgl_pipeline.managers.stages.stage_processes import stage_threads
 from sgl_pipeline.migration.cost_model import predicted_costs
 from sgl_pipeline.migration.predictor import StepPredictor
@@ -210,12 +211,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--extra-steps-in-flight", type=int, default=0, help="of the server, with --hosts"
     )
     parser.add_argument("--layer-counts", help="a split to show, such as 5,4,4,3")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", help="as of the server: w8a8_int8")
-    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
+    add_stage_flags(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="to measure on")
     parser.add_argument("--costs", type=Path, help="file of sgl_pipeline.migration.fit")
-    parser.add_argument("--cpu-threads-per-stage", type=int)
     parser.add_argument(
         "--max-total-tokens", type=int, default=SchedulingArgs().page_size, help="KV, at least"
     )

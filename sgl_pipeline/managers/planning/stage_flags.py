@@ -1,0 +1,27 @@
+"""The server's flags that costs hold for, as `fit`, `plan` and `doctor` take them."""
+
+import argparse
+
+from sgl_pipeline.args import KV_CACHE_DTYPES
+
+
+def add_stage_flags(parser: argparse.ArgumentParser) -> None:
+    """What `fit_command.stages_of` reads, except model, device and depth."""
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", help="as of the server: w8a8_int8")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
+    parser.add_argument("--cpu-threads-per-stage", type=int)
+
+
+def stage_words(options: argparse.Namespace) -> list[str]:
+    """The flags of `options` that are not left at their default, for a command line."""
+    words = []
+    if options.dtype != "auto":
+        words += ["--dtype", options.dtype]
+    if options.quantization:
+        words += ["--quantization", options.quantization]
+    if options.kv_cache_dtype != "auto":
+        words += ["--kv-cache-dtype", options.kv_cache_dtype]
+    if options.cpu_threads_per_stage:
+        words += ["--cpu-threads-per-stage", str(options.cpu_threads_per_stage)]
+    return words
