@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.assignments import tiny_assignment
 from support.late_tail import LateTail
 from support.local_pipeline import QueueLink, open_stage
 from support.tiny_models import tiny_model
@@ -20,7 +21,6 @@ from sgl_pipeline.messages import (
     Regroup,
     Regrouped,
     Shutdown,
-    StageAssignment,
     StageReport,
     StartProfile,
     StillLoading,
@@ -127,22 +127,7 @@ def test_a_worker_says_while_it_loads_that_it_gets_on(
 ) -> None:
     monkeypatch.setattr(stage_worker, "PROGRESS_INTERVAL_S", interval_s)
     monkeypatch.setattr(stage_worker, "pin_threads", lambda threads, cores: None)
-    assignment = StageAssignment(
-        stage=0,
-        plan=StagePlan(0, (6,)),
-        model_path=str(tiny_model("llama")),
-        load_format="safetensors",
-        dtype="float32",
-        device="cpu",
-        attention_backend="torch",
-        layer_kernels="torch",
-        page_size=4,
-        max_total_tokens=64,
-        memory_fraction=0.5,
-        links=(),
-        cpu_threads=1,
-        cpu_cores=(),
-    )
+    assignment = tiny_assignment(0, 6)
     log: list[str] = []
     channel = ScriptedChannel(log, [assignment, PoolSize(16), Shutdown()])
     StageWorker(channel, 7, WorkerSite("run")).run()  # type: ignore[arg-type]
