@@ -26,7 +26,7 @@ from benchmark.recovery.kill_stages import (
     DEMO_MODEL,
     WARM_UP_S,
     facts_of,
-    greedy_answer,
+    greedy_answers,
     leftovers_of,
     open_descriptors,
     share,
@@ -119,7 +119,7 @@ def _measure(options: Options) -> tuple[list[Hurt], list[str]]:
     with running(engine, SCRATCH / "hurt_stages.log") as server:
         assert server is not None
         url = engine.base_url
-        expected = {prompt: greedy_answer(url, prompt) for prompt in make_prompts(rng, 24, 300)}
+        expected = greedy_answers(url, make_prompts(rng, 24, 300))
         before = open_descriptors(server)
         clients = KillClients(url, expected, options.clients, 0, options.seed)
         clients.start()
@@ -214,8 +214,8 @@ def hurt_table(hurts: Sequence[Hurt]) -> str:
                 kind,
                 str(len(of_kind)),
                 str(len(recoveries)),
-                f"{share(recoveries, 50):.2f}",
-                f"{max(recoveries, default=float('nan')):.2f}",
+                f"{share(recoveries, 50):.2f}" if recoveries else "none replaced",
+                f"{max(recoveries):.2f}" if recoveries else "",
                 f"{share(gaps, 50):.2f}",
                 f"{max(gaps):.2f}",
                 f"{example} ({outcomes.count(example)} of {len(of_kind)})",

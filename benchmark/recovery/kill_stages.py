@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ WARM_UP_S = 3.0
 # The plot's reach around a kill, and the width of its bins.
 BEFORE_S, AFTER_S, BIN_S = 2.0, 6.0, 0.1
 _TIMEOUT_S = 120.0
+_ASKED_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +130,7 @@ def _measure(options: Options, spares: int) -> Round:
         assert server is not None
         url = engine.base_url
         prompts = make_prompts(rng, 24, 300)
-        expected = {prompt: greedy_answer(url, prompt) for prompt in prompts}
+        expected = greedy_answers(url, prompts)
         before = open_descriptors(server)
         clients = KillClients(url, expected, options.clients, options.leavers, options.seed)
         clients.start()
@@ -149,7 +151,20 @@ def _measure(options: Options, spares: int) -> Round:
         )
 
 
-def greedy_answer(url: str, prompt: Prompt) -> list[int]:
+def greedy_answers(url: str, prompts: Sequence[Prompt]) -> dict[Prompt, list[int]]:
+    """The tokens of each prompt's answer, asked for a few at a time.
+
+    Raises SglPipelineError when one is refused.
+    """
+    with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool, progress(len(prompts), "answers") as bar:
+        answers = {}
+        for prompt, answer in zip(prompts, pool.map(partial(_answer, url), prompts), strict=True):
+            answers[prompt] = answer
+            bar.update()
+    return answers
+
+
+def _answer(url: str, prompt: Prompt) -> list[int]:
     reply = requests.post(url + "/generate", json=body_of(prompt), timeout=_TIMEOUT_S)
     if reply.status_code != 200:
         raise SglPipelineError(f"an answer without faults has status {reply.status_code}")

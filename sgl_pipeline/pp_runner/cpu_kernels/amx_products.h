@@ -18,7 +18,7 @@ namespace {
 // Owns its thread's tile registers from the first set_rows or set_lanes on.
 class AmxProducts {
  public:
-  static constexpr bool kReadsPages = true;
+  static constexpr bool kReadsTiles = true;  // `score_keys` and `weigh_values`
 
   ~AmxProducts() {
     if (configured_.palette != 0) _tile_release();

@@ -196,7 +196,10 @@ inline Rows<T> rows_of(const void* pages, const Step& step, int head_in_item,
     return decoded.decode(step, static_cast<const int8_t*>(pages) + offset, tile, next);
   const int64_t spacing = step.page_size % 16 == 0 ? step.num_kv_heads * step.head_dim : 0;
   const T* first = static_cast<const T*>(pages) + offset;
-  return {first, tile.offsets, next.offsets, step.head_dim, spacing};
+  const Rows<T> rows{first, tile.offsets, next.offsets, step.head_dim, spacing};
+  // The last tile of a request has few keys, and the first one of the next has many.
+  for (int key = tile.num_keys; key < next.num_keys; ++key) rows.prefetch_next(key);
+  return rows;
 }
 
 // outputs [size], in vectors, divided by `weight`.

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "row_products.h"
 #include "tile_softmax.h"
 
 #if defined(SGLP_HAS_DOT_PRODUCTS)
@@ -20,7 +21,7 @@
 
 namespace {
 
-constexpr int kFewLanes = 4;  // up to which AMX reads a head's keys and values in their pages
+constexpr int kFewLanes = 4;  // up to which a head's keys and values are read in their pages
 
 // Places for a permutation of two vectors: `start` of the first, of the second, `start` + 1, ...
 inline __m512i alternating_floats(int start) {
@@ -71,7 +72,7 @@ class TileAttention {
   }
 
  private:
-  static bool reads_pages(int lanes) { return Products::kReadsPages && lanes <= kFewLanes; }
+  static bool reads_pages(int lanes) { return lanes <= kFewLanes; }
 
   void start(const WorkItem& item, Scratch& scratch) const {
     const int lanes = item.lanes_of_head(step_), padded = scratch.padded(lanes);
@@ -89,14 +90,13 @@ class TileAttention {
     std::fill_n(scratch.outputs.begin(), all_lanes * scratch.output_vectors(), Vec{});
     std::fill_n(scratch.sums.begin(), all_lanes, Vec{});
     std::fill_n(scratch.maxima.begin(), all_lanes, kHidden);
-    if constexpr (Products::kReadsPages)
-      if (reads_pages(lanes)) return prepare_reading_pages(item, scratch);
+    if constexpr (Products::kReadsTiles)
+      if (reads_pages(lanes)) return prepare_reading_tiles(item, scratch);
     scratch.multiply.set_rows(std::min(padded, kTileRows));
   }
 
   void attend_head(const HeadTile& tile, Scratch& scratch) const {
-    if constexpr (Products::kReadsPages)
-      if (reads_pages(tile.lanes)) return attend_in_pages(tile, scratch);
+    if (reads_pages(tile.lanes)) return attend_in_pages(tile, scratch);
     pack_keys(scratch, tile.keys, tile.num_keys);
     pack_values(scratch, tile.values, tile.num_keys);
     attend_packed(tile, scratch);
@@ -137,7 +137,7 @@ class TileAttention {
   }
 
   // Each head's queries [lanes, pairs] become [pairs, lanes].
-  void prepare_reading_pages(const WorkItem& item, Scratch& scratch) const {
+  void prepare_reading_tiles(const WorkItem& item, Scratch& scratch) const {
     const int lanes = item.lanes_of_head(step_), pairs = scratch.depth_lines * 16;
     scratch.multiply.set_lanes(lanes);
     for (int head = 0; head < item.num_heads; ++head) {
@@ -153,6 +153,29 @@ class TileAttention {
   // What packing and attend_packed do, bit for bit, for few lanes and without packing: a decode
   // reads each key once, and has to keep up with memory.
   void attend_in_pages(const HeadTile& tile, Scratch& scratch) const {
+    if constexpr (Products::kReadsTiles) {
+      attend_in_tiles(tile, scratch);
+    } else {
+      static_assert(kFewLanes == 4);
+      if (tile.lanes == 1) attend_in_rows<1>(tile, scratch);
+      if (tile.lanes == 2) attend_in_rows<2>(tile, scratch);
+      if (tile.lanes == 3) attend_in_rows<3>(tile, scratch);
+      if (tile.lanes == 4) attend_in_rows<4>(tile, scratch);
+    }
+  }
+
+  template <int kLanes>
+  void attend_in_rows(const HeadTile& tile, Scratch& scratch) const {
+    score_rows<kLanes>(tile.keys, tile.num_keys,
+                       &scratch.queries[tile.head_lane * scratch.depth_lines], scratch.depth_lines,
+                       scratch.scores[0]);
+    weigh(scratch, tile.head_lane, 0, kLanes, tile.start, scale_, scratch.scores[0]);
+    add_rows<kLanes>(tile.values, tile.num_keys, scratch.weights,
+                     &scratch.outputs[tile.head_lane * scratch.output_vectors()],
+                     scratch.output_vectors());
+  }
+
+  void attend_in_tiles(const HeadTile& tile, Scratch& scratch) const {
     const int lanes = tile.lanes;
     const uint32_t* queries = scratch.queries[tile.head_lane * scratch.depth_lines].pairs;
     float scores[kTileKeys * kFewLanes] = {};

@@ -60,7 +60,7 @@ struct RowTile {
 // Products by AVX-512 BF16.
 class DotProducts {
  public:
-  static constexpr bool kReadsPages = false;
+  static constexpr bool kReadsTiles = false;
 
   void set_rows(int rows) { rows_ = rows; }
 

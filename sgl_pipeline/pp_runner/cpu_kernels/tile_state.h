@@ -96,30 +96,38 @@ inline __m512i alternating_words(int start, int distance) {
   return bit_cast<__m512i>(places);
 }
 
+// Sixteen keys' pairs from `line` on, pair by pair: pairs[p] holds pair p of each key. Of keys that
+// are not there it is any number.
+inline void load_pairs(Rows<BFloat16> keys, int first_key, int line, int depth_lines,
+                       Vec (&pairs)[16]) {
+  for (int i = line; i < 16; i += depth_lines) keys.prefetch_next(first_key + i);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i)
+    pairs[i] = bit_cast<Vec>(load_line(keys[first_key + i], line, keys.head_dim));
+  transpose(pairs);
+}
+
+// A line of a value; zeros for one that is not there, as weight 0 does not silence a NaN.
+inline __m512i value_line(Rows<BFloat16> values, int key, int num_keys, int line) {
+  return bit_cast<__m512i>(key < num_keys ? load_line(values[key], line, values.head_dim)
+                                          : Line{});
+}
+
 // Lays one head's keys out as a right operand: dimensions are its depth, keys its columns. What
 // stands in columns from `num_keys` on is never looked at.
 NOINLINE void pack_keys(TileState& state, Rows<BFloat16> keys, int num_keys) {
   for (int first_key = 0; first_key < num_keys; first_key += 16)
     for (int line = 0; line < state.depth_lines; ++line) {
-      for (int i = line; i < 16; i += state.depth_lines) keys.prefetch_next(first_key + i);
       Vec pairs[16];
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i)
-        pairs[i] = bit_cast<Vec>(load_line(keys[first_key + i], line, keys.head_dim));
-      transpose(pairs);
+      load_pairs(keys, first_key, line, state.depth_lines, pairs);
       Line* target = &state.keys[(line * kTiles + first_key / 16) * kTileRows];
       for (int i = 0; i < 16; ++i) target[i] = bit_cast<Line>(pairs[i]);
     }
 }
 
 // Lays one head's values out as right operands: keys are their depth, dimensions their columns.
-// Keys that are not there become zeros, as weight 0 does not silence a NaN.
 NOINLINE void pack_values(TileState& state, Rows<BFloat16> values, int num_keys) {
   const __m512i first_columns = alternating_words(0, 32), last_columns = alternating_words(16, 32);
-  const auto row = [&](int key, int line) {
-    return bit_cast<__m512i>(key < num_keys ? load_line(values[key], line, values.head_dim)
-                                            : Line{});
-  };
   for (int i = 0; i < (num_keys > kDepth ? 32 : 16); ++i) {
     const int key = i / 16 * kDepth + i % 16, partner = key + 16;
     values.prefetch_next(key);
@@ -128,7 +136,8 @@ NOINLINE void pack_values(TileState& state, Rows<BFloat16> values, int num_keys)
       const int group = line * kDepth / kColumns, tile = line * kDepth % kColumns / 16;
       const int weight_line = group * kWeightLines + key / kDepth;
       Line* target = &state.values[(weight_line * kTiles + tile) * kTileRows + i % 16];
-      const __m512i a = row(key, line), b = row(partner, line);
+      const __m512i a = value_line(values, key, num_keys, line);
+      const __m512i b = value_line(values, partner, num_keys, line);
       target[0] = bit_cast<Line>(_mm512_permutex2var_epi16(a, first_columns, b));
       target[kTileRows] = bit_cast<Line>(_mm512_permutex2var_epi16(a, last_columns, b));
     }
