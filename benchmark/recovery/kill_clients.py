@@ -71,10 +71,11 @@ class KillClients:
         self._url = url
         self._expected = expected
         self._is_over = threading.Event()
+        self._latest_s = [0.0] * count
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(
-                target=self._run, args=(Random(seed + number), number >= count), daemon=True
+                target=self._run, args=(Random(seed + number), number, number >= count), daemon=True
             )
             for number in range(count + leavers)
         ]
@@ -91,11 +92,15 @@ class KillClients:
             if thread.is_alive():
                 self.tally.failures.append("a stream never ended")
 
-    def _run(self, rng: Random, leaves: bool) -> None:
+    def all_go_on_after(self, moment_s: float) -> bool:
+        """Whether every client that stays has got a token since, or nothing will ever come."""
+        return bool(self.tally.failures) or min(self._latest_s) > moment_s
+
+    def _run(self, rng: Random, number: int, leaves: bool) -> None:
         prompts = list(self._expected)
         while not self._is_over.is_set():
             stay_s = _SHORTEST_STAY_S + rng.random() * _LONGEST_STAY_S if leaves else None
-            problem, moments = self._stream(rng.choice(prompts), stay_s)
+            problem, moments = self._stream(rng.choice(prompts), number, stay_s)
             with self._lock:
                 tally = self.tally
                 tally.moments += moments
@@ -107,7 +112,9 @@ class KillClients:
                 else:
                     tally.num_answers += 1
 
-    def _stream(self, prompt: Prompt, stay_s: float | None) -> tuple[str | None, list[float]]:
+    def _stream(
+        self, prompt: Prompt, number: int, stay_s: float | None
+    ) -> tuple[str | None, list[float]]:
         """What was wrong with the answer, if anything, and when its tokens came.
 
         Args:
@@ -133,6 +140,8 @@ class KillClients:
                     if "error" in last:
                         return f"error in the stream: {line[:200]!r}", moments
                     moments.append(time.monotonic())
+                    if stay_s is None:
+                        self._latest_s[number] = moments[-1]
                     ids = last["output_ids"]
                     if ids != expected[: len(ids)]:
                         return f"other tokens after {len(ids)}", moments

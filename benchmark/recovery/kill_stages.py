@@ -138,7 +138,7 @@ def _measure(options: Options, spares: int) -> Round:
         kills: list[Kill] = []
         with progress(options.kills, f"kills with {spares} spare") as bar:
             while len(kills) < options.kills and not clients.tally.failures:
-                kills += _kill(url, rng, spares, options.how)
+                kills += _kill(url, clients, rng, spares, options.how)
                 bar.update(len(kills) - bar.n)
                 bar.set_postfix_str(clients.tally.one_line)
         clients.stop()
@@ -179,8 +179,9 @@ def facts_of(url: str) -> dict[str, Any]:
     return facts
 
 
-def _kill(url: str, rng: Random, spares: int, how: str) -> list[Kill]:
-    """Kills a stage, perhaps two, and waits until all run again and a moment longer."""
+def _kill(url: str, clients: KillClients, rng: Random, spares: int, how: str) -> list[Kill]:
+    """Kills a stage, perhaps two, and waits until all run again, every stream has gone on, and a
+    moment longer."""
     facts = facts_of(url)
     pids = facts["stage_pids"]
     stages = rng.sample(range(len(pids)), 2 if rng.random() < 0.15 and len(pids) > 1 else 1)
@@ -191,11 +192,12 @@ def _kill(url: str, rng: Random, spares: int, how: str) -> list[Kill]:
         process.kill() if how == "kill" else process.suspend()
         time.sleep(rng.random() * 0.5 if len(stages) > 1 else 0.0)
     deadline_s = time.monotonic() + _TIMEOUT_S
-    while True:
+    recovered_s: float | None = None
+    while recovered_s is None or not clients.all_go_on_after(recovered_s):
         facts = facts_of(url)
         is_replaced = not {pids[stage] for stage in stages} & {*facts["stage_pids"]}
-        if is_replaced and not facts["is_recovering"]:
-            break
+        if recovered_s is None and is_replaced and not facts["is_recovering"]:
+            recovered_s = time.monotonic()
         if time.monotonic() > deadline_s:
             raise SglPipelineError(f"no recovery within {_TIMEOUT_S} s: {facts['recoveries'][-1:]}")
         time.sleep(0.05)
