@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmark.support.dated_result import save_result
+from benchmark.support.dated_result import file_of, save_result
 from benchmark.support.paths import RESULTS, SCRATCH
 from sgl_pipeline.errors import SglPipelineError
 
@@ -119,7 +119,7 @@ class Command:
             self._module, report.name, report.facts, report.record, texts, self._folder
         )
         if report.draw is not None:
-            report.draw(stem.with_suffix(".svg"))
+            report.draw(file_of(stem, ".svg"))
         endings = ".md, .json and .svg" if report.draw is not None else ".md and .json"
         print(f"\nWritten: {stem}{endings}")
 

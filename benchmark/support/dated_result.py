@@ -28,6 +28,11 @@ def encode_record(record: Mapping[str, Any]) -> bytes:
     return ("{\n" + ",\n".join(entries) + "\n}\n").encode()
 
 
+def file_of(stem: Path, suffix: str) -> Path:
+    """A result's file. `Path.with_suffix` would cut a name such as kill_stages_0.27b."""
+    return stem.with_name(stem.name + suffix)
+
+
 def write_record(stem: Path, record: Mapping[str, Any]) -> Path:
     """Writes `<stem>.json`, or `<stem>.json.gz` where it has more than MAX_RECORD_BYTES.
 
@@ -35,7 +40,7 @@ def write_record(stem: Path, record: Mapping[str, Any]) -> Path:
     """
     whole = encode_record(record)
     is_large = len(whole) > MAX_RECORD_BYTES
-    plain, packed = stem.with_suffix(".json"), stem.with_suffix(".json.gz")
+    plain, packed = file_of(stem, ".json"), file_of(stem, ".json.gz")
     path, other = (packed, plain) if is_large else (plain, packed)
     _replace(path, gzip.compress(whole, mtime=0) if is_large else whole)
     other.unlink(missing_ok=True)
@@ -67,7 +72,7 @@ class DatedResult:
         folder.mkdir(parents=True, exist_ok=True)
         self.stem = folder / f"{now:%Y-%m-%d_%H%M}_{name}"
         number = 1
-        while self.stem.with_suffix(".md").exists():
+        while file_of(self.stem, ".md").exists():
             number += 1
             self.stem = folder / f"{now:%Y-%m-%d_%H%M}_{number}_{name}"
         self._title = f"{name}, {now.isoformat(timespec='seconds')}"
@@ -96,7 +101,7 @@ class DatedResult:
             described = "; ".join(f"{key} {value}" for key, value in values.items())
             lines.append(f"{group}: {described}  ")
         text = "\n".join(lines) + "\n\n" + "\n\n".join(filter(None, texts)) + "\n"
-        _replace(self.stem.with_suffix(".md"), text.encode())
+        _replace(file_of(self.stem, ".md"), text.encode())
 
 
 def save_result(

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.support.dated_result import DatedResult, save_result
+from benchmark.support.dated_result import DatedResult, file_of, save_result
 
 
 def test_a_result_that_grows_stays_in_its_two_files(tmp_path: Path) -> None:
-    result = DatedResult("bench_gpu", "gpu", tmp_path)
+    result = DatedResult("bench_gpu", "gpu_0.27b", tmp_path)
     result.write({"run": {"state": "begun"}}, {"rows": [1]}, ["first"])
     result.write({"run": {"state": "finished"}}, {"rows": [1, 2]}, ["", "second"])
     assert sorted(tmp_path.iterdir()) == [Path(f"{result.stem}.json"), Path(f"{result.stem}.md")]
-    saved = json.loads(result.stem.with_suffix(".json").read_text())
+    saved = json.loads(file_of(result.stem, ".json").read_text())
     assert (saved["rows"], saved["run"]) == ([1, 2], {"state": "finished"})
-    text = result.stem.with_suffix(".md").read_text()
+    text = file_of(result.stem, ".md").read_text()
     assert "run: state finished" in text and text.endswith("\n\nsecond\n") and "first" not in text
 
 
