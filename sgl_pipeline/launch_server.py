@@ -212,7 +212,7 @@ def _start_errors(host: str, port: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # Upstream's word for a scheduler that did not come up; that one has said why.
+        # Upstream raises it when the scheduler process does not come up, which has said why.
         raise ConfigurationError(f"the server did not start: {error}") from error
     except SystemExit as error:
         if error.code:  # uvicorn's, where another server was quicker to take the port
@@ -222,7 +222,7 @@ def _start_errors(host: str, port: int) -> Iterator[None]:
 
 @dataclasses.dataclass
 class _FrontHooks:
-    """What the HTTP server's parts of ours want to be told of."""
+    """What our parts of the HTTP server do at its start and end."""
 
     before_listening: Callable[[], None]
     before_closing: Callable[[], None]

@@ -24,5 +24,5 @@ class FakeRowLinks:
         self._listeners[address] = lambda rows: None
 
     def to(self, address: str) -> DelayedPipe:
-        """A way there; somebody must have listened when the first rows arrive."""
+        """A way there; a stage must listen when the first rows arrive."""
         return self._make_pipe(lambda rows: self._listeners[address](rows))

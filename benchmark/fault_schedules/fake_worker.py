@@ -303,7 +303,7 @@ class FakeWorker:
         self._parts.append((None, chunks))
 
     def _needs_rows(self) -> bool:
-        """Whether the next part cannot be run for want of rows."""
+        """Whether the next part waits for rows."""
         stages, _ = self._parts[0]
         stage = self._own_assignment.stage
         computes = stages is None or stage in stages
@@ -345,7 +345,7 @@ class FakeWorker:
             if self._log is not None:
                 self._log.write(chunks, outgoing)
         else:
-            assert self._log is not None, "rows are wanted that nobody keeps"
+            assert self._log is not None, "rows are wanted that no log keeps"
             outgoing = self._log.read(chunks)
         if stage + 1 in stages and self._downstream is not None:
             self._downstream.send((plan.step_id, outgoing))

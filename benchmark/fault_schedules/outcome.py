@@ -33,7 +33,7 @@ class Outcome:
 def outcome_of(
     core: PipelineCore, recoveries: Sequence[RecoveryRecord], *, has_given_up: bool, **counted: int
 ) -> Outcome:
-    """What `core` and its `recoveries` tell, beside what the driver has `counted` itself."""
+    """What `core` and its `recoveries` have counted, and what the driver has `counted` itself."""
     scheduler = core.scheduler
     log = scheduler.lost_pages.log
     moves = [one.outcome for one in core.migration.history]

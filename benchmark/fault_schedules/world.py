@@ -258,7 +258,7 @@ class World:
         if order is not None:
             self._broadcast(order)
             if self._rng.random() < 0.4:  # while what was lost is computed again
-                self._loop.after(self._rng.random() * 0.2, self._hurt_somebody)
+                self._loop.after(self._rng.random() * 0.2, self._hurt_workers)
 
     def _look_again_later(self) -> None:
         """Where no worker is available now, the driver asks again, less and less often."""
@@ -350,7 +350,7 @@ class World:
         ).begin()
         if rng.random() < 0.5:
             for _ in range(rng.randint(1, MOST_KILLS)):
-                self._loop.after(rng.random() * rng.choice((1.0, 6.0)), self._hurt_somebody)
+                self._loop.after(rng.random() * rng.choice((1.0, 6.0)), self._hurt_workers)
             if rng.random() < 0.6:
                 start_s, length_s = rng.random() * 4.0, rng.choice((0.5, 3.0, 20.0))
                 begun_s = self._loop.now_s + rng.choice((0.0, start_s))
@@ -358,7 +358,7 @@ class World:
 
     # What goes wrong
 
-    def _hurt_somebody(self) -> None:
+    def _hurt_workers(self) -> None:
         """One worker, or two at once, of a stage or not, ready or not: dies or hangs."""
         rng = self._rng
         living = [worker for worker in self._workers if not worker.is_dead]

@@ -254,7 +254,7 @@ class PipelineCore:
     def forecast(self, outlook: Outlook, now_s: float) -> Forecast:
         """When the request of `outlook` will run, by the pace of the recent steps of this plan."""
         if self.scheduler.pausing.is_paused and not outlook.request.steps_in_flight:
-            return Forecast(reason="the scheduler is paused, until somebody continues it")
+            return Forecast(reason="the scheduler is paused until an operator continues it")
         recent = [record for record in self.history.recent if record.epoch == self.plan.epoch]
         pace = StepPace.of(recent)
         if pace is None:

@@ -98,7 +98,7 @@ class StepScheduler:
         self._requests: dict[str, Request] = {}
 
     def use_policy(self, policy: Policy, accounting: str) -> None:
-        """Decides the next steps by `policy`, which is told what `accounting` counts."""
+        """Decides the next steps by `policy`, which sees what `accounting` counts."""
         self._policy, self._accounting = policy, ACCOUNTINGS[accounting]
 
     # Requests in and out

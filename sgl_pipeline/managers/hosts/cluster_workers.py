@@ -38,7 +38,7 @@ _HEAD = 0
 
 
 class RemoteProcess:
-    """A worker's process on another host, as its agent tells of it."""
+    """A worker's process on another host, as its agent reports it."""
 
     def __init__(self, source: "ClusterWorkers", rank: int, worker: int, pid: int) -> None:
         self._source = source
