@@ -1,6 +1,7 @@
 """The one line that is shown while FlashInfer compiles, and only then."""
 
 import importlib
+import itertools
 import os
 import subprocess
 import threading
@@ -22,11 +23,11 @@ class Looks:
     """What each look at this process's children has found."""
 
     def __init__(self) -> None:
-        self._look = compile_notice._children_that_compile
+        self.look = compile_notice._children_that_compile
         self.found: list[set[int]] = []
 
     def __call__(self) -> set[int]:
-        self.found.append(self._look())
+        self.found.append(self.look())
         return self.found[-1]
 
     def wait(self, number: int) -> None:
@@ -81,21 +82,27 @@ def test_a_ninja_that_stays_is_reported_once(
     assert len(looks.found) == num_looks
 
 
-def test_nothing_is_said_of_short_ninjas_and_of_others(
-    machine: BareMachine,
-    looks: Looks,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("script", ["read -r line < {go}", "ninja\nexit 0"])
+def test_nothing_is_said_of_other_children_and_of_their_ninjas(
+    script: str, machine: BareMachine, looks: Looks, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    machine.add_command("nvcc", f"read -r line < {machine.root}/go")
-    with CompileNotice().watching(), subprocess.Popen("nvcc"):
-        looks.wait(3)
-        let_go(machine)
-    monkeypatch.setattr(compile_notice, "LOOK_INTERVAL_S", 3600.0)
-    with CompileNotice().watching(), subprocess.Popen("ninja"):
+    machine.add_command("stage", script.format(go=machine.root / "go"))
+    with CompileNotice().watching(), subprocess.Popen("stage"):
+        looks.wait(5)
         let_go(machine)
     assert capsys.readouterr().err == ""
     assert not any(looks.found)
+
+
+def test_nothing_is_said_of_ninjas_that_are_seen_once(
+    looks: Looks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They have had nothing to do."""
+    process_ids = itertools.count(2)
+    looks.look = lambda: {next(process_ids)}
+    with CompileNotice().watching():
+        looks.wait(5)
+    assert capsys.readouterr().err == ""
 
 
 def test_what_flashinfer_itself_starts_is_seen(
