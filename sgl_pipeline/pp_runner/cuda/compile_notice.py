@@ -60,10 +60,8 @@ def _children_that_compile() -> set[int]:
         except OSError:
             continue  # it has ended
         # "id (name) state parent ...", and a name may hold anything.
-        name, fields = (
-            text[text.index("(") + 1 : text.rindex(")")],
-            text[text.rindex(")") :].split(),
-        )
-        if name == _COMPILES and int(fields[2]) == own_id:
+        head, _, fields = text.rpartition(")")
+        parent_id = int(fields.split()[1])
+        if parent_id == own_id and head.partition("(")[2] == _COMPILES:
             found.add(int(path.parent.name))
     return found
