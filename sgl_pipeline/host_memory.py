@@ -11,4 +11,4 @@ def available_memory_bytes() -> int:
         name, _, amount = line.partition(":")
         if name == "MemAvailable":
             return int(amount.split()[0]) * 1024
-    raise ConfigurationError("/proc/meminfo does not tell MemAvailable: Linux 3.14 or later needed")
+    raise ConfigurationError("/proc/meminfo has no MemAvailable: Linux 3.14 or later needed")

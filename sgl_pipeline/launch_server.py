@@ -12,31 +12,32 @@ import functools
 import gc
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sgl_pipeline import __version__
 from sgl_pipeline.args import PipelineArgs, require
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.managers.child_entries import (
+    ChildEntry,
+    prepare_imports,
+    run_detokenizer,
+    run_scheduler,
+)
 from sgl_pipeline.managers.entrance import quiet_start
-from sgl_pipeline.process_lifetime import die_with_parent
+from sgl_pipeline.managers.server_end import end_children, end_now, leave
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from sgl_pipeline.managers.command_line.server_args import LaunchPlan
     from sgl_pipeline.managers.command_line.upstream_arguments import SglangServerArgs
     from sgl_pipeline.managers.hosts.early_options import EarlyOptions
     from sgl_pipeline.managers.hosts.head_client import HeadProcess
     from sgl_pipeline.managers.run_directory import RunDirectory
     from sgl_pipeline.managers.stages.stage_processes import StageProcesses
-    from sgl_pipeline.pipeline.worker_source import WorkerSource
 
 _SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 _EXIT_INTERRUPTED = 130
@@ -82,48 +83,14 @@ def _launch(argv: list[str]) -> int:
     except ConfigurationError as error:
         return _fail(str(error))
     finally:
-        _end_children(stages, head)
+        end_children(stages, head)
         run_directory.remove()
     return 0
 
 
 def run_and_exit(argv: list[str] | None = None) -> NoReturn:
     """`main` as a command."""
-    _leave(main(argv))
-
-
-class ChildEntry:
-    """A function for a child process of upstream's, forked or spawned.
-
-    A spawned one is readied while this is being unpickled: the arguments that follow it are
-    upstream's, and unpickling those already imports sglang.
-    """
-
-    def __init__(
-        self, function: Callable[..., None], *arguments: Any, parent_pid: int | None = None
-    ) -> None:
-        self._parent_pid = parent_pid or os.getpid()
-        self._function = function
-        self._arguments = arguments
-
-    def __call__(self, *arguments: Any, **more: Any) -> None:
-        die_with_parent(self._parent_pid)
-        # A fork has upstream's handler, which ends the main process's descendants.
-        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-        try:
-            self._function(*self._arguments, *arguments, **more)
-        except SystemExit as ending:
-            _leave(ending.code if isinstance(ending.code, int) else 0)
-        _leave(0)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _enter_child, (self._parent_pid, self._function, *self._arguments)
-
-
-def _enter_child(parent_pid: int, function: Callable[..., None], *arguments: Any) -> ChildEntry:
-    die_with_parent(parent_pid)
-    _prepare_imports()
-    return ChildEntry(function, *arguments, parent_pid=parent_pid)
+    leave(main(argv))
 
 
 def _run_agent(early: "EarlyOptions", run_directory: "RunDirectory") -> int:
@@ -150,32 +117,6 @@ def _start_head(
     stages.place = WorkerPlace(host_address=early.cluster.head_address or "")
 
 
-def _run_scheduler(
-    pipeline_args: PipelineArgs,
-    stage_pids: Sequence[int],
-    worker_pipe: "Connection[Any, Any]",
-    *upstream: Any,
-    **more: Any,
-) -> None:
-    from sgl_pipeline.managers.scheduler_process import run_scheduler_process
-    from sgl_pipeline.managers.stages.main_process_workers import MainProcessWorkers
-
-    local = MainProcessWorkers(worker_pipe)
-    source: WorkerSource = local
-    if pipeline_args.cluster.num_hosts > 1:
-        from sgl_pipeline.managers.hosts.cluster_workers import ClusterWorkers
-
-        source = ClusterWorkers(pipeline_args, local)
-    run_scheduler_process(pipeline_args, stage_pids, source, *upstream, **more)
-
-
-def _run_detokenizer(*upstream: Any, **more: Any) -> None:
-    quiet_start.end()
-    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
-
-    run_detokenizer_process(*upstream, **more)
-
-
 def _serve(
     argv: list[str],
     run_directory: "RunDirectory",
@@ -189,7 +130,7 @@ def _serve(
     stages.start_unchecked(argv)
     gc.disable()  # SGLang's imports make millions of objects, and hardly any garbage
     quiet_start.begin()
-    _prepare_imports()
+    prepare_imports()
     from sgl_pipeline.managers.command_line.server_args import (
         check_port_is_free,
         parse_command_line,
@@ -231,7 +172,7 @@ def _serve(
         GuardedTokenizerManager,
         loads_path=loads_path(run_directory.path),
         drain_timeout_s=pipeline_args.drain_timeout_s,
-        end_now=functools.partial(_end_now, run_directory, stages, head),
+        end_now=functools.partial(end_now, run_directory, stages, head),
         on_interrupt=interrupted.set,
         before_listening=front.before_listening,
         before_closing=front.before_closing,
@@ -252,9 +193,9 @@ def _serve(
                 plan.upstream,
                 init_tokenizer_manager_func=start_front,
                 run_scheduler_process_func=ChildEntry(
-                    _run_scheduler, pipeline_args, stages.pids, scheduler_pipe_end
+                    run_scheduler, pipeline_args, stages.pids, scheduler_pipe_end
                 ),
-                run_detokenizer_process_func=ChildEntry(_run_detokenizer),
+                run_detokenizer_process_func=ChildEntry(run_detokenizer),
                 launch_callback=functools.partial(_announce, plan.upstream, pipeline_args),
             )
     finally:
@@ -271,7 +212,7 @@ def _start_errors(host: str, port: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # Upstream's word for a scheduler that did not come up; that one has said why.
+        # Upstream raises it when the scheduler process does not come up, which has said why.
         raise ConfigurationError(f"the server did not start: {error}") from error
     except SystemExit as error:
         if error.code:  # uvicorn's, where another server was quicker to take the port
@@ -281,7 +222,7 @@ def _start_errors(host: str, port: int) -> Iterator[None]:
 
 @dataclasses.dataclass
 class _FrontHooks:
-    """What the HTTP server's parts of ours want to be told of."""
+    """What our parts of the HTTP server do at its start and end."""
 
     before_listening: Callable[[], None]
     before_closing: Callable[[], None]
@@ -357,15 +298,6 @@ def _set_environment(run_directory: str) -> None:
     os.environ["SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK"] = "true"
 
 
-def _prepare_imports() -> None:
-    """Readies this process for its first import of sglang."""
-    from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim
-
-    install_torchvision_shim()
-    # It warns of missing GPU kernels, of which none is used here.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
-
-
 def _announce(server_args: "SglangServerArgs", pipeline_args: PipelineArgs) -> None:
     if not _listens(server_args.port):
         return  # upstream's warm-up was answered by another server, and this one is about to fail
@@ -399,36 +331,6 @@ def _listens(port: int) -> bool:
 
 def _nothing() -> None:
     """For a server without a page."""
-
-
-def _end_children(stages: "StageProcesses", head: "HeadProcess") -> None:
-    """Kills what is left of the scheduler, the detokenizer and the stages."""
-    # It takes a moment, in which one more Ctrl-C would leave something behind. SIGQUIT is how
-    # upstream's watchdog answers a child's end.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)
-    head.close()
-    for child in multiprocessing.active_children():
-        child.kill()
-        child.join()
-    stages.close()
-
-
-def _end_now(
-    run_directory: "RunDirectory", stages: "StageProcesses", head: "HeadProcess", code: int
-) -> NoReturn:
-    """Ends the whole server from wherever it is, and leaves nothing behind."""
-    _end_children(stages, head)
-    run_directory.remove()
-    _leave(code)
-
-
-def _leave(code: int) -> NoReturn:
-    """Ends this process without the interpreter's own clean-up, in which upstream's extension
-    modules print pages of leak warnings. All that matters must have been cleaned up before."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _fail(message: str) -> int:

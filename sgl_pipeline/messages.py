@@ -138,7 +138,7 @@ class PoolSize(msgspec.Struct, frozen=True, tag=True):
 
 class StageReady(msgspec.Struct, frozen=True, tag=True):
     """The pool is allocated and the links are open. `attention_backend` and `layer_kernels` are
-    those in use; `notices` are for the user and told once, however many stages send them. Of
+    those in use; `notices` are for the user and shown once, however many stages send them. Of
     `log_pages` pages the stage can keep the rows that it sends."""
 
     stage: int

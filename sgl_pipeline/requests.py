@@ -60,7 +60,7 @@ MAX_TOP_LOGPROBS = 128
 class LogprobSpec(msgspec.Struct, frozen=True, array_like=True):
     """Which log-probabilities a request wants. Travels to the last stage, so it is a Struct.
 
-    The logits of position p tell of the token at p + 1. A row is what is told of one position: the
+    The logits of position p describe the token at p + 1. A row describes one position: the
     log-probability of the token that follows, the `num_top` highest, and those of `token_ids`. Each
     position from `prompt_start` on gives one, and in any case the prompt's last, which tells of the
     first output token: for the output alone `prompt_start` is the prompt's length. All ids are of

@@ -23,8 +23,8 @@ class StageTiming(msgspec.Struct, frozen=True):
 
     On a GPU they are the host's: only the last stage looks when its kernels are done. It launches
     the next step before that; what was done for that step until then took no time in which it could
-    have run, so no moment of a step is before its `free_s`. The simulator does not tell `layers_s`
-    from `done_s`.
+    have run, so no moment of a step is before its `free_s`. The simulator does not separate
+    `layers_s` from `done_s`.
     """
 
     free_s: float  # what it did before was sent on; for the first step, it was ready

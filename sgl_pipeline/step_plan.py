@@ -85,7 +85,7 @@ class MirrorSnapshot(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(slots=True)
 class _SentState:
-    """How much of a request the stages have been told."""
+    """How much of a request the stages know."""
 
     handle: int
     num_tokens: int = 0

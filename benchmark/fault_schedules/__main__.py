@@ -14,7 +14,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-from benchmark.fault_schedules.world import Outcome, run_seed
+from benchmark.fault_schedules.outcome import Outcome
+from benchmark.fault_schedules.world import run_seed
 
 _SEEDS_A_TASK = 50
 _PROGRESS_S = 5.0

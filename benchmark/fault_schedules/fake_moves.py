@@ -94,7 +94,7 @@ class FakeSite:
         self._awaited = []
 
     def attend(self, timeout_s: float) -> None:
-        raise AssertionError("in virtual time nobody waits")
+        raise AssertionError("in virtual time nothing waits")
 
     def close(self) -> None:
         """Nothing runs beside the steps."""
@@ -115,7 +115,7 @@ class FakeReceiver:
             self._on_arrival()
 
     def receive(self, timeout_s: float) -> Parcel[FakeRows] | None:
-        assert timeout_s == 0.0, "in virtual time nobody waits"
+        assert timeout_s == 0.0, "in virtual time nothing waits"
         if not self.queue:
             return None
         parcel = self.queue.popleft()

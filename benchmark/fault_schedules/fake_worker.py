@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-import msgspec
-
 from benchmark.fault_schedules.fake_log import FakeLog
 from benchmark.fault_schedules.fake_model import FakeStage
 from benchmark.fault_schedules.fake_moves import FakePageLinks, FakeRows, FakeSite, LoadTempo
+from benchmark.fault_schedules.fake_row_links import FakeRowLinks, Rows
 from benchmark.fault_schedules.virtual_time import DelayedPipe, EventLoop
 from sgl_pipeline import __version__
 from sgl_pipeline.layer_moves import AbandonMove, PrepareMove, SwitchPlan
@@ -43,29 +42,6 @@ MOVE_POLL_S = 0.02
 # What a step begins with: the stages that compute, and what. Its own chunks come last, without.
 StepPart = tuple[tuple[int, ...] | None, list[MirroredChunk]]
 
-# The rows that leave a stage, with the id of their step.
-Rows = tuple[int, Sequence[int]]
-
-
-class FakeRowLinks:
-    """Who listens at which address for rows; `make_pipe` makes a way with its own delays."""
-
-    def __init__(self, make_pipe: Callable[..., DelayedPipe]) -> None:
-        self._make_pipe = make_pipe
-        self._listeners: dict[str, Callable[[Rows], None]] = {}
-
-    def open(self, address: str, take: Callable[[Rows], None]) -> None:
-        assert address not in self._listeners, f"{address} is in use"
-        self._listeners[address] = take
-
-    def close(self, address: str) -> None:
-        """What is sent there is lost."""
-        self._listeners[address] = lambda rows: None
-
-    def to(self, address: str) -> DelayedPipe:
-        """A way there; somebody must have listened when the first rows arrive."""
-        return self._make_pipe(lambda rows: self._listeners[address](rows))
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerTempo:
@@ -76,23 +52,6 @@ class WorkerTempo:
     stall_chance: float
     stall_s: float
     load: LoadTempo
-
-
-def spoiled(report: StageReport, rng: Random, chance: float) -> list[StageReport]:
-    """What arrives of `report`: itself, or by that chance another one in its place, or both."""
-    if rng.random() >= chance:
-        return [report]
-    tokens = report.token_ids
-    other = rng.choice(
-        (
-            msgspec.structs.replace(report, step_id=report.step_id + rng.choice((1, 7))),
-            msgspec.structs.replace(report, epoch=report.epoch + 1),
-            msgspec.structs.replace(report, token_ids=(0,) if tokens is None else (*tokens, 0)),
-            msgspec.structs.replace(report, timing=StageTiming(2.0, *[1.0] * 6)),
-            msgspec.structs.replace(report),
-        )
-    )
-    return [report, other] if other == report else [other]
 
 
 class FakeWorker:
@@ -344,7 +303,7 @@ class FakeWorker:
         self._parts.append((None, chunks))
 
     def _needs_rows(self) -> bool:
-        """Whether the next part cannot be run for want of rows."""
+        """Whether the next part waits for rows."""
         stages, _ = self._parts[0]
         stage = self._own_assignment.stage
         computes = stages is None or stage in stages
@@ -386,7 +345,7 @@ class FakeWorker:
             if self._log is not None:
                 self._log.write(chunks, outgoing)
         else:
-            assert self._log is not None, "rows are wanted that nobody keeps"
+            assert self._log is not None, "rows are wanted that no log keeps"
             outgoing = self._log.read(chunks)
         if stage + 1 in stages and self._downstream is not None:
             self._downstream.send((plan.step_id, outgoing))

@@ -8,28 +8,26 @@ every request has ended exactly once, with the tokens that it gets alone, and al
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from random import Random
 from typing import Any
 
 from benchmark.fault_schedules.fake_front import (
-    BY_CLIENT,
     MAX_NEW_TOKENS,
-    Client,
     FakeFront,
     make_clients,
 )
 from benchmark.fault_schedules.fake_moves import FakePageLinks, LoadTempo
-from benchmark.fault_schedules.fake_worker import FakeRowLinks, FakeWorker, WorkerTempo, spoiled
+from benchmark.fault_schedules.fake_row_links import FakeRowLinks
+from benchmark.fault_schedules.fake_worker import FakeWorker, WorkerTempo
+from benchmark.fault_schedules.outcome import Outcome, outcome_of
+from benchmark.fault_schedules.outsiders import Outsiders
 from benchmark.fault_schedules.random_args import random_args
+from benchmark.fault_schedules.spoiled_reports import spoiled
 from benchmark.fault_schedules.virtual_time import DelayedPipe, EventLoop
 from sgl_pipeline.errors import (
-    MoveRefused,
     PipelineLost,
     ProtocolError,
-    RequestError,
     StageFailure,
 )
 from sgl_pipeline.layer_moves import MoveReport
@@ -46,31 +44,8 @@ from sgl_pipeline.stage_orders import SealedOrder
 from sgl_pipeline.throttle import make_policy
 
 MAX_EVENTS = 50_000
-MOST_MOVES = 12
 MOST_KILLS = 6
 CONTEXT_LENGTH = 1_000
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A run that held. `digest` is over all that happened: equal runs have equal ones."""
-
-    seed: int
-    digest: int
-    num_events: int
-    num_steps: int
-    num_retractions: int
-    num_aborts: int
-    num_moves: int
-    num_abandoned_moves: int
-    num_lost_workers: int
-    num_recoveries: int
-    num_refusals: int
-    num_unfit: int
-    num_shrunk: int
-    num_grown: int
-    num_replayed_tokens: int
-    has_given_up: bool
 
 
 def run_seed(seed: int) -> Outcome:
@@ -149,25 +124,16 @@ class World:
         assert self._core is not None and self._recovery is not None
         self._front.check()
         self._note([client.ends for client in self._front.clients])
-        scheduler = self._core.scheduler
-        log = scheduler.lost_pages.log
-        moves = [one.outcome for one in self._core.migration.history]
-        return Outcome(
+        return outcome_of(
+            self._core,
+            self._recovery.history,
             seed=self._seed,
             digest=self._digest,
             num_events=self._loop.num_events,
-            num_steps=scheduler.next_step_id,
-            num_retractions=scheduler.num_retractions,
             num_aborts=sum(client.ends[0].kind == "abort" for client in self._front.clients),
-            num_moves=moves.count(MoveOutcome.DONE),
-            num_abandoned_moves=moves.count(MoveOutcome.ABANDONED),
             num_lost_workers=len(self._lost),
-            num_recoveries=len(self._recovery.history),
             num_refusals=self._num_refusals,
             num_unfit=self._num_unfit,
-            num_shrunk=sum(one.num_stages < one.stages_before for one in self._recovery.history),
-            num_grown=sum(one.num_stages > one.stages_before for one in self._recovery.history),
-            num_replayed_tokens=sum(log.replayed_tokens) if log is not None else 0,
             has_given_up=self._gave_up is not None,
         )
 
@@ -292,7 +258,7 @@ class World:
         if order is not None:
             self._broadcast(order)
             if self._rng.random() < 0.4:  # while what was lost is computed again
-                self._loop.after(self._rng.random() * 0.2, self._hurt_somebody)
+                self._loop.after(self._rng.random() * 0.2, self._hurt_workers)
 
     def _look_again_later(self) -> None:
         """Where no worker is available now, the driver asks again, less and less often."""
@@ -372,39 +338,27 @@ class World:
         migration = MigrationControl.of(self._args.migration, capacity.plan)
         self._core = PipelineCore(scheduler, capacity.plan, migration)
         self._recovery = StageRecovery(self._core, self._roster, self._args.recovery)
-        self._open_doors(scheduler)
-        if self._args.migration.mode != "off":
-            for _ in range(rng.randint(1, MOST_MOVES)):
-                self._loop.after(rng.random() * 6.0, partial(self._move_layers, self._core))
+        Outsiders(
+            self._core,
+            self._front,
+            self._loop,
+            rng,
+            self._args,
+            num_layers=self._num_layers,
+            turn=self._turn,
+            note=self._note,
+        ).begin()
         if rng.random() < 0.5:
             for _ in range(rng.randint(1, MOST_KILLS)):
-                self._loop.after(rng.random() * rng.choice((1.0, 6.0)), self._hurt_somebody)
+                self._loop.after(rng.random() * rng.choice((1.0, 6.0)), self._hurt_workers)
             if rng.random() < 0.6:
                 start_s, length_s = rng.random() * 4.0, rng.choice((0.5, 3.0, 20.0))
                 begun_s = self._loop.now_s + rng.choice((0.0, start_s))
                 self._droughts_s.append((begun_s, begun_s + length_s))
 
-    # What comes from outside
+    # What goes wrong
 
-    def _open_doors(self, scheduler: StepScheduler) -> None:
-        for client in self._front.clients:
-            client.request.arrival_s = self._loop.now_s + client.arrives_s
-            self._loop.after(client.arrives_s + client.compile_s, partial(self._arrive, client))
-            if client.leaves_after_s is not None:
-                leaves_s = client.arrives_s + client.leaves_after_s
-                self._loop.after(leaves_s, partial(self._leave, client))
-        for _ in range(self._rng.choice((0, 0, 1, 3))):
-            pause_s, length_s = self._rng.random() * 5.0, self._rng.random() * 2.0
-            retract = self._rng.random() < 0.5
-            self._loop.after(pause_s, partial(scheduler.pause, retract=retract))
-            self._loop.after(pause_s + length_s, lambda: self._outside(scheduler.resume))
-            flush_s = pause_s + self._rng.random() * 2.0 * length_s
-            self._loop.after(flush_s, lambda: self._note("flush", scheduler.flush_cache()))
-        if self._args.scheduling.waiting_timeout_s or self._args.scheduling.running_timeout_s:
-            for second in range(1, 60):
-                self._loop.after(float(second), self._turn)
-
-    def _hurt_somebody(self) -> None:
+    def _hurt_workers(self) -> None:
         """One worker, or two at once, of a stage or not, ready or not: dies or hangs."""
         rng = self._rng
         living = [worker for worker in self._workers if not worker.is_dead]
@@ -421,53 +375,3 @@ class World:
                 worker.die()
             noticed_s = rng.random() * rng.choice((0.0, 0.01, 1.0))
             self._loop.after(noticed_s, partial(self._lose, worker, "hurt"))
-
-    def _move_layers(self, core: PipelineCore) -> None:
-        """An operator wants another plan, which may be refused: for want of room, say."""
-        rng, num_stages = self._rng, core.plan.num_stages
-        if num_stages == 1:
-            return
-        if rng.random() < 0.3:
-            cuts = sorted(rng.sample(range(1, self._num_layers), num_stages - 1))
-            counts = [end - start for start, end in pairwise((0, *cuts, self._num_layers))]
-        else:
-            counts = list(core.plan.layer_counts)
-            source, target = rng.sample(range(num_stages), 2)
-            counts[source] -= 1
-            counts[target] += 1
-        try:
-            record = core.migration.move_to(counts, self._loop.now_s)
-        except MoveRefused:
-            return
-        self._note(record.before, record.after)
-        self._turn()
-        self._loop.after(self._args.migration.timeout_s * 1.01, self._turn)
-
-    def _arrive(self, client: Client) -> None:
-        if self._front.has_ended(client):
-            return  # it has left while its grammar was compiled
-        self._outside(partial(self._add, client))
-
-    def _add(self, client: Client) -> None:
-        assert self._core is not None
-        try:
-            displaced = self._core.scheduler.add(client.request)
-        except RequestError as error:
-            finish = FinishReason("abort", message=str(error), status_code=error.status_code)
-            self._front.end(client.request, finish)
-        else:
-            if displaced is not None:
-                assert displaced.finish is not None
-                self._front.end(displaced, displaced.finish)
-
-    def _leave(self, client: Client) -> None:
-        if not self._front.has_ended(client):
-            assert self._core is not None
-            self._core.scheduler.abort(client.request.request_id, BY_CLIENT)
-            self._front.end(client.request, BY_CLIENT)
-            self._outside(lambda: None)
-
-    def _outside(self, call: Callable[[], None]) -> None:
-        """Something came from outside: the scheduler takes it, and goes on."""
-        call()
-        self._turn()

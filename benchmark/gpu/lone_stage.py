@@ -35,7 +35,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype, name: str = "auto") ->
 
 
 class StandInLink:
-    """An `ActivationLink` to nobody; `rows` is what comes from upstream, random and fixed."""
+    """An `ActivationLink` without another end; `rows`, random and fixed, come from upstream."""
 
     def __init__(self, shape: ActivationShape, max_rows: int) -> None:
         self.rows = torch.randn(max_rows, shape.hidden_size, device=shape.device).to(shape.dtype)

@@ -88,7 +88,7 @@ class Host:
         )
 
     def cut_cable(self) -> None:
-        """Nothing reaches the host or leaves it, and nobody is told; `cable` mends it."""
+        """Nothing reaches the host or leaves it, and no process is notified; `cable` repairs it."""
         self.network.set_cable(Setting(port=self.number, is_cut=True))
 
     def listeners(self) -> list[str]:

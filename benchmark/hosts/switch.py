@@ -36,7 +36,7 @@ _FRAMES_A_TURN = 32
 class Setting(msgspec.Struct, kw_only=True):
     """What the cable of one port is from now on. A frame takes `delay_ms` of both cables that it
     passes; a cable carries `gbit_per_s` each way at once (0: any amount) and loses a share of the
-    frames that it brings to its host. A cut cable loses all, both ways, and nobody is told."""
+    frames that it brings to its host. A cut cable loses all, both ways, silently."""
 
     port: int
     delay_ms: float = 0.0

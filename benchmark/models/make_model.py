@@ -200,7 +200,7 @@ PRESETS = {
 def make_model(preset: Preset, directory: Path, seed: int = 0, dtype: str = "bfloat16") -> None:
     """Writes the whole checkpoint into `directory`, which is created when it is not there.
 
-    Raises FileExistsError when it holds anything: somebody may be serving the model in it.
+    Raises FileExistsError when it holds anything: a server may be using the model in it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):

@@ -1,4 +1,4 @@
-"""A process of somebody else takes half of a stage's core for a minute: what layer moves win back.
+"""Another user's process takes half of a stage's core for a minute: what layer moves win back.
 
     python -m benchmark.moves.busy_neighbor
 

@@ -1,4 +1,4 @@
-"""Our server, but what travels between scheduler and stages is spoiled when somebody asks for it.
+"""Our server, but what travels between scheduler and stages is spoiled on request.
 
     python -m benchmark.recovery.faulty_server --pp 2 ...   # flags as of sgl_pipeline.launch_server
 

@@ -1,7 +1,7 @@
 """A client that streams the same answer again and again, and notes what it got and when.
 
 It stands for the other users of a server: `hurtful_requests.py` and its test in `test/server` look
-at what happens to them while somebody else sends what may hurt.
+at what happens to them while another client sends what may hurt.
 """
 
 import json

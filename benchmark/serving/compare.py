@@ -5,7 +5,7 @@
     python -m benchmark.serving.compare recovery --rounds 5
 
 Run by hand. Servers of ours are all up and take turns, on an online load near saturation, so that a
-run and the ones it is compared with lie seconds apart. `policies` has the prefix cache off and the
+run and those it is compared with lie seconds apart. `policies` has the prefix cache off and the
 peers that are installed beside ours, started afresh in each round; `accountings` shares prefixes,
 with the cache on, and emptied before each run. `recovery` has all requests come at once: what does
 it cost that a stage could be replaced?

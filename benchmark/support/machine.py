@@ -1,6 +1,6 @@
 """What a dated result must say of the machine and the software that made it.
 
-Used by the benchmarks in this folder. Reads only; a fact that is not to be had is left out.
+Used by the benchmarks in this folder. Reads only; a fact that is not available is left out.
 """
 
 import contextlib

@@ -128,7 +128,7 @@ def dial(
         {
             OTHER_KEY: f"{address} has another cluster key; give all hosts the same one",
             OTHER_VERSION: f"{address} runs another version of sgl_pipeline; install the same one",
-            NOBODY_HERE: f"{address} is starting, and nobody is at its door {door!r} yet",
+            NOBODY_HERE: f"{address} is starting, and nothing is behind its door {door!r} yet",
         }.get(answer, f"{address} is not a cluster port of sgl_pipeline; look at the port number"),
         is_final=answer in (OTHER_KEY, OTHER_VERSION),
     )

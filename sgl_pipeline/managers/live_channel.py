@@ -1,4 +1,4 @@
-"""What the scheduler process tells the live page, and the socket on which it tells it; both ends'
+"""What the scheduler process sends to the live page, and over which socket; both ends'
 messages.
 
 `reports/live_report.py` sends, `entrance/live_hub.py` receives: one `ipc://` socket in the run
@@ -16,7 +16,7 @@ from sgl_pipeline.pipeline.pipeline_state import PipelineState
 
 # Some ten seconds of ticks; what the HTTP server's process has not taken by then is left out.
 MAX_UNREAD_TICKS = 50
-# Requests whose way through the pipeline is told in full: the page gives its own such an id.
+# Requests whose way through the pipeline is reported in full: the page gives its own such an id.
 FOLLOWED_PREFIX = "ui-"
 
 
@@ -108,7 +108,7 @@ class LiveSocket:
         return self._num_subscribers > 0
 
     def take_subscriptions(self) -> bool:
-        """Hears who has come and gone. Whether anybody has come."""
+        """Hears which viewers have come and gone. Whether any has come."""
         has_come = False
         while True:
             try:

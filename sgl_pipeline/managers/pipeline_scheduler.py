@@ -327,10 +327,10 @@ class PipelineScheduler:
         return True
 
     def pause(self, *, retract: bool) -> None:
-        self._requests.pause(retract=retract)
+        self._requests.pausing.pause(retract=retract)
 
     def resume(self) -> None:
-        self._requests.resume()
+        self._requests.pausing.resume()
 
     def describe(self) -> dict[str, Any]:
         """Facts for `/server_info`: the pipeline as it was started, and how it is doing."""

@@ -1,4 +1,4 @@
-"""What the scheduler process tells of every request that ends, for its OpenTelemetry spans
+"""What the scheduler process reports of every request that ends, for its OpenTelemetry spans
 (`--enable-trace`); both ends' messages.
 
 `front/sglang_io.py` sends, `entrance/request_spans.py` receives in a thread of the HTTP server's
@@ -30,7 +30,7 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `trace_parent` is the span it belongs to, as a W3C traceparent. `error` is None where the
     request ended by itself, else the status code or "abort". `num_dropped` counts the requests of
-    this server that could not be told of so far.
+    this server that could not be reported so far.
     """
 
     trace_parent: str
@@ -79,7 +79,7 @@ class SpanSender:
         self.num_dropped = 0
 
     def began(self, message: GenerateMessage) -> None:
-        """A request has come. Without a sampled parent (`front_guard.py`) nothing is told of it.
+        """A request has come. It is reported only with a sampled parent (`front_guard.py`).
 
         Raises ProtocolError for a parent that is none.
         """

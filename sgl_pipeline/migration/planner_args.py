@@ -1,4 +1,4 @@
-"""What the planner of layer moves is told, and what it answers: `planner.py`."""
+"""What the planner of layer moves is given, and what it answers: `planner.py`."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -26,7 +26,7 @@ _GOLDEN_RATIO = 0.6180339887498949
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """Seconds from now: `runs_in_s` until the request's first chunk is scheduled (0: it runs),
-    `next_token_in_s` until its next token. None where it cannot be told; `reason` says why.
+    `next_token_in_s` until its next token. None where it is unknown; `reason` says why.
 
     By `num_steps` recent steps and the lengths of `num_ended` recent answers. `is_extrapolated`:
     the queue is so long that only its beginning was served in advance.
@@ -114,7 +114,7 @@ class Forecaster:
             self._send(drawing, scheduled_s, microbatch.num_tokens)
 
     def run(self) -> Forecast:
-        """Until the request's next token, or until that cannot be told."""
+        """Until the request's next token, or until that is unknown."""
         while self._token_s is None:
             if self._work > MAX_WORK:
                 return self._extrapolated()

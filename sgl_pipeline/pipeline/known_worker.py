@@ -6,7 +6,15 @@ Kept by `worker_roster.py`.
 from dataclasses import dataclass
 from enum import IntEnum, auto
 
-from sgl_pipeline.messages import StageLoaded, StageReady, WorkerHello
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.messages import (
+    MeasuredCosts,
+    Regrouped,
+    StageAssignment,
+    StageLoaded,
+    StageReady,
+    WorkerHello,
+)
 from sgl_pipeline.stage_costs import PartCosts
 
 
@@ -21,6 +29,15 @@ class WorkerPhase(IntEnum):
     SIZED = auto()
     READY = auto()
     LOST = auto()
+
+
+# In which phase a worker owes each message.
+PHASE_OF_MESSAGE: dict[type, WorkerPhase] = {
+    MeasuredCosts: WorkerPhase.MEASURING,
+    StageLoaded: WorkerPhase.ASSIGNED,
+    StageReady: WorkerPhase.SIZED,
+    Regrouped: WorkerPhase.READY,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -50,3 +67,39 @@ class Worker:
     def is_joining(self) -> bool:
         """It fills a stage, and has yet to get ready or to regroup."""
         return self.stage is not None and self.incarnation < self.asked_incarnation
+
+    # What it has done, each in the phase of PHASE_OF_MESSAGE
+
+    def take_costs(self, message: MeasuredCosts) -> None:
+        self.costs, self.phase = message.costs, WorkerPhase.GREETED
+
+    def take_loaded(self, message: StageLoaded) -> None:
+        self.loaded, self.phase = message, WorkerPhase.LOADED
+
+    def take_ready(self, message: StageReady) -> None:
+        self.ready, self.phase, self.has_served = message, WorkerPhase.READY, True
+        self.incarnation = self.asked_incarnation
+
+    def take_regrouped(self, message: Regrouped) -> None:
+        """Raises ProtocolError where it has joined a stream that it was not asked to join."""
+        if not self.incarnation < message.incarnation <= self.asked_incarnation:
+            raise ProtocolError(
+                f"stage {message.stage} has joined stream {message.incarnation}, it was asked "
+                f"for {self.asked_incarnation}"
+            )
+        self.incarnation = message.incarnation
+
+    # What becomes of it
+
+    def give_stage(self, assignment: StageAssignment, incarnation: int) -> None:
+        """It shall load the stage of `assignment`, with links of the stream `incarnation`."""
+        self.stage, self.phase = assignment.stage, WorkerPhase.ASSIGNED
+        self.gpu = assignment.gpu
+        self.loaded = self.ready = None
+        self.asked_incarnation = incarnation
+
+    def lose(self) -> int | None:
+        """It has ended. Returns the stage that it filled, if any."""
+        self.phase, stage = WorkerPhase.LOST, self.stage
+        self.stage = None
+        return stage

@@ -1,4 +1,4 @@
-"""What the ready pipeline has: told by `WorkerRoster.capacity`, read by who serves and reports."""
+"""What the ready pipeline has: given by `WorkerRoster.capacity`, read by who serves and reports."""
 
 from dataclasses import dataclass
 

@@ -253,8 +253,8 @@ class PipelineCore:
 
     def forecast(self, outlook: Outlook, now_s: float) -> Forecast:
         """When the request of `outlook` will run, by the pace of the recent steps of this plan."""
-        if self.scheduler.is_paused and not outlook.request.steps_in_flight:
-            return Forecast(reason="the scheduler is paused, until somebody continues it")
+        if self.scheduler.pausing.is_paused and not outlook.request.steps_in_flight:
+            return Forecast(reason="the scheduler is paused until an operator continues it")
         recent = [record for record in self.history.recent if record.epoch == self.plan.epoch]
         pace = StepPace.of(recent)
         if pace is None:
@@ -300,7 +300,7 @@ class PipelineCore:
             now_s=now_s,
             plan=self.plan,
             configured_stages=self._configured_stages,
-            is_paused=scheduler.is_paused,
+            is_paused=scheduler.pausing.is_paused,
             # Numbers alone: a state is sent to other processes.
             load=replace(scheduler.load(), step_times=None),
             naive_load=replace(scheduler.load(ACCOUNTINGS["naive"]), step_times=None),

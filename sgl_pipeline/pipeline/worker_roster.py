@@ -18,7 +18,6 @@ from sgl_pipeline.messages import (
     PoolSize,
     Regroup,
     Regrouped,
-    StageAssignment,
     StageLoaded,
     StageReady,
     ToWorker,
@@ -26,7 +25,7 @@ from sgl_pipeline.messages import (
 )
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.assignment import assign, link_addresses, page_links, place_newcomers
-from sgl_pipeline.pipeline.known_worker import Worker, WorkerPhase
+from sgl_pipeline.pipeline.known_worker import PHASE_OF_MESSAGE, Worker, WorkerPhase
 from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
 from sgl_pipeline.pipeline.plan_by_time import plan_by_time
 from sgl_pipeline.stage_costs import TYPICAL_STEP
@@ -175,24 +174,15 @@ class WorkerRoster:
         if isinstance(message, WorkerHello):
             self._greet(message)
         elif isinstance(message, MeasuredCosts):
-            worker = self._expect(self._workers.get(message.worker), WorkerPhase.MEASURING, message)
-            worker.costs, worker.phase = message.costs, WorkerPhase.GREETED
+            self._expect(self._workers.get(message.worker), message).take_costs(message)
         elif isinstance(message, StageLoaded):
-            worker = self._expect(self._filling(message.stage), WorkerPhase.ASSIGNED, message)
-            worker.loaded, worker.phase = message, WorkerPhase.LOADED
+            self._expect(self._filling(message.stage), message).take_loaded(message)
         elif isinstance(message, StageReady):
-            worker = self._expect(self._filling(message.stage), WorkerPhase.SIZED, message)
+            worker = self._expect(self._filling(message.stage), message)
             self._check_log(message)
-            worker.ready, worker.phase, worker.has_served = message, WorkerPhase.READY, True
-            worker.incarnation = worker.asked_incarnation
+            worker.take_ready(message)
         elif isinstance(message, Regrouped):
-            worker = self._expect(self._filling(message.stage), WorkerPhase.READY, message)
-            if not worker.incarnation < message.incarnation <= worker.asked_incarnation:
-                raise ProtocolError(
-                    f"stage {message.stage} has joined stream {message.incarnation}, it was asked "
-                    f"for {worker.asked_incarnation}"
-                )
-            worker.incarnation = message.incarnation
+            self._expect(self._filling(message.stage), message).take_regrouped(message)
         else:
             raise ProtocolError(f"a worker that is not ready sent {type(message).__name__}")
         return list(self._what_follows())
@@ -202,9 +192,7 @@ class WorkerRoster:
         worker = self._workers.get(number)
         if worker is None:
             return None
-        worker.phase, stage = WorkerPhase.LOST, worker.stage
-        worker.stage = None
-        return stage
+        return worker.lose()
 
     def regroup(self, plan: StagePlan, incarnation: int) -> None:
         """The stages shall join each other anew, under `plan`, for the stream of `incarnation`:
@@ -234,20 +222,13 @@ class WorkerRoster:
             gpus=[self._workers[number].gpu for number in workers],
         )
         for number, assignment in zip(workers, assignments, strict=True):
-            self._give_stage(number, assignment)
+            self._workers[number].give_stage(assignment, self.incarnation)
         return list(zip(workers, assignments, strict=True))
 
     @property
     def _candidates(self) -> list[int]:
         """Who can be given a stage."""
         return [*self.workers_of_stages, *sorted(self.spare_workers)]
-
-    def _give_stage(self, number: int, assignment: StageAssignment) -> None:
-        worker = self._workers[number]
-        worker.stage, worker.phase = assignment.stage, WorkerPhase.ASSIGNED
-        worker.gpu = assignment.gpu
-        worker.loaded = worker.ready = None
-        worker.asked_incarnation = self.incarnation
 
     def fill(self) -> list[Addressed]:
         """What workers must be told now, beyond the answers to what they said."""
@@ -339,7 +320,7 @@ class WorkerRoster:
             gpus=[self._gpu_of(stage) for stage in range(self.num_stages)],
         )
         for stage, number in newcomers.items():
-            self._give_stage(number, assignments[stage])
+            self._workers[number].give_stage(assignments[stage], self.incarnation)
             yield number, assignments[stage]
 
     def _gpu_of(self, stage: int) -> int | None:
@@ -396,12 +377,13 @@ class WorkerRoster:
             )
 
     @staticmethod
-    def _expect(worker: Worker | None, phase: WorkerPhase, message: FromWorker) -> Worker:
-        """`worker`, which must be in `phase` to send `message`."""
-        if worker is None or worker.phase is not phase:
+    def _expect(worker: Worker | None, message: FromWorker) -> Worker:
+        """`worker`, whose next message may be `message`."""
+        due = PHASE_OF_MESSAGE[type(message)]
+        if worker is None or worker.phase is not due:
             found = "unknown" if worker is None else worker.phase.name.lower()
             raise ProtocolError(
                 f"{type(message).__name__} arrived from a worker that is {found}; "
-                f"{phase.name.lower()} was due"
+                f"{due.name.lower()} was due"
             )
         return worker

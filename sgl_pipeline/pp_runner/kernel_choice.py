@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """Kernels by name; `notice` tells the user why they are not the fast ones, if so."""
+    """Kernels by name; `notice` says to the user why they are not the fast ones, if so."""
 
     name: str
     notice: str = ""

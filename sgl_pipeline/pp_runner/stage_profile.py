@@ -1,7 +1,7 @@
 """Records a stage's steps with torch's profiler and writes them down as a Chrome trace.
 
-Used by `stage_worker.py` between steps. Whatever goes wrong is told in a `ProfileReply`, and never
-ends the stage.
+Used by `stage_worker.py` between steps. Whatever goes wrong is reported in a `ProfileReply`
+and never ends the stage.
 """
 
 import os

@@ -320,7 +320,7 @@ def _open_channel(
 
 
 def exit_code_of(work: Callable[[], None], channel: WorkerEnd, worker: int) -> int:
-    """0 when `work` returns; 1 when it fails, of which the scheduler is told."""
+    """0 when `work` returns; 1 when it fails, which the scheduler hears of."""
     try:
         work()
     except Exception as error:

@@ -10,7 +10,7 @@ from sgl_pipeline.pp_runner.device import count_gpus
 
 
 class WorkerSite(NamedTuple):
-    """What a worker is told of its host when it is started; see `WorkerHello`."""
+    """What a worker knows of its host from its start; see `WorkerHello`."""
 
     run_directory: str
     host_address: str = ""

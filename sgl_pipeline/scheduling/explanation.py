@@ -79,7 +79,7 @@ class RequestExplainer:
         return _explanation(request, "turn", text)
 
     def outlook(self, request: Request, load: PipelineLoad, policy: Policy) -> Outlook:
-        """Who is served before `request`, when `policy` is told `load`."""
+        """Who is served before `request`, when `policy` sees `load`."""
         return look_ahead(
             request,
             self._waiting,

@@ -1,4 +1,4 @@
-"""What becomes of requests and of the cache when pages are lost with a stage.
+"""What becomes of requests and of the cache when steps or pages are lost with a stage.
 
 Part of `StepScheduler`. What the stages that are replaced can compute again by themselves is owed
 (`recovery_log.py`); whatever else was lost is forgotten. Callers make sure that no request whose
@@ -7,7 +7,8 @@ pages are lost has a step in flight.
 
 from collections.abc import Iterable
 
-from sgl_pipeline.requests import Request
+from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.requests import Request, RequestState
 from sgl_pipeline.scheduling.age_limit import RequestAges
 from sgl_pipeline.scheduling.preemption import Preemption
 from sgl_pipeline.scheduling.recovery_log import RecoveryLog
@@ -36,6 +37,24 @@ class LostPages:
         self._preemption = preemption
         self._pages = pages
         self._ages = ages
+
+    def take_back_steps(self, steps: Iterable[Microbatch]) -> None:
+        """None of `steps`, all that are in flight, will be run by all stages.
+
+        Requests are where their last committed step left them. They keep their pages, also those
+        that such a step was to write first, and a request that has ended gives its own back.
+        """
+        for microbatch in steps:
+            if microbatch.replays and self.log is not None:
+                self.log.take_back(microbatch.replays)
+            for chunk in microbatch.chunks:
+                request = chunk.request
+                request.steps_in_flight -= 1
+                if request.state is RequestState.RUNNING:
+                    request.num_scheduled = request.num_computed
+                    self._running.take_back(request)
+                elif request.steps_in_flight == 0:
+                    self._pages.release(request)
 
     def lose_all(self, now_s: float) -> None:
         """All keys and values are lost: running requests return to the queue, each at its place, to

@@ -39,7 +39,7 @@ class Outlook:
 
     `waiting` ends with `request` where that waits. `decoding` has all decodes, those that are ready
     first and in their turn; a request whose last chunk of the prompt is in flight is in none.
-    `load` is what `policy` is told. `available_pages` are free or evictable.
+    `load` is what `policy` sees. `available_pages` are free or evictable.
     """
 
     request: Request

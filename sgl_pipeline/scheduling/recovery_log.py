@@ -156,7 +156,7 @@ class RecoveryLog:
         return Replay(request, start, length, stages, tuple(run))
 
     def _enter(self, page: int) -> None:
-        """What the page held before is of no use to anybody."""
+        """What the page held before is of no use any more."""
         _, left = self._logged.enter(page)
         for pages in (*self._owed, *self._unlogged):
             pages.discard(page)

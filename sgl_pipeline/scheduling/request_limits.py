@@ -4,10 +4,10 @@ Asked by `StepScheduler.add` before anything else knows the request. It never re
 room at the moment: what fits an empty server is accepted and waits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.requests import Request
+from sgl_pipeline.requests import FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,19 @@ class RequestLimits:
     context_length: int
     pool_tokens: int
     usual_pool_tokens: int = 0
+
+    def with_pool(self, pool_tokens: int) -> "RequestLimits":
+        """These limits with a pool of so many tokens; the largest so far is the usual one."""
+        usual = max(self.usual_pool_tokens, self.pool_tokens)
+        return replace(self, pool_tokens=pool_tokens, usual_pool_tokens=usual)
+
+    def refusal(self, request: Request) -> FinishReason | None:
+        """How a request ends that is served already and that `check` raises for; else None."""
+        try:
+            self.check(request)
+        except RequestError as error:
+            return FinishReason("abort", message=str(error), status_code=error.status_code)
+        return None
 
     def check(self, request: Request) -> None:
         """Raises RequestError (400) when the request could not be served even alone; 503 where it

@@ -68,3 +68,13 @@ class RunningRequests:
         self.attended_tokens -= attended
         for members in (self._admitted, self.prefilling, self.ready):
             members.pop(request, None)
+
+    def check_invariants(self) -> None:
+        """Asserts what must hold between two steps; for tests."""
+        assert all(request.is_prefilling for request in self.prefilling)
+        for request in self.decoding:
+            assert request.steps_in_flight == (request not in self.ready)
+        assert self.remaining_output_tokens == sum(
+            one.stops.max_new_tokens - len(one.output_ids) for one in self.decoding
+        )
+        assert self.attended_tokens == sum(one.num_tokens for one in self.decoding)

@@ -4,11 +4,10 @@ Driven by `managers/` with real stages and by `simulator/` in virtual time. It d
 clock, draws no random number and sees no tensor; equal calls give equal steps.
 """
 
-from collections import deque
 from collections.abc import Sequence
 
 from sgl_pipeline.args import ACCOUNTINGS, Accounting, SchedulingArgs
-from sgl_pipeline.errors import ProtocolError, RequestError
+from sgl_pipeline.errors import RequestError
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.requests import FinishReason, LogprobRows, Request, RequestState, TokenEvent
 from sgl_pipeline.scheduling.admission import Admission
@@ -16,10 +15,12 @@ from sgl_pipeline.scheduling.age_limit import RequestAges
 from sgl_pipeline.scheduling.arrivals import DISPLACED, Arrivals
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
 from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
-from sgl_pipeline.scheduling.logprob_rows import check_logprobs, keep_logprobs
+from sgl_pipeline.scheduling.load_meter import LoadMeter
+from sgl_pipeline.scheduling.logprob_rows import keep_logprobs
 from sgl_pipeline.scheduling.lost_pages import LostPages
 from sgl_pipeline.scheduling.outlook import Outlook
 from sgl_pipeline.scheduling.page_pool import PagePool
+from sgl_pipeline.scheduling.pausing import Pausing
 from sgl_pipeline.scheduling.preemption import Preemption
 from sgl_pipeline.scheduling.radix_demand import RadixDemand
 from sgl_pipeline.scheduling.radix_storage import RadixStorage
@@ -28,9 +29,10 @@ from sgl_pipeline.scheduling.recovery_log import RecoveryLog
 from sgl_pipeline.scheduling.request_limits import RequestLimits
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
 from sgl_pipeline.scheduling.stop_rules import finish_reason
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
-from sgl_pipeline.step_work import StepTimes, attended_tokens
+from sgl_pipeline.step_work import StepTimes
 from sgl_pipeline.throttle import PipelineLoad, Policy, TokenBudget
 
 
@@ -40,8 +42,8 @@ class StepScheduler:
     Steps are FIFO through every stage. A decoding request is in at most one step in flight, a
     prefilling one may have consecutive chunks in several. Pages of a step in flight are never freed
     or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under, and
-    `step_times` says what they take, as far as that is known. `lost_pages` takes the news of
-    stages that were lost, when no step is in flight.
+    `step_times` says what they take, as far as that is known. `pausing` keeps steps from starting.
+    `lost_pages` takes the news of stages that were lost, when no step is in flight.
 
     Args:
         log: what stages that are replaced may compute again by themselves; None: whatever is lost
@@ -65,8 +67,7 @@ class StepScheduler:
         self._policy = policy
         self._accounting = ACCOUNTINGS[args.accounting]
         self._num_pages = num_pages
-        # Also the depth over which decodes are shared out: that many steps wait for each other.
-        self._max_in_flight = num_stages + args.extra_steps_in_flight
+        self._in_flight = StepsInFlight(num_stages + args.extra_steps_in_flight)
 
         tree = RadixTree(args.page_size, enabled=args.radix_cache)
         demand = RadixDemand(tree)
@@ -75,6 +76,7 @@ class StepScheduler:
         self._arrivals = Arrivals(args, self.limits, self._waiting)
         self._running = RunningRequests()
         self._preemption = Preemption(self._running, self._waiting, self._pages)
+        self.pausing = Pausing(self._running, self._preemption)
         self._admission = Admission(
             self._waiting,
             self._running,
@@ -87,17 +89,16 @@ class StepScheduler:
             self._waiting, self._running, self._pages, args.max_running_requests
         )
         self._now_s = 0.0
-        self._decode_reserve = DecodeReserve(args.page_size, self._max_in_flight)
+        self._decode_reserve = DecodeReserve(args.page_size, self._in_flight.limit)
+        self._meter = LoadMeter(
+            self._waiting, self._running, self._pages, self._in_flight, self._decode_reserve
+        )
         self._ages = RequestAges(args.waiting_timeout_s, args.running_timeout_s)
         self.lost_pages = LostPages(self._running, self._preemption, self._pages, self._ages, log)
         self._requests: dict[str, Request] = {}
-        self._in_flight: deque[Microbatch] = deque()
-        self._next_step_id = 0
-        self._is_paused = False
-        self._retracts_running = False
 
     def use_policy(self, policy: Policy, accounting: str) -> None:
-        """Decides the next steps by `policy`, which is told what `accounting` counts."""
+        """Decides the next steps by `policy`, which sees what `accounting` counts."""
         self._policy, self._accounting = policy, ACCOUNTINGS[accounting]
 
     # Requests in and out
@@ -152,31 +153,6 @@ class StepScheduler:
             if self.abort(request.request_id, reason) is not None
         ]
 
-    # Pausing
-
-    def pause(self, *, retract: bool) -> None:
-        """Starts no step until `resume`; those in flight finish, and requests still come and go.
-
-        With `retract`, running requests return to the queue, each with the last of its steps in
-        flight: then the cache can be flushed, and what was computed is computed again.
-        """
-        self._is_paused = True
-        self._retracts_running = self._retracts_running or retract
-        self._retract_if_asked()
-
-    def resume(self) -> None:
-        """Ends a pause, if there is one."""
-        self._is_paused = self._retracts_running = False
-
-    @property
-    def is_paused(self) -> bool:
-        return self._is_paused
-
-    def _retract_if_asked(self) -> None:
-        if self._retracts_running:
-            for request in [one for one in self._running if not one.steps_in_flight]:
-                self._preemption.retract(request)
-
     # Steps out, results in
 
     def next_microbatch(self, now_s: float) -> Microbatch | None:
@@ -184,7 +160,7 @@ class StepScheduler:
 
         `now_s` is the caller's clock in seconds: ages of requests count from it.
         """
-        if self._is_paused or len(self._in_flight) >= self._max_in_flight:
+        if self.pausing.is_paused or self._in_flight.is_full:
             return None
         self._now_s = now_s
         load, budget, chunks = self._decide()
@@ -200,11 +176,10 @@ class StepScheduler:
         log = self.lost_pages.log
         replays = () if log is None else log.take_up(chunks, released)
         microbatch = Microbatch(
-            self._next_step_id, self.epoch, load, budget, tuple(chunks), released, replays
+            self._in_flight.next_id, self.epoch, load, budget, tuple(chunks), released, replays
         )
-        self._next_step_id += 1
         self._decode_reserve.note_step(self._preemption.num_shortages)
-        self._in_flight.append(microbatch)
+        self._in_flight.add(microbatch)
         self.lost_pages.forget_displaced(now_s)
         return microbatch
 
@@ -232,21 +207,7 @@ class StepScheduler:
         Raises ProtocolError when it is another step's turn or the number of tokens or rows is
         wrong.
         """
-        microbatch = self._in_flight[0] if self._in_flight else None
-        if microbatch is None or microbatch.step_id != step_id:
-            expected = "none is in flight" if microbatch is None else f"{microbatch.step_id} is due"
-            raise ProtocolError(f"the result of step {step_id} arrived, but {expected}")
-        if len(token_ids) != microbatch.num_samples:
-            raise ProtocolError(
-                f"step {step_id} drew {len(token_ids)} tokens, {microbatch.num_samples} are due"
-            )
-        if len(logprobs) != microbatch.num_logprob_chunks:
-            raise ProtocolError(
-                f"step {step_id} gave log-probabilities of {len(logprobs)} chunks, "
-                f"{microbatch.num_logprob_chunks} are due"
-            )
-        check_logprobs(microbatch.chunks, logprobs)
-        self._in_flight.popleft()
+        microbatch = self._in_flight.take_result(step_id, token_ids, logprobs)
         drawn, rows = iter(token_ids), iter(logprobs)
         events = []
         for chunk in microbatch.chunks:
@@ -256,7 +217,7 @@ class StepScheduler:
             event = self._book(chunk, new_ids, now_s)
             if event is not None:
                 events.append(event)
-        self._retract_if_asked()
+        self.pausing.retract_if_asked()
         return events
 
     def _book(self, chunk: Chunk, new_ids: tuple[int, ...], now_s: float) -> TokenEvent | None:
@@ -295,38 +256,22 @@ class StepScheduler:
         if was_running and request.steps_in_flight == 0:
             self._pages.release(request)
 
-    # When a stage is lost
+    # When stages are lost, or others
 
     def forget_in_flight(self) -> None:
         """Takes back every step in flight, as if none had been decided: the stages that have it
-        are gone, or have been told to drop it.
-
-        Requests are where their last committed step left them. They keep their pages, also those
-        that such a step was to write first, and a request that has ended gives its own back.
-        """
-        for microbatch in self._in_flight:
-            if microbatch.replays and self.lost_pages.log is not None:
-                self.lost_pages.log.take_back(microbatch.replays)
-            for chunk in microbatch.chunks:
-                request = chunk.request
-                request.steps_in_flight -= 1
-                if request.state is RequestState.RUNNING:
-                    request.num_scheduled = request.num_computed
-                    self._running.take_back(request)
-                elif request.steps_in_flight == 0:
-                    self._pages.release(request)
-        self._in_flight.clear()
-        self._retract_if_asked()
-
-    # When stages are others
+        are gone, or have been told to drop it."""
+        self.lost_pages.take_back_steps(self._in_flight)
+        self._in_flight.forget()
+        self.pausing.retract_if_asked()
 
     def use_stages(self, num_stages: int, now_s: float) -> None:
         """So many stages run the steps to come; none is in flight. All that pages held is lost, as
         by `LostPages.lose_all`."""
         assert not self._in_flight, "steps in flight are of other stages"
         self.lost_pages.use_stages(num_stages, now_s)
-        self._max_in_flight = num_stages + self.args.extra_steps_in_flight
-        self._decode_reserve.pipeline_depth = self._max_in_flight
+        self._in_flight.limit = num_stages + self.args.extra_steps_in_flight
+        self._decode_reserve.pipeline_depth = self._in_flight.limit
 
     def use_pages(self, num_pages: int, log_pages: int) -> list[Request]:
         """The stages have so many pages now, and their logs room for so many of these; if that is
@@ -340,63 +285,24 @@ class StepScheduler:
             return []
         self._pages.resize(num_pages)
         self._num_pages = num_pages
-        usual_tokens = max(self.limits.usual_pool_tokens, self.limits.pool_tokens)
-        self.limits = RequestLimits(
-            self.limits.context_length, num_pages * self.args.page_size, usual_tokens
-        )
-        self._arrivals.limits = self.limits
-        return [one for one in self.requests() if not self._still_fits(one)]
-
-    def _still_fits(self, request: Request) -> bool:
-        """Whether the pages can hold the request; one that they cannot is ended."""
-        try:
-            self.limits.check(request)
-        except RequestError as error:
-            reason = FinishReason("abort", message=str(error), status_code=error.status_code)
+        pool_tokens = num_pages * self.args.page_size
+        self.limits = self._arrivals.limits = self.limits.with_pool(pool_tokens)
+        refused = [(one, self.limits.refusal(one)) for one in self.requests()]
+        unfit = [(request, reason) for request, reason in refused if reason is not None]
+        for request, reason in unfit:
             self.abort(request.request_id, reason)
-            return False
-        return True
+        return [request for request, _ in unfit]
 
     # What others may ask
 
     @property
     def next_step_id(self) -> int:
         """The id that the next step will have; those of all others are lower."""
-        return self._next_step_id
+        return self._in_flight.next_id
 
     def load(self, accounting: Accounting = ACCOUNTINGS["radix"]) -> PipelineLoad:
         """The state of the whole system: as it is, or counted as a policy shall see it."""
-        running, pages = self._running, self._pages
-        unscheduled = sum(request.remaining_prefill for request in running.prefilling)
-        unscheduled_attended = sum(
-            attended_tokens(request.num_scheduled, request.prefill_end)
-            for request in running.prefilling
-        )
-        return PipelineLoad(
-            step_id=self._next_step_id,
-            pipeline_depth=self._max_in_flight,
-            waiting_tokens=self._waiting.tokens_to_compute(accounting) + unscheduled,
-            prompts=len(self._waiting) + len(running.prefilling),
-            running_decodes=len(running.decoding),
-            ready_decodes=len(running.ready),
-            free_pages=pages.num_available if accounting.evictable else pages.num_free,
-            reserved_pages=self._decode_reserve.pages(running.remaining_output_tokens),
-            total_pages=self._num_pages,
-            steps_in_flight=len(self._in_flight),
-            waiting_attended_tokens=self._waiting.attended_to_compute(accounting)
-            + unscheduled_attended,
-            decode_attended_tokens=running.attended_tokens,
-            step_times=self.step_times,
-            work_in_flight=tuple([one.work for one in self._in_flight]),
-            newest_wait_ms=1e3 * (self._now_s - self._newest_arrival_s()),
-        )
-
-    def _newest_arrival_s(self) -> float:
-        """Of the requests whose prompt is not scheduled whole; now where there are none."""
-        newest = self._waiting.newest()
-        if newest is None:
-            newest = next(reversed(self._running.prefilling), None)
-        return self._now_s if newest is None else newest.arrival_s
+        return self._meter.read(accounting, self._num_pages, self.step_times, self._now_s)
 
     def explain(self, request_id: str) -> Explanation | None:
         """What the request waits for now; None if it is not (or no longer) served."""
@@ -404,7 +310,7 @@ class StepScheduler:
         if request is None:
             return None
         budget = self._policy(self.load(self._accounting))
-        return self._explainer.explain(request, budget, is_paused=self._is_paused)
+        return self._explainer.explain(request, budget, is_paused=self.pausing.is_paused)
 
     def outlook(self, request_id: str) -> Outlook | None:
         """Who is served before the request, and what that takes; None as `explain`."""
@@ -452,13 +358,12 @@ class StepScheduler:
 
     @property
     def num_retractions(self) -> int:
-        """Since the start."""
         return self._preemption.num_retractions
 
     def explain_queue(self, num_requests: int) -> list[tuple[Request, Explanation]]:
         """What the first waiting requests wait for, in order; looks at all that wait, once."""
         budget = self._policy(self.load(self._accounting))
-        return self._explainer.explain_first(num_requests, budget, is_paused=self._is_paused)
+        return self._explainer.explain_first(num_requests, budget, is_paused=self.pausing.is_paused)
 
     @property
     def is_idle(self) -> bool:
@@ -473,7 +378,7 @@ class StepScheduler:
         """Empties the radix cache; refused (False) while any request is served. In a pause those
         that wait do not count: they hold no pages."""
         is_unused = not self._running and not self._in_flight
-        if not is_unused or (self._waiting and not self._is_paused):
+        if not is_unused or (self._waiting and not self.pausing.is_paused):
             return False
         self._pages.clear_cache()
         return True
@@ -491,11 +396,4 @@ class StepScheduler:
         for microbatch in self._in_flight:
             for chunk in microbatch.chunks:
                 assert len(chunk.request.pages) >= self._pages.pages_for(chunk.end)
-        assert all(request.is_prefilling for request in self._running.prefilling)
-        for request in self._running.decoding:
-            assert request.steps_in_flight == (request not in self._running.ready)
-        decoding = self._running.decoding
-        assert self._running.remaining_output_tokens == sum(
-            request.stops.max_new_tokens - len(request.output_ids) for request in decoding
-        )
-        assert self._running.attended_tokens == sum(request.num_tokens for request in decoding)
+        self._running.check_invariants()

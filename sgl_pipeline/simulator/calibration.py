@@ -85,7 +85,7 @@ class FittedCosts:
         return self.link if stage + 1 < self.num_stages else Link()
 
     def under(self, layer_counts: tuple[int, ...]) -> "FittedCosts":
-        """Never to be had: raises ConfigurationError."""
+        """Never available: raises ConfigurationError."""
         raise ConfigurationError(
             "layers cannot move in a recorded pipeline: its trace tells no layer from another; "
             "name --model, --device and --link in place of --calibrate"

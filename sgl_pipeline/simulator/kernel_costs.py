@@ -28,7 +28,7 @@ ELEMENTWISE_SHARE = 0.05
 # (0.65 + 0.009 b to 0.99 + 0.012 b ms, of which about half is the product).
 SAMPLING_STEP_S = 0.4e-3
 SAMPLING_ROW_S = 0.01e-3
-# Decodes of unequal length take longer than their mean tells (LLMServingSim's fit at TP 1).
+# Decodes of unequal length take longer than their mean suggests (LLMServingSim's fit at TP 1).
 LENGTH_SKEW = 0.057
 
 Row = dict[str, str]

@@ -79,7 +79,7 @@ def test_each_connection_finds_the_door_that_it_names(tmp_path: Path) -> None:
             assert theirs.recv(99) == name.encode()
             mine.close()
             theirs.close()
-        with pytest.raises(DialError, match="nobody is at its door 'link-9-9'"):
+        with pytest.raises(DialError, match="nothing is behind its door 'link-9-9'"):
             dial(address, "link-9-9", directory)
         for door in doors:
             door.close()

@@ -81,7 +81,7 @@ def test_a_prefill_between_steps_waits_for_the_budget() -> None:
 def test_a_pause_holds_all() -> None:
     pipeline = pipeline_of()
     pipeline.scheduler.add(make_request("a", [1], 4))
-    pipeline.scheduler.pause(retract=False)
+    pipeline.scheduler.pausing.pause(retract=False)
     assert explain(pipeline, "a").rule == "pause"
 
 
@@ -199,7 +199,7 @@ def test_the_whole_queue_is_explained_as_each_request_by_itself(
             pipeline.complete()
     pipeline.schedule()
     if is_paused:
-        pipeline.scheduler.pause(retract=False)
+        pipeline.scheduler.pausing.pause(retract=False)
     waiting = [r for r in pipeline.scheduler.requests() if r.state is RequestState.WAITING]
     waiting.sort(key=lambda request: request.order)
     expected = [(one, explain(pipeline, one.request_id)) for one in waiting[:num_shown]]

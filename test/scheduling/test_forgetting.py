@@ -168,10 +168,10 @@ def test_a_stage_lost_in_a_pause_leaves_the_pause_as_it_is() -> None:
     requests = some_requests()
     pipeline = pipeline_of(*requests)
     run_until(pipeline, requests[0], 2)
-    pipeline.scheduler.pause(retract=False)
+    pipeline.scheduler.pausing.pause(retract=False)
     pipeline.lose_stages()
-    assert pipeline.schedule() is None and pipeline.scheduler.is_paused
-    pipeline.scheduler.resume()
+    assert pipeline.schedule() is None and pipeline.scheduler.pausing.is_paused
+    pipeline.scheduler.pausing.resume()
     pipeline.drain()
     assert_all_as_alone(requests)
 
@@ -180,10 +180,10 @@ def test_a_pause_that_retracts_has_done_so_when_steps_are_taken_back() -> None:
     requests = some_requests()
     pipeline = pipeline_of(*requests)
     run_until(pipeline, requests[0], 2)
-    pipeline.scheduler.pause(retract=True)
+    pipeline.scheduler.pausing.pause(retract=True)
     assert pipeline.scheduler.num_running
     pipeline.take_back_steps()
     assert pipeline.scheduler.num_running == 0
-    pipeline.scheduler.resume()
+    pipeline.scheduler.pausing.resume()
     pipeline.drain()
     assert_all_as_alone(requests)

@@ -32,7 +32,7 @@ def paused_midway(
             break
     pipeline.fill()
     assert pipeline.steps_in_flight == 2
-    scheduler.pause(retract=retract)
+    scheduler.pausing.pause(retract=retract)
     return pipeline, requests
 
 
@@ -45,7 +45,7 @@ def finish_steps_in_flight(pipeline: FakePipeline) -> None:
 
 
 def assert_served_as_alone(pipeline: FakePipeline, requests: list[Request]) -> None:
-    pipeline.scheduler.resume()
+    pipeline.scheduler.pausing.resume()
     pipeline.drain()
     for request in requests:
         assert request.output_ids == output_when_alone(request)
@@ -75,7 +75,7 @@ def test_a_pause_that_retracts_sends_every_request_back_to_the_queue() -> None:
 def test_a_pause_in_place_can_become_one_that_retracts() -> None:
     pipeline, requests = paused_midway(retract=False)
     finish_steps_in_flight(pipeline)
-    pipeline.scheduler.pause(retract=True)
+    pipeline.scheduler.pausing.pause(retract=True)
     assert pipeline.scheduler.num_running == 0
     assert_served_as_alone(pipeline, requests)
 
@@ -120,7 +120,7 @@ def test_no_clock_runs_for_a_request_that_ended_in_the_pause_that_retracted_it()
     finish_steps_in_flight(pipeline)
     retracted = next(request for request in requests if request.num_retractions)
     scheduler.abort(retracted.request_id, FinishReason("abort"))
-    scheduler.resume()
+    scheduler.pausing.resume()
     pipeline.drain()
     pipeline.now_s += 50.0
     # Runs at once and for long.
@@ -134,5 +134,5 @@ def test_no_clock_runs_for_a_request_that_ended_in_the_pause_that_retracted_it()
 
 def test_a_resume_without_a_pause_changes_nothing() -> None:
     pipeline, requests = paused_midway(retract=True)
-    pipeline.scheduler.resume()
+    pipeline.scheduler.pausing.resume()
     assert_served_as_alone(pipeline, requests)

@@ -258,8 +258,8 @@ def test_a_retraction_does_not_change_when_a_request_first_ran() -> None:
     pipeline.scheduler.add(request)
     pipeline.now_s = 5.0
     advance(pipeline, 1)
-    pipeline.scheduler.pause(retract=True)
-    pipeline.scheduler.resume()
+    pipeline.scheduler.pausing.pause(retract=True)
+    pipeline.scheduler.pausing.resume()
     pipeline.now_s = 8.0
     advance(pipeline, 3)
     assert request.num_retractions == 1

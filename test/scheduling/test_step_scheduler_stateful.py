@@ -198,18 +198,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(retract=st.booleans())
     def pause(self, retract: bool) -> None:
-        self.scheduler.pause(retract=retract)
+        self.scheduler.pausing.pause(retract=retract)
 
-    @precondition(lambda self: self.scheduler.is_paused)
+    @precondition(lambda self: self.scheduler.pausing.is_paused)
     @rule()
     def resume(self) -> None:
-        self.scheduler.resume()
+        self.scheduler.pausing.resume()
 
     @rule()
     def flush(self) -> None:
         # In a pause those that wait do not count.
         is_unused = self.scheduler.is_idle or (
-            self.scheduler.is_paused
+            self.scheduler.pausing.is_paused
             and not self.scheduler.num_running
             and not self.pipeline.steps_in_flight
         )
@@ -222,7 +222,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "pipeline"):
             return
-        self.scheduler.resume()
+        self.scheduler.pausing.resume()
         self.pipeline.drain()
         load = self.scheduler.load()
         assert load.free_pages == load.total_pages

@@ -40,7 +40,7 @@ NOT_RUN = {
     "make serve ARGS=": "starts a server of the reader's model; the other tests start servers",
     "make serve": "installs, and starts a server until Ctrl-C; test_makefile.py reads its commands",
     "make setup TORCH_INDEX=": "installs from an index that the reader names",
-    "pip install": "installs several GB",
+    "pip install": "installs several GB; the CPU set was, and served, by hand on 2026-11-23",
     "HTTP server + TokenizerManager": "a drawing",
     "curl http://127.0.0.1:30000/pipeline/tune": "searches for up to a minute; in test_steering.py",
     "python -m sgl_pipeline.simulator run": f"{BY_HAND}, except `tune` and `figures`",

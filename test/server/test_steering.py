@@ -17,6 +17,9 @@ from test.server.test_metrics_and_drain import Samples
 
 pytestmark = pytest.mark.multiproc
 LONG_PROMPT = "Repeat after me: " + "one two three four " * 60
+# Ten steps of eight tokens: two dozen of them are the steps that tuning needs, and little more, as
+# every trial serves them all again.
+SHORT_PROMPT = "one two three four " * 20
 ESTIMATES = ("runs_in_s", "next_token_in_s")
 
 
@@ -70,7 +73,7 @@ class Crowd:
     def _run(self, server: LiveServer, number: int, num_tokens: int) -> None:
         turn = 0
         while not self._is_over.is_set():
-            ask(server, f"crowd-{number}-{turn}-{time.monotonic_ns()}", num_tokens)
+            ask(server, f"crowd-{number}-{turn}-{time.monotonic_ns()}", num_tokens, SHORT_PROMPT)
             turn += 1
             self.num_answers += 1
 
@@ -198,7 +201,7 @@ def test_knobs_are_tuned_from_life_one_task_at_a_time(server: LiveServer) -> Non
     try:
         wait_until(lambda: crowd.num_answers >= 24, 150)
         with ThreadPoolExecutor(1) as client:
-            first = client.submit(tune, server, ttft_ms=50, tpot_ms=40, timeout_s=15, window_s=600)
+            first = client.submit(tune, server, ttft_ms=50, tpot_ms=40, timeout_s=5, window_s=600)
             wait_until(lambda: [one.nice() for one in tuning_processes(server)] == [19])
             status, refused = tune(server, ttft_ms=50, tpot_ms=40)
             assert status == 409 and "tuned already" in refused["error"]["message"]
@@ -212,7 +215,7 @@ def test_knobs_are_tuned_from_life_one_task_at_a_time(server: LiveServer) -> Non
         server,
         ttft_ms=50,
         tpot_ms=40,
-        timeout_s=90,
+        timeout_s=20,
         window_s=window_s,
         apply=True,
         revert_after_s=3600,
@@ -223,7 +226,7 @@ def test_knobs_are_tuned_from_life_one_task_at_a_time(server: LiveServer) -> Non
     assert len(told["step_time_errors"]) == 2
     assert not tuning_processes(server)
     assert status == 200, applied
-    # With 8 tokens a step, each prompt takes dozens.
+    # With 8 tokens a step, each prompt takes ten and more.
     assert applied["knobs"].get("max_prefill_tokens", 0) > 8, applied
     assert applied["proposed"]["lateness"] < applied["now"]["lateness"]
     shown = throttle(server)

@@ -91,11 +91,12 @@ class WarmLauncher:
 
 def _main(control: socket.socket) -> None:
     from sgl_pipeline import launch_server
+    from sgl_pipeline.managers.child_entries import prepare_imports
     from sgl_pipeline.process_lifetime import die_with_parent
 
     die_with_parent()
     launch_server._set_environment(os.environ.get("TMPDIR", "/tmp"))
-    launch_server._prepare_imports()
+    prepare_imports()
     import sgl_pipeline.managers.command_line.server_args
     import sgl_pipeline.managers.entrance.front_guard
     import sgl_pipeline.managers.forked_children  # noqa: F401

@@ -1,1 +1,1 @@
-"""Flags, upstream's and ours, turned into what each side is told."""
+"""Flags, upstream's and ours, turned into each side's arguments."""

@@ -1,4 +1,4 @@
-"""The command line: upstream's flags and ours, turned into what each side is told.
+"""The command line: upstream's flags and ours, turned into each side's arguments.
 
 Called by `launch_server.py` in the main process, once. Upstream's parser keeps its flags and their
 meaning; `upstream_fields.py` says who acts on each. Starts nothing and never guesses: what cannot

@@ -153,7 +153,7 @@ _REFUSED_TEXT = {
 # Field name -> why a value other than the default is refused.
 REFUSED_FIELDS = {name: reason for reason, names in _REFUSED_TEXT.items() for name in names.split()}
 
-# What upstream itself is told, whatever the user asked. It resolves and runs its front as a CPU
+# What upstream itself gets, whatever the user asked. It resolves and runs its front as a CPU
 # server without a pipeline; it never sees the two sizes that only our scheduler uses (it would
 # demand that one divides the other); it looks for no kernels for quantized weights, keys or values;
 # and usage always reports cached tokens.

@@ -145,7 +145,7 @@ def make_forecast(saved: SavedCosts, findings: Findings, stages: int) -> Forecas
     )
     notes = [f"times are those fitted on {saved.file.machine}, {saved.file.date}"]
     notes += [
-        f"host {rank} is taken for as fast as rank 0: {facts.costs_missing}"
+        f"host {rank} is assumed to be as fast as rank 0: {facts.costs_missing}"
         for rank, facts in hosts.items()
         if facts.step_ms is None
     ]

@@ -1,4 +1,4 @@
-"""Hands what the scheduler process tells the live page to everybody who looks, event by event.
+"""Hands what the scheduler process sends to the live page to all viewers, event by event.
 
 Used by `live_routes.py`, in the HTTP server's event loop. However many look, the scheduler process
 is subscribed to once, and each message is put into words once; without viewers, not at all. A
@@ -136,7 +136,7 @@ class LiveHub:
             viewer.end()
 
     async def _follow(self) -> None:
-        """Passes on what the scheduler process tells, until cancelled."""
+        """Passes on what the scheduler process sends, until cancelled."""
         socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
         try:
             socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_TICKS)

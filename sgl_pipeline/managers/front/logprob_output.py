@@ -1,7 +1,7 @@
 """Log-probabilities in the twelve lists that upstream's output messages have for them.
 
 Used by `sglang_output.py`. The conventions are upstream's
-(`managers/scheduler_components/logprob_result_processor.py`): what is told of the prompt begins at
+(`managers/scheduler_components/logprob_result_processor.py`): what describes the prompt begins at
 `logprob_start_len`; the first entry is None, also where a token stands before it; and all of it is
 sent at once, when the prompt has been computed. A request of no new tokens gets no entry for a
 drawn token, but the highest and the chosen ids of the position after its prompt, which `/v1/score`

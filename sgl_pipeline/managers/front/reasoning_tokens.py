@@ -1,4 +1,4 @@
-"""How many of a request's output tokens are reasoning, for the usage numbers it is told.
+"""How many of a request's output tokens are reasoning, for the usage numbers of its answer.
 
 Used by `sglang_io.py` and `sglang_output.py`. The rules are upstream's
 (`managers/schedule_batch.py`, `Req.update_reasoning_tokens` and its neighbor; the marks:

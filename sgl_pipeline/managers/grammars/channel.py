@@ -1,4 +1,4 @@
-"""What the scheduler process and its grammar compiler tell each other, and how it travels.
+"""The messages between the scheduler process and its grammar compiler, and how they travel.
 
 Both ends are here: the messages, and a stream of them over a socket pair. Sends never wait; what
 the socket does not take at once is kept. Nothing is pickled.

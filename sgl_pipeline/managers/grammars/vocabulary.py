@@ -1,7 +1,7 @@
 """What grammars must know of the served model: its tokens as text, its EOS, and how it thinks.
 
 Used by the scheduler process at start. A tokenizer that xgrammar cannot read never stops the
-server: then each request with a grammar is told so.
+server: then each request with a grammar gets that error.
 """
 
 from dataclasses import dataclass

@@ -28,7 +28,7 @@ from sgl_pipeline.cluster.messages import (
     WorkerStarted,
 )
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.managers.hosts.head_process import MAX_MESSAGE_BYTES, desk_path
+from sgl_pipeline.managers.hosts.scheduler_desk import MAX_MESSAGE_BYTES, desk_path
 from sgl_pipeline.managers.stages.main_process_workers import MainProcessWorkers
 from sgl_pipeline.pipeline.assignment import num_threads, split_cores, workers_of_host
 from sgl_pipeline.pipeline.host_choice import HostLoad, choose_host
@@ -38,7 +38,7 @@ _HEAD = 0
 
 
 class RemoteProcess:
-    """A worker's process on another host, as its agent tells of it."""
+    """A worker's process on another host, as its agent reports it."""
 
     def __init__(self, source: "ClusterWorkers", rank: int, worker: int, pid: int) -> None:
         self._source = source

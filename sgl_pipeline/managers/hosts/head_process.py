@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -54,6 +53,7 @@ from sgl_pipeline.managers.hosts.host_checks import (
     rank_fault,
     version_fault,
 )
+from sgl_pipeline.managers.hosts.scheduler_desk import SchedulerDesk, listen_for_scheduler
 from sgl_pipeline.pipeline.assignment import num_threads, split_cores, workers_of_host
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,6 @@ PING_INTERVAL_S = 0.25
 HELLO_TIMEOUT_S = 5.0
 # How often a host that has not come is named.
 MISSING_INTERVAL_S = 8.0
-MAX_MESSAGE_BYTES = 64 * 1024
 # What it says when it listens, and what it is told when the server ends in good order.
 LISTENING = "listening"
 FAREWELL = b"farewell"
@@ -119,7 +118,7 @@ class Head:
             rank: [*workers_of_host(setup.num_stages, setup.cluster.num_hosts, rank)]
             for rank in range(1, setup.cluster.num_hosts)
         }
-        self._scheduler: _SchedulerEnd | None = None
+        self._scheduler: SchedulerDesk | None = None
         self._has_come: set[int] = set()
         self._said_s: dict[str, float] = {}
 
@@ -146,7 +145,7 @@ class Head:
 
     def connect_scheduler(self, connection: socket.socket) -> None:
         """The scheduler process is up: it is told what has happened so far."""
-        self._scheduler = _SchedulerEnd(connection, self._order, self._scheduler_gone)
+        self._scheduler = SchedulerDesk(connection, self._order, self._scheduler_gone)
         for rank, agent in self._agents.items():
             assert agent.hello is not None
             self._report(HostJoined(agent.hello))
@@ -296,60 +295,6 @@ class Head:
         self._scheduler = None
 
 
-class _SchedulerEnd:
-    """The connection of the scheduler process: packets, which are never split."""
-
-    def __init__(
-        self,
-        connection: socket.socket,
-        on_order: Callable[[ForHost], None],
-        on_gone: Callable[[], None],
-    ) -> None:
-        connection.setblocking(False)
-        self._connection = connection
-        self._on_order = on_order
-        self._on_gone = on_gone
-        self._loop = asyncio.get_running_loop()
-        self._decoder = msgspec.msgpack.Decoder(ForHost)
-        self._waiting: list[bytes] = []
-        self._loop.add_reader(connection, self._receive)
-
-    def send(self, message: FromHead) -> None:
-        self._waiting.append(_encode(message))
-        self._flush()
-
-    def _flush(self) -> None:
-        self._loop.remove_writer(self._connection)
-        while self._waiting:
-            try:
-                self._connection.send(self._waiting[0])
-            except BlockingIOError:
-                self._loop.add_writer(self._connection, self._flush)
-                return
-            except OSError:
-                self._waiting.clear()  # it is gone, which `_receive` notices
-                return
-            self._waiting.pop(0)
-
-    def _receive(self) -> None:
-        try:
-            while packet := self._connection.recv(MAX_MESSAGE_BYTES):
-                self._on_order(self._decoder.decode(packet))
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            pass
-        self._loop.remove_reader(self._connection)
-        self._loop.remove_writer(self._connection)
-        self._connection.close()
-        self._on_gone()
-
-
-def desk_path(run_directory: str) -> str:
-    """Where the scheduler process meets the head process."""
-    return f"{run_directory}/cluster-desk"
-
-
 async def _serve(setup: HeadSetup, server: int) -> None:
     """Runs until the server's main process ends, which closes its end of the pipe `server`."""
     assert setup.cluster.head_address is not None
@@ -365,11 +310,7 @@ async def _serve(setup: HeadSetup, server: int) -> None:
     )
     head = Head(setup)
     loop = asyncio.get_running_loop()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(desk_path(setup.run_directory))
-    listener.listen(1)
-    listener.setblocking(False)
-    loop.add_reader(listener, lambda: head.connect_scheduler(listener.accept()[0]))
+    listen_for_scheduler(setup.run_directory, head.connect_scheduler)
     ending: asyncio.Future[None] = loop.create_future()
 
     def hear() -> None:

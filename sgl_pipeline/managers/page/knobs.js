@@ -120,7 +120,7 @@ export class Knobs {
     byId("reverts").textContent = told.revert ? `goes back in ${duration(1e3 * told.revert.in_s)}` : "";
   }
 
-  /** Changes that anybody has made are marks on the lanes. */
+  /** All changes, whoever made them, are marks on the lanes. */
   #mark(history) {
     for (const one of history) {
       if (this.seen.has(one.change)) continue;

@@ -1,4 +1,4 @@
-"""Puts what the scheduler process tells the live page into JSON, as short as a page needs it.
+"""Puts what the scheduler process sends to the live page into JSON, as short as a page needs it.
 
 Called by `entrance/live_hub.py`, once for all viewers. `page/model.js` reads it: whoever changes
 one changes the other. Moments are microseconds of the host's monotonic clock.
@@ -25,7 +25,7 @@ def server_sent_event(name: str, data: Any) -> bytes:
 
 
 def describe_tick(tick: LiveTick, num_viewers: int) -> dict[str, Any]:
-    """One tick; `moves` and `queue` only where they were told."""
+    """One tick; `moves` and `queue` only where they were sent."""
     state = tick.state
     optional: dict[str, Any] = {}
     if tick.queue is not None:

@@ -33,7 +33,7 @@ _NEVER_S = float("-inf")
 
 
 class LiveReport:
-    """What the page is told.
+    """What the page gets.
 
     Args:
         scheduler: asked why requests wait.
@@ -76,7 +76,7 @@ class LiveReport:
                 )
 
     def publish(self, state: PipelineState) -> None:
-        """Sends how things stand, if anybody looks and it is time."""
+        """Sends how things stand, if there are viewers and it is time."""
         if self._socket.take_subscriptions():
             self._greet()
         if not self._socket.is_watched:
@@ -114,7 +114,7 @@ class LiveReport:
             if request.state is RequestState.FINISHED:
                 del self._followed[request.request_id]
         if not self._socket.send(tick):
-            # The steps are told with the next tick, as far as they are still known then.
+            # The steps are sent with the next tick, as far as they are still known then.
             self._num_missed += 1
             return
         self._num_missed, self._moves = 0, state.moves

@@ -1,4 +1,4 @@
-"""What `/metrics` tells of the scheduler (`--enable-metrics`): SGLang's names, and a few of ours.
+"""What `/metrics` reports of the scheduler (`--enable-metrics`): SGLang's names, and a few of ours.
 
 Upstream's collector defines its names and labels; ours begin with `sgl_pipeline_`. The front's own
 process exports the latencies and token counts of requests. Written about once a second, from what

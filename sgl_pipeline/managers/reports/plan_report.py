@@ -1,4 +1,4 @@
-"""What `GET /pipeline/plan` says of the layer split, and how a move is told in JSON.
+"""What `GET /pipeline/plan` says of the layer split, and how a move is described in JSON.
 
 Called by `front/pipeline_desk.py`. JSON types only, and nothing of any request's text.
 """

@@ -1,6 +1,6 @@
 """The scheduler's hands on its workers: their channel, their processes, who is asked for new ones.
 
-Called by the scheduler process. What a worker is told on its way to readiness is decided by
+Called by the scheduler process. What is sent to a worker on its way to readiness is decided by
 `pipeline/worker_roster.py`; this file carries it, and notices when a worker ends.
 """
 
@@ -207,7 +207,7 @@ class StageLauncher:
         return worker
 
     def receive(self) -> Iterator[tuple[int, FromWorker]]:
-        """Messages that have arrived, each with its worker, but for those of workers that are lost
+        """Messages that have arrived, each with its worker, without those of workers that are lost
         or to blame. A WorkerFailed is kept as the reason for `take_lost`."""
         self._gather()
         while self._arrived:

@@ -1,4 +1,4 @@
-"""What we use of FlashInfer: its wrappers' calls, and how a step is told to them.
+"""What we use of FlashInfer: its wrappers' calls, and how a step is described to them.
 
 Shared by `flashinfer_attention.py`, which imports the library, and `flashinfer_graph.py`. Written
 against the sources of flashinfer-python 0.6.18 and 0.7.2.

@@ -1,6 +1,6 @@
 """The reference attention backend: plain torch on any device, what the others are tested against.
 
-Chosen with `--stage-attention-backend torch`, or where nothing faster is to be had. Gathers every
+Chosen with `--stage-attention-backend torch`, or where nothing faster is available. Gathers every
 visible page into a contiguous copy for each layer, so it is clear rather than fast. Must never let
 one request's keys or values touch another's rows.
 """

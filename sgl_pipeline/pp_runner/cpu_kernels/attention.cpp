@@ -73,7 +73,7 @@ extern "C" int sglp_best_bf16_arithmetic() {
 }
 
 // query and out [T, Hq, D] of the arithmetic's type, which sglp_has_arithmetic has confirmed; pages
-// [N, S, Hkv, D] of the same, or [N, S, Hkv, row of codes]. Contiguous, but for the rows of query,
+// [N, S, Hkv, D] of the same, or [N, S, Hkv, row of codes]. Contiguous, except for the rows of query,
 // which lie query_row_stride elements apart.
 extern "C" void sglp_paged_attention(int arithmetic, const void* query, int64_t query_row_stride,
                                      const void* key_pages, const void* value_pages, void* out,

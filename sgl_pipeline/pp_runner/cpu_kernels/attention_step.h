@@ -80,7 +80,7 @@ struct Tensors {
 // A lone row takes several heads in one sweep over its pages, as one token's heads lie side by side
 // in memory, but leaves work for every thread. Longer chunks go head by head, in at most
 // `most_lanes` lanes, and fewer, but not below `least_lanes`, where that leaves threads idle. The
-// dearest come first, so that no thread is left with one at the end.
+// longest come first, so that no thread is left with one at the end.
 inline std::vector<WorkItem> split(const Step& step, int num_threads, int most_lanes,
                                    int least_lanes) {
   std::vector<WorkItem> items;

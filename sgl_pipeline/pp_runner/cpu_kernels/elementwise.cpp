@@ -27,7 +27,7 @@ void for_rows(int64_t num_rows, int64_t row_size, int num_threads, const Run& ru
   for (int64_t row = 0; row < num_rows; ++row) run(row);
 }
 
-// Calls run(offset, count) for each vector of a row; count is kWidth but for the last one.
+// Calls run(offset, count) for each vector of a row; count is kWidth except for the last one.
 template <typename Run>
 inline void for_vectors(int size, const Run& run) {
   int offset = 0;

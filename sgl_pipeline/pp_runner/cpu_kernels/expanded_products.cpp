@@ -59,7 +59,7 @@ void expand_int4(const Byte* source, const Byte* zeros, Byte* target) {
   }
 }
 
-// A tile of 512 bytes of e4m3. A number's bits are those of its bf16, but for the exponent's offset.
+// A tile of 512 bytes of e4m3. A number's bits are those of its bf16 except for the exponent's offset.
 void expand_fp8(const Byte* source, Byte* target) {
   const __m512i table = _mm512_loadu_si512(kDenormals.bits), eight = _mm512_set1_epi16(8);
   const __m512i magnitude_bits = _mm512_set1_epi16(0x7f), offset = _mm512_set1_epi16(120 << 7);

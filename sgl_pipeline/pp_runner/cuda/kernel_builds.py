@@ -18,15 +18,18 @@ import torch
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.cpu_kernels.build import default_cache_directory
+from sgl_pipeline.pp_runner.cuda.compile_notice import CompileNotice
 from sgl_pipeline.pp_runner.cuda.toolkit import find_toolkit
 
 _WITHOUT_FLASHINFER = "--stage-attention-backend torch --stage-kernels torch"
 _MOST_CHARACTERS = 300  # of a compiler's message
+_notice = CompileNotice()
 
 
 @contextmanager
 def building_kernels() -> Iterator[None]:
     """Prepares this process's environment for FlashInfer, and explains errors of the code inside.
+    Where that compiles, one line on stderr says so.
 
     Raises ConfigurationError, one line, when a compiler is missing, or when FlashInfer cannot be
     imported or cannot compile, load or run a kernel.
@@ -36,7 +39,8 @@ def building_kernels() -> Iterator[None]:
     except ConfigurationError as error:
         raise _cannot_build(str(error)) from error
     try:
-        yield
+        with _notice.watching():
+            yield
     except ImportError as error:
         raise _cannot_build(f"{error}; install requirements/cuda.txt") from error
     except torch.OutOfMemoryError:

@@ -82,7 +82,7 @@ def open_functions() -> FlashInferFunctions:
 class _StepTables:
     """What all layers of a step give FlashInfer alike, made by the first of them.
 
-    The pool is told as one request whose pages are all pages in order: then a slot is a position.
+    The pool is described as one request with all pages in order: then a slot is a position.
     """
 
     rotation: Rotation

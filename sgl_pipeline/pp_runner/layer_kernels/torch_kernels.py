@@ -1,6 +1,6 @@
 """The reference layer kernels: plain torch on any device, what the others are tested against.
 
-Chosen with `--stage-kernels torch`, or where nothing faster is to be had. Rounds to the model's
+Chosen with `--stage-kernels torch`, or where nothing faster is available. Rounds to the model's
 dtype where transformers does.
 """
 

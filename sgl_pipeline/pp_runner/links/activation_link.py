@@ -46,7 +46,7 @@ class ActivationLink(Protocol):
 
         It must not be written to, and is valid until the next `receive`. A HostLink raises
         ProtocolError when another step's rows arrive, or another number of them; a DistributedLink
-        sends rows alone and trusts their order. Raises NeighborGone where that can be told.
+        sends rows alone and trusts their order. Raises NeighborGone where that is known.
         """
 
     def has_rows(self) -> bool:

@@ -116,7 +116,7 @@ _GLM_4 = replace(
 )
 # The layout of the modeling_chatglm.py that chatglm3-6b and glm-4-9b-chat are published with, the
 # same as in SGLang's models/chatglm.py. ChatGLM2-6B-32K gives rope_ratio another meaning under the
-# same names, and cannot be told from them.
+# same names, and cannot be distinguished from them.
 _CHATGLM = Family(
     interleaved_rope=True,
     partial_rope=True,

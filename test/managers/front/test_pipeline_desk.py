@@ -382,11 +382,11 @@ def test_a_request_is_explained_with_its_numbers_and_no_text(office: Office) -> 
 
 def test_a_pause_and_a_step_in_flight_are_explained(office: Office) -> None:
     office.core.scheduler.add(make_request("mine", [7, 8, 9], 5))
-    office.core.scheduler.pause(retract=False)
+    office.core.scheduler.pausing.pause(retract=False)
     _, told = office.ask(ExplainRequest("mine"))
     assert (told["rule"], told["estimate"]["runs_in_s"]) == ("pause", None)
     assert told["estimate"]["reason"].startswith("the scheduler is paused")
-    office.core.scheduler.resume()
+    office.core.scheduler.pausing.resume()
     assert office.core.next_step(office.now_s) is not None
     _, told = office.ask(ExplainRequest("mine"))
     assert (told["state"], told["rule"]) == ("prefilling", "in-flight")

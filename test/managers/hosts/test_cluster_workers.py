@@ -25,7 +25,7 @@ from sgl_pipeline.cluster.messages import (
 )
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.managers.hosts.cluster_workers import ClusterWorkers
-from sgl_pipeline.managers.hosts.head_process import desk_path
+from sgl_pipeline.managers.hosts.scheduler_desk import desk_path
 from sgl_pipeline.pipeline.worker_source import StartedWorker
 
 HELLO = HostHello(

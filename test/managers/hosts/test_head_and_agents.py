@@ -37,7 +37,8 @@ from sgl_pipeline.cluster.messages import (
 from sgl_pipeline.cluster.secure_stream import SecureStream
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.hosts.agent import _Complaints, _Session
-from sgl_pipeline.managers.hosts.head_process import MAX_MESSAGE_BYTES, Head, HeadSetup
+from sgl_pipeline.managers.hosts.head_process import Head, HeadSetup
+from sgl_pipeline.managers.hosts.scheduler_desk import MAX_MESSAGE_BYTES
 
 DIGEST = "0123456789abcdef"
 TIMEOUT_S = 20.0

@@ -48,7 +48,7 @@ def test_a_line_says_what_waits_runs_and_was_done(
         f"{(pipeline.core.history.prefill_tokens + pipeline.core.history.decodes) / 10:.0f} "
         "tokens/s, stages idle 100%"
     ]
-    pipeline.scheduler.pause(retract=False)
+    pipeline.scheduler.pausing.pause(retract=False)
     status.report(pipeline.core.state(120.0))
     assert "step 20, paused: " in lines(caplog)[1] and " 0 tokens/s" in lines(caplog)[1]
 

@@ -1,0 +1,51 @@
+"""What happened in a run that held, in numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sgl_pipeline.move_record import MoveOutcome
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.recovery import RecoveryRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run that held. `digest` is over all that happened: equal runs have equal ones."""
+
+    seed: int
+    digest: int
+    num_events: int
+    num_steps: int
+    num_retractions: int
+    num_aborts: int
+    num_moves: int
+    num_abandoned_moves: int
+    num_lost_workers: int
+    num_recoveries: int
+    num_refusals: int
+    num_unfit: int
+    num_shrunk: int
+    num_grown: int
+    num_replayed_tokens: int
+    has_given_up: bool
+
+
+def outcome_of(
+    core: PipelineCore, recoveries: Sequence[RecoveryRecord], *, has_given_up: bool, **counted: int
+) -> Outcome:
+    """What `core` and its `recoveries` have counted, and what the driver has `counted` itself."""
+    scheduler = core.scheduler
+    log = scheduler.lost_pages.log
+    moves = [one.outcome for one in core.migration.history]
+    return Outcome(
+        num_steps=scheduler.next_step_id,
+        num_retractions=scheduler.num_retractions,
+        num_moves=moves.count(MoveOutcome.DONE),
+        num_abandoned_moves=moves.count(MoveOutcome.ABANDONED),
+        num_recoveries=len(recoveries),
+        num_shrunk=sum(one.num_stages < one.stages_before for one in recoveries),
+        num_grown=sum(one.num_stages > one.stages_before for one in recoveries),
+        num_replayed_tokens=sum(log.replayed_tokens) if log is not None else 0,
+        has_given_up=has_given_up,
+        **counted,
+    )

@@ -1,0 +1,25 @@
+"""Reports of stages that are not what the stage has said, or come twice."""
+
+from random import Random
+
+import msgspec
+
+from sgl_pipeline.messages import StageReport
+from sgl_pipeline.stage_timing import StageTiming
+
+
+def spoiled(report: StageReport, rng: Random, chance: float) -> list[StageReport]:
+    """What arrives of `report`: itself, or by that chance another one in its place, or both."""
+    if rng.random() >= chance:
+        return [report]
+    tokens = report.token_ids
+    other = rng.choice(
+        (
+            msgspec.structs.replace(report, step_id=report.step_id + rng.choice((1, 7))),
+            msgspec.structs.replace(report, epoch=report.epoch + 1),
+            msgspec.structs.replace(report, token_ids=(0,) if tokens is None else (*tokens, 0)),
+            msgspec.structs.replace(report, timing=StageTiming(2.0, *[1.0] * 6)),
+            msgspec.structs.replace(report),
+        )
+    )
+    return [report, other] if other == report else [other]

@@ -1,0 +1,69 @@
+"""The state of the whole system as the policies see it, made of the sums that its parts keep.
+
+Part of `StepScheduler`, which reads it once a step. It looks at no request by itself except those
+that are being prefilled, and changes nothing.
+"""
+
+from sgl_pipeline.args import Accounting
+from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
+from sgl_pipeline.scheduling.request_pages import RequestPages
+from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
+from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
+from sgl_pipeline.step_work import StepTimes, attended_tokens
+from sgl_pipeline.throttle import PipelineLoad
+
+
+class LoadMeter:
+    """Reads the parts that it is given."""
+
+    def __init__(
+        self,
+        waiting: WaitingQueue,
+        running: RunningRequests,
+        pages: RequestPages,
+        in_flight: StepsInFlight,
+        decode_reserve: DecodeReserve,
+    ) -> None:
+        self._waiting = waiting
+        self._running = running
+        self._pages = pages
+        self._in_flight = in_flight
+        self._decode_reserve = decode_reserve
+
+    def read(
+        self, accounting: Accounting, total_pages: int, step_times: StepTimes | None, now_s: float
+    ) -> PipelineLoad:
+        """The load now, its tokens and pages counted as `accounting` says; `now_s` is the clock of
+        `Request.arrival_s`, in seconds."""
+        running, pages = self._running, self._pages
+        unscheduled = sum(request.remaining_prefill for request in running.prefilling)
+        unscheduled_attended = sum(
+            attended_tokens(request.num_scheduled, request.prefill_end)
+            for request in running.prefilling
+        )
+        return PipelineLoad(
+            step_id=self._in_flight.next_id,
+            pipeline_depth=self._in_flight.limit,
+            waiting_tokens=self._waiting.tokens_to_compute(accounting) + unscheduled,
+            prompts=len(self._waiting) + len(running.prefilling),
+            running_decodes=len(running.decoding),
+            ready_decodes=len(running.ready),
+            free_pages=pages.num_available if accounting.evictable else pages.num_free,
+            reserved_pages=self._decode_reserve.pages(running.remaining_output_tokens),
+            total_pages=total_pages,
+            steps_in_flight=len(self._in_flight),
+            waiting_attended_tokens=self._waiting.attended_to_compute(accounting)
+            + unscheduled_attended,
+            decode_attended_tokens=running.attended_tokens,
+            step_times=step_times,
+            work_in_flight=self._in_flight.work,
+            newest_wait_ms=1e3 * (now_s - self._newest_arrival_s(now_s)),
+        )
+
+    def _newest_arrival_s(self, now_s: float) -> float:
+        """Of the requests whose prompt is not scheduled whole; now where there are none."""
+        newest = self._waiting.newest()
+        if newest is None:
+            newest = next(reversed(self._running.prefilling), None)
+        return now_s if newest is None else newest.arrival_s

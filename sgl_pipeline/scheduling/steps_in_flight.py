@@ -1,0 +1,72 @@
+"""The steps that the stages have and have not answered, oldest first.
+
+Part of `StepScheduler`. Steps are FIFO through every stage, so a result is that of the oldest one;
+whatever else arrives is refused here. It never changes a request.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.requests import LogprobRows
+from sgl_pipeline.scheduling.logprob_rows import check_logprobs
+from sgl_pipeline.step_work import StepWork
+
+
+class StepsInFlight:
+    """At most `limit` steps. Ids count up from 0; `next_id` is that of the step to come."""
+
+    def __init__(self, limit: int) -> None:
+        # Also the depth over which decodes are shared out: that many steps wait for each other.
+        self.limit = limit
+        self.next_id = 0
+        self._steps: deque[Microbatch] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        return iter(self._steps)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._steps) >= self.limit
+
+    @property
+    def work(self) -> tuple[StepWork, ...]:
+        """What each computes."""
+        return tuple([one.work for one in self._steps])
+
+    def add(self, microbatch: Microbatch) -> None:
+        """The step with `next_id` has been decided."""
+        self.next_id += 1
+        self._steps.append(microbatch)
+
+    def take_result(
+        self, step_id: int, token_ids: Sequence[int], logprobs: Sequence[LogprobRows]
+    ) -> Microbatch:
+        """Removes and returns the oldest step, whose result this must be.
+
+        Raises ProtocolError, and removes none, when it is another step's turn or the number of
+        tokens or rows is wrong.
+        """
+        microbatch = self._steps[0] if self._steps else None
+        if microbatch is None or microbatch.step_id != step_id:
+            expected = "none is in flight" if microbatch is None else f"{microbatch.step_id} is due"
+            raise ProtocolError(f"the result of step {step_id} arrived, but {expected}")
+        if len(token_ids) != microbatch.num_samples:
+            raise ProtocolError(
+                f"step {step_id} drew {len(token_ids)} tokens, {microbatch.num_samples} are due"
+            )
+        if len(logprobs) != microbatch.num_logprob_chunks:
+            raise ProtocolError(
+                f"step {step_id} gave log-probabilities of {len(logprobs)} chunks, "
+                f"{microbatch.num_logprob_chunks} are due"
+            )
+        check_logprobs(microbatch.chunks, logprobs)
+        return self._steps.popleft()
+
+    def forget(self) -> None:
+        """None is in flight any more. Their ids are not used again."""
+        self._steps.clear()
