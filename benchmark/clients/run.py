@@ -29,7 +29,8 @@ from benchmark.clients.likelihoods import (
 from benchmark.clients.lm_eval_task import CHOOSE, GENERATE, write_tasks
 from benchmark.support.command import Command, Options, Report, say
 from benchmark.support.dated_result import markdown_table
-from benchmark.support.engines import Engine, EngineFailure, running
+from benchmark.support.engine import Engine, EngineFailure
+from benchmark.support.engines import running
 from sgl_pipeline.errors import ConfigurationError
 
 MODEL_NAME = "sgl-pipeline-demo"

@@ -28,7 +28,8 @@ from pathlib import Path
 from benchmark.models.make_model import PRESETS
 from benchmark.support.command import Command, Options, Report, progress, say
 from benchmark.support.dated_result import markdown_table
-from benchmark.support.engines import Engine, parse_engine, running
+from benchmark.support.engine import Engine
+from benchmark.support.engines import parse_engine, running
 from benchmark.support.loads import Load, WrittenLoad, scaled_trace, write_workload
 from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import DEFAULT_PRESET, MeasuredLoad, make_model, measure

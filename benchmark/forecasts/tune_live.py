@@ -22,7 +22,8 @@ from typing import Any
 
 from benchmark.support.command import Command, Options, Report, at_least_one, say
 from benchmark.support.dated_result import markdown_table
-from benchmark.support.engines import Engine, EngineFailure, parse_engine, running
+from benchmark.support.engine import Engine, EngineFailure
+from benchmark.support.engines import parse_engine, running
 from benchmark.support.loads import Load
 from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import check_equal_work, make_model, measure

@@ -19,7 +19,8 @@ from benchmark.kernels.stage_step import competitors
 from benchmark.models.make_model import PRESETS, Preset
 from benchmark.support.command import Command, Options, Report, progress
 from benchmark.support.dated_result import markdown_table
-from benchmark.support.engines import Engine, parse_engine, running
+from benchmark.support.engine import Engine
+from benchmark.support.engines import parse_engine, running
 from benchmark.support.loads import Load
 from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import DEFAULT_PRESET, MeasuredLoad, make_model, measure

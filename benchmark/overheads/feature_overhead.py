@@ -19,7 +19,8 @@ import requests
 
 from benchmark.support.command import Command, Options, Report, at_least_one, progress, say
 from benchmark.support.dated_result import markdown_table
-from benchmark.support.engines import EngineFailure, parse_engine, running
+from benchmark.support.engine import EngineFailure
+from benchmark.support.engines import parse_engine, running
 from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import make_model
 from benchmark.support.paths import SCRATCH

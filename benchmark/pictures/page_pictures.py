@@ -19,7 +19,8 @@ from typing import Any
 from PIL import Image
 
 from benchmark.support.command import Command, Options
-from benchmark.support.engines import Engine, running
+from benchmark.support.engine import Engine
+from benchmark.support.engines import running
 from benchmark.support.paths import DOCS, SCRATCH
 from sgl_pipeline.args import require
 from sgl_pipeline.errors import ConfigurationError

@@ -33,7 +33,8 @@ from benchmark.recovery.kill_stages import (
 )
 from benchmark.support.command import Command, Options, Report, at_least_one, names_of, progress
 from benchmark.support.dated_result import markdown_table
-from benchmark.support.engines import Engine, EngineFailure, parse_engine, running
+from benchmark.support.engine import Engine, EngineFailure
+from benchmark.support.engines import parse_engine, running
 from benchmark.support.machine import usable_cores
 from benchmark.support.paths import SCRATCH
 

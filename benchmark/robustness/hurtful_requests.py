@@ -17,7 +17,7 @@ from benchmark.robustness.hurtful_table import HURTFUL_REQUESTS
 from benchmark.robustness.neighbor import Neighbor
 from benchmark.support.command import Command, Options, Report
 from benchmark.support.dated_result import markdown_table
-from benchmark.support.engines import EngineFailure
+from benchmark.support.engine import EngineFailure
 
 MAX_ANSWER_S = 1.0
 MAX_P99_RATIO = 2.0

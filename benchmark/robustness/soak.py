@@ -20,7 +20,8 @@ from benchmark.robustness.process_memory import MemorySeries
 from benchmark.robustness.soak_clients import SoakClients
 from benchmark.support.command import Command, Options, Report, at_least_one
 from benchmark.support.dated_result import markdown_table
-from benchmark.support.engines import Engine, running
+from benchmark.support.engine import Engine
+from benchmark.support.engines import running
 from benchmark.support.paths import SCRATCH
 from sgl_pipeline.args import require
 

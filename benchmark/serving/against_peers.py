@@ -3,11 +3,13 @@
     python -m benchmark.serving.against_peers
     python -m benchmark.serving.against_peers --engine "ours --pp 1" --engine "vllm --pp 1"
     python -m benchmark.serving.against_peers --prefix-caches --loads offline
+    python -m benchmark.serving.against_peers --loads clients-1,clients-4,clients-16,clients-64 \
+        --engine "ours --pp 1 --weights int-quantized" --engine "llama --pp 1 --weights q8_0"
 
-Run by hand; half an hour for two engines, four loads and three rounds. Engines take turns, one at a
+Run by hand; half an hour for two engines, six loads and three rounds. Engines take turns, one at a
 time, each started afresh for a round, in which it gets all loads after one that is not counted.
 Prefix caches are off; with `--prefix-caches` they are on, each load comes twice, and the second
-time counts.
+time counts. Memory is the sum of the PSS of the server's processes right after a load.
 """
 
 import sys
@@ -16,7 +18,8 @@ from dataclasses import asdict
 from itertools import product
 
 from benchmark.support.command import Command, Options, Report, names_of, progress, say
-from benchmark.support.engines import Engine, parse_engine, running
+from benchmark.support.engine import Engine
+from benchmark.support.engines import parse_engine, running
 from benchmark.support.loads import ClientLoad, Load, MixedLoad
 from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import DEFAULT_PRESET, check_equal_work, make_model, measure
@@ -24,7 +27,7 @@ from benchmark.support.paths import SCRATCH
 from benchmark.support.serving_report import Run, comparison_table, cost_table
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 
-LOADS: dict[str, Load | MixedLoad] = {
+USUAL_LOADS: dict[str, Load | MixedLoad] = {
     "offline": Load(),
     "online": Load(requests_per_s=3.0),
     "decode-heavy": Load(input_tokens=32, output_tokens=256),
@@ -33,6 +36,14 @@ LOADS: dict[str, Load | MixedLoad] = {
         groups=((1, 8000, 64), (1, 6000, 64), (1, 4000, 64), (24, 128, 64)), requests_per_s=2.0
     ),
     "mixed-contexts": MixedLoad(groups=((4, 3000, 96), (28, 64, 96))),
+}
+# So many clients, each with its next request as soon as one is answered. Few clients get few
+# requests: a run then takes about 20 s on two cores.
+LOADS = USUAL_LOADS | {
+    "clients-1": Load(num_requests=16, num_clients=1),
+    "clients-4": Load(num_requests=32, num_clients=4),
+    "clients-16": Load(num_clients=16),
+    "clients-64": Load(num_clients=64),
 }
 WARM_UP = Load(seed=7)
 ENGINES = ("ours --pp 2", "vllm --pp 2")
@@ -45,8 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     command.add(
         "--loads",
         type=names_of(list(LOADS)),
-        default=list(LOADS),
-        help="some of them (default: all)",
+        default=list(USUAL_LOADS),
+        help=f"of {', '.join(LOADS)} (default: the first {len(USUAL_LOADS)})",
     )
     command.add("--prefix-caches", action="store_true", help="on; a load's second run counts")
     return command.run(_compare, argv)
@@ -71,9 +82,9 @@ def _compare(options: Options) -> Report:
     runs: dict[str, list[Run]] = {name: [] for name in names}
     with progress(options.rounds * len(engines), "turns") as bar:
         for round_number, engine in product(range(1, options.rounds + 1), engines):
-            with running(engine, SCRATCH / "against_peers.log"):
+            with running(engine, SCRATCH / "against_peers.log") as server:
                 repeated = [load for load in loads for _ in range(times_each)]
-                measured = measure(engine, model, [WARM_UP, *repeated], round_number)
+                measured = measure(engine, model, [WARM_UP, *repeated], round_number, server)
             counted = measured[times_each::times_each]
             for name, one in zip(names, counted, strict=True):
                 runs[name].append(one.run)

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from benchmark.support.command import Command, Options, Report
-from benchmark.support.engines import Engine, parse_engine
+from benchmark.support.engine import Engine
+from benchmark.support.engines import parse_engine
 from benchmark.support.loads import Load
 from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import DEFAULT_PRESET, make_model, measure_rounds

@@ -1,15 +1,15 @@
 """The servers that a benchmark compares: how each is started, waited for and ended.
 
-An engine is written `ours --pp 2 --policy sarathi`, `vllm --pp 2`, `sglang --pp 2` or
-`transformers --pp 1`; every flag except `--pp` is handed on as it stands. `ours@COMMIT` is our
-server as of that commit. Used by the benchmarks that
-start servers, one engine at a time. Prefix caches are off unless asked for: with them, a repeated
-load is answered from the cache.
+An engine is written `ours --pp 2 --policy sarathi`, `vllm --pp 2`, `sglang --pp 2`,
+`transformers --pp 1`, `llama --pp 1` or `openvino --pp 1`. `--weights FORMAT` has it serve a copy
+of the model in that format: `vllm --pp 1 --weights int-quantized`, `llama --pp 1 --weights q8_0`;
+every other flag is handed on as it stands. `ours@COMMIT` is our server as of that commit. Used by
+the benchmarks that start servers, one engine at a time. Prefix caches are off unless asked for:
+with them, a repeated load is answered from the cache.
 """
 
 import argparse
 import contextlib
-import itertools
 import os
 import shlex
 import signal
@@ -18,17 +18,18 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 import psutil
 
-from benchmark.peers.install_vllm_cpu import vllm_environment
-from benchmark.support.paths import BUILD, ROOT, VLLM_DIRECTORY
-from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from benchmark.support.engine import Builder, Engine, EngineFailure, Served
+from benchmark.support.paths import BUILD, ROOT
+from benchmark.support.peer_engines import PEERS
+from sgl_pipeline.errors import ConfigurationError
 
 START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 30.0
@@ -36,28 +37,6 @@ _CHILDREN_TIMEOUT_S = 5.0
 _POLL_INTERVAL_S = 0.5
 _LOG_LINES_SHOWN = 20
 _COMMITS = BUILD / "commits"
-
-
-class EngineFailure(SglPipelineError):
-    """Raised when a server did not come up or ended while it was measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
-    """One server to measure. Without a command it runs already and is left running.
-
-    `client_backend` is what `sglang.bench_serving --backend` calls its protocol; `trace_path` is
-    where the server writes its StepRecords, for ours. `directory` is where the command runs: Python
-    takes the package from there.
-    """
-
-    label: str
-    client_backend: str
-    base_url: str
-    command: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-    trace_path: Path | None = None
-    directory: Path | None = None
 
 
 def parse_engine(
@@ -77,11 +56,13 @@ def parse_engine(
         prefix_cache: leave the engine's prefix cache on.
 
     Raises:
-        ConfigurationError: for an unknown kind, or a peer with more stages than cores.
+        ConfigurationError: for an unknown kind, a peer with more stages than cores or that is not
+            installed, and a missing copy of the model.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     parser.add_argument("kind")
     parser.add_argument("--pp", type=int, default=2)
+    parser.add_argument("--weights")
     words = shlex.split(text)
     try:
         parsed, flags = parser.parse_known_args(words)
@@ -91,7 +72,9 @@ def parse_engine(
         raise ConfigurationError(
             f"--engine {text!r} must begin with one of {', '.join(_BUILDERS)}; --pp wants a number"
         ) from None
-    served = _Served(" ".join(words), model, port, parsed.pp, tuple(flags), prefix_cache)
+    served = Served(
+        " ".join(words), model, parsed.weights, port, parsed.pp, tuple(flags), prefix_cache
+    )
     if commit and build is not _ours:
         raise ConfigurationError(f"--engine {text!r}: only ours can be had as of a commit")
     engine = build(served, scratch, cores)
@@ -121,35 +104,10 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """What every engine is told: the model, where to listen, how many stages, further flags, and
-    whether equal prefixes are computed once."""
-
-    label: str
-    model: Path
-    port: int
-    num_stages: int
-    flags: tuple[str, ...]
-    prefix_cache: bool
-
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def address_flags(self) -> tuple[str, ...]:
-        return ("--host", "127.0.0.1", "--port", str(self.port))
-
-    def cache_flags(self, turn_off: str) -> tuple[str, ...]:
-        """`turn_off` unless the prefix cache is wanted; it is on by default in all engines."""
-        return () if self.prefix_cache else (turn_off,)
-
-
-def _ours(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
+def _ours(served: Served, scratch: Path, cores: Sequence[int]) -> Engine:
     trace_path = scratch / f"trace_{served.port}.jsonl"
     command = [sys.executable, "-m", "sgl_pipeline.launch_server", "--model-path"]
-    command += [str(served.model), "--pp", str(served.num_stages), *served.address_flags]
+    command += [str(served.checkpoint), "--pp", str(served.num_stages), *served.address_flags]
     # Its request would be in the trace, and may come when the measurement has begun.
     command += ["--skip-server-warmup"]
     command += [*served.cache_flags("--disable-radix-cache"), "--trace-path", str(trace_path)]
@@ -162,66 +120,7 @@ def _ours(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
     )
 
 
-def _vllm(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
-    command = [str(VLLM_DIRECTORY / "bin" / "vllm"), "serve", str(served.model)]
-    command += ["--pipeline-parallel-size", str(served.num_stages), *served.address_flags]
-    command += ["--dtype", "bfloat16", "--max-model-len", "4096"]
-    command += served.cache_flags("--no-enable-prefix-caching")
-    threads = {"VLLM_CPU_OMP_THREADS_BIND": bind_threads(cores, served.num_stages)}
-    return Engine(
-        label=served.label,
-        client_backend="vllm",
-        base_url=served.base_url,
-        command=(*command, *served.flags),
-        environment=vllm_environment(VLLM_DIRECTORY) | threads,
-    )
-
-
-def _sglang(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
-    command = [sys.executable, "-m", "benchmark.peers.sglang_cpu", "--model-path"]
-    command += [str(served.model), "--pp-size", str(served.num_stages), *served.address_flags]
-    command += ["--device", "cpu", "--dtype", "bfloat16", "--attention-backend", "torch_native"]
-    command += ["--max-total-tokens", "32768", "--skip-server-warmup"]
-    command += served.cache_flags("--disable-radix-cache")
-    return Engine(
-        label=served.label,
-        client_backend="sglang",
-        base_url=served.base_url,
-        command=(*command, *served.flags),
-        environment={"SGLANG_CPU_OMP_THREADS_BIND": bind_threads(cores, served.num_stages)},
-    )
-
-
-def _transformers(served: _Served, scratch: Path, cores: Sequence[int]) -> Engine:
-    if served.num_stages != 1:
-        raise ConfigurationError(f"{served.label}: transformers batches in one process: --pp 1")
-    command = [sys.executable, "-m", "benchmark.peers.transformers_serve", "--model-path"]
-    command += [str(served.model), *served.address_flags, "--threads", str(len(cores))]
-    return Engine(
-        label=served.label,
-        client_backend="sglang",
-        base_url=served.base_url,
-        command=(*command, *served.cache_flags("--disable-prefix-cache"), *served.flags),
-    )
-
-
-_BUILDERS: dict[str, Callable[[_Served, Path, Sequence[int]], Engine]] = {
-    "ours": _ours,
-    "vllm": _vllm,
-    "sglang": _sglang,
-    "transformers": _transformers,
-}
-
-
-def bind_threads(cores: Sequence[int], num_stages: int) -> str:
-    """The cores of each stage as vLLM and SGLang write it: `0-1|2-3` for two stages on four."""
-    if not 1 <= num_stages <= len(cores):
-        raise ConfigurationError(
-            f"--pp {num_stages} of a peer must be between 1 and the {len(cores)} usable cores"
-        )
-    ends = [len(cores) * stage // num_stages for stage in range(num_stages + 1)]
-    groups = [cores[start:end] for start, end in itertools.pairwise(ends)]
-    return "|".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else str(g[0]) for g in groups)
+_BUILDERS: dict[str, Builder] = {"ours": _ours, **PEERS}
 
 
 @contextlib.contextmanager

@@ -1,26 +1,42 @@
 """Runs `sglang.bench_serving`, the load generator that users know, with its own flags.
 
-Started by `bench_serving.py` as a process of its own, so that a client never shares an interpreter
-with another engine's. Flags after a `THEN` are those of a further run. Adds only what a CPU machine
-needs for the import.
+    python -m benchmark.support.load_client [--memory-of PID FILE] FLAGS [--then FLAGS]...
+
+Started by `measured_runs.py` as a process of its own, so that a client never shares an interpreter
+with another engine's. Flags after a `THEN` are those of a further run. With `MEMORY_OF`, the memory
+of that process and its descendants after each run is added to the file: MiB, a line for a run. Adds
+what a CPU machine needs for the import, and llama.cpp's server as a backend.
 """
 
 import sys
+from pathlib import Path
 
+import psutil
+
+from benchmark.support.llama_client import add_llama_server
+from benchmark.support.memory import tree_pss_mib
 from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim
 
 THEN = "--then"
+MEMORY_OF = "--memory-of"
 
 
 def main(words: list[str]) -> None:
     """One run for each part of `words`."""
     install_torchvision_shim()
-    from sglang.benchmark.serving import cli_main
+    from sglang.benchmark import serving
 
+    add_llama_server(serving)
+    server, memory_path = None, Path()
+    if words[:1] == [MEMORY_OF]:
+        server, memory_path, words = psutil.Process(int(words[1])), Path(words[2]), words[3:]
     while words:
         end = words.index(THEN) if THEN in words else len(words)
         sys.argv[1:], words = words[:end], words[end + 1 :]
-        cli_main()
+        serving.cli_main()
+        if server is not None:
+            with memory_path.open("a", encoding="utf-8") as file:
+                file.write(f"{tree_pss_mib(server):.1f}\n")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,11 @@ class ClientLoad(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Prompts of random ids, lengths drawn from [ratio * n, n]."""
+    """Prompts of random ids, lengths drawn from [ratio * n, n].
+
+    With `num_clients` the next request begins when one has been answered, so that at most that many
+    are on the way; None for no bound.
+    """
 
     num_requests: int = 64
     input_tokens: int = 256
@@ -36,19 +40,21 @@ class Load:
     range_ratio: float = 0.25
     seed: int = 1
     requests_per_s: float = float("inf")
+    num_clients: int | None = None
 
     def client_flags(self) -> list[str]:
-        return _words(
-            {
-                "--dataset-name": "random-ids",
-                "--num-prompts": self.num_requests,
-                "--random-input-len": self.input_tokens,
-                "--random-output-len": self.output_tokens,
-                "--random-range-ratio": self.range_ratio,
-                "--seed": self.seed,
-                "--request-rate": self.requests_per_s,
-            }
-        )
+        flags = {
+            "--dataset-name": "random-ids",
+            "--num-prompts": self.num_requests,
+            "--random-input-len": self.input_tokens,
+            "--random-output-len": self.output_tokens,
+            "--random-range-ratio": self.range_ratio,
+            "--seed": self.seed,
+            "--request-rate": self.requests_per_s,
+        }
+        if self.num_clients is not None:
+            flags["--max-concurrency"] = self.num_clients
+        return _words(flags)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

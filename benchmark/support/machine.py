@@ -12,7 +12,12 @@ from pathlib import Path
 
 import psutil
 
-from benchmark.support.paths import ROOT, VLLM_DIRECTORY
+from benchmark.support.paths import (
+    LLAMA_CPP_VERSION,
+    OPENVINO_DIRECTORY,
+    ROOT,
+    VLLM_DIRECTORY,
+)
 
 _PACKAGES = ("sgl_pipeline", "sglang", "torch", "transformers", "flashinfer-python")
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -42,8 +47,11 @@ def describe_software() -> dict[str, str]:
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             facts[name] = version(name)
-    for folder in VLLM_DIRECTORY.glob("lib/python3*/site-packages/vllm-*.dist-info"):
-        facts["vllm"] = folder.name.removeprefix("vllm-").removesuffix(".dist-info")
+    for directory, package in ((VLLM_DIRECTORY, "vllm"), (OPENVINO_DIRECTORY, "openvino_genai")):
+        for folder in directory.glob(f"lib/python3*/site-packages/{package}-*.dist-info"):
+            facts[package] = folder.name.removeprefix(f"{package}-").removesuffix(".dist-info")
+    with contextlib.suppress(OSError):
+        facts["llama.cpp"] = f"of {LLAMA_CPP_VERSION.read_text(encoding='utf-8').strip()}"
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
     if commit:
         edited = _output("git", "-C", str(ROOT), "status", "--porcelain")

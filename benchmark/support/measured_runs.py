@@ -16,9 +16,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmark.support.command import progress, say
-from benchmark.support.engines import Engine, EngineFailure, running
-from benchmark.support.load_client import THEN
+from benchmark.support.engine import Engine, EngineFailure
+from benchmark.support.engines import running
+from benchmark.support.load_client import MEMORY_OF, THEN
 from benchmark.support.loads import ClientLoad
 from benchmark.support.paths import BUILD, ROOT, SCRATCH
 from benchmark.support.serving_report import METRICS, Run, pipeline_cost
@@ -78,20 +81,29 @@ class MeasuredLoad:
 
 
 def measure(
-    engine: Engine, model: Path, loads: Sequence[ClientLoad], round_number: int
+    engine: Engine,
+    model: Path,
+    loads: Sequence[ClientLoad],
+    round_number: int,
+    server: psutil.Process | None = None,
 ) -> list[MeasuredLoad]:
     """Puts the loads on a server that is up, one after the other.
+
+    Args:
+        server: the engine's main process, where the runs shall have its memory.
 
     Raises EngineFailure when the client fails or not every request is answered.
     """
     steps_before = len(trace_of(engine))
     with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory) / "result.jsonl"
+        output, memory_path = Path(directory) / "result.jsonl", Path(directory) / "memory"
         common = ["--backend", engine.client_backend, "--base-url", engine.base_url]
         common += ["--model", str(model), "--tokenizer", str(model), "--disable-tqdm"]
         # A warm-up request would be in the trace; a whole uncounted run comes before instead.
         common += ["--warmup-requests", "0", "--output-file", str(output)]
         command = [sys.executable, "-m", "benchmark.support.load_client"]
+        if server is not None:
+            command += [MEMORY_OF, str(server.pid), str(memory_path)]
         for load in loads:
             command += [*load.client_flags(), *common, THEN]
         client = subprocess.run(
@@ -100,10 +112,13 @@ def measure(
         results = output.read_text().splitlines() if output.exists() else []
         if client.returncode != 0 or len(results) != len(loads):
             raise EngineFailure(f"{engine.label}: the client failed:\n{client.stdout[-4000:]}")
+        memory_mib: list[float | None] = [None] * len(loads)
+        if server is not None:
+            memory_mib = [float(line) for line in memory_path.read_text().splitlines()]
     records = iter(trace_of(engine)[steps_before:])
     return [
-        _measured(engine, load, round_number, json.loads(result), records)
-        for load, result in zip(loads, results, strict=True)
+        _measured(engine, load, round_number, json.loads(result), taken_mib, records)
+        for load, result, taken_mib in zip(loads, results, memory_mib, strict=True)
     ]
 
 
@@ -112,6 +127,7 @@ def _measured(
     load: ClientLoad,
     round_number: int,
     result: dict[str, Any],
+    memory_mib: float | None,
     records: Iterator[StepRecord],
 ) -> MeasuredLoad:
     """The run that the client's `result` tells of, whose steps come next in `records`."""
@@ -128,6 +144,7 @@ def _measured(
         duration_s=result["duration"],
         metrics={name: result[name] for name in METRICS},
         cost=pipeline_cost(of_load),
+        memory_mib=memory_mib,
     )
     return MeasuredLoad(run, of_load)
 

@@ -41,7 +41,10 @@ class PipelineCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One measured run of one engine; `metrics` has the keys of METRICS, `cost` is for ours."""
+    """One measured run of one engine; `metrics` has the keys of METRICS, `cost` is for ours.
+
+    `memory_mib` is that of the server's processes right after the run, None where nobody looked.
+    """
 
     engine: str
     round: int
@@ -50,6 +53,7 @@ class Run:
     duration_s: float
     metrics: Mapping[str, float]
     cost: PipelineCost | None = None
+    memory_mib: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +113,18 @@ def throughput_ratios(runs: Sequence[Run], against: str) -> dict[str, float]:
 
 
 def comparison_table(runs: Sequence[Run], against: str | None) -> str:
-    """Markdown: one row an engine, medians with extremes, and the throughput ratio."""
+    """Markdown: one row an engine, medians with extremes, memory where all runs have it, and the
+    throughput ratio."""
     ratios = throughput_ratios(runs, against) if against else {}
-    heads = ["engine", "rounds", *METRICS.values(), *([f"of {against}"] if against else [])]
+    with_memory = all(run.memory_mib is not None for run in runs)
+    heads = ["engine", "rounds", *METRICS.values(), *(["PSS MiB"] if with_memory else [])]
+    heads += [f"of {against}"] if against else []
     rows = []
     for engine, of_engine in _by_engine(runs).items():
         cells = [engine, str(len(of_engine))]
         cells += [str(spread([run.metrics[metric] for run in of_engine])) for metric in METRICS]
+        if with_memory:
+            cells.append(str(spread([run.memory_mib or 0.0 for run in of_engine])))
         rows.append([*cells, *([f"{ratios[engine]:.3f}"] if against else [])])
     return markdown_table(heads, rows)
 

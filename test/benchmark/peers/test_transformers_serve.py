@@ -10,7 +10,8 @@ from fastapi.testclient import TestClient
 from support.parrot_model import parrot_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmark.peers.transformers_serve import make_app
+from benchmark.peers.generate_route import make_app
+from benchmark.peers.transformers_serve import TransformersBatching
 
 PROMPTS = {"one": 12, "two words": 5, "a longer prompt of more words": 9}
 
@@ -24,7 +25,8 @@ def client():
         max_batch_tokens=64,
         disable_prefix_cache=True,
     )
-    with TestClient(make_app(options)) as client:
+    app = make_app(options.model_path, lambda: TransformersBatching(options))
+    with TestClient(app) as client:
         yield client
 
 

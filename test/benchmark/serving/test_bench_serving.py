@@ -10,7 +10,7 @@ from support.workloads import fixed_lengths
 
 from benchmark.serving.bench_serving import main, report_of
 from benchmark.support.command import Command
-from benchmark.support.engines import EngineFailure
+from benchmark.support.engine import EngineFailure
 from benchmark.support.loads import Load
 from benchmark.support.measured_runs import check_equal_work, take_requests
 from benchmark.support.paths import RESULTS

@@ -10,7 +10,8 @@ import psutil
 import pytest
 from support.ports import number_of, reserve_port
 
-from benchmark.support.engines import Engine, EngineFailure, bind_threads, parse_engine, running
+from benchmark.support.engine import Engine, EngineFailure
+from benchmark.support.engines import parse_engine, running
 from sgl_pipeline.errors import ConfigurationError
 
 MODEL = Path("model")
@@ -86,36 +87,23 @@ def test_the_prefix_cache_stays_on_where_it_is_wanted(kind: str, tmp_path: Path)
     assert [word for word in off.command if word != flag] == list(on.command)
 
 
-def test_the_sglang_peer_binds_a_core_to_each_stage(tmp_path: Path) -> None:
-    engine = parse_engine("sglang", MODEL, 31000, tmp_path, [0, 1])
-    assert engine.environment == {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    assert "--disable-radix-cache" in engine.command
-
-
-def test_transformers_batches_in_one_process(tmp_path: Path) -> None:
-    engine = parse_engine("transformers --pp 1", MODEL, 31000, tmp_path, [0, 1])
-    assert engine.command[engine.command.index("--threads") + 1] == "2"
-    with pytest.raises(ConfigurationError, match="--pp 1"):
-        parse_engine("transformers --pp 2", MODEL, 31000, tmp_path, [0, 1])
+def test_ours_serves_the_copy_of_the_model_in_the_named_format(tmp_path: Path) -> None:
+    model = tmp_path / "0.27b"
+    with pytest.raises(ConfigurationError) as missing:
+        parse_engine("ours --weights int-quantized", model, 31000, tmp_path, [0])
+    copy = tmp_path / "0.27b-int-quantized"
+    command = f"python -m benchmark.models.quantize_model {model} {copy} --format int-quantized"
+    assert str(missing.value).endswith(f"{copy} is missing; run {command}")
+    copy.mkdir()
+    engine = parse_engine("ours --weights int-quantized", model, 31000, tmp_path, [0])
+    assert engine.command[engine.command.index("--model-path") + 1] == str(copy)
+    assert "--weights" not in engine.command
 
 
 @pytest.mark.parametrize("text", ["tgi --pp 2", "ours --pp two", ""])
 def test_an_engine_that_is_not_known_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="must begin with one of ours, vllm, sglang"):
         parse_engine(text, MODEL, 31000, tmp_path, [0, 1])
-
-
-@pytest.mark.parametrize(
-    ("cores", "num_stages", "text"),
-    [([0, 1], 1, "0-1"), ([0, 1], 2, "0|1"), ([0, 1, 2, 3, 4], 2, "0-1|2-4")],
-)
-def test_cores_are_split_over_the_stages(cores: list[int], num_stages: int, text: str) -> None:
-    assert bind_threads(cores, num_stages) == text
-
-
-def test_more_stages_than_cores_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="between 1 and the 2 usable cores"):
-        bind_threads([0, 1], 3)
 
 
 def test_a_server_is_gone_with_its_children_when_its_turn_ends(tmp_path: Path, port: int) -> None:

@@ -8,7 +8,7 @@ from support.workloads import fixed_lengths
 from tokenizers import Tokenizer
 
 from benchmark.models.make_model import write_tokenizer
-from benchmark.support.loads import MIN_TOKENS, WrittenLoad, scaled_trace, write_workload
+from benchmark.support.loads import MIN_TOKENS, Load, WrittenLoad, scaled_trace, write_workload
 from sgl_pipeline.simulator.traces import shared_prefixes
 from sgl_pipeline.simulator.workload import SimulatedRequest
 
@@ -52,6 +52,12 @@ def test_a_scaled_trace_has_nothing_the_client_would_drop() -> None:
     requests = scaled_trace("sharegpt", 500, scale=0.01, max_output_tokens=3)
     assert min(request.input_tokens for request in requests) == MIN_TOKENS
     assert {request.output_tokens for request in requests} == {2, 3}
+
+
+def test_clients_are_bounded_only_where_it_is_asked_for() -> None:
+    flags = Load(num_clients=4).client_flags()
+    assert flags[flags.index("--max-concurrency") + 1] == "4"
+    assert flags[: flags.index("--max-concurrency")] == Load().client_flags()
 
 
 def test_the_cache_is_emptied_only_where_it_is_asked_for() -> None:

@@ -96,6 +96,14 @@ def test_the_table_shows_median_and_extremes() -> None:
     assert lines[3].endswith("| 1.000 |")
 
 
+def test_memory_is_shown_where_every_run_has_it() -> None:
+    weighed = [dataclasses.replace(run, memory_mib=1000.0 + run.round) for run in RUNS]
+    lines = comparison_table(weighed, "vllm").splitlines()
+    assert lines[0].endswith("| PSS MiB | of vllm |")
+    assert lines[2].endswith("| 1002 (1001 to 1003) | 0.800 |")
+    assert "PSS" not in comparison_table([*weighed[1:], RUNS[0]], "vllm")
+
+
 def test_one_round_has_no_spread_to_show() -> None:
     assert str(spread([41.26])) == "41.3"
     assert str(spread([3.0, 1.0, 2.0])) == "2.0 (1.0 to 3.0)"
