@@ -28,7 +28,7 @@ from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.simulator.experiment import LINKS, Cluster, MeasuredPipeline, simulate
 from sgl_pipeline.simulator.kernel_costs import DEVICES
 from sgl_pipeline.simulator.migration_setup import Migration
-from sgl_pipeline.simulator.models import MODELS
+from sgl_pipeline.simulator.models import MODELS, QUANTIZATIONS
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import LatencyTarget, Summary, summarize
 from sgl_pipeline.simulator.traces import SHIPPED, load_trace, shared_prefixes
@@ -141,6 +141,7 @@ def _pipeline(options: argparse.Namespace) -> Cluster | MeasuredPipeline:
         split="even" if hosts is None else "auto",
         model=options.model,
         device=options.device,
+        quantization=options.quantization,
         link=options.link,
         num_stages=num_stages if hosts is None else hosts.num_stages,
         memory_share=options.mem_fraction_static,
@@ -167,8 +168,9 @@ def _target(options: argparse.Namespace) -> LatencyTarget | None:
 
 def _describe(options: argparse.Namespace, pipeline: Cluster | MeasuredPipeline) -> str:
     if isinstance(pipeline, Cluster):
+        quantized = "" if pipeline.quantization == "none" else f" in {pipeline.quantization}"
         what = (
-            f"{pipeline.model} on {pipeline.num_stages} x {pipeline.device} over "
+            f"{pipeline.model}{quantized} on {pipeline.num_stages} x {pipeline.device} over "
             f"{options.hosts or pipeline.link}, "
             f"layers {pipeline.layers}"
         )
@@ -256,6 +258,12 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="Qwen2.5-32B", choices=MODELS)
     parser.add_argument("--device", default="a100-40g-pcie", choices=DEVICES)
+    parser.add_argument(
+        "--quantization",
+        default="none",
+        choices=QUANTIZATIONS,
+        help="of the layers' weights, as the server's flag; fp8 on cards with a table of it",
+    )
     parser.add_argument("--link", default="net73", choices=LINKS)
     parser.add_argument("--pp", type=int, help="pipeline stages, a card each; by default 4")
     parser.add_argument(

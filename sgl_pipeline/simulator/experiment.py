@@ -20,7 +20,13 @@ from sgl_pipeline.simulator.calibration import FittedCosts, fit_trace
 from sgl_pipeline.simulator.forecasts import fitted_costs
 from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
 from sgl_pipeline.simulator.migration_setup import STILL, Migration
-from sgl_pipeline.simulator.models import MODELS
+from sgl_pipeline.simulator.models import (
+    MODELS,
+    QUANTIZATIONS,
+    ModelShape,
+    Quantization,
+    model_shape,
+)
 from sgl_pipeline.simulator.pipeline_costs import (
     HostCosts,
     Link,
@@ -80,6 +86,7 @@ class Cluster:
 
     model: str
     device: str
+    quantization: Quantization = "none"
     link: str = "pcie"
     num_stages: int = 4
     tensor_parallel: int = 1
@@ -100,6 +107,10 @@ class Cluster:
         for name, known in ((self.model, MODELS), (self.device, DEVICES), (self.link, LINKS)):
             if name not in known:
                 raise ConfigurationError(f"{name!r} is unknown; choose from {', '.join(known)}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigurationError(
+                f"{self.quantization!r} is unknown; choose from {', '.join(QUANTIZATIONS)}"
+            )
         if self.hosts is not None:
             self._check_hosts(self.hosts)
 
@@ -114,6 +125,11 @@ class Cluster:
         )
         require(not self.stage_slowness, "hosts say how fast their stages are; name no slowness")
         require(not self.migration.is_on, "layers that move between hosts are not simulated")
+
+    @property
+    def shape(self) -> ModelShape:
+        """Of the model as it is served."""
+        return model_shape(self.model, self.quantization)
 
     def costs(self) -> PipelineCosts:
         return PipelineCosts(
@@ -130,7 +146,7 @@ class Cluster:
         return Link(
             latency_s=latency_s,
             bytes_per_s=bytes_per_s,
-            bytes_per_token=MODELS[self.model].hidden_bytes_per_token,
+            bytes_per_token=self.shape.hidden_bytes_per_token,
         )
 
     def _host_links(self, hosts: HostNetwork) -> tuple[Link, ...]:
@@ -156,11 +172,11 @@ class Cluster:
             return self.layer_counts
         if self.split == "auto":
             return self._auto_layers()
-        return even_layer_counts(MODELS[self.model].num_layers, self.num_stages)
+        return even_layer_counts(self.shape.num_layers, self.num_stages)
 
     def _auto_layers(self) -> tuple[int, ...]:
         """As the server splits: what the typical step takes each worker, by the tables."""
-        model = MODELS[self.model]
+        model = self.shape
         weights = self.layer_weights or (1.0,) * model.num_layers
         parts, shape = self._parts(), StepShape.made_up(TYPICAL_STEP)
         layer_ms = parts.layer_s(shape) * 1e3
@@ -174,9 +190,8 @@ class Cluster:
 
     def _fits(self, stage: int, start: int, end: int) -> bool:
         """Whether a card holds those layers' weights and a page."""
-        model = MODELS[self.model]
         num_ends = (stage == 0) + (stage == self.num_stages - 1)
-        return model.weight_bytes(end - start, num_ends) < self._usable_bytes
+        return self.shape.weight_bytes(end - start, num_ends) < self._usable_bytes
 
     @property
     def _usable_bytes(self) -> float:
@@ -184,14 +199,14 @@ class Cluster:
         return DEVICES[self.device].memory_bytes * self.memory_share * self.tensor_parallel
 
     def _parts(self) -> PartSeconds:
-        parts = part_seconds(DEVICES[self.device], MODELS[self.model], self.tensor_parallel)
+        parts = part_seconds(DEVICES[self.device], self.shape, self.tensor_parallel)
         return parts if self.tail_factor == 1.0 else ScaledTail(parts, self.tail_factor)
 
     def kv_pool_tokens(self) -> int:
         if self.pool_tokens is not None:
             return self.pool_tokens
         most_layers = self.migration.args.max_layers(StagePlan(0, self.layers))
-        return MODELS[self.model].kv_pool_tokens(most_layers, self._usable_bytes)
+        return self.shape.kv_pool_tokens(most_layers, self._usable_bytes)
 
     def pipeline(
         self, scheduler: StepScheduler, page_size: int, *, is_timed: bool = False
@@ -207,7 +222,7 @@ class Cluster:
             costs,
             forecast,
             self.migration.control(plan, forecast),
-            self.migration.move_costs(MODELS[self.model], *LINKS[self.link], page_size),
+            self.migration.move_costs(self.shape, *LINKS[self.link], page_size),
             self.slowdowns,
             self.migration.wishes,
         )

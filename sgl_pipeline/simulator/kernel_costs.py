@@ -64,6 +64,8 @@ _OPERATOR_TABLES = {
     ("Qwen3-32B", 2): "rtxpro6000_qwen3-32b_tp2",
     ("Llama-3.1-8B", 1): "rtxpro6000_llama-3.1-8b_tp1",
 }
+# Cards with times of FP8 products (SGLang's fp8_scaled_mm).
+_FP8_TABLES = ("h100_sxm", "h200_sxm", "l40s")
 # PCIe between two RTX PRO 6000 as the tables' authors describe their machine (LLMServingSim,
 # bench/examples/configs/Qwen3-32B.json: link_bw 16 GB/s, link_latency 20,000 ns).
 _PCIE_LATENCY_S = 20e-6
@@ -72,6 +74,12 @@ _PCIE_BYTES_PER_S = 16e9
 
 def part_seconds(device: Device, model: ModelShape, tensor_parallel: int = 1) -> PartSeconds:
     """The times of `model` on `device`. Raises ConfigurationError where nothing was measured."""
+    if model.quantization == "fp8" and (device.tables not in _FP8_TABLES or tensor_parallel > 1):
+        known = [own.name for own in DEVICES.values() if own.tables in _FP8_TABLES]
+        raise ConfigurationError(
+            f"there are no times of FP8 products on {device.name} at tensor parallelism "
+            f"{tensor_parallel}, only on {', '.join(known)} at 1"
+        )
     measured = (model.name, tensor_parallel) in _OPERATOR_TABLES
     if device.tables == "rtxpro6000" and measured:
         return OperatorCosts.load(model, tensor_parallel)
@@ -173,9 +181,14 @@ class OperatorCosts:
 
 @dataclass(frozen=True, slots=True)
 class GemmCosts:
-    """Products and attention measured apart; elementwise operators and sampling assumed."""
+    """Products and attention measured apart; elementwise operators and sampling assumed.
+
+    Elementwise operators are a share of `plain_linear_ms`, the products of 16 bits: those in FP8
+    leave them as slow as they are. Rounding the rows for FP8 products is in no table.
+    """
 
     linear_ms: Grid
+    plain_linear_ms: Grid
     head_ms: Grid
     prefill_ms: Grid
     decode_ms: Grid
@@ -193,10 +206,12 @@ class GemmCosts:
         def heads(row: Row, query: int, key: int) -> bool:
             return (row["q_heads"], row["kv_heads"]) == (str(query), str(key))
 
+        products = "layer_gemm_fp8_ms" if model.quantization == "fp8" else "layer_gemm_ms"
         context = _rows(f"{device.tables}_attn_context_ms")
         generation = _rows(f"{device.tables}_attn_generation_ms")
         return cls(
-            linear_ms=of_model("layer_gemm_ms", "num_tokens", "linear_ms"),
+            linear_ms=of_model(products, "num_tokens", "linear_ms"),
+            plain_linear_ms=of_model("layer_gemm_ms", "num_tokens", "linear_ms"),
             head_ms=of_model("lm_head_ms", "num_seqs", "lm_head_ms"),
             prefill_ms=Grid.of(
                 ((float(row["seq_tokens"]),), float(row["latency_ms"]))
@@ -220,8 +235,11 @@ class GemmCosts:
         if contexts:
             mean = sum(contexts) / len(contexts)
             attention_ms += self.slow_memory * self.decode_ms.at(len(contexts), mean)
-        linear_ms = self._bounded_by_memory(self.linear_ms, shape.num_tokens)
-        return (linear_ms * (1.0 + ELEMENTWISE_SHARE) + attention_ms) * 1e-3
+        linear_ms, plain_ms = (
+            self._bounded_by_memory(table, shape.num_tokens)
+            for table in (self.linear_ms, self.plain_linear_ms)
+        )
+        return (linear_ms + ELEMENTWISE_SHARE * plain_ms + attention_ms) * 1e-3
 
     def embedding_s(self, shape: StepShape) -> float:
         """A gather of rows: below a hundredth of a layer in every table that has it."""

@@ -1,15 +1,20 @@
 """The shapes of the models that can be simulated, and how much KV fits beside their weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from sgl_pipeline.errors import ConfigurationError
 
-BYTES_PER_NUMBER = 2  # weights, activations and KV are 16-bit in all tables
+BYTES_PER_NUMBER = 2  # weights, activations and KV of 16 bits
+
+# Of the layers' matrices; embedding and lm_head keep 16 bits, as with the server's flag.
+Quantization = Literal["none", "fp8"]
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """As in the models' config.json."""
+    """As in the models' config.json, with its layers' matrices in `quantization`."""
 
     name: str
     num_layers: int
@@ -19,12 +24,14 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     head_dim: int = 128
+    quantization: Quantization = "none"
 
     @property
     def layer_weight_bytes(self) -> int:
+        """Without the scales of FP8, a thousandth of it."""
         heads = 2 * self.num_query_heads + 2 * self.num_kv_heads
         numbers = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
-        return numbers * BYTES_PER_NUMBER
+        return numbers * (1 if self.quantization == "fp8" else BYTES_PER_NUMBER)
 
     @property
     def end_weight_bytes(self) -> int:
@@ -111,3 +118,8 @@ MODELS = {
         ),
     )
 }
+
+
+def model_shape(name: str, quantization: Quantization) -> ModelShape:
+    """That of MODELS, with its layers quantized so."""
+    return replace(MODELS[name], quantization=quantization)
