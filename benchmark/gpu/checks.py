@@ -17,6 +17,7 @@ from benchmark.gpu.shapes import Extent, Step, decode_step, mixed_step, prefill_
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.kernel_choice import choose_attention_backend, make_attention_backend
+from sgl_pipeline.pp_runner.kv_format import encode
 from sgl_pipeline.pp_runner.model.checkpoint import DummyWeights
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
@@ -137,11 +138,12 @@ def _random_chunks(rng: random.Random) -> list[Extent]:
 
 
 def _random_inputs(shape: AttentionShape, layout: PagedLayout) -> list[torch.Tensor]:
-    """Queries [T, Hq, D], key pages and value pages [P, S, Hkv, D] of normal random numbers."""
+    """Queries [T, Hq, D], key pages and value pages [P, S, Hkv, W] of normal random numbers."""
     num_rows = int(layout.query_indptr[-1])
     pages = (layout.page_indices.numel(), shape.page_size, shape.num_kv_heads, shape.head_dim)
     sizes = ((num_rows, shape.num_query_heads, shape.head_dim), pages, pages)
-    return [torch.randn(size, device=shape.device).to(shape.dtype) for size in sizes]
+    query, keys, values = (torch.randn(size, device=shape.device).to(shape.dtype) for size in sizes)
+    return [query, encode(keys, shape.page_dtype), encode(values, shape.page_dtype)]
 
 
 def _leave_nans(device: torch.device) -> None:

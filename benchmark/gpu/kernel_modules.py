@@ -28,7 +28,8 @@ from sgl_pipeline.pp_runner.cuda.toolkit import link_pip_toolkit
 FOLDER = ROOT / "build" / "cuda-kernels"
 ARCHITECTURE = "9.0a"  # Hopper: H100, H200
 HEAD_DIMS = (128, 64)
-_DTYPE, _INDEX = torch.bfloat16, torch.int32
+_E4M3_DIM = 128  # of the modules for e4m3 keys and values
+_DTYPE, _INDEX, _E4M3 = torch.bfloat16, torch.int32, torch.float8_e4m3fn
 _LOG_LINES = 20  # of a failed compilation, in the error
 
 Progress = Callable[[str], None]
@@ -80,19 +81,19 @@ def module_makers() -> dict[str, Callable[[], Any]]:
     from flashinfer.jit.page import gen_page_module
     from flashinfer.jit.rope import gen_rope_module
 
-    def decode(dim: int) -> Any:
+    def decode(dim: int, kv_dtype: torch.dtype = _DTYPE) -> Any:
         return attention.gen_batch_decode_module(
-            _DTYPE, _DTYPE, _DTYPE, _INDEX, dim, dim, 0, False, False
+            _DTYPE, kv_dtype, _DTYPE, _INDEX, dim, dim, 0, False, False
         )
 
-    def prefill(backend: str, dim: int) -> Any:
+    def prefill(backend: str, dim: int, kv_dtype: torch.dtype = _DTYPE) -> Any:
         # FA2 has several forms; this is the one that `get_batch_prefill_module` loads.
         make = (
             attention._gen_batch_prefill_primary_module
             if backend == "fa2"
             else attention.gen_batch_prefill_module
         )
-        return make(backend, _DTYPE, _DTYPE, _DTYPE, _INDEX, dim, dim, 0, False, False, False)
+        return make(backend, _DTYPE, kv_dtype, _DTYPE, _INDEX, dim, dim, 0, False, False, False)
 
     makers: dict[str, Callable[[], Any]] = {
         "silu_and_mul": partial(jit.gen_act_and_mul_module, "silu"),
@@ -105,6 +106,9 @@ def module_makers() -> dict[str, Callable[[], Any]]:
     for backend in ("fa2", "fa3"):
         for dim in HEAD_DIMS:
             makers[f"prefill-{backend}-{dim}"] = partial(prefill, backend, dim)
+    # FA3 has none.
+    makers[f"decode-{_E4M3_DIM}-e4m3"] = partial(decode, _E4M3_DIM, _E4M3)
+    makers[f"prefill-fa2-{_E4M3_DIM}-e4m3"] = partial(prefill, "fa2", _E4M3_DIM, _E4M3)
     return makers
 
 
@@ -112,6 +116,7 @@ MODULES = (
     *("silu_and_mul", "page", "norm", "rope"),
     *(f"decode-{dim}" for dim in HEAD_DIMS),
     *(f"prefill-{backend}-{dim}" for backend in ("fa2", "fa3") for dim in HEAD_DIMS),
+    *(f"{kernels}-{_E4M3_DIM}-e4m3" for kernels in ("decode", "prefill-fa2")),
 )
 
 

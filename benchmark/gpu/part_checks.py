@@ -1,24 +1,41 @@
 """Part `checks`: whether what the card computes is right, by `checks.py`."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from benchmark.gpu.attention_times import prefill_kernels
-from benchmark.gpu.checks import check_attention, check_sampler, check_stage
+from benchmark.gpu.checks import Check, check_attention, check_sampler, check_stage
+from benchmark.gpu.quantized_checks import SCHEMES, capability_of, check_product
 from benchmark.gpu.session import Session
 from benchmark.gpu.shapes import PAGE_SIZE, heads_of, spec_of
 from benchmark.support.dated_result import markdown_table
+from sgl_pipeline.pp_runner.kv_format import FP8
+from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import why_without_kernel
+from sgl_pipeline.pp_runner.quantization.config import choose_quantization
 
 
 def run(session: Session) -> None:
-    """Attention for every model's heads, the sampler, then few layers of every model."""
+    """Attention for every model's heads, products in 8 bits, the sampler, then few layers of every
+    model in 16 bits and in FP8."""
     for model in session.models:
         _check_attention(session, model)
+        _check_products(session, model)
     session.attempt("checking the sampler", partial(_check_sampler, session))
     for model in session.models:
         work = partial(_check_stage, session, model)
         session.attempt(f"checking a stage of {model}", work, kind="checked stage", guess_s=15.0)
+    for model in session.models:
+        what = f"checking a stage of {model} in FP8"
+        if session.is_rehearsal:
+            session.skip(what, "needs a GPU")
+        elif reason := _why_without_kernel(session, "fp8"):
+            session.skip(what, reason)
+        else:
+            work = partial(_check_fp8_stage, session, model)
+            session.attempt(what, work, kind="checked stage", guess_s=15.0)
 
 
 def _check_attention(session: Session, model: str) -> None:
@@ -37,6 +54,40 @@ def _check_attention(session: Session, model: str) -> None:
         session.attempt(f"checking attention, {name}", partial(work, name, kernels, False))
         what = f"checking attention with NaN in unused slots, {name}"
         session.attempt(what, partial(work, name, kernels, True))
+    coded = replace(shape, coded_dtype=FP8)
+    name = f"{heads_of(spec)}, e4m3 pages"
+    session.attempt(
+        f"checking attention, {name}",
+        lambda: session.book_checks(check_attention(coded, name, "auto")),
+    )
+
+
+def _check_products(session: Session, model: str) -> None:
+    """With the widest matrix of a layer."""
+    spec = spec_of(model)
+    for name in SCHEMES:
+        what = f"checking products in {name} of {model}"
+        if reason := _why_without_kernel(session, name):
+            session.skip(what, reason)
+        else:
+            work = partial(
+                check_product, name, 2 * spec.intermediate_size, spec.hidden_size, session.device
+            )
+            session.attempt(what, partial(_book, session, work))
+
+
+def _book(session: Session, work: Callable[[], Check]) -> None:
+    session.book_checks(work())
+
+
+def _why_without_kernel(session: Session, name: str) -> str:
+    return why_without_kernel(SCHEMES[name], torch.bfloat16, capability_of(session.device))
+
+
+def _check_fp8_stage(session: Session, model: str) -> None:
+    plain = spec_of(model)
+    spec = replace(plain, quantization=choose_quantization("fp8", None, plain.names.head))
+    session.book_checks(*check_stage(spec, f"{model} in FP8", session.device, "auto"))
 
 
 def _check_sampler(session: Session) -> None:

@@ -90,7 +90,7 @@ def measure_quantized_steps(rounds: int) -> list[Row]:
     int4 = read_quantization(quantization_config("pack-quantized", GROUP_SIZE), plain.names.head)
     specs = {
         "bf16": plain,
-        "int8": replace(plain, quantization=choose_quantization(W8A8_INT8, None)),
+        "int8": replace(plain, quantization=choose_quantization(W8A8_INT8, None, plain.names.head)),
         "int4": replace(plain, quantization=int4),
     }
     kernels = CompiledKernels(load_cpu_kernels())

@@ -219,7 +219,7 @@ def _quantization(name: str) -> Quantization | None:
     if name == SIXTEEN_BITS:
         return None
     if name == W8A8_INT8:
-        return choose_quantization(name, None)
+        return choose_quantization(name, None, "lm_head")
     return read_quantization(quantization_config(name, GROUP_SIZE), "lm_head")
 
 

@@ -123,12 +123,14 @@ class _MadeUpModel:
             shape,
             assignment.prefill_kernels,
         )
-        choice = choose_layer_kernels(assignment.layer_kernels, shape.dtype, device)
+        choice = choose_layer_kernels(
+            assignment.layer_kernels, shape.dtype, device, spec.quantization
+        )
         self._kernels = make_layer_kernels(choice)
         self._weights = _MadeUpWeights(shape.dtype, device)
-        experts = [spec.layer_experts(layer) for layer in range(spec.num_layers)]
-        firsts = sorted({experts.index(own) for own in experts})
-        self.kinds = tuple(firsts.index(experts.index(own)) for own in experts)
+        kinds = [spec.layer_kind(layer) for layer in range(spec.num_layers)]
+        firsts = sorted({kinds.index(own) for own in kinds})
+        self.kinds = tuple(firsts.index(kinds.index(own)) for own in kinds)
         self.kind_bytes: list[int] = []
         self._layers: list[DecoderLayer] = []
         for layer in firsts:

@@ -20,6 +20,9 @@ _COMMUNICATOR_BYTES = 256 * 2**20
 _STEP_DECODES = 256
 _STEP_ROWS = 2048 + _STEP_DECODES
 _FP32_BYTES = 4
+# Of a product with quantized weights (`layer_kernels/gpu_quantized.py`), beside its row and its
+# result: magnitudes in 16 bits, numbers in fp32, codes; and sums of int8 as integers and in fp32.
+ROUNDED_INPUT_BYTES, EXACT_SUM_BYTES = 2 + 4 + 1, 4 + 4
 
 
 class CardMemory(NamedTuple):
@@ -88,6 +91,10 @@ def layer_row_bytes(spec: ModelSpec, itemsize: int) -> int:
     """The most that one row of a step keeps alive within a layer, from above."""
     heads = (2 * spec.num_query_heads + 2 * spec.num_kv_heads) * spec.head_dim
     row_bytes = (6 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size) * itemsize
+    if spec.quantization is not None:
+        inputs = max(spec.hidden_size, spec.intermediate_size, spec.num_query_heads * spec.head_dim)
+        outputs = max(spec.hidden_size, heads, 2 * spec.intermediate_size)
+        row_bytes += ROUNDED_INPUT_BYTES * inputs + EXACT_SUM_BYTES * outputs
     if (experts := spec.experts) is not None:
         # Each expert of a row has a row of its own; their results are mixed in fp32.
         numbers = 3 * spec.hidden_size + 3 * experts.inner_size

@@ -21,12 +21,14 @@ from sgl_pipeline.pp_runner.cuda.first_calls import call_layer_kernels, plan_dec
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder
 from sgl_pipeline.pp_runner.cuda.graphed_layers import GraphedLayers
 from sgl_pipeline.pp_runner.cuda.kernel_builds import building_kernels
+from sgl_pipeline.pp_runner.kv_format import FP8
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import (
     FLASHINFER_DTYPES,
     FlashInferKernels,
 )
+from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import why_without_kernel
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.moe import groups_stay_on_device
@@ -59,10 +61,10 @@ def choose_attention_backend(name: str, shape: AttentionShape) -> BackendChoice:
     they cannot be built. Raises ConfigurationError for a backend that cannot run there.
     """
     device, dtype = shape.device.type, shape.dtype
-    if device == "cuda" and shape.coded_dtype is not None:
+    if device == "cuda" and shape.coded_dtype not in (None, FP8):
         raise ConfigurationError(
-            f"keys and values in {shape.coded_dtype} are for CPUs only; leave --kv-cache-dtype at "
-            "auto"
+            f"keys and values in {shape.coded_dtype} are for CPUs only; use --kv-cache-dtype "
+            "fp8_e4m3, or leave it at auto"
         )
     if name == "auto" and device == "cuda":
         return BackendChoice("flashinfer")
@@ -168,14 +170,27 @@ def make_step_layers(
     return step_layers
 
 
-def choose_layer_kernels(name: str, dtype: torch.dtype, device: torch.device) -> BackendChoice:
-    """The layer kernels that `--stage-kernels name` means for a model of `dtype` on `device`.
+def choose_layer_kernels(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None = None,
+    capability_of: Callable[[torch.device], tuple[int, int]] = torch.cuda.get_device_capability,
+) -> BackendChoice:
+    """The layer kernels that `--stage-kernels name` means for a model of `dtype` on `device`, whose
+    weights are quantized so.
 
     `auto` is `cpu` on a CPU, or with a notice `torch` where that cannot be built; on a GPU it is
-    `flashinfer`, or `torch` for a dtype that has no kernel there. Raises ConfigurationError for
-    kernels that cannot run there.
+    `flashinfer`, or `torch` for a dtype that has no kernel there. On a GPU quantized weights are
+    multiplied in plain torch only where `torch` is named. Raises ConfigurationError for kernels
+    that cannot run there.
+
+    Args:
+        capability_of: gives the compute capability of a GPU.
     """
     on_cpu = device.type == "cpu"
+    if name != "torch" and not on_cpu and quantization is not None:
+        _require_gpu_products(quantization, dtype, capability_of(device))
     if name == "auto" and not on_cpu:
         name = "flashinfer" if dtype in FLASHINFER_DTYPES else "torch"
     if name == "torch":
@@ -229,6 +244,8 @@ def quantization_notice(
     if quantization is None:
         return ""
     slow = f"products with weights of {quantization.method} run in plain torch, which is slow: "
+    if choice.name == "flashinfer":
+        return ""  # `choose_layer_kernels` has refused the slow ones
     if choice.name != "cpu":
         return slow + f"the layer kernels are {choice.name}"
     if dtype != torch.bfloat16:
@@ -239,6 +256,17 @@ def quantization_notice(
         needed = "avx512_vnni" if is_int8 else "avx512_bf16"
         return slow + f"the compiled ones need a CPU with {needed}"
     return ""
+
+
+def _require_gpu_products(
+    quantization: Quantization, dtype: torch.dtype, capability: tuple[int, int]
+) -> None:
+    for _, scheme in quantization.groups:
+        if reason := why_without_kernel(scheme, dtype, capability):
+            raise ConfigurationError(
+                f"weights of {quantization.method} have no kernel here: {reason}; --stage-kernels "
+                "torch multiplies with them in plain torch, which is slow"
+            )
 
 
 def _require_cpu_dtype(dtype: torch.dtype, flag: str) -> None:

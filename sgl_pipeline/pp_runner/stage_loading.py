@@ -70,7 +70,7 @@ def load_stage(
     dtype = getattr(torch, assignment.dtype)
     spec = read_model_spec(assignment.model_path, assignment.quantization)
     stage, plan = assignment.stage, assignment.plan
-    kernels = choose_layer_kernels(assignment.layer_kernels, dtype, device)
+    kernels = choose_layer_kernels(assignment.layer_kernels, dtype, device, spec.quantization)
     if before is None:
         # What a layer takes is known when one has been read: the others have to fit then.
         model = StageModel.load(

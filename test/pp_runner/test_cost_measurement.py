@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from support.quantized_models import INT8_ROWS, INT8_WEIGHTS, compressed, write_config
 from support.tiny_models import NUM_LAYERS, VOCAB_SIZE, tiny_model
 from support.work_clock import WorkClock
 
@@ -18,7 +20,7 @@ from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_laye
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.stopwatch import HostStopwatch
-from sgl_pipeline.stage_costs import TYPICAL_STEP, MadeUpStep, PartCosts, StageCosts
+from sgl_pipeline.stage_costs import TYPICAL_STEP, MadeUpStep, PartCosts, PartSample, StageCosts
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_work import StepWork
 
@@ -212,3 +214,42 @@ def test_without_steps_only_the_parts_are_weighed() -> None:
 def test_a_made_up_step_has_the_work_of_its_chunks() -> None:
     step = MadeUpStep(decodes=3, context_tokens=20, prompt_tokens=4, prompt_start=10)
     assert step.work == StepWork(7, 3, 3 * 21, 11 + 12 + 13 + 14, 3)
+
+
+@pytest.mark.compiler
+def test_layers_that_are_quantized_and_layers_that_are_not_have_times_and_bytes_of_their_own(
+    tmp_path: Path,
+) -> None:
+    """A checkpoint that leaves its first and its fourth layer at 16 bits."""
+    shutil.copytree(tiny_model("qwen3"), tmp_path / "mixed")
+    config = compressed(INT8_WEIGHTS, INT8_ROWS, "int-quantized")
+    ignored = ["lm_head", "re:.*layers[.][03][.].*"]
+    write_config(tmp_path / "mixed", config | {"ignore": ignored})
+    own = msgspec.structs.replace(assignment(tmp_path / "mixed"), load_format="dummy")
+    costs = measure_part_costs(own, [TYPICAL_STEP])
+    assert costs.kinds == tuple(int(layer not in (0, 3)) for layer in range(NUM_LAYERS))
+    assert len(costs.samples[0].kinds_ms) == 2
+    plain, rounded = costs.sizes.layers_bytes[0], costs.sizes.layers_bytes[1]
+    assert rounded < 0.6 * plain
+    spec = read_model_spec(tmp_path / "mixed")
+    model = StageModel.load(
+        spec,
+        tmp_path / "mixed",
+        layers=range(NUM_LAYERS),
+        is_first=True,
+        is_last=True,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        kernels=make_layer_kernels(
+            choose_layer_kernels("torch", torch.float32, torch.device("cpu"))
+        ),
+        load_format="dummy",
+    )
+    assert costs.sizes.weight_bytes(0, NUM_LAYERS) == model.weight_bytes
+
+
+def test_the_split_gives_a_stage_more_of_the_faster_quantized_layers() -> None:
+    """Eight layers, of which the last four take half the time."""
+    kinds = (0, 0, 0, 0, 1, 1, 1, 1)
+    costs = StageCosts.of(kinds, PartSample(TYPICAL_STEP.work, (2.0, 1.0), 0.0, 0.0))
+    assert balanced_layer_counts([costs] * 2) == (3, 5)

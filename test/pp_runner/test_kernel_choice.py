@@ -134,7 +134,10 @@ def test_layer_kernels_are_compiled_on_a_cpu_and_flashinfers_on_a_gpu():
         assert choice == BackendChoice("flashinfer")
 
 
-def test_pages_of_codes_are_refused_on_a_gpu() -> None:
+def test_of_the_codes_a_gpu_has_e4m3_alone() -> None:
+    e4m3 = replace(shape(CUDA, torch.bfloat16), coded_dtype=torch.float8_e4m3fn)
+    for name, chosen in (("auto", "flashinfer"), ("flashinfer", "flashinfer"), ("torch", "torch")):
+        assert choose_attention_backend(name, e4m3) == BackendChoice(chosen)
     coded = replace(shape(CUDA, torch.bfloat16), coded_dtype=torch.int8)
     for name in ("auto", "flashinfer", "torch"):
         with pytest.raises(ConfigurationError, match=r"int8 are for CPUs only.*--kv-cache-dtype"):
@@ -145,13 +148,29 @@ def test_pages_of_codes_are_refused_on_a_gpu() -> None:
 def test_slow_products_with_quantized_weights_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    int8 = choose_quantization("w8a8_int8", None)
+    int8 = choose_quantization("w8a8_int8", None, "lm_head")
     assert quantization_notice(BackendChoice("cpu"), None, torch.float16) == ""
     assert "kernels are torch" in quantization_notice(BackendChoice("torch"), int8, torch.bfloat16)
     assert "--dtype bfloat16" in quantization_notice(BackendChoice("cpu"), int8, torch.float32)
     old_machine = kernels_for("without AVX-512")
     monkeypatch.setattr(kernel_choice, "load_cpu_kernels", lambda: old_machine)
     assert "avx512_vnni" in quantization_notice(BackendChoice("cpu"), int8, torch.bfloat16)
+
+
+def test_quantized_weights_without_a_kernel_on_the_gpu_are_refused_by_name() -> None:
+    fp8 = choose_quantization("fp8", None, "lm_head")
+
+    def choose(name: str, capability: tuple[int, int]) -> BackendChoice:
+        return choose_layer_kernels(name, torch.bfloat16, CUDA, fp8, lambda _: capability)
+
+    for name in ("auto", "flashinfer"):
+        assert choose(name, (8, 9)) == BackendChoice("flashinfer")
+        with pytest.raises(
+            ConfigurationError, match=r"of fp8 have no kernel here.*8\.0; --stage-kernels torch"
+        ):
+            choose(name, (8, 0))
+    assert choose("torch", (8, 0)) == BackendChoice("torch")
+    assert quantization_notice(BackendChoice("flashinfer"), fp8, torch.bfloat16) == ""
 
 
 def test_layer_kernels_that_cannot_be_had_are_named(monkeypatch):

@@ -131,6 +131,12 @@ def test_a_gpu_is_filled_to_the_fraction_that_was_asked_for():
     assert shared.num_pages == (int(24 * GIB * 0.8) // 2 - GIB) // capacity.page_bytes
 
 
+def test_pages_of_e4m3_hold_twice_the_tokens_of_a_gpu():
+    plain, coded = on_a_gpu(ROOMY), on_a_gpu(ROOMY, kv_cache_dtype="fp8_e4m3")
+    assert coded.page_bytes == plain.page_bytes // 2
+    assert coded.num_pages == pytest.approx(2 * plain.num_pages, abs=2)
+
+
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [({"graphs": "off"}, "attention_bytes"), ({"links": ("nccl:path",)}, "link_bytes")],

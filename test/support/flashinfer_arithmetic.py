@@ -7,6 +7,8 @@ for the sum of `add_and_norm`, which is rounded where the library does.
 
 import torch
 
+FP8 = torch.float8_e4m3fn
+
 Pages = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -29,7 +31,7 @@ def attention_of_indices(
     _check_pages(pages)
     page_size, num_kv_heads, head_dim = pages[0].shape[1:]
     assert q.dim() == 3 and q.shape[2] == head_dim and q.shape[1] % num_kv_heads == 0
-    assert q.dtype == pages[0].dtype and q.stride(-1) == 1
+    assert pages[0].dtype in (q.dtype, FP8) and q.stride(-1) == 1
     assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
     group = q.shape[1] // num_kv_heads
     query_ends, page_ends = qo_indptr.tolist(), kv_indptr.tolist()
@@ -39,7 +41,7 @@ def attention_of_indices(
         assert len(own) and 1 <= last <= page_size, "a request without a key"
         length = (len(own) - 1) * page_size + last
         keys, values = (
-            store[own].flatten(0, 1)[:length].repeat_interleave(group, dim=1).double()
+            store[own].flatten(0, 1)[:length].double().repeat_interleave(group, dim=1)
             for store in pages
         )
         rows = slice(query_ends[request], query_ends[request + 1])
@@ -134,7 +136,12 @@ def append(
     first_pages = kv_indptr[batch_indices.long()].long()
     own_pages = kv_indices[first_pages + positions // page_size].long()
     for store, rows in zip(pages, (append_key, append_value), strict=True):
-        store[own_pages, (positions % page_size).long()] = rows
+        # torch cannot scatter FP8, but bytes
+        _bytes(store)[own_pages, (positions % page_size).long()] = _bytes(rows)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 
 def _normed(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -132,6 +132,20 @@ FP8_WEIGHTS = INT8_WEIGHTS | {"type": "float"}
 INT8_ROWS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 FP8_ROWS = INT8_ROWS | {"type": "float"}
 
+# Of keys and values, with their scales in the checkpoint, as llm-compressor writes it.
+KV_CACHE_SCHEME = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "tensor",
+    "dynamic": False,
+    "symmetric": True,
+    "group_size": None,
+    "block_structure": None,
+    "actorder": None,
+    "observer": "minmax",
+    "observer_kwargs": {},
+}
+
 
 def compressed(
     weights: dict[str, Any], rows: dict[str, Any] | None, file_format: str
@@ -250,9 +264,13 @@ def _session_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="sgl_pipeline_quantized_")
 
 
-@cache
 def quantized_model(format_name: str, model: str = "qwen3") -> QuantizedModel:
     """The tiny model `model` in one of FORMATS; written once per test session."""
+    return _write_model(format_name, model)
+
+
+@cache
+def _write_model(format_name: str, model: str) -> QuantizedModel:
     own, plain = FORMATS[format_name], tiny_model(model)
     directory = Path(_session_directory().name) / f"{format_name} {model}".replace(" ", "_")
     stored: Tensors = {}

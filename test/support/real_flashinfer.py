@@ -66,11 +66,12 @@ class EmulatedCard:
 
     def _attention_module(self, name: str, variant: tuple[Any, ...]) -> "CompiledAttention":
         q_dtype, kv_dtype, out_dtype, index_dtype, head_dim, head_dim_of_values = variant[:6]
-        assert q_dtype == kv_dtype == out_dtype and index_dtype == torch.int32
+        assert q_dtype == out_dtype and index_dtype == torch.int32
+        assert kv_dtype == q_dtype or (kv_dtype == arithmetic.FP8 and name != "fa3")
         assert head_dim == head_dim_of_values
         assert variant[6:9] == (0, False, False), "rotary embedding, sliding window, soft cap"
         self.attention_modules.append(name)
-        return CompiledAttention(self, name, q_dtype, head_dim)
+        return CompiledAttention(self, name, q_dtype, kv_dtype, head_dim)
 
 
 @contextmanager
@@ -122,11 +123,19 @@ class FunctionsOnEmulatedCard:
 class CompiledAttention:
     """Stands in for a compiled module of decode or prefill attention."""
 
-    def __init__(self, card: EmulatedCard, name: str, dtype: torch.dtype, head_dim: int) -> None:
+    def __init__(
+        self,
+        card: EmulatedCard,
+        name: str,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        head_dim: int,
+    ) -> None:
         self._card = card
         self._is_decode = name == "decode"
         self._num_fa2_options = 4 if name == "fa2" else 0
         self._dtype = dtype
+        self._kv_dtype = kv_dtype
         self._head_dim = head_dim
         self._sizes: tuple[int, ...] = ()
         self._plans: list[int] = []
@@ -249,7 +258,7 @@ class CompiledAttention:
         num_requests = len(rest[3])
         assert plan_info is self._plans, "another step's plan"
         assert self._sizes == (num_requests, q.shape[1], num_kv_heads, page_size)
-        assert q.dtype == self._dtype
+        assert q.dtype == self._dtype and pages[0].dtype == self._kv_dtype
 
         def kernel() -> None:
             arithmetic.attention_of_indices(q, pages, *rest)

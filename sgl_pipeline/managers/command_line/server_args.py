@@ -77,15 +77,10 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     options.quantization = spec.quantization_method
     pipeline = _pipeline_args(options, model_path, dtype)
     stages = pipeline.stages
-    if stages.quantization is not None and stages.device != "cpu":
+    if stages.kv_cache_dtype == "int8" and stages.device != "cpu":
         raise ConfigurationError(
-            f"weights quantized by {stages.quantization} are computed with on CPUs only; use "
-            "--device cpu, or a checkpoint of 16 bits"
-        )
-    if stages.kv_cache_dtype != "auto" and stages.device != "cpu":
-        raise ConfigurationError(
-            f"--kv-cache-dtype {stages.kv_cache_dtype} is for CPUs only; use --device cpu, or "
-            "leave it at auto"
+            "--kv-cache-dtype int8 is for CPUs only; use --device cpu, or fp8_e4m3, or leave it at "
+            "auto"
         )
     # What it refuses is refused before anything starts.
     parse_layer_partition(stages.layer_partition, stages.num_stages, spec.num_layers)

@@ -96,7 +96,8 @@ def workspace_bytes(shape: AttentionShape) -> int:
 
 
 class FlashInferAttention:
-    """The `AttentionBackend` of a CUDA stage, for bf16 or fp16 queries, keys and values.
+    """The `AttentionBackend` of a CUDA stage, for bf16 or fp16 queries, keys and values, and for
+    e4m3 keys and values, which have FA2 kernels only.
 
     The first `num_decodes` chunks go to the decode wrapper, the others to the prefill wrapper; each
     is planned once a step and run once a layer. How FlashInfer splits long contexts depends on the
@@ -122,6 +123,11 @@ class FlashInferAttention:
                 f"flashinfer has no kernel for {shape.dtype} with head_dim {shape.head_dim}, only "
                 "for bfloat16 and float16 with 64, 128 or 256; choose --dtype bfloat16 or "
                 "--stage-attention-backend torch"
+            )
+        if prefill_kernels == "fa3" and shape.coded_dtype is not None:
+            raise ConfigurationError(
+                f"--stage-prefill-kernels fa3 reads no {shape.coded_dtype} keys and values beside "
+                f"{shape.dtype} queries; choose fa2 or auto"
             )
         self._shape = shape
         self._parts = open_parts(shape, prefill_kernels)
@@ -208,6 +214,6 @@ class FlashInferAttention:
             shape.page_size,
             causal=True,
             q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
+            kv_data_type=shape.page_dtype,
             sm_scale=shape.scale,
         )

@@ -76,6 +76,6 @@ def plan_decodes(
         shape.head_dim,
         shape.page_size,
         q_data_type=shape.dtype,
-        kv_data_type=shape.dtype,
+        kv_data_type=shape.page_dtype,
         sm_scale=shape.scale,
     )

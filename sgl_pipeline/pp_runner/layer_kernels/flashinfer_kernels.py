@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from sgl_pipeline.pp_runner.cuda.kernel_builds import building_kernels
+from sgl_pipeline.pp_runner.kv_format import encode
 from sgl_pipeline.pp_runner.layer_kernels.backend import (
     GatedLinear,
     HeadNorms,
@@ -20,7 +21,8 @@ from sgl_pipeline.pp_runner.layer_kernels.backend import (
     RmsNorm,
     Rotation,
 )
-from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import torch_linear
+from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import gpu_quantized_linear
+from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
 from sgl_pipeline.pp_runner.quantization.weights import Matrix
 
 FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
@@ -66,8 +68,9 @@ class FlashInferFunctions(Protocol):
         kv_indptr: torch.Tensor,
         kv_last_page_len: torch.Tensor,
     ) -> None:
-        """Writes row t to position `positions[t]` of request `batch_indices[t]`, whose pages are
-        `kv_indices[kv_indptr[r]:kv_indptr[r + 1]]`; all int32."""
+        """Writes row t, in the dtype of the cache, to position `positions[t]` of request
+        `batch_indices[t]`, whose pages are `kv_indices[kv_indptr[r]:kv_indptr[r + 1]]`; all int32.
+        """
 
 
 def open_functions() -> FlashInferFunctions:
@@ -128,7 +131,9 @@ class FlashInferKernels:
         self._tables: _StepTables | None = None
 
     def linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
-        return torch_linear(weight, bias)
+        if isinstance(weight, torch.Tensor):
+            return TorchLinear(weight, bias)
+        return gpu_quantized_linear(weight, bias)
 
     def gated_linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
         return GatedLinear(self.linear(weight, bias), self.gate)
@@ -168,6 +173,7 @@ class FlashInferKernels:
         if norms is not None:
             query = self._library.rmsnorm(query, norms.query, norms.epsilon)
             key = self._library.rmsnorm(key, norms.key, norms.epsilon)
+        assert pages[0].dtype != torch.int8, "codes with scales are for CPUs"
         tables = self._tables
         if tables is None or tables.rotation is not rotation:
             tables = self._tables = _StepTables.of(rotation, slots, pages[0])
@@ -175,8 +181,8 @@ class FlashInferKernels:
             tables.rows, query, key, head_dim, tables.cos_sin, not rotation.interleaved
         )
         self._library.append_paged_kv_cache(
-            key,
-            value,
+            encode(key, pages[0].dtype),
+            encode(value, pages[1].dtype),
             tables.requests,
             tables.slots,
             pages,

@@ -6,6 +6,7 @@ nothing is rounded but what the format rounds. On a CPU a row has the same bits 
 """
 
 import torch
+import torch.nn.functional as F
 
 from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
 from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
@@ -65,29 +66,35 @@ def _product(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
         # Every product and sum of these is exact in fp64, whatever their order.
         sums = (values.double() @ weight.values.double().T).float()
         return sums * weight.scales * scales[:, None]
-    rows = round_rows_to_fp8(x, weight.group_size) if isinstance(weight, Fp8Weight) else x.float()
+    rows = x.float()
+    if isinstance(weight, Fp8Weight):
+        rows = expand_rows(*round_rows_to_fp8(x, weight.group_size), weight.group_size)
     return TorchLinear(weight.dequantized())(rows)
 
 
 def round_rows_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The nearest `values` [T, in] int8, ties to even, and `scales` [T] fp32, whose products are
     near `x` [T, in]: the largest of a row is 127 or -127 (vLLM's `dynamic_scaled_int8_quant`)."""
-    rows = x.float()
-    largest = rows.abs().amax(dim=1)
-    values = (rows * _factors(largest, INT8_LARGEST)[:, None]).round().to(torch.int8)
+    largest = x.abs().amax(dim=1).float()
+    values = (x * _factors(largest, INT8_LARGEST)[:, None]).round_().to(torch.int8)
     return values, largest / INT8_LARGEST
 
 
-def round_rows_to_fp8(x: torch.Tensor, group_size: int) -> torch.Tensor:
-    """The rows [T, in] fp32 that e4m3 numbers and a scale for each group of a row stand for: the
-    largest of a group is 448 or -448 (vLLM's `dynamic_per_token_scaled_fp8_quant`)."""
-    groups = []
-    for group in x.float().split(group_size, dim=1):
-        largest = group.abs().amax(dim=1, keepdim=True)
-        scaled = group * _factors(largest, FP8_LARGEST)
-        values = scaled.clamp(-FP8_LARGEST, FP8_LARGEST).to(FP8).float()
-        groups.append(values * (largest / FP8_LARGEST))
-    return torch.cat(groups, dim=1)
+def round_rows_to_fp8(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest `values` [T, in] e4m3, and `scales` [T, G] fp32 of each group of a row: the
+    largest of a group is 448 or -448 (vLLM's `dynamic_per_token_scaled_fp8_quant`). The last group
+    may have fewer than `group_size` inputs."""
+    inputs = x.shape[1]
+    groups = F.pad(x, (0, -inputs % group_size)).unflatten(1, (-1, group_size))
+    largest = groups.abs().amax(dim=2).float()
+    scaled = groups * _factors(largest, FP8_LARGEST)[..., None]
+    values = scaled.clamp_(-FP8_LARGEST, FP8_LARGEST).to(FP8)
+    return values.flatten(1)[:, :inputs], largest / FP8_LARGEST
+
+
+def expand_rows(values: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
+    """The rows [T, in] fp32 that values and scales of `round_rows_to_fp8` stand for."""
+    return values.float() * scales.repeat_interleave(group_size, dim=1)[:, : values.shape[1]]
 
 
 def _factors(largest: torch.Tensor, most: float) -> torch.Tensor:

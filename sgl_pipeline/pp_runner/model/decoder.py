@@ -8,6 +8,8 @@ Shapes: T rows of the step, H hidden size, Hq query heads, Hkv key/value
 heads, D head dim.
 """
 
+from dataclasses import replace
+
 import torch
 
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
@@ -23,6 +25,7 @@ from sgl_pipeline.pp_runner.model.layer_tensors import LayerTensors
 from sgl_pipeline.pp_runner.model.mlp import GatedMlp, Mlp
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.model.moe import SparseMlp
+from sgl_pipeline.pp_runner.quantization.kv_scales import KvScales
 
 
 class DecoderLayer:
@@ -47,11 +50,21 @@ class DecoderLayer:
             num_heads * spec.head_dim for num_heads in (spec.num_query_heads, spec.num_kv_heads)
         )
         self._attention_norm = load_norm(spec, tensors, names.attention_norm)
+        scales = tensors.kv_scales(names.qkv[0])
+        # A norm of the keys would undo what is done before it.
+        in_projections = replace(scales, key=1.0) if spec.qk_norm else scales
+        widths = (query_width, kv_width, kv_width)
         self._qkv = tensors.linear(
-            names.qkv, (query_width, kv_width, kv_width), hidden, spec.qkv_bias
+            names.qkv, widths, hidden, spec.qkv_bias, in_projections.of_projections(widths)
         )
-        self._head_norms = _load_head_norms(spec, tensors) if spec.qk_norm else None
-        self._output = tensors.linear((names.output,), (hidden,), query_width, spec.output_bias)
+        self._head_norms = _load_head_norms(spec, tensors, scales) if spec.qk_norm else None
+        self._output = tensors.linear(
+            (names.output,),
+            (hidden,),
+            query_width,
+            spec.output_bias,
+            input_factor=scales.value,
+        )
         self._attention_output_norm = _load_output_norm(spec, tensors, names.attention_output_norm)
         self._mlp_norm = load_norm(spec, tensors, names.mlp_norm)
         self._mlp = _load_mlp(spec, tensors, layer)
@@ -97,12 +110,12 @@ def _load_output_norm(spec: ModelSpec, tensors: LayerTensors, name: str | None) 
     return None if name is None else load_norm(spec, tensors, name)
 
 
-def _load_head_norms(spec: ModelSpec, tensors: LayerTensors) -> HeadNorms:
+def _load_head_norms(spec: ModelSpec, tensors: LayerTensors, scales: KvScales) -> HeadNorms:
     query, key = (
         tensors.weight(name, (spec.head_dim,))
         for name in (spec.names.query_norm, spec.names.key_norm)
     )
-    return HeadNorms(query, key, spec.norm_epsilon)
+    return HeadNorms(query * scales.key, key / scales.key, spec.norm_epsilon)
 
 
 def _load_mlp(spec: ModelSpec, tensors: LayerTensors, layer: int) -> Mlp:

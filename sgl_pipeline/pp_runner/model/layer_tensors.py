@@ -9,9 +9,10 @@ import torch
 
 from sgl_pipeline.pp_runner.layer_kernels.backend import GatedLinear, LayerKernels, Linear
 from sgl_pipeline.pp_runner.model.checkpoint import WeightSource
+from sgl_pipeline.pp_runner.quantization.kv_scales import KvScales, read_kv_scales
 from sgl_pipeline.pp_runner.quantization.layouts import read_matrix
 from sgl_pipeline.pp_runner.quantization.schemes import Quantization
-from sgl_pipeline.pp_runner.quantization.weights import Matrix, join
+from sgl_pipeline.pp_runner.quantization.weights import Matrix, join, scale_rows
 
 
 class LayerTensors:
@@ -28,6 +29,18 @@ class LayerTensors:
         self._prefix = prefix
         self._weights = weights
         self._quantization = quantization
+
+    def kv_scales(self, projection: str) -> KvScales:
+        """Those of the attention whose `projection` this is."""
+        attention = f"{self._prefix}{projection}".rpartition(".")[0]
+        return read_kv_scales(self._weights, self._quantization, attention)
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the matrix `name` is not of 16 bits."""
+        quantization = self._quantization
+        return quantization is not None and (
+            quantization.scheme_of(f"{self._prefix}{name}") is not None
+        )
 
     def weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor `name`.weight, which is never quantized."""
@@ -46,10 +59,29 @@ class LayerTensors:
         )
 
     def linear(
-        self, names: Sequence[str], out_features: Sequence[int], in_features: int, has_bias: bool
+        self,
+        names: Sequence[str],
+        out_features: Sequence[int],
+        in_features: int,
+        has_bias: bool,
+        output_factors: torch.Tensor | None = None,
+        input_factor: float = 1.0,
     ) -> Linear:
-        """One product for the named projections, or the single one that holds them all."""
+        """One product for the named projections, or the single one that holds them all.
+
+        Args:
+            output_factors: powers of two by which the outputs are multiplied, one for each; None
+                for none.
+            input_factor: one by which all inputs are.
+        """
         matrices, biases = self._read(names, out_features, in_features, has_bias)
+        if output_factors is not None or input_factor != 1.0:
+            sizes = [matrix.shape[0] for matrix in matrices]
+            factors = torch.ones(sum(sizes)) if output_factors is None else output_factors
+            for place, part in enumerate(factors.split(sizes)):
+                matrices[place] = scale_rows(matrices[place], part * input_factor)
+                if (bias := biases[place]) is not None:
+                    biases[place] = bias * part.to(bias)
         return _joined(self.kernels.linear, matrices, biases) or _SeparateLinears(
             [
                 self.kernels.linear(matrix, bias)

@@ -17,7 +17,7 @@ from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES
 from sgl_pipeline.pp_runner.model.config_fields import ConfigFields
-from sgl_pipeline.pp_runner.model.families import FAMILIES, Family, TensorNames
+from sgl_pipeline.pp_runner.model.families import FAMILIES, Family, MlpNames, TensorNames
 from sgl_pipeline.pp_runner.quantization.config import choose_quantization, read_quantization
 from sgl_pipeline.pp_runner.quantization.schemes import Quantization
 
@@ -127,6 +127,27 @@ class ModelSpec:
         """The experts of `layer`; None where it is dense."""
         return self.experts if self.experts and layer in self.experts.layers else None
 
+    def layer_kind(self, layer: int) -> tuple[object, ...]:
+        """Equal for layers that have the same parts, quantized alike: their bytes and times are
+        the same, too."""
+        experts, quantization = self.layer_experts(layer), self.quantization
+        if quantization is None:
+            return (experts,)
+        names = [*self.names.qkv, self.names.output]
+        for mlp, numbers in self._mlps(experts):
+            names += [name.format(expert=e) for e in numbers for name in (*mlp.gate_up, mlp.down)]
+        prefix = self.names.layer.format(layer=layer)
+        return (experts, *(quantization.scheme_of(f"{prefix}.{name}") for name in names))
+
+    def _mlps(self, experts: ExpertSpec | None) -> list[tuple[MlpNames, range]]:
+        """The names of a layer's MLPs, and the numbers that stand for `{expert}` in them."""
+        if experts is None:
+            return [(self.names.mlp, range(1))]
+        return [
+            (self.names.expert, range(experts.num_experts)),
+            (self.names.shared_expert, range(bool(experts.shared_inner_size))),
+        ]
+
     def attention_shape(
         self,
         page_size: int,
@@ -167,7 +188,8 @@ def read_model_spec(path: str | Path, quantization: str | None = None) -> ModelS
     generation_path = directory / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
     spec = model_spec(_read_json(directory / "config.json"), generation)
-    return replace(spec, quantization=choose_quantization(quantization, spec.quantization))
+    chosen = choose_quantization(quantization, spec.quantization, spec.names.head)
+    return replace(spec, quantization=chosen)
 
 
 def model_spec(config: Config, generation_config: Config | None = None) -> ModelSpec:

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
+from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
 from sgl_pipeline.pp_runner.model.families import MlpNames, TensorNames
@@ -118,7 +119,16 @@ class StackedExperts:
     def load(
         cls, tensors: LayerTensors, names: MlpNames, hidden_size: int, spec: ExpertSpec
     ) -> "StackedExperts":
-        """Copies one expert after the other into its place: the stack is the only whole copy."""
+        """Copies one expert after the other into its place: the stack is the only whole copy.
+
+        Raises ConfigurationError for quantized experts.
+        """
+        first = _expert_names(names, 0)
+        if any(tensors.is_quantized(name) for name in (*first.gate_up, first.down)):
+            raise ConfigurationError(
+                "quantized experts are computed with on CPUs only; use --device cpu, or a "
+                "checkpoint whose experts have 16 bits"
+            )
         stacks: list[torch.Tensor] = []
         for e in range(spec.num_experts):
             own = _expert_names(names, e)

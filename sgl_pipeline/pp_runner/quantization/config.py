@@ -21,7 +21,7 @@ from sgl_pipeline.pp_runner.quantization.schemes import (
     matches_target,
 )
 
-W8A8_INT8 = "w8a8_int8"
+W8A8_INT8, FP8 = "w8a8_int8", "fp8"
 _BLOCK = (128, 128)
 # What the config says of how the checkpoint was made, which its tensors do not depend on.
 _MAKING = {
@@ -113,8 +113,14 @@ def read_quantization(config: Any, head: str) -> Quantization | None:
     return quantization
 
 
-def choose_quantization(asked: str | None, found: Quantization | None) -> Quantization | None:
-    """What `--quantization asked` means for a checkpoint that is quantized as `found`.
+def choose_quantization(
+    asked: str | None, found: Quantization | None, head: str
+) -> Quantization | None:
+    """What `--quantization asked` means for a checkpoint that is quantized as `found`. Of 16 bits
+    w8a8_int8 rounds layers and head, fp8 the layers alone, as upstream's Fp8Config does.
+
+    Args:
+        head: the module name of the output head.
 
     Raises ConfigurationError where the two do not go together.
     """
@@ -128,21 +134,28 @@ def choose_quantization(asked: str | None, found: Quantization | None) -> Quanti
             f"--quantization {asked}: the checkpoint is quantized already, by {found.method}; "
             "leave the flag out"
         )
-    if asked != W8A8_INT8:
+    made: dict[str, tuple[Scheme, tuple[str, ...]]] = {
+        W8A8_INT8: (Int8Scheme(), ()),
+        FP8: (Fp8Scheme((1, None)), (head,)),
+    }
+    if asked not in made:
         raise ConfigurationError(
             f"--quantization {asked}: the checkpoint has no quantization_config; of 16 bits only "
-            f"{W8A8_INT8} can be made"
+            f"{' and '.join(made)} can be made"
         )
+    scheme, ignored = made[asked]
     everything = Names(("Linear",), matches_target)
     return Quantization(
-        W8A8_INT8, Layout.SIXTEEN_BITS, ((everything, Int8Scheme()),), Names((), is_inside)
+        asked, Layout.SIXTEEN_BITS, ((everything, scheme),), Names(ignored, is_inside)
     )
 
 
 def _compressed_tensors(fields: _Fields, head: str) -> Quantization:
     """The head counts as any other product: most checkpoints have it in `ignore`."""
-    for name in ("kv_cache_scheme", "transform_config"):
-        fields.need(name, None, {})
+    fields.need("transform_config", None, {})
+    has_kv_scales = bool(fields.take("kv_cache_scheme"))
+    if has_kv_scales:
+        _check_kv_cache(fields.inside("kv_cache_scheme"))
     sparsity = fields.take("sparsity_config", {})
     if sparsity and sparsity.get("format") != "dense":
         fields.refuse("sparsity_config", "a dense checkpoint")
@@ -157,8 +170,21 @@ def _compressed_tensors(fields: _Fields, head: str) -> Quantization:
         groups.append((targets, _compressed_scheme(group, own_format)))
         group.finish()
     return Quantization(
-        fields.method, Layout.COMPRESSED_TENSORS, tuple(groups), Names(ignored, matches_target)
+        fields.method,
+        Layout.COMPRESSED_TENSORS,
+        tuple(groups),
+        Names(ignored, matches_target),
+        has_kv_scales,
     )
+
+
+def _check_kv_cache(scheme: _Fields) -> None:
+    """FP8 with a scale for a layer's keys and one for its values, measured beforehand."""
+    for name, value in (("type", "float"), ("num_bits", 8), ("strategy", "tensor")):
+        scheme.need(name, value)
+    scheme.need("symmetric", True, default=True)
+    scheme.need("dynamic", False, default=False)
+    scheme.finish()
 
 
 def _compressed_scheme(group: _Fields, format_name: Any) -> Scheme:
@@ -286,7 +312,7 @@ def _shown(value: Any) -> str:
 
 _METHODS: dict[str, Callable[[_Fields, str], Quantization]] = {
     "compressed-tensors": _compressed_tensors,
-    "fp8": _fp8,
+    FP8: _fp8,
     "gptq": _gptq,
     "awq": _awq,
 }

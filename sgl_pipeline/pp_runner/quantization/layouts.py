@@ -114,7 +114,7 @@ def _read_packed(source: WeightSource, module: str, shape: Shape, scheme: Int4Sc
         )
     words = source.read_as(f"{module}.weight_packed", (outputs, inputs // _PER_WORD), torch.int32)
     scales = _read_scales(source, f"{module}.weight_scale", (outputs, num_groups))
-    zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
+    zeros = torch.full_like(scales, 8, dtype=torch.uint8)
     if not scheme.is_symmetric:
         num_words = -(-outputs // _PER_WORD)
         packed = source.read_as(f"{module}.weight_zero_point", (num_words, num_groups), torch.int32)
@@ -179,7 +179,7 @@ def _read_scales(source: WeightSource, name: str, shape: tuple[int, ...]) -> tor
 
 def _halves(words: torch.Tensor, order: tuple[int, ...] = tuple(range(_PER_WORD))) -> torch.Tensor:
     """The numbers [R, 8 C] uint8 of words [R, C] int32; the k-th of a word lies at `order[k]`."""
-    shifts = torch.tensor([4 * place for place in order], dtype=torch.int32)
+    shifts = torch.tensor([4 * place for place in order], dtype=torch.int32, device=words.device)
     return torch.cat(
         [(part[..., None] >> shifts & 15).to(torch.uint8).flatten(1) for part in words.split(256)]
     )
@@ -203,11 +203,12 @@ def _int4(
     group_size, order = inputs // num_groups, None
     if groups is not None:
         by_place = groups.argsort(stable=True)
-        expected = torch.arange(inputs) // group_size
+        places = torch.arange(inputs, device=groups.device)
+        expected = places // group_size
         if not torch.equal(groups[by_place].long(), expected):
             raise CheckpointError(
                 f"tensor {order_name} does not give each of {num_groups} groups {group_size} inputs"
             )
-        if not torch.equal(by_place, torch.arange(inputs)):
+        if not torch.equal(by_place, places):
             order, numbers = by_place, numbers[:, by_place]
     return Int4Weight(pack_halves(numbers), scales, zeros, group_size, order, source.dtype)

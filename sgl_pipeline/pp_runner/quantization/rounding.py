@@ -1,7 +1,7 @@
 """Rounds matrices of 16 or 32 bits to the nearest quantized ones.
 
 Used for `--quantization`, for weights that are made up, and by the tests. Matrices are rounded some
-rows at a time, so that no whole copy in fp32 is ever made.
+rows at a time, where they are, so that no whole copy in fp32 is ever made.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ _NUMBERS_AT_ONCE = 2**17
 
 def to_int8(matrix: torch.Tensor) -> Int8Weight:
     """With a scale for each output, symmetric, ties to even."""
-    values = torch.empty(matrix.shape, dtype=torch.int8)
-    scales = torch.empty(len(matrix))
+    values = torch.empty_like(matrix, dtype=torch.int8)
+    scales = matrix.new_empty(len(matrix), dtype=torch.float32)
     for part, rows in _parts(matrix):
         scales[part] = _or_one(rows.abs().amax(dim=1)) / INT8_LARGEST
         values[part] = (rows / scales[part, None]).round().to(torch.int8)
@@ -34,8 +34,8 @@ def to_int8(matrix: torch.Tensor) -> Int8Weight:
 def to_fp8(matrix: torch.Tensor, group_size: int) -> Fp8Weight:
     """With a scale for each output and group of inputs."""
     outputs, inputs = matrix.shape
-    values = torch.empty(matrix.shape, dtype=FP8)
-    scales = torch.empty(outputs, -(-inputs // group_size))
+    values = torch.empty_like(matrix, dtype=FP8)
+    scales = matrix.new_empty(outputs, -(-inputs // group_size), dtype=torch.float32)
     for part, rows in _parts(matrix):
         for group, columns in enumerate(rows.split(group_size, dim=1)):
             scales[part, group] = _or_one(columns.abs().amax(dim=1)) / FP8_LARGEST
@@ -47,14 +47,14 @@ def to_fp8(matrix: torch.Tensor, group_size: int) -> Fp8Weight:
 def to_int4(matrix: torch.Tensor, group_size: int) -> Int4Weight:
     """With a scale for each output and group of inputs, symmetric about 8: from -7 to 7."""
     outputs, inputs = matrix.shape
-    packed = torch.empty(outputs, inputs // 2, dtype=torch.uint8)
-    scales = torch.empty(outputs, inputs // group_size)
+    packed = matrix.new_empty(outputs, inputs // 2, dtype=torch.uint8)
+    scales = matrix.new_empty(outputs, inputs // group_size, dtype=torch.float32)
     for part, rows in _parts(matrix):
         groups = rows.unflatten(1, (-1, group_size))
         scales[part] = _or_one(groups.abs().amax(dim=2)) / 7
         numbers = (groups / scales[part, :, None]).round() + 8
         packed[part] = pack_halves(numbers.flatten(1))
-    zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
+    zeros = torch.full_like(scales, 8, dtype=torch.uint8)
     return Int4Weight(packed, scales, zeros, group_size, None, matrix.dtype)
 
 

@@ -88,12 +88,17 @@ def is_inside(module: str, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What is quantized, and to what; `method` is as the config or `--quantization` spells it."""
+    """What is quantized, and to what; `method` is as the config or `--quantization` spells it.
+
+    `has_kv_scales` says that the checkpoint has a scale for each layer's keys, and one for its
+    values, by which they become FP8 (`kv_scales.py`).
+    """
 
     method: str
     layout: Layout
     groups: tuple[tuple[Names, Scheme], ...]
     ignored: Names
+    has_kv_scales: bool = False
 
     def scheme_of(self, module: str) -> Scheme | None:
         """That of the matrix `module` (without `.weight`); None where it has 16 bits."""

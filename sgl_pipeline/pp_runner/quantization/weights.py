@@ -159,6 +159,16 @@ def pack_halves(numbers: torch.Tensor) -> torch.Tensor:
     return numbers[:, ::2] | numbers[:, 1::2] << 4
 
 
+def scale_rows(matrix: Matrix, factors: torch.Tensor) -> Matrix:
+    """`matrix` [O, I] with each row multiplied by its factor [O], a power of two: exactly."""
+    factors = factors[:, None]
+    if isinstance(matrix, torch.Tensor):
+        return matrix * factors.to(matrix)
+    scales = matrix.scales
+    factors = factors.to(scales)
+    return replace(matrix, scales=scales * (factors if scales.dim() == 2 else factors[:, 0]))
+
+
 def join(matrices: Sequence[Matrix]) -> Matrix | None:
     """The matrices one below the other as one; None where they are of several kinds."""
     if len(matrices) == 1:

@@ -1,5 +1,6 @@
 """What FlashInfer's wrappers are fed, checked on CPU; and on a GPU, what comes out of them."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,8 @@ from support.fake_flashinfer import Fakes
 from support.paged_attention import (
     ChunkExtent,
     attention_shape,
+    coded_problem,
+    decoded_problem,
     exact_attention,
     layout_of,
     random_problem,
@@ -26,6 +29,7 @@ from sgl_pipeline.pp_runner.attention.flashinfer_attention import (
     workspace_bytes,
 )
 from sgl_pipeline.pp_runner.attention.flashinfer_graph import GraphDecodeAttention
+from sgl_pipeline.pp_runner.kv_format import FP8
 
 OpenAttention = Callable[[AttentionShape, EmulatedRecorder | None], FlashInferAttention]
 
@@ -77,6 +81,43 @@ def test_wrappers_are_fed_what_gives_the_right_answer(
     attention.plan(problem.layout)
     out = attention.attend(problem.query, problem.key_pages, problem.value_pages)
     torch.testing.assert_close(out.double(), exact_attention(problem), rtol=2.0**-7, atol=2.0**-7)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (8, 2)], ids=str)
+@pytest.mark.parametrize("prefill_kernels", ["stand-ins", "auto", "fa2"])
+def test_e4m3_pages_give_the_answer_of_the_numbers_in_them(
+    prefill_kernels: str, heads: tuple[int, int]
+) -> None:
+    """Decodes and a prefill, and decodes in a graph; on a Hopper `auto` is not FA3 then."""
+    shape = attention_shape(*heads, 64, 16, torch.bfloat16)
+    decodes = [ChunkExtent(20, 1), ChunkExtent(3, 1)]
+    mixed, alone = (
+        coded_problem(random_problem(chunks, shape), FP8)
+        for chunks in ([*decodes, ChunkExtent(30, 9)], decodes)
+    )
+    with contextlib.ExitStack() as stack:
+        if prefill_kernels == "stand-ins":
+            attention = Fakes(mixed.shape).attention
+        else:
+            card = stack.enter_context(emulated_card())
+            attention = FlashInferAttention(mixed.shape, prefill_kernels)
+        graph = attention.decode_for_graph(2, 0, torch.zeros(9, dtype=torch.int32))
+        for problem, backend in ((mixed, attention), (alone, attention), (alone, graph)):
+            backend.plan(problem.layout)
+            out = backend.attend(problem.query, problem.key_pages, problem.value_pages)
+            expected = exact_attention(decoded_problem(problem))
+            torch.testing.assert_close(out.double(), expected, rtol=2.0**-7, atol=2.0**-7)
+        if prefill_kernels != "stand-ins":
+            assert "fa2" in card.attention_modules and "fa3" not in card.attention_modules
+
+
+def test_fa3_is_refused_with_e4m3_pages() -> None:
+    shape = replace(attention_shape(4, 2, 64, 16, torch.bfloat16), coded_dtype=FP8)
+    with (
+        emulated_card(),
+        pytest.raises(ConfigurationError, match=r"fa3 reads no.*float8.*choose fa2"),
+    ):
+        FlashInferAttention(shape, "fa3")
 
 
 def test_plan_says_sizes_types_scale_and_causality() -> None:

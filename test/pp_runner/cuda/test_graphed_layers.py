@@ -5,7 +5,7 @@ On CPU graphs are emulated and FlashInfer stood in for (see test/support); on a 
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -27,8 +27,9 @@ from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import FlashInferKe
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.checkpoint import DummyWeights
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.model.model_spec import model_spec
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.quantization.config import choose_quantization
 from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.step_layers import EagerLayers
 from sgl_pipeline.requests import GREEDY
@@ -88,7 +89,7 @@ class Stage:
                 self.graphed_pool.pages(layer), self.eager_pool.pages(layer), strict=True
             ):
                 torch.testing.assert_close(
-                    mine[:NUM_PAGES], theirs[:NUM_PAGES], rtol=2e-2, atol=2e-2
+                    mine[:NUM_PAGES].float(), theirs[:NUM_PAGES].float(), rtol=2e-2, atol=2e-2
                 )
         return found
 
@@ -104,12 +105,15 @@ def make_stage(
     device: torch.device = CPU,
     kernels: LayerKernels | None = None,
     card: EmulatedCard | None = None,
+    *,
+    spec: ModelSpec = SPEC,
+    kv_cache_dtype: str = "auto",
 ) -> Stage:
-    shape = SPEC.attention_shape(PAGE_SIZE, torch.bfloat16, device)
+    shape = spec.attention_shape(PAGE_SIZE, torch.bfloat16, device, kv_cache_dtype)
     held = [
         HeldLayers(
             StageModel.build(
-                SPEC,
+                spec,
                 DummyWeights(torch.bfloat16, device),
                 device=device,
                 kernels=kernels or TorchKernels(),
@@ -172,6 +176,18 @@ def test_every_kind_of_step_is_the_same_from_graphs(is_first: bool, at_once: boo
     stage = make_stage(is_first)
     if at_once:
         stage.graphed.prepare(0, range(NUM_LAYERS))
+    serve(stage)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "w8a8_int8"])
+def test_weights_and_pages_of_eight_bits_run_from_graphs_too(quantization: str) -> None:
+    chosen = choose_quantization(quantization, None, SPEC.names.head)
+    stage = make_stage(
+        kernels=FlashInferKernels(FakeFlashInferFunctions),
+        spec=replace(SPEC, quantization=chosen),
+        kv_cache_dtype="fp8_e4m3",
+    )
+    assert stage.graphed_pool.pages(0)[0].dtype == torch.float8_e4m3fn
     serve(stage)
 
 

@@ -15,7 +15,7 @@ from support.fake_flashinfer import FakeFlashInferFunctions
 from support.instruction_sets import INSTRUCTION_SETS, kernels_for
 from support.real_flashinfer import FunctionsOnEmulatedCard
 
-from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES, encode
+from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES, FP8, encode
 from sgl_pipeline.pp_runner.layer_kernels.backend import (
     HeadNorms,
     LayerKernels,
@@ -256,6 +256,19 @@ def test_pages_of_codes_hold_those_of_the_placed_heads(
     for store, found in zip(problem.pages, codes, strict=True):
         expected = encode(store, coded_dtype)
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("leaf", ["flashinfer", "flashinfer's Python"])
+def test_flashinfers_append_is_given_the_codes_of_e4m3_pages(leaf: str) -> None:
+    """It reads keys and values as if they had the dtype of the pages, without a check."""
+    kernels = kernels_of(leaf)
+    problem = heads_problem(9, (4, 2), (64, 64), False, True, torch.bfloat16)
+    problem = problem._replace(qkv=problem.qkv * 100)  # some values beyond the largest code
+    codes = [encode(store, FP8) for store in problem.pages]
+    query = kernels.place_heads(*problem._replace(pages=(codes[0], codes[1])))
+    assert torch.equal(query, kernels.place_heads(*problem))
+    for store, found in zip(problem.pages, codes, strict=True):
+        assert torch.equal(found.view(torch.uint8), encode(store, FP8).view(torch.uint8))
 
 
 @every_leaf

@@ -21,6 +21,7 @@ from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import (
     TorchQuantizedLinear,
+    expand_rows,
     round_rows_to_fp8,
     round_rows_to_int8,
 )
@@ -83,7 +84,7 @@ def test_rows_are_rounded_to_the_nearest_eight_bits():
     assert scales.tolist() == [0.0, 1.0, 2.0]
     # 17 and 19 lie between 16, 18 and 20; 2^-8 is a multiple of the least number, 2^-9
     x = torch.tensor([[448.0, 17.0, 19.0, 2.0**-8, 1e-4, -896.0, 34.0, 1.0]])
-    assert round_rows_to_fp8(x, 5).tolist() == [
+    assert expand_rows(*round_rows_to_fp8(x, 5), 5).tolist() == [
         [448.0, 16.0, 20.0, 2.0**-8, 0.0, -896.0, 32.0, 1.0]
     ]
 
@@ -95,7 +96,8 @@ def exact(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
         values, scales = round_rows_to_int8(x)
         return values.double() * scales[:, None].double() @ matrix.T
     if isinstance(weight, Fp8Weight):
-        return round_rows_to_fp8(x, weight.group_size).double() @ matrix.T
+        rows = expand_rows(*round_rows_to_fp8(x, weight.group_size), weight.group_size)
+        return rows.double() @ matrix.T
     return x.double() @ matrix.T
 
 

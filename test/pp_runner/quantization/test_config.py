@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 import pytest
-from support.quantized_models import FORMATS
+from support.quantized_models import FORMATS, KV_CACHE_SCHEME
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.quantization.config import choose_quantization, read_quantization
@@ -66,6 +66,8 @@ def test_an_unknown_method_is_named_beside_the_known_ones(method):
 def changed(name: str, path: tuple[str, ...], value: Any) -> dict[str, Any]:
     config = copy.deepcopy(FORMATS[name].config)
     inside = config
+    if path[0] == "kv_cache_scheme":
+        config["kv_cache_scheme"] = dict(KV_CACHE_SCHEME)
     for part in path[:-1]:
         inside = inside[part]
     inside[path[-1]] = value
@@ -75,7 +77,11 @@ def changed(name: str, path: tuple[str, ...], value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "path", "value"),
     [
-        ("int-quantized", ("kv_cache_scheme",), {"num_bits": 8}),
+        ("int-quantized", ("kv_cache_scheme", "type"), "int"),
+        ("int-quantized", ("kv_cache_scheme", "strategy"), "attn_head"),
+        ("int-quantized", ("kv_cache_scheme", "dynamic"), True),
+        ("int-quantized", ("kv_cache_scheme", "symmetric"), False),
+        ("int-quantized", ("kv_cache_scheme", "something_new"), 1),
         ("int-quantized", ("sparsity_config",), {"format": "sparse-24-bitmask"}),
         ("int-quantized", ("transform_config",), {"config_groups": {"u": {}}}),
         ("int-quantized", (*GROUP, "output_activations"), {"num_bits": 8}),
@@ -141,13 +147,17 @@ def test_which_matrices_are_quantized():
 
 
 def test_sixteen_bits_are_rounded_on_request_and_nothing_else_is():
-    online = choose_quantization("w8a8_int8", None)
+    online = choose_quantization("w8a8_int8", None, "lm_head")
     assert online is not None and online.layout is Layout.SIXTEEN_BITS
     assert online.scheme_of(Q_PROJ) == online.scheme_of("lm_head") == Int8Scheme()
+    fp8 = choose_quantization("fp8", None, "lm_head")
+    assert fp8 is not None and fp8.layout is Layout.SIXTEEN_BITS
+    assert fp8.scheme_of(Q_PROJ) == Fp8Scheme((1, None))
+    assert fp8.scheme_of("lm_head") is None
     int8, awq = read(FORMATS["int-quantized"].config), read(FORMATS["awq"].config)
-    assert choose_quantization(None, awq) is awq
-    assert choose_quantization("awq", awq) is awq
-    assert choose_quantization("w8a8_int8", int8) is int8
-    for asked, found in [("w8a8_int8", awq), ("gptq", awq), ("awq", None), ("fp8", None)]:
+    assert choose_quantization(None, awq, "lm_head") is awq
+    assert choose_quantization("awq", awq, "lm_head") is awq
+    assert choose_quantization("w8a8_int8", int8, "lm_head") is int8
+    for asked, found in [("w8a8_int8", awq), ("gptq", awq), ("awq", None), ("fp8", awq)]:
         with pytest.raises(ConfigurationError, match=f"--quantization {asked}"):
-            choose_quantization(asked, found)
+            choose_quantization(asked, found, "lm_head")

@@ -1,0 +1,45 @@
+"""Are products with weights of 8 bits right on the card, with each scheme that it has a kernel for?
+
+Called by `part_checks.py`. Attention to e4m3 pages and whole stages in FP8 are checked by
+`checks.py`, as those of 16 bits are. Untested on hardware.
+"""
+
+import torch
+
+from benchmark.gpu.checks import Check, row_error
+from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import gpu_quantized_linear
+from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import TorchQuantizedLinear
+from sgl_pipeline.pp_runner.quantization.schemes import Fp8Scheme, Int8Scheme, Scheme
+
+SCHEMES: dict[str, Scheme] = {
+    "int8": Int8Scheme(),
+    "fp8": Fp8Scheme((1, None)),
+    "fp8 in blocks": Fp8Scheme((128, 128)),
+}
+# Results are rounded to bf16, within 2^-9 of each; Hopper adds FP8 products up with some 14 bits.
+PRODUCT_BOUND = 1e-2
+_REHEARSED_CAPABILITY = (8, 9)
+_ROWS = (1, 17, 300)
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The card's compute capability; where a CPU stands in for one, that of a card without
+    block-wise products, which torch has on Hopper alone."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    return _REHEARSED_CAPABILITY
+
+
+def check_product(name: str, outputs: int, inputs: int, device: torch.device) -> Check:
+    """The product of random rows with a matrix in the scheme `name`, against plain torch in fp32;
+    the error is that of the worst row."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+    weight, bias = SCHEMES[name].quantize(random(outputs, inputs)), random(outputs)
+    linear, expected = gpu_quantized_linear(weight, bias), TorchQuantizedLinear(weight, bias)
+    rows = [random(count, inputs) for count in _ROWS]
+    error = max(row_error(linear(x), expected(x)) for x in rows)
+    return Check(f"product in {name}, {outputs} x {inputs}", error, PRODUCT_BOUND)
