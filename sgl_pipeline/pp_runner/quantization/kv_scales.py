@@ -43,13 +43,16 @@ def read_kv_scales(
     source: WeightSource, quantization: Quantization | None, attention: str
 ) -> KvScales:
     """Those of the module `attention`, such as `model.layers.0.self_attn`; ones where the
-    checkpoint has none, or there is no checkpoint.
+    checkpoint has none, or there is no checkpoint. Only compressed-tensors says so in its config.
 
     Raises CheckpointError for scales that are missing or cannot be.
     """
-    if quantization is None or not quantization.has_kv_scales or source.is_made_up:
+    if quantization is None or source.is_made_up:
         return KvScales()
-    return KvScales(*(_read(source, f"{attention}.{name}") for name in ("k_scale", "v_scale")))
+    names = [f"{attention}.{name}" for name in ("k_scale", "v_scale")]
+    if not quantization.has_kv_scales and not any(source.has(name) for name in names):
+        return KvScales()
+    return KvScales(*(_read(source, name) for name in names))
 
 
 def _read(source: WeightSource, name: str) -> float:

@@ -24,7 +24,12 @@ KEY_DIVISOR, VALUE_DIVISOR = 0.125, 4.0
 MODELS = ("qwen3", "llama-biases-linear-rope")
 
 
-def with_scales(path: Path, model: str, scales: dict[str, float]) -> Path:
+def with_scales(
+    path: Path,
+    model: str,
+    scales: dict[str, float],
+    scheme: dict[str, object] | None = KV_CACHE_SCHEME,
+) -> Path:
     """A copy of the tiny `model` in int8, whose layers have these scales."""
     shutil.copytree(quantized_model("int-quantized", model).path, path)
     tensors = load_file(path / "model.safetensors")
@@ -33,7 +38,7 @@ def with_scales(path: Path, model: str, scales: dict[str, float]) -> Path:
             tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([scale]).bfloat16()
     save_file(tensors, path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"]["kv_cache_scheme"] = KV_CACHE_SCHEME
+    config["quantization_config"]["kv_cache_scheme"] = scheme
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -46,12 +51,14 @@ def served(path: Path, kv_cache_dtype: str) -> tuple[list[list[int]], list[torch
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("scheme", [KV_CACHE_SCHEME, None], ids=["named", "in the files alone"])
 def test_pages_hold_what_is_left_of_keys_and_values_and_tokens_stay_the_same(
-    model: str, tmp_path: Path
+    model: str, scheme: dict[str, object] | None, tmp_path: Path
 ) -> None:
     """In 16 bits all is exact; in e4m3 what is rounded is what the scales leave."""
     plain = quantized_model("int-quantized", model).path
-    scaled = with_scales(tmp_path / "scaled", model, {"k_scale": KEY_SCALE, "v_scale": VALUE_SCALE})
+    scales = {"k_scale": KEY_SCALE, "v_scale": VALUE_SCALE}
+    scaled = with_scales(tmp_path / "scaled", model, scales, scheme)
     answers, pages = served(plain, "auto")
     found_answers, found_pages = served(scaled, "auto")
     assert found_answers == answers
