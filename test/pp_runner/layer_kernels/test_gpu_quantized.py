@@ -200,7 +200,7 @@ def test_a_product_keeps_no_more_alive_than_a_stage_reckons_with(
     with LiveTensors() as live:
         y = linear(x)
     reckoned = num_rows * (ROUNDED_INPUT_BYTES * inputs + EXACT_SUM_BYTES * outputs)
-    assert reckoned / 4 < live.peak_bytes - y.nbytes < 1.1 * reckoned
+    assert reckoned / 5 < live.peak_bytes < 1.1 * reckoned + y.nbytes
 
 
 @pytest.mark.parametrize("round_matrix", [*KINDS.values(), lambda matrix: to_int4(matrix, 32)])
