@@ -6,7 +6,8 @@ Kept by `worker_roster.py`.
 from dataclasses import dataclass
 from enum import IntEnum, auto
 
-from sgl_pipeline.messages import StageLoaded, StageReady, WorkerHello
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.messages import FromWorker, StageLoaded, StageReady, WorkerHello
 from sgl_pipeline.stage_costs import PartCosts
 
 
@@ -50,3 +51,14 @@ class Worker:
     def is_joining(self) -> bool:
         """It fills a stage, and has yet to get ready or to regroup."""
         return self.stage is not None and self.incarnation < self.asked_incarnation
+
+
+def expect(worker: Worker | None, phase: WorkerPhase, message: FromWorker) -> Worker:
+    """`worker`, which must be in `phase` to send `message`. Raises ProtocolError otherwise."""
+    if worker is None or worker.phase is not phase:
+        found = "unknown" if worker is None else worker.phase.name.lower()
+        raise ProtocolError(
+            f"{type(message).__name__} arrived from a worker that is {found}; "
+            f"{phase.name.lower()} was due"
+        )
+    return worker

@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 from support.served_steps import flat_costs
-from support.worker_messages import hello, loaded, ready
+from support.worker_messages import COSTS, NUM_LAYERS, hello, loaded, measured, ready
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
 from sgl_pipeline.errors import ConfigurationError, ProtocolError
@@ -20,15 +20,8 @@ from sgl_pipeline.messages import (
 )
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.worker_roster import WorkerRoster
-from sgl_pipeline.stage_costs import TYPICAL_STEP, PartCosts, PartSample, PartSizes
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
-
-NUM_LAYERS = 8
-SIZES = PartSizes((100,) * NUM_LAYERS, 10, 10, page_layer_bytes=1, page_size=16)
-COSTS = PartCosts(
-    (0,) * NUM_LAYERS, (PartSample(TYPICAL_STEP.work, (1.0,), 0.0, 2.0),), SIZES, 10**9
-)
 
 
 def roster_of(
@@ -45,9 +38,7 @@ def answer(
 ) -> FromWorker:
     """What a healthy worker says to `message`; the worker of stage s has room for s pages more."""
     if isinstance(message, MeasureCosts):
-        samples = COSTS.samples[: len(message.steps)]
-        costs = msgspec.structs.replace(COSTS, samples=samples, memory_bytes=memory_bytes)
-        return MeasuredCosts(worker, costs)
+        return measured(worker, message, memory_bytes=memory_bytes)
     if isinstance(message, StageAssignment):
         return loaded(message.stage, num_pages + message.stage)
     assert isinstance(message, PoolSize)
