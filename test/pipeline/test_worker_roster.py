@@ -7,7 +7,7 @@ import pytest
 from support.served_steps import flat_costs
 from support.worker_messages import COSTS, NUM_LAYERS, hello, loaded, measured, ready
 
-from sgl_pipeline.args import PipelineArgs, StageArgs
+from sgl_pipeline.args import ClusterArgs, PipelineArgs, StageArgs
 from sgl_pipeline.errors import ConfigurationError, ProtocolError
 from sgl_pipeline.messages import (
     FromWorker,
@@ -124,6 +124,34 @@ def test_nothing_is_told_before_every_stage_can_be_filled() -> None:
         (1, StageAssignment),
     ]
     assert roster.capacity() is None
+
+
+@pytest.mark.parametrize(("link", "can_regroup"), [("auto", False), ("host", True)])
+def test_gpus_of_several_hosts_are_joined_for_life_unless_over_tcp(
+    link: str, can_regroup: bool
+) -> None:
+    stages = StageArgs(
+        num_stages=2,
+        layer_partition="even",
+        model_path="m",
+        dtype="float32",
+        device="cuda",
+        link=link,
+    )
+    cluster = ClusterArgs(num_hosts=2, head_address="10.0.0.0:5000")
+    args = PipelineArgs(stages=stages, cluster=cluster, run_directory="run")
+    roster = WorkerRoster(args, NUM_LAYERS)
+    for worker in range(2):
+        one = hello(worker, num_gpus=1)
+        roster.take(msgspec.structs.replace(one, host_address=f"10.0.0.{worker}:5000"))
+    assert roster.can_regroup == can_regroup
+
+
+def test_ray_places_no_gpus() -> None:
+    stages = StageArgs(num_stages=2, model_path="m", dtype="float32", device="cuda")
+    cluster = ClusterArgs(num_hosts=2, head_address="10.0.0.0:5000", use_ray=True)
+    with pytest.raises(ConfigurationError, match="--use-ray with --device cuda is not built yet"):
+        PipelineArgs(stages=stages, cluster=cluster)
 
 
 def test_a_worker_more_than_there_are_stages_stays_a_spare() -> None:
