@@ -104,7 +104,7 @@ def _measure(options: Options) -> Report:
             _set_cables(network, gbit_per_s, delay_ms)
             forecasts.append(_forecast(network, model, gbit_per_s, delay_ms))
             say(f"{link_name(gbit_per_s, delay_ms)}: {forecasts[-1].output_tokens_per_s:.0f}")
-        compared = []
+        compared: list[Compared] = []
         by_split = sorted(forecasts, key=lambda one: one.layer_counts)
         for counts, group in groupby(by_split, key=lambda one: one.layer_counts):
             compared += _serve(network, model, counts, [*group], predictor, options)
