@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 from sgl_pipeline.cluster.doors import split_address
-from sgl_pipeline.errors import StageFailure
+from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 
 TCP_RENDEZVOUS = "tcp://"
@@ -29,7 +29,7 @@ class DistributedLink:
         rendezvous: a path of a file that all stages can open, or where they have several hosts
             `tcp://HOST:PORT`, an address of stage 0's host, which listens there and nowhere else.
 
-    Raises StageFailure when stage 0 cannot listen there.
+    Raises ConfigurationError when stage 0 cannot listen there.
     """
 
     def __init__(
@@ -111,19 +111,18 @@ def _open_store(
         is_server,
         timeout,
         # Left to itself, the store listens on every interface.
-        master_listen_fd=_listen(stage, host, port) if is_server else None,
+        master_listen_fd=_listen(host, port) if is_server else None,
     )
 
 
-def _listen(stage: int, host: str, port: int) -> int:
+def _listen(host: str, port: int) -> int:
     """The descriptor of a socket that listens at that address alone; the caller owns it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family).detach()
     except OSError as error:
-        raise StageFailure(
-            stage,
-            None,
-            f"it cannot listen at {host} port {port}, where the stages' GPUs meet (the port after "
-            f"that of --dist-init-addr): {error.strerror}",
+        raise ConfigurationError(
+            f"cannot listen at {host} port {port}, the one after that of --dist-init-addr, where "
+            f"stages with GPUs meet: {error.strerror}; choose another --dist-init-addr, or use "
+            "--stage-link host"
         ) from error

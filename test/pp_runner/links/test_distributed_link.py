@@ -13,7 +13,7 @@ import torch
 from support.ports import number_of, reserve_port
 
 from benchmark.hosts.namespaces import hosts, why_no_hosts
-from sgl_pipeline.errors import StageFailure
+from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.distributed_link import DistributedLink
 
@@ -94,7 +94,7 @@ def test_stage_0_names_the_address_at_which_it_cannot_listen() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         shape = ActivationShape(8, torch.float32, torch.device("cpu"))
-        with pytest.raises(StageFailure, match=rf"stage 0.*127\.0\.0\.1 port {port}.*in use"):
+        with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1 port {port},.*in use"):
             DistributedLink(shape, "gloo", f"tcp://127.0.0.1:{port}", 0, 2)
 
 
