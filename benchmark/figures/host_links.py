@@ -144,7 +144,8 @@ FIGURE = Figure(
     assumptions="A100-40G; every request is there from the beginning; each hop between hosts has "
     "the delay, the results' way back too; layers are split evenly (64 layers: one a host at 64 "
     "hosts, and the head beside the last). Prompts: Azure's conversations, steps of 2048 prompt "
-    f"tokens and the decodes of those that are through. Decodes: {DECODES_PER_STEP} a step, alone. "
+    f"tokens and the decodes of those that are through. Decodes: {DECODES_PER_STEP} a step, alone; "
+    "they are shared out over all steps in flight, so with more of these each step has fewer. "
     f"Of {ROUNDS} rounds of the pipeline those after the first {FIRST_ROUND} count.",
     compute=compute,
     draw=draw,
