@@ -115,7 +115,8 @@ def draw(rows: Sequence[Row], canvas: Canvas) -> None:
         line_of_panels[0].set_ylabel("tokens/s, of what ideal links give")
     for panel in panels[-1]:
         panel.set_xlabel("delay between hosts, ms one way")
-    panels[0][-1].legend(fontsize=7)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    canvas.legend(handles, labels, loc="outside lower center", ncols=len(GBIT_PER_S), fontsize=8)
 
 
 def conclude(rows: Sequence[Row]) -> list[str]:
