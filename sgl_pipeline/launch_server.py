@@ -109,12 +109,15 @@ def _start_head(
     head: "HeadProcess",
 ) -> None:
     """Opens the port that the other hosts dial, and lets this one's workers know of it."""
+    from sgl_pipeline.cluster.interfaces import head_own_address
     from sgl_pipeline.managers.command_line.model_files import find_model
     from sgl_pipeline.managers.stages.stage_processes import WorkerPlace
 
     model_path = find_model(early.model, early.revision, early.cache_dir)
     head.start(early, model_path, run_directory.path)
-    stages.place = WorkerPlace(host_address=early.cluster.head_address or "")
+    assert early.cluster.head_address is not None
+    interface = head_own_address(early.cluster.head_address).interface
+    stages.place = WorkerPlace(host_address=early.cluster.head_address, interface=interface)
 
 
 def _serve(

@@ -82,15 +82,16 @@ def run(
     throttle: ThrottleArgs,
     workload: Sequence[SimulatedRequest],
     scheduling: SchedulingArgs = UNBOUNDED,
+    most_steps: int | None = None,
 ) -> Simulation:
-    """A simulation that shows how far it is."""
+    """A simulation that shows how far it is; `most_steps` as in `VirtualPipeline.run`."""
     line = StatusLine(interval_s=0.5)
 
     def progress(num_finished: int, now_s: float) -> None:
         whole = bar(num_finished, len(workload))
         line.show(f"{throttle.policy}: {whole} requests, {now_s:.0f} s simulated")
 
-    simulation = simulate(cluster, throttle, scheduling, workload, progress)
+    simulation = simulate(cluster, throttle, scheduling, workload, progress, most_steps)
     line.clear()
     return simulation
 

@@ -10,19 +10,17 @@ also told by what factor the stages computed slower in those very seconds (`slow
 else of them.
 """
 
-import secrets
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import requests
 
 from benchmark.figures.figure import closed_loop
-from benchmark.hosts.namespaces import Network, hosts, why_no_hosts
+from benchmark.hosts.namespaces import hosts, why_no_hosts
+from benchmark.hosts.servers import served
 from benchmark.moves.move_gains import Clients, ClosedLoop
 from benchmark.support.command import Command, Options, Report, say
 from benchmark.support.dated_result import markdown_table
@@ -51,8 +49,6 @@ LINKS = (
     (0.1, 10.0),
     (0.03, 0.1),
 )
-HTTP_PORT, CLUSTER_PORT = 30000, 20000
-START_TIMEOUT_S = 300.0
 ROW_BYTES = 2 * 1024  # of the preset, in bf16
 _ROUNDS = 12  # of simulated requests for each client
 
@@ -119,8 +115,7 @@ def rate_table(results: Sequence[Measured]) -> str:
     """In Markdown."""
     rows = [
         [
-            f"{one.gbit_per_s:g} Gbit/s" if one.gbit_per_s else "as fast as the machine",
-            f"{one.delay_ms:g} ms",
+            link_name(one.gbit_per_s, one.delay_ms),
             f"{one.slowness:.2f}",
             f"{one.tokens_per_s:.0f}",
             f"{one.predicted_tokens_per_s:.0f}",
@@ -128,8 +123,14 @@ def rate_table(results: Sequence[Measured]) -> str:
         ]
         for one in results
     ]
-    heads = ["link", "delay one way", "slowness", "measured tokens/s", "predicted", "error"]
+    heads = ["link and delay one way", "slowness", "measured tokens/s", "predicted", "error"]
     return markdown_table(heads, rows)
+
+
+def link_name(gbit_per_s: float, delay_ms: float) -> str:
+    """For a table's row."""
+    rate = f"{gbit_per_s:g} Gbit/s" if gbit_per_s else "as fast as the machine"
+    return f"{rate}, {delay_ms:g} ms"
 
 
 def predicted_rate(
@@ -177,7 +178,11 @@ def _rates(
 ) -> tuple[list[float], list[tuple[float, float]], int]:
     """The rate over each link, when that was measured, and the tokens of the KV pool."""
     first, second, *_ = usable_cores()
-    with hosts(2, cores=[(first,), (second,)]) as network, _served(network, trace) as url:
+    model = make_model(DEFAULT_PRESET)
+    with (
+        hosts(2, cores=[(first,), (second,)]) as network,
+        served(network, model, "--trace-path", str(trace)) as url,
+    ):
         facts = requests.get(f"{url}/server_info", timeout=30).json()["internal_states"][0]
         clients = Clients(url, LOAD)
         rates, times = [], []
@@ -190,39 +195,6 @@ def _rates(
             times.append((time.monotonic() - measured_s, time.monotonic()))
         clients.stop()
     return rates, times, facts["total_pages"] * facts["page_size"]
-
-
-@contextmanager
-def _served(network: Network, trace: Path) -> Iterator[str]:
-    """The address of a server over both hosts, ready."""
-    head = network.hosts[0].address
-    key = SCRATCH / "cluster.key"
-    key.touch(mode=0o600)
-    key.write_text(secrets.token_hex(32))
-    command = [sys.executable, "-m", "sgl_pipeline.launch_server", "--pp", "2", "--nnodes", "2"]
-    command += ["--dist-init-addr", f"{head}:{CLUSTER_PORT}", "--cluster-key-file", str(key)]
-    command += ["--model-path", str(make_model(DEFAULT_PRESET)), "--disable-radix-cache"]
-    command += ["--host", "0.0.0.0", "--port", str(HTTP_PORT), "--trace-path", str(trace)]
-    processes = []
-    with (SCRATCH / "link_speeds.log").open("w") as log:
-        for rank, host in enumerate(network.hosts):
-            options = {"stdout": log, "stderr": subprocess.STDOUT}
-            processes.append(host.start(*command, "--node-rank", str(rank), **options))
-        try:
-            _wait_until_ready(processes[0], Path(log.name))
-            yield f"http://{head}:{HTTP_PORT}"
-        finally:
-            for process in processes:
-                process.terminate()
-                process.wait(60)
-
-
-def _wait_until_ready(process: "subprocess.Popen[str]", log: Path) -> None:
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while "Ready:" not in log.read_text():
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            raise EngineFailure(f"the server is not up; see {log}")
-        time.sleep(0.5)
 
 
 if __name__ == "__main__":

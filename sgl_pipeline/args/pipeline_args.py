@@ -75,7 +75,7 @@ class PipelineArgs:
         hosts = self.cluster.num_hosts
         require_stage_on_each(self.stages.num_stages, hosts)
         require(
-            hosts == 1 or self.stages.device == "cpu",
-            f"--nnodes {hosts} with --device {self.stages.device} is not built yet; use --device "
-            "cpu, or one host",
+            not self.cluster.use_ray or self.stages.device == "cpu",
+            f"--use-ray with --device {self.stages.device} is not built yet: agents would be "
+            "placed where no GPU is free; start the hosts by hand, or use --device cpu",
         )

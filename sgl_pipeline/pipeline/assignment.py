@@ -12,6 +12,8 @@ from sgl_pipeline.args import PipelineArgs, StageArgs, require
 from sgl_pipeline.messages import StageAssignment, WorkerHello
 from sgl_pipeline.stage_plan import StagePlan
 
+_LAST_PORT = 65535
+
 
 def assign(
     hellos: Sequence[WorkerHello],
@@ -74,28 +76,60 @@ def link_addresses(
     num_stages, num_gpus = len(hellos), hellos[0].num_gpus
     link = args.stages.link
     boundaries = range(num_stages - 1)
-    if len({hello.host_key for hello in hellos}) > 1:
-        return tuple(_host_link(hellos, boundary, incarnation) for boundary in boundaries)
-    has_gpu_each = args.stages.device == "cuda" and num_gpus >= num_stages
+    on_host = Counter(hello.host_key for hello in hellos)
+    lacking = [hello for hello in hellos if hello.num_gpus < on_host[hello.host_key]]
+    has_gpu_each = args.stages.device == "cuda" and not lacking
     if link == "auto":
         # A pipeline that was put together again was never NCCL's, short enough as it may be.
         link = "nccl" if has_gpu_each and not incarnation else "host"
     if link == "nccl":
-        require(
-            has_gpu_each,
-            f"--stage-link nccl needs a GPU for each of the {num_stages} stages, there are "
-            f"{num_gpus}; use --stage-link host",
-        )
-        return tuple(f"nccl:{args.run_directory}/rendezvous" for _ in boundaries)
+        require(has_gpu_each, _no_gpu_each(lacking, on_host))
+        return (f"nccl:{_rendezvous(args, hellos, len(on_host))}",) * (num_stages - 1)
     if link == "cuda-ipc":
+        require(
+            len(on_host) == 1,
+            f"--stage-link cuda-ipc is for stages of one host, there are {len(on_host)}; use "
+            "--stage-link auto",
+        )
         require(
             num_gpus == 1,
             f"--stage-link cuda-ipc is for stages that share one GPU, there are {num_gpus}; set "
             "CUDA_VISIBLE_DEVICES to one, or use --stage-link auto",
         )
+    if len(on_host) > 1:
+        return tuple(_host_link(hellos, boundary, incarnation) for boundary in boundaries)
     kind = {"host": "unix", "cuda-ipc": "cuda-ipc"}[link]
     path = f"{kind}:{args.run_directory}/link-{incarnation}"
     return tuple(f"{path}-{boundary}" for boundary in boundaries)
+
+
+def _no_gpu_each(lacking: Sequence[WorkerHello], on_host: Mapping[str, int]) -> str:
+    """Why stages cannot be joined by NCCL; "" where none lacks a GPU."""
+    if not lacking:
+        return ""
+    hello = lacking[0]
+    num_stages = on_host[hello.host_key]
+    where = f" on {hello.host}" if len(on_host) > 1 else ""
+    return (
+        f"--stage-link nccl needs a GPU for each of the {num_stages} stages{where}, there are "
+        f"{hello.num_gpus}; use --stage-link host"
+    )
+
+
+def _rendezvous(args: PipelineArgs, hellos: Sequence[WorkerHello], num_hosts: int) -> str:
+    """Where torch.distributed of the stages meets: a file on one host; of several, the port after
+    the cluster port on the host of stage 0.
+
+    Raises ConfigurationError where there is no such port.
+    """
+    if num_hosts == 1:
+        return f"{args.run_directory}/rendezvous"
+    host, _, port = hellos[0].host_address.rpartition(":")
+    require(
+        int(port) < _LAST_PORT,
+        f"--dist-init-addr: over NCCL the port after {port} is used too; choose a lower one",
+    )
+    return f"tcp://{host}:{int(port) + 1}"
 
 
 def page_links(args: PipelineArgs, hellos: Sequence[WorkerHello], stage: int) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from enum import IntEnum, auto
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.messages import (
+    FromWorker,
     MeasuredCosts,
     Regrouped,
     StageAssignment,
@@ -103,3 +104,15 @@ class Worker:
         self.phase, stage = WorkerPhase.LOST, self.stage
         self.stage = None
         return stage
+
+
+def expect(worker: Worker | None, message: FromWorker) -> Worker:
+    """`worker`, whose next message may be `message`. Raises ProtocolError otherwise."""
+    due = PHASE_OF_MESSAGE[type(message)]
+    if worker is None or worker.phase is not due:
+        found = "unknown" if worker is None else worker.phase.name.lower()
+        raise ProtocolError(
+            f"{type(message).__name__} arrived from a worker that is {found}; "
+            f"{due.name.lower()} was due"
+        )
+    return worker

@@ -1,16 +1,19 @@
-"""The first layer split, by what the workers have measured of its parts.
+"""Layer splits by what the workers have measured of the model's parts: of the first stages, and of
+fewer.
 
 Called by `worker_roster.py`, and says in the log what it expects of the split.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sgl_pipeline.args import StageArgs
+from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import even_layer_counts
 from sgl_pipeline.migration.cost_model import costs_by_host, predicted_costs, stage_times_ms
 from sgl_pipeline.migration.partition import balanced_layer_counts, fits_in
 from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.pipeline.known_worker import Worker
 from sgl_pipeline.stage_costs import TYPICAL_STEP, PartCosts, StageCosts
 from sgl_pipeline.stage_plan import StagePlan
 
@@ -21,7 +24,6 @@ def plan_by_time(
     found: Sequence[PartCosts],
     hosts: Sequence[str],
     stages: StageArgs,
-    num_layers: int,
     predictor: StepPredictor | None,
 ) -> tuple[StagePlan, tuple[float, ...]]:
     """The plan whose slowest stage takes least, of those that fit the stages' memory, and what a
@@ -34,16 +36,62 @@ def plan_by_time(
 
     Raises ConfigurationError where no split fits.
     """
-    if predictor is not None:
-        costs = (predicted_costs(predictor, TYPICAL_STEP.work),) * stages.num_stages
-    else:
-        measured = [StageCosts.of(own.kinds, own.samples[0]) for own in found]
-        costs = costs_by_host(measured, hosts, are_alike=stages.device == "cpu")
+    costs = _stage_costs(found, hosts, stages.device, predictor)
     memory_bytes = [own.memory_bytes for own in found]
     fits = fits_in(found[0].sizes, memory_bytes, stages.max_total_tokens or 0)
     counts = balanced_layer_counts(costs, fits)
-    even = even_layer_counts(num_layers, stages.num_stages)
+    return StagePlan(0, counts), _predicted_ms(costs, counts)
+
+
+def counts_for_fewer(
+    chosen: Sequence[Worker],
+    known: Iterable[Worker],
+    device: str,
+    num_layers: int,
+    predictor: StepPredictor | None,
+) -> tuple[int, ...]:
+    """The split over `chosen`, one stage each, after a loss: by time where the first plan was made
+    so, otherwise even.
+
+    Args:
+        known: all workers that have ever greeted, lost ones too. One of `chosen` that has measured
+            nothing, as it came later, counts as one of its host that has, else as any that has.
+        predictor: as in `plan_by_time`.
+    """
+    found_on: dict[str, PartCosts] = {}
+    for worker in known:
+        if worker.costs is not None:
+            found_on.setdefault(worker.hello.host_key, worker.costs)
+    if not found_on:
+        return even_layer_counts(num_layers, len(chosen))
+    hosts = [worker.hello.host_key for worker in chosen]
+    anywhere = next(iter(found_on.values()))
+    found = [own.costs or found_on.get(own.hello.host_key, anywhere) for own in chosen]
+    costs = _stage_costs(found, hosts, device, predictor)
+    try:
+        fits = fits_in(found[0].sizes, [own.memory_bytes for own in found], 0)
+        counts = balanced_layer_counts(costs, fits)
+    except ConfigurationError:
+        # Those bytes were measured beside the workers that are lost: loading will show what fits.
+        counts = balanced_layer_counts(costs)
+    _predicted_ms(costs, counts)
+    return counts
+
+
+def _stage_costs(
+    found: Sequence[PartCosts], hosts: Sequence[str], device: str, predictor: StepPredictor | None
+) -> tuple[StageCosts, ...]:
+    """What a typical step takes each worker, part by part."""
+    if predictor is not None:
+        return (predicted_costs(predictor, TYPICAL_STEP.work),) * len(found)
+    measured = [StageCosts.of(own.kinds, own.samples[0]) for own in found]
+    return costs_by_host(measured, hosts, are_alike=device == "cpu")
+
+
+def _predicted_ms(costs: Sequence[StageCosts], counts: Sequence[int]) -> tuple[float, ...]:
+    """What a typical step should take each stage; the log says it too."""
     predicted_ms = stage_times_ms(costs, counts)
+    even = even_layer_counts(sum(counts), len(counts))
     logger.info(
         "layer split %s: %s should take the stages %s ms, %.2f of it for the head; the slowest "
         "of an even split %.2f ms",
@@ -53,4 +101,4 @@ def plan_by_time(
         costs[-1].head_ms,
         max(stage_times_ms(costs, even)),
     )
-    return StagePlan(0, counts), predicted_ms
+    return predicted_ms

@@ -21,7 +21,6 @@ from collections.abc import Iterable
 
 from sgl_pipeline.args import RecoveryArgs
 from sgl_pipeline.errors import PipelineLost, StageFailure
-from sgl_pipeline.layer_partition import even_layer_counts
 from sgl_pipeline.messages import FromWorker, StageReady, WorkerHello
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
@@ -160,9 +159,8 @@ class StageRecovery:
         """Gives all layers to so many stages. Each starts over and keeps only its weights."""
         assert self.current is not None
         old, first = self._core.plan, self._first_plan
-        counts = even_layer_counts(first.num_layers, num_stages)
-        if num_stages == first.num_stages:
-            counts = first.layer_counts
+        is_whole = num_stages == first.num_stages
+        counts = first.layer_counts if is_whole else self._roster.layer_counts(num_stages)
         plan = StagePlan(old.epoch + 1, counts)
         incarnation = self._roster.incarnation + 1
         self._joining_since_s = now_s

@@ -25,9 +25,9 @@ from sgl_pipeline.messages import (
 )
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.assignment import assign, link_addresses, page_links, place_newcomers
-from sgl_pipeline.pipeline.known_worker import PHASE_OF_MESSAGE, Worker, WorkerPhase
+from sgl_pipeline.pipeline.known_worker import Worker, WorkerPhase, expect
 from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
-from sgl_pipeline.pipeline.plan_by_time import plan_by_time
+from sgl_pipeline.pipeline.plan_by_time import counts_for_fewer, plan_by_time
 from sgl_pipeline.stage_costs import TYPICAL_STEP
 from sgl_pipeline.stage_plan import StagePlan
 
@@ -174,15 +174,15 @@ class WorkerRoster:
         if isinstance(message, WorkerHello):
             self._greet(message)
         elif isinstance(message, MeasuredCosts):
-            self._expect(self._workers.get(message.worker), message).take_costs(message)
+            expect(self._workers.get(message.worker), message).take_costs(message)
         elif isinstance(message, StageLoaded):
-            self._expect(self._filling(message.stage), message).take_loaded(message)
+            expect(self._filling(message.stage), message).take_loaded(message)
         elif isinstance(message, StageReady):
-            worker = self._expect(self._filling(message.stage), message)
+            worker = expect(self._filling(message.stage), message)
             self._check_log(message)
             worker.take_ready(message)
         elif isinstance(message, Regrouped):
-            self._expect(self._filling(message.stage), message).take_regrouped(message)
+            expect(self._filling(message.stage), message).take_regrouped(message)
         else:
             raise ProtocolError(f"a worker that is not ready sent {type(message).__name__}")
         return list(self._what_follows())
@@ -198,6 +198,12 @@ class WorkerRoster:
         """The stages shall join each other anew, under `plan`, for the stream of `incarnation`:
         `fill` says what each must be told."""
         self.plan, self.incarnation = plan, incarnation
+
+    def layer_counts(self, num_stages: int) -> tuple[int, ...]:
+        """The split over those whom `reassign` would give so many stages."""
+        chosen = [self._workers[number] for number in self._candidates[:num_stages]]
+        device, known = self._args.stages.device, self._workers.values()
+        return counts_for_fewer(chosen, known, device, self._num_layers, self._predictor)
 
     def reassign(self, plan: StagePlan, incarnation: int) -> list[Addressed]:
         """Gives the stages of `plan`, more or fewer than before, to those that fill one, in their
@@ -285,7 +291,7 @@ class WorkerRoster:
             found = [worker.costs for worker in workers if worker.costs is not None]
             hosts = [worker.hello.host_key for worker in workers]
             self.plan, self.predicted_ms = plan_by_time(
-                found, hosts, self._args.stages, self._num_layers, self._predictor
+                found, hosts, self._args.stages, self._predictor
             )
             return
         steps = (TYPICAL_STEP,) if self._predictor is None else ()
@@ -375,15 +381,3 @@ class WorkerRoster:
                 f"stage {ready.stage} keeps the rows of {ready.log_pages} pages, others of "
                 f"{self.log_pages}"
             )
-
-    @staticmethod
-    def _expect(worker: Worker | None, message: FromWorker) -> Worker:
-        """`worker`, whose next message may be `message`."""
-        due = PHASE_OF_MESSAGE[type(message)]
-        if worker is None or worker.phase is not due:
-            found = "unknown" if worker is None else worker.phase.name.lower()
-            raise ProtocolError(
-                f"{type(message).__name__} arrived from a worker that is {found}; "
-                f"{due.name.lower()} was due"
-            )
-        return worker

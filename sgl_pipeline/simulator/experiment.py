@@ -268,8 +268,10 @@ def simulate(
     scheduling: SchedulingArgs,
     workload: Iterable[SimulatedRequest],
     on_progress: Callable[[int, float], None] = lambda finished, now_s: None,
+    most_steps: int | None = None,
 ) -> Simulation:
-    """Serves `workload` to its end with the runtime's own scheduler and policy."""
+    """Serves `workload` to its end, or for `most_steps` steps, with the runtime's own scheduler and
+    policy."""
     pool_tokens = pipeline.kv_pool_tokens()
     scheduler = StepScheduler(
         scheduling,
@@ -280,4 +282,4 @@ def simulate(
     )
     is_timed = throttle.policy == "throttle-time"
     virtual = pipeline.pipeline(scheduler, scheduling.page_size, is_timed=is_timed)
-    return virtual.run(workload, on_progress)
+    return virtual.run(workload, on_progress, most_steps)

@@ -89,19 +89,26 @@ class VirtualPipeline:
         self,
         workload: Iterable[SimulatedRequest],
         on_progress: Callable[[int, float], None] = lambda finished, now_s: None,
+        most_steps: int | None = None,
     ) -> Simulation:
-        """Serves all requests; `on_progress` gets the number that have ended and the time."""
+        """Serves all requests; `on_progress` gets the number that have ended and the time.
+
+        With `most_steps` it breaks off once so many steps have come back: requests are left.
+        """
         for asked in workload:
             self._expect(asked.arrival_s, asked)
         while self._arrivals or self._in_flight or self._moves.is_open:
+            if most_steps is not None and len(self._steps) >= most_steps:
+                break
             now_s = max(self._next_event_s(), self._scheduler_free_s)
             self._take_arrivals(now_s)
             now_s = self._take_results(now_s)
             self._take_moves(now_s)
             self._fill(now_s)
             on_progress(len(self._served) - len(self._live), now_s)
+        else:
+            assert self._core.scheduler.is_idle, "requests are left, but nothing can run"
         scheduler = self._core.scheduler
-        assert scheduler.is_idle, "requests are left, but nothing can run"
         return Simulation(
             tuple(self._served),
             tuple(self._steps),

@@ -143,10 +143,10 @@ def test_who_has_a_gpu_keeps_it_and_a_newcomer_gets_one_that_is_free() -> None:
     assert [(one.gpu, one.stages_on_gpu) for one in shared] == [(1, 2), (1, 2), (0, 1)]
 
 
-def on_host(worker: int, rank: int) -> WorkerHello:
+def on_host(worker: int, rank: int, num_gpus: int = 0) -> WorkerHello:
     """A worker of one of several hosts."""
     return structs.replace(
-        hello(worker),
+        hello(worker, num_gpus=num_gpus),
         run_directory=f"run-{rank}",
         model_path=f"model-{rank}",
         host_address=f"10.0.0.{rank}:5000",
@@ -172,6 +172,37 @@ def test_links_within_a_host_are_its_own_and_between_hosts_lead_to_the_next_ones
     assert [one.model_path for one in assignments] == [f"model-{rank}" for rank in (0, 0, 1, 1, 2)]
     # Hosts of the same name are still two: each stage of host 2 has all its cores.
     assert [one.cpu_cores for one in assignments] == [(0,), (1,), (0,), (1,), (0, 1)]
+
+
+def test_gpus_of_several_hosts_meet_behind_the_cluster_port_of_the_host_of_stage_0() -> None:
+    hellos = [on_host(worker, rank, num_gpus=2) for worker, rank in enumerate((1, 1, 0))]
+    for link in ("auto", "nccl"):
+        assert link_addresses(args_of(3, "cuda", link), hellos) == ("nccl:tcp://10.0.0.1:5001",) * 2
+    # In place of a worker of NCCL's none can come, but a start that was asked for by TCP can go on.
+    between = ("unix:run-1/link-0-0", "tcp:10.0.0.0:5000/link-0-1")
+    assert link_addresses(args_of(3, "cuda", "host"), hellos) == between
+    assert link_addresses(args_of(3, "cuda"), hellos, incarnation=1)[1].startswith("tcp:")
+
+
+def test_stages_of_several_hosts_that_share_a_gpu_are_joined_over_tcp() -> None:
+    hellos = [on_host(worker, rank, num_gpus=1) for worker, rank in enumerate((0, 1, 1))]
+    links = link_addresses(args_of(3, "cuda"), hellos)
+    assert [link.partition(":")[0] for link in links] == ["tcp", "unix"]
+    with pytest.raises(ConfigurationError, match="each of the 2 stages on here, there are 1;"):
+        link_addresses(args_of(3, "cuda", "nccl"), hellos)
+    with pytest.raises(ConfigurationError, match="for stages of one host, there are 2"):
+        link_addresses(args_of(3, "cuda", "cuda-ipc"), hellos)
+
+
+def test_the_last_port_has_none_behind_it_for_gpus_to_meet() -> None:
+    hellos = [
+        structs.replace(on_host(rank, rank, num_gpus=1), host_address=f"[::{rank}]:65535")
+        for rank in range(2)
+    ]
+    with pytest.raises(ConfigurationError, match="the port after 65535"):
+        link_addresses(args_of(2, "cuda"), hellos)
+    before = [structs.replace(one, host_address="[::1]:65534") for one in hellos[:1]] + hellos[1:]
+    assert link_addresses(args_of(2, "cuda"), before) == ("nccl:tcp://[::1]:65535",)
 
 
 @pytest.mark.parametrize(

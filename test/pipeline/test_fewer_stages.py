@@ -75,6 +75,12 @@ def test_without_a_worker_the_others_share_its_layers() -> None:
     assert (state.plan.num_stages, state.missing_stages) == (2, 1)
 
 
+def test_those_that_are_left_share_the_layers_by_time_where_the_first_split_was_made_so() -> None:
+    told = shrink(Server(layer_partition="auto"))
+    # The last has the head, which takes as long as two layers.
+    assert [one.plan for _, one in told] == [StagePlan(1, (5, 3))] * 2
+
+
 def test_what_a_lost_stage_could_compute_again_is_prefilled_where_stages_change() -> None:
     server = Server(log=RecoveryLog(3, 4, 0))
     core, recovery = server.core, server.recovery

@@ -5,9 +5,9 @@ import random
 import msgspec
 import pytest
 from support.served_steps import flat_costs
-from support.worker_messages import hello, loaded, ready
+from support.worker_messages import COSTS, NUM_LAYERS, hello, loaded, measured, ready
 
-from sgl_pipeline.args import PipelineArgs, StageArgs
+from sgl_pipeline.args import ClusterArgs, PipelineArgs, StageArgs
 from sgl_pipeline.errors import ConfigurationError, ProtocolError
 from sgl_pipeline.messages import (
     FromWorker,
@@ -20,15 +20,8 @@ from sgl_pipeline.messages import (
 )
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.worker_roster import WorkerRoster
-from sgl_pipeline.stage_costs import TYPICAL_STEP, PartCosts, PartSample, PartSizes
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.stage_timing import StageTiming
-
-NUM_LAYERS = 8
-SIZES = PartSizes((100,) * NUM_LAYERS, 10, 10, page_layer_bytes=1, page_size=16)
-COSTS = PartCosts(
-    (0,) * NUM_LAYERS, (PartSample(TYPICAL_STEP.work, (1.0,), 0.0, 2.0),), SIZES, 10**9
-)
 
 
 def roster_of(
@@ -45,9 +38,7 @@ def answer(
 ) -> FromWorker:
     """What a healthy worker says to `message`; the worker of stage s has room for s pages more."""
     if isinstance(message, MeasureCosts):
-        samples = COSTS.samples[: len(message.steps)]
-        costs = msgspec.structs.replace(COSTS, samples=samples, memory_bytes=memory_bytes)
-        return MeasuredCosts(worker, costs)
+        return measured(worker, message, memory_bytes=memory_bytes)
     if isinstance(message, StageAssignment):
         return loaded(message.stage, num_pages + message.stage)
     assert isinstance(message, PoolSize)
@@ -133,6 +124,34 @@ def test_nothing_is_told_before_every_stage_can_be_filled() -> None:
         (1, StageAssignment),
     ]
     assert roster.capacity() is None
+
+
+@pytest.mark.parametrize(("link", "can_regroup"), [("auto", False), ("host", True)])
+def test_gpus_of_several_hosts_are_joined_for_life_unless_over_tcp(
+    link: str, can_regroup: bool
+) -> None:
+    stages = StageArgs(
+        num_stages=2,
+        layer_partition="even",
+        model_path="m",
+        dtype="float32",
+        device="cuda",
+        link=link,
+    )
+    cluster = ClusterArgs(num_hosts=2, head_address="10.0.0.0:5000")
+    args = PipelineArgs(stages=stages, cluster=cluster, run_directory="run")
+    roster = WorkerRoster(args, NUM_LAYERS)
+    for worker in range(2):
+        one = hello(worker, num_gpus=1)
+        roster.take(msgspec.structs.replace(one, host_address=f"10.0.0.{worker}:5000"))
+    assert roster.can_regroup == can_regroup
+
+
+def test_ray_places_no_gpus() -> None:
+    stages = StageArgs(num_stages=2, model_path="m", dtype="float32", device="cuda")
+    cluster = ClusterArgs(num_hosts=2, head_address="10.0.0.0:5000", use_ray=True)
+    with pytest.raises(ConfigurationError, match="--use-ray with --device cuda is not built yet"):
+        PipelineArgs(stages=stages, cluster=cluster)
 
 
 def test_a_worker_more_than_there_are_stages_stays_a_spare() -> None:

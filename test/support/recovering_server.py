@@ -1,9 +1,9 @@
 """A roster, a core and their recovery, whose workers say what a test has them say."""
 
-from support.worker_messages import hello, loaded, ready
+from support.worker_messages import NUM_LAYERS, hello, loaded, measured, ready
 
 from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs, SchedulingArgs, StageArgs
-from sgl_pipeline.messages import Regrouped
+from sgl_pipeline.messages import MeasureCosts, Regrouped
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.recovery import StageRecovery
@@ -16,25 +16,33 @@ PLAN = StagePlan(0, (3, 3, 2))
 
 
 class Server:
-    """Three stages that run, filled by the workers 0 to 2."""
+    """Three stages that run, filled by the workers 0 to 2; where times decide, with 4,3,1 layers in
+    place of `PLAN`."""
 
     def __init__(
         self,
         *,
+        layer_partition: str = "3,3,2",
         migration: MigrationArgs | None = None,
         log: RecoveryLog | None = None,
         **options: object,
     ) -> None:
-        stages = StageArgs(num_stages=3, layer_partition="3,3,2", model_path="m", dtype="float32")
+        stages = StageArgs(
+            num_stages=3, layer_partition=layer_partition, model_path="m", dtype="float32"
+        )
         args = PipelineArgs(
             stages=stages,
             run_directory="run",
             recovery=RecoveryArgs(**options),
             migration=migration or MigrationArgs(),
         )
-        self.roster = WorkerRoster(args, 8)
-        for worker in range(3):
-            self.roster.take(hello(worker))
+        self.roster = WorkerRoster(args, NUM_LAYERS)
+        asked = [order for worker in range(3) for order in self.roster.take(hello(worker))]
+        for worker, order in asked:
+            if isinstance(order, MeasureCosts):
+                self.roster.take(measured(worker, order))
+        plan = self.roster.plan
+        assert plan is not None
         for stage in range(3):
             self.roster.take(loaded(stage))
         for stage in range(3):
@@ -47,8 +55,8 @@ class Server:
             context_length=40,
             log=log,
         )
-        control = MigrationControl.of(args.migration, PLAN)
-        self.core = PipelineCore(scheduler, PLAN, control)
+        control = MigrationControl.of(args.migration, plan)
+        self.core = PipelineCore(scheduler, plan, control)
         self.recovery = StageRecovery(self.core, self.roster, args.recovery)
 
     def lose(self, worker: int, now_s: float) -> list[Addressed]:

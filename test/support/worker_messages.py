@@ -1,7 +1,25 @@
 """What workers say, with numbers to check against."""
 
+import msgspec
+
 from sgl_pipeline import __version__
-from sgl_pipeline.messages import StageLoaded, StageReady, WorkerHello
+from sgl_pipeline.messages import (
+    MeasureCosts,
+    MeasuredCosts,
+    StageLoaded,
+    StageReady,
+    WorkerHello,
+)
+from sgl_pipeline.stage_costs import TYPICAL_STEP, PartCosts, PartSample, PartSizes
+
+NUM_LAYERS = 8
+# A layer takes a millisecond, the embedding nothing, the head as long as two layers.
+COSTS = PartCosts(
+    (0,) * NUM_LAYERS,
+    (PartSample(TYPICAL_STEP.work, (1.0,), 0.0, 2.0),),
+    PartSizes((100,) * NUM_LAYERS, 10, 10, page_layer_bytes=1, page_size=16),
+    10**9,
+)
 
 
 def hello(
@@ -15,6 +33,23 @@ def hello(
         memory_bytes=2**34,
         version=__version__,
     )
+
+
+def measured(
+    worker: int, order: MeasureCosts, *, memory_bytes: int = 10**9, slowness: float = 1.0
+) -> MeasuredCosts:
+    """`COSTS`, as far as `order` asks for them, of a worker that takes `slowness` as long."""
+    samples = [
+        PartSample(
+            one.work,
+            tuple(slowness * kind_ms for kind_ms in one.kinds_ms),
+            one.embedding_ms,
+            slowness * one.tail_ms,
+        )
+        for one in COSTS.samples[: len(order.steps)]
+    ]
+    costs = msgspec.structs.replace(COSTS, samples=tuple(samples), memory_bytes=memory_bytes)
+    return MeasuredCosts(worker, costs)
 
 
 def loaded(stage: int, num_pages: int = 10) -> StageLoaded:

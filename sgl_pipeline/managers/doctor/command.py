@@ -73,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--pp", type=int, help="stages to forecast; by default one a host")
     add_stage_flags(parser)
-    parser.set_defaults(device="cpu")  # a server's stages run on no other over several hosts
+    parser.set_defaults(device="cpu")  # the hosts' memory is looked at, and not their GPUs'
     return parser
 
 

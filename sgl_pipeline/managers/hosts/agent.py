@@ -69,7 +69,8 @@ def run_agent(cluster: ClusterArgs, model_path: str, run_directory: str) -> int:
         own.reason,
         cluster.head_address,
     )
-    stages = StageProcesses(run_directory, WorkerPlace(cluster.head_address, address, model_path))
+    place = WorkerPlace(cluster.head_address, address, model_path, own.interface)
+    stages = StageProcesses(run_directory, place)
     try:
         asyncio.run(_serve(cluster, hello, ClusterPort(own.host, port, run_directory), stages))
     finally:

@@ -122,17 +122,21 @@ class StageLauncher:
     def _check_start(self, losses: StartLosses) -> None:
         """Has workers replaced that were lost with their host, once that is back.
 
-        Raises StageFailure for any other loss, and ConfigurationError as `take_lost` and where a
-        host does not come back.
+        Raises StageFailure for any other loss, and where the stages' links are joined for life,
+        and ConfigurationError as `take_lost` and where a host does not come back.
         """
         now_s = time.monotonic()
-        lost_stages: set[int | None] = set()
+        lost_stages: list[tuple[int, str]] = []
         for worker, reason in self.take_lost():
             if self._source is None or not self._source.is_lost_with_host(worker):
                 raise StageFailure(self.roster.stage_of(worker), None, reason)
             losses.add(reason, now_s)
-            lost_stages.add(self.roster.lose(worker))
-        if (plan := self.roster.plan) is not None and lost_stages - {None}:
+            if (stage := self.roster.lose(worker)) is not None:
+                lost_stages.append((stage, reason))
+        if (plan := self.roster.plan) is not None and lost_stages:
+            if not self.roster.can_regroup:
+                stage, reason = lost_stages[0]
+                raise StageFailure(stage, None, f"{reason}; stages that NCCL joins cannot wait")
             self.roster.regroup(plan, self.roster.incarnation + 1)
             self.tell(self.roster.fill())
         for worker, reason in (*self.roster.unfit_workers, *self.silent_newcomers(now_s)):

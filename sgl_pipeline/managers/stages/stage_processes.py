@@ -24,12 +24,14 @@ class WorkerPlace(NamedTuple):
     """Where a worker runs, if the pipeline has several hosts.
 
     `head_address` is the head's cluster port, empty on the head itself; `host_address` that of the
-    worker's own host; `model_path` where this host has the model, if not where the head has it.
+    worker's own host, on `interface`; `model_path` where this host has the model, if not where the
+    head has it.
     """
 
     head_address: str = ""
     host_address: str = ""
     model_path: str = ""
+    interface: str = "lo"
 
 
 class StageProcesses:
@@ -126,8 +128,9 @@ class StageProcesses:
         environment.setdefault("GOMP_SPINCOUNT", "20000")
         # Weights in huge pages: a fifth off a step of few rows, which is bound by reading them.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-        # They are used within a host alone, and would listen on its outer interfaces too.
-        environment |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+        # They would listen on every interface; without other hosts none but the loopback is used.
+        interface = self.place.interface
+        environment |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
         paths = [package_root, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command = [sys.executable, "-m", self.module]

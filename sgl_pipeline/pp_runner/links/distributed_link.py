@@ -6,26 +6,37 @@ receives on one stream, where a stage's next rows would wait until its neighbor 
 Untested on hardware with NCCL.
 """
 
+import socket
 from collections import deque
 from datetime import timedelta
 
 import torch
 import torch.distributed
 
+from sgl_pipeline.cluster.doors import split_address
+from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
+
+TCP_RENDEZVOUS = "tcp://"
 
 
 class DistributedLink:
-    """Rows through torch.distributed, rank = stage. The rendezvous is a file, never a port.
+    """Rows through torch.distributed, rank = stage.
 
     torch.distributed is process-global, so a process holds one of these.
+
+    Args:
+        rendezvous: a path of a file that all stages can open, or where they have several hosts
+            `tcp://HOST:PORT`, an address of stage 0's host, which listens there and nowhere else.
+
+    Raises ConfigurationError when stage 0 cannot listen there.
     """
 
     def __init__(
         self,
         shape: ActivationShape,
         backend: str,
-        rendezvous_path: str,
+        rendezvous: str,
         stage: int,
         num_stages: int,
         timeout_s: float = 600.0,
@@ -33,7 +44,7 @@ class DistributedLink:
         timeout = timedelta(seconds=timeout_s)
         torch.distributed.init_process_group(
             backend,
-            store=torch.distributed.FileStore(rendezvous_path, num_stages),
+            store=_open_store(rendezvous, stage, num_stages, timeout),
             rank=stage,
             world_size=num_stages,
             timeout=timeout,
@@ -83,3 +94,35 @@ class DistributedLink:
             work.wait()
         self._sending.clear()
         torch.distributed.destroy_process_group()
+
+
+def _open_store(
+    rendezvous: str, stage: int, num_stages: int, timeout: timedelta
+) -> torch.distributed.Store:
+    """Where the stages learn of each other's addresses; nothing else of theirs goes through it."""
+    if not rendezvous.startswith(TCP_RENDEZVOUS):
+        return torch.distributed.FileStore(rendezvous, num_stages)
+    host, port = split_address(rendezvous.removeprefix(TCP_RENDEZVOUS))
+    is_server = stage == 0
+    return torch.distributed.TCPStore(
+        host,
+        port,
+        num_stages,
+        is_server,
+        timeout,
+        # Left to itself, the store listens on every interface.
+        master_listen_fd=_listen(host, port) if is_server else None,
+    )
+
+
+def _listen(host: str, port: int) -> int:
+    """The descriptor of a socket that listens at that address alone; the caller owns it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family).detach()
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen at {host} port {port}, the one after that of --dist-init-addr, where "
+            f"stages with GPUs meet: {error.strerror}; choose another --dist-init-addr, or use "
+            "--stage-link host"
+        ) from error

@@ -19,8 +19,8 @@ def open_activation_link(
 ) -> ActivationLink:
     """The link of `stage`, given an address for each boundary.
 
-    `unix:PATH` for each makes HostLinks; one `nccl:PATH` or `gloo:PATH` for all boundaries makes
-    DistributedLinks with their rendezvous at PATH; `cuda-ipc:PATH` for each makes CudaIpcLinks.
+    `unix:PATH` for each makes HostLinks; one `nccl:RENDEZVOUS` or `gloo:RENDEZVOUS` for all
+    boundaries makes DistributedLinks; `cuda-ipc:PATH` for each makes CudaIpcLinks.
     Where stages have several hosts, each boundary has its own kind: `unix:PATH`, or
     `tcp:HOST:PORT/DOOR` at the cluster port of the host downstream. The doors of this host are in
     `run_directory`.

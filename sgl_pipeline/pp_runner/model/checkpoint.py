@@ -6,7 +6,8 @@ name. Must never read a tensor that was not asked for: a stage holds its own lay
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -49,35 +50,78 @@ class WeightSource(Protocol):
         """Whether a file holds the tensor `name`; dummy weights are in no file."""
 
 
-def open_weights(
+def weight_opener(
     path: str | Path, load_format: str, dtype: torch.dtype, device: torch.device
-) -> WeightSource:
-    """The weights of the model directory `path`; `load_format` is `safetensors` or `dummy`."""
+) -> Callable[[], WeightSource]:
+    """Opens the weights of the model directory `path`, as often as it is called; `load_format` is
+    `safetensors` or `dummy`.
+
+    The index is read now and kept; no file of weights stays open. Raises CheckpointError as
+    `tensor_files`.
+    """
     if load_format == "dummy":
-        return DummyWeights(dtype, device)
+        return partial(DummyWeights, dtype, device)
     if load_format == "safetensors":
-        return Checkpoint(path, dtype, device)
+        return partial(Checkpoint, path, dtype, device, tensor_files(path))
     raise ConfigurationError(
         f"load format {load_format!r} is unknown to a stage; known are safetensors and dummy"
     )
 
 
-class Checkpoint:
-    """The safetensors files of a model directory, whole or sharded.
+def tensor_files(path: str | Path) -> dict[str, str]:
+    """The file of each tensor of a model directory, whole or sharded.
 
-    Raises CheckpointError when the directory holds neither model.safetensors nor its index, or
-    when an index or a single file is unreadable; a faulty shard is found when it is first read.
+    Raises CheckpointError when it holds neither model.safetensors nor its index, or when that is
+    unreadable.
+    """
+    directory = Path(path)
+    index_path = directory / INDEX_FILE
+    if not index_path.exists():
+        return dict.fromkeys(_open(directory / SINGLE_FILE).keys(), SINGLE_FILE)
+    try:
+        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+        file_of = {str(name): str(file_name) for name, file_name in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index_path} is no index of tensors: {error!r}") from None
+    for file_name in set(file_of.values()):
+        if Path(file_name).name != file_name:
+            raise CheckpointError(f"{index_path} names {file_name!r}, outside the directory")
+    return file_of
+
+
+def _open(path: Path) -> safe_open:
+    """Maps a safetensors file. Raises CheckpointError."""
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"weights file {path} is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is truncated or corrupt: {error}") from None
+
+
+class Checkpoint:
+    """The safetensors files of a model directory. A faulty shard is found when it is first read.
+
+    Args:
+        file_of: the file of each tensor; None: it is read now, and CheckpointError raised, as in
+            `tensor_files`.
     """
 
     is_made_up = False
 
-    def __init__(self, path: str | Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        file_of: Mapping[str, str] | None = None,
+    ) -> None:
         self.loaded: dict[str, int] = {}
         self.dtype = dtype
         self._directory = Path(path)
         self._device = device
         self._opened: dict[str, safe_open] = {}
-        self._file_of = self._tensor_files()
+        self._file_of = tensor_files(path) if file_of is None else file_of
 
     def has(self, name: str) -> bool:
         return name in self._file_of
@@ -103,8 +147,10 @@ class Checkpoint:
                 f"{self._directory} holds no tensor {name} (expected with shape {list(shape)})"
             )
         file_name = self._file_of[name]
+        if file_name not in self._opened:
+            self._opened[file_name] = _open(self._directory / file_name)
         try:
-            return self._open(file_name).get_tensor(name)
+            return self._opened[file_name].get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(
                 f"{self._directory / file_name}: tensor {name} is unreadable: {error}"
@@ -123,32 +169,6 @@ class Checkpoint:
         tensor = found.to(self._device, dtype, copy=True)
         self.loaded[name] = tensor.nbytes
         return tensor
-
-    def _tensor_files(self) -> dict[str, str]:
-        """The file of each tensor."""
-        index_path = self._directory / INDEX_FILE
-        if not index_path.exists():
-            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
-        try:
-            weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-            file_of = {str(name): str(file_name) for name, file_name in weight_map.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index_path} is no index of tensors: {error!r}") from None
-        for file_name in set(file_of.values()):
-            if Path(file_name).name != file_name:
-                raise CheckpointError(f"{index_path} names {file_name!r}, outside the directory")
-        return file_of
-
-    def _open(self, file_name: str) -> safe_open:
-        if file_name not in self._opened:
-            path = self._directory / file_name
-            try:
-                self._opened[file_name] = safe_open(path, framework="pt")
-            except FileNotFoundError:
-                raise CheckpointError(f"weights file {path} is missing") from None
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is truncated or corrupt: {error}") from None
-        return self._opened[file_name]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

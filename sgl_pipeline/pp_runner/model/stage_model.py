@@ -7,7 +7,6 @@ samples or sends, and keeps no state of a step: two stage models can live in one
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, RmsNorm
-from sgl_pipeline.pp_runner.model.checkpoint import PacedWeights, WeightSource, open_weights
+from sgl_pipeline.pp_runner.model.checkpoint import PacedWeights, WeightSource, weight_opener
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
@@ -113,7 +112,7 @@ class StageModel:
         """
         return cls(
             spec,
-            partial(open_weights, path, load_format, dtype, device),
+            weight_opener(path, load_format, dtype, device),
             device=device,
             kernels=kernels,
             layers=layers,

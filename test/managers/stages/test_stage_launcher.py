@@ -22,7 +22,7 @@ from sgl_pipeline.managers.stages.main_process_workers import (
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.managers.stages.stage_processes import StageProcesses
 from sgl_pipeline.messages import PoolSize, Regrouped, StageAssignment
-from sgl_pipeline.pipeline.worker_roster import Addressed
+from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
 from sgl_pipeline.pipeline.worker_source import RefusedWorker
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.stage_orders import OrderStream
@@ -114,12 +114,9 @@ class UnluckyLauncher(StageLauncher):
             os.kill(self._processes[1].pid, 9)
 
 
-@pytest.mark.parametrize("moment", [StageAssignment, PoolSize])
-def test_a_worker_that_is_lost_with_its_host_during_the_start_is_waited_for(
-    tmp_path: Path, moment: type
-) -> None:
-    processes = StageProcesses(str(tmp_path))
-    processes.start(2, 1)
+def unlucky_launcher(
+    processes: StageProcesses, context: zmq.Context, run_directory: Path
+) -> UnluckyLauncher:
     stages = StageArgs(
         num_stages=2,
         model_path=str(tiny_model("qwen3")),
@@ -127,16 +124,26 @@ def test_a_worker_that_is_lost_with_its_host_during_the_start_is_waited_for(
         max_total_tokens=64,
         layer_partition="even",
     )
-    args = PipelineArgs(stages=stages, run_directory=str(tmp_path))
+    args = PipelineArgs(stages=stages, run_directory=str(run_directory))
     own_end, scheduler_end = multiprocessing.Pipe()
     serve_worker_requests(own_end, processes)
+    source = HostThatReturns(scheduler_end)
+    return UnluckyLauncher(args, NUM_LAYERS, processes.pids, context, source)
+
+
+@pytest.mark.parametrize("moment", [StageAssignment, PoolSize])
+def test_a_worker_that_is_lost_with_its_host_during_the_start_is_waited_for(
+    tmp_path: Path, moment: type
+) -> None:
+    processes = StageProcesses(str(tmp_path))
+    processes.start(2, 1)
     with zmq.Context() as context:
-        source = HostThatReturns(scheduler_end)
-        launcher = UnluckyLauncher(args, NUM_LAYERS, processes.pids, context, source)
+        launcher = unlucky_launcher(processes, context, tmp_path)
         launcher.moment = moment
         try:
             capacity = launcher.start()
-            assert not launcher.is_unlucky and source.num_looks > 3
+            assert isinstance(launcher._source, HostThatReturns)
+            assert not launcher.is_unlucky and launcher._source.num_looks > 3
             assert capacity.num_pages == 4
             assert launcher.roster.workers_of_stages == [0, 2]
             # The stream that all have joined begins with this order, and is no error to any.
@@ -144,6 +151,22 @@ def test_a_worker_that_is_lost_with_its_host_during_the_start_is_waited_for(
             launcher.broadcast(OrderStream().start_over(MirrorSnapshot((), ()), 1))
             launcher.channel.socket.poll(500)
             launcher.check({})
+        finally:
+            launcher.stop()
+            processes.close()
+
+
+def test_a_host_lost_during_the_start_ends_it_where_links_are_joined_for_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkerRoster, "can_regroup", False)
+    processes = StageProcesses(str(tmp_path))
+    processes.start(2, 1)
+    with zmq.Context() as context:
+        launcher = unlucky_launcher(processes, context, tmp_path)
+        try:
+            with pytest.raises(StageFailure, match=r"stage 1 .* that NCCL joins cannot wait"):
+                launcher.start()
         finally:
             launcher.stop()
             processes.close()

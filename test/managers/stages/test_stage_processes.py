@@ -5,7 +5,7 @@ import os
 import psutil
 import pytest
 
-from sgl_pipeline.managers.stages.stage_processes import StageProcesses
+from sgl_pipeline.managers.stages.stage_processes import StageProcesses, WorkerPlace
 
 
 @pytest.fixture
@@ -69,3 +69,20 @@ def test_a_worker_that_has_ended_keeps_its_process_id_until_all_are_closed(stage
 def test_the_number_of_threads_is_set_before_torch_is_there(stages):
     stages.start(2, cpu_threads=3)
     assert [process.environ()["OMP_NUM_THREADS"] for process in workers()] == ["3", "3"]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("place", "interface"),
+    [(WorkerPlace(), "lo"), (WorkerPlace("h:1", "o:1", "m", "eth7"), "eth7")],
+)
+def test_torch_distributed_uses_the_interface_of_the_cluster_port_alone(tmp_path, place, interface):
+    stages = StageProcesses(str(tmp_path), place)
+    try:
+        stages.start(1, 1)
+        (worker,) = workers()
+        environment = worker.environ()
+        assert environment["NCCL_SOCKET_IFNAME"] == f"={interface}"
+        assert environment["GLOO_SOCKET_IFNAME"] == interface
+    finally:
+        stages.close()

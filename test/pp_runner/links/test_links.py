@@ -3,8 +3,6 @@
 import os
 import select
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -150,58 +148,3 @@ def test_rows_can_be_waited_for_beside_other_things(tmp_path):
         first.send(step_id, torch.ones(4, 8))
         assert select.select([middle.descriptor], [], [], 5.0)[0]
         middle.receive(step_id, 4)
-
-
-GLOO_STAGE = """
-import sys, torch
-from torch import distributed
-from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
-from sgl_pipeline.pp_runner.links.open_link import open_activation_link
-stage, num_stages, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-torch.set_num_threads(1)
-used = []
-
-def watched(operation):
-    def call(rows, neighbor, group):
-        used.append((operation.__name__, neighbor, distributed.get_process_group_ranks(group)))
-        return operation(rows, neighbor, group=group)
-    return call
-
-link = open_activation_link(
-    ActivationShape(8, torch.bfloat16, torch.device("cpu")),
-    (f"gloo:{path}",) * (num_stages - 1),
-    stage,
-)
-distributed.isend, distributed.recv = watched(distributed.isend), watched(distributed.recv)
-sizes = (1, 5, 300)
-for step_id, rows in enumerate(sizes):
-    expected = torch.arange(rows * 8).reshape(rows, 8).to(torch.bfloat16) + step_id
-    hidden = expected if stage == 0 else link.receive(step_id, rows)
-    assert torch.equal(hidden, expected)
-    if stage < num_stages - 1:
-        link.send(step_id, hidden)
-link.close()
-own = []
-if stage > 0:
-    own.append(("recv", stage - 1, [stage - 1, stage]))
-if stage < num_stages - 1:
-    own.append(("isend", stage + 1, [stage, stage + 1]))
-assert used == own * len(sizes), used
-"""
-
-
-@pytest.mark.multiproc
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_distributed_link_carries_rows_over_a_group_for_each_boundary(
-    tmp_path, monkeypatch, num_stages
-):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    command = [sys.executable, "-c", GLOO_STAGE]
-    arguments = [str(num_stages), str(tmp_path / "rendezvous")]
-    stages = [subprocess.Popen([*command, str(stage), *arguments]) for stage in range(num_stages)]
-    try:
-        assert [process.wait(120) for process in stages] == [0] * num_stages
-    finally:
-        for process in stages:
-            process.kill()
-            process.wait()

@@ -1,17 +1,19 @@
 """Checkpoints that are whole, sharded, truncated, or not what the config says."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from sgl_pipeline.errors import CheckpointError, ConfigurationError
+from sgl_pipeline.pp_runner.model import checkpoint
 from sgl_pipeline.pp_runner.model.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
     Checkpoint,
-    open_weights,
+    weight_opener,
 )
 
 CPU = torch.device("cpu")
@@ -35,7 +37,7 @@ def sharded(tmp_path):
 
 
 def opened(path, dtype=torch.float32):
-    return open_weights(path, "safetensors", dtype, CPU)
+    return weight_opener(path, "safetensors", dtype, CPU)()
 
 
 @pytest.mark.parametrize("layout", ["single", "sharded"])
@@ -119,7 +121,8 @@ def test_an_index_may_not_lead_out_of_the_directory(sharded):
 
 
 def test_dummy_weights_depend_on_the_name_alone(tmp_path):
-    first, second = (open_weights(tmp_path, "dummy", torch.float32, CPU) for _ in range(2))
+    opener = weight_opener(tmp_path, "dummy", torch.float32, CPU)
+    first, second = opener(), opener()
     first.read("other", (5,))
     assert torch.equal(first.read("alpha", (2, 3)), second.read("alpha", (2, 3)))
     assert not torch.equal(first.read("beta", (2, 3)), second.read("alpha", (2, 3)))
@@ -129,4 +132,17 @@ def test_dummy_weights_depend_on_the_name_alone(tmp_path):
 
 def test_an_unknown_load_format_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(ConfigurationError, match=r"gguf.*safetensors and dummy"):
-        open_weights(tmp_path, "gguf", torch.float32, CPU)
+        weight_opener(tmp_path, "gguf", torch.float32, CPU)
+
+
+def test_the_index_is_read_once_and_no_file_stays_open(sharded, monkeypatch):
+    """Whoever kept a file mapped would be killed when it is cut short."""
+    opener = weight_opener(sharded, "safetensors", torch.float32, CPU)
+    monkeypatch.setattr(checkpoint.json, "loads", lambda text: pytest.fail("it was read again"))
+    for _ in range(3):
+        source = opener()
+        assert torch.equal(source.read("alpha", (2, 3)), ALPHA)
+        assert source.loaded == {"alpha": 24}
+        del source
+        mapped = Path("/proc/self/maps").read_text()
+        assert str(sharded) not in mapped
