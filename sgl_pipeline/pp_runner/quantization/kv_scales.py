@@ -49,10 +49,17 @@ def read_kv_scales(
     """
     if quantization is None or source.is_made_up:
         return KvScales()
-    names = [f"{attention}.{name}" for name in ("k_scale", "v_scale")]
+    names = [_name(source, attention, kind) for kind in ("k", "v")]
     if not quantization.has_kv_scales and not any(source.has(name) for name in names):
         return KvScales()
     return KvScales(*(_read(source, name) for name in names))
+
+
+def _name(source: WeightSource, attention: str, kind: str) -> str:
+    """Of the scale of keys (`k`) or values (`v`): with the module, or with its projection, as other
+    tools write it."""
+    own, of_projection = f"{attention}.{kind}_scale", f"{attention}.{kind}_proj.{kind}_scale"
+    return of_projection if source.has(of_projection) else own
 
 
 def _read(source: WeightSource, name: str) -> float:

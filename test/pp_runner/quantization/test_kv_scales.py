@@ -51,13 +51,17 @@ def served(path: Path, kv_cache_dtype: str) -> tuple[list[list[int]], list[torch
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("scheme", [KV_CACHE_SCHEME, None], ids=["named", "in the files alone"])
+@pytest.mark.parametrize(
+    ("scheme", "prefixes"),
+    [(KV_CACHE_SCHEME, ("", "")), (None, ("", "")), (None, ("k_proj.", "v_proj."))],
+    ids=["named", "in the files alone", "with the projections"],
+)
 def test_pages_hold_what_is_left_of_keys_and_values_and_tokens_stay_the_same(
-    model: str, scheme: dict[str, object] | None, tmp_path: Path
+    model: str, scheme: dict[str, object] | None, prefixes: tuple[str, str], tmp_path: Path
 ) -> None:
     """In 16 bits all is exact; in e4m3 what is rounded is what the scales leave."""
     plain = quantized_model("int-quantized", model).path
-    scales = {"k_scale": KEY_SCALE, "v_scale": VALUE_SCALE}
+    scales = {f"{prefixes[0]}k_scale": KEY_SCALE, f"{prefixes[1]}v_scale": VALUE_SCALE}
     scaled = with_scales(tmp_path / "scaled", model, scales, scheme)
     answers, pages = served(plain, "auto")
     found_answers, found_pages = served(scaled, "auto")
