@@ -25,7 +25,9 @@ def add_llama_server(serving: Any) -> None:
     def tokenizer(directory: str) -> Tokenizer:
         return Tokenizer.from_file(str(Path(directory) / "tokenizer.json"))
 
-    async def request(asked: Any, bar: Any = None) -> Any:
+    # The client gives its arguments by these names.
+    async def request(request_func_input: Any, pbar: Any = None) -> Any:
+        asked = request_func_input
         output = serving.RequestFuncOutput.init_new(asked)
         encoding = tokenizer(serving.args.tokenizer).encode(asked.prompt, add_special_tokens=False)
         try:
@@ -33,8 +35,8 @@ def add_llama_server(serving: Any) -> None:
             output.success = True
         except (aiohttp.ClientError, ValueError) as error:
             output.error = f"{type(error).__name__}: {error}"
-        if bar is not None:
-            bar.update(1)
+        if pbar is not None:
+            pbar.update(1)
         return output
 
     serving.ASYNC_REQUEST_FUNCS[LLAMA_SERVER] = request

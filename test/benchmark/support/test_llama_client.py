@@ -80,7 +80,7 @@ def asked_of(events: Sequence[dict], directory: Path) -> tuple[Any, list[dict]]:
                 image_data=None,
                 extra_request_body={},
             )
-            return await module.ASYNC_REQUEST_FUNCS[LLAMA_SERVER](request)
+            return await module.ASYNC_REQUEST_FUNCS[LLAMA_SERVER](request_func_input=request)
 
     return asyncio.run(run()), seen
 
