@@ -15,8 +15,8 @@ ROOT = RESULTS.parents[1]
 
 
 def test_every_result_is_in_the_index_once() -> None:
-    stems = {path.name.partition(".")[0] for path in RESULTS.glob("20*")}
-    indexed = re.findall(r"\]\((20[\w-]+)\.md\)", INDEX)
+    stems = {path.name.removesuffix(".gz").rpartition(".")[0] for path in RESULTS.glob("20*")}
+    indexed = re.findall(r"\]\((20[\w.-]+)\.md\)", INDEX)
     assert sorted(indexed) == sorted(stems)
 
 

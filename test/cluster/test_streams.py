@@ -180,7 +180,7 @@ def test_a_name_cannot_lead_out_of_the_run_directory(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="is no name of a door"):
             door_path(str(tmp_path), name)
     directory = host_directory(tmp_path / "host")
-    with open_port(directory) as (address, _), pytest.raises(DialError, match="nobody is at"):
+    with open_port(directory) as (address, _), pytest.raises(DialError, match="nothing is behind"):
         dial(address, "../x", directory)
 
 
