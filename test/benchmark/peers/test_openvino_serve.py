@@ -6,7 +6,6 @@ until they are read.
 
 import argparse
 import dataclasses
-import json
 import sys
 import types
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
+from support.generate_stream import stream_answer
 
 from benchmark.models.make_model import write_tokenizer
 from benchmark.peers.generate_route import make_app
@@ -94,18 +94,10 @@ def client(module: Any, tmp_path: Path) -> Iterator[TestClient]:
         yield client
 
 
-def answer(client: TestClient, prompt: str, num_tokens: int) -> list[dict]:
-    body = {"text": prompt, "sampling_params": {"max_new_tokens": num_tokens}, "stream": True}
-    lines = client.post("/generate", json=body).text.splitlines()
-    events = [line.removeprefix("data: ") for line in lines if line]
-    assert events[-1] == "[DONE]"
-    return [json.loads(event) for event in events[:-1]]
-
-
 def test_requests_beside_each_other_get_all_of_their_tokens(client: TestClient) -> None:
     asked = {"<300>": 4, "<301><400>": 7, "<500>": 2}
     with ThreadPoolExecutor(len(asked)) as clients:
-        answers = clients.map(lambda prompt: answer(client, prompt, asked[prompt]), asked)
+        answers = clients.map(lambda prompt: stream_answer(client, prompt, asked[prompt]), asked)
         for (prompt, num_tokens), events in zip(asked.items(), answers, strict=True):
             last = int(prompt[-4:-1])
             text = "".join(f"<{last + number}>" for number in range(1, num_tokens + 1))
@@ -117,8 +109,8 @@ def test_requests_beside_each_other_get_all_of_their_tokens(client: TestClient) 
 
 
 def test_it_waits_for_the_next_request_when_all_are_answered(client: TestClient) -> None:
-    assert len(answer(client, "<300>", 3)) <= 3
-    assert answer(client, "<700>", 2)[-1]["text"] == "<701><702>"
+    assert len(stream_answer(client, "<300>", 3)) <= 3
+    assert stream_answer(client, "<700>", 2)[-1]["text"] == "<701><702>"
 
 
 def test_the_pipeline_is_told_of_threads_precision_and_caches(client: TestClient) -> None:
@@ -134,4 +126,4 @@ def test_the_pipeline_is_told_of_threads_precision_and_caches(client: TestClient
 def test_a_step_that_fails_fails_the_requests_and_those_to_come(client: TestClient) -> None:
     for prompt in (f"<{FAILING_ID}>", "<300>"):
         with pytest.raises(RuntimeError, match="no pages"):
-            answer(client, prompt, 3)
+            stream_answer(client, prompt, 3)

@@ -1,12 +1,12 @@
 """The transformers peer answers as `sglang.bench_serving` reads it, with transformers' tokens."""
 
 import argparse
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from support.generate_stream import stream_answer
 from support.parrot_model import parrot_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,19 +30,12 @@ def client():
         yield client
 
 
-def answer(client: TestClient, prompt: str, num_tokens: int) -> list[dict]:
-    body = {"text": prompt, "sampling_params": {"max_new_tokens": num_tokens}, "stream": True}
-    lines = client.post("/generate", json=body).text.splitlines()
-    events = [line.removeprefix("data: ") for line in lines if line]
-    assert events[-1] == "[DONE]"
-    return [json.loads(event) for event in events[:-1]]
-
-
 def test_requests_beside_each_other_get_all_of_their_tokens(client: TestClient) -> None:
     tokenizer = AutoTokenizer.from_pretrained(parrot_model())
     model = AutoModelForCausalLM.from_pretrained(parrot_model(), dtype=torch.bfloat16)
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
-        answers = list(clients.map(lambda prompt: answer(client, prompt, PROMPTS[prompt]), PROMPTS))
+        asked = PROMPTS.items()
+        answers = list(clients.map(lambda one: stream_answer(client, *one), asked))
     for (prompt, num_tokens), events in zip(PROMPTS.items(), answers, strict=True):
         ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
         # As the load wants it: the end-of-sequence token is a token like others.
