@@ -44,6 +44,11 @@ class ClosedLoop:
     input_tokens: int
     output_tokens: int
 
+    def first_output_tokens(self, client: int) -> int:
+        """Of a client's first answer: of all lengths among the clients, so that prompts come evenly
+        from the beginning on, and not those of all clients at once every so often."""
+        return -(-self.output_tokens * (client + 1) // self.clients)
+
 
 LOADS = {
     "decode-heavy": ClosedLoop(clients=48, input_tokens=16, output_tokens=192),
@@ -93,25 +98,28 @@ class Clients:
             thread.join()
 
     def _run(self, number: int) -> None:
+        before: ClosedLoop | None = None
         with requests.Session() as session:
             while not self._is_over.is_set():
                 load = self._load
                 if number >= load.clients:
                     time.sleep(0.05)
                     continue
+                length = load.output_tokens if load is before else load.first_output_tokens(number)
+                before = load
                 try:
-                    self._ask(session, load)
+                    self._ask(session, load, length)
                 except (requests.RequestException, ValueError) as error:
                     self._errors.append(repr(error))
                     return
 
-    def _ask(self, session: requests.Session, load: ClosedLoop) -> None:
+    def _ask(self, session: requests.Session, load: ClosedLoop, output_tokens: int) -> None:
         first = next(self._numbers) * 7919
         prompt = [(first + place * 31) % 30_000 + 10 for place in range(load.input_tokens)]
         body: dict[str, Any] = {
             "input_ids": prompt,
             "sampling_params": {
-                "max_new_tokens": load.output_tokens,
+                "max_new_tokens": output_tokens,
                 "temperature": 0,
                 "ignore_eos": True,
             },
