@@ -31,7 +31,16 @@ SPLITS = [(6,), (1, 5), (2, 1, 3)]
 ROUNDING_ROWS = [name for name, own in FORMATS.items() if own.rounds_rows]
 OTHERS = [name for name in FORMATS if name not in ROUNDING_ROWS]
 COMPILED = {"dtype": "bfloat16", "attention_backend": "cpu", "layer_kernels": "cpu"}
-SERVED = [*FORMATS, "w8a8_int8", "w8a8_int8 experts", "w8a8_int8 tied", "w8a8_int8 one qkv"]
+INT8_ROWS_OF = "w4a8_int8 of "
+FOUR_BITS_ROUNDING_ROWS = [INT8_ROWS_OF + name for name in ("pack-quantized", "gptq v2, ordered")]
+SERVED = [
+    *FORMATS,
+    *FOUR_BITS_ROUNDING_ROWS,
+    "w8a8_int8",
+    "w8a8_int8 experts",
+    "w8a8_int8 tied",
+    "w8a8_int8 one qkv",
+]
 ONLINE = {"experts": "qwen2-moe", "tied": "qwen2-tied", "one qkv": "chatglm", "": "qwen3"}
 
 
@@ -44,6 +53,8 @@ def pipeline(served: str, layer_counts: tuple[int, ...], **arguments) -> LocalPi
     quantization, path = None, None
     if served in FORMATS:
         path = quantized_model(served).path
+    elif served in FOUR_BITS_ROUNDING_ROWS:
+        quantization, path = "w4a8_int8", quantized_model(served.removeprefix(INT8_ROWS_OF)).path
     else:
         quantization, _, kind = served.partition(" ")
         path = tiny_model(ONLINE[kind])
@@ -75,7 +86,7 @@ def test_tokens_are_the_same_at_every_depth_and_split(served):
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("served", ["w8a8_int8", "pack-quantized"])
+@pytest.mark.parametrize("served", ["w8a8_int8", "pack-quantized", FOUR_BITS_ROUNDING_ROWS[0]])
 def test_tokens_are_the_same_under_every_policy(served, policy):
     throttle = ThrottleArgs(policy=policy, **CHUNKED)
     answers = pipeline(served, (2, 4), throttle=throttle, **COMPILED).run(make_requests(4))
@@ -90,7 +101,7 @@ def alone(served: str) -> list[list[int]]:
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("served", ["w8a8_int8", "gptq v2, ordered"])
+@pytest.mark.parametrize("served", ["w8a8_int8", "gptq v2, ordered", FOUR_BITS_ROUNDING_ROWS[1]])
 def test_tokens_are_the_same_though_layers_move(served):
     still = pipeline(served, (3, 3), **COMPILED).run(make_requests(6))
     moving = pipeline(served, (3, 3), **COMPILED)

@@ -116,6 +116,7 @@ def measure_quantized(rounds: int) -> list[Row]:
         "int8": to_int8,
         "fp8": lambda matrix: to_fp8(matrix, matrix.shape[1]),
         "int4": lambda matrix: to_int4(matrix, 128),
+        "int4_int8_rows": lambda matrix: replace(to_int4(matrix, 128), rounds_rows=True),
     }
     linears: dict[str, list[Linear]] = {}
     num_bytes: dict[str, int] = {}

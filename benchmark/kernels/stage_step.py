@@ -29,6 +29,7 @@ from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.quantization.config import (
+    W4A8_INT8,
     W8A8_INT8,
     choose_quantization,
     read_quantization,
@@ -85,13 +86,15 @@ def measure_steps(dtype: torch.dtype, rounds: int) -> list[Row]:
 
 def measure_quantized_steps(rounds: int) -> list[Row]:
     """The same steps in bf16 with weights of 16 bits and of each kind that is quantized: int8 with
-    the head, 4 bits in groups of 128 without."""
+    the head, 4 bits in groups of 128 without, for rows of 16 and of 8 bits."""
     plain = read_preset(torch.bfloat16)
-    int4 = read_quantization(quantization_config("pack-quantized", GROUP_SIZE), plain.names.head)
+    head = plain.names.head
+    int4 = read_quantization(quantization_config("pack-quantized", GROUP_SIZE), head)
     specs = {
         "bf16": plain,
-        "int8": replace(plain, quantization=choose_quantization(W8A8_INT8, None, plain.names.head)),
+        "int8": replace(plain, quantization=choose_quantization(W8A8_INT8, None, head)),
         "int4": replace(plain, quantization=int4),
+        "int4_int8_rows": replace(plain, quantization=choose_quantization(W4A8_INT8, int4, head)),
     }
     kernels = CompiledKernels(load_cpu_kernels())
     stages = {kind: _StageUnderTest(kernels, torch.bfloat16, spec) for kind, spec in specs.items()}
@@ -102,7 +105,7 @@ def measure_quantized_steps(rounds: int) -> list[Row]:
         row = take_turns(
             {kind: partial(stage.step, inputs, hidden) for kind, stage in stages.items()}, rounds
         )
-        for kind in ("int8", "int4"):
+        for kind in [*specs][1:]:
             row[f"bf16_to_{kind}"] = row["bf16_ms"] / row[f"{kind}_ms"]
         table.append({"step": name, **row})
     return table

@@ -35,6 +35,7 @@ from sgl_pipeline.pp_runner.kv_pool import KvPool, kv_page_bytes
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.quantization.config import (
+    W4A8_INT8,
     W8A8_INT8,
     choose_quantization,
     read_quantization,
@@ -73,9 +74,13 @@ class Precision:
 
 PRECISIONS = (
     *(Precision(SIXTEEN_BITS, name) for name in KV_CACHE_DTYPES),
-    *(Precision(name) for name in (W8A8_INT8, *FORMATS)),
+    *(Precision(name) for name in (W8A8_INT8, *FORMATS, W4A8_INT8)),
     Precision(W8A8_INT8, "int8"),
 )
+
+
+# By the names that `quantize_model` has for them.
+_STORED = {**{name: name for name in FORMATS}, W4A8_INT8: "pack-quantized"}
 
 
 class WholeModel:
@@ -165,10 +170,10 @@ def demo_table(prompts: Sequence[Prompt]) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as directory:
         for precision in PRECISIONS:
             name, path = precision.weights, DEMO_MODEL
-            if name in FORMATS:
+            if stored := _STORED.get(name):
                 path = Path(directory) / name
-                quantize_model(DEMO_MODEL, path, name, DEMO_GROUP_SIZE)
-            spec = read_model_spec(path, W8A8_INT8 if name == W8A8_INT8 else None)
+                quantize_model(DEMO_MODEL, path, stored, DEMO_GROUP_SIZE)
+            spec = read_model_spec(path, name if name in (W8A8_INT8, W4A8_INT8) else None)
             model = WholeModel(spec, path, torch.bfloat16, "safetensors", precision.kv_cache_dtype)
             percent, perplexity = score(model, prompts)
             rows.append(
@@ -220,7 +225,8 @@ def _quantization(name: str) -> Quantization | None:
         return None
     if name == W8A8_INT8:
         return choose_quantization(name, None, "lm_head")
-    return read_quantization(quantization_config(name, GROUP_SIZE), "lm_head")
+    stored = read_quantization(quantization_config(_STORED[name], GROUP_SIZE), "lm_head")
+    return choose_quantization(W4A8_INT8 if name == W4A8_INT8 else None, stored, "lm_head")
 
 
 def _markdown(rows: Sequence[dict[str, object]]) -> str:
@@ -243,6 +249,7 @@ def _measure(options: Options) -> Report:
     }
     formats = {
         W8A8_INT8: "layers and head rounded when loaded",
+        W4A8_INT8: "pack-quantized, and rows rounded to 8 bits when they come",
         "others": "layers rounded to the nearest number by benchmark.models.quantize_model, "
         f"the head in bfloat16; 4 bits in groups of {DEMO_GROUP_SIZE} and 128",
     }

@@ -6,7 +6,7 @@ computes.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,7 @@ from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import why_without_kerne
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.moe import groups_stay_on_device
-from sgl_pipeline.pp_runner.quantization.schemes import Int8Scheme, Quantization
+from sgl_pipeline.pp_runner.quantization.schemes import Int4Scheme, Int8Scheme, Quantization
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
 
 logger = logging.getLogger(__name__)
@@ -237,6 +237,21 @@ def make_layer_kernels(choice: BackendChoice) -> LayerKernels:
     return kernels
 
 
+def bind_compute_threads(choice: BackendChoice, num_threads: int, cores: Sequence[int]) -> None:
+    """Keeps each compute thread of the layer kernels on a core of its own, where there are as many
+    cores as threads.
+
+    The system moves a thread when something else runs on its core for a moment; two on one core
+    take turns, 4 ms each. Raises ConfigurationError when the system refuses.
+    """
+    if choice.name != "cpu" or not 1 < num_threads == len(cores):
+        return
+    if not load_cpu_kernels().bind_threads(cores):
+        raise ConfigurationError(
+            f"cannot keep the threads of a stage on the CPU cores {list(cores)}, one on each"
+        )
+
+
 def quantization_notice(
     choice: BackendChoice, quantization: Quantization | None, dtype: torch.dtype
 ) -> str:
@@ -251,10 +266,13 @@ def quantization_notice(
     if dtype != torch.bfloat16:
         return slow + f"the compiled ones are for bfloat16, not {dtype}; use --dtype bfloat16"
     kernels = load_cpu_kernels()
-    is_int8 = all(isinstance(scheme, Int8Scheme) for _, scheme in quantization.groups)
-    if not (kernels.has_int8_products if is_int8 else kernels.has_products):
-        needed = "avx512_vnni" if is_int8 else "avx512_bf16"
-        return slow + f"the compiled ones need a CPU with {needed}"
+    for _, scheme in quantization.groups:
+        is_int8 = isinstance(scheme, Int8Scheme) or (
+            isinstance(scheme, Int4Scheme) and scheme.rounds_rows
+        )
+        if not (kernels.has_int8_products if is_int8 else kernels.has_products):
+            needed = "avx512_vnni" if is_int8 else "avx512_bf16"
+            return slow + f"the compiled ones need a CPU with {needed}"
     return ""
 
 

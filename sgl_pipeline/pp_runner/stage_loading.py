@@ -17,6 +17,7 @@ from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.device import open_device, release_memory
 from sgl_pipeline.pp_runner.kernel_choice import (
     BackendChoice,
+    bind_compute_threads,
     choose_layer_kernels,
     make_layer_kernels,
     quantization_notice,
@@ -71,6 +72,7 @@ def load_stage(
     spec = read_model_spec(assignment.model_path, assignment.quantization)
     stage, plan = assignment.stage, assignment.plan
     kernels = choose_layer_kernels(assignment.layer_kernels, dtype, device, spec.quantization)
+    bind_compute_threads(kernels, assignment.cpu_threads, assignment.cpu_cores)
     if before is None:
         # What a layer takes is known when one has been read: the others have to fit then.
         model = StageModel.load(

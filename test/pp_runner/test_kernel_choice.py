@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.instruction_sets import kernels_for
+from support.quantized_models import FORMATS
 from support.tiny_models import tiny_model
 
 from sgl_pipeline.errors import ConfigurationError
@@ -25,7 +26,7 @@ from sgl_pipeline.pp_runner.kernel_choice import (
 )
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.quantization.config import choose_quantization
+from sgl_pipeline.pp_runner.quantization.config import choose_quantization, read_quantization
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.stage_costs import TYPICAL_STEP
 from sgl_pipeline.stage_plan import StagePlan
@@ -154,7 +155,11 @@ def test_slow_products_with_quantized_weights_are_noticed(
     assert "--dtype bfloat16" in quantization_notice(BackendChoice("cpu"), int8, torch.float32)
     old_machine = kernels_for("without AVX-512")
     monkeypatch.setattr(kernel_choice, "load_cpu_kernels", lambda: old_machine)
-    assert "avx512_vnni" in quantization_notice(BackendChoice("cpu"), int8, torch.bfloat16)
+    int4 = read_quantization(FORMATS["awq"].config, "lm_head")
+    rounding = choose_quantization("w4a8_int8", int4, "lm_head")
+    for needed, one in [("vnni", int8), ("bf16", int4), ("vnni", rounding)]:
+        notice = quantization_notice(BackendChoice("cpu"), one, torch.bfloat16)
+        assert f"avx512_{needed}" in notice
 
 
 def test_quantized_weights_without_a_kernel_on_the_gpu_are_refused_by_name() -> None:

@@ -33,6 +33,7 @@ from sgl_pipeline.managers.command_line.upstream_arguments import SglangServerAr
 from sgl_pipeline.managers.command_line.upstream_fields import UPSTREAM_VALUES, refusal
 from sgl_pipeline.managers.entrance.openai_fields import ServedFeatures
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.quantization.config import W4A8_INT8
 
 logger = logging.getLogger(__name__)
 
@@ -145,17 +146,19 @@ def check_port_is_free(host: str, port: int) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """SGLang's flags and ours. The model is not required, because we ship one; keys and values may
-    have a dtype that upstream does not know."""
+    have a dtype, and products a format, that upstream does not know."""
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(prog="python -m sgl_pipeline.launch_server")
     ServerArgs.add_cli_args(parser)
+    ours = {"kv_cache_dtype": KV_CACHE_DTYPES, "quantization": (W4A8_INT8,)}
     for action in parser._actions:
         if action.dest == "model_path":
             action.required = False
-        if action.dest == "kv_cache_dtype":
+        if action.dest in ours:
             assert action.choices is not None
-            action.choices = [*action.choices, *(set(KV_CACHE_DTYPES) - {*action.choices})]
+            known = [*action.choices]
+            action.choices = [*known, *(one for one in ours[action.dest] if one not in known)]
     add_our_flags(parser)
     return parser
 

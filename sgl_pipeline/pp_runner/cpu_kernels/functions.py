@@ -34,9 +34,14 @@ ARGUMENT_TYPES: dict[str, list[Any]] = {
     "product": [*3 * [_INT64], _INT, *4 * [_POINTER], _INT],
     "has_int8_products": [],
     "int8_product": [*3 * [_INT64], _INT, *6 * [_POINTER], _INT],
+    "int4_product": [*3 * [_INT64], _INT, _INT64, *6 * [_POINTER], _INT],
+    "bind_threads": [_INT, _POINTER],
     "expanded_product": [_INT, *3 * [_INT64], _INT, *2 * [_INT64], *6 * [_POINTER], _INT],
 }
-_ANSWERS = {"has_arithmetic", "best_bf16_arithmetic", "has_products", "has_int8_products"}
+_ANSWERS = {
+    *("has_arithmetic", "best_bf16_arithmetic", "has_products", "has_int8_products"),
+    "bind_threads",
+}
 
 
 class CompiledFunctions:

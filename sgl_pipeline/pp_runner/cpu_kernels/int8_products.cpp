@@ -6,15 +6,12 @@
 // sum of an output's weights, its `correction`, taken from the result. Packed, a weight is
 // [out / 16, in / 4, 16, 4], padded with zeros.
 
+#include "int8_rows.h"
 #include "packed_panels.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
 namespace {
-
-constexpr int kTileInputs = 64;
-constexpr float kLargest = 127.0f;
-constexpr float kSmallestRow = 0x1p-100f;  // the largest number of a row that is all zeros to us
 
 struct Int8Dot {
   static __m512i add(__m512i totals, __m512i x, __m512i weights) {
@@ -41,29 +38,11 @@ struct Int8Product {
   // Sixteen rows from `first` on, zeros where there are none.
   void pack_rows(int64_t first, Byte* packed, float* row_scales) const {
     for (int64_t row = 0; row < kBlock; ++row, packed += kLine) {
-      if (first + row >= product.num_rows) {
-        for (int64_t tile = 0; tile < product.input_tiles(); ++tile)
-          std::memset(packed + tile * kTile, 0, kLine);
-        continue;
-      }
-      const BFloat16* source = product.rows + (first + row) * product.inputs;
-      const float largest = largest_magnitude(source, product.inputs);
-      row_scales[row] = largest / kLargest;
-      round_row(source, largest > kSmallestRow ? kLargest / largest : 0.0f, packed);
-    }
-  }
-
-  void round_row(const BFloat16* source, float factor, Byte* packed) const {
-    const __m512i offset = _mm512_set1_epi32(128);
-    for (int64_t input = 0; input < product.input_tiles() * kTileInputs; input += kWidth) {
-      const int64_t left = std::clamp<int64_t>(product.inputs - input, 0, kWidth);
-      const __m256i words = _mm512_castsi512_si256(load_words(source + input, left));
-      const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16);
-      const __m512 scaled = _mm512_mul_ps(bit_cast<__m512>(bits), _mm512_set1_ps(factor));
-      // As bytes the sum wraps around to the unsigned number.
-      const __m512i numbers = _mm512_add_epi32(_mm512_cvtps_epi32(scaled), offset);
-      Byte* const target = packed + input / kTileInputs * kTile + input % kTileInputs;
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm512_cvtepi32_epi8(numbers));
+      if (first + row >= product.num_rows)
+        clear_row(product, packed);
+      else
+        row_scales[row] =
+            round_row(product.rows + (first + row) * product.inputs, product, 128, packed);
     }
   }
 

@@ -4,6 +4,8 @@ Used by the CPU leaves of `attention/` and `layer_kernels/`. Knows the functions
 nothing else: whoever passes a tensor has checked its shape, type and layout.
 """
 
+import ctypes
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -58,7 +60,7 @@ class CpuKernels:
     Attributes:
         has_products: whether `product` and `expanded_product` can be called, which need bf16
             instructions.
-        has_int8_products: whether `int8_product` can, which needs VNNI.
+        has_int8_products: whether `int8_product` and `int4_product` can, which need VNNI.
     """
 
     def __init__(self, functions: CompiledFunctions) -> None:
@@ -267,6 +269,44 @@ class CpuKernels:
             out.data_ptr(),
             num_threads,
         )
+
+    def int4_product(
+        self,
+        *,
+        num_rows: int,
+        inputs: int,
+        outputs: int,
+        gated: bool,
+        group_steps: int,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        num_threads: int,
+    ) -> None:
+        """Multiplies rows, rounded to 8 bits, by a packed weight of 4 bits (int4_products.cpp)."""
+        self._kernel("int4_product")(
+            num_rows,
+            inputs,
+            outputs,
+            gated,
+            group_steps,
+            rows.data_ptr(),
+            weight.data_ptr(),
+            scales.data_ptr(),
+            zeros.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            num_threads,
+        )
+
+    def bind_threads(self, cores: Sequence[int]) -> bool:
+        """Keeps each of the calling thread's compute threads on one of `cores`, as many as these
+        are, itself on the first. Says whether the system did so (threads.cpp)."""
+        places = (ctypes.c_int * len(cores))(*cores)
+        return self._plain("bind_threads")(len(cores), places) == 0
 
     def expanded_product(
         self,

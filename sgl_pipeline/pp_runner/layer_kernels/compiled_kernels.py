@@ -18,10 +18,11 @@ from sgl_pipeline.pp_runner.layer_kernels.backend import (
 from sgl_pipeline.pp_runner.layer_kernels.compiled_linear import CompiledLinear
 from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
     CompiledExpandedLinear,
+    CompiledInt4Linear,
     CompiledInt8Linear,
 )
 from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import torch_linear
-from sgl_pipeline.pp_runner.quantization.weights import Int8Weight, Matrix
+from sgl_pipeline.pp_runner.quantization.weights import Int4Weight, Int8Weight, Matrix
 
 
 class CompiledKernels:
@@ -54,6 +55,10 @@ class CompiledKernels:
             if not kernels.has_int8_products:
                 return None
             return CompiledInt8Linear(kernels, weight, bias, is_gated=is_gated)
+        if isinstance(weight, Int4Weight) and weight.rounds_rows:
+            if not kernels.has_int8_products:
+                return None
+            return CompiledInt4Linear(kernels, weight, bias, is_gated=is_gated)
         if not kernels.has_products:
             return None
         if isinstance(weight, torch.Tensor):

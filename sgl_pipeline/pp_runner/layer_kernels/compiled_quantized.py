@@ -5,14 +5,21 @@ so it must never pass a tensor on whose shape, type or layout was not checked. N
 copies of a weight.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels
-from sgl_pipeline.pp_runner.layer_kernels.weight_packing import beside_groups, in_lines, in_quads
+from sgl_pipeline.pp_runner.layer_kernels.weight_packing import (
+    beside_groups,
+    in_half_bytes,
+    in_lines,
+    in_quads,
+)
 from sgl_pipeline.pp_runner.quantization.weights import Fp8Weight, Int4Weight, Int8Weight
 
-_TILE_INPUTS = 32  # of a tile of bf16, which weights of fewer bits become
-_MOST_TILES = 16  # of a group, as they are expanded at once
+_TILE_INPUTS = 32  # of a tile of bf16, which weights of fewer bits become; of a step of 4 bits
+_MOST_TILES = 16  # of a group, as they are computed with at once
 
 
 class CompiledInt8Linear:
@@ -68,6 +75,58 @@ class CompiledInt8Linear:
         return y
 
 
+class CompiledInt4Linear:
+    """The same for weights of 4 bits and rows that are rounded to 8 bits: sums over a group are
+    exact, those of the groups are added up in fp32.
+
+    Args:
+        kernels, bias, is_gated: as above.
+        weight: one that `rounds_rows`.
+    """
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        weight: Int4Weight,
+        bias: torch.Tensor | None = None,
+        *,
+        is_gated: bool = False,
+    ) -> None:
+        assert kernels.has_int8_products and weight.dtype == torch.bfloat16 and weight.rounds_rows
+        _check_weight(weight.scales, bias, is_gated)
+        outputs, self.in_features = weight.shape
+        self.out_features = outputs // 2 if is_gated else outputs
+        self._kernels = kernels
+        self._is_gated = is_gated
+        self._bias = None if bias is None else bias.contiguous()
+        self._groups = groups = _Groups.of(weight)
+        self._scales = groups.beside(weight.scales, is_gated)
+        self._zeros = groups.beside(weight.zeros, is_gated)
+        self._order = weight.order
+        self._packed = in_half_bytes(weight.numbers, is_gated)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns [T, out] for `x` [T, in]."""
+        x = x if self._order is None else x.index_select(1, self._order)
+        x = _checked_rows(x, self.in_features)
+        y = x.new_empty(len(x), self.out_features)
+        self._kernels.int4_product(
+            num_rows=len(x),
+            inputs=self.in_features,
+            outputs=self.out_features,
+            gated=self._is_gated,
+            group_steps=self._groups.part_tiles,
+            rows=x,
+            weight=self._packed,
+            scales=self._scales,
+            zeros=self._zeros,
+            bias=self._bias,
+            out=y,
+            num_threads=torch.get_num_threads(),
+        )
+        return y
+
+
 class CompiledExpandedLinear:
     """The same for weights of 4 bits, and for FP8, which become bf16 on the way into the product.
 
@@ -95,14 +154,8 @@ class CompiledExpandedLinear:
         self._kernels = kernels
         self._is_gated = is_gated
         self._bias = None if bias is None else bias.contiguous()
-        all_tiles = -(-self.in_features // _TILE_INPUTS)
-        is_whole_row = weight.group_size >= self.in_features
-        assert is_whole_row or weight.group_size % _TILE_INPUTS == 0
-        self._row_group_tiles = all_tiles if is_whole_row else weight.group_size // _TILE_INPUTS
-        self._group_tiles = _tiles_at_once(self._row_group_tiles, is_whole_row)
-        repeats = -(-self._row_group_tiles // self._group_tiles)
-        count = -(-all_tiles // self._group_tiles)
-        self._scales = beside_groups(weight.scales, repeats, count, is_gated)
+        self._groups = groups = _Groups.of(weight)
+        self._scales = groups.beside(weight.scales, is_gated)
         self._zeros: torch.Tensor | None = None
         self._order: torch.Tensor | None = None
         self._is_fp8 = isinstance(weight, Fp8Weight)
@@ -110,7 +163,7 @@ class CompiledExpandedLinear:
             self._packed = in_lines(weight.values, 2, is_gated)
         else:
             self._packed = in_quads(weight.numbers, is_gated)
-            self._zeros = beside_groups(weight.zeros, repeats, count, is_gated)
+            self._zeros = groups.beside(weight.zeros, is_gated)
             self._order = weight.order
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,8 +177,8 @@ class CompiledExpandedLinear:
             inputs=self.in_features,
             outputs=self.out_features,
             gated=self._is_gated,
-            group_tiles=self._group_tiles,
-            row_group_tiles=self._row_group_tiles,
+            group_tiles=self._groups.part_tiles,
+            row_group_tiles=self._groups.tiles,
             rows=x,
             weight=self._packed,
             scales=self._scales,
@@ -135,6 +188,30 @@ class CompiledExpandedLinear:
             num_threads=torch.get_num_threads(),
         )
         return y
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """How the products go through the inputs of a weight: groups of `tiles`, in parts of
+    `part_tiles`, of which there are `num_parts` in all."""
+
+    tiles: int
+    part_tiles: int
+    num_parts: int
+
+    @staticmethod
+    def of(weight: Int4Weight | Fp8Weight) -> "_Groups":
+        all_tiles = -(-weight.shape[1] // _TILE_INPUTS)
+        is_whole_row = weight.group_size >= weight.shape[1]
+        assert is_whole_row or weight.group_size % _TILE_INPUTS == 0
+        tiles = all_tiles if is_whole_row else weight.group_size // _TILE_INPUTS
+        part_tiles = _tiles_at_once(tiles, is_whole_row)
+        return _Groups(tiles, part_tiles, -(-all_tiles // part_tiles))
+
+    def beside(self, numbers: torch.Tensor, is_gated: bool) -> torch.Tensor:
+        """The scales or zero points [O, G] as the products read them, one for each part."""
+        repeats = -(-self.tiles // self.part_tiles)
+        return beside_groups(numbers, repeats, self.num_parts, is_gated)
 
 
 def _tiles_at_once(group_tiles: int, is_last: bool) -> int:

@@ -15,6 +15,7 @@ from sgl_pipeline.pp_runner.quantization.weights import (
     FP8_LARGEST,
     INT8_LARGEST,
     Fp8Weight,
+    Int4Weight,
     Int8Weight,
     Matrix,
     QuantizedWeight,
@@ -61,6 +62,9 @@ class TorchQuantizedLinear:
 
 def _product(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """[T, out] fp32."""
+    if isinstance(weight, Int4Weight) and weight.rounds_rows:
+        values, scales = round_rows_to_int8(x)
+        return TorchLinear(weight.dequantized())(values.float()) * scales[:, None]
     if isinstance(weight, Int8Weight):
         values, scales = round_rows_to_int8(x)
         # Every product and sum of these is exact in fp64, whatever their order.

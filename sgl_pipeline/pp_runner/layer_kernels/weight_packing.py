@@ -47,6 +47,16 @@ def in_quads(numbers: torch.Tensor, is_gated: bool) -> torch.Tensor:
     return quads.transpose(1, 2).contiguous()
 
 
+def in_half_bytes(numbers: torch.Tensor, is_gated: bool) -> torch.Tensor:
+    """The 4-bit `numbers` [O, I] uint8 as [blocks, I / 8, 16, 4] uint8, whole tiles of 64 inputs:
+    in each byte a number, and above it that of the fourth input after."""
+    missing = -numbers.shape[1] % 64
+    padded = F.pad(numbers, (0, missing)) if missing else numbers
+    by_place = in_blocks(padded, is_gated).unflatten(2, (-1, 2, 4))  # [blocks, 16, eights, 2, 4]
+    both = by_place[:, :, :, 0] | by_place[:, :, :, 1] << 4
+    return both.transpose(1, 2).contiguous()
+
+
 def beside_groups(numbers: torch.Tensor, repeats: int, count: int, is_gated: bool) -> torch.Tensor:
     """What stands beside each output and group, `numbers` [O, G], as [blocks, `count`, 16]: each
     group `repeats` times, and no more than `count` in all."""

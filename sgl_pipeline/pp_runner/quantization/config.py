@@ -5,7 +5,7 @@ checkpoint was made: a field that is passed over could give a model that runs sl
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
@@ -21,7 +21,7 @@ from sgl_pipeline.pp_runner.quantization.schemes import (
     matches_target,
 )
 
-W8A8_INT8, FP8 = "w8a8_int8", "fp8"
+W8A8_INT8, W4A8_INT8, FP8 = "w8a8_int8", "w4a8_int8", "fp8"
 _BLOCK = (128, 128)
 # What the config says of how the checkpoint was made, which its tensors do not depend on.
 _MAKING = {
@@ -117,7 +117,8 @@ def choose_quantization(
     asked: str | None, found: Quantization | None, head: str
 ) -> Quantization | None:
     """What `--quantization asked` means for a checkpoint that is quantized as `found`. Of 16 bits
-    w8a8_int8 rounds layers and head, fp8 the layers alone, as upstream's Fp8Config does.
+    w8a8_int8 rounds layers and head, fp8 the layers alone, as upstream's Fp8Config does. w4a8_int8
+    has rows that meet weights of 4 bits rounded to 8.
 
     Args:
         head: the module name of the output head.
@@ -126,6 +127,8 @@ def choose_quantization(
     """
     if asked is None:
         return found
+    if asked == W4A8_INT8:
+        return _with_rounded_rows(found)
     if found is not None:
         is_int8 = all(isinstance(scheme, Int8Scheme) for _, scheme in found.groups)
         if asked == found.method or (asked == W8A8_INT8 and is_int8):
@@ -148,6 +151,21 @@ def choose_quantization(
     return Quantization(
         asked, Layout.SIXTEEN_BITS, ((everything, scheme),), Names(ignored, is_inside)
     )
+
+
+def _with_rounded_rows(found: Quantization | None) -> Quantization:
+    """Other weights than those of 4 bits stay as they are."""
+    schemes = [scheme for _, scheme in found.groups] if found is not None else []
+    if found is None or not any(isinstance(scheme, Int4Scheme) for scheme in schemes):
+        raise ConfigurationError(
+            f"--quantization {W4A8_INT8} is for checkpoints of 4 bits, and this one has no matrix "
+            "of so few; leave the flag out"
+        )
+    groups = tuple(
+        (names, replace(scheme, rounds_rows=True) if isinstance(scheme, Int4Scheme) else scheme)
+        for names, scheme in found.groups
+    )
+    return replace(found, method=W4A8_INT8, groups=groups)
 
 
 def _compressed_tensors(fields: _Fields, head: str) -> Quantization:

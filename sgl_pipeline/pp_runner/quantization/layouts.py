@@ -8,6 +8,7 @@ Shapes: O outputs, I inputs, G groups.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -54,7 +55,8 @@ def read_matrix(
             source, f"{module}.weight", source.read(f"{module}.weight", shape), scheme
         )
     if isinstance(scheme, Int4Scheme):
-        return _READ_INT4[quantization.layout](source, module, shape, scheme)
+        weight = _READ_INT4[quantization.layout](source, module, shape, scheme)
+        return replace(weight, rounds_rows=scheme.rounds_rows)
     return _read_eight_bits(source, module, shape, scheme, quantization.layout)
 
 

@@ -5,7 +5,7 @@ Made by `config.py` from the model's config, part of the `ModelSpec`. Reads no t
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
@@ -37,14 +37,17 @@ class Fp8Scheme:
 @dataclass(frozen=True, slots=True)
 class Int4Scheme:
     """W4A16: a scale for `group_size` inputs of an output (None: for all), and a zero point where
-    not `is_symmetric`. `has_order`: groups are of inputs that need not be neighbors."""
+    not `is_symmetric`. `has_order`: groups are of inputs that need not be neighbors. `rounds_rows`:
+    rows are rounded to 8 bits, with a scale for each when it comes (W4A8)."""
 
     group_size: int | None
     is_symmetric: bool
     has_order: bool = False
+    rounds_rows: bool = False
 
     def quantize(self, matrix: torch.Tensor) -> QuantizedWeight:
-        return to_int4(matrix, self.group_size or matrix.shape[1])
+        weight = to_int4(matrix, self.group_size or matrix.shape[1])
+        return replace(weight, rounds_rows=self.rounds_rows)
 
 
 Scheme = Int8Scheme | Fp8Scheme | Int4Scheme

@@ -91,7 +91,8 @@ class Fp8Weight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Weight:
-    """W4A16: `scales[o, g] * (number[o, p] - zeros[o, g])` at place p of group g = p // group_size.
+    """W4A16, or W4A8: `scales[o, g] * (number[o, p] - zeros[o, g])` at place p of group
+    g = p // group_size.
 
     Attributes:
         packed: [O, I / 2] uint8: numbers from 0 to 15, that of the even place in the low half.
@@ -100,6 +101,7 @@ class Int4Weight:
         group_size: places of a group; divides I.
         order: [I] int64, the input at each place; None where place p is input p.
         dtype: as in `Int8Weight`.
+        rounds_rows: whether rows are rounded to 8 bits, each by its own scale (W4A8).
     """
 
     packed: torch.Tensor
@@ -108,6 +110,7 @@ class Int4Weight:
     group_size: int
     order: torch.Tensor | None
     dtype: torch.dtype
+    rounds_rows: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -120,7 +123,7 @@ class Int4Weight:
     @property
     def kind(self) -> tuple[object, ...]:
         order = None if self.order is None else tuple(self.order.tolist())
-        return (Int4Weight, self.shape[1], self.group_size, order, self.dtype)
+        return (Int4Weight, self.shape[1], self.group_size, order, self.dtype, self.rounds_rows)
 
     @property
     def numbers(self) -> torch.Tensor:

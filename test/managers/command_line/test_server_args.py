@@ -176,6 +176,10 @@ def test_quantized_weights_are_ours_alone(model: str) -> None:
     published = str(quantized_model("awq").path)
     plan = parse_command_line(["--model-path", published, "--device", "cpu"])
     assert plan.pipeline.stages.quantization == "awq"
+    plan = parse_command_line([*flags[:1], published, "--quantization", "w4a8_int8"])
+    assert plan.pipeline.stages.quantization == "w4a8_int8"
+    assert plan.pipeline.stages.precision.endswith("-w4a8_int8")
+    assert plan.upstream.quantization is None
     with pytest.raises(ConfigurationError, match=r"quantized already, by awq"):
         parse_command_line(["--model-path", published, "--quantization", "w8a8_int8"])
 

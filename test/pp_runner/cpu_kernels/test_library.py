@@ -89,7 +89,7 @@ class Recorder:
     "name",
     [
         *("paged_attention", "rms_norm", "place_heads", "gate"),
-        *("product", "int8_product", "expanded_product"),
+        *("product", "int8_product", "int4_product", "expanded_product"),
     ],
 )
 def test_every_named_argument_reaches_its_place_in_the_definition(name: str) -> None:

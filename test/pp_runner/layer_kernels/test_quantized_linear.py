@@ -4,6 +4,7 @@ compiled ones against plain torch, and rows that are independent."""
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
     CompiledExpandedLinear,
+    CompiledInt4Linear,
     CompiledInt8Linear,
 )
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
@@ -40,6 +42,9 @@ KINDS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "int4 of 32": lambda matrix: with_zeros(to_int4(matrix, 32)),
     "int4 of 96, ordered": lambda matrix: with_order(to_int4(matrix, 96)),
     "int4 of a row": lambda matrix: to_int4(matrix, matrix.shape[1]),
+    "int4 of 32, int8 rows": lambda matrix: for_int8_rows(with_zeros(to_int4(matrix, 32))),
+    "int4 of 96, ordered, int8 rows": lambda matrix: for_int8_rows(with_order(to_int4(matrix, 96))),
+    "int4 of a row, int8 rows": lambda matrix: for_int8_rows(to_int4(matrix, matrix.shape[1])),
     "fp8": lambda matrix: to_fp8(matrix, matrix.shape[1]),
     "fp8 of 64": lambda matrix: to_fp8(matrix, 64),
     "fp8 of 128": lambda matrix: to_fp8(matrix, 128),
@@ -59,14 +64,20 @@ def with_zeros(weight: Int4Weight) -> Int4Weight:
     """The same with zero points of every size."""
     generator = torch.Generator().manual_seed(0)
     zeros = torch.randint(0, 16, weight.zeros.shape, generator=generator, dtype=torch.uint8)
-    return Int4Weight(weight.packed, weight.scales, zeros, weight.group_size, None, weight.dtype)
+    return replace(weight, zeros=zeros)
 
 
 def with_order(weight: Int4Weight) -> Int4Weight:
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
-    return Int4Weight(
-        weight.packed, weight.scales, weight.zeros, weight.group_size, order, weight.dtype
-    )
+    return replace(weight, order=order)
+
+
+def for_int8_rows(weight: Int4Weight) -> Int4Weight:
+    return replace(weight, rounds_rows=True)
+
+
+def rounds_to_int8(weight: QuantizedWeight) -> bool:
+    return isinstance(weight, Int8Weight) or (isinstance(weight, Int4Weight) and weight.rounds_rows)
 
 
 def random(seed: int, *shape: int) -> torch.Tensor:
@@ -92,7 +103,7 @@ def test_rows_are_rounded_to_the_nearest_eight_bits():
 def exact(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
     """The product's definition, in fp64."""
     matrix = weight.dequantized().double()
-    if isinstance(weight, Int8Weight):
+    if rounds_to_int8(weight):
         values, scales = round_rows_to_int8(x)
         return values.double() * scales[:, None].double() @ matrix.T
     if isinstance(weight, Fp8Weight):
@@ -114,7 +125,7 @@ def compiled(instructions: str, weight: QuantizedWeight, bias=None, *, is_gated=
     kernels = CompiledKernels(kernels_for(instructions))
     make = kernels.gated_linear if is_gated else kernels.linear
     linear = make(weight, bias)
-    if not isinstance(linear, CompiledInt8Linear | CompiledExpandedLinear):
+    if not isinstance(linear, CompiledInt8Linear | CompiledInt4Linear | CompiledExpandedLinear):
         pytest.skip("no instructions for it")
     return linear
 

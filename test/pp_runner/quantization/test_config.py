@@ -1,6 +1,7 @@
 """`quantization_config` and `--quantization`: what is read, and what is refused by name."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -158,6 +159,13 @@ def test_sixteen_bits_are_rounded_on_request_and_nothing_else_is():
     assert choose_quantization(None, awq, "lm_head") is awq
     assert choose_quantization("awq", awq, "lm_head") is awq
     assert choose_quantization("w8a8_int8", int8, "lm_head") is int8
+    rounding = choose_quantization("w4a8_int8", awq, "lm_head")
+    assert rounding is not None and rounding.method == "w4a8_int8"
+    assert rounding.scheme_of(Q_PROJ) == replace(awq.scheme_of(Q_PROJ), rounds_rows=True)
+    assert (rounding.layout, rounding.ignored) == (awq.layout, awq.ignored)
+    for asked, found in [("w4a8_int8", int8), ("w4a8_int8", None)]:
+        with pytest.raises(ConfigurationError, match=r"w4a8_int8 is for checkpoints of 4 bits"):
+            choose_quantization(asked, found, "lm_head")
     for asked, found in [("w8a8_int8", awq), ("gptq", awq), ("awq", None), ("fp8", awq)]:
         with pytest.raises(ConfigurationError, match=f"--quantization {asked}"):
             choose_quantization(asked, found, "lm_head")
