@@ -249,7 +249,7 @@ def _measure(options: Options) -> Report:
     }
     formats = {
         W8A8_INT8: "layers and head rounded when loaded",
-        W4A8_INT8: "pack-quantized, and rows rounded to 8 bits when they come",
+        W4A8_INT8: "pack-quantized, the head rounded when loaded, rows when they come",
         "others": "layers rounded to the nearest number by benchmark.models.quantize_model, "
         f"the head in bfloat16; 4 bits in groups of {DEMO_GROUP_SIZE} and 128",
     }

@@ -307,7 +307,9 @@ def _load_head(
     table = _load_embedding(spec, weights) if embedding is None else embedding
     quantization = spec.quantization
     scheme = quantization.scheme_of(head) if quantization is not None else None
-    if quantization is None or scheme is None or quantization.layout is not Layout.SIXTEEN_BITS:
+    if quantization is None or scheme is None:
+        return OutputHead(norm, table, kernels)
+    if quantization.layout_of(head) is not Layout.SIXTEEN_BITS:
         return OutputHead(norm, table, kernels)
     matrix = round_matrix(weights, f"{head}.weight", table, scheme)
     if embedding is None:

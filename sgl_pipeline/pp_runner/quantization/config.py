@@ -118,7 +118,7 @@ def choose_quantization(
 ) -> Quantization | None:
     """What `--quantization asked` means for a checkpoint that is quantized as `found`. Of 16 bits
     w8a8_int8 rounds layers and head, fp8 the layers alone, as upstream's Fp8Config does. w4a8_int8
-    has rows that meet weights of 4 bits rounded to 8.
+    has rows that meet weights of 4 bits rounded to 8, and rounds a head of 16 bits to 8.
 
     Args:
         head: the module name of the output head.
@@ -128,7 +128,7 @@ def choose_quantization(
     if asked is None:
         return found
     if asked == W4A8_INT8:
-        return _with_rounded_rows(found)
+        return _with_rounded_rows(found, head)
     if found is not None:
         is_int8 = all(isinstance(scheme, Int8Scheme) for _, scheme in found.groups)
         if asked == found.method or (asked == W8A8_INT8 and is_int8):
@@ -153,8 +153,8 @@ def choose_quantization(
     )
 
 
-def _with_rounded_rows(found: Quantization | None) -> Quantization:
-    """Other weights than those of 4 bits stay as they are."""
+def _with_rounded_rows(found: Quantization | None, head: str) -> Quantization:
+    """Other weights than those of 4 bits and the head stay as they are."""
     schemes = [scheme for _, scheme in found.groups] if found is not None else []
     if found is None or not any(isinstance(scheme, Int4Scheme) for scheme in schemes):
         raise ConfigurationError(
@@ -165,7 +165,8 @@ def _with_rounded_rows(found: Quantization | None) -> Quantization:
         (names, replace(scheme, rounds_rows=True) if isinstance(scheme, Int4Scheme) else scheme)
         for names, scheme in found.groups
     )
-    return replace(found, method=W4A8_INT8, groups=groups)
+    rounded_head = head if found.scheme_of(head) is None else None
+    return replace(found, method=W4A8_INT8, groups=groups, rounded_head=rounded_head)
 
 
 def _compressed_tensors(fields: _Fields, head: str) -> Quantization:

@@ -50,14 +50,15 @@ def read_matrix(
     if quantization is None or scheme is None:
         return source.read(f"{module}.weight", shape)
     _check_shape(module, shape, scheme)
-    if source.is_made_up or quantization.layout is Layout.SIXTEEN_BITS:
+    layout = quantization.layout_of(module)
+    if source.is_made_up or layout is Layout.SIXTEEN_BITS:
         return round_matrix(
             source, f"{module}.weight", source.read(f"{module}.weight", shape), scheme
         )
     if isinstance(scheme, Int4Scheme):
-        weight = _READ_INT4[quantization.layout](source, module, shape, scheme)
+        weight = _READ_INT4[layout](source, module, shape, scheme)
         return replace(weight, rounds_rows=scheme.rounds_rows)
-    return _read_eight_bits(source, module, shape, scheme, quantization.layout)
+    return _read_eight_bits(source, module, shape, scheme, layout)
 
 
 def round_matrix(

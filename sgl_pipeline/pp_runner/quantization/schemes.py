@@ -94,7 +94,8 @@ class Quantization:
     """What is quantized, and to what; `method` is as the config or `--quantization` spells it.
 
     `has_kv_scales` says that the checkpoint has a scale for each layer's keys, and one for its
-    values, by which they become FP8 (`kv_scales.py`).
+    values, by which they become FP8 (`kv_scales.py`). `rounded_head` names the head where it has 16
+    bits in the checkpoint and is rounded to int8 when it is loaded.
     """
 
     method: str
@@ -102,9 +103,16 @@ class Quantization:
     groups: tuple[tuple[Names, Scheme], ...]
     ignored: Names
     has_kv_scales: bool = False
+    rounded_head: str | None = None
+
+    def layout_of(self, module: str) -> Layout:
+        """How the checkpoint stores the matrix `module`, which has a scheme."""
+        return Layout.SIXTEEN_BITS if module == self.rounded_head else self.layout
 
     def scheme_of(self, module: str) -> Scheme | None:
         """That of the matrix `module` (without `.weight`); None where it has 16 bits."""
+        if module == self.rounded_head:
+            return Int8Scheme()
         if module in self.ignored:
             return None
         return next((scheme for names, scheme in self.groups if module in names), None)

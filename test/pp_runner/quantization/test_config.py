@@ -162,7 +162,13 @@ def test_sixteen_bits_are_rounded_on_request_and_nothing_else_is():
     rounding = choose_quantization("w4a8_int8", awq, "lm_head")
     assert rounding is not None and rounding.method == "w4a8_int8"
     assert rounding.scheme_of(Q_PROJ) == replace(awq.scheme_of(Q_PROJ), rounds_rows=True)
-    assert (rounding.layout, rounding.ignored) == (awq.layout, awq.ignored)
+    assert rounding.layout_of(Q_PROJ) is awq.layout
+    assert (rounding.scheme_of("lm_head"), awq.scheme_of("lm_head")) == (Int8Scheme(), None)
+    assert rounding.layout_of("lm_head") is Layout.SIXTEEN_BITS
+    own_head = read(FORMATS["gptq"].config | {"lm_head": True})
+    rounding = choose_quantization("w4a8_int8", own_head, "lm_head")
+    assert rounding is not None and rounding.layout_of("lm_head") is own_head.layout
+    assert rounding.scheme_of("lm_head") == replace(own_head.scheme_of(Q_PROJ), rounds_rows=True)
     for asked, found in [("w4a8_int8", int8), ("w4a8_int8", None)]:
         with pytest.raises(ConfigurationError, match=r"w4a8_int8 is for checkpoints of 4 bits"):
             choose_quantization(asked, found, "lm_head")
