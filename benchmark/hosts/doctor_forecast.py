@@ -2,7 +2,7 @@
 
     python -m benchmark.hosts.doctor_forecast
 
-Run by hand, as root, some fifteen minutes. The hosts are two namespaces of this machine with one
+Run by hand, as root, some eleven minutes. The hosts are two namespaces of this machine with one
 core each (`benchmark/hosts`). The model's costs are fitted on one of them; then the doctor measures
 each link and forecasts; then a server with the layer split that it names serves a closed loop of
 clients whose steps are about those of the forecast (`TYPICAL_STEP`). The trace says what the steps
@@ -85,6 +85,7 @@ class Compared:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     command = Command(__spec__.name, __doc__)
+    command.add("--fill-s", type=float, default=75.0, help="until all clients have had an answer")
     command.add("--settle-s", type=float, default=10.0)
     command.add("--measured-s", type=float, default=30.0)
     return command.run(_measure, argv)
@@ -195,21 +196,21 @@ def _serve(
     flags = ["--pp-layer-partition", ",".join(map(str, counts)), "--trace-path", str(trace)]
     with served(network, model, *flags) as url:
         clients = Clients(url, LOAD)
-        clients.rate(options.settle_s, options.settle_s)
+        time.sleep(options.fill_s)
         for forecast in forecasts:
             _set_cables(network, forecast.gbit_per_s, forecast.delay_ms)
-            rates.append(clients.rate(options.settle_s, options.measured_s))
+            _, tokens_out = clients.rates(options.settle_s, options.measured_s)
+            rates.append(tokens_out)
             times.append((time.monotonic() - options.measured_s, time.monotonic()))
             name = link_name(forecast.gbit_per_s, forecast.delay_ms)
-            say(f"{name}: {rates[-1]:.0f} tokens/s in and out")
+            say(f"{name}: {tokens_out:.0f} output tokens/s")
         clients.stop()
     records = [*read_trace(trace)]
-    output_share = LOAD.output_tokens / (LOAD.input_tokens + LOAD.output_tokens)
     for forecast, rate, (start_s, end_s) in zip(forecasts, rates, times, strict=True):
         ran = [one for one in records if start_s <= one.scheduled_s < end_s]
         yield Compared(
             forecast=forecast,
-            output_tokens_per_s=output_share * rate,
+            output_tokens_per_s=rate,
             decodes=fmean(one.decodes for one in ran),
             prompt_tokens=fmean(one.prefill_tokens for one in ran),
             slowness=slowness(ran, predictor, counts),

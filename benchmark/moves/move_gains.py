@@ -8,8 +8,7 @@ several layers when many rows are drawn, and next to nothing in a prefill. One s
 fixed splits, moving from one to the next by hand, the other one starts with an even split and moves
 by itself. Loads are closed loops of clients, decode-heavy, prefill-heavy, and one that swings
 between the two. A split's score under the swing is its mean share, over both phases, of what the
-best split does when that phase's load lasts; it may be above 1, since clients that begin together
-are served faster.
+best split does when that phase's load lasts; rates have a spread, so it may be above 1.
 """
 
 import itertools
@@ -58,13 +57,13 @@ SWING = "swing"
 
 
 class Clients:
-    """Serve one load after the other; `tokens` are those in and out of answers, by moment."""
+    """Serve one load after the other; tokens in and out of answers are kept by moment."""
 
     def __init__(self, url: str, load: ClosedLoop) -> None:
         self._url = url + "/generate"
         self._load = load
         self._lock = threading.Lock()
-        self._moments: list[tuple[float, int]] = []
+        self._moments: list[tuple[float, int, int]] = []
         self._numbers = itertools.count()
         self._errors: list[str] = []
         most = max(one.clients for one in (load, *LOADS.values()))
@@ -82,6 +81,10 @@ class Clients:
 
     def rate(self, settle_s: float, measured_s: float) -> float:
         """Tokens a second, in and out, of `measured_s` after `settle_s`."""
+        return sum(self.rates(settle_s, measured_s))
+
+    def rates(self, settle_s: float, measured_s: float) -> tuple[float, float]:
+        """The same, tokens in and tokens out apart."""
         time.sleep(settle_s)
         start_s = time.monotonic()
         time.sleep(measured_s)
@@ -89,8 +92,9 @@ class Clients:
         if self._errors:
             raise SglPipelineError(f"a client got an error: {self._errors[0]}")
         with self._lock:
-            count = sum(tokens for moment, tokens in self._moments if start_s <= moment < end_s)
-        return count / (end_s - start_s)
+            counted = [tokens for moment, *tokens in self._moments if start_s <= moment < end_s]
+        took_s = end_s - start_s
+        return sum(one[0] for one in counted) / took_s, sum(one[1] for one in counted) / took_s
 
     def stop(self) -> None:
         self._is_over.set()
@@ -103,6 +107,7 @@ class Clients:
             while not self._is_over.is_set():
                 load = self._load
                 if number >= load.clients:
+                    before = None
                     time.sleep(0.05)
                     continue
                 length = load.output_tokens if load is before else load.first_output_tokens(number)
@@ -132,10 +137,10 @@ class Clients:
                 if line.startswith(b"data: {"):
                     if b'"error"' in line[:40]:
                         raise ValueError(line.decode())
-                    tokens = load.input_tokens + 1 if is_first else 1
+                    tokens_in = load.input_tokens if is_first else 0
                     is_first = False
                     with self._lock:
-                        self._moments.append((time.monotonic(), tokens))
+                        self._moments.append((time.monotonic(), tokens_in, 1))
                 if self._load is not load:
                     return
 

@@ -5,6 +5,7 @@ from support.served_steps import flat_costs
 from support.step_records import step_record
 
 from benchmark.hosts.doctor_forecast import LOAD, Compared, Forecast, slowness, table
+from benchmark.moves.move_gains import ClosedLoop
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.stage_costs import TYPICAL_STEP
 
@@ -45,3 +46,12 @@ def test_a_row_has_the_forecast_the_measured_rate_and_how_far_they_are_apart() -
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     name = "0.1 Gbit/s, 10 ms"
     assert cells == [name, "9,7", "the round", "120", "100", "+20.0%", "1.10", "31 + 150"]
+
+
+def test_clients_begin_at_every_phase_of_their_answers() -> None:
+    """Else the prompts of all of them come at once, every so often."""
+    load = ClosedLoop(clients=4, input_tokens=10, output_tokens=6)
+    assert [load.first_output_tokens(client) for client in range(4)] == [2, 3, 5, 6]
+    lengths = [LOAD.first_output_tokens(client) for client in range(LOAD.clients)]
+    assert len({*lengths}) == LOAD.clients
+    assert (lengths[0], lengths[-1]) == (2, LOAD.output_tokens)
