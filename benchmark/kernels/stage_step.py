@@ -86,7 +86,7 @@ def measure_steps(dtype: torch.dtype, rounds: int) -> list[Row]:
 
 def measure_quantized_steps(rounds: int) -> list[Row]:
     """The same steps in bf16 with weights of 16 bits and of each kind that is quantized: int8 with
-    the head, 4 bits in groups of 128 without, for rows of 16 and of 8 bits."""
+    the head, 4 bits in groups of 128 without, and for int8 rows with the head in int8."""
     plain = read_preset(torch.bfloat16)
     head = plain.names.head
     int4 = read_quantization(quantization_config("pack-quantized", GROUP_SIZE), head)

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 
 from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.compute_threads import bind_compute_threads, pin_threads
 from sgl_pipeline.pp_runner.cuda.kernel_stopwatch import CudaTimeline, KernelStopwatch
-from sgl_pipeline.pp_runner.device import open_device, pin_threads, release_memory
+from sgl_pipeline.pp_runner.device import open_device, release_memory
 from sgl_pipeline.pp_runner.kernel_choice import (
-    bind_compute_threads,
     choose_attention_backend,
     choose_layer_kernels,
     make_attention_backend,
@@ -127,7 +127,7 @@ class _MadeUpModel:
         choice = choose_layer_kernels(
             assignment.layer_kernels, shape.dtype, device, spec.quantization
         )
-        bind_compute_threads(choice, assignment.cpu_threads, assignment.cpu_cores)
+        bind_compute_threads(choice.name, shape.dtype, assignment.cpu_threads, assignment.cpu_cores)
         self._kernels = make_layer_kernels(choice)
         self._weights = _MadeUpWeights(shape.dtype, device)
         kinds = [spec.layer_kind(layer) for layer in range(spec.num_layers)]

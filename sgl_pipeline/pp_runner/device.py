@@ -1,10 +1,8 @@
-"""The machine's part of a stage: its device, its cores, how inputs reach them and outputs leave.
+"""The machine's part of a stage: its device, how inputs reach it and outputs leave.
 
 Called by the stage worker and its runner. What runs on the device is `kernel_choice.py`'s, what
 fits on it `kv_capacity.py`'s.
 """
-
-import os
 
 import torch
 
@@ -36,18 +34,6 @@ def open_device(name: str, gpu: int) -> torch.device:
 def count_gpus() -> int:
     """The GPUs that this process may use; touches none of them."""
     return torch.cuda.device_count()
-
-
-def pin_threads(num_threads: int, cores: tuple[int, ...]) -> None:
-    """Keeps this process on `cores` (all when empty) with `num_threads` compute threads."""
-    if cores:
-        try:
-            os.sched_setaffinity(0, cores)
-        except OSError as error:
-            raise ConfigurationError(
-                f"cannot pin a stage to the CPU cores {list(cores)}: {error.strerror}"
-            ) from None
-    torch.set_num_threads(num_threads)
 
 
 def release_memory(device: torch.device) -> None:

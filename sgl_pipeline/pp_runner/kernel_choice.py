@@ -6,7 +6,7 @@ computes.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -235,21 +235,6 @@ def make_layer_kernels(choice: BackendChoice) -> LayerKernels:
         kernels = FlashInferKernels()
         call_layer_kernels(kernels, torch.bfloat16, torch.device("cuda"))
     return kernels
-
-
-def bind_compute_threads(choice: BackendChoice, num_threads: int, cores: Sequence[int]) -> None:
-    """Keeps each compute thread of the layer kernels on a core of its own, where there are as many
-    cores as threads.
-
-    The system moves a thread when something else runs on its core for a moment; two on one core
-    take turns, 4 ms each. Raises ConfigurationError when the system refuses.
-    """
-    if choice.name != "cpu" or not 1 < num_threads == len(cores):
-        return
-    if not load_cpu_kernels().bind_threads(cores):
-        raise ConfigurationError(
-            f"cannot keep the threads of a stage on the CPU cores {list(cores)}, one on each"
-        )
 
 
 def quantization_notice(

@@ -14,10 +14,10 @@ import torch
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.compute_threads import bind_compute_threads
 from sgl_pipeline.pp_runner.device import open_device, release_memory
 from sgl_pipeline.pp_runner.kernel_choice import (
     BackendChoice,
-    bind_compute_threads,
     choose_layer_kernels,
     make_layer_kernels,
     quantization_notice,
@@ -72,7 +72,7 @@ def load_stage(
     spec = read_model_spec(assignment.model_path, assignment.quantization)
     stage, plan = assignment.stage, assignment.plan
     kernels = choose_layer_kernels(assignment.layer_kernels, dtype, device, spec.quantization)
-    bind_compute_threads(kernels, assignment.cpu_threads, assignment.cpu_cores)
+    bind_compute_threads(kernels.name, dtype, assignment.cpu_threads, assignment.cpu_cores)
     if before is None:
         # What a layer takes is known when one has been read: the others have to fit then.
         model = StageModel.load(

@@ -37,8 +37,8 @@ from sgl_pipeline.messages import (
     WorkerFailed,
 )
 from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
+from sgl_pipeline.pp_runner.compute_threads import pin_threads
 from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
-from sgl_pipeline.pp_runner.device import pin_threads
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.layer_moves.stage_site import StageSite
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape, NeighborGone

@@ -104,9 +104,7 @@ inline __m512bh load_pairs(const Byte* source) {
 }
 
 inline __m512bh broadcast_pair(const Byte* source) {
-  int32_t pair;
-  std::memcpy(&pair, source, sizeof(pair));
-  return bit_cast<__m512bh>(_mm512_set1_epi32(pair));
+  return bit_cast<__m512bh>(broadcast_four_bytes(source));
 }
 
 // The sums of a group's even and odd lines are apart until its end: few rows would wait for one

@@ -35,7 +35,7 @@ ARGUMENT_TYPES: dict[str, list[Any]] = {
     "has_int8_products": [],
     "int8_product": [*3 * [_INT64], _INT, *6 * [_POINTER], _INT],
     "int4_product": [*3 * [_INT64], _INT, _INT64, *6 * [_POINTER], _INT],
-    "bind_threads": [_INT, _POINTER],
+    "bind_threads": [_INT, _INT, _POINTER],
     "expanded_product": [_INT, *3 * [_INT64], _INT, *2 * [_INT64], *6 * [_POINTER], _INT],
 }
 _ANSWERS = {

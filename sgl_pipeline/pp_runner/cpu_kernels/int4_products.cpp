@@ -2,11 +2,11 @@
 // multiplied by AVX-512's VNNI instruction, whose unsigned factors are the weight's numbers.
 //
 // Called from compiled_quantized.py through ctypes; knows nothing of torch. Sums over a group of
-// inputs are int32 and exact; the zero point times the sum of the group's inputs is taken from them,
-// then they are scaled and added up in fp32, the groups in ascending order.
+// inputs are int32 and exact, and begin with the zero point's share; then they are scaled and added
+// up in fp32, the groups in ascending order. Long groups come here in parts, as groups of their own.
 //
 // Packed, a weight is [out / 16, in / 8, 16, 4] bytes: byte (i, o, j) has the number of input 8 i + j
-// in its low half, that of input 8 i + 4 + j in its high half. Padded, and rows with zeros.
+// in its low half, that of input 8 i + 4 + j in its high half. Where a row is padded it has zeros.
 
 #include "int8_rows.h"
 
@@ -18,7 +18,7 @@ constexpr int kStepInputs = 32;  // what every group has a multiple of
 constexpr int kStepLines = 4;    // of a weight
 constexpr int64_t kStepBytes = kStepLines * kLine;
 constexpr int64_t kSteps = kTileInputs / kStepInputs;  // of a tile
-constexpr int64_t kStepsAtOnce = kTilesAtOnce * kSteps;
+constexpr int64_t kStepsAtOnce = kTilesAtOnce * kSteps;  // no group has more
 
 // Some groups of two blocks of a weight. What lies `ahead` bytes on is asked for, into the L2 cache.
 struct Int4Panel {
@@ -31,12 +31,6 @@ struct Int4Panel {
   int64_t scales_per_row;
   int64_t ahead;
 };
-
-inline __m512i broadcast_four_bytes(const Byte* source) {
-  int32_t four;
-  std::memcpy(&four, source, sizeof(four));
-  return _mm512_set1_epi32(four);
-}
 
 // Adds the products of kRows rows with a step of a panel. The sums of low and of high halves of few
 // rows are apart, since each would wait for the other; they are exact.
@@ -160,13 +154,12 @@ struct Int4Product {
       panel.ahead = 2 * product.input_tiles() * product.tile_bytes;
       for (int64_t row = rows.first; row < rows.end; row += kGroupRows) {
         multiply(rows, row, panel, index);
-        panel.ahead = 0;
+        panel.ahead = 0;  // for the first rows alone
       }
     }
   }
 
-  void multiply(const RowGroups& rows, int64_t first_row, const Int4Panel& panel,
-                int64_t index) const {
+  void multiply(const RowGroups& rows, int64_t first_row, Int4Panel panel, int64_t index) const {
     const int64_t before = first_row - rows.first;
     const int num_rows = std::min<int64_t>(kGroupRows, rows.end - first_row);
     Sums& sums = rows.sums[before / kGroupRows];
@@ -185,6 +178,7 @@ struct Int4Product {
         multiply_rows<2>(source, row_scales, panel, &sums[row]);
       else
         multiply_rows<1>(source, row_scales, panel, &sums[row]);
+      panel.ahead = 0;
     }
     if (panel.end_step < steps()) return;
     const float* const row_scales = rows.scales + before * panel.scales_per_row;

@@ -302,11 +302,12 @@ class CpuKernels:
             num_threads,
         )
 
-    def bind_threads(self, cores: Sequence[int]) -> bool:
-        """Keeps each of the calling thread's compute threads on one of `cores`, as many as these
-        are, itself on the first. Says whether the system did so (threads.cpp)."""
+    def bind_threads(self, num_threads: int, cores: Sequence[int]) -> bool:
+        """Keeps each compute thread of the calling thread, itself among them, on one of `cores`, or
+        where these are not `num_threads`, on all of them. Says whether the system did
+        (threads.cpp)."""
         places = (ctypes.c_int * len(cores))(*cores)
-        return self._plain("bind_threads")(len(cores), places) == 0
+        return self._plain("bind_threads")(num_threads, len(cores), places) == 0
 
     def expanded_product(
         self,

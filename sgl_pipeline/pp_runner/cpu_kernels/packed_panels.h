@@ -93,12 +93,6 @@ void multiply_amx(const Byte* rows, int num_rows, const Panel& panel, Sums& sums
 }
 #endif
 
-inline __m512i broadcast_four_bytes(const Byte* source) {
-  int32_t four;
-  std::memcpy(&four, source, sizeof(four));
-  return _mm512_set1_epi32(four);
-}
-
 template <typename Dot, int kRows>
 void multiply_rows(const Byte* rows, const Panel& panel, float (*sums)[2 * kBlock]) {
   __m512i totals[kRows][2];  // four bytes each, as `Dot` has them

@@ -97,6 +97,12 @@ inline __m512i load_words(const BFloat16* source, int64_t count) {
   return _mm512_maskz_loadu_epi16(kept, source);
 }
 
+inline __m512i broadcast_four_bytes(const Byte* source) {
+  int32_t four;
+  std::memcpy(&four, source, sizeof(four));
+  return _mm512_set1_epi32(four);
+}
+
 // The largest of `count` magnitudes, which are ordered as their bits are; a NaN is the largest.
 inline float largest_magnitude(const BFloat16* source, int64_t count) {
   const __m512i magnitude = _mm512_set1_epi16(0x7fff);

@@ -1,20 +1,21 @@
-// Where the threads run that compute the products and all else that is shared by several.
+// Where the threads run that share the work of a kernel.
 //
-// Called from library.py through ctypes, on the thread that the kernels will be called from.
+// Called from library.py through ctypes, on the thread that calls the kernels.
 
 #include <omp.h>
 #include <sched.h>
 
-// Keeps each of the `num_threads` threads on a core of its own, this one on the first of `cores`.
-// Returns how many could not be.
-extern "C" int sglp_bind_threads(int num_threads, const int* cores) {
-  int failed = 0;
-#pragma omp parallel num_threads(num_threads) reduction(+ : failed)
+// Keeps each of the `num_threads` threads on one of `cores`, the calling one on the first, or where
+// their number is another, each on all of them. Returns how many the system refused to keep there.
+extern "C" int sglp_bind_threads(int num_threads, int num_cores, const int* cores) {
+  int refused = 0;
+#pragma omp parallel num_threads(num_threads) reduction(+ : refused)
   {
     cpu_set_t own;
     CPU_ZERO(&own);
-    CPU_SET(cores[omp_get_thread_num()], &own);
-    failed += sched_setaffinity(0, sizeof(own), &own) != 0;
+    for (int index = 0; index < num_cores; ++index)
+      if (index == omp_get_thread_num() || num_cores != num_threads) CPU_SET(cores[index], &own);
+    refused += sched_setaffinity(0, sizeof(own), &own) != 0;
   }
-  return failed;
+  return refused;
 }

@@ -18,7 +18,7 @@ from sgl_pipeline.pp_runner.layer_kernels.weight_packing import (
 )
 from sgl_pipeline.pp_runner.quantization.weights import Fp8Weight, Int4Weight, Int8Weight
 
-_TILE_INPUTS = 32  # of a tile of bf16, which weights of fewer bits become; of a step of 4 bits
+_TILE_INPUTS = 32  # of a tile of bf16, and of a step in int4_products.cpp
 _MOST_TILES = 16  # of a group, as they are computed with at once
 
 
@@ -76,8 +76,10 @@ class CompiledInt8Linear:
 
 
 class CompiledInt4Linear:
-    """The same for weights of 4 bits and rows that are rounded to 8 bits: sums over a group are
-    exact, those of the groups are added up in fp32.
+    """The same for weights of 4 bits, in groups, and rows that are rounded to 8 bits.
+
+    Sums over a group (of more than 512 inputs: over parts of it) are exact, and added up in fp32; a
+    row's result is bitwise the same in any microbatch.
 
     Args:
         kernels, bias, is_gated: as above.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from sgl_pipeline.pp_runner.compute_threads import use_every_core
 from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer
 
 # Of the thread's time.
@@ -55,6 +56,7 @@ class LayerLoading:
         self._thread.join()
 
     def _run(self) -> None:
+        use_every_core()
         torch.set_num_threads(1)
         try:
             for layer in self._layers:

@@ -135,7 +135,7 @@ def choose_quantization(
             return found
         raise ConfigurationError(
             f"--quantization {asked}: the checkpoint is quantized already, by {found.method}; "
-            "leave the flag out"
+            f"leave the flag out ({W4A8_INT8} is for checkpoints of 4 bits)"
         )
     made: dict[str, tuple[Scheme, tuple[str, ...]]] = {
         W8A8_INT8: (Int8Scheme(), ()),

@@ -162,6 +162,26 @@ def test_eight_bits_of_any_number_of_inputs(kind, in_features):
 
 
 @pytest.mark.compiler
+@pytest.mark.parametrize("in_features", [8, 40, 72, 104])
+@pytest.mark.parametrize("kind", ["int4 of a row", "int4 of a row, int8 rows"])
+def test_four_bits_of_any_number_of_inputs(kind, in_features):
+    """Where a scale is for all of them."""
+    weight, x = quantized(kind, 19, in_features), random(4, 5, in_features)
+    y = compiled("native", weight)(x)
+    torch.testing.assert_close(y, TorchQuantizedLinear(weight)(x), rtol=2.0**-7, atol=1e-3)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("rounds_rows", [False, True])
+@pytest.mark.parametrize("num_rows", [3, 40])
+def test_groups_too_long_to_be_computed_at_once(num_rows, rounds_rows):
+    weight = with_zeros(to_int4(random(9, 24, 4096), 2048))
+    weight, x = replace(weight, rounds_rows=rounds_rows), random(10, num_rows, 4096)
+    y = compiled("native", weight)(x)
+    torch.testing.assert_close(y, TorchQuantizedLinear(weight)(x), rtol=2.0**-7, atol=1e-2)
+
+
+@pytest.mark.compiler
 @every_kind
 @pytest.mark.parametrize("inner", [15, 16, 40])
 def test_the_compiled_product_gates(kind, inner):

@@ -159,6 +159,13 @@ def test_sixteen_bits_are_rounded_on_request_and_nothing_else_is():
     assert choose_quantization(None, awq, "lm_head") is awq
     assert choose_quantization("awq", awq, "lm_head") is awq
     assert choose_quantization("w8a8_int8", int8, "lm_head") is int8
+    for asked, found in [("w8a8_int8", awq), ("gptq", awq), ("awq", None), ("fp8", awq)]:
+        with pytest.raises(ConfigurationError, match=f"--quantization {asked}"):
+            choose_quantization(asked, found, "lm_head")
+
+
+def test_rows_that_meet_four_bits_are_rounded_on_request_and_a_head_of_sixteen_bits_is():
+    int8, awq = read(FORMATS["int-quantized"].config), read(FORMATS["awq"].config)
     rounding = choose_quantization("w4a8_int8", awq, "lm_head")
     assert rounding is not None and rounding.method == "w4a8_int8"
     assert rounding.scheme_of(Q_PROJ) == replace(awq.scheme_of(Q_PROJ), rounds_rows=True)
@@ -171,7 +178,4 @@ def test_sixteen_bits_are_rounded_on_request_and_nothing_else_is():
     assert rounding.scheme_of("lm_head") == replace(own_head.scheme_of(Q_PROJ), rounds_rows=True)
     for asked, found in [("w4a8_int8", int8), ("w4a8_int8", None)]:
         with pytest.raises(ConfigurationError, match=r"w4a8_int8 is for checkpoints of 4 bits"):
-            choose_quantization(asked, found, "lm_head")
-    for asked, found in [("w8a8_int8", awq), ("gptq", awq), ("awq", None), ("fp8", awq)]:
-        with pytest.raises(ConfigurationError, match=f"--quantization {asked}"):
             choose_quantization(asked, found, "lm_head")
