@@ -111,7 +111,6 @@ struct Int4Product {
     for (int64_t row = 0; row < kBlock; ++row, packed += kLine, row_scales += scales_per_row()) {
       if (first + row >= product.num_rows) {
         clear_row(product, packed);
-        std::fill_n(row_scales, scales_per_row(), 0.0f);
         continue;
       }
       row_scales[0] = round_row(product.rows + (first + row) * product.inputs, product, 0, packed);
