@@ -14,14 +14,14 @@ from sgl_pipeline.errors import CheckpointError
 from sgl_pipeline.pp_runner.model.checkpoint import Checkpoint, DummyWeights
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.quantization.layouts import read_matrix
-from sgl_pipeline.pp_runner.quantization.weights import join
+from sgl_pipeline.pp_runner.quantization.weights import Int4Weight, join
 
 MODULE, SHAPE = "model.layers.3.mlp.down_proj", (64, 96)
 CPU = torch.device("cpu")
 
 
-def matrix_of(path: Path):
-    spec = read_model_spec(path)
+def matrix_of(path: Path, asked: str | None = None):
+    spec = read_model_spec(path, asked)
     return read_matrix(Checkpoint(path, torch.float32, CPU), spec.quantization, MODULE, SHAPE)
 
 
@@ -46,6 +46,18 @@ def test_matrices_of_several_kinds_are_not_joined():
     assert join([int8, int4]) is None
     assert join([int4, ordered]) is None
     assert join([int8, torch.ones(64, 96)]) is None
+
+
+@pytest.mark.parametrize("format_name", ["pack-quantized", "gptq", "awq"])
+def test_four_bits_are_for_rounded_rows_where_that_is_asked_for(format_name):
+    path = quantized_model(format_name).path
+    matrix, rounding = matrix_of(path), matrix_of(path, "w4a8_int8")
+    assert not matrix.rounds_rows and rounding.rounds_rows
+    assert torch.equal(matrix.dequantized(), rounding.dequantized())
+    assert join([matrix, rounding]) is None
+    spec = read_model_spec(path, "w4a8_int8")
+    made_up = read_matrix(DummyWeights(torch.float32, CPU), spec.quantization, MODULE, SHAPE)
+    assert isinstance(made_up, Int4Weight) and made_up.rounds_rows
 
 
 def altered(format_name: str, tensor: str, change: Callable, tmp_path: Path) -> Path:
