@@ -16,13 +16,52 @@ from sgl_pipeline.pp_runner.layer_kernels.weight_packing import (
     in_lines,
     in_quads,
 )
-from sgl_pipeline.pp_runner.quantization.weights import Fp8Weight, Int4Weight, Int8Weight
+from sgl_pipeline.pp_runner.quantization.weights import (
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+)
 
 _TILE_INPUTS = 32  # of a tile of bf16, and of a step in int4_products.cpp
 _MOST_TILES = 16  # of a group, as they are computed with at once
 
 
-class CompiledInt8Linear:
+class _QuantizedLinear:
+    """What the products here share: their shape, their bias, and rows that are checked."""
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None,
+        is_gated: bool,
+    ) -> None:
+        outputs, self.in_features = weight.shape
+        assert weight.dtype == torch.bfloat16 and weight.scales.device.type == "cpu"
+        assert outputs % (2 if is_gated else 1) == 0
+        assert bias is None or (bias.shape == (outputs,) and bias.dtype == weight.dtype)
+        self.out_features = outputs // 2 if is_gated else outputs
+        self._kernels = kernels
+        self._is_gated = is_gated
+        self._bias = None if bias is None else bias.contiguous()
+        self._order = weight.order if isinstance(weight, Int4Weight) else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns [T, out] for `x` [T, in]."""
+        x = x if self._order is None else x.index_select(1, self._order)
+        x = x.contiguous()
+        assert x.dim() == 2 and x.shape[1] == self.in_features
+        assert x.dtype == torch.bfloat16 and x.device.type == "cpu"
+        y = x.new_empty(len(x), self.out_features)
+        self._multiply(x, y)
+        return y
+
+    def _multiply(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class CompiledInt8Linear(_QuantizedLinear):
     """`x @ weight.T + bias` for bf16 rows that are rounded to 8 bits; the bits of the result are
     those of `TorchQuantizedLinear`, gated of `LayerKernels.gated_linear` near them.
     At 1, 4, 16, 64 and 256 rows it takes 0.51, 0.55, 0.55, 0.55 and 0.55 of the time of bf16
@@ -43,22 +82,14 @@ class CompiledInt8Linear:
         *,
         is_gated: bool = False,
     ) -> None:
-        assert kernels.has_int8_products and weight.dtype == torch.bfloat16
-        _check_weight(weight.values, bias, is_gated)
-        outputs, self.in_features = weight.shape
-        self.out_features = outputs // 2 if is_gated else outputs
-        self._kernels = kernels
-        self._is_gated = is_gated
-        self._bias = None if bias is None else bias.contiguous()
+        assert kernels.has_int8_products
+        super().__init__(kernels, weight, bias, is_gated)
         self._scales = weight.scales.contiguous()
         sums = weight.values.sum(dim=1, dtype=torch.int32)
         self._corrections = 128 * sums
         self._packed = in_lines(weight.values, 4, is_gated)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns [T, out] for `x` [T, in]."""
-        x = _checked_rows(x, self.in_features)
-        y = x.new_empty(len(x), self.out_features)
+    def _multiply(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self._kernels.int8_product(
             num_rows=len(x),
             inputs=self.in_features,
@@ -72,10 +103,9 @@ class CompiledInt8Linear:
             out=y,
             num_threads=torch.get_num_threads(),
         )
-        return y
 
 
-class CompiledInt4Linear:
+class CompiledInt4Linear(_QuantizedLinear):
     """The same for weights of 4 bits, in groups, and rows that are rounded to 8 bits.
 
     Sums over a group (of more than 512 inputs: over parts of it) are exact, and added up in fp32; a
@@ -94,24 +124,14 @@ class CompiledInt4Linear:
         *,
         is_gated: bool = False,
     ) -> None:
-        assert kernels.has_int8_products and weight.dtype == torch.bfloat16 and weight.rounds_rows
-        _check_weight(weight.scales, bias, is_gated)
-        outputs, self.in_features = weight.shape
-        self.out_features = outputs // 2 if is_gated else outputs
-        self._kernels = kernels
-        self._is_gated = is_gated
-        self._bias = None if bias is None else bias.contiguous()
+        assert kernels.has_int8_products and weight.rounds_rows
+        super().__init__(kernels, weight, bias, is_gated)
         self._groups = groups = _Groups.of(weight)
         self._scales = groups.beside(weight.scales, is_gated)
         self._zeros = groups.beside(weight.zeros, is_gated)
-        self._order = weight.order
         self._packed = in_half_bytes(weight.numbers, is_gated)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns [T, out] for `x` [T, in]."""
-        x = x if self._order is None else x.index_select(1, self._order)
-        x = _checked_rows(x, self.in_features)
-        y = x.new_empty(len(x), self.out_features)
+    def _multiply(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self._kernels.int4_product(
             num_rows=len(x),
             inputs=self.in_features,
@@ -126,10 +146,9 @@ class CompiledInt4Linear:
             out=y,
             num_threads=torch.get_num_threads(),
         )
-        return y
 
 
-class CompiledExpandedLinear:
+class CompiledExpandedLinear(_QuantizedLinear):
     """The same for weights of 4 bits, and for FP8, which become bf16 on the way into the product.
 
     Sums are fp32 and rounded once; a row's result is bitwise the same in any microbatch.
@@ -149,30 +168,19 @@ class CompiledExpandedLinear:
         *,
         is_gated: bool = False,
     ) -> None:
-        assert kernels.has_products and weight.dtype == torch.bfloat16
-        _check_weight(weight.scales, bias, is_gated)
-        outputs, self.in_features = weight.shape
-        self.out_features = outputs // 2 if is_gated else outputs
-        self._kernels = kernels
-        self._is_gated = is_gated
-        self._bias = None if bias is None else bias.contiguous()
+        assert kernels.has_products
+        super().__init__(kernels, weight, bias, is_gated)
         self._groups = groups = _Groups.of(weight)
         self._scales = groups.beside(weight.scales, is_gated)
         self._zeros: torch.Tensor | None = None
-        self._order: torch.Tensor | None = None
         self._is_fp8 = isinstance(weight, Fp8Weight)
         if isinstance(weight, Fp8Weight):
             self._packed = in_lines(weight.values, 2, is_gated)
         else:
             self._packed = in_quads(weight.numbers, is_gated)
             self._zeros = groups.beside(weight.zeros, is_gated)
-            self._order = weight.order
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns [T, out] for `x` [T, in]."""
-        x = x if self._order is None else x.index_select(1, self._order)
-        x = _checked_rows(x, self.in_features)
-        y = x.new_empty(len(x), self.out_features)
+    def _multiply(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self._kernels.expanded_product(
             is_fp8=self._is_fp8,
             num_rows=len(x),
@@ -189,7 +197,6 @@ class CompiledExpandedLinear:
             out=y,
             num_threads=torch.get_num_threads(),
         )
-        return y
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,15 +228,3 @@ def _tiles_at_once(group_tiles: int, is_last: bool) -> int:
     if is_last:
         return min(group_tiles, _MOST_TILES)
     return max(tiles for tiles in range(1, _MOST_TILES + 1) if group_tiles % tiles == 0)
-
-
-def _check_weight(beside: torch.Tensor, bias: torch.Tensor | None, is_gated: bool) -> None:
-    assert beside.device.type == "cpu" and len(beside) % (2 if is_gated else 1) == 0
-    assert bias is None or (bias.shape == beside.shape[:1] and bias.dtype == torch.bfloat16)
-
-
-def _checked_rows(x: torch.Tensor, in_features: int) -> torch.Tensor:
-    x = x.contiguous()
-    assert x.dim() == 2 and x.shape[1] == in_features
-    assert x.dtype == torch.bfloat16 and x.device.type == "cpu"
-    return x
