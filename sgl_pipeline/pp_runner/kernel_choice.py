@@ -33,6 +33,7 @@ from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.moe import groups_stay_on_device
 from sgl_pipeline.pp_runner.quantization.schemes import Int4Scheme, Int8Scheme, Quantization
+from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
 
 logger = logging.getLogger(__name__)
@@ -158,6 +159,8 @@ def make_step_layers(
 ) -> StepLayers:
     """How steps run `held_layers`, prepared for those of `epoch`, which run `layers`. With graphs
     the pool must have a padding page."""
+    if isinstance(attention, CpuAttention):
+        return RecordedLayers(held_layers, attention)
     if not with_graphs:
         return EagerLayers(held_layers, attention)
     assert isinstance(attention, FlashInferAttention)

@@ -13,6 +13,8 @@
 #include "attention_step.h"
 #include "attention_tiles.h"
 #include "attention_vectors.h"
+#include "exports.h"
+#include "team.h"
 
 namespace {
 
@@ -29,15 +31,14 @@ void attend_step(const Step& step, int num_threads, const void* query, const voi
       split(step, num_threads, Kernel::kMostLanes, Kernel::kLeastLanes);
   const int num_items = static_cast<int>(items.size());
   const Kernel kernel(step, tensors);
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-  {
+  in_team(num_threads, [&] {
     typename Kernel::Scratch scratch(step, items);
 #pragma omp for schedule(dynamic, 1)
     for (int i = 0; i < num_items; ++i) {
       const bool last = i + num_threads >= num_items;
       kernel.run(items[i], last ? nullptr : &items[i + num_threads], scratch);
     }
-  }
+  });
 }
 
 }  // namespace

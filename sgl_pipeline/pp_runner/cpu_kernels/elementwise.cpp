@@ -11,7 +11,9 @@
 #include <cstring>
 #include <vector>
 
+#include "exports.h"
 #include "kv_codes.h"
+#include "team.h"
 #include "vectors.h"
 
 namespace {
@@ -22,9 +24,10 @@ constexpr int64_t kElementsWorthThreads = 1 << 15;
 // Calls run(row) for all rows, on several threads where that pays.
 template <typename Run>
 void for_rows(int64_t num_rows, int64_t row_size, int num_threads, const Run& run) {
-  const bool parallel = num_threads > 1 && num_rows * row_size >= kElementsWorthThreads;
-#pragma omp parallel for num_threads(num_threads) if (parallel)
-  for (int64_t row = 0; row < num_rows; ++row) run(row);
+  in_team(num_rows * row_size < kElementsWorthThreads ? 1 : num_threads, [&] {
+#pragma omp for
+    for (int64_t row = 0; row < num_rows; ++row) run(row);
+  });
 }
 
 // Calls run(offset, count) for each vector of a row; count is kWidth except for the last one.
@@ -220,6 +223,14 @@ void gate_rows(int64_t num_rows, int size, const T* gate_up, T* gated, int num_t
 }
 
 template <typename T>
+void add_rows(int64_t num_rows, int size, const T* rows, const T* added, T* sums,
+              int num_threads) {
+  for_rows(num_rows, size, num_threads, [&](int64_t row) {
+    add_row(rows + row * size, added + row * size, sums + row * size, size);
+  });
+}
+
+template <typename T>
 const T* as(const void* pointer) {
   return static_cast<const T*>(pointer);
 }
@@ -244,6 +255,17 @@ extern "C" void sglp_rms_norm(int is_bf16, int64_t num_rows, int size, const voi
   else
     norm_rows<float>(num_rows, size, as<float>(rows), as<float>(added), as<float>(weight), epsilon,
                      as<float>(sums), as<float>(normed), num_threads);
+}
+
+// sums = rows + added, all [num_rows, size].
+extern "C" void sglp_add(int is_bf16, int64_t num_rows, int size, const void* rows,
+                         const void* added, void* sums, int num_threads) {
+  if (is_bf16)
+    add_rows<BFloat16>(num_rows, size, as<BFloat16>(rows), as<BFloat16>(added),
+                       as<BFloat16>(sums), num_threads);
+  else
+    add_rows<float>(num_rows, size, as<float>(rows), as<float>(added), as<float>(sums),
+                    num_threads);
 }
 
 // Rows of qkv [T, (Hq + 2 Hkv) * D] to query [T, Hq, D] and into slots [T] of the pages

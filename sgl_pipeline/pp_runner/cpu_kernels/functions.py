@@ -4,9 +4,11 @@ Used by `library.py`, which gives every argument its name.
 """
 
 import ctypes
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
@@ -29,6 +31,7 @@ ARGUMENT_TYPES: dict[str, list[Any]] = {
         *(_INT, _INT64, *6 * [_INT], *3 * [_POINTER], _FLOAT, *2 * [_POINTER]),
         *(*4 * [_POINTER], _INT),
     ],
+    "add": [_INT, _INT64, _INT, *3 * [_POINTER], _INT],
     "gate": [_INT, _INT64, _INT, *2 * [_POINTER], _INT],
     "has_products": [],
     "product": [*3 * [_INT64], _INT, *4 * [_POINTER], _INT],
@@ -36,12 +39,44 @@ ARGUMENT_TYPES: dict[str, list[Any]] = {
     "int8_product": [*3 * [_INT64], _INT, *6 * [_POINTER], _INT],
     "int4_product": [*3 * [_INT64], _INT, _INT64, *6 * [_POINTER], _INT],
     "bind_threads": [_INT, _INT, _POINTER],
+    "kernel_number": [_POINTER],
+    "run_calls": [_INT64, *3 * [_POINTER], _INT],
     "expanded_product": [_INT, *3 * [_INT64], _INT, *2 * [_INT64], *6 * [_POINTER], _INT],
 }
 _ANSWERS = {
     *("has_arithmetic", "best_bf16_arithmetic", "has_products", "has_int8_products"),
-    "bind_threads",
+    *("bind_threads", "kernel_number"),
 }
+# Of each kernel that a step calls, the argument that says how long the step is, and its place.
+SIZE_PLACES = {
+    "paged_attention": ("num_chunks", 10),
+    "rms_norm": ("num_rows", 1),
+    "add": ("num_rows", 1),
+    "place_heads": ("num_rows", 1),
+    "gate": ("num_rows", 1),
+    "product": ("num_rows", 0),
+    "int8_product": ("num_rows", 0),
+    "int4_product": ("num_rows", 0),
+    "expanded_product": ("num_rows", 1),
+}
+_thread = threading.local()
+
+
+class CallListener(Protocol):
+    """Learns which kernels a thread calls."""
+
+    def hear(self, functions: "CompiledFunctions", name: str, arguments: tuple[Any, ...]) -> None:
+        """Takes note that the kernel `name` is called with `arguments`."""
+
+
+@contextmanager
+def heard_by(listener: CallListener) -> Iterator[None]:
+    """Has `listener` hear of every kernel that this thread calls meanwhile."""
+    _thread.listener = listener
+    try:
+        yield
+    finally:
+        del _thread.listener
 
 
 class CompiledFunctions:
@@ -69,14 +104,17 @@ class CompiledFunctions:
         return function
 
     def kernel(self, name: str) -> Callable[..., None]:
-        """The function `name`, which a running torch profiler (`/start_profile`) sees. To be asked
-        for before every call."""
+        """The function `name`, of which a `CallListener` hears, and which a running torch profiler
+        (`/start_profile`) sees. To be asked for before every call."""
         function: Callable[..., None] = self._functions[name]
-        if not _profiler_enabled():  # 0.1 us; a record_function takes 6
+        listener: CallListener | None = getattr(_thread, "listener", None)
+        if listener is None and not _profiler_enabled():  # 0.1 us; a record_function takes 6
             return function
 
         def call(*arguments: Any) -> None:
-            with record_function(f"sglp_{name}"):
+            if listener is not None:
+                listener.hear(self, name, arguments)
+            with record_function(f"sglp_{name}") if _profiler_enabled() else nullcontext():
                 function(*arguments)
 
         return call

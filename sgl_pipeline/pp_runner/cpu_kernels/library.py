@@ -199,6 +199,28 @@ class CpuKernels:
             num_threads,
         )
 
+    def add(
+        self,
+        *,
+        is_bf16: bool,
+        num_rows: int,
+        size: int,
+        rows: torch.Tensor,
+        added: torch.Tensor,
+        sums: torch.Tensor,
+        num_threads: int,
+    ) -> None:
+        """Adds rows (elementwise.cpp)."""
+        self._kernel("add")(
+            is_bf16,
+            num_rows,
+            size,
+            rows.data_ptr(),
+            added.data_ptr(),
+            sums.data_ptr(),
+            num_threads,
+        )
+
     def gate(
         self,
         *,

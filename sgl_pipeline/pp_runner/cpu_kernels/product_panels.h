@@ -16,6 +16,8 @@
 #include <vector>
 
 #include "amx.h"
+#include "exports.h"
+#include "team.h"
 #include "vectors.h"
 
 #if defined(__AVX512BW__)
@@ -170,25 +172,42 @@ void run_product(const Arithmetic& arithmetic, int num_threads) {
   const int64_t rows_that_fit = kPackedRowsBytes / row_bytes / kGroupRows * kGroupRows;
   const int64_t rows_at_once = std::clamp<int64_t>(rows_that_fit, 2 * kGroupRows, kRowsAtOnce);
   const int64_t packed_rows = std::min(tiles_of(product.num_rows, kBlock) * kBlock, rows_at_once);
-  Byte* const packed = rows_workspace.at_least<Byte>(packed_rows * row_bytes);
-  float* const scales = scales_workspace.at_least<float>(packed_rows * per_row * sizeof(float));
   const int64_t sums_bytes = tiles_of(packed_rows, kGroupRows) * sizeof(Sums);
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-  {
+  in_team(num_threads, [&] {
     arithmetic.open();
+    Byte* packed;
+    float* scales;
+    const auto reserve = [&] {
+      packed = rows_workspace.at_least<Byte>(packed_rows * row_bytes);
+      scales = scales_workspace.at_least<float>(packed_rows * per_row * sizeof(float));
+    };
+    const auto pack = [&](int64_t row, int64_t first) {
+      arithmetic.pack_rows(row, packed + (row - first) * row_bytes,
+                           scales + (row - first) * per_row);
+    };
+    // A thread packs a block sooner than it would have heard that another one has.
+    const bool is_shared = packed_rows > kBlock;
+    if (is_shared) {
+#pragma omp single copyprivate(packed, scales)
+      reserve();
+    } else {
+      reserve();
+    }
     Sums* const sums = sums_workspace.at_least<Sums>(sums_bytes);
     for (int64_t first = 0; first < product.num_rows; first += rows_at_once) {
       const int64_t end = std::min(first + rows_at_once, product.num_rows);
+      if (is_shared) {
 #pragma omp for
-      for (int64_t row = first; row < end; row += kBlock)
-        arithmetic.pack_rows(row, packed + (row - first) * row_bytes,
-                             scales + (row - first) * per_row);
+        for (int64_t row = first; row < end; row += kBlock) pack(row, first);
+      } else {
+        pack(first, first);
+      }
 #pragma omp for
       for (int64_t panel = 0; panel < product.panels(); ++panel)
         arithmetic.run(RowGroups{first, end, packed, scales, sums}, panel);
     }
     arithmetic.close();
-  }
+  });
 }
 
 }  // namespace

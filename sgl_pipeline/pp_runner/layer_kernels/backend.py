@@ -95,6 +95,9 @@ class LayerKernels(Protocol):
             may_overwrite: whether `stream` is, too. Changes no bit of the results.
         """
 
+    def add(self, stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """The sum `stream + added` [T, H]."""
+
     def place_heads(
         self,
         qkv: torch.Tensor,

@@ -84,6 +84,22 @@ class CompiledKernels:
         self._rms_norm(stream, added, norm, sums, normed)
         return sums, normed
 
+    def add(self, stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """See `LayerKernels.add`."""
+        _check(stream.dtype, stream, added)
+        assert added.shape == stream.shape
+        sums = torch.empty_like(stream)
+        self._kernels.add(
+            is_bf16=stream.dtype == torch.bfloat16,
+            num_rows=stream.shape[0],
+            size=stream.shape[1],
+            rows=stream,
+            added=added,
+            sums=sums,
+            num_threads=torch.get_num_threads(),
+        )
+        return sums
+
     def place_heads(
         self,
         qkv: torch.Tensor,

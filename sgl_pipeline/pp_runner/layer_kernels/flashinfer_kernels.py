@@ -156,6 +156,9 @@ class FlashInferKernels:
         self._library.fused_add_rmsnorm(added, stream, norm.weight, norm.epsilon)
         return stream, added
 
+    def add(self, stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        return stream + added
+
     def place_heads(
         self,
         qkv: torch.Tensor,

@@ -41,6 +41,9 @@ class TorchKernels:
         stream = stream + added
         return stream, self.norm(stream, norm)
 
+    def add(self, stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        return stream + added
+
     def place_heads(
         self,
         qkv: torch.Tensor,

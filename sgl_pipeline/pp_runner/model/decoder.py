@@ -98,7 +98,7 @@ class DecoderLayer:
         mixed = self._mlp(normed)
         if self._mlp_output_norm is not None:
             mixed = kernels.norm(mixed, self._mlp_output_norm)
-        return stream + mixed
+        return kernels.add(stream, mixed)
 
 
 def load_norm(spec: ModelSpec, tensors: LayerTensors, name: str) -> RmsNorm:

@@ -93,6 +93,11 @@ class HeldLayers:
         """Has `wait` called once, before a step first runs `layer`."""
         self._before_run[layer] = wait
 
+    @property
+    def has_waits(self) -> bool:
+        """Whether a layer is to be waited for."""
+        return bool(self._before_run)
+
     def forget_waits(self) -> None:
         """Has nothing called of what `before_run` was given."""
         self._before_run.clear()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
 from sgl_pipeline.pp_runner.kv_pool import KvPool
-from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, RmsNorm
+from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, RmsNorm, Rotation
 from sgl_pipeline.pp_runner.model.checkpoint import PacedWeights, WeightSource, weight_opener
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
@@ -261,13 +261,32 @@ class StageModel:
         Returns the residual stream [T, H], a tensor of its own: for the next stage, or on the last
         one for `logits`.
         """
+        stream, rotation = self.enter(inputs, hidden)
+        return self.pass_layers(layers, inputs, stream, rotation, kv_pool, attention)
+
+    @torch.inference_mode()
+    def enter(
+        self, inputs: StepInputs, hidden: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Rotation]:
+        """What the first of the layers begins with: the residual stream [T, H], of the token ids or
+        `hidden`, and the rows' rotation."""
         if self._embedding is not None:
-            stream = F.embedding(inputs.token_ids, self._embedding)
-        else:
-            assert hidden is not None, "a stage after the first needs the residual stream"
-            stream = hidden
-        rotation = self._rotary.at(inputs.positions)
-        is_ours = self._embedding is not None  # so that a layer may write over it
+            hidden = F.embedding(inputs.token_ids, self._embedding)
+        assert hidden is not None, "a stage after the first needs the residual stream"
+        return hidden, self._rotary.at(inputs.positions)
+
+    @torch.inference_mode()
+    def pass_layers(
+        self,
+        layers: Iterable[int],
+        inputs: StepInputs,
+        stream: torch.Tensor,
+        rotation: Rotation,
+        kv_pool: KvPool,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """`forward` from what `enter` gave."""
+        is_ours = self.is_first  # so that a layer may write over it
         for layer in layers:
             stream = self.layers[layer].forward(
                 stream, rotation, inputs.slots, kv_pool, attention, is_ours

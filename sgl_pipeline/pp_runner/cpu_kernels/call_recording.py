@@ -1,0 +1,230 @@
+"""Calls of compiled kernels, recorded as they are made, to be made again with nothing in between.
+
+Used by `pp_runner/recorded_layers.py` and the cost measurement. What a CUDA graph is to a GPU, for
+any number of rows: of short steps Python takes a share that can be seen, and each kernel by itself
+starts and ends a team of threads. Knows nothing of what is computed. Holds addresses, so whoever
+holds recorded calls must let go of them before the weights and pages that they read.
+"""
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sgl_pipeline.pp_runner.cpu_kernels.functions import (
+    ARGUMENT_TYPES,
+    SIZE_PLACES,
+    CompiledFunctions,
+    heard_by,
+)
+
+_aten = torch.ops.aten
+_RESERVES_MEMORY = {
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+}
+_ROWS_AT_LEAST = 64  # of the memory of intermediate results; a multiple keeps them aligned
+
+
+def record(
+    compute: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], num_rows: int
+) -> tuple[torch.Tensor, "RecordedCalls | None"]:
+    """The result of `compute`, and its calls of kernels, to be made again with other `inputs`.
+
+    `compute` must do the same to any number of rows and of chunks. None where it does anything else
+    with numbers than to call kernels, where an intermediate result or the last one has not
+    `num_rows`, or where a kernel reads from the midst of an input or such a result.
+    """
+    heard = _HeardCalls()
+    with heard_by(heard), heard:
+        output = compute()
+    if heard.functions is None or heard.has_other_operations or not output.is_contiguous():
+        return output, None
+    if any(tensor.shape[:1] != (num_rows,) for tensor in (*heard.made, output)):
+        return output, None
+    if heard.reads_within((*heard.made, *inputs)):
+        return output, None
+    return output, RecordedCalls(heard, heard.functions, inputs, output)
+
+
+class RecordedCalls:
+    """The calls of one computation. `run` makes them with other inputs.
+
+    Intermediate results lie in memory of its own, each where one lay that nobody reads any more.
+    """
+
+    def __init__(
+        self,
+        heard: "_HeardCalls",
+        functions: CompiledFunctions,
+        inputs: Sequence[torch.Tensor],
+        output: torch.Tensor,
+    ) -> None:
+        self._words, are_addresses = np.array(heard.words, np.int64), np.array(heard.are_addresses)
+        self._numbers = np.array(heard.numbers, np.int32)
+        self._begins = np.array(heard.begins, np.int64)
+        self._size_places = {name: np.array(places) for name, places in heard.size_places.items()}
+        self._dtypes = [tensor.dtype for tensor in inputs]
+        self._places = [
+            np.flatnonzero(are_addresses & (self._words == tensor.data_ptr()))
+            for tensor in (*inputs, output)
+        ]
+        self._row = output[:0]
+        intermediate = {tensor.data_ptr(): tensor for tensor in heard.made}
+        intermediate.pop(output.data_ptr(), None)
+        self._results = share_memory(
+            [
+                self._lifetime(tensor, are_addresses & (self._words == address))
+                for address, tensor in intermediate.items()
+            ]
+        )
+        self._row_bytes = max((one.begin + one.row_bytes for one in self._results), default=0)
+        self._most_rows = 0
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._run_calls = functions.plain("run_calls")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the intermediate results."""
+        return self._memory.nbytes
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], num_rows: int, num_chunks: int, num_threads: int
+    ) -> torch.Tensor:
+        """The result, a new tensor. `inputs` have the order and the dtypes of the recorded ones, and
+        the sizes that belong to so many rows and chunks."""
+        if num_rows > self._most_rows:
+            self._reserve(num_rows)
+        output = self._row.new_empty(num_rows, *self._row.shape[1:])
+        words = self._words
+        for tensor, dtype in zip(inputs, self._dtypes, strict=True):
+            assert tensor.dtype == dtype and tensor.is_contiguous()
+        for places, tensor in zip(self._places, (*inputs, output), strict=True):
+            words[places] = tensor.data_ptr()
+        words[self._size_places["num_rows"]] = num_rows
+        words[self._size_places["num_chunks"]] = num_chunks
+        self._run_calls(
+            len(self._numbers),
+            self._numbers.ctypes.data,
+            self._begins.ctypes.data,
+            words.ctypes.data,
+            num_threads,
+        )
+        return output
+
+    def _lifetime(self, tensor: torch.Tensor, is_its: np.ndarray) -> "Lifetime":
+        places = np.flatnonzero(is_its)
+        calls = np.searchsorted(self._begins, places, "right") - 1
+        return Lifetime(tensor.nbytes // len(tensor), int(calls[0]), int(calls[-1]), places)
+
+    def _reserve(self, num_rows: int) -> None:
+        """Makes room for the intermediate results of `num_rows`."""
+        self._most_rows = -(-num_rows // _ROWS_AT_LEAST) * _ROWS_AT_LEAST
+        self._memory = torch.empty(
+            self._most_rows * self._row_bytes + _ROWS_AT_LEAST, dtype=torch.uint8
+        )
+        address = -(-self._memory.data_ptr() // _ROWS_AT_LEAST) * _ROWS_AT_LEAST
+        for result in self._results:
+            self._words[result.places] = address + result.begin * self._most_rows
+
+
+@dataclass(slots=True)
+class Lifetime:
+    """Of an intermediate result: the first and the last call with its address, the words that are
+    this address, and where it begins in the memory of one row."""
+
+    row_bytes: int
+    first_call: int
+    last_call: int
+    places: np.ndarray
+    begin: int = 0
+
+    def meets(self, other: "Lifetime") -> bool:
+        return self.first_call <= other.last_call and other.first_call <= self.last_call
+
+
+def share_memory(results: Sequence[Lifetime]) -> Sequence[Lifetime]:
+    """Gives each of `results` the lowest place that is free while it lives, those that live first
+    first."""
+    placed: list[Lifetime] = []
+    for result in sorted(results, key=lambda one: one.first_call):
+        for other in sorted(placed, key=lambda one: one.begin):
+            if other.meets(result) and other.begin < result.begin + result.row_bytes:
+                result.begin = max(result.begin, other.begin + other.row_bytes)
+        placed.append(result)
+    return placed
+
+
+class _HeardCalls(TorchDispatchMode):
+    """The kernels that are called while it is entered, and the memory that is reserved.
+
+    `numbers` are those of the kernels, `begins` say where the words of each call begin. `made` are
+    kept so that no two have the same address.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: CompiledFunctions | None = None
+        self.has_other_operations = False
+        self.made: list[torch.Tensor] = []
+        self.numbers: list[int] = []
+        self.begins: list[int] = []
+        self.words: list[int] = []
+        self.are_addresses: list[bool] = []
+        self.size_places: dict[str, list[int]] = {"num_rows": [], "num_chunks": []}
+
+    def hear(self, functions: CompiledFunctions, name: str, arguments: tuple[Any, ...]) -> None:
+        """See `CallListener.hear`."""
+        self.functions = functions
+        number = functions.plain("kernel_number")(name.encode())
+        assert number >= 0, f"the compiled library cannot make recorded calls of {name}"
+        begin = len(self.words)
+        self.numbers.append(number)
+        self.begins.append(begin)
+        for argument, kind in zip(arguments, ARGUMENT_TYPES[name], strict=True):
+            self.words.append(_word(argument, kind))
+            self.are_addresses.append(kind is ctypes.c_void_p)
+        size, place = SIZE_PLACES[name]
+        self.size_places[size].append(begin + place)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in _RESERVES_MEMORY:
+            self.made.append(result)
+        elif not _is_view(function, args, result):
+            self.has_other_operations = True
+        return result
+
+    def reads_within(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether an address lies behind the beginning of one of `tensors`."""
+        words = np.array(self.words)[np.array(self.are_addresses)]
+        return any(
+            bool(((words > begin) & (words < begin + tensor.nbytes)).any())
+            for tensor in tensors
+            for begin in [tensor.data_ptr()]
+        )
+
+
+def _is_view(function: Any, args: Any, result: Any) -> bool:
+    """Whether an operation of torch gave its first argument's memory another shape, and did nothing
+    else."""
+    tensors = [one for one in (*args[:1], result) if isinstance(one, torch.Tensor)]
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return len(tensors) == 2 and len(addresses) == 1 and not function._schema.is_mutable
+
+
+def _word(argument: Any, kind: Any) -> int:
+    """An argument in eight bytes, as recorded_calls.cpp reads it."""
+    if argument is None:
+        return 0
+    if kind is ctypes.c_float:
+        return int.from_bytes(struct.pack("<f", argument), "little")
+    return int(argument)

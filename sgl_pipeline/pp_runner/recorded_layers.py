@@ -1,0 +1,107 @@
+"""Runs a CPU stage's layers from the recorded calls of an earlier step.
+
+Made by `kernel_choice.py`. What is recorded is `StageModel`'s own pass through the layers, so the
+bits are the same.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.autograd import _profiler_enabled
+
+from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
+from sgl_pipeline.pp_runner.cpu_kernels.call_recording import RecordedCalls, record
+from sgl_pipeline.pp_runner.layer_kernels.backend import Rotation
+from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
+from sgl_pipeline.pp_runner.step_inputs import StepInputs
+
+# Of longer steps Python takes no share to speak of, and their results would be kept.
+MOST_ROWS = 1024
+
+
+class RecordedLayers:
+    """The `StepLayers` of a CPU stage.
+
+    The first step of a range of layers is the one that is recorded. A recording holds the addresses
+    of the weights and pages of all its layers: there is one at most, and none when one of them has
+    gone.
+    """
+
+    def __init__(self, held_layers: HeldLayers, attention: CpuAttention) -> None:
+        self._held_layers = held_layers
+        self._attention = attention
+        self._planned = range(0)
+        self._recorded_layers: range | None = None
+        self._recorded: RecordedCalls | None = None  # None: these layers do more than call kernels
+        held_layers.before_drop(self._forget)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether steps like the last one run from recorded calls."""
+        return self._recorded is not None and self._recorded_layers == self._planned
+
+    def prepare(self, epoch: int, layers: range) -> None:
+        """The step that is recorded takes a few milliseconds longer, in which nothing stands
+        still."""
+
+    def plan(self, epoch: int, layers: range, inputs: StepInputs) -> None:
+        """See `StepLayers.plan`."""
+        self._attention.plan(inputs.layout)
+        self._planned = layers
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs, hidden: torch.Tensor | None) -> torch.Tensor:
+        """See `StepLayers.run`."""
+        held_layers, layers = self._held_layers, self._planned
+        # A layer may have to be waited for, and a profile shows kernels.
+        is_plain = not held_layers.has_waits and not _profiler_enabled()
+        if inputs.num_tokens > MOST_ROWS or not is_plain or not layers:
+            return held_layers.forward(layers, inputs, hidden, self._attention)
+        stream, rotation = held_layers.model.enter(inputs, hidden)
+        if layers != self._recorded_layers:
+            return self._record(inputs, stream, rotation)
+        if self._recorded is None:
+            return self._pass_layers(inputs, stream, rotation)
+        return self._recorded.run(
+            _variables(inputs, stream, rotation),
+            inputs.num_tokens,
+            inputs.layout.num_chunks,
+            torch.get_num_threads(),
+        )
+
+    def _record(self, inputs: StepInputs, stream: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        output, self._recorded = record(
+            lambda: self._pass_layers(inputs, stream, rotation),
+            _variables(inputs, stream, rotation),
+            inputs.num_tokens,
+        )
+        self._recorded_layers = self._planned
+        return output
+
+    def _pass_layers(
+        self, inputs: StepInputs, stream: torch.Tensor, rotation: Rotation
+    ) -> torch.Tensor:
+        return self._held_layers.model.pass_layers(
+            self._planned, inputs, stream, rotation, self._held_layers.kv_pool, self._attention
+        )
+
+    def _forget(self, layer: int) -> None:
+        if self._recorded_layers is not None and layer in self._recorded_layers:
+            self._recorded = self._recorded_layers = None
+
+
+def _variables(
+    inputs: StepInputs, stream: torch.Tensor, rotation: Rotation
+) -> Sequence[torch.Tensor]:
+    """What differs from step to step, in one order."""
+    layout = inputs.layout
+    return (
+        stream,
+        rotation.cosine,
+        rotation.sine,
+        inputs.slots,
+        layout.query_indptr,
+        layout.page_indptr,
+        layout.page_indices,
+        layout.kv_lengths,
+    )
