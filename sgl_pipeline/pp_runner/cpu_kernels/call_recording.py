@@ -69,7 +69,9 @@ class RecordedCalls:
         self._words, are_addresses = np.array(heard.words, np.int64), np.array(heard.are_addresses)
         self._numbers = np.array(heard.numbers, np.int32)
         self._begins = np.array(heard.begins, np.int64)
-        self._size_places = {name: np.array(places) for name, places in heard.size_places.items()}
+        self._size_places = {
+            size: np.array(places, np.int64) for size, places in heard.size_places.items()
+        }
         self._dtypes = [tensor.dtype for tensor in inputs]
         self._places = [
             np.flatnonzero(are_addresses & (self._words == tensor.data_ptr()))
@@ -97,8 +99,8 @@ class RecordedCalls:
     def run(
         self, inputs: Sequence[torch.Tensor], num_rows: int, num_chunks: int, num_threads: int
     ) -> torch.Tensor:
-        """The result, a new tensor. `inputs` have the order and the dtypes of the recorded ones, and
-        the sizes that belong to so many rows and chunks."""
+        """The result, a new tensor. `inputs` have the order and the dtypes of the recorded ones,
+        and the sizes that belong to so many rows and chunks."""
         if num_rows > self._most_rows:
             self._reserve(num_rows)
         output = self._row.new_empty(num_rows, *self._row.shape[1:])

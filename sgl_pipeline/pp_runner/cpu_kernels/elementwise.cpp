@@ -292,3 +292,13 @@ extern "C" void sglp_gate(int is_bf16, int64_t num_rows, int size, const void* g
   else
     gate_rows<float>(num_rows, size, as<float>(gate_up), as<float>(gated), num_threads);
 }
+
+// reordered[row][i] = rows[row][order[i]], all of them bf16 [num_rows, size].
+extern "C" void sglp_reorder(int64_t num_rows, int size, const void* rows, const int64_t* order,
+                             void* reordered, int num_threads) {
+  for_rows(num_rows, size, num_threads, [&](int64_t row) {
+    const BFloat16* const source = as<BFloat16>(rows) + row * size;
+    BFloat16* const target = as<BFloat16>(reordered) + row * size;
+    for (int i = 0; i < size; ++i) target[i] = source[order[i]];
+  });
+}

@@ -26,6 +26,8 @@ void sglp_place_heads(int is_bf16, int64_t num_rows, int num_query_heads, int nu
                       void* key_pages, void* value_pages, int num_threads);
 void sglp_gate(int is_bf16, int64_t num_rows, int size, const void* gate_up, void* gated,
                int num_threads);
+void sglp_reorder(int64_t num_rows, int size, const void* rows, const int64_t* order,
+                  void* reordered, int num_threads);
 void sglp_product(int64_t num_rows, int64_t inputs, int64_t outputs, int gated, const void* rows,
                   const void* weight, const void* bias, void* out, int num_threads);
 void sglp_int8_product(int64_t num_rows, int64_t inputs, int64_t outputs, int gated,

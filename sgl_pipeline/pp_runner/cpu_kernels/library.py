@@ -236,6 +236,26 @@ class CpuKernels:
             is_bf16, num_rows, size, gate_up.data_ptr(), gated.data_ptr(), num_threads
         )
 
+    def reorder(
+        self,
+        *,
+        num_rows: int,
+        size: int,
+        rows: torch.Tensor,
+        order: torch.Tensor,
+        reordered: torch.Tensor,
+        num_threads: int,
+    ) -> None:
+        """Gives the numbers of each row another order (elementwise.cpp)."""
+        self._kernel("reorder")(
+            num_rows,
+            size,
+            rows.data_ptr(),
+            order.data_ptr(),
+            reordered.data_ptr(),
+            num_threads,
+        )
+
     def product(
         self,
         *,

@@ -46,19 +46,36 @@ class _QuantizedLinear:
         self._is_gated = is_gated
         self._bias = None if bias is None else bias.contiguous()
         self._order = weight.order if isinstance(weight, Int4Weight) else None
+        if self._order is not None:
+            assert self._order.shape == (self.in_features,) and self._order.dtype == torch.int64
+            assert self._order.is_contiguous()
+            assert int(self._order.min()) >= 0 and int(self._order.max()) < self.in_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [T, out] for `x` [T, in]."""
-        x = x if self._order is None else x.index_select(1, self._order)
         x = x.contiguous()
         assert x.dim() == 2 and x.shape[1] == self.in_features
         assert x.dtype == torch.bfloat16 and x.device.type == "cpu"
+        if self._order is not None:
+            x = self._reordered(x, self._order)
         y = x.new_empty(len(x), self.out_features)
         self._multiply(x, y)
         return y
 
     def _multiply(self, x: torch.Tensor, y: torch.Tensor) -> None:
         raise NotImplementedError
+
+    def _reordered(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        reordered = torch.empty_like(x)
+        self._kernels.reorder(
+            num_rows=len(x),
+            size=self.in_features,
+            rows=x,
+            order=order,
+            reordered=reordered,
+            num_threads=torch.get_num_threads(),
+        )
+        return reordered
 
 
 class CompiledInt8Linear(_QuantizedLinear):

@@ -12,7 +12,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from sgl_pipeline.errors import KernelBuildError
 from sgl_pipeline.pp_runner import cpu_kernels
-from sgl_pipeline.pp_runner.cpu_kernels.functions import ARGUMENT_TYPES, CompiledFunctions
+from sgl_pipeline.pp_runner.cpu_kernels.functions import (
+    ARGUMENT_TYPES,
+    SIZE_PLACES,
+    CompiledFunctions,
+)
 from sgl_pipeline.pp_runner.cpu_kernels.library import (
     Arithmetic,
     CpuKernels,
@@ -69,6 +73,16 @@ def test_the_argument_types_are_those_of_the_definitions() -> None:
     } == ARGUMENT_TYPES
 
 
+def test_the_size_of_a_step_is_where_the_definitions_have_it() -> None:
+    found = {
+        name: (size, list(parameters).index(size))
+        for name, parameters in definitions().items()
+        for size in ("num_rows", "num_chunks")
+        if size in parameters
+    }
+    assert found == SIZE_PLACES
+
+
 class Recorder:
     """In the place of `CompiledFunctions`: what the last function was given, by position."""
 
@@ -88,8 +102,8 @@ class Recorder:
 @pytest.mark.parametrize(
     "name",
     [
-        *("paged_attention", "rms_norm", "place_heads", "gate"),
-        *("product", "int8_product", "int4_product", "expanded_product"),
+        *("paged_attention", "rms_norm", "add", "place_heads", "gate"),
+        *("reorder", "product", "int8_product", "int4_product", "expanded_product"),
     ],
 )
 def test_every_named_argument_reaches_its_place_in_the_definition(name: str) -> None:

@@ -1,0 +1,139 @@
+"""What is recorded of a computation, and where its intermediate results are put."""
+
+from collections.abc import Callable
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_pipeline.pp_runner.cpu_kernels.call_recording import Lifetime, record, share_memory
+from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels, load_cpu_kernels
+from sgl_pipeline.pp_runner.layer_kernels.backend import RmsNorm
+from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+
+SIZE, ROWS = 32, 3
+NORM = RmsNorm(torch.linspace(0.5, 2.0, SIZE), 1e-6)
+Compute = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def library() -> CpuKernels:
+    return load_cpu_kernels()
+
+
+@pytest.fixture(scope="module")
+def kernels(library: CpuKernels) -> CompiledKernels:
+    return CompiledKernels(library)
+
+
+def rows(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def recorded(compute: Compute, count: int = ROWS):
+    given_rows = rows(count)
+    result, calls = record(lambda: compute(given_rows), (given_rows,), count)
+    assert torch.equal(result, compute(given_rows))
+    return calls
+
+
+def test_other_rows_and_another_number_of_them(kernels: CompiledKernels) -> None:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        sums, normed = kernels.add_norm(x, kernels.norm(x, NORM), NORM)
+        return kernels.add(sums, kernels.gate(torch.stack((normed, normed), 1).view(len(x), -1)))
+
+    def of_kernels_alone(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            sums, normed = kernels.add_norm(x, kernels.norm(x, NORM), NORM)
+            x = kernels.add(normed, kernels.norm(sums.view(-1, SIZE), NORM))
+        return x
+
+    assert recorded(compute) is None  # stacks
+    calls = recorded(of_kernels_alone)
+    assert calls is not None
+    for seed, count in enumerate((3, 1, 64, 65, 500, 2)):
+        x = rows(count, seed)
+        for num_threads in (1, 2):
+            assert torch.equal(calls.run((x,), count, 0, num_threads), of_kernels_alone(x))
+    # Of nineteen results at most four live at once.
+    assert calls.memory_bytes <= 4 * 512 * SIZE * 4 + 64
+
+
+@pytest.mark.parametrize(
+    ("reason", "wrong"),
+    [
+        ("arithmetic", lambda kernels, x: kernels.norm(x, NORM) + 1),
+        ("a copy", lambda kernels, x: kernels.norm(x.clone(), NORM)),
+        ("written to", lambda kernels, x: kernels.norm(x, NORM).mul_(2)),
+        ("zeros", lambda kernels, x: kernels.add(x, torch.zeros_like(x))),
+        ("the midst of an input", lambda kernels, x: kernels.norm(x[1:], NORM)),
+        ("the midst of a result", lambda kernels, x: kernels.norm(kernels.norm(x, NORM)[1:], NORM)),
+        (
+            "other rows",
+            lambda kernels, x: kernels.norm(x.view(1, -1), RmsNorm(NORM.weight.repeat(3), 1e-6)),
+        ),
+        ("no kernel", lambda kernels, x: x),
+    ],
+)
+def test_what_is_more_than_kernels_of_all_rows_is_not_recorded(
+    reason: str,
+    wrong: Callable[[CompiledKernels, torch.Tensor], torch.Tensor],
+    kernels: CompiledKernels,
+) -> None:
+    assert recorded(lambda x: wrong(kernels, x)) is None, reason
+
+
+def test_an_input_of_another_dtype_is_refused(kernels: CompiledKernels) -> None:
+    calls = recorded(lambda x: kernels.norm(x, NORM))
+    for wrong in (rows(ROWS).double(), rows(2 * ROWS)[::2]):
+        with pytest.raises(AssertionError):
+            calls.run((wrong,), ROWS, 0, 1)
+
+
+def test_nothing_is_heard_of_calls_that_come_later(kernels: CompiledKernels) -> None:
+    x = rows(ROWS)
+
+    def fail() -> torch.Tensor:
+        kernels.norm(x, NORM)
+        raise RuntimeError("in the midst")
+
+    with pytest.raises(RuntimeError, match="in the midst"):
+        record(fail, (x,), ROWS)
+    calls = recorded(lambda x: kernels.norm(x, NORM))
+    kernels.norm(x, NORM)
+    assert torch.equal(calls.run((x,), ROWS, 0, 1), kernels.norm(x, NORM))
+
+
+lifetimes = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(0, 12), st.integers(0, 5)).map(
+        lambda drawn: Lifetime(drawn[0], drawn[1], drawn[1] + drawn[2], np.array([]))
+    ),
+    max_size=14,
+)
+
+
+@given(lifetimes)
+def test_results_that_live_together_share_no_memory(results: list[Lifetime]) -> None:
+    placed = share_memory(results)
+    assert sorted(map(id, placed)) == sorted(map(id, results))
+    for one, other in combinations(placed, 2):
+        if one.meets(other):
+            assert (
+                one.begin + one.row_bytes <= other.begin
+                or other.begin + other.row_bytes <= one.begin
+            )
+
+
+@given(lifetimes)
+def test_every_place_is_the_lowest_that_was_free(results: list[Lifetime]) -> None:
+    placed = share_memory(results)
+    for index, one in enumerate(placed):
+        before = [other for other in placed[:index] if other.meets(one)]
+        for begin in range(one.begin):
+            assert any(
+                begin < other.begin + other.row_bytes and other.begin < begin + one.row_bytes
+                for other in before
+            ), "a lower place was free"
