@@ -34,6 +34,7 @@ from sgl_pipeline.pp_runner.quantization.config import (
     choose_quantization,
     read_quantization,
 )
+from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
 from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
@@ -153,7 +154,7 @@ class _StageUnderTest:
         self._model = _load(self.spec, kernels, dtype)
         self.weight_bytes = self._model.weight_bytes
         shape = self.spec.attention_shape(PAGE_SIZE, dtype, CPU)
-        self._attention = CpuAttention(shape, load_cpu_kernels())
+        attention = CpuAttention(shape, load_cpu_kernels())
         longest = max(
             random_inputs(chunks).layout.page_indices.numel() for chunks in STEPS.values()
         )
@@ -161,11 +162,11 @@ class _StageUnderTest:
         for layer in LAYERS:
             for store in pool.pages(layer):
                 store.normal_()
-        self._held_layers = HeldLayers(self._model, pool)
+        self._layers = RecordedLayers(HeldLayers(self._model, pool), attention)
 
     def step(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
-        self._attention.plan(inputs.layout)
-        hidden = self._held_layers.forward(LAYERS, inputs, hidden, self._attention)
+        self._layers.plan(0, LAYERS, inputs)
+        hidden = self._layers.run(inputs, hidden)
         return self._model.logits(hidden[inputs.sample_rows])
 
 

@@ -8,13 +8,16 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.compute_threads import bind_compute_threads, pin_threads
+from sgl_pipeline.pp_runner.cpu_kernels.call_recording import record
 from sgl_pipeline.pp_runner.cuda.kernel_stopwatch import CudaTimeline, KernelStopwatch
 from sgl_pipeline.pp_runner.device import open_device, release_memory
 from sgl_pipeline.pp_runner.kernel_choice import (
@@ -33,6 +36,7 @@ from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
 from sgl_pipeline.pp_runner.model.stage_model import OutputHead
 from sgl_pipeline.pp_runner.output.sampler import Sampler
 from sgl_pipeline.pp_runner.quantization.weights import Matrix
+from sgl_pipeline.pp_runner.recorded_layers import MOST_ROWS, step_variables
 from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.stopwatch import HostStopwatch, Stopwatch
 from sgl_pipeline.requests import SamplingSpec
@@ -181,7 +185,18 @@ class _MadeUpModel:
         rotary = RotaryEmbedding(spec.rope, spec.head_dim, self._shape.device)
         rotation = rotary.at(inputs.positions)
         stream = self._weights.read("", (inputs.num_tokens, spec.hidden_size))
-        return lambda: layer.forward(stream, rotation, inputs.slots, kv_pool, self._attention)
+
+        def call() -> torch.Tensor:
+            return layer.forward(stream, rotation, inputs.slots, kv_pool, self._attention)
+
+        if not isinstance(self._attention, CpuAttention) or inputs.num_tokens > MOST_ROWS:
+            return call
+        variables = (*step_variables(inputs, stream, rotation), *kv_pool.pages(layer.layer))
+        _, calls = record(call, variables, inputs.num_tokens)
+        if calls is None:
+            return call
+        sizes = (inputs.num_tokens, inputs.layout.num_chunks, torch.get_num_threads())
+        return partial(calls.run, variables, *sizes)
 
     def _head_call(self, head: OutputHead, inputs: StepInputs) -> Callable[[], object]:
         sampler = Sampler()

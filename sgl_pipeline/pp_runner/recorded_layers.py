@@ -63,7 +63,7 @@ class RecordedLayers:
         if self._recorded is None:
             return self._pass_layers(inputs, stream, rotation)
         return self._recorded.run(
-            _variables(inputs, stream, rotation),
+            step_variables(inputs, stream, rotation),
             inputs.num_tokens,
             inputs.layout.num_chunks,
             torch.get_num_threads(),
@@ -72,7 +72,7 @@ class RecordedLayers:
     def _record(self, inputs: StepInputs, stream: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         output, self._recorded = record(
             lambda: self._pass_layers(inputs, stream, rotation),
-            _variables(inputs, stream, rotation),
+            step_variables(inputs, stream, rotation),
             inputs.num_tokens,
         )
         self._recorded_layers = self._planned
@@ -90,7 +90,7 @@ class RecordedLayers:
             self._recorded = self._recorded_layers = None
 
 
-def _variables(
+def step_variables(
     inputs: StepInputs, stream: torch.Tensor, rotation: Rotation
 ) -> Sequence[torch.Tensor]:
     """What differs from step to step, in one order."""
