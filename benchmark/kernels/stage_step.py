@@ -36,6 +36,7 @@ from sgl_pipeline.pp_runner.quantization.config import (
 )
 from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
 from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
+from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
 
@@ -72,10 +73,11 @@ def measure_steps(dtype: torch.dtype, rounds: int) -> list[Row]:
     for name, chunks in STEPS.items():
         inputs = random_inputs(chunks)
         hidden = torch.randn(inputs.num_tokens, spec.hidden_size).to(dtype)
-        row = take_turns(
-            {kind: partial(each.step, inputs, hidden) for kind, each in stages.items()}, rounds
-        )
+        turns = {kind: partial(each.step, inputs, hidden) for kind, each in stages.items()}
+        turns["by_kernels"] = partial(stage.step_by_kernels, inputs, hidden)
+        row = take_turns(turns, rounds)
         row["compiled_to_torch"] = row["compiled_ms"] / row["torch_ms"]
+        row["compiled_to_by_kernels"] = row["compiled_ms"] / row["by_kernels_ms"]
         kv_numbers = 2 * len(LAYERS) * int(inputs.layout.kv_lengths.sum())
         kv_numbers *= spec.num_kv_heads * spec.head_dim
         numbers = layer_weights + head_weights + kv_numbers
@@ -103,9 +105,12 @@ def measure_quantized_steps(rounds: int) -> list[Row]:
     for name, chunks in STEPS.items():
         inputs = random_inputs(chunks)
         hidden = torch.randn(inputs.num_tokens, plain.hidden_size).bfloat16()
-        row = take_turns(
-            {kind: partial(stage.step, inputs, hidden) for kind, stage in stages.items()}, rounds
-        )
+        turns = {kind: partial(stage.step, inputs, hidden) for kind, stage in stages.items()}
+        for kind, stage in stages.items():
+            turns[f"{kind}_by_kernels"] = partial(stage.step_by_kernels, inputs, hidden)
+        row = take_turns(turns, rounds)
+        for kind in specs:
+            row[f"{kind}_to_by_kernels"] = row[f"{kind}_ms"] / row[f"{kind}_by_kernels_ms"]
         for kind in [*specs][1:]:
             row[f"bf16_to_{kind}"] = row["bf16_ms"] / row[f"{kind}_ms"]
         table.append({"step": name, **row})
@@ -162,11 +167,21 @@ class _StageUnderTest:
         for layer in LAYERS:
             for store in pool.pages(layer):
                 store.normal_()
-        self._layers = RecordedLayers(HeldLayers(self._model, pool), attention)
+        held_layers = HeldLayers(self._model, pool)
+        self._recorded = RecordedLayers(held_layers, attention)
+        self._by_kernels = EagerLayers(held_layers, attention)
 
     def step(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
-        self._layers.plan(0, LAYERS, inputs)
-        hidden = self._layers.run(inputs, hidden)
+        """As a stage runs it."""
+        return self._run(self._recorded, inputs, hidden)
+
+    def step_by_kernels(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """Each kernel called by Python."""
+        return self._run(self._by_kernels, inputs, hidden)
+
+    def _run(self, layers: StepLayers, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+        layers.plan(0, LAYERS, inputs)
+        hidden = layers.run(inputs, hidden)
         return self._model.logits(hidden[inputs.sample_rows])
 
 
