@@ -1,6 +1,7 @@
 """How near our stages come to what two cores can do, and where the rest of their time goes.
 
     python -m benchmark.kernels.stage_limits
+    python -m benchmark.kernels.stage_limits --load decode-heavy --policies throttle --layers 8,8
 
 Run by hand, some five minutes. Policies take turns at one load, each on a server started for it.
 What a core can do is measured before each round, as a shared machine drifts: how fast it reads, and
@@ -17,7 +18,8 @@ import torch
 
 from benchmark.kernels.stage_step import competitors
 from benchmark.models.make_model import PRESETS, Preset
-from benchmark.support.command import Command, Options, Report, progress
+from benchmark.serving.against_peers import USUAL_LOADS, WARM_UP
+from benchmark.support.command import Command, Options, Report, names_of, progress
 from benchmark.support.dated_result import markdown_table
 from benchmark.support.engine import Engine
 from benchmark.support.engines import parse_engine, running
@@ -31,8 +33,7 @@ from sgl_pipeline.stage_timing import bubble_shares
 from sgl_pipeline.trace import StepRecord
 
 POLICIES = ("throttle", "sarathi", "greedy-queue")
-LAYERS = (9, 7)
-LOAD, WARM_UP = Load(), Load(seed=7)
+LOADS = {name: load for name, load in USUAL_LOADS.items() if isinstance(load, Load)}
 RATE_ROUNDS = 9
 DTYPE = torch.bfloat16
 
@@ -124,20 +125,30 @@ def stage_shares(
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    return Command(__spec__.name, __doc__, rounds=3, port=31900).run(_measure_limits, argv)
+    command = Command(__spec__.name, __doc__, rounds=3, port=31900)
+    command.add("--load", choices=[*LOADS], default="offline", help="default: offline")
+    command.add("--policies", type=names_of(POLICIES), default=POLICIES, help=", ".join(POLICIES))
+    command.add("--layers", type=_layer_counts, default=(9, 7), help="of each stage (default: 9,7)")
+    return command.run(_measure_limits, argv)
+
+
+def _layer_counts(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def _measure_limits(options: Options) -> Report:
     preset, model = PRESETS[DEFAULT_PRESET], make_model(DEFAULT_PRESET)
-    last = len(LAYERS) - 1
-    work = [StageWork(preset, count, stage == last) for stage, count in enumerate(LAYERS)]
+    layers, load, policies = options.layers, LOADS[options.load], options.policies
+    last = len(layers) - 1
+    work = [StageWork(preset, count, stage == last) for stage, count in enumerate(layers)]
     rows: list[StageShares] = []
     rates: list[CoreRates] = []
-    with progress(options.rounds * len(POLICIES), "runs") as bar:
+    with progress(options.rounds * len(policies), "runs") as bar:
         for round_number in range(1, options.rounds + 1):
             rates.append(CoreRates.measured())
-            for policy in POLICIES:
-                records = _run(policy, model, options.port, round_number).records
+            for policy in policies:
+                engine = _engine(policy, layers, model, options.port)
+                records = _run(engine, model, load, round_number).records
                 rows += stage_shares(policy, records, work, rates[-1])
                 bar.update()
     read, flops = (
@@ -149,24 +160,23 @@ def _measure_limits(options: Options) -> Report:
         name="stage_limits",
         texts=[shares_table(rows), text],
         facts={
-            "model": {DEFAULT_PRESET: f"layers {','.join(map(str, LAYERS))}; prefix caches off"},
-            "load": {"flags": " ".join(LOAD.client_flags())},
+            "model": {DEFAULT_PRESET: f"layers {','.join(map(str, layers))}; prefix caches off"},
+            "load": {options.load: " ".join(load.client_flags())},
             "figures": {"medians": f"of {options.rounds} runs (smallest to largest)"},
         },
         record={"rows": [asdict(one) for one in rows], "rates": [asdict(one) for one in rates]},
     )
 
 
-def _run(policy: str, model: Path, port: int, round_number: int) -> MeasuredLoad:
+def _run(engine: Engine, model: Path, load: Load, round_number: int) -> MeasuredLoad:
     """One run of a server that is started for it, after one that is not counted."""
-    engine = _engine(policy, model, port)
     with running(engine, SCRATCH / "stage_limits.log"):
-        return measure(engine, model, [WARM_UP, LOAD], round_number)[-1]
+        return measure(engine, model, [WARM_UP, load], round_number)[-1]
 
 
-def _engine(policy: str, model: Path, port: int) -> Engine:
-    layers = ",".join(map(str, LAYERS))
-    text = f"ours --pp {len(LAYERS)} --policy {policy} --pp-layer-partition {layers}"
+def _engine(policy: str, layers: Sequence[int], model: Path, port: int) -> Engine:
+    partition = ",".join(map(str, layers))
+    text = f"ours --pp {len(layers)} --policy {policy} --pp-layer-partition {partition}"
     return parse_engine(text, model, port, SCRATCH, usable_cores())
 
 
