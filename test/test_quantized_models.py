@@ -32,7 +32,11 @@ ROUNDING_ROWS = [name for name, own in FORMATS.items() if own.rounds_rows]
 OTHERS = [name for name in FORMATS if name not in ROUNDING_ROWS]
 COMPILED = {"dtype": "bfloat16", "attention_backend": "cpu", "layer_kernels": "cpu"}
 INT8_ROWS_OF = "w4a8_int8 of "
-FOUR_BITS_ROUNDING_ROWS = [INT8_ROWS_OF + name for name in ("pack-quantized", "gptq v2, ordered")]
+FOUR_BITS_ROUNDING_ROWS = {  # the format and the model
+    INT8_ROWS_OF + "pack-quantized": ("pack-quantized", "qwen3"),
+    INT8_ROWS_OF + "gptq v2, ordered": ("gptq v2, ordered", "qwen3"),
+    INT8_ROWS_OF + "tied": ("gptq", "qwen2-tied"),
+}
 SERVED = [
     *FORMATS,
     *FOUR_BITS_ROUNDING_ROWS,
@@ -54,7 +58,8 @@ def pipeline(served: str, layer_counts: tuple[int, ...], **arguments) -> LocalPi
     if served in FORMATS:
         path = quantized_model(served).path
     elif served in FOUR_BITS_ROUNDING_ROWS:
-        quantization, path = "w4a8_int8", quantized_model(served.removeprefix(INT8_ROWS_OF)).path
+        quantization = "w4a8_int8"
+        path = quantized_model(*FOUR_BITS_ROUNDING_ROWS[served]).path
     else:
         quantization, _, kind = served.partition(" ")
         path = tiny_model(ONLINE[kind])
@@ -86,7 +91,7 @@ def test_tokens_are_the_same_at_every_depth_and_split(served):
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("served", ["w8a8_int8", "pack-quantized", FOUR_BITS_ROUNDING_ROWS[0]])
+@pytest.mark.parametrize("served", ["w8a8_int8", "pack-quantized", INT8_ROWS_OF + "pack-quantized"])
 def test_tokens_are_the_same_under_every_policy(served, policy):
     throttle = ThrottleArgs(policy=policy, **CHUNKED)
     answers = pipeline(served, (2, 4), throttle=throttle, **COMPILED).run(make_requests(4))
@@ -101,7 +106,9 @@ def alone(served: str) -> list[list[int]]:
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("served", ["w8a8_int8", "gptq v2, ordered", FOUR_BITS_ROUNDING_ROWS[1]])
+@pytest.mark.parametrize(
+    "served", ["w8a8_int8", "gptq v2, ordered", INT8_ROWS_OF + "gptq v2, ordered"]
+)
 def test_tokens_are_the_same_though_layers_move(served):
     still = pipeline(served, (3, 3), **COMPILED).run(make_requests(6))
     moving = pipeline(served, (3, 3), **COMPILED)
