@@ -28,7 +28,7 @@ from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.simulator.experiment import LINKS, Cluster, MeasuredPipeline, simulate
 from sgl_pipeline.simulator.kernel_costs import DEVICES
 from sgl_pipeline.simulator.migration_setup import Migration
-from sgl_pipeline.simulator.models import MODELS, QUANTIZATIONS
+from sgl_pipeline.simulator.models import KV_CACHE_DTYPES, MODELS, QUANTIZATIONS
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import LatencyTarget, Summary, summarize
 from sgl_pipeline.simulator.traces import SHIPPED, load_trace, shared_prefixes
@@ -142,6 +142,7 @@ def _pipeline(options: argparse.Namespace) -> Cluster | MeasuredPipeline:
         model=options.model,
         device=options.device,
         quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
         link=options.link,
         num_stages=num_stages if hosts is None else hosts.num_stages,
         memory_share=options.mem_fraction_static,
@@ -169,6 +170,8 @@ def _target(options: argparse.Namespace) -> LatencyTarget | None:
 def _describe(options: argparse.Namespace, pipeline: Cluster | MeasuredPipeline) -> str:
     if isinstance(pipeline, Cluster):
         quantized = "" if pipeline.quantization == "none" else f" in {pipeline.quantization}"
+        if pipeline.kv_cache_dtype != "auto":
+            quantized += f" with KV in {pipeline.kv_cache_dtype}"
         what = (
             f"{pipeline.model}{quantized} on {pipeline.num_stages} x {pipeline.device} over "
             f"{options.hosts or pipeline.link}, "
@@ -263,6 +266,12 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
         default="none",
         choices=QUANTIZATIONS,
         help="of the layers' weights, as the server's flag; fp8 on cards with a table of it",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=KV_CACHE_DTYPES,
+        help="of keys and values, as the server's flag; fp8_e4m3 on cards with a table of it",
     )
     parser.add_argument("--link", default="net73", choices=LINKS)
     parser.add_argument("--pp", type=int, help="pipeline stages, a card each; by default 4")

@@ -21,8 +21,10 @@ from sgl_pipeline.simulator.forecasts import fitted_costs
 from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
 from sgl_pipeline.simulator.migration_setup import STILL, Migration
 from sgl_pipeline.simulator.models import (
+    KV_CACHE_DTYPES,
     MODELS,
     QUANTIZATIONS,
+    KvCacheDtype,
     ModelShape,
     Quantization,
     model_shape,
@@ -87,6 +89,7 @@ class Cluster:
     model: str
     device: str
     quantization: Quantization = "none"
+    kv_cache_dtype: KvCacheDtype = "auto"
     link: str = "pcie"
     num_stages: int = 4
     tensor_parallel: int = 1
@@ -104,13 +107,15 @@ class Cluster:
     host: HostCosts = MEASURED_HOST
 
     def __post_init__(self) -> None:
-        for name, known in ((self.model, MODELS), (self.device, DEVICES), (self.link, LINKS)):
+        for name, known in (
+            (self.model, MODELS),
+            (self.device, DEVICES),
+            (self.link, LINKS),
+            (self.quantization, QUANTIZATIONS),
+            (self.kv_cache_dtype, KV_CACHE_DTYPES),
+        ):
             if name not in known:
                 raise ConfigurationError(f"{name!r} is unknown; choose from {', '.join(known)}")
-        if self.quantization not in QUANTIZATIONS:
-            raise ConfigurationError(
-                f"{self.quantization!r} is unknown; choose from {', '.join(QUANTIZATIONS)}"
-            )
         if self.hosts is not None:
             self._check_hosts(self.hosts)
 
@@ -129,7 +134,7 @@ class Cluster:
     @property
     def shape(self) -> ModelShape:
         """Of the model as it is served."""
-        return model_shape(self.model, self.quantization)
+        return model_shape(self.model, self.quantization, self.kv_cache_dtype)
 
     def costs(self) -> PipelineCosts:
         return PipelineCosts(

@@ -64,7 +64,7 @@ _OPERATOR_TABLES = {
     ("Qwen3-32B", 2): "rtxpro6000_qwen3-32b_tp2",
     ("Llama-3.1-8B", 1): "rtxpro6000_llama-3.1-8b_tp1",
 }
-# Cards with times of FP8 products (SGLang's fp8_scaled_mm).
+# Cards with times of FP8: products (SGLang's fp8_scaled_mm), and decodes of such keys and values.
 _FP8_TABLES = ("h100_sxm", "h200_sxm", "l40s")
 # PCIe between two RTX PRO 6000 as the tables' authors describe their machine (LLMServingSim,
 # bench/examples/configs/Qwen3-32B.json: link_bw 16 GB/s, link_latency 20,000 ns).
@@ -74,11 +74,19 @@ _PCIE_BYTES_PER_S = 16e9
 
 def part_seconds(device: Device, model: ModelShape, tensor_parallel: int = 1) -> PartSeconds:
     """The times of `model` on `device`. Raises ConfigurationError where nothing was measured."""
-    if model.quantization == "fp8" and (device.tables not in _FP8_TABLES or tensor_parallel > 1):
+    in_fp8 = [
+        what
+        for what, is_used in (
+            ("products", model.quantization == "fp8"),
+            ("keys and values", model.kv_cache_dtype == "fp8_e4m3"),
+        )
+        if is_used
+    ]
+    if in_fp8 and (device.tables not in _FP8_TABLES or tensor_parallel > 1):
         known = [own.name for own in DEVICES.values() if own.tables in _FP8_TABLES]
         raise ConfigurationError(
-            f"there are no times of FP8 products on {device.name} at tensor parallelism "
-            f"{tensor_parallel}, only on {', '.join(known)} at 1"
+            f"there are no times of FP8 {' or '.join(in_fp8)} on {device.name} at tensor "
+            f"parallelism {tensor_parallel}, only on {', '.join(known)} at 1"
         )
     measured = (model.name, tensor_parallel) in _OPERATOR_TABLES
     if device.tables == "rtxpro6000" and measured:
@@ -184,7 +192,8 @@ class GemmCosts:
     """Products and attention measured apart; elementwise operators and sampling assumed.
 
     Elementwise operators are a share of `plain_linear_ms`, the products of 16 bits: those in FP8
-    leave them as slow as they are. Rounding the rows for FP8 products is in no table.
+    leave them as slow as they are. Rounding the rows for FP8 products is in no table. Prompts take
+    as long with keys and values in FP8: their arithmetic has 16 bits.
     """
 
     linear_ms: Grid
@@ -208,7 +217,9 @@ class GemmCosts:
 
         products = "layer_gemm_fp8_ms" if model.quantization == "fp8" else "layer_gemm_ms"
         context = _rows(f"{device.tables}_attn_context_ms")
-        generation = _rows(f"{device.tables}_attn_generation_ms")
+        in_fp8 = model.kv_cache_dtype == "fp8_e4m3"
+        decodes = "attn_generation_fp8_ms" if in_fp8 else "attn_generation_ms"
+        generation = _rows(f"{device.tables}_{decodes}")
         return cls(
             linear_ms=of_model(products, "num_tokens", "linear_ms"),
             plain_linear_ms=of_model("layer_gemm_ms", "num_tokens", "linear_ms"),

@@ -11,10 +11,15 @@ BYTES_PER_NUMBER = 2  # weights, activations and KV of 16 bits
 Quantization = Literal["none", "fp8"]
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
+# Of keys and values, as with the server's flag; `auto` has 16 bits.
+KvCacheDtype = Literal["auto", "fp8_e4m3"]
+KV_CACHE_DTYPES: tuple[KvCacheDtype, ...] = get_args(KvCacheDtype)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """As in the models' config.json, with its layers' matrices in `quantization`."""
+    """As in the models' config.json, with its layers' matrices in `quantization` and its keys and
+    values in `kv_cache_dtype`."""
 
     name: str
     num_layers: int
@@ -25,6 +30,7 @@ class ModelShape:
     vocab_size: int
     head_dim: int = 128
     quantization: Quantization = "none"
+    kv_cache_dtype: KvCacheDtype = "auto"
 
     @property
     def layer_weight_bytes(self) -> int:
@@ -40,7 +46,8 @@ class ModelShape:
 
     @property
     def kv_bytes_per_layer_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * BYTES_PER_NUMBER
+        numbers = 2 * self.num_kv_heads * self.head_dim
+        return numbers * (1 if self.kv_cache_dtype == "fp8_e4m3" else BYTES_PER_NUMBER)
 
     @property
     def hidden_bytes_per_token(self) -> int:
@@ -120,6 +127,8 @@ MODELS = {
 }
 
 
-def model_shape(name: str, quantization: Quantization) -> ModelShape:
-    """That of MODELS, with its layers quantized so."""
-    return replace(MODELS[name], quantization=quantization)
+def model_shape(
+    name: str, quantization: Quantization, kv_cache_dtype: KvCacheDtype = "auto"
+) -> ModelShape:
+    """That of MODELS, with its layers, and its keys and values, quantized so."""
+    return replace(MODELS[name], quantization=quantization, kv_cache_dtype=kv_cache_dtype)

@@ -1,4 +1,4 @@
-"""FP8 weights in the simulator: bytes by hand, times by the tables."""
+"""FP8 in the simulator, of weights and of keys and values: bytes by hand, times by the tables."""
 
 import csv
 import gzip
@@ -59,6 +59,42 @@ def test_products_take_what_the_table_of_fp8_says_and_nothing_else_changes(
     assert plain.tail_s(sampling) == fp8.tail_s(sampling) > 0
 
 
+def test_keys_and_values_have_a_byte_for_each_number() -> None:
+    """Of 90 % of 80 GB, 32 layers and one of the model's ends on each of two cards."""
+    plain = Cluster(model=QWEN, device="h100", num_stages=2)
+    fp8 = Cluster(model=QWEN, device="h100", num_stages=2, kv_cache_dtype="fp8_e4m3")
+    room = 0.9 * 80e9 - 32 * 2 * LAYER_NUMBERS - END_BYTES
+    assert fp8.kv_pool_tokens() == int(room / (32 * 2 * 8 * 128))
+    assert fp8.kv_pool_tokens() // plain.kv_pool_tokens() == 2
+    assert fp8.shape.weight_bytes(10, 1) == plain.shape.weight_bytes(10, 1)
+
+
+@pytest.mark.parametrize(("num_decodes", "context"), [(1, 128), (64, 2048), (128, 4096)])
+def test_decodes_take_what_the_table_of_fp8_says_and_prompts_as_long_as_before(
+    num_decodes: int, context: int
+) -> None:
+    def decode_ms(table: str) -> float:
+        with gzip.open(DATA / f"h100_sxm_{table}.csv.gz", "rt") as file:
+            return next(
+                float(row["latency_ms"])
+                for row in csv.DictReader(file)
+                if (row["q_heads"], row["kv_heads"]) == ("32", "8")
+                and (int(row["batch_size"]), int(row["kv_tokens_each"])) == (num_decodes, context)
+            )
+
+    plain, fp8 = (
+        part_seconds(DEVICES["h100"], model_shape(QWEN, "none", kind))
+        for kind in ("auto", "fp8_e4m3")
+    )
+    step = StepShape((), (context,) * num_decodes, num_decodes)
+    saved_ms = decode_ms("attn_generation_ms") - decode_ms("attn_generation_fp8_ms")
+    assert plain.layer_s(step) - fp8.layer_s(step) == pytest.approx(saved_ms * 1e-3)
+    assert (saved_ms > 0) is (num_decodes > 1)
+    prompt = StepShape(((512, 0),), (), 1)
+    assert plain.layer_s(prompt) == fp8.layer_s(prompt)
+    assert plain.tail_s(prompt) == fp8.tail_s(prompt)
+
+
 def test_the_split_by_time_sees_cheaper_layers() -> None:
     """The head costs as many layers as before, and each of them is worth more."""
     counts = [
@@ -77,6 +113,20 @@ def test_cards_without_times_of_fp8_are_refused_by_name(
     flags = ["run", "--model", QWEN, "--device", device, "--quantization", "fp8"]
     assert main([*flags, "--requests", "3"]) == 2
     assert "no times of FP8 products" in capsys.readouterr().err
+
+
+def test_cards_without_times_of_fp8_pages_are_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match="no times of FP8 keys and values on a100-80g"):
+        Cluster(model=QWEN, device="a100-80g", kv_cache_dtype="fp8_e4m3").costs()
+    with pytest.raises(ConfigurationError, match="no times of FP8 products or keys and values on"):
+        both = Cluster(model=QWEN, device="a100-80g", quantization="fp8", kv_cache_dtype="fp8_e4m3")
+        both.costs()
+
+
+def test_the_command_line_has_pages_in_fp8(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["run", "--model", QWEN, "--device", "h100", "--kv-cache-dtype", "fp8_e4m3"]
+    assert main([*flags, "--requests", "20", "--policy", "throttle"]) == 0
+    assert f"{QWEN} with KV in fp8_e4m3 on 4 x h100" in capsys.readouterr().out
 
 
 def test_the_command_line_serves_in_fp8(capsys: pytest.CaptureFixture[str]) -> None:
