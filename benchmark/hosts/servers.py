@@ -1,14 +1,15 @@
-"""Our server over hosts of namespaces: started on each of them, waited for and ended.
+"""Our server and vLLM over hosts of namespaces: started on each of them, waited for and ended.
 
 Used by the measurements of this folder. The head is the first host.
 """
 
+import os
 import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import requests
@@ -16,6 +17,7 @@ import requests
 from benchmark.hosts.namespaces import Network
 from benchmark.support.engines import EngineFailure
 from benchmark.support.paths import SCRATCH
+from benchmark.support.peer_engines import bind_threads, vllm_command
 
 HTTP_PORT, CLUSTER_PORT = 30000, 20000
 START_TIMEOUT_S = 300.0
@@ -34,8 +36,7 @@ def cluster_flags(network: Network, rank: int) -> list[str]:
     return [*flags, "--dist-init-addr", address, "--cluster-key-file", str(key)]
 
 
-@contextmanager
-def served(network: Network, model: Path, *flags: str) -> Iterator[str]:
+def served(network: Network, model: Path, *flags: str) -> AbstractContextManager[str]:
     """The address of our server over all hosts, one stage each, ready.
 
     Raises EngineFailure where it does not come up.
@@ -43,18 +44,63 @@ def served(network: Network, model: Path, *flags: str) -> Iterator[str]:
     own = [sys.executable, "-m", "sgl_pipeline.launch_server", "--model-path", str(model)]
     own += ["--pp", str(len(network.hosts)), "--host", "0.0.0.0", "--port", str(HTTP_PORT)]
     own += ["--disable-radix-cache", *flags]
+    ranks = range(len(network.hosts))
+    commands = [[*own, *cluster_flags(network, rank)] for rank in ranks]
+    return _running(network, commands, [{} for _ in ranks], SCRATCH / "hosts.log")
+
+
+def vllm_served(
+    network: Network, model: Path, environment: Mapping[str, str]
+) -> AbstractContextManager[str]:
+    """The same of vLLM; `environment` is what `vllm_environment` says."""
+    ranks = range(len(network.hosts))
+    commands = [vllm_host_command(network, model, rank) for rank in ranks]
+    environments = [{**environment, **vllm_host_environment(network, rank)} for rank in ranks]
+    return _running(network, commands, environments, SCRATCH / "hosts_vllm.log")
+
+
+def vllm_host_command(network: Network, model: Path, rank: int) -> list[str]:
+    """Of one host. Only rank 0 answers clients, by the name `model`."""
+    num_hosts = len(network.hosts)
+    command = [*vllm_command(model, model, num_hosts), "--no-enable-prefix-caching"]
+    command += ["--nnodes", str(num_hosts), "--node-rank", str(rank)]
+    command += ["--master-addr", network.hosts[0].address, "--distributed-executor-backend", "mp"]
+    if rank == 0:
+        return [*command, "--host", "0.0.0.0", "--port", str(HTTP_PORT)]
+    return [*command, "--headless"]
+
+
+def vllm_host_environment(network: Network, rank: int) -> dict[str, str]:
+    """A thread on each of the host's cores, and the host's only interface."""
+    host = network.hosts[rank]
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": bind_threads(host.cores, 1),
+        "VLLM_HOST_IP": host.address,
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+
+
+@contextmanager
+def _running(
+    network: Network,
+    commands: Sequence[Sequence[str]],
+    environments: Sequence[Mapping[str, str]],
+    log_path: Path,
+) -> Iterator[str]:
+    """By rank, what each host runs and what is in its environment beside ours."""
     processes = []
-    with (SCRATCH / "hosts.log").open("w") as log:
-        for rank, host in enumerate(network.hosts):
+    with log_path.open("w") as log:
+        for host, command, environment in zip(network.hosts, commands, environments, strict=True):
             options = {"stdout": log, "stderr": subprocess.STDOUT}
-            processes.append(host.start(*own, *cluster_flags(network, rank), **options))
+            processes.append(host.start(*command, env=os.environ | environment, **options))
         try:
             url = f"http://{network.hosts[0].address}:{HTTP_PORT}"
-            _wait_until_ready(processes, url, Path(log.name))
+            _wait_until_ready(processes, url, log_path)
             yield url
         finally:
             for process in processes:
                 process.terminate()
+            for process in processes:
                 process.wait(_STOP_TIMEOUT_S)
 
 

@@ -57,10 +57,15 @@ SWING = "swing"
 
 
 class Clients:
-    """Serve one load after the other; tokens in and out of answers are kept by moment."""
+    """Serve one load after the other; tokens in and out of answers are kept by moment.
+
+    They ask `PATH`; a subclass may ask another one.
+    """
+
+    PATH = "/generate"
 
     def __init__(self, url: str, load: ClosedLoop) -> None:
-        self._url = url + "/generate"
+        self._url = url + self.PATH
         self._load = load
         self._lock = threading.Lock()
         self._moments: list[tuple[float, int, int]] = []
@@ -121,7 +126,24 @@ class Clients:
     def _ask(self, session: requests.Session, load: ClosedLoop, output_tokens: int) -> None:
         first = next(self._numbers) * 7919
         prompt = [(first + place * 31) % 30_000 + 10 for place in range(load.input_tokens)]
-        body: dict[str, Any] = {
+        body = self._body(prompt, output_tokens)
+        shown = 0
+        with session.post(self._url, json=body, stream=True, timeout=_TIMEOUT_S) as reply:
+            reply.raise_for_status()
+            for line in reply.iter_lines():
+                if line.startswith(b"data: {") and b'"error"' in line[:40]:
+                    raise ValueError(line.decode())
+                if tokens_out := self._tokens_out(line, shown, output_tokens):
+                    tokens_in = 0 if shown else load.input_tokens
+                    shown += tokens_out
+                    with self._lock:
+                        self._moments.append((time.monotonic(), tokens_in, tokens_out))
+                if self._load is not load:
+                    return
+
+    def _body(self, prompt: list[int], output_tokens: int) -> dict[str, Any]:
+        """Of a request for exactly `output_tokens`, greedy and streamed."""
+        return {
             "input_ids": prompt,
             "sampling_params": {
                 "max_new_tokens": output_tokens,
@@ -130,19 +152,10 @@ class Clients:
             },
             "stream": True,
         }
-        is_first = True
-        with session.post(self._url, json=body, stream=True, timeout=_TIMEOUT_S) as reply:
-            reply.raise_for_status()
-            for line in reply.iter_lines():
-                if line.startswith(b"data: {"):
-                    if b'"error"' in line[:40]:
-                        raise ValueError(line.decode())
-                    tokens_in = load.input_tokens if is_first else 0
-                    is_first = False
-                    with self._lock:
-                        self._moments.append((time.monotonic(), tokens_in, 1))
-                if self._load is not load:
-                    return
+
+    def _tokens_out(self, line: bytes, shown: int, output_tokens: int) -> int:
+        """What a line of an answer counts, of which `shown` of `output_tokens` were counted."""
+        return 1 if line.startswith(b"data: {") else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,13 +37,16 @@ def bind_threads(cores: Sequence[int], num_stages: int) -> str:
     return "|".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else str(g[0]) for g in groups)
 
 
+def vllm_command(checkpoint: Path, model: Path, num_stages: int) -> list[str]:
+    """Serves `checkpoint` by the name of `model`, which clients ask for whatever the format."""
+    command = [str(VLLM_DIRECTORY / "bin" / "vllm"), "serve", str(checkpoint)]
+    command += ["--served-model-name", str(model), "--pipeline-parallel-size", str(num_stages)]
+    return [*command, "--dtype", "bfloat16", "--max-model-len", "4096"]
+
+
 def _vllm(served: Served, scratch: Path, cores: Sequence[int]) -> Engine:
-    command = [str(VLLM_DIRECTORY / "bin" / "vllm"), "serve", str(served.checkpoint)]
-    # The name that the clients ask for, whatever the format.
-    command += ["--served-model-name", str(served.model)]
-    command += ["--pipeline-parallel-size", str(served.num_stages), *served.address_flags]
-    command += ["--dtype", "bfloat16", "--max-model-len", "4096"]
-    command += served.cache_flags("--no-enable-prefix-caching")
+    command = vllm_command(served.checkpoint, served.model, served.num_stages)
+    command += [*served.address_flags, *served.cache_flags("--no-enable-prefix-caching")]
     threads = {"VLLM_CPU_OMP_THREADS_BIND": bind_threads(cores, served.num_stages)}
     return Engine(
         label=served.label,
