@@ -13,7 +13,7 @@ seconds (`slowness`), and nothing else of them.
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -102,16 +102,19 @@ def _measure(options: Options) -> Report:
     first, second, *_ = usable_cores()
     model = make_model(DEFAULT_PRESET)
     seconds = (options.settle_s, options.measured_s)
-    servers = {}
     with hosts(2, cores=[(first,), (second,)]) as network:
         with served(network, model, "--trace-path", str(trace)) as url:
             facts = requests.get(f"{url}/server_info", timeout=30).json()["internal_states"][0]
-            servers["ours"] = _over_links(network, url, model, *seconds)
+            servers = {"ours": _over_links(network, url, model, *seconds)}
+        results = _predict(servers["ours"], trace, facts["total_pages"] * facts["page_size"])
         if vllm is not None:
             _set_cables(network, *LINKS[0])
             with vllm_served(network, model, vllm) as url:
                 servers["vLLM"] = _over_links(network, url, model, *seconds)
-    results = _compare(servers, trace, facts["total_pages"] * facts["page_size"])
+            results = [
+                replace(one, vllm_tokens_per_s=rate)
+                for one, rate in zip(results, servers["vLLM"].rates, strict=True)
+            ]
     return Report(
         name="link_speeds",
         texts=[rate_table(results)],
@@ -132,17 +135,15 @@ def _measure(options: Options) -> Report:
     )
 
 
-def _compare(servers: Mapping[str, OverLinks], trace: Path, pool_tokens: int) -> list[Measured]:
+def _predict(ours: OverLinks, trace: Path, pool_tokens: int) -> list[Measured]:
     """`pool_tokens` is the size of our KV pool, `trace` what our server has recorded."""
-    ours = servers["ours"]
-    beside = servers["vLLM"].rates if "vLLM" in servers else [None] * len(LINKS)
     records = list(read_trace(trace))
     steps = [
         [one for one in records if start <= one.scheduled_s < end] for start, end in ours.times
     ]
     costs = fit_records(steps[0], str(trace))
     results = []
-    for link, rate, vllm_rate, ran in zip(LINKS, ours.rates, beside, steps, strict=True):
+    for link, rate, ran in zip(LINKS, ours.rates, steps, strict=True):
         slowness = costs.slowness_of(ran)
         predicted = predicted_rate(costs.slowed_by(slowness), *link, pool_tokens)
         results.append(
@@ -152,7 +153,6 @@ def _compare(servers: Mapping[str, OverLinks], trace: Path, pool_tokens: int) ->
                 slowness=slowness,
                 tokens_per_s=rate,
                 predicted_tokens_per_s=predicted,
-                vllm_tokens_per_s=vllm_rate,
             )
         )
     return results
