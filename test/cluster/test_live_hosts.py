@@ -229,15 +229,15 @@ def test_four_hosts_one_lost_during_the_start_answer_as_one_over_slow_links_that
 
 
 @pytest.mark.skipif(bool(why_no_ray()), reason=why_no_ray())
+@pytest.mark.parametrize("is_head_outside", [False, True], ids=["head_in_ray", "head_outside"])
 def test_ray_starts_the_other_host_and_a_third_one_when_its_node_dies(
-    expected: list[list[int]], tmp_path: Path
+    expected: list[list[int]], tmp_path: Path, is_head_outside: bool
 ) -> None:
-    with live_ray(tmp_path, *FLAGS) as (server, logs):
+    with live_ray(tmp_path, *FLAGS, is_head_outside=is_head_outside) as ray:
+        server = ray.server
         assert server.ask().result(120) == expected
         address = server.facts()["hosts"][1]["address"]
-        (host,) = (
-            one for one in server.network.hosts if address == f"{one.address}:{CLUSTER_PORT}"
-        )
+        (host,) = (one for one in ray.nodes if address == f"{one.address}:{CLUSTER_PORT}")
         asked = server.ask()
         server.until("facts['num_running_requests'] == 3")
         host.power_off()
@@ -247,11 +247,10 @@ def test_ray_starts_the_other_host_and_a_third_one_when_its_node_dies(
         assert server.ask().result(120) == expected
         assert server.head.stop() == 0
         key = server.key_file.read_bytes()
-        texts = [path.read_bytes() for path in logs.rglob("*.*") if path.is_file()]
+        texts = [path.read_bytes() for path in ray.logs.rglob("*.*") if path.is_file()]
         assert any(b"the head has taken this host in" in text for text in texts)
         assert not any(key in text for text in texts)
         # What Ray was asked for, it has back.
-        head, *others = server.network.hosts
-        assert placement_groups(head) == ["REMOVED"]
-        (left,) = [one for one in others if one is not host]
+        assert placement_groups(ray.head) == ["REMOVED"]
+        (left,) = [one for one in ray.nodes if one is not host]
         assert f"{left.address}:{CLUSTER_PORT}" not in left.listeners()

@@ -10,8 +10,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from support.live_hosts import HostProcess, LiveHosts, new_key
@@ -69,27 +70,40 @@ def placement_groups(head: Host) -> list[str]:
     return list(json.loads(text.splitlines()[-1]))
 
 
+@dataclass(frozen=True, slots=True)
+class LiveRay:
+    """A server over two hosts, ready: the first of the network is its head, one of `nodes` has the
+    agent. `head` is Ray's own, which has no CPUs for agents; `logs` are Ray's."""
+
+    server: LiveHosts
+    head: Host
+    nodes: Sequence[Host]
+    logs: Path
+
+
 @contextmanager
 def live_ray(
-    directory: Path, *flags: str, num_nodes: int = 2, address: str = "{head}:6379"
-) -> Iterator[tuple[LiveHosts, Path]]:
-    """A server over two hosts, ready, and the directory of Ray's logs.
-
-    Its head is on the first host of the network, as is Ray's; one of the `num_nodes` others has the
-    agent. `address` is how the head finds Ray.
-    """
+    directory: Path, *flags: str, num_nodes: int = 2, is_head_outside: bool = False
+) -> Iterator[LiveRay]:
+    """The server's head is on Ray's head, or `is_head_outside` on a host that is none of Ray's
+    nodes."""
     with (
-        hosts(1 + num_nodes) as network,
+        hosts(1 + num_nodes + is_head_outside) as network,
         tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as logs,
     ):
         head, *others = network.hosts
+        ray_head = others.pop() if is_head_outside else head
         # The paths of its sockets are long.
         environment = os.environ | _QUICK | {"RAY_TMPDIR": logs, "PYTHONPATH": _python_path()}
-        nodes = [start_node(head, head, 0, environment)]
+        nodes = [start_node(ray_head, ray_head, 0, environment)]
         nodes[0].until("Ray runtime started", START_TIMEOUT_S)
-        nodes += [start_node(host, head, 1, environment) for host in others]
+        nodes += [start_node(host, ray_head, 1, environment) for host in others]
         live = LiveHosts(network, 2, new_key(directory), ("--cpu-threads-per-stage", "1", *flags))
-        environment["RAY_ADDRESS"] = address.format(head=head.address)
+        environment["RAY_ADDRESS"] = (
+            f"ray://{ray_head.address}:{CLIENT_PORT}"
+            if is_head_outside
+            else f"{ray_head.address}:{RAY_PORT}"
+        )
         live.processes[0] = live.start(0, "--use-ray", env=environment)
         live.head.until("Ready:", START_TIMEOUT_S)
-        yield live, Path(logs)
+        yield LiveRay(live, ray_head, others, Path(logs))

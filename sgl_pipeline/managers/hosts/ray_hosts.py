@@ -33,6 +33,9 @@ RETRY_S = 5.0
 SAY_AGAIN_S = 30.0
 # What giving back may take; a driver that hangs is killed then, and Ray does it.
 END_LIMIT_S = 10
+# Ray's client server forks beside gRPC's threads for each new client, which now and then ends the
+# child (github.com/ray-project/ray/issues/63202, open in Ray 2.60).
+_CLIENT_ATTEMPTS = 4
 _POLL_S = 0.5
 
 
@@ -307,6 +310,13 @@ def _connect(address: str) -> Any:
     import ray
 
     try:
+        for _ in range(_CLIENT_ATTEMPTS - 1):
+            try:
+                ray.init(address=address, logging_level=logging.WARNING)
+                return ray
+            except ConnectionAbortedError as error:
+                reason = _in_a_line(error)
+                logger.warning("Ray's client server failed, and is asked again: %s", reason)
         ray.init(address=address, logging_level=logging.WARNING)
     # Ray has no common class of what it raises here.
     except Exception as error:
