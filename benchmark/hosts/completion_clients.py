@@ -30,8 +30,7 @@ class CompletionClients(Clients):
         }
 
     def _tokens_out(self, line: bytes, shown: int, output_tokens: int) -> int:
-        missing = output_tokens - shown
         if line == b"data: [DONE]":
-            return missing
-        # One more chunk may say that the answer has ended.
-        return min(1, missing) if line.startswith(b"data: {") else 0
+            # Below zero where one more chunk has said that the answer ends.
+            return output_tokens - shown
+        return super()._tokens_out(line, shown, output_tokens)
