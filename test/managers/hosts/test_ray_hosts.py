@@ -1,6 +1,6 @@
 """What Ray is asked for, and what is said where it cannot: with a stand-in for the module `ray`.
 
-`test/cluster/test_live_ray.py` is with Ray itself.
+`test/cluster/test_live_hosts.py` is with Ray itself.
 """
 
 import importlib.util
