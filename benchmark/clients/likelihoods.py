@@ -45,6 +45,12 @@ def expected_likelihoods(model_path: Path, pairs: Likelihoods) -> Likelihoods:
 
 
 def largest_difference(one: Likelihoods, other: Likelihoods) -> float:
-    """Of two with the same pairs."""
+    """The largest absolute difference of two with the same pairs."""
     assert one.keys() == other.keys()
     return max(abs(one[pair] - other[pair]) for pair in one)
+
+
+def mean_difference(one: Likelihoods, other: Likelihoods) -> float:
+    """The mean absolute difference of two with the same pairs."""
+    assert one.keys() == other.keys()
+    return sum(abs(one[pair] - other[pair]) for pair in one) / len(one)

@@ -11,7 +11,6 @@ from typing import Any
 from benchmark.demo_model.evaluate import held_out_questions
 
 GENERATE, CHOOSE = "demo_generate", "demo_choose"
-_QUESTIONS_PER_TASK = 5
 _SHARED = """
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
@@ -36,21 +35,22 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
 
 
-def write_tasks(directory: Path) -> None:
-    """Writes the data and both tasks into `directory`."""
+def write_tasks(directory: Path, questions: int) -> None:
+    """Writes both tasks and their data, `questions` of each kind, into `directory`."""
     data = directory / "questions.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows()), encoding="utf-8")
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows(questions)), encoding="utf-8")
     for name, body in ((GENERATE, _GENERATE), (CHOOSE, _CHOOSE)):
         text = body + _SHARED.format(data=data)
         (directory / f"{name}.yaml").write_text(text, encoding="utf-8")
 
 
-def rows() -> list[dict[str, Any]]:
-    """Questions in the demo model's chat template; the wrong choices are answers to others."""
-    questions = held_out_questions(_QUESTIONS_PER_TASK, seed=1)
-    answers = list(dict.fromkeys(question.answer for question in questions))
+def rows(questions: int) -> list[dict[str, Any]]:
+    """`questions` of each kind in the demo model's chat template; the wrong choices are answers to
+    others."""
+    asked = held_out_questions(questions, seed=1)
+    answers = list(dict.fromkeys(question.answer for question in asked))
     found: list[dict[str, Any]] = []
-    for question in questions:
+    for question in asked:
         place = answers.index(question.answer)
         found.append(
             {

@@ -1,45 +1,35 @@
 """Runs lm-eval and guidellm, unmodified and offline, against the demo model at several depths.
 
     python -m benchmark.clients.run --pp 1 --pp 2 --pp 4
+    python -m benchmark.clients.run --format w8a8_int8 --format bf16+kv-int8
 
 Run by hand after `python -m benchmark.clients.install`. What lm-eval generates is held against the
 held-out answers, the likelihoods that it asks for against transformers' and against the other
-depths', and guidellm must see every request answered.
+depths', and guidellm must see every request answered. With `--format` lm-eval alone runs, and holds
+formats of weights, keys and values against bf16: a minute or two for each at each depth.
 """
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import requests
-
-from benchmark.clients.install import CLIENTS, CLIENTS_DIRECTORY
-from benchmark.clients.likelihoods import (
-    Likelihoods,
-    expected_likelihoods,
-    largest_difference,
-    served_likelihoods,
-)
-from benchmark.clients.lm_eval_task import CHOOSE, GENERATE, write_tasks
-from benchmark.support.command import Command, Options, Report, say
+from benchmark.clients import formats
+from benchmark.clients.client_process import program, run_client, version
+from benchmark.clients.demo_server import MODEL_NAME, demo_server
+from benchmark.clients.install import CLIENTS
+from benchmark.clients.likelihoods import Likelihoods, expected_likelihoods, largest_difference
+from benchmark.clients.lm_eval_client import LEAST_EXACT_MATCH, evaluate
+from benchmark.models.precisions import PRECISIONS
+from benchmark.support.command import Command, Options, Report, at_least_one, say
 from benchmark.support.dated_result import markdown_table
-from benchmark.support.engine import Engine, EngineFailure
-from benchmark.support.engines import running
-from sgl_pipeline.errors import ConfigurationError
+from benchmark.support.paths import DEMO_MODEL
+from sgl_pipeline.args import require
 
-MODEL_NAME = "sgl-pipeline-demo"
-MODEL_PATH = Path(__file__).resolve().parents[2] / "sgl_pipeline" / "demo_model"
-LEAST_EXACT_MATCH = 0.9
 LARGEST_DIFFERENCE = 1e-3  # fp32, summed over a continuation of up to some 40 tokens
+_QUESTIONS = 5
 _NUM_REQUESTS = 24
-_CLIENT_TIMEOUT_S = 300
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +41,54 @@ class Outcome:
     passed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What a client is told: the server, a directory of its own, the questions of each kind, and
+    the likelihoods of each depth so far, to which it adds."""
+
+    url: str
+    depth: int
+    directory: Path
+    questions: int
+    likelihoods: dict[int, Likelihoods]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     command = Command(__spec__.name, __doc__, port=31960)
     add = command.add
     add("--client", action="append", choices=list(_CLIENTS), help="repeatable (default: all)")
     add("--pp", action="append", type=int, help="depth of the server; repeatable (default: 2)")
+    text = f"beside bf16, by lm-eval: one of {', '.join(PRECISIONS)}; repeatable"
+    add("--format", action="append", choices=list(PRECISIONS), metavar="FORMAT", help=text)
+    text = f"of each kind for lm-eval (default: {_QUESTIONS}, of formats {formats.QUESTIONS})"
+    add("--questions", type=at_least_one, help=text)
     return command.run(_measure, argv)
 
 
 def _measure(options: Options) -> Report:
+    depths = options.pp or [2]
+    if not options.format:
+        names, questions = options.client or list(_CLIENTS), options.questions or _QUESTIONS
+        return _measure_clients(names, depths, options.port, questions)
+    require(
+        options.client in (None, ["lm-eval"]), "--format is measured by lm-eval, no other --client"
+    )
+    questions = options.questions or formats.QUESTIONS
+    return formats.measure_formats(options.format, depths, options.port, questions)
+
+
+def _measure_clients(names: list[str], depths: list[int], port: int, questions: int) -> Report:
     outcomes: list[Outcome] = []
     likelihoods: dict[int, Likelihoods] = {}
-    names = options.client or list(_CLIENTS)
     for name in names:
-        _program(name, name)  # known to be missing before a server starts
-    for depth in options.pp or [2]:
-        with (
-            running(_engine(depth, options.port), CLIENTS_DIRECTORY / "server.log"),
-            tempfile.TemporaryDirectory() as directory,
-        ):
-            url = f"http://127.0.0.1:{options.port}"
+        package = name.replace("-", "_")
+        program(package, package)  # known to be missing before a server starts
+    for depth in depths:
+        with demo_server(depth, port, ("--dtype", "float32")) as (url, directory):
+            visit = Visit(url, depth, directory, questions, likelihoods)
             for name in names:
-                found = _CLIENTS[name](url, depth, Path(directory), likelihoods)
+                found = _CLIENTS[name](visit)
                 say("\n".join(f"{o.client}: {o.seen}" for o in found))
                 outcomes += found
     outcomes += _compare_likelihoods(likelihoods)
@@ -81,67 +96,51 @@ def _measure(options: Options) -> Report:
     return Report(
         name="clients",
         texts=[markdown_table(["client", "seen", ""], cells)],
-        facts={"clients": {name: _version(name) for name in CLIENTS}},
+        facts={"clients": {name: version(name) for name in CLIENTS}},
         record={"outcomes": [asdict(outcome) for outcome in outcomes]},
         problems=[f"{one.client}: {one.seen}" for one in outcomes if not one.passed],
     )
 
 
-def run_lm_eval(
-    url: str, depth: int, directory: Path, likelihoods: dict[int, Likelihoods]
-) -> list[Outcome]:
-    """Generates, and where the server has log-probabilities of prompts, chooses."""
-    write_tasks(directory)
-    tasks = [GENERATE, *([CHOOSE] if _has_prompt_logprobs(url) else [])]
-    output = directory / "lm_eval"
-    served = f"model={MODEL_NAME},base_url={url}/v1/completions,num_concurrent=8,max_retries=1"
-    tokenizer = f"tokenizer={MODEL_PATH},tokenizer_backend=huggingface"
-    command = ["run", "--model", "local-completions", "--model_args", f"{served},{tokenizer}"]
-    command += ["--include_path", str(directory), "--tasks", ",".join(tasks)]
-    command += ["--output_path", str(output), "--log_samples"]
-    _run_client("lm_eval", ["lm_eval", *command], directory)
-    (results,) = output.rglob("results_*.json")
-    scores = json.loads(results.read_text(encoding="utf-8"))["results"]
-    exact_match = scores[GENERATE]["exact_match,none"]
-    client = f"lm-eval, --pp {depth}"
-    found = [
-        Outcome(f"{client}, generate_until", f"{exact_match:.3f}", exact_match >= LEAST_EXACT_MATCH)
+def run_lm_eval(visit: Visit) -> list[Outcome]:
+    """Generates and chooses."""
+    scores = evaluate(visit.url, visit.directory, visit.questions)
+    visit.likelihoods[visit.depth] = scores.likelihoods
+    difference = largest_difference(
+        scores.likelihoods, expected_likelihoods(DEMO_MODEL, scores.likelihoods)
+    )
+    seen = f"accuracy {scores.accuracy:.3f}, "
+    seen += f"{len(scores.likelihoods)} likelihoods within {difference:.1e} of transformers'"
+    client, matches = f"lm-eval, --pp {visit.depth}", f"{scores.exact_match:.3f}"
+    return [
+        Outcome(f"{client}, generate_until", matches, scores.exact_match >= LEAST_EXACT_MATCH),
+        Outcome(f"{client}, loglikelihood", seen, difference <= LARGEST_DIFFERENCE),
     ]
-    if CHOOSE in tasks:
-        (samples,) = output.rglob(f"samples_{CHOOSE}_*.jsonl")
-        likelihoods[depth] = served_likelihoods(samples)
-        difference = largest_difference(
-            likelihoods[depth], expected_likelihoods(MODEL_PATH, likelihoods[depth])
-        )
-        seen = f"accuracy {scores[CHOOSE]['acc,none']:.3f}, "
-        seen += f"{len(likelihoods[depth])} likelihoods within {difference:.1e} of transformers'"
-        found.append(Outcome(f"{client}, loglikelihood", seen, difference <= LARGEST_DIFFERENCE))
-    return found
 
 
-def run_guidellm(
-    url: str, depth: int, directory: Path, likelihoods: dict[int, Likelihoods]
-) -> list[Outcome]:
+def run_guidellm(visit: Visit) -> list[Outcome]:
     """A few concurrent streams of synthetic prompts."""
-    report = directory / "guidellm.json"
+    report = visit.directory / "guidellm.json"
     command = ["guidellm", "run", "--disable-console-interactive"]
-    command += ["--backend", f"kind=openai_http,target={url},model={MODEL_NAME}"]
+    command += ["--backend", f"kind=openai_http,target={visit.url},model={MODEL_NAME}"]
     command += ["--profile", "kind=concurrent,streams=4"]
     command += ["--constraint", f"kind=max_requests,count={_NUM_REQUESTS}"]
-    command += ["--tokenizer", f"kind=huggingface_auto,model={MODEL_PATH}"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={DEMO_MODEL}"]
     command += ["--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"]
     command += ["--output", f"kind=json,path={report}"]
-    _run_client("guidellm", command, directory)
+    run_client("guidellm", command, visit.directory)
     totals = json.loads(report.read_text(encoding="utf-8"))["benchmarks"][0]["metrics"][
         "request_totals"
     ]
     seen = ", ".join(f"{totals[key]} {key}" for key in ("successful", "incomplete", "errored"))
     passed = totals["successful"] == _NUM_REQUESTS and totals["errored"] == 0
-    return [Outcome(f"guidellm, --pp {depth}", seen, passed)]
+    return [Outcome(f"guidellm, --pp {visit.depth}", seen, passed)]
 
 
-_Client = Callable[[str, int, Path, dict[int, Likelihoods]], list[Outcome]]
-_CLIENTS: dict[str, _Client] = {"lm-eval": run_lm_eval, "guidellm": run_guidellm}
+_CLIENTS: dict[str, Callable[[Visit], list[Outcome]]] = {
+    "lm-eval": run_lm_eval,
+    "guidellm": run_guidellm,
+}
 
 
 def _compare_likelihoods(likelihoods: dict[int, Likelihoods]) -> list[Outcome]:
@@ -153,55 +152,6 @@ def _compare_likelihoods(likelihoods: dict[int, Likelihoods]) -> list[Outcome]:
         name = f"lm-eval, --pp {depth} against --pp {first}"
         found.append(Outcome(name, f"likelihoods differ by {difference:.1e}", difference == 0))
     return found
-
-
-def _engine(depth: int, port: int) -> Engine:
-    command = [sys.executable, "-m", "sgl_pipeline.launch_server", "--dtype", "float32"]
-    return Engine(
-        label=f"ours --pp {depth}",
-        client_backend="sglang",
-        base_url=f"http://127.0.0.1:{port}",
-        command=(*command, "--pp", str(depth), "--port", str(port)),
-    )
-
-
-def _has_prompt_logprobs(url: str) -> bool:
-    body: dict[str, Any] = {"model": MODEL_NAME, "prompt": "ab", "max_tokens": 1}
-    body |= {"echo": True, "logprobs": 1}
-    return requests.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
-
-
-def _run_client(name: str, command: list[str], directory: Path) -> None:
-    """Raises EngineFailure with the end of its output when the client fails."""
-    program = _program(name, command[0])
-    try:
-        done = subprocess.run(
-            [str(program), *command[1:]],
-            cwd=directory,
-            env=os.environ | _OFFLINE | {"HF_HOME": str(directory / "hugging_face")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_CLIENT_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise EngineFailure(f"{name} was not done after {_CLIENT_TIMEOUT_S} s") from error
-    if done.returncode != 0:
-        raise EngineFailure(f"{name} failed:\n{done.stdout[-4000:]}")
-
-
-def _program(client: str, program: str) -> Path:
-    """Raises ConfigurationError where the client is not installed."""
-    path = CLIENTS_DIRECTORY / client.replace("-", "_") / "bin" / program
-    if not path.exists():
-        raise ConfigurationError(f"{client} is missing; run python -m benchmark.clients.install")
-    return path
-
-
-def _version(name: str) -> str:
-    for folder in (CLIENTS_DIRECTORY / name).glob(f"lib/python3*/site-packages/{name}-*.dist-info"):
-        return folder.name.removeprefix(f"{name}-").removesuffix(".dist-info")
-    return "missing"
 
 
 if __name__ == "__main__":

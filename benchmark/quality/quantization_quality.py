@@ -20,11 +20,11 @@ import torch
 
 from benchmark.demo_model.evaluate import held_out_questions
 from benchmark.models.make_model import PRESETS
-from benchmark.models.quantize_model import FORMATS, GROUP_SIZE, quantization_config, quantize_model
+from benchmark.models.precisions import DEMO_GROUP_SIZE, PRECISIONS, Precision
+from benchmark.models.quantize_model import GROUP_SIZE, quantization_config
 from benchmark.support.command import Command, Options, Report, at_least_one
 from benchmark.support.dated_result import markdown_table
-from sgl_pipeline.args import KV_CACHE_DTYPES
-from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
+from benchmark.support.paths import DEMO_MODEL
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     choose_layer_kernels,
@@ -35,6 +35,7 @@ from sgl_pipeline.pp_runner.kv_pool import KvPool, kv_page_bytes
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.quantization.config import (
+    FP8,
     W4A8_INT8,
     W8A8_INT8,
     choose_quantization,
@@ -47,8 +48,6 @@ from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
-DEMO_GROUP_SIZE = 32  # the demo model's matrices have no multiples of 128 inputs
-SIXTEEN_BITS = "bfloat16"
 LOGIT_PRESET, LOGIT_TOKENS = "0.27b", 256
 
 
@@ -58,29 +57,6 @@ class Prompt:
 
     question: list[int]
     answer: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """The format of the weights, and `--kv-cache-dtype`."""
-
-    weights: str
-    kv_cache_dtype: str = "auto"
-
-    def __str__(self) -> str:
-        coded = "" if self.kv_cache_dtype == "auto" else f", KV in {self.kv_cache_dtype}"
-        return self.weights + coded
-
-
-PRECISIONS = (
-    *(Precision(SIXTEEN_BITS, name) for name in KV_CACHE_DTYPES),
-    *(Precision(name) for name in (W8A8_INT8, *FORMATS, W4A8_INT8)),
-    Precision(W8A8_INT8, "int8"),
-)
-
-
-# By the names that `quantize_model` has for them.
-_STORED = {**{name: name for name in FORMATS}, W4A8_INT8: "pack-quantized"}
 
 
 class WholeModel:
@@ -168,17 +144,14 @@ def demo_table(prompts: Sequence[Prompt]) -> list[dict[str, object]]:
     """A row for each of PRECISIONS."""
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as directory:
-        for precision in PRECISIONS:
-            name, path = precision.weights, DEMO_MODEL
-            if stored := _STORED.get(name):
-                path = Path(directory) / name
-                quantize_model(DEMO_MODEL, path, stored, DEMO_GROUP_SIZE)
-            spec = read_model_spec(path, name if name in (W8A8_INT8, W4A8_INT8) else None)
+        for precision in PRECISIONS.values():
+            path = precision.demo_checkpoint(Path(directory))
+            spec = read_model_spec(path, precision.quantization)
             model = WholeModel(spec, path, torch.bfloat16, "safetensors", precision.kv_cache_dtype)
             percent, perplexity = score(model, prompts)
             rows.append(
                 {
-                    "format": str(precision),
+                    "format": precision.name,
                     "right answers": f"{percent:.2f} %",
                     "perplexity": f"{perplexity:.5f}",
                     "weights": f"{model.weight_bytes / 2**20:.2f} MiB",
@@ -201,15 +174,15 @@ def logits_table() -> list[dict[str, object]]:
         path.write_text(json.dumps(config))
         plain = read_model_spec(directory)
         exact = WholeModel(plain, path.parent, torch.float32, "dummy").logits(tokens)
-        for precision in PRECISIONS:
-            spec = replace(plain, quantization=_quantization(precision.weights))
+        for precision in PRECISIONS.values():
+            spec = replace(plain, quantization=_quantization(precision))
             model = WholeModel(spec, path.parent, torch.bfloat16, "dummy", precision.kv_cache_dtype)
             logits = model.logits(tokens)
             error = (logits - exact).norm() / exact.norm()
             same = (logits.argmax(dim=1) == exact.argmax(dim=1)).float().mean()
             rows.append(
                 {
-                    "format": str(precision),
+                    "format": precision.name,
                     "relative error of logits": f"{error:.4f}",
                     "same first choice": f"{same:.1%}",
                     "weights": f"{model.weight_bytes / 2**20:.0f} MiB",
@@ -220,13 +193,11 @@ def logits_table() -> list[dict[str, object]]:
     return rows
 
 
-def _quantization(name: str) -> Quantization | None:
-    if name == SIXTEEN_BITS:
-        return None
-    if name == W8A8_INT8:
-        return choose_quantization(name, None, "lm_head")
-    stored = read_quantization(quantization_config(_STORED[name], GROUP_SIZE), "lm_head")
-    return choose_quantization(W4A8_INT8 if name == W4A8_INT8 else None, stored, "lm_head")
+def _quantization(precision: Precision) -> Quantization | None:
+    stored = None
+    if precision.stored is not None:
+        stored = read_quantization(quantization_config(precision.stored, GROUP_SIZE), "lm_head")
+    return choose_quantization(precision.quantization, stored, "lm_head")
 
 
 def _markdown(rows: Sequence[dict[str, object]]) -> str:
@@ -249,6 +220,7 @@ def _measure(options: Options) -> Report:
     }
     formats = {
         W8A8_INT8: "layers and head rounded when loaded",
+        FP8: "layers rounded when loaded",
         W4A8_INT8: "pack-quantized, the head rounded when loaded, rows when they come",
         "others": "layers rounded to the nearest number by benchmark.models.quantize_model, "
         f"the head in bfloat16; 4 bits in groups of {DEMO_GROUP_SIZE} and 128",
