@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.clients import install, run
+from benchmark.clients import client_process, install
 from sgl_pipeline.errors import ConfigurationError
 
 
@@ -19,6 +19,6 @@ def test_every_requirement_of_a_client_is_pinned(client: str) -> None:
 def test_a_client_that_is_not_installed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "CLIENTS_DIRECTORY", tmp_path)
+    monkeypatch.setattr(client_process, "CLIENTS_DIRECTORY", tmp_path)
     with pytest.raises(ConfigurationError, match=r"benchmark\.clients\.install"):
-        run._run_client("lm_eval", ["lm_eval"], tmp_path)
+        client_process.run_client("lm_eval", ["lm_eval"], tmp_path)
