@@ -1,5 +1,6 @@
 """What is recorded of a computation, and where its intermediate results are put."""
 
+import weakref
 from collections.abc import Callable
 from itertools import combinations
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sgl_pipeline.pp_runner.cpu_kernels.call_recording import Lifetime, record, share_memory
 from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels, load_cpu_kernels
@@ -31,6 +33,9 @@ def kernels(library: CpuKernels) -> CompiledKernels:
 
 def rows(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+OTHER = rows(ROWS, seed=1)
 
 
 def recorded(compute: Compute, count: int = ROWS):
@@ -76,6 +81,8 @@ def test_other_rows_and_another_number_of_them(kernels: CompiledKernels) -> None
             lambda kernels, x: kernels.norm(x.view(1, -1), RmsNorm(NORM.weight.repeat(3), 1e-6)),
         ),
         ("no kernel", lambda kernels, x: x),
+        ("an input as the result", lambda kernels, x: (kernels.norm(x, NORM), x)[1]),
+        ("weights as the result", lambda kernels, x: (kernels.norm(x, NORM), OTHER)[1]),
     ],
 )
 def test_what_is_more_than_kernels_of_all_rows_is_not_recorded(
@@ -84,6 +91,56 @@ def test_what_is_more_than_kernels_of_all_rows_is_not_recorded(
     kernels: CompiledKernels,
 ) -> None:
     assert recorded(lambda x: wrong(kernels, x)) is None, reason
+
+
+@pytest.mark.parametrize("column", [0, 16])
+def test_columns_of_a_single_row_are_not_the_result(kernels: CompiledKernels, column: int) -> None:
+    assert recorded(lambda x: kernels.norm(x, NORM)[:, column : column + 16], 1) is None
+
+
+def test_inputs_of_one_address_are_not_recorded(kernels: CompiledKernels) -> None:
+    same, none = rows(ROWS), rows(0)
+    assert record(lambda: kernels.add(same, same), (same, same), ROWS)[1] is None
+    assert record(lambda: kernels.add(kernels.norm(none, NORM), none), (none,), 0)[1] is None
+
+
+def test_memory_that_no_kernel_gets_does_no_harm(kernels: CompiledKernels) -> None:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        torch.empty_like(x)
+        return kernels.norm(kernels.norm(x, NORM), NORM)
+
+    calls = recorded(compute)
+    assert torch.equal(calls.run((rows(5),), 5, 0, 1), compute(rows(5)))
+
+
+def test_recording_takes_no_more_memory_than_computing(kernels: CompiledKernels) -> None:
+    """Of 1,024 rows, what one layer computes takes more memory than its weights."""
+    x, count = rows(ROWS), []
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        freed = []
+        for _ in range(8):
+            before = x
+            x = kernels.norm(kernels.add(before, x), NORM)
+            freed.append(weakref.ref(x))
+            del before
+        count.append(sum(one() is None for one in freed))
+        return x
+
+    _, calls = record(lambda: compute(x), (x,), ROWS)
+    assert count == [7]
+    assert calls is not None
+    for seed, length in enumerate((3, 70, 1)):
+        other = rows(length, seed)
+        assert torch.equal(calls.run((other,), length, 0, 1), compute(other))
+
+
+def test_recorded_calls_keep_no_result(kernels: CompiledKernels) -> None:
+    x = rows(ROWS)
+    result, calls = record(lambda: kernels.norm(x, NORM), (x,), ROWS)
+    storage = StorageWeakRef(result.untyped_storage())
+    del result
+    assert calls is not None and storage.expired()
 
 
 def test_an_input_of_another_dtype_is_refused(kernels: CompiledKernels) -> None:
@@ -120,7 +177,7 @@ def test_results_that_live_together_share_no_memory(results: list[Lifetime]) -> 
     placed = share_memory(results)
     assert sorted(map(id, placed)) == sorted(map(id, results))
     for one, other in combinations(placed, 2):
-        if one.meets(other):
+        if max(one.first_call, other.first_call) <= min(one.last_call, other.last_call):
             assert (
                 one.begin + one.row_bytes <= other.begin
                 or other.begin + other.row_bytes <= one.begin
