@@ -222,7 +222,8 @@ def test_a_layer_that_is_not_recorded_may_go(stage: Stage) -> None:
 def test_each_range_of_layers_gives_its_own_bits(stage: Stage, kernels: CpuKernels) -> None:
     layers, other = RecordedLayers(stage.held, stage.attention), Stage("qwen3", kernels)
     eager = EagerLayers(other.held, other.attention)
-    for seed, own in enumerate([range(6), range(3), range(6), range(3, 6), range(3, 6), range(0)]):
+    ranges = [range(6), range(3), range(3, 6), range(6), range(3, 6), range(3, 6), range(0)]
+    for seed, own in enumerate(ranges):
         step = decode(seed)
         assert torch.equal(stage.run(layers, step, own), other.run(eager, step, own))
 

@@ -1,8 +1,8 @@
 """What is recorded of a computation, and where its intermediate results are put."""
 
-import weakref
 from collections.abc import Callable
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sgl_pipeline.pp_runner.cpu_kernels.call_recording import Lifetime, record, share_memory
+from sgl_pipeline.pp_runner.cpu_kernels.functions import CompiledFunctions, heard_by
 from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels, load_cpu_kernels
 from sgl_pipeline.pp_runner.layer_kernels.backend import RmsNorm
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 
 SIZE, ROWS = 32, 3
 NORM = RmsNorm(torch.linspace(0.5, 2.0, SIZE), 1e-6)
+NORM_OF_ALL = RmsNorm(NORM.weight.repeat(ROWS), 1e-6)
 Compute = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -78,9 +80,21 @@ def test_other_rows_and_another_number_of_them(kernels: CompiledKernels) -> None
         ("the midst of a result", lambda kernels, x: kernels.norm(kernels.norm(x, NORM)[1:], NORM)),
         (
             "other rows",
-            lambda kernels, x: kernels.norm(x.view(1, -1), RmsNorm(NORM.weight.repeat(3), 1e-6)),
+            lambda kernels, x: kernels.norm(x.view(1, -1), NORM_OF_ALL),
         ),
         ("no kernel", lambda kernels, x: x),
+        (
+            "other rows in between",
+            lambda kernels, x: kernels.norm(
+                kernels.norm(x.view(1, -1), NORM_OF_ALL).view(ROWS, -1),
+                NORM,
+            ),
+        ),
+        ("a result of other rows", lambda kernels, x: kernels.norm(x, NORM).view(1, -1)),
+        (
+            "a result in another order",
+            lambda kernels, x: kernels.norm(x, NORM).view(ROWS, 4, -1).transpose(1, 2),
+        ),
         ("an input as the result", lambda kernels, x: (kernels.norm(x, NORM), x)[1]),
         ("weights as the result", lambda kernels, x: (kernels.norm(x, NORM), OTHER)[1]),
     ],
@@ -96,6 +110,18 @@ def test_what_is_more_than_kernels_of_all_rows_is_not_recorded(
 @pytest.mark.parametrize("column", [0, 16])
 def test_columns_of_a_single_row_are_not_the_result(kernels: CompiledKernels, column: int) -> None:
     assert recorded(lambda x: kernels.norm(x, NORM)[:, column : column + 16], 1) is None
+
+
+def test_what_is_read_from_the_midst_is_not_recorded(kernels: CompiledKernels) -> None:
+    """Although it has as many rows."""
+    half = RmsNorm(NORM.weight[:16], 1e-6)
+    more, single = rows(ROWS + 1), rows(1)
+    calls = [
+        record(lambda: kernels.norm(more[1:], NORM), (more,), ROWS)[1],
+        record(lambda: kernels.norm(single[:, 16:], half), (single,), 1)[1],
+        record(lambda: kernels.norm(kernels.norm(single, NORM)[:, 16:], half), (single,), 1)[1],
+    ]
+    assert calls == [None, None, None]
 
 
 def test_inputs_of_one_address_are_not_recorded(kernels: CompiledKernels) -> None:
@@ -122,9 +148,9 @@ def test_recording_takes_no_more_memory_than_computing(kernels: CompiledKernels)
         for _ in range(8):
             before = x
             x = kernels.norm(kernels.add(before, x), NORM)
-            freed.append(weakref.ref(x))
+            freed.append(StorageWeakRef(x.untyped_storage()))
             del before
-        count.append(sum(one() is None for one in freed))
+        count.append(sum(one.expired() for one in freed))
         return x
 
     _, calls = record(lambda: compute(x), (x,), ROWS)
@@ -148,6 +174,31 @@ def test_an_input_of_another_dtype_is_refused(kernels: CompiledKernels) -> None:
     for wrong in (rows(ROWS).double(), rows(2 * ROWS)[::2]):
         with pytest.raises(AssertionError):
             calls.run((wrong,), ROWS, 0, 1)
+
+
+def test_the_result_lies_in_no_memory_of_the_recording(kernels: CompiledKernels) -> None:
+    calls = recorded(lambda x: kernels.norm(x, NORM))
+    calls.run((rows(500),), 500, 0, 1)
+    assert calls.memory_bytes <= 64
+
+
+class Names:
+    """A listener that keeps the names of what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def hear(self, functions: CompiledFunctions, name: str, arguments: tuple[Any, ...]) -> None:
+        self.heard.append(name)
+
+
+def test_a_listener_hears_nothing_after_a_failure(kernels: CompiledKernels) -> None:
+    names = Names()
+    with pytest.raises(RuntimeError), heard_by(names):
+        kernels.norm(rows(1), NORM)
+        raise RuntimeError
+    kernels.norm(rows(1), NORM)
+    assert names.heard == ["rms_norm"]
 
 
 def test_nothing_is_heard_of_calls_that_come_later(kernels: CompiledKernels) -> None:
