@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from sgl_pipeline.pp_runner import recorded_layers
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels, load_cpu_kernels
+from sgl_pipeline.pp_runner.kernel_choice import make_step_layers
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
@@ -183,6 +184,13 @@ def stage(kernels: CpuKernels) -> Stage:
     if not kernels.has_products:
         pytest.skip("no bf16 instructions: nothing is recorded")
     return Stage("qwen3", kernels)
+
+
+def test_a_cpu_stage_makes_recorded_calls(stage: Stage) -> None:
+    attention = stage.attention
+    layers = make_step_layers(False, 0, ALL_LAYERS, stage.held, attention, attention.shape)
+    stage.run(layers, decode())
+    assert isinstance(layers, RecordedLayers) and layers.is_recorded
 
 
 def test_a_result_is_the_callers_to_keep(stage: Stage) -> None:
