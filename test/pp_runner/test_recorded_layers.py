@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from sgl_pipeline.pp_runner import recorded_layers
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels, load_cpu_kernels
+from sgl_pipeline.pp_runner.kernel_choice import make_step_layers
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
@@ -185,6 +186,13 @@ def stage(kernels: CpuKernels) -> Stage:
     return Stage("qwen3", kernels)
 
 
+def test_a_cpu_stage_makes_recorded_calls(stage: Stage) -> None:
+    attention = stage.attention
+    layers = make_step_layers(False, 0, ALL_LAYERS, stage.held, attention, attention.shape)
+    stage.run(layers, decode())
+    assert isinstance(layers, RecordedLayers) and layers.is_recorded
+
+
 def test_a_result_is_the_callers_to_keep(stage: Stage) -> None:
     layers = RecordedLayers(stage.held, stage.attention)
     results = [stage.run(layers, decode(seed)) for seed in range(4)]
@@ -222,7 +230,8 @@ def test_a_layer_that_is_not_recorded_may_go(stage: Stage) -> None:
 def test_each_range_of_layers_gives_its_own_bits(stage: Stage, kernels: CpuKernels) -> None:
     layers, other = RecordedLayers(stage.held, stage.attention), Stage("qwen3", kernels)
     eager = EagerLayers(other.held, other.attention)
-    for seed, own in enumerate([range(6), range(3), range(6), range(3, 6), range(3, 6), range(0)]):
+    ranges = [range(6), range(3), range(3, 6), range(6), range(3, 6), range(3, 6), range(0)]
+    for seed, own in enumerate(ranges):
         step = decode(seed)
         assert torch.equal(stage.run(layers, step, own), other.run(eager, step, own))
 

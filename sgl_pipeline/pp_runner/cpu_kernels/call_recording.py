@@ -9,7 +9,7 @@ holds recorded calls must let go of them before the weights and pages that they 
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,18 +39,24 @@ def record(
 
     `compute` must do the same to any number of rows and of chunks. None where it does anything else
     with numbers than to call kernels, where an intermediate result or the last one has not
-    `num_rows`, or where a kernel reads from the midst of an input or such a result.
+    `num_rows`, where the last one is not of a kernel, where a kernel reads from the midst of an
+    input or such a result, or where two inputs have one address, as empty ones do.
     """
-    heard = _HeardCalls()
+    heard = _HeardCalls(num_rows)
     with heard_by(heard), heard:
         output = compute()
-    if heard.functions is None or heard.has_other_operations or not output.is_contiguous():
+    addresses = {tensor.data_ptr() for tensor in inputs}
+    if heard.functions is None or not heard.is_of_kernels or len(addresses) < len(inputs):
         return output, None
-    if any(tensor.shape[:1] != (num_rows,) for tensor in (*heard.made, output)):
+    if output.shape[:1] != (num_rows,) or not output.is_contiguous():
         return output, None
-    if heard.reads_within((*heard.made, *inputs)):
+    begin = output.data_ptr()
+    last = heard.result_at(begin)
+    if last is None or (last.begin, last.end) != (begin, begin + output.nbytes):
         return output, None
-    return output, RecordedCalls(heard, heard.functions, inputs, output)
+    if heard.reads_within(inputs):
+        return output, None
+    return output, RecordedCalls(heard, heard.functions, inputs, output, last)
 
 
 class RecordedCalls:
@@ -65,6 +71,7 @@ class RecordedCalls:
         functions: CompiledFunctions,
         inputs: Sequence[torch.Tensor],
         output: torch.Tensor,
+        last: "_Result",
     ) -> None:
         self._words, are_addresses = np.array(heard.words, np.int64), np.array(heard.are_addresses)
         self._numbers = np.array(heard.numbers, np.int32)
@@ -73,19 +80,13 @@ class RecordedCalls:
             size: np.array(places, np.int64) for size, places in heard.size_places.items()
         }
         self._dtypes = [tensor.dtype for tensor in inputs]
+        self._row = output.new_empty(0, *output.shape[1:])
+        intermediate = [one for one in heard.results if one is not last and one.places]
         self._places = [
-            np.flatnonzero(are_addresses & (self._words == tensor.data_ptr()))
-            for tensor in (*inputs, output)
+            *(np.flatnonzero(are_addresses & (self._words == one.data_ptr())) for one in inputs),
+            np.array(last.places, np.int64),
         ]
-        self._row = output[:0]
-        intermediate = {tensor.data_ptr(): tensor for tensor in heard.made}
-        intermediate.pop(output.data_ptr(), None)
-        self._results = share_memory(
-            [
-                self._lifetime(tensor, are_addresses & (self._words == address))
-                for address, tensor in intermediate.items()
-            ]
-        )
+        self._results = share_memory([self._lifetime(one) for one in intermediate])
         self._row_bytes = max((one.begin + one.row_bytes for one in self._results), default=0)
         self._most_rows = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -120,10 +121,10 @@ class RecordedCalls:
         )
         return output
 
-    def _lifetime(self, tensor: torch.Tensor, is_its: np.ndarray) -> "Lifetime":
-        places = np.flatnonzero(is_its)
+    def _lifetime(self, result: "_Result") -> "Lifetime":
+        places = np.array(result.places, np.int64)
         calls = np.searchsorted(self._begins, places, "right") - 1
-        return Lifetime(tensor.nbytes // len(tensor), int(calls[0]), int(calls[-1]), places)
+        return Lifetime(result.row_bytes, int(calls[0]), int(calls[-1]), places)
 
     def _reserve(self, num_rows: int) -> None:
         """Makes room for the intermediate results of `num_rows`."""
@@ -163,18 +164,31 @@ def share_memory(results: Sequence[Lifetime]) -> Sequence[Lifetime]:
     return placed
 
 
+@dataclass(slots=True)
+class _Result:
+    """Memory that was reserved for rows: its addresses [begin, end), and the words that are
+    `begin`."""
+
+    begin: int
+    end: int
+    row_bytes: int
+    places: list[int] = field(default_factory=list)
+
+
 class _HeardCalls(TorchDispatchMode):
     """The kernels that are called while it is entered, and the memory that is reserved.
 
-    `numbers` are those of the kernels, `begins` say where the words of each call begin. `made` are
-    kept so that no two have the same address.
+    `numbers` are those of the kernels, `begins` say where the words of each call begin. `results`
+    are not kept: an address is that of the last one that was made there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int) -> None:
         super().__init__()
         self.functions: CompiledFunctions | None = None
-        self.has_other_operations = False
-        self.made: list[torch.Tensor] = []
+        self.is_of_kernels = True  # alone, each of all rows
+        self.results: list[_Result] = []
+        self._num_rows = num_rows
+        self._newest: list[_Result] = []  # where no other one was made since
         self.numbers: list[int] = []
         self.begins: list[int] = []
         self.words: list[int] = []
@@ -190,8 +204,13 @@ class _HeardCalls(TorchDispatchMode):
         self.numbers.append(number)
         self.begins.append(begin)
         for argument, kind in zip(arguments, ARGUMENT_TYPES[name], strict=True):
-            self.words.append(_word(argument, kind))
-            self.are_addresses.append(kind is ctypes.c_void_p)
+            word, is_address = _word(argument, kind), kind is ctypes.c_void_p
+            result = self.result_at(word) if is_address else None
+            if result is not None:
+                self.is_of_kernels &= word == result.begin
+                result.places.append(len(self.words))
+            self.words.append(word)
+            self.are_addresses.append(is_address)
         size, place = SIZE_PLACES[name]
         self.size_places[size].append(begin + place)
 
@@ -200,10 +219,24 @@ class _HeardCalls(TorchDispatchMode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         if function in _RESERVES_MEMORY:
-            self.made.append(result)
+            self._reserve(result)
         elif not _is_view(function, args, result):
-            self.has_other_operations = True
+            self.is_of_kernels = False
         return result
+
+    def _reserve(self, tensor: torch.Tensor) -> None:
+        if tensor.shape[:1] != (self._num_rows,) or tensor.nbytes == 0:
+            self.is_of_kernels = False
+            return
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        result = _Result(begin, end, tensor.nbytes // self._num_rows)
+        self._newest = [one for one in self._newest if one.end <= begin or end <= one.begin]
+        self._newest.append(result)
+        self.results.append(result)
+
+    def result_at(self, address: int) -> _Result | None:
+        """The one with `address` in its memory."""
+        return next((one for one in self._newest if one.begin <= address < one.end), None)
 
     def reads_within(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether an address lies behind the beginning of one of `tensors`."""

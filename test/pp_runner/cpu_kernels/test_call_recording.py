@@ -2,20 +2,24 @@
 
 from collections.abc import Callable
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sgl_pipeline.pp_runner.cpu_kernels.call_recording import Lifetime, record, share_memory
+from sgl_pipeline.pp_runner.cpu_kernels.functions import CompiledFunctions, heard_by
 from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels, load_cpu_kernels
 from sgl_pipeline.pp_runner.layer_kernels.backend import RmsNorm
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 
 SIZE, ROWS = 32, 3
 NORM = RmsNorm(torch.linspace(0.5, 2.0, SIZE), 1e-6)
+NORM_OF_ALL = RmsNorm(NORM.weight.repeat(ROWS), 1e-6)
 Compute = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -31,6 +35,9 @@ def kernels(library: CpuKernels) -> CompiledKernels:
 
 def rows(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+OTHER = rows(ROWS, seed=1)
 
 
 def recorded(compute: Compute, count: int = ROWS):
@@ -73,9 +80,23 @@ def test_other_rows_and_another_number_of_them(kernels: CompiledKernels) -> None
         ("the midst of a result", lambda kernels, x: kernels.norm(kernels.norm(x, NORM)[1:], NORM)),
         (
             "other rows",
-            lambda kernels, x: kernels.norm(x.view(1, -1), RmsNorm(NORM.weight.repeat(3), 1e-6)),
+            lambda kernels, x: kernels.norm(x.view(1, -1), NORM_OF_ALL),
         ),
         ("no kernel", lambda kernels, x: x),
+        (
+            "other rows in between",
+            lambda kernels, x: kernels.norm(
+                kernels.norm(x.view(1, -1), NORM_OF_ALL).view(ROWS, -1),
+                NORM,
+            ),
+        ),
+        ("a result of other rows", lambda kernels, x: kernels.norm(x, NORM).view(1, -1)),
+        (
+            "a result in another order",
+            lambda kernels, x: kernels.norm(x, NORM).view(ROWS, 4, -1).transpose(1, 2),
+        ),
+        ("an input as the result", lambda kernels, x: (kernels.norm(x, NORM), x)[1]),
+        ("weights as the result", lambda kernels, x: (kernels.norm(x, NORM), OTHER)[1]),
     ],
 )
 def test_what_is_more_than_kernels_of_all_rows_is_not_recorded(
@@ -86,11 +107,98 @@ def test_what_is_more_than_kernels_of_all_rows_is_not_recorded(
     assert recorded(lambda x: wrong(kernels, x)) is None, reason
 
 
+@pytest.mark.parametrize("column", [0, 16])
+def test_columns_of_a_single_row_are_not_the_result(kernels: CompiledKernels, column: int) -> None:
+    assert recorded(lambda x: kernels.norm(x, NORM)[:, column : column + 16], 1) is None
+
+
+def test_what_is_read_from_the_midst_is_not_recorded(kernels: CompiledKernels) -> None:
+    """Although it has as many rows."""
+    half = RmsNorm(NORM.weight[:16], 1e-6)
+    more, single = rows(ROWS + 1), rows(1)
+    calls = [
+        record(lambda: kernels.norm(more[1:], NORM), (more,), ROWS)[1],
+        record(lambda: kernels.norm(single[:, 16:], half), (single,), 1)[1],
+        record(lambda: kernels.norm(kernels.norm(single, NORM)[:, 16:], half), (single,), 1)[1],
+    ]
+    assert calls == [None, None, None]
+
+
+def test_inputs_of_one_address_are_not_recorded(kernels: CompiledKernels) -> None:
+    same, none = rows(ROWS), rows(0)
+    assert record(lambda: kernels.add(same, same), (same, same), ROWS)[1] is None
+    assert record(lambda: kernels.add(kernels.norm(none, NORM), none), (none,), 0)[1] is None
+
+
+def test_memory_that_no_kernel_gets_does_no_harm(kernels: CompiledKernels) -> None:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        torch.empty_like(x)
+        return kernels.norm(kernels.norm(x, NORM), NORM)
+
+    calls = recorded(compute)
+    assert torch.equal(calls.run((rows(5),), 5, 0, 1), compute(rows(5)))
+
+
+def test_recording_takes_no_more_memory_than_computing(kernels: CompiledKernels) -> None:
+    """Of 1,024 rows, what one layer computes takes more memory than its weights."""
+    x, count = rows(ROWS), []
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        freed = []
+        for _ in range(8):
+            before = x
+            x = kernels.norm(kernels.add(before, x), NORM)
+            freed.append(StorageWeakRef(x.untyped_storage()))
+            del before
+        count.append(sum(one.expired() for one in freed))
+        return x
+
+    _, calls = record(lambda: compute(x), (x,), ROWS)
+    assert count == [7]
+    assert calls is not None
+    for seed, length in enumerate((3, 70, 1)):
+        other = rows(length, seed)
+        assert torch.equal(calls.run((other,), length, 0, 1), compute(other))
+
+
+def test_recorded_calls_keep_no_result(kernels: CompiledKernels) -> None:
+    x = rows(ROWS)
+    result, calls = record(lambda: kernels.norm(x, NORM), (x,), ROWS)
+    storage = StorageWeakRef(result.untyped_storage())
+    del result
+    assert calls is not None and storage.expired()
+
+
 def test_an_input_of_another_dtype_is_refused(kernels: CompiledKernels) -> None:
     calls = recorded(lambda x: kernels.norm(x, NORM))
     for wrong in (rows(ROWS).double(), rows(2 * ROWS)[::2]):
         with pytest.raises(AssertionError):
             calls.run((wrong,), ROWS, 0, 1)
+
+
+def test_the_result_lies_in_no_memory_of_the_recording(kernels: CompiledKernels) -> None:
+    calls = recorded(lambda x: kernels.norm(x, NORM))
+    calls.run((rows(500),), 500, 0, 1)
+    assert calls.memory_bytes <= 64
+
+
+class Names:
+    """A listener that keeps the names of what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def hear(self, functions: CompiledFunctions, name: str, arguments: tuple[Any, ...]) -> None:
+        self.heard.append(name)
+
+
+def test_a_listener_hears_nothing_after_a_failure(kernels: CompiledKernels) -> None:
+    names = Names()
+    with pytest.raises(RuntimeError), heard_by(names):
+        kernels.norm(rows(1), NORM)
+        raise RuntimeError
+    kernels.norm(rows(1), NORM)
+    assert names.heard == ["rms_norm"]
 
 
 def test_nothing_is_heard_of_calls_that_come_later(kernels: CompiledKernels) -> None:
@@ -120,7 +228,7 @@ def test_results_that_live_together_share_no_memory(results: list[Lifetime]) -> 
     placed = share_memory(results)
     assert sorted(map(id, placed)) == sorted(map(id, results))
     for one, other in combinations(placed, 2):
-        if one.meets(other):
+        if max(one.first_call, other.first_call) <= min(one.last_call, other.last_call):
             assert (
                 one.begin + one.row_bytes <= other.begin
                 or other.begin + other.row_bytes <= one.begin

@@ -263,3 +263,15 @@ def test_a_packed_weight_replaces_the_plain_one(kind):
     del weight, numbers
     gc.collect()
     assert alive() is None and linear is not None
+
+
+@pytest.mark.parametrize("first", [-1, 96])
+def test_no_place_outside_of_a_row_gets_to_the_kernel(first: int) -> None:
+    kernels = load_cpu_kernels()
+    if not kernels.has_products:
+        pytest.skip("no bf16 instructions")
+    weight = with_order(to_int4(torch.randn(32, 96).bfloat16(), 96))
+    order = weight.order.clone()
+    order[0] = first
+    with pytest.raises(AssertionError):
+        CompiledExpandedLinear(kernels, replace(weight, order=order))
