@@ -161,7 +161,9 @@ def test_bits_are_those_of_kernel_by_kernel(
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])
-def test_so_they_are_with_pages_of_codes(kv_cache_dtype: str, kernels: CpuKernels) -> None:
+def test_so_they_are_with_pages_of_codes(
+    kv_cache_dtype: str, kernels: CpuKernels, num_threads: int
+) -> None:
     recorded = hold_to_kernel_by_kernel("qwen3", kernels, kv_cache_dtype=kv_cache_dtype)
     assert recorded.is_recorded or not kernels.has_products
 

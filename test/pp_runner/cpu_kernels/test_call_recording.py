@@ -69,6 +69,33 @@ def test_other_rows_and_another_number_of_them(kernels: CompiledKernels) -> None
     assert calls.memory_bytes <= 4 * 512 * SIZE * 4 + 64
 
 
+@pytest.mark.parametrize("outputs", [32, 64], ids=["one panel", "two panels"])
+@pytest.mark.parametrize("count", [1, 2, 64])
+def test_no_thread_begins_before_the_others_have_ended(
+    library: CpuKernels, kernels: CompiledKernels, outputs: int, count: int
+) -> None:
+    """Long rows and few of them: one thread has much to do and the other nothing."""
+    if not library.has_products:
+        pytest.skip("no bf16 instructions")
+    inputs, generator = 2**16, torch.Generator().manual_seed(2)
+    weight, *steps = (
+        torch.randn(size, inputs, generator=generator).bfloat16()
+        for size in (outputs, count, count)
+    )
+    linear = kernels.linear(weight)
+    long, short = (RmsNorm(torch.ones(size).bfloat16(), 1e-6) for size in (inputs, outputs))
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        return kernels.norm(linear(kernels.norm(x, long)), short)
+
+    _, calls = record(lambda: compute(steps[0]), (steps[0],), count)
+    assert calls is not None
+    expected = [compute(x) for x in steps]
+    for _ in range(10):  # by turns: what a step leaves behind is not what the next one wants
+        for x, own in zip(steps, expected, strict=True):
+            assert torch.equal(calls.run((x,), count, 0, 2), own)
+
+
 @pytest.mark.parametrize(
     ("reason", "wrong"),
     [
