@@ -4,6 +4,7 @@ Made by `kernel_choice.py`. What is recorded is `StageModel`'s own pass through 
 bits are the same.
 """
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,8 @@ from sgl_pipeline.pp_runner.cpu_kernels.call_recording import RecordedCalls, rec
 from sgl_pipeline.pp_runner.layer_kernels.backend import Rotation
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.step_inputs import StepInputs
+
+logger = logging.getLogger(__name__)
 
 # Of longer steps Python takes no share to speak of, and their results would be kept.
 MOST_ROWS = 1024
@@ -41,8 +44,7 @@ class RecordedLayers:
         return self._recorded is not None and self._recorded_layers == self._planned
 
     def prepare(self, epoch: int, layers: range) -> None:
-        """The step that is recorded takes a few milliseconds longer, in which nothing stands
-        still."""
+        """Nothing: the first step of new layers is recorded as it runs."""
 
     def plan(self, epoch: int, layers: range, inputs: StepInputs) -> None:
         """See `StepLayers.plan`."""
@@ -76,6 +78,10 @@ class RecordedLayers:
             inputs.num_tokens,
         )
         self._recorded_layers = self._planned
+        if self._recorded is None:
+            logger.info(
+                "layers %s run kernel by kernel: they do more than call kernels", self._planned
+            )
         return output
 
     def _pass_layers(

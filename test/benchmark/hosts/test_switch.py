@@ -12,19 +12,24 @@ EVERYBODY = 0xFF
 
 
 @pytest.fixture
-def far_ends() -> Iterator[list[int]]:
-    """What the switch writes to port `n` can be read from `far_ends[n]`."""
-    pipes = [os.pipe2(os.O_NONBLOCK) for _ in range(3)]
-    yield [read for read, _ in pipes]
-    for pipe in pipes:
+def pipes() -> Iterator[list[tuple[int, int]]]:
+    """One for each port: the end that is read and the one that is written to."""
+    opened = [os.pipe2(os.O_NONBLOCK) for _ in range(3)]
+    yield opened
+    for pipe in opened:
         for end in pipe:
             os.close(end)
 
 
 @pytest.fixture
-def switch(far_ends: list[int]) -> Switch:
-    writers = [end + 1 for end in far_ends]
-    return Switch([Port(tap, Setting(port=number)) for number, tap in enumerate(writers)])
+def far_ends(pipes: list[tuple[int, int]]) -> list[int]:
+    """What the switch writes to port `n` can be read from `far_ends[n]`."""
+    return [read for read, _ in pipes]
+
+
+@pytest.fixture
+def switch(pipes: list[tuple[int, int]]) -> Switch:
+    return Switch([Port(tap, Setting(port=number)) for number, (_, tap) in enumerate(pipes)])
 
 
 def frame(target: int, size: int = 1000, segment_bytes: int = 0) -> bytes:
