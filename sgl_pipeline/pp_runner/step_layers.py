@@ -1,6 +1,7 @@
-"""How a stage's layers are run on a step: one kernel after the other, or from recorded graphs.
+"""How a stage's layers are run on a step: one kernel after the other, or as they were recorded.
 
-Chosen in `kernel_choice.py`, driven by `StageRunner`; the graphs are in `cuda/graphed_layers.py`.
+Chosen in `kernel_choice.py`, driven by `StageRunner`; recorded calls of CPUs are in
+`recorded_layers.py`, graphs of GPUs in `cuda/graphed_layers.py`.
 What is computed is `HeldLayers.forward` either way.
 """
 
