@@ -84,6 +84,22 @@ class Crowd:
         self._pool.shutdown()
 
 
+def ahead(server: LiveServer, first: str, last: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `first` and `last` of a queue are told, once both are told to wait for some time.
+
+    Zero is right too, while a step is late that may be the last one of who draws a token in it.
+    """
+    told: list[dict[str, Any]] = []
+
+    def have_to_wait() -> bool:
+        # The last one first: time that passes in between can then only make the other's shorter.
+        told[:] = (explain(server, rid)[1] for rid in (last, first))
+        return all(one["estimate"][name] > 0 for one in told for name in ESTIMATES)
+
+    wait_until(have_to_wait)
+    return told[1], told[0]
+
+
 def test_a_full_house_is_explained_to_who_waits_and_who_runs(server: LiveServer) -> None:
     ask(server, "warm", 40)
     names = [f"guest-{number}" for number in range(6)]
@@ -93,8 +109,7 @@ def test_a_full_house_is_explained_to_who_waits_and_who_runs(server: LiveServer)
             replies.append(clients.submit(ask, server, name, 400))
             wait_until(lambda rid=name: explain(server, rid)[0] == 200)  # type: ignore[misc]
         wait_until(lambda: explain(server, names[3])[1].get("state") == "decoding")
-        status, last = explain(server, names[5])
-        _, first_waiting = explain(server, names[4])
+        first_waiting, last = ahead(server, *names[4:])
         _, running = explain(server, names[0])
         requests.post(f"{server.url}/pause_generation", json={"mode": "in_place"}, timeout=30)
         # Upstream answers when it has sent the word, not when the scheduler has it.
@@ -102,13 +117,11 @@ def test_a_full_house_is_explained_to_who_waits_and_who_runs(server: LiveServer)
         _, paused = explain(server, names[5])
         requests.post(f"{server.url}/continue_generation", json={}, timeout=30)
         assert [len(reply.result()) for reply in replies] == [400] * 6
-    assert status == 200
     assert (last["state"], last["rule"], last["behind"]) == ("waiting", "order", names[4])
     assert first_waiting["rule"] == "running-limit"
     assert "4 requests run" in first_waiting["text"]
     assert first_waiting["numbers"]["running_requests"] == 4
-    assert all(last["estimate"][name] > 0 for name in ESTIMATES), last["estimate"]
-    assert last["estimate"]["runs_in_s"] >= first_waiting["estimate"]["runs_in_s"] > 0
+    assert last["estimate"]["runs_in_s"] >= first_waiting["estimate"]["runs_in_s"]
     assert last["estimate"]["num_steps"] >= 8 and last["estimate"]["num_ended"] >= 1
     assert (running["state"], running["estimate"]["runs_in_s"]) == ("decoding", 0.0)
     assert running["max_new_tokens"] == 400 and running["estimate"]["last_token_within_s"] > 0
