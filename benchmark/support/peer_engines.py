@@ -8,6 +8,7 @@ names: for vLLM, SGLang and transformers a format of `quantize_model`, for llama
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmark.peers.install_llama_cpp import llama_program
@@ -19,6 +20,7 @@ from benchmark.support.paths import (
     OPENVINO_DIRECTORY,
     ROOT,
     VLLM_DIRECTORY,
+    ZENTORCH_DIRECTORY,
 )
 from sgl_pipeline.errors import ConfigurationError
 
@@ -37,15 +39,31 @@ def bind_threads(cores: Sequence[int], num_stages: int) -> str:
     return "|".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else str(g[0]) for g in groups)
 
 
-def vllm_command(checkpoint: Path, model: Path, num_stages: int) -> list[str]:
-    """Serves `checkpoint` by the name of `model`, which clients ask for whatever the format."""
-    command = [str(VLLM_DIRECTORY / "bin" / "vllm"), "serve", str(checkpoint)]
+def vllm_command(directory: Path, checkpoint: Path, model: Path, num_stages: int) -> list[str]:
+    """The vLLM of `directory` serves `checkpoint` by the name of `model`, which clients ask for
+    whatever the format."""
+    command = [str(directory / "bin" / "vllm"), "serve", str(checkpoint)]
     command += ["--served-model-name", str(model), "--pipeline-parallel-size", str(num_stages)]
     return [*command, "--dtype", "bfloat16", "--max-model-len", "4096"]
 
 
 def _vllm(served: Served, scratch: Path, cores: Sequence[int]) -> Engine:
-    command = vllm_command(served.checkpoint, served.model, served.num_stages)
+    return _vllm_of(VLLM_DIRECTORY, served, cores)
+
+
+def _vllm_v2(served: Served, scratch: Path, cores: Sequence[int]) -> Engine:
+    """vLLM with its second model runner, which it takes on a CPU only when told to."""
+    engine = _vllm_of(VLLM_DIRECTORY, served, cores)
+    return replace(engine, environment=engine.environment | {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+
+
+def _zentorch(served: Served, scratch: Path, cores: Sequence[int]) -> Engine:
+    """vLLM as it multiplies on an EPYC where it finds AMD's zentorch."""
+    return _vllm_of(ZENTORCH_DIRECTORY, served, cores)
+
+
+def _vllm_of(directory: Path, served: Served, cores: Sequence[int]) -> Engine:
+    command = vllm_command(directory, served.checkpoint, served.model, served.num_stages)
     command += [*served.address_flags, *served.cache_flags("--no-enable-prefix-caching")]
     threads = {"VLLM_CPU_OMP_THREADS_BIND": bind_threads(cores, served.num_stages)}
     return Engine(
@@ -53,7 +71,7 @@ def _vllm(served: Served, scratch: Path, cores: Sequence[int]) -> Engine:
         client_backend="vllm",
         base_url=served.base_url,
         command=(*command, *served.flags),
-        environment=vllm_environment(VLLM_DIRECTORY) | threads,
+        environment=vllm_environment(directory) | threads,
     )
 
 
@@ -129,6 +147,8 @@ def _require_one_stage(served: Served) -> None:
 
 PEERS: dict[str, Builder] = {
     "vllm": _vllm,
+    "vllm-v2": _vllm_v2,
+    "zentorch": _zentorch,
     "sglang": _sglang,
     "transformers": _transformers,
     "llama": _llama,

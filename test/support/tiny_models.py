@@ -93,7 +93,13 @@ _VARIANTS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any], int | No
     "qwen3-moe": (
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig,
-        {**_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0, 4]},
+        # Experts of whole groups of 32, as formats of 4 bits want them.
+        {
+            **_EXPERTS,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0, 4],
+        },
         None,
     ),
     "qwen3-moe-tied": (

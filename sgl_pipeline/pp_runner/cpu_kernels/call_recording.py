@@ -29,7 +29,8 @@ _RESERVES_MEMORY = {
     _aten.empty_like.default,
     _aten.new_empty.default,
 }
-_ROWS_AT_LEAST = 64  # of the memory of intermediate results; a multiple keeps them aligned
+_ROWS_AT_LEAST = 64  # of the memory of intermediate results; a multiple keeps each aligned
+_ALIGNMENT_BYTES = 64  # of that memory
 
 
 def record(
@@ -130,9 +131,9 @@ class RecordedCalls:
         """Makes room for the intermediate results of `num_rows`."""
         self._most_rows = -(-num_rows // _ROWS_AT_LEAST) * _ROWS_AT_LEAST
         self._memory = torch.empty(
-            self._most_rows * self._row_bytes + _ROWS_AT_LEAST, dtype=torch.uint8
+            self._most_rows * self._row_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8
         )
-        address = -(-self._memory.data_ptr() // _ROWS_AT_LEAST) * _ROWS_AT_LEAST
+        address = -(-self._memory.data_ptr() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         for result in self._results:
             self._words[result.places] = address + result.begin * self._most_rows
 

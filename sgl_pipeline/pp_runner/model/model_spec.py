@@ -188,7 +188,9 @@ def read_model_spec(path: str | Path, quantization: str | None = None) -> ModelS
     generation_path = directory / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
     spec = model_spec(_read_json(directory / "config.json"), generation)
-    chosen = choose_quantization(quantization, spec.quantization, spec.names.head)
+    chosen = choose_quantization(
+        quantization, spec.quantization, spec.names.head, has_tied_head=spec.tied_embeddings
+    )
     return replace(spec, quantization=chosen)
 
 

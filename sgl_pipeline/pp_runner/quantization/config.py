@@ -114,7 +114,7 @@ def read_quantization(config: Any, head: str) -> Quantization | None:
 
 
 def choose_quantization(
-    asked: str | None, found: Quantization | None, head: str
+    asked: str | None, found: Quantization | None, head: str, *, has_tied_head: bool = False
 ) -> Quantization | None:
     """What `--quantization asked` means for a checkpoint that is quantized as `found`. Of 16 bits
     w8a8_int8 rounds layers and head, fp8 the layers alone, as upstream's Fp8Config does. w4a8_int8
@@ -122,13 +122,14 @@ def choose_quantization(
 
     Args:
         head: the module name of the output head.
+        has_tied_head: it is the embedding table, of 16 bits whatever the config says of the head.
 
     Raises ConfigurationError where the two do not go together.
     """
     if asked is None:
         return found
     if asked == W4A8_INT8:
-        return _with_rounded_rows(found, head)
+        return _with_rounded_rows(found, head, has_tied_head)
     if found is not None:
         is_int8 = all(isinstance(scheme, Int8Scheme) for _, scheme in found.groups)
         if asked == found.method or (asked == W8A8_INT8 and is_int8):
@@ -153,7 +154,7 @@ def choose_quantization(
     )
 
 
-def _with_rounded_rows(found: Quantization | None, head: str) -> Quantization:
+def _with_rounded_rows(found: Quantization | None, head: str, has_tied_head: bool) -> Quantization:
     """Other weights than those of 4 bits and the head stay as they are."""
     schemes = [scheme for _, scheme in found.groups] if found is not None else []
     if found is None or not any(isinstance(scheme, Int4Scheme) for scheme in schemes):
@@ -165,7 +166,7 @@ def _with_rounded_rows(found: Quantization | None, head: str) -> Quantization:
         (names, replace(scheme, rounds_rows=True) if isinstance(scheme, Int4Scheme) else scheme)
         for names, scheme in found.groups
     )
-    rounded_head = head if found.scheme_of(head) is None else None
+    rounded_head = head if has_tied_head or found.scheme_of(head) is None else None
     return replace(found, method=W4A8_INT8, groups=groups, rounded_head=rounded_head)
 
 

@@ -16,9 +16,16 @@ MODEL = Path("model")
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model, beside peers that look installed."""
-    for name in ("VLLM_DIRECTORY", "LLAMA_CPP_DIRECTORY", "OPENVINO_DIRECTORY"):
+    for name in (
+        "VLLM_DIRECTORY",
+        "ZENTORCH_DIRECTORY",
+        "LLAMA_CPP_DIRECTORY",
+        "OPENVINO_DIRECTORY",
+    ):
         monkeypatch.setattr(peer_engines, name, tmp_path / name)
-    monkeypatch.setattr(peer_engines, "vllm_environment", lambda directory: {"PRELOADED": "yes"})
+    monkeypatch.setattr(
+        peer_engines, "vllm_environment", lambda directory: {"PRELOADED": directory.name}
+    )
     (tmp_path / "LLAMA_CPP_DIRECTORY" / "bin").mkdir(parents=True)
     (tmp_path / "LLAMA_CPP_DIRECTORY" / "bin" / "llama-server").touch()
     packages = tmp_path / "OPENVINO_DIRECTORY" / "lib" / "python3.11" / "site-packages"
@@ -41,8 +48,23 @@ def test_vllm_answers_to_the_name_of_the_model_whatever_the_format(installed: Pa
     assert engine.command[2] == str(installed / "0.27b-int-quantized")
     assert value_of("--served-model-name", engine) == str(installed / "0.27b")
     assert engine.command[-2:] == ("--max-num-seqs", "8")
-    assert engine.environment == {"PRELOADED": "yes", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    assert engine.environment == {
+        "PRELOADED": "VLLM_DIRECTORY",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    }
     assert parsed("vllm --pp 1", installed).command[2] == str(installed / "0.27b")
+
+
+def test_the_other_two_of_vllm_differ_in_runner_and_environment_alone(installed: Path) -> None:
+    plain, second, zen = (
+        parsed(f"{kind} --pp 1 --max-num-seqs 8", installed)
+        for kind in ("vllm", "vllm-v2", "zentorch")
+    )
+    assert second.command == plain.command and zen.command[1:] == plain.command[1:]
+    assert zen.command[0] == str(installed / "ZENTORCH_DIRECTORY" / "bin" / "vllm")
+    assert second.environment == plain.environment | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    assert zen.environment == plain.environment | {"PRELOADED": "ZENTORCH_DIRECTORY"}
+    assert {one.client_backend for one in (plain, second, zen)} == {"vllm"}
 
 
 @pytest.mark.parametrize(

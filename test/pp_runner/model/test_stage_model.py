@@ -159,7 +159,7 @@ def test_a_stage_loads_its_own_tensors_and_no_others(name):
 
 
 def test_a_stage_loads_the_experts_of_its_own_layers_and_no_others():
-    """`qwen3-moe`: layers 0 and 4 are dense, the others have 8 experts of 3 * 48 * 64 weights."""
+    """`qwen3-moe`: layers 0 and 4 are dense, the others have 8 experts of 3 * 64 * 64 weights."""
     chain = StageChain(tiny_model("qwen3-moe"), (2, 1, 3))
     experts_per_layer = [
         Counter(int(name.split(".")[2]) for name in stage.loaded if ".experts." in name)
@@ -168,7 +168,7 @@ def test_a_stage_loads_the_experts_of_its_own_layers_and_no_others():
     assert experts_per_layer == [{1: 24}, {2: 24}, {3: 24, 5: 24}]
     middle = chain.stages[1].loaded
     assert sum(size for name, size in middle.items() if ".mlp." in name) == 4 * (
-        8 * 3 * 48 * 64 + 8 * 64
+        8 * 3 * 64 * 64 + 8 * 64
     )
 
 

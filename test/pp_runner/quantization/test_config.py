@@ -176,6 +176,10 @@ def test_rows_that_meet_four_bits_are_rounded_on_request_and_a_head_of_sixteen_b
     rounding = choose_quantization("w4a8_int8", own_head, "lm_head")
     assert rounding is not None and rounding.layout_of("lm_head") is own_head.layout
     assert rounding.scheme_of("lm_head") == replace(own_head.scheme_of(Q_PROJ), rounds_rows=True)
+    # The table of the embedding has 16 bits, whatever the config says of a head.
+    tied = choose_quantization("w4a8_int8", own_head, "lm_head", has_tied_head=True)
+    assert tied is not None and tied.layout_of("lm_head") is Layout.SIXTEEN_BITS
+    assert tied.scheme_of("lm_head") == Int8Scheme()
     for asked, found in [("w4a8_int8", int8), ("w4a8_int8", None)]:
         with pytest.raises(ConfigurationError, match=r"w4a8_int8 is for checkpoints of 4 bits"):
             choose_quantization(asked, found, "lm_head")
