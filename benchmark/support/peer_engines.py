@@ -8,7 +8,6 @@ names: for vLLM, SGLang and transformers a format of `quantize_model`, for llama
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from benchmark.peers.install_llama_cpp import llama_program
@@ -49,12 +48,6 @@ def vllm_command(directory: Path, checkpoint: Path, model: Path, num_stages: int
 
 def _vllm(served: Served, scratch: Path, cores: Sequence[int]) -> Engine:
     return _vllm_of(VLLM_DIRECTORY, served, cores)
-
-
-def _vllm_v2(served: Served, scratch: Path, cores: Sequence[int]) -> Engine:
-    """vLLM with its second model runner, which it takes on a CPU only when told to."""
-    engine = _vllm_of(VLLM_DIRECTORY, served, cores)
-    return replace(engine, environment=engine.environment | {"VLLM_USE_V2_MODEL_RUNNER": "1"})
 
 
 def _zentorch(served: Served, scratch: Path, cores: Sequence[int]) -> Engine:
@@ -147,7 +140,6 @@ def _require_one_stage(served: Served) -> None:
 
 PEERS: dict[str, Builder] = {
     "vllm": _vllm,
-    "vllm-v2": _vllm_v2,
     "zentorch": _zentorch,
     "sglang": _sglang,
     "transformers": _transformers,
