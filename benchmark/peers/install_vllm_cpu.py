@@ -31,10 +31,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _install_ours(options: Options) -> None:
-    directory, more = VLLM_DIRECTORY, ()
-    if options.zentorch:
-        directory, more = ZENTORCH_DIRECTORY, (_ZENTORCH_REQUIREMENTS,)
-    install(directory, *more)
+    directory = ZENTORCH_DIRECTORY if options.zentorch else VLLM_DIRECTORY
+    install(directory, *([_ZENTORCH_REQUIREMENTS] if options.zentorch else []))
     print(f"Done: {vllm_environment(directory)}")
 
 

@@ -1,11 +1,12 @@
 """The servers that a benchmark compares: how each is started, waited for and ended.
 
 An engine is written `ours --pp 2 --policy sarathi`, `vllm --pp 2`, `zentorch --pp 2` (vLLM with
-AMD's kernels), `sglang --pp 2`, `transformers --pp 1`, `llama --pp 1` or `openvino --pp 1`. `--weights FORMAT` has it serve a copy
-of the model in that format: `vllm --pp 1 --weights int-quantized`, `llama --pp 1 --weights q8_0`;
-every other flag is handed on as it stands. `ours@COMMIT` is our server as of that commit. Used by
-the benchmarks that start servers, one engine at a time. Prefix caches are off unless asked for:
-with them, a repeated load is answered from the cache.
+AMD's kernels), `sglang --pp 2`, `transformers --pp 1`, `llama --pp 1` or `openvino --pp 1`.
+`--weights FORMAT` has it serve a copy of the model in that format: `vllm --pp 1 --weights
+int-quantized`, `llama --pp 1 --weights q8_0`; every other flag is handed on as it stands.
+`ours@COMMIT` is our server as of that commit. Used by the benchmarks that start servers, one engine
+at a time. Prefix caches are off unless asked for: with them, a repeated load is answered from the
+cache.
 """
 
 import argparse

@@ -34,7 +34,7 @@ def test_a_machine_without_zentorch_is_told_the_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(install_vllm_cpu, "ZENTORCH_DIRECTORY", tmp_path)
-    with pytest.raises(ConfigurationError, match="install_vllm_cpu --zentorch$"):
+    with pytest.raises(ConfigurationError, match=r"install_vllm_cpu --zentorch$"):
         vllm_environment(tmp_path)
 
 
