@@ -102,7 +102,7 @@ def test_ours_serves_the_copy_of_the_model_in_the_named_format(tmp_path: Path) -
 
 @pytest.mark.parametrize("text", ["tgi --pp 2", "ours --pp two", ""])
 def test_an_engine_that_is_not_known_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="must begin with one of ours, vllm, sglang"):
+    with pytest.raises(ConfigurationError, match="must begin with one of ours, vllm, zentorch"):
         parse_engine(text, MODEL, 31000, tmp_path, [0, 1])
 
 
