@@ -8,7 +8,11 @@ capacity of all stages; allocates, opens its links and says `StageReady`. Then c
 every layer move, and a `ProfileReply` for `StartProfile` and `StopProfile`, until `Shutdown` or a
 `WorkerFailed`. Where another stage is lost, a `Regroup` comes in between, which is answered with
 `Regrouped`; where more or fewer stages shall serve, another `StageAssignment`, with which the
-worker starts over and keeps only its weights. Frozen, tagged structs; never pickled.
+worker starts over and keeps only its weights. A worker that serves and is asked to go says
+`WorkerLeaves` and goes on, until another one is ready for its stage: then it gets `HandPagesOver`
+and the other `TakePagesOver`, which it answers with `PagesCopied`; `FinishHandover`, between two
+steps, brings the `PagesTaken` of the other, and the leaver its `Shutdown`. Frozen, tagged structs;
+never pickled.
 """
 
 from typing import Annotated
@@ -182,6 +186,53 @@ class Regrouped(msgspec.Struct, frozen=True, tag=True):
     incarnation: int
 
 
+class WorkerLeaves(msgspec.Struct, frozen=True, tag=True):
+    """The worker was asked to go (SIGTERM). It serves until its stage is another one's."""
+
+    worker: int
+
+
+class HandPagesOver(msgspec.Struct, frozen=True, tag=True):
+    """Copy what `pages` hold of all layers of the stage to the worker that will fill it, at
+    `address`, beside the steps to come; then say `PagesCopied`.
+
+    `handover` is unique for the life of the server, `address` as in `StageAssignment.links`,
+    `pages` an int32 array. It takes the place of a handover before it.
+    """
+
+    handover: int
+    address: str
+    pages: bytes
+
+
+class TakePagesOver(msgspec.Struct, frozen=True, tag=True):
+    """Take up what comes at `address`, as in `HandPagesOver`, and say `PagesTaken` at the end."""
+
+    handover: int
+    address: str
+
+
+class FinishHandover(msgspec.Struct, frozen=True, tag=True):
+    """No step is under way, and none will come before the handover is over or given up: send what
+    the other worker lacks."""
+
+    handover: int
+
+
+class PagesCopied(msgspec.Struct, frozen=True, tag=True):
+    """All pages were sent once, and what steps have written since is little."""
+
+    stage: int
+    handover: int
+
+
+class PagesTaken(msgspec.Struct, frozen=True, tag=True):
+    """The worker has the keys and values of the stage that it is to fill."""
+
+    stage: int
+    handover: int
+
+
 class StartProfile(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Record the steps from now on with torch's profiler, until `StopProfile` or for `num_steps`.
 
@@ -226,6 +277,9 @@ ToWorker = (
     | PoolSize
     | SealedOrder
     | Regroup
+    | HandPagesOver
+    | TakePagesOver
+    | FinishHandover
     | StartProfile
     | StopProfile
     | Shutdown
@@ -237,6 +291,9 @@ FromWorker = (
     | StageLoaded
     | StageReady
     | Regrouped
+    | WorkerLeaves
+    | PagesCopied
+    | PagesTaken
     | StageReport
     | MoveReady
     | MoveDone

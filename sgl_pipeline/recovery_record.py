@@ -7,11 +7,13 @@ import msgspec
 
 
 class LostWorker(msgspec.Struct, frozen=True):
-    """A worker that has ended or was given up. `stage` is None where it filled none: a spare."""
+    """A worker that has ended or was given up. `stage` is None where it filled none: a spare.
+    `has_left`: it was asked to go, and another one has taken its stage over with all pages."""
 
     worker: int
     stage: int | None
     reason: str
+    has_left: bool = False
 
 
 class RecoveryRecord(msgspec.Struct, kw_only=True):
@@ -43,6 +45,11 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
         return self.num_stages != self.stages_before
 
     @property
+    def is_planned(self) -> bool:
+        """Whether no worker was lost that had not left."""
+        return bool(self.lost) and all(one.has_left for one in self.lost)
+
+    @property
     def is_over(self) -> bool:
         return self.ended_s is not None
 
@@ -50,7 +57,8 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
     def what_happened(self) -> str:
         """In a few words."""
         stages = ", ".join(map(str, self.stages))
-        text = f"stage {stages} lost" if stages else "a worker came"
+        verb = "handed over" if self.is_planned else "lost"
+        text = f"stage {stages} {verb}" if stages else "a worker came"
         if self.has_other_stages:
             text += f", {self.num_stages} stages in place of {self.stages_before}"
         return text

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     seeds = range(options.first, options.first + options.seeds)
     steps = retractions = aborts = moves = abandoned = lost = recoveries = replayed = done = 0
-    fewer = more = 0
+    fewer = more = leaves = handovers = 0
     failed: list[int] = []
     started_s = shown_s = time.monotonic()
     for seed, result in _results(seeds, options.processes):
@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
             abandoned += result.num_abandoned_moves
             lost += result.num_lost_workers
             recoveries += result.num_recoveries
+            leaves += result.num_leaves
+            handovers += result.num_handovers
             fewer += result.num_shrunk
             more += result.num_grown
             replayed += result.num_replayed_tokens
@@ -60,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         f"{done} seeds in {time.monotonic() - started_s:.0f} s: {steps} steps, {retractions} "
         f"retractions, {aborts} requests that ended early, {moves} layer moves and "
         f"{abandoned} that were abandoned, {lost} lost workers and {recoveries} recoveries, "
-        f"{fewer} to fewer stages and {more} to more, "
+        f"{fewer} to fewer stages and {more} to more, {leaves} workers asked to leave and "
+        f"{handovers} handovers, "
         f"with {replayed} tokens computed again by a stage alone, "
         f"{len(failed)} seeds failed {failed[:20]}"
     )

@@ -14,6 +14,8 @@ from sgl_pipeline.stage_plan import StagePlan
 
 # A layer and some of its pages.
 FakeRows = tuple[int, LayerPages]
+# Of pages: (move, source, target), or the address of a handover.
+Way = tuple[int, int, int] | str
 MAX_UNREAD = 2
 
 
@@ -162,21 +164,21 @@ class FakePageLinks:
 
     def __init__(self, make_pipe: Callable[..., DelayedPipe]) -> None:
         self._make_pipe = make_pipe
-        self._receivers: dict[tuple[int, int, int], FakeReceiver] = {}
+        self._receivers: dict[Way, FakeReceiver] = {}
 
     def of_stage(self, stage: int, on_arrival: Callable[[], None]) -> "StagePageLinks":
         return StagePageLinks(self, stage, on_arrival)
 
-    def open(self, way: tuple[int, int, int], on_arrival: Callable[[], None]) -> FakeReceiver:
+    def open(self, way: Way, on_arrival: Callable[[], None]) -> FakeReceiver:
         self._receivers[way] = receiver = FakeReceiver(on_arrival)
         return receiver
 
-    def sender(self, way: tuple[int, int, int]) -> FakeSender:
+    def sender(self, way: Way) -> FakeSender:
         return FakeSender(lambda: self._receivers.get(way), self._make_pipe)
 
 
 class StagePageLinks:
-    """The `PageLinks` of one stage. A way is (move, source, target)."""
+    """The `PageLinks` of one stage."""
 
     def __init__(self, links: FakePageLinks, stage: int, on_arrival: Callable[[], None]) -> None:
         self._links = links
@@ -188,3 +190,9 @@ class StagePageLinks:
 
     def receiver(self, move: int, source: int) -> FakeReceiver:
         return self._links.open((move, source, self._stage), self._on_arrival)
+
+    def sender_at(self, address: str) -> FakeSender:
+        return self._links.sender(address)
+
+    def receiver_at(self, address: str) -> FakeReceiver:
+        return self._links.open(address, self._on_arrival)

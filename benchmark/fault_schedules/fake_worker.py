@@ -15,18 +15,23 @@ from benchmark.fault_schedules.virtual_time import DelayedPipe, EventLoop
 from sgl_pipeline import __version__
 from sgl_pipeline.layer_moves import AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.messages import (
+    FinishHandover,
     FromWorker,
+    HandPagesOver,
     MeasureCosts,
     MeasuredCosts,
     PoolSize,
     Regroup,
     Regrouped,
+    Shutdown,
     StageAssignment,
     StageLoaded,
     StageReady,
     StageReport,
+    TakePagesOver,
     ToWorker,
     WorkerHello,
+    WorkerLeaves,
 )
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.step_inputs import written_pages
@@ -38,6 +43,9 @@ from sgl_pipeline.step_plan import MirroredChunk, MirrorSnapshot, RequestMirror,
 
 # How often a worker that has nothing else to do looks after a move.
 MOVE_POLL_S = 0.02
+
+# What is no order of the stream, and obeyed between two of its steps.
+OwnOrder = HandPagesOver | TakePagesOver | FinishHandover | Regroup
 
 # What a step begins with: the stages that compute, and what. Its own chunks come last, without.
 StepPart = tuple[tuple[int, ...] | None, list[MirroredChunk]]
@@ -86,7 +94,6 @@ class FakeWorker:
         self._listens_at: str | None = None
         # While it hangs: what it will do when it goes on.
         self._stopped: list[Callable[[], None]] | None = None
-        self._regroup_due: Regroup | None = None
         self._room_of = room_of
         self._num_pages = 0
         self._log_pages = log_pages
@@ -102,10 +109,11 @@ class FakeWorker:
         self._site: FakeSite | None = None
         self._mover: LayerMover[FakeRows] | None = None
         # Orders; the first was opened, if it could not be obeyed at once.
-        self._due: deque[SealedOrder | StageOrder] = deque()
+        self._due: deque[SealedOrder | StageOrder | OwnOrder] = deque()
         self._rows: deque[Rows] = deque()
         self._is_busy = False
         self._polls_move = False
+        self._has_served = self._is_leaving = False
 
     @property
     def held_layers(self) -> list[int]:
@@ -131,6 +139,14 @@ class FakeWorker:
                 pipe.cut()
         if self._mover is not None:
             self._mover.close()  # its sockets are closed for it
+
+    def leave(self) -> None:
+        """It is asked to go: before its first stage is ready it ends, else it says so, once."""
+        if not self._has_served:
+            self.die()
+        elif not self._is_leaving:
+            self._is_leaving = True
+            self._do(lambda: self._report(WorkerLeaves(self.number)))
 
     def stop(self) -> None:
         """It hangs: from now on it does nothing, until it goes on."""
@@ -161,14 +177,14 @@ class FakeWorker:
         self._do(lambda: self._take(message))
 
     def _take(self, message: ToWorker) -> None:
-        if isinstance(message, SealedOrder):
+        if isinstance(message, SealedOrder | OwnOrder):
+            if isinstance(message, Regroup):
+                self._due = deque(one for one in self._due if isinstance(one, OwnOrder))
+                self._parts.clear()
             self._due.append(message)
             self._work()
-        elif isinstance(message, Regroup):
-            self._due.clear()
-            self._parts.clear()
-            self._regroup_due = message
-            self._work()
+        elif isinstance(message, Shutdown):
+            self.die()
         elif isinstance(message, MeasureCosts):
             sizes = PartSizes((1,) * message.assignment.plan.num_layers, 1, 1, 1, 1)
             samples = [
@@ -180,6 +196,7 @@ class FakeWorker:
             self._load(message)
         elif isinstance(message, PoolSize):
             assignment, self._num_pages = self._own_assignment, message.num_pages
+            self._has_served = True
             self._open_links(assignment.links)
             log_pages = min(self._log_pages or 0, message.num_pages)
             self._log = None
@@ -256,9 +273,6 @@ class FakeWorker:
         """Takes up the next order, if it can: a step needs its rows and the pages of its layers,
         and only one runs at once. While it cannot, it works at the move under way."""
         assert self._site is not None and self._mover is not None
-        if self._regroup_due is not None and not self._is_busy:
-            order_to_regroup, self._regroup_due = self._regroup_due, None
-            self._regroup(order_to_regroup)
         while self._due and not self._is_busy:
             if isinstance(self._due[0], SealedOrder):
                 self._due[0] = self._orders.open(self._due[0])
@@ -277,6 +291,10 @@ class FakeWorker:
                 self._mover.switch(order)
             elif isinstance(order, AbandonMove):
                 self._mover.abandon(order)
+            elif isinstance(order, Regroup):
+                self._regroup(order)
+            elif isinstance(order, OwnOrder):
+                self._mover.obey(order)
             else:
                 assert isinstance(order, MirrorSnapshot)
                 self._mirror.restore(order)
@@ -342,6 +360,8 @@ class FakeWorker:
         if stage in stages:
             assert self._site is not None
             outgoing = self._layers.run(chunks, rows, self._site.layers_of(plan.epoch))
+            assert self._mover is not None
+            self._mover.wrote(written_pages(chunks, self._page_size))
             if self._log is not None:
                 self._log.write(chunks, outgoing)
         else:

@@ -21,6 +21,8 @@ class Outcome:
     num_moves: int
     num_abandoned_moves: int
     num_lost_workers: int
+    num_leaves: int
+    num_handovers: int
     num_recoveries: int
     num_refusals: int
     num_unfit: int
@@ -42,7 +44,8 @@ def outcome_of(
         num_retractions=scheduler.num_retractions,
         num_moves=moves.count(MoveOutcome.DONE),
         num_abandoned_moves=moves.count(MoveOutcome.ABANDONED),
-        num_recoveries=len(recoveries),
+        num_recoveries=sum(not one.is_planned for one in recoveries),
+        num_handovers=sum(one.is_planned for one in recoveries),
         num_shrunk=sum(one.num_stages < one.stages_before for one in recoveries),
         num_grown=sum(one.num_stages > one.stages_before for one in recoveries),
         num_replayed_tokens=sum(log.replayed_tokens) if log is not None else 0,

@@ -31,7 +31,7 @@ from sgl_pipeline.errors import (
     StageFailure,
 )
 from sgl_pipeline.layer_moves import MoveReport
-from sgl_pipeline.messages import FromWorker, StageReport
+from sgl_pipeline.messages import FromWorker, Shutdown, StageReport
 from sgl_pipeline.move_record import MoveOutcome
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
@@ -45,6 +45,9 @@ from sgl_pipeline.throttle import make_policy
 
 MAX_EVENTS = 50_000
 MOST_KILLS = 6
+MOST_LEAVES = 4
+# A worker that was told to end is killed when it does not.
+STOP_TIMEOUT_S = 2.0
 CONTEXT_LENGTH = 1_000
 
 
@@ -89,6 +92,8 @@ class World:
         self._workers: list[FakeWorker] = []
         self._to_worker: dict[int, DelayedPipe] = {}
         self._lost: set[int] = set()
+        self._dismissed: set[int] = set()
+        self._num_leaves = 0
         # How often a report is not what its stage has said, and whose it was.
         self._spoil_chance = rng.choice((0.0, 0.0, 0.0, 0.002))
         self._to_blame: set[int] = set()
@@ -109,6 +114,7 @@ class World:
             return self._outcome()
         scheduler = self._core.scheduler
         assert self._recovery.current is None, "a recovery never ended"
+        assert not self._recovery.leavers, "a worker never left"
         assert scheduler.is_idle, "requests are left, but nothing happens any more"
         load = scheduler.load()
         assert (load.free_pages, load.waiting_tokens) == (load.total_pages, 0)
@@ -123,6 +129,8 @@ class World:
     def _outcome(self) -> Outcome:
         assert self._core is not None and self._recovery is not None
         self._front.check()
+        if not self._lost:
+            self._check_leaves(self._recovery)
         self._note([client.ends for client in self._front.clients])
         return outcome_of(
             self._core,
@@ -132,10 +140,18 @@ class World:
             num_events=self._loop.num_events,
             num_aborts=sum(client.ends[0].kind == "abort" for client in self._front.clients),
             num_lost_workers=len(self._lost),
+            num_leaves=self._num_leaves,
             num_refusals=self._num_refusals,
             num_unfit=self._num_unfit,
             has_given_up=self._gave_up is not None,
         )
+
+    def _check_leaves(self, recovery: StageRecovery) -> None:
+        """Where no worker was lost, those that were asked to leave cost no request anything."""
+        assert self._gave_up is None and self._num_unfit == 0
+        for record in recovery.history:
+            assert record.is_planned and not record.has_other_stages
+            assert record.num_tokens == record.num_replay_tokens == 0, "tokens computed again"
 
     def _pipe(self, deliver: Callable[[Any], None], mean_s: float) -> DelayedPipe:
         return DelayedPipe(self._loop, self._rng, self._rng.choice((0.0, mean_s)), deliver)
@@ -194,7 +210,7 @@ class World:
         booked: list[OpenStep] = []
         while self._inbox and self._gave_up is None:
             number, message = self._inbox.popleft()
-            if number in self._lost or number in self._to_blame:
+            if number in self._lost | self._dismissed | self._to_blame:
                 continue
             if self._core is None or self._recovery is None:
                 self._bring_up(message)
@@ -203,7 +219,7 @@ class World:
             elif isinstance(message, MoveReport):
                 self._core.migration.take(message, self._loop.now_s)
             else:
-                self._tell(self._recovery.take(message, self._loop.now_s))
+                self._tell(self._recovery.take(message, self._loop.now_s, number))
         if self._core is not None and self._gave_up is None:
             self._go_on(self._core, booked)
 
@@ -285,10 +301,15 @@ class World:
     def _tell(self, messages: list[Addressed]) -> None:
         for worker, message in messages:
             self._to_worker[worker].send(message)
+            if isinstance(message, Shutdown):
+                self._dismissed.add(worker)
+                self._loop.after(STOP_TIMEOUT_S, self._workers[worker].die)
 
     def _lose(self, worker: FakeWorker, reason: str) -> None:
         """The scheduler has noticed that a worker has died, or gives up one that hangs."""
-        if self._recovery is None or self._gave_up is not None or worker.number in self._lost:
+        if self._recovery is None or self._gave_up is not None:
+            return
+        if worker.number in self._lost | self._dismissed:
             return
         worker.die()
         self._lost.add(worker.number)
@@ -348,6 +369,9 @@ class World:
             turn=self._turn,
             note=self._note,
         ).begin()
+        if rng.random() < 0.4:
+            for _ in range(rng.randint(1, MOST_LEAVES)):
+                self._loop.after(rng.random() * rng.choice((1.0, 6.0)), self._ask_to_leave)
         if rng.random() < 0.5:
             for _ in range(rng.randint(1, MOST_KILLS)):
                 self._loop.after(rng.random() * rng.choice((1.0, 6.0)), self._hurt_workers)
@@ -356,7 +380,31 @@ class World:
                 begun_s = self._loop.now_s + rng.choice((0.0, start_s))
                 self._droughts_s.append((begun_s, begun_s + length_s))
 
+    def _ask_to_leave(self) -> None:
+        """SIGTERM to one worker, or two at once, of a stage or not; now and then SIGKILL follows
+        before it has gone."""
+        rng = self._rng
+        living = [worker for worker in self._workers if not worker.is_dead]
+        for worker in rng.sample(living, min(len(living), rng.choice((1, 1, 1, 2)))):
+            self._note("leaves", worker.number)
+            self._num_leaves += 1
+            worker.leave()
+            if not worker.is_dead and rng.random() < 0.2:
+                self._loop.after(rng.random() * rng.choice((0.1, 3.0)), partial(self._kill, worker))
+            elif worker.is_dead:
+                self._notice_later(worker)
+
     # What goes wrong
+
+    def _kill(self, worker: FakeWorker) -> None:
+        if not worker.is_dead:
+            worker.die()
+            self._notice_later(worker)
+
+    def _notice_later(self, worker: FakeWorker) -> None:
+        """The scheduler will notice that a worker does nothing any more."""
+        noticed_s = self._rng.random() * self._rng.choice((0.0, 0.01, 1.0))
+        self._loop.after(noticed_s, partial(self._lose, worker, "hurt"))
 
     def _hurt_workers(self) -> None:
         """One worker, or two at once, of a stage or not, ready or not: dies or hangs."""
@@ -373,5 +421,4 @@ class World:
                     continue
             else:
                 worker.die()
-            noticed_s = rng.random() * rng.choice((0.0, 0.01, 1.0))
-            self._loop.after(noticed_s, partial(self._lose, worker, "hurt"))
+            self._notice_later(worker)

@@ -225,11 +225,11 @@ class PipelineScheduler:
         """Books what a worker says. What cannot be so is its fault, and costs the others nothing:
         whoever finds that out has booked nothing of the message."""
         try:
-            self._on_report(message)
+            self._on_report(worker, message)
         except ProtocolError as error:
             self._launcher.blame(worker, str(error))
 
-    def _on_report(self, report: FromWorker) -> None:
+    def _on_report(self, worker: int, report: FromWorker) -> None:
         """Books a stage's report; the last stage's brings the tokens of its step."""
         if isinstance(report, ProfileReply):
             self._profiles.on_reply(report)
@@ -238,7 +238,7 @@ class PipelineScheduler:
             self._core.migration.take(report, time.monotonic())
             return
         if not isinstance(report, StageReport):
-            self._recovery.take(report, time.monotonic())
+            self._recovery.take(report, time.monotonic(), worker)
             return
         started = time.perf_counter()
         step = self._core.take_report(report, time.monotonic())

@@ -43,8 +43,9 @@ PHASE_OF_MESSAGE: dict[type, WorkerPhase] = {
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker. `stage` is None until it is assigned. `incarnation` is the stream of orders that
-    its links are for, `asked_incarnation` that for which it was told to open some."""
+    """One worker. `stage` is None until it is assigned; `is_successor` says that another worker
+    fills it still. `incarnation` is the stream of orders that its links are for,
+    `asked_incarnation` that for which it was told to open some."""
 
     hello: WorkerHello
     phase: WorkerPhase = WorkerPhase.GREETED
@@ -55,7 +56,13 @@ class Worker:
     incarnation: int = -1
     asked_incarnation: int = -1
     gpu: int | None = None  # where its weights are, once it has any
-    has_served: bool = False  # it was ready once, for whatever stage
+    has_served: bool = False  # it was ready once, for whatever stage that it filled
+    is_successor: bool = False
+
+    @property
+    def filled_stage(self) -> int | None:
+        """The stage that steps need it for."""
+        return None if self.is_successor else self.stage
 
     @property
     def is_settled(self) -> bool:
@@ -67,7 +74,7 @@ class Worker:
     @property
     def is_joining(self) -> bool:
         """It fills a stage, and has yet to get ready or to regroup."""
-        return self.stage is not None and self.incarnation < self.asked_incarnation
+        return self.filled_stage is not None and self.incarnation < self.asked_incarnation
 
     # What it has done, each in the phase of PHASE_OF_MESSAGE
 
@@ -78,7 +85,7 @@ class Worker:
         self.loaded, self.phase = message, WorkerPhase.LOADED
 
     def take_ready(self, message: StageReady) -> None:
-        self.ready, self.phase, self.has_served = message, WorkerPhase.READY, True
+        self.ready, self.phase, self.has_served = message, WorkerPhase.READY, not self.is_successor
         self.incarnation = self.asked_incarnation
 
     def take_regrouped(self, message: Regrouped) -> None:
@@ -99,10 +106,15 @@ class Worker:
         self.loaded = self.ready = None
         self.asked_incarnation = incarnation
 
+    def succeed(self) -> None:
+        """The stage that it was to take is its own from now on."""
+        self.is_successor = False
+        self.has_served = self.phase is WorkerPhase.READY
+
     def lose(self) -> int | None:
         """It has ended. Returns the stage that it filled, if any."""
-        self.phase, stage = WorkerPhase.LOST, self.stage
-        self.stage = None
+        self.phase, stage = WorkerPhase.LOST, self.filled_stage
+        self.stage, self.is_successor = None, False
         return stage
 
 

@@ -27,6 +27,8 @@ class MigrationControl:
     Args:
         mode: `off`, `manual` or `auto` (`args.MIGRATION_MODES`).
         planner: learns from the steps; None: nothing is predicted or proposed.
+
+    While `is_held`, a stage goes to another worker with the layers that it has: no move begins.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class MigrationControl:
         self.mode = mode
         self.coordinator = coordinator
         self.planner = planner
+        self.is_held = False
         self._proposed: tuple[int, ...] | None = None  # for the plan in use
         self._ended: list[MoveRecord] = []
 
@@ -89,9 +92,11 @@ class MigrationControl:
     def move_to(self, layer_counts: Sequence[int], now_s: float) -> MoveRecord:
         """Begins the move that an operator wants.
 
-        Raises MoveRefused: 400 for a plan that is none of this pipeline's, 409 while layers move.
+        Raises MoveRefused: 400 for a plan that is none of this pipeline's, 409 while layers move or
+        a stage is handed over.
         """
         self._require_on()
+        self._require_free()
         return self.coordinator.begin(layer_counts, "operator", now_s)
 
     def undo(self, now_s: float) -> MoveRecord:
@@ -99,7 +104,9 @@ class MigrationControl:
 
         Raises MoveRefused as `move_to`, and where nothing has moved.
         """
-        return self.coordinator.begin(self.plan_before(), "undo", now_s)
+        counts = self.plan_before()
+        self._require_free()
+        return self.coordinator.begin(counts, "undo", now_s)
 
     def plan_before(self) -> tuple[int, ...]:
         """The layer counts that `undo` goes back to. Raises MoveRefused as `undo`."""
@@ -160,7 +167,7 @@ class MigrationControl:
         if proposal is None:
             return
         self._proposed = proposal.layer_counts
-        if self.mode == "auto":
+        if self.mode == "auto" and not self.is_held:
             self.coordinator.begin(proposal.layer_counts, "auto", now_s)
 
     def _note_ends(self) -> None:
@@ -182,4 +189,11 @@ class MigrationControl:
         if self.mode == "off":
             raise MoveRefused(
                 "layers do not move on this server; start it with --migration manual or auto"
+            )
+
+    def _require_free(self) -> None:
+        if self.is_held:
+            raise MoveRefused(
+                "a stage is being handed over to another worker; wait until that is done",
+                status_code=409,
             )

@@ -73,6 +73,7 @@ class PipelineCore:
         self._open: dict[int, OpenStep] = {}
         self._first_step_id = 0  # of this incarnation
         self._is_halted = False
+        self.is_held = False  # no step is decided, those in flight go on
         self._unfit: list[Request] = []
         self._configured_stages = plan.num_stages
         self._reported: list[OpenStep] = []
@@ -91,6 +92,17 @@ class PipelineCore:
             self.scheduler.lost_pages.lose_all(now_s)
         else:
             self.scheduler.lost_pages.lose_stages(stages, now_s)
+        self._stop(reason, now_s)
+
+    def hand_over(self, stage: int, reason: str, now_s: float) -> None:
+        """Another worker has the pages of `stage`, and fills it from `start_over` on; as `halt`,
+        but nothing is lost besides the rows that the stage has kept. No step is in flight, and no
+        layer moves."""
+        assert not self._open and not self.migration.is_moving
+        self.scheduler.lost_pages.hand_over(stage, now_s)
+        self._stop(reason, now_s)
+
+    def _stop(self, reason: str, now_s: float) -> None:
         self.migration.interrupt(reason, now_s)
         self._open.clear()
         self.slow_stages.interrupt()
@@ -172,7 +184,8 @@ class PipelineCore:
         """
         if self.throttle is not None:
             self.throttle.revert_if_due(now_s)
-        microbatch = None if self._is_halted else self.scheduler.next_microbatch(now_s)
+        stands = self._is_halted or self.is_held
+        microbatch = None if stands else self.scheduler.next_microbatch(now_s)
         if microbatch is None:
             return None
         step = OpenStep(microbatch, self._orders.seal(self._encoder.encode(microbatch)), now_s)

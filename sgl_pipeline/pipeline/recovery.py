@@ -14,6 +14,9 @@ Where no worker is available for a stage (`worker_supply.py`), those that are le
 and serve on as fewer stages, and as more again when a worker has come; then all pages are lost.
 Whoever serves is first told to regroup: when all have, none has anything to say any more under its
 old number.
+
+A worker that was asked to leave is replaced while it serves (`stage_handovers.py`); in the end all
+begin anew as after a loss, of which there was none.
 """
 
 from collections import deque
@@ -21,8 +24,17 @@ from collections.abc import Iterable
 
 from sgl_pipeline.args import RecoveryArgs
 from sgl_pipeline.errors import PipelineLost, StageFailure
-from sgl_pipeline.messages import FromWorker, StageReady, WorkerHello
+from sgl_pipeline.messages import (
+    FromWorker,
+    PagesCopied,
+    PagesTaken,
+    Shutdown,
+    StageReady,
+    WorkerHello,
+    WorkerLeaves,
+)
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.stage_handovers import StageHandovers
 from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
 from sgl_pipeline.pipeline.worker_supply import WorkerSupply
 from sgl_pipeline.recovery_record import LostWorker, RecoveryRecord
@@ -50,6 +62,7 @@ class StageRecovery:
         self._joining_since_s = 0.0
         self._losses_s: deque[float] = deque()
         self._supply = WorkerSupply(args)
+        self._handovers = StageHandovers(core, roster, args)
         self._first_plan = core.plan
         self._last_loss: tuple[str, float] | None = None
 
@@ -58,11 +71,17 @@ class StageRecovery:
         """Longer than this no recovery should take."""
         return self._args.join_limit_s
 
+    @property
+    def leavers(self) -> tuple[int, ...]:
+        """The workers that were asked to leave and serve still, in the order of that."""
+        return self._handovers.leavers
+
     def num_wanted_workers(self, now_s: float) -> int:
         """How many more workers the source should be asked for now."""
         if self._args.mode == "off" or self._supply.rests(now_s):
             return 0
         missing = self._first_plan.num_stages - len(self._roster.workers_of_stages)
+        missing += self._handovers.num_wanted_workers
         spare = len(self._roster.spare_workers) + self._supply.num_on_their_way
         return max(0, missing + self._args.spare_workers - spare)
 
@@ -81,6 +100,7 @@ class StageRecovery:
         recovery is off, or too many were lost that had served.
         """
         stage = self._roster.lose(worker)
+        self._handovers.forget(worker)
         if self._roster.has_served(worker) or self._args.mode == "off":
             self._count(worker if stage is None else stage, reason, now_s)
             self._supply.try_again()
@@ -93,16 +113,30 @@ class StageRecovery:
             self.current = self._new_record(now_s, lost)
         if stage is None or self.current is None:
             return []
-        self._halt(f"stage {stage} was lost: {reason}", now_s)
+        self._halt(f"stage {stage} was lost: {reason}", now_s, lost_stage=stage)
         return self._roster.fill()
 
-    def take(self, message: FromWorker, now_s: float) -> list[Addressed]:
+    def take(
+        self, message: FromWorker, now_s: float, speaker: int | None = None
+    ) -> list[Addressed]:
         """Books what a worker says that is not about a step; returns what follows from it.
+
+        Args:
+            speaker: as in `WorkerRoster.take`.
 
         Raises ProtocolError and ConfigurationError as `WorkerRoster.take`.
         """
-        is_newcomer = isinstance(message, StageReady) and not self._has_served(message.stage)
-        answers = self._roster.take(message)
+        if isinstance(message, WorkerLeaves):
+            self._handovers.leave(message.worker, now_s)
+            return []
+        if isinstance(message, PagesCopied | PagesTaken):
+            self._handovers.take(message)
+            return []
+        is_newcomer = False
+        if isinstance(message, StageReady):
+            worker = self._roster.worker_of(message.stage) if speaker is None else speaker
+            is_newcomer = worker is not None and not self._roster.has_served(worker)
+        answers = self._roster.take(message, speaker)
         if isinstance(message, WorkerHello):
             self._supply.greeted(message.worker)
         elif is_newcomer:
@@ -113,17 +147,17 @@ class StageRecovery:
                 self.current.survivors_s = now_s
         return answers
 
-    def _has_served(self, stage: int) -> bool:
-        worker = self._roster.worker_of(stage)
-        return worker is not None and self._roster.has_served(worker)
-
     def reform(self, now_s: float) -> list[Addressed]:
-        """Has fewer stages serve where no worker comes for one, and more where one has come; to be
-        asked now and then. Returns what each worker must be told.
+        """Has fewer stages serve where no worker comes for one, and more where one has come, and
+        stages go from workers that leave to others; to be asked now and then. Returns what each
+        worker must be told.
 
         Raises PipelineLost where the stages that are left are too few.
         """
         if self.current is None:
+            told = [*self._handovers.go_on(now_s)]
+            if told or self._handovers.is_under_way:
+                return told + self._hand_over(now_s)
             if self._num_stages_now(now_s) == self._roster.num_stages:
                 return []
             self.current = self._new_record(now_s)
@@ -135,6 +169,22 @@ class StageRecovery:
         if num_stages == self._roster.num_stages:
             return []
         return self._reassign(num_stages, now_s)
+
+    def _hand_over(self, now_s: float) -> list[Addressed]:
+        """Puts the successor that has all pages in the place of its leaver, who ends."""
+        handover = self._handovers.take_done()
+        if handover is None:
+            return []
+        stage, leaver = handover.stage, handover.leaver
+        left = LostWorker(leaver, stage, "it was asked to leave", has_left=True)
+        assert handover.held_s is not None
+        self.current = record = self._new_record(handover.held_s, left)
+        computed = self._computed_tokens()
+        self._core.hand_over(stage, f"worker {leaver} leaves stage {stage}", now_s)
+        self._roster.hand_over(stage)
+        self._begin_anew(computed, now_s)
+        record.num_replay_tokens = 0
+        return [(leaver, Shutdown()), *self._roster.fill()]
 
     def _num_stages_now(self, now_s: float) -> int:
         """How many stages can serve with the workers that there are."""
@@ -162,7 +212,7 @@ class StageRecovery:
         is_whole = num_stages == first.num_stages
         counts = first.layer_counts if is_whole else self._roster.layer_counts(num_stages)
         plan = StagePlan(old.epoch + 1, counts)
-        incarnation = self._roster.incarnation + 1
+        incarnation = self._roster.next_incarnation()
         self._joining_since_s = now_s
         self.current.incarnation, self.current.num_stages = incarnation, num_stages
         # None of them is left to any stage.
@@ -197,6 +247,7 @@ class StageRecovery:
         """
         yield from self._supply.late(now_s)
         yield from self._roster.unfit_workers
+        yield from self._handovers.late_workers(now_s, self._supply.last_reason)
         if self.current is None:
             return
         for worker in self._roster.late_workers:
@@ -216,20 +267,30 @@ class StageRecovery:
             stages_before=num_stages,
         )
 
-    def _halt(self, reason: str, now_s: float) -> None:
+    def _halt(self, reason: str, now_s: float, lost_stage: int | None = None) -> None:
         """Takes the pipeline apart; may happen again before it is together again."""
+        assert self.current is not None
+        computed, lost = self._computed_tokens(), {*self._roster.vacant_stages}
+        if lost_stage is not None:  # its successor may fill it
+            lost.add(lost_stage)
+        self._handovers.interrupt()
+        self._core.halt(lost, reason, now_s)
+        kept = self._begin_anew(computed, now_s)
+        self.current.num_replay_tokens = kept if lost else 0
+
+    def _begin_anew(self, computed: dict[Request, int], now_s: float) -> int:
+        """Has all that are left join another stream. Returns how many of the tokens that were
+        `computed` before are kept."""
         record = self.current
         assert record is not None
-        computed, vacant = self._computed_tokens(), self._roster.vacant_stages
         # Halted before, those that are left have been counted.
         record.num_requests = max(record.num_requests, len(computed))
-        self._core.halt(vacant, reason, now_s)
         kept = sum(tokens for request, tokens in computed.items() if request.pages)
         record.num_tokens += sum(computed.values()) - kept
-        record.num_replay_tokens = kept if vacant else 0
         self._joining_since_s = now_s
-        record.incarnation, record.survivors_s = self._roster.incarnation + 1, None
-        self._roster.regroup(self._core.plan, self._roster.incarnation + 1)
+        record.incarnation, record.survivors_s = self._roster.next_incarnation(), None
+        self._roster.regroup(self._core.plan, record.incarnation)
+        return kept
 
     def _count(self, stage: int, reason: str, now_s: float) -> None:
         """Raises StageFailure where this loss is one too many."""

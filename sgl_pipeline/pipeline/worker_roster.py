@@ -5,7 +5,7 @@ this answers. A worker may come at any time, and each goes its own way: greeted,
 layers are split by time, assigned, loaded, ready. Does no I/O.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from sgl_pipeline import __version__
 from sgl_pipeline.args import PipelineArgs
@@ -18,6 +18,8 @@ from sgl_pipeline.messages import (
     PoolSize,
     Regroup,
     Regrouped,
+    Shutdown,
+    StageAssignment,
     StageLoaded,
     StageReady,
     ToWorker,
@@ -60,7 +62,7 @@ class WorkerRoster:
         self.predicted_ms: tuple[float, ...] | None = None
         self.num_pages: int | None = None
         self.log_pages: int | None = None
-        self.incarnation = 0
+        self.incarnation = self._newest_incarnation = 0
         # Of these stages, before any layer moved between them.
         self._first_plan = self.plan
         # Of the newest worker of each stage, also where that was lost.
@@ -78,15 +80,24 @@ class WorkerRoster:
     @property
     def workers_of_stages(self) -> list[int]:
         """The worker that fills each stage, where one does, in the order of the stages."""
-        filled = [(one.stage, n) for n, one in self._workers.items() if one.stage is not None]
+        filled = [
+            (one.filled_stage, n)
+            for n, one in self._workers.items()
+            if one.filled_stage is not None
+        ]
         return [number for _, number in sorted(filled)]
 
     def worker_of(self, stage: int) -> int | None:
         """The worker that fills `stage`, if one does."""
-        return next((n for n, one in self._workers.items() if one.stage == stage), None)
+        return next((n for n, one in self._workers.items() if one.filled_stage == stage), None)
 
     def worker_stage(self, number: int) -> int | None:
         """The stage that a worker fills, if it fills one."""
+        worker = self._workers.get(number)
+        return None if worker is None else worker.filled_stage
+
+    def assigned_stage(self, number: int) -> int | None:
+        """The stage that a worker fills or is about to take over, if any."""
         worker = self._workers.get(number)
         return None if worker is None else worker.stage
 
@@ -104,7 +115,8 @@ class WorkerRoster:
     @property
     def is_settled(self) -> bool:
         """Whether no worker that fills a stage owes an answer: then all can be given others."""
-        return all(one.is_settled for one in self._workers.values() if one.stage is not None)
+        filling = (one for one in self._workers.values() if one.filled_stage is not None)
+        return all(one.is_settled for one in filling)
 
     @property
     def max_layers(self) -> tuple[int, ...]:
@@ -136,13 +148,16 @@ class WorkerRoster:
     @property
     def has_regrouped(self) -> bool:
         """Whether all stages that were not lost are ready for the stream of `incarnation`."""
-        ready = (one for one in self._workers.values() if one.phase is WorkerPhase.READY)
-        return all(one.incarnation == self.incarnation for one in ready)
+        return all(
+            one.incarnation == self.incarnation
+            for one in self._workers.values()
+            if one.phase is WorkerPhase.READY and not one.is_successor
+        )
 
     @property
     def is_complete(self) -> bool:
         """Whether every stage has a worker that is ready for the stream of `incarnation`."""
-        filling = [one for one in self._workers.values() if one.stage is not None]
+        filling = [one for one in self._workers.values() if one.filled_stage is not None]
         is_ready = [one.phase is WorkerPhase.READY for one in filling]
         return len(is_ready) == self.num_stages and all(is_ready) and self.has_regrouped
 
@@ -165,8 +180,11 @@ class WorkerRoster:
         worker = self._workers.get(number)
         return number if worker is None or worker.stage is None else worker.stage
 
-    def take(self, message: FromWorker) -> list[Addressed]:
+    def take(self, message: FromWorker, speaker: int | None = None) -> list[Addressed]:
         """Books a worker's message of its way to readiness; returns what follows from it.
+
+        Args:
+            speaker: the worker; None: the one that fills the stage of which the message is.
 
         Raises ConfigurationError where the workers cannot run the pipeline as it was asked for, and
         ProtocolError for a message that is not the worker's next.
@@ -176,23 +194,88 @@ class WorkerRoster:
         elif isinstance(message, MeasuredCosts):
             expect(self._workers.get(message.worker), message).take_costs(message)
         elif isinstance(message, StageLoaded):
-            expect(self._filling(message.stage), message).take_loaded(message)
+            self._expect(speaker, message).take_loaded(message)
         elif isinstance(message, StageReady):
-            worker = expect(self._filling(message.stage), message)
+            worker = self._expect(speaker, message)
             self._check_log(message)
             worker.take_ready(message)
         elif isinstance(message, Regrouped):
-            expect(self._filling(message.stage), message).take_regrouped(message)
+            self._expect(speaker, message).take_regrouped(message)
         else:
             raise ProtocolError(f"a worker that is not ready sent {type(message).__name__}")
         return list(self._what_follows())
 
+    def _expect(self, speaker: int | None, message: StageLoaded | StageReady | Regrouped) -> Worker:
+        """Who says `message`, which is due. Raises ProtocolError otherwise."""
+        filling = self._filling(message.stage)
+        return expect(filling if speaker is None else self._workers.get(speaker), message)
+
     def lose(self, number: int) -> int | None:
-        """The worker has ended. Returns the stage that it filled, which is vacant now, if any."""
+        """The worker has ended. Returns the stage that it filled, if any, which is its successor's
+        now, or vacant."""
         worker = self._workers.get(number)
         if worker is None:
             return None
-        return worker.lose()
+        stage = worker.lose()
+        if stage is not None and (successor := self.successor_of(stage)) is not None:
+            self._succeed(stage, successor)
+        return stage
+
+    # A stage whose worker leaves
+
+    def successor_of(self, stage: int) -> int | None:
+        """The worker that is to take `stage` over from the one that fills it, if there is one."""
+        return next(
+            (n for n, one in self._workers.items() if one.is_successor and one.stage == stage), None
+        )
+
+    def give_successor(self, stage: int, plan: StagePlan) -> list[Addressed]:
+        """Has a spare load `stage`, whose layers are those of `plan`, while another worker fills
+        it; returns what it must be told, nothing where there is no spare. Its links are of a stream
+        that nobody else joins: it regroups with the others when it takes over."""
+        spares = {number: self._workers[number].hello for number in self.spare_workers}
+        number = place_newcomers([stage], spares, self._hellos).get(stage)
+        if number is None:
+            return []
+        incarnation = self.next_incarnation()
+        hellos = self._hellos | {stage: spares[number]}
+        assignment = self._assign(hellos, plan, incarnation, newcomers=[stage])[stage]
+        worker = self._workers[number]
+        worker.give_stage(assignment, incarnation)
+        worker.is_successor = True
+        return [(number, assignment)]
+
+    def page_link(self, stage: int) -> str:
+        """Where the worker of `stage` and its successor meet to hand over KV pages."""
+        successor = self.successor_of(stage)
+        assert successor is not None
+        hellos = [self._hellos[stage], self._workers[successor].hello]
+        return page_links(self._args, hellos, 0)[1]
+
+    def hand_over(self, stage: int) -> int:
+        """The successor fills `stage` from now on; returns the worker that did, which is not heard
+        any more."""
+        leaver = self.worker_of(stage)
+        assert leaver is not None and self.successor_of(stage) is not None
+        self.lose(leaver)
+        return leaver
+
+    def _succeed(self, stage: int, successor: int) -> None:
+        self._workers[successor].succeed()
+        self._hellos[stage] = self._workers[successor].hello
+
+    def _dismiss_successors(self) -> Iterator[Addressed]:
+        for number, worker in self._workers.items():
+            if worker.is_successor:
+                worker.lose()
+                yield number, Shutdown()
+
+    # All stages anew
+
+    def next_incarnation(self) -> int:
+        """The number of a stream of orders that none has had."""
+        self._newest_incarnation = max(self._newest_incarnation, self.incarnation) + 1
+        return self._newest_incarnation
 
     def regroup(self, plan: StagePlan, incarnation: int) -> None:
         """The stages shall join each other anew, under `plan`, for the stream of `incarnation`:
@@ -210,9 +293,10 @@ class WorkerRoster:
         order, and then to spares; returns what each must be told. All have settled.
 
         A worker that fills a stage keeps the weights of layers that it has of the new one too. How
-        many pages there are is decided anew.
+        many pages there are is decided anew. Successors end: what they have loaded is of no stage.
         """
         assert self.is_settled and plan.num_stages <= len(self._candidates)
+        dismissed = [*self._dismiss_successors()]
         workers = self._candidates[: plan.num_stages]
         self.plan = self._first_plan = plan
         self.num_stages, self.incarnation = plan.num_stages, incarnation
@@ -229,7 +313,7 @@ class WorkerRoster:
         )
         for number, assignment in zip(workers, assignments, strict=True):
             self._workers[number].give_stage(assignment, self.incarnation)
-        return list(zip(workers, assignments, strict=True))
+        return [*dismissed, *zip(workers, assignments, strict=True)]
 
     @property
     def _candidates(self) -> list[int]:
@@ -313,21 +397,32 @@ class WorkerRoster:
             return
         if any(self._hellos[s].host_key != hellos[s].host_key for s in self._hellos):
             # Others have been told to meet that stage on another host.
-            self.incarnation += 1
+            self.incarnation = self.next_incarnation()
         self._hellos = hellos
         self._first_plan = self._first_plan or plan
-        assignments = assign(
-            [hellos[stage] for stage in range(self.num_stages)],
-            plan,
-            self._args,
-            first_plan=self._first_plan,
-            incarnation=self.incarnation,
-            fewer_pages_do=self.incarnation > 0,
-            gpus=[self._gpu_of(stage) for stage in range(self.num_stages)],
-        )
+        assignments = self._assign(hellos, plan, self.incarnation, newcomers)
         for stage, number in newcomers.items():
             self._workers[number].give_stage(assignments[stage], self.incarnation)
             yield number, assignments[stage]
+
+    def _assign(
+        self,
+        hellos: Mapping[int, WorkerHello],
+        plan: StagePlan,
+        incarnation: int,
+        newcomers: Container[int],
+    ) -> tuple[StageAssignment, ...]:
+        """What the worker of each stage would be told. The stages `newcomers` get theirs now."""
+        stages = range(self.num_stages)
+        return assign(
+            [hellos[stage] for stage in stages],
+            plan,
+            self._args,
+            first_plan=self._first_plan,
+            incarnation=incarnation,
+            fewer_pages_do=incarnation > 0,
+            gpus=[None if stage in newcomers else self._gpu_of(stage) for stage in stages],
+        )
 
     def _gpu_of(self, stage: int) -> int | None:
         """That of the worker that fills `stage`, if any does."""
@@ -342,7 +437,7 @@ class WorkerRoster:
         hellos = [self._hellos[stage] for stage in sorted(self._hellos)]
         links = link_addresses(self._args, hellos, self.incarnation)
         for number, worker in self._workers.items():
-            is_ready = worker.phase is WorkerPhase.READY
+            is_ready = worker.phase is WorkerPhase.READY and not worker.is_successor
             if is_ready and worker.asked_incarnation < self.incarnation:
                 assert worker.stage is not None
                 worker.asked_incarnation = self.incarnation
@@ -371,7 +466,7 @@ class WorkerRoster:
 
     def _filling(self, stage: int) -> Worker | None:
         """The worker that fills `stage`, if any does."""
-        return next((one for one in self._workers.values() if one.stage == stage), None)
+        return next((one for one in self._workers.values() if one.filled_stage == stage), None)
 
     def _check_log(self, ready: StageReady) -> None:
         """All logs have the same room: the scheduler keeps one book for them."""

@@ -14,6 +14,7 @@ from sgl_pipeline.messages import (
     StillLoading,
     WorkerFailed,
     WorkerHello,
+    WorkerLeaves,
 )
 from sgl_pipeline.pipeline.worker_roster import WorkerRoster
 
@@ -23,11 +24,13 @@ def check_speaker(roster: WorkerRoster, number: int, message: FromWorker) -> Non
     its own. Until a worker that has served joins the newest stream, what it says of its work may be
     of the stage that it had before."""
     name = type(message).__name__
-    if isinstance(message, WorkerHello | MeasuredCosts | StillLoading | WorkerFailed):
+    if isinstance(
+        message, WorkerHello | MeasuredCosts | StillLoading | WorkerLeaves | WorkerFailed
+    ):
         if message.worker != number:
             raise WorkerFault(number, f"it sent a {name} of worker {message.worker}")
         return
-    stage = roster.worker_stage(number)
+    stage = roster.assigned_stage(number)
     if message.stage == stage:
         return
     is_late = roster.has_served(number) and number in roster.late_workers

@@ -20,8 +20,8 @@ from sgl_pipeline.step_plan import MirroredChunk
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedStep:
-    """A step of `chunks` that has all but its activations, and runs `layers`. The moments are those
-    of `StageTiming`."""
+    """A step of `chunks` that has all but its activations, and runs `layers`. Before it the stage
+    has computed `replayed` again. The moments are those of `StageTiming`."""
 
     step_id: int
     epoch: int
@@ -30,6 +30,7 @@ class PreparedStep:
     inputs: StepInputs
     plan_s: float
     inputs_s: float
+    replayed: Sequence[MirroredChunk] = ()
 
 
 @dataclass(slots=True)

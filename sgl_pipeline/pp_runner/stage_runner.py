@@ -139,8 +139,9 @@ class StageRunner:
         """
         layers = self._layers_of(plan)
         chunks = self._mirror.apply(plan)
-        if plan.replays:
-            self._replays.run(plan, self._mirror.replays(plan), layers, self._link, attend)
+        replays = [*self._mirror.replays(plan)]
+        if replays:
+            self._replays.run(plan, replays, layers, self._link, attend)
         plan_s = time.monotonic()
         inputs = build_step_inputs(chunks, self.shape.page_size, self.shape.device, self._upload)
         self._layers.plan(plan.epoch, layers, inputs)
@@ -154,6 +155,7 @@ class StageRunner:
             inputs,
             plan_s,
             time.monotonic(),
+            [one for stages, batch in replays if self.stage in stages for one in batch],
         )
 
     @property

@@ -21,6 +21,8 @@ from sgl_pipeline.errors import ConfigurationError, ProtocolError
 from sgl_pipeline.layer_moves import MOVE_SHARE, AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.logged_pages import log_page_capacity
 from sgl_pipeline.messages import (
+    FinishHandover,
+    HandPagesOver,
     MeasureCosts,
     MeasuredCosts,
     PoolSize,
@@ -33,14 +35,17 @@ from sgl_pipeline.messages import (
     StartProfile,
     StillLoading,
     StopProfile,
+    TakePagesOver,
     ToWorker,
     WorkerFailed,
+    WorkerLeaves,
 )
 from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
 from sgl_pipeline.pp_runner.compute_threads import pin_threads
 from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.layer_moves.stage_site import StageSite
+from sgl_pipeline.pp_runner.leave_signal import LeaveSignal
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape, NeighborGone
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
 from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
@@ -62,14 +67,27 @@ MAX_PENDING_REPORTS = 2
 # ZeroMQ's own timeouts are whole milliseconds, which is as long as a step of decodes.
 PENDING_POLL_S = 50e-6
 MOVE_POLL_S = 0.5e-3
+# So often a worker without orders looks whether it was asked to go.
+LEAVE_POLL_MS = 100
 # Of its loading a worker says no more often that it gets on.
 PROGRESS_INTERVAL_S = 0.5
 
 
 class StageWorker:
-    """The worker's side of the conversation in `messages.py`."""
+    """The worker's side of the conversation in `messages.py`.
 
-    def __init__(self, channel: WorkerEnd, worker: int, site: WorkerSite) -> None:
+    Args:
+        leave: how it is asked to go; None: it never is.
+    """
+
+    def __init__(
+        self,
+        channel: WorkerEnd,
+        worker: int,
+        site: WorkerSite,
+        leave: LeaveSignal | None = None,
+    ) -> None:
+        self._leave = leave
         self._channel = channel
         self._inbox = WorkerInbox(channel)
         self._worker = worker
@@ -100,6 +118,8 @@ class StageWorker:
         """Runs the stage of `assignment`; returns as `serve`."""
         runner = self._become_ready(assignment, stage, pool.num_pages)
         mover = self._open_mover(assignment, runner)
+        if self._leave is not None:
+            self._leave.listen()
         profile = StageProfile(assignment.stage, assignment.device == "cuda")
         try:
             return self.serve(runner, mover, profile)
@@ -131,6 +151,8 @@ class StageWorker:
             pending.send_all_but(0)
             if isinstance(message, Regroup):
                 self._regroup(message, runner, mover)
+            elif isinstance(message, HandPagesOver | TakePagesOver | FinishHandover):
+                mover.obey(message)
             elif isinstance(order, MirrorSnapshot):
                 runner.restore(order)
             elif isinstance(order, PrepareMove):
@@ -155,13 +177,21 @@ class StageWorker:
         longer than `PENDING_POLL_S` and the kernel's timer slack, 0.1 ms together, and a report
         besides for a step to be prepared or launched, if that is under way. While layers move, the
         stage works at that meanwhile."""
+        self._leave_if_asked()
         while pending or mover.is_open:
             pending.send_ready()
+            self._leave_if_asked()
             if (message := self._inbox.next(timeout_ms=0)) is not None:
                 return message
             if not mover.work():
                 time.sleep(PENDING_POLL_S if pending else MOVE_POLL_S)
-        return self._inbox.next()
+        while (message := self._inbox.next(LEAVE_POLL_MS)) is None:
+            self._leave_if_asked()
+        return message
+
+    def _leave_if_asked(self) -> None:
+        if self._leave is not None and self._leave.take():
+            self._channel.send(WorkerLeaves(self._worker))
 
     def _run_step(
         self,
@@ -181,7 +211,7 @@ class StageWorker:
         except NeighborGone:
             self._inbox.wait_for_the_end()
         if mover.is_open:
-            mover.wrote(written_pages(step.chunks, runner.shape.page_size))
+            mover.wrote(written_pages([*step.replayed, *step.chunks], runner.shape.page_size))
             mover.work_for(MOVE_SHARE * (time.monotonic() - started_s))
         if profile.ends_with_this_step:
             pending.send_all_but(0)
@@ -307,7 +337,7 @@ def run_worker(address: str, worker: int, site: WorkerSite) -> int:
     """
     logging.basicConfig(format=f"[worker {worker}] %(message)s", level=logging.INFO)
     with contextlib.closing(_open_channel(address, worker, site)) as channel:
-        return exit_code_of(StageWorker(channel, worker, site).run, channel, worker)
+        return exit_code_of(StageWorker(channel, worker, site, LeaveSignal()).run, channel, worker)
 
 
 def _open_channel(

@@ -78,6 +78,13 @@ class LostPages:
         self.log.lose(stages, self._pages.pages_in_use())
         self._forget(self.log.unreachable(), now_s)
 
+    def hand_over(self, stage: int, now_s: float) -> None:
+        """Another worker fills `stage`, and has its keys and values, but not the rows that it has
+        kept: what others cannot compute again without these is forgotten."""
+        if self.log is not None:
+            self.log.lose_rows(stage, self._pages.pages_in_use())
+            self._forget(self.log.unreachable(), now_s)
+
     def forget_displaced(self, now_s: float) -> None:
         """Forgets what is owed and has just become unreachable, if anything."""
         if self.log is not None and self.log.has_displaced_owed:

@@ -64,6 +64,10 @@ class RecoveryLog:
             self._unlogged[stage] = set(pages_in_use)
         self._settled.clear()
 
+    def lose_rows(self, stage: int, pages_in_use: Sequence[int]) -> None:
+        """The log of `stage` is gone, its keys and values are not."""
+        self._unlogged[stage] = set(pages_in_use)
+
     def move(self, old: StagePlan, new: StagePlan, pages_in_use: Sequence[int]) -> None:
         """The steps to come run under `new`: a stage that now ends with another layer has kept
         rows that are of no use."""

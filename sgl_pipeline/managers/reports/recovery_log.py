@@ -8,6 +8,24 @@ from sgl_pipeline.recovery_record import RecoveryRecord
 logger = logging.getLogger(__name__)
 
 
+def log_leaver(stage: int | None, worker: int) -> None:
+    """A worker was asked to leave; without a stage it is ended."""
+    if stage is not None:
+        logger.info(
+            "stage %d (worker %d) was asked to leave: it serves on until another worker has its "
+            "layers",
+            stage,
+            worker,
+        )
+
+
+def log_successor(stage: int, worker: int, leaver: int | None) -> None:
+    """A worker was found for the stage of a leaver."""
+    logger.info(
+        "worker %d loads the layers of stage %d, worker %s serves on", worker, stage, leaver
+    )
+
+
 def log_reformed(record: RecoveryRecord, before: int, after: int) -> None:
     """The layers are shared out to more or fewer stages."""
     if after < before:
@@ -25,6 +43,19 @@ def log_reformed(record: RecoveryRecord, before: int, after: int) -> None:
 def log_ended(record: RecoveryRecord, workers: Sequence[int]) -> None:
     """A recovery is over; `workers` are those of the stages that serve now."""
     assert record.ended_s is not None
+    if record.is_planned and not record.has_other_stages:
+        (left,) = record.lost
+        assert left.stage is not None
+        logger.info(
+            "stage %d: worker %d took over from worker %d with a pause of %.2f s (%d tokens "
+            "computed again)",
+            left.stage,
+            workers[left.stage],
+            left.worker,
+            record.ended_s - record.began_s,
+            record.num_tokens + record.num_replay_tokens,
+        )
+        return
     seconds = record.ended_s - record.began_s
     if record.has_other_stages:
         logger.info(

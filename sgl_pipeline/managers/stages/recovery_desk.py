@@ -7,9 +7,14 @@ Called by `pipeline_scheduler.py` in each turn of its loop. What follows from a 
 import logging
 from collections.abc import Callable
 
-from sgl_pipeline.managers.reports.recovery_log import log_ended, log_reformed
+from sgl_pipeline.managers.reports.recovery_log import (
+    log_ended,
+    log_leaver,
+    log_reformed,
+    log_successor,
+)
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
-from sgl_pipeline.messages import FromWorker
+from sgl_pipeline.messages import FromWorker, StageAssignment, WorkerLeaves
 from sgl_pipeline.pipeline.recovery import StageRecovery
 from sgl_pipeline.pipeline.stage_watch import Silence, StageWatch
 from sgl_pipeline.recovery_record import RecoveryRecord
@@ -59,9 +64,11 @@ class RecoveryDesk:
         current = self._recovery.current
         return (*self._recovery.history, *([] if current is None else [current]))
 
-    def take(self, message: FromWorker, now_s: float) -> None:
+    def take(self, message: FromWorker, now_s: float, worker: int | None = None) -> None:
         """Books what a worker says that is not about a step, and sends what follows from it."""
-        self._launcher.tell(self._recovery.take(message, now_s))
+        self._launcher.tell(self._recovery.take(message, now_s, worker))
+        if isinstance(message, WorkerLeaves):
+            log_leaver(self._launcher.roster.worker_stage(message.worker), message.worker)
 
     def check(self, now_s: float) -> None:
         """Looks for workers that have ended or take too long; to be called now and then, and when
@@ -132,9 +139,18 @@ class RecoveryDesk:
         log_ended(record, self._launcher.roster.workers_of_stages)
 
     def _reform(self, now_s: float) -> None:
-        """Tells the stages where there will be more or fewer of them."""
-        before = self._launcher.stages
-        self._launcher.tell(self._recovery.reform(now_s))
+        """Tells the stages where there will be more or fewer of them, or one goes to another
+        worker."""
+        before, record = self._launcher.stages, self._recovery.current
+        told = self._recovery.reform(now_s)
+        roster = self._launcher.roster
+        for worker, message in told:
+            if isinstance(message, StageAssignment) and roster.worker_stage(worker) is None:
+                log_successor(message.stage, worker, roster.worker_of(message.stage))
+        self._launcher.tell(told)
+        if record is None and (record := self._recovery.current) is not None:
+            for stage in record.stages:  # its leaver is not heard any more
+                self.on_lost(stage)
         if self._launcher.stages != before:
             record = self._recovery.current
             assert record is not None

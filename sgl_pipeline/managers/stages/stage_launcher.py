@@ -29,6 +29,7 @@ from sgl_pipeline.messages import (
     StillLoading,
     ToWorker,
     WorkerFailed,
+    WorkerLeaves,
 )
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.join_watch import JoinWatch
@@ -82,6 +83,8 @@ class StageLauncher:
         self._arrived: deque[tuple[int, FromWorker]] = deque()
         self._failures: dict[int, WorkerFailed] = {}
         self._lost: set[int] = set()
+        # Workers that were told to end, and until when they may take.
+        self._dismissed: dict[int, tuple[WorkerProcess, float]] = {}
         self._asked: set[int] = set()
         self._refused: list[RefusedWorker] = []
         self._has_started = False
@@ -111,7 +114,10 @@ class StageLauncher:
         while (capacity := self.roster.capacity()) is None or not self.roster.has_regrouped:
             if not self.channel.wait(POLL_MS):
                 self._check_start(losses)
-            for _, message in self.receive():
+            for worker, message in self.receive():
+                if isinstance(message, WorkerLeaves):
+                    self.blame(worker, "it was asked to leave before the server was ready")
+                    continue
                 self.take(message)
                 if self.roster.incarnation > 0:
                     self.tell(self.roster.fill())
@@ -154,8 +160,11 @@ class StageLauncher:
         self.tell(self.roster.take(message))
 
     def tell(self, messages: Iterable[Addressed]) -> None:
-        """Sends what each worker must know on its way to readiness."""
+        """Sends what each worker must know on its way to readiness, or when it is to end."""
         for worker, message in messages:
+            if isinstance(message, Shutdown):
+                self._dismiss(worker)
+                continue
             if isinstance(message, MeasureCosts | StageAssignment | PoolSize):
                 self._joins.asked(worker, "load", time.monotonic())
             self.channel.send(worker, message)
@@ -262,6 +271,7 @@ class StageLauncher:
         take over what others have left.
         """
         self._take_started()
+        self._end_dismissed()
         ended = [worker for worker, process in self._processes.items() if process.wait(0)]
         if ended:
             # What a worker said before it ended explains more than its exit code. Otherwise what
@@ -340,6 +350,23 @@ class StageLauncher:
             process.kill()
             process.close()
 
+    def _dismiss(self, worker: int) -> None:
+        """Lets a worker end that is of no use any more; nothing that it says will be heard."""
+        self.channel.send(worker, Shutdown())
+        self._lost.add(worker)
+        self._joins.forget(worker)
+        process = self._processes.pop(worker, None)
+        if process is not None:
+            self._ends.unregister(process)
+            self._dismissed[worker] = process, time.monotonic() + STOP_TIMEOUT_S
+
+    def _end_dismissed(self) -> None:
+        for worker, (process, until_s) in [*self._dismissed.items()]:
+            if process.wait(0) or time.monotonic() > until_s:
+                del self._dismissed[worker]
+                self._processes[worker] = process
+                self.give_up(worker)
+
     def _gather(self) -> None:
         """Takes what has arrived from the channel."""
         while True:
@@ -358,6 +385,7 @@ class StageLauncher:
 
     def stop(self) -> None:
         """Ends all workers: asks, waits a moment, kills. To be called once, at any time."""
+        self._processes |= {worker: process for worker, (process, _) in self._dismissed.items()}
         for worker in self._processes:
             self.channel.send(worker, Shutdown())
         deadline = time.monotonic() + STOP_TIMEOUT_S

@@ -6,7 +6,7 @@ it is written, and a stage decides itself how much of its time a move gets.
 """
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Generic
@@ -26,6 +26,11 @@ from sgl_pipeline.layer_moves import (
 from sgl_pipeline.pp_runner.layer_moves.incoming_layers import IncomingLayers
 from sgl_pipeline.pp_runner.layer_moves.move_site import MoveSite, PageLinks, R
 from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import OutgoingLayers
+from sgl_pipeline.pp_runner.layer_moves.page_handover import (
+    HandoverOrder,
+    HandoverReport,
+    PageHandover,
+)
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_plan import INT32
 
@@ -64,7 +69,7 @@ class LayerMover(Generic[R]):
         plan: StagePlan,
         site: MoveSite[R],
         links: PageLinks[R],
-        report: Callable[[MoveReport], None],
+        report: Callable[[MoveReport | HandoverReport], None],
         clock: Clock,
     ) -> None:
         self.plan = plan
@@ -77,11 +82,19 @@ class LayerMover(Generic[R]):
         # Links of the last move. A socket that is closed with unread words in it (what the target
         # gave back) may be reset, and what the target has not read yet be lost.
         self._used: list[OutgoingLayers[R]] = []
+        self._handover = PageHandover(stage, site, links, report)
 
     @property
     def is_open(self) -> bool:
-        """Whether a move is under way, in which this stage has a part."""
-        return self._open is not None
+        """Whether a move or a handover is under way, in which this worker has a part."""
+        return self._open is not None or self._handover.is_open
+
+    def obey(self, order: HandoverOrder) -> None:
+        """Has a part in the handover of all pages of this stage to another worker.
+
+        Raises ProtocolError as `PageHandover.obey`.
+        """
+        self._handover.obey(order, self.plan.layers_of(self._stage))
 
     def prepare(self, order: PrepareMove) -> None:
         """Begins to load and to copy."""
@@ -125,6 +138,7 @@ class LayerMover(Generic[R]):
         for which this stage was ready. What pages hold means nothing any more.
         """
         self._close_used()
+        self._handover.close()
         self._site.stop_waiting()
         move, self._open = self._open, None
         if move is None or move.is_switched:
@@ -165,17 +179,19 @@ class LayerMover(Generic[R]):
         move.is_switched = True
         self._look_whether_done()
 
-    def wrote(self, pages: Iterable[int]) -> None:
+    def wrote(self, pages: Collection[int]) -> None:
         """A step has written to these pages of all layers that it ran."""
+        self._handover.wrote(pages)
         if self._open is not None and not self._open.is_switched:
             for outgoing in self._open.outgoing:
                 outgoing.wrote(pages)
 
     def work(self) -> bool:
-        """Does the next small thing that there is to do for the move; False: nothing, for now."""
+        """Does the next small thing that there is to do for the move or the handover; False:
+        nothing, for now."""
         move = self._open
         if move is None or move.has_failed:
-            return False
+            return self._handover.work()
         if move.is_loading:
             self._try(self._take_loaded)
             if move.has_failed:
@@ -199,6 +215,7 @@ class LayerMover(Generic[R]):
         """Closes all links, and ends all loading."""
         self._site.close()
         self._close_used()
+        self._handover.close()
         if self._open is not None:
             self._close_links(self._open)
             self._open = None

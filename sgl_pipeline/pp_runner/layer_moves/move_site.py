@@ -48,10 +48,13 @@ class PageReceiver(Protocol[R]):
 
 
 class PageLinks(Protocol[R]):
-    """Ways between any two stages, one for each move and direction."""
+    """Ways between any two stages, one for each move and direction, and, by its address, between
+    two workers of one stage."""
 
     def sender(self, move: int, target: int) -> PageSender[R]: ...
     def receiver(self, move: int, source: int) -> PageReceiver[R]: ...
+    def sender_at(self, address: str) -> PageSender[R]: ...
+    def receiver_at(self, address: str) -> PageReceiver[R]: ...
 
 
 class MoveSite(Protocol[R]):

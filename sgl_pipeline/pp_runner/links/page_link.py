@@ -41,11 +41,15 @@ class StagePageLinks:
         self._run_directory = run_directory
 
     def sender(self, move: int, target: int) -> "StagePageSender":
-        address = self._address(target, move, self._stage, target)
-        return StagePageSender(open_outbox(address, self._shape, self._run_directory), self._shape)
+        return self.sender_at(self._address(target, move, self._stage, target))
 
     def receiver(self, move: int, source: int) -> "StagePageReceiver":
-        address = self._address(source, move, source, self._stage)
+        return self.receiver_at(self._address(source, move, source, self._stage))
+
+    def sender_at(self, address: str) -> "StagePageSender":
+        return StagePageSender(open_outbox(address, self._shape, self._run_directory), self._shape)
+
+    def receiver_at(self, address: str) -> "StagePageReceiver":
         return StagePageReceiver(open_inbox(address, self._shape, self._run_directory))
 
     def _address(self, other: int, move: int, source: int, target: int) -> str:

@@ -1,0 +1,114 @@
+"""All pages of a stage, on their way from the worker that leaves it to the one that takes it over.
+
+Part of `LayerMover`, at either end: what a layer move does with some layers of a stage, this does
+with all of them. The plan stays, and the leaver gives nothing up: it can serve on as if nothing had
+been sent.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic
+
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.messages import (
+    FinishHandover,
+    HandPagesOver,
+    PagesCopied,
+    PagesTaken,
+    TakePagesOver,
+)
+from sgl_pipeline.pp_runner.layer_moves.incoming_layers import IncomingLayers
+from sgl_pipeline.pp_runner.layer_moves.move_site import MoveSite, PageLinks, PageSender, R
+from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import OutgoingLayers
+from sgl_pipeline.step_plan import INT32
+
+HandoverOrder = HandPagesOver | TakePagesOver | FinishHandover
+HandoverReport = PagesCopied | PagesTaken
+
+
+class PageHandover(Generic[R]):
+    """The newest handover in which the worker has a part; none at first.
+
+    Args:
+        report: takes what the worker says of it.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        site: MoveSite[R],
+        links: PageLinks[R],
+        report: Callable[[HandoverReport], None],
+    ) -> None:
+        self._stage = stage
+        self._site = site
+        self._links = links
+        self._report = report
+        self._handover = -1
+        self._sender: PageSender[R] | None = None
+        self._outgoing: OutgoingLayers[R] | None = None
+        self._incoming: IncomingLayers[R] | None = None
+        self._has_copied = False  # and has said so
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there may be something to do for it."""
+        return self._outgoing is not None or self._incoming is not None
+
+    def obey(self, order: HandoverOrder, layers: Sequence[int]) -> None:
+        """Takes an order of the scheduler; `layers` are those of the stage.
+
+        Raises ProtocolError for the end of a handover that is not under way.
+        """
+        if isinstance(order, FinishHandover):
+            if self._outgoing is None or order.handover != self._handover:
+                raise ProtocolError(
+                    f"stage {self._stage} is to finish handover {order.handover}, it has part in "
+                    f"{self._handover}"
+                )
+            self._outgoing.finish()
+            return
+        self.close()
+        self._handover, self._has_copied = order.handover, False
+        if isinstance(order, HandPagesOver):
+            self._sender = self._links.sender_at(order.address)
+            pages = array(INT32, order.pages)
+            self._outgoing = OutgoingLayers(layers, pages, self._site, self._sender)
+        else:
+            receiver = self._links.receiver_at(order.address)
+            self._incoming = IncomingLayers(layers, self._site, receiver)
+        self._look_how_far()
+
+    def wrote(self, pages: Iterable[int]) -> None:
+        """A step has written to these pages of all layers."""
+        if self._outgoing is not None:
+            self._outgoing.wrote(pages)
+
+    def work(self) -> bool:
+        """Does the next small thing that there is to do; False: nothing, for now."""
+        did_work = False
+        if self._outgoing is not None:
+            did_work |= self._outgoing.work()
+        if self._incoming is not None:
+            did_work |= self._incoming.work()
+        self._look_how_far()
+        return did_work
+
+    def close(self) -> None:
+        """Lets go of the handover, however far it is."""
+        if self._outgoing is not None:
+            self._outgoing.close()
+        if self._incoming is not None:
+            self._incoming.close()
+        self._outgoing = self._incoming = self._sender = None
+
+    def _look_how_far(self) -> None:
+        if self._incoming is not None and self._incoming.has_all:
+            self._incoming = None
+            self._report(PagesTaken(self._stage, self._handover))
+        if self._outgoing is None or self._sender is None or self._has_copied:
+            return
+        # What is sent to a worker that does not listen yet is lost.
+        if self._outgoing.is_ready and self._sender.can_send():
+            self._has_copied = True
+            self._report(PagesCopied(self._stage, self._handover))

@@ -1,0 +1,32 @@
+"""SIGTERM as a wish: a worker that serves a stage goes on until another one has taken it over.
+
+Used by `stage_worker.py`. Before its first stage runs a worker has nothing to hand over, and a
+SIGTERM ends it as it ends any process; so does a second one.
+"""
+
+import signal
+from types import FrameType
+
+
+class LeaveSignal:
+    """Must be listened for in the main thread."""
+
+    def __init__(self) -> None:
+        self._is_listening = False
+        self._has_come = False
+
+    def listen(self) -> None:
+        """From now on the first SIGTERM is only noted."""
+        if not self._is_listening:
+            self._is_listening = True
+            signal.signal(signal.SIGTERM, self._note)
+
+    def take(self) -> bool:
+        """Whether it has come; True once."""
+        has_come, self._has_come = self._has_come, False
+        return has_come
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """Runs between any two instructions of the worker: it may send nothing."""
+        self._has_come = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
