@@ -1,7 +1,8 @@
 """What travels between a host's agent and the head, and between the head and its scheduler.
 
 The agent greets with `HostHello` and gets `Welcome` or `Rejected`. Then the head asks for workers
-and pings; the agent answers, and says which workers have ended. Frozen, tagged structs.
+and pings; the agent answers, and says which workers have ended, and when its host is to go.
+Frozen, tagged structs.
 """
 
 import msgspec
@@ -85,6 +86,10 @@ class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class HostLeaves(msgspec.Struct, frozen=True, tag=True):
+    """The host was asked to go. It stays until none of its workers is left."""
+
+
 class Farewell(msgspec.Struct, frozen=True, tag=True):
     """The server ends for good: so do the agents."""
 
@@ -92,7 +97,7 @@ class Farewell(msgspec.Struct, frozen=True, tag=True):
 
 
 ToAgent = Welcome | Rejected | Ping | StartWorker | StopWorker | DumpWorker | Farewell
-FromAgent = HostHello | Pong | WorkerStarted | WorkerEnded
+FromAgent = HostHello | Pong | WorkerStarted | WorkerEnded | HostLeaves
 
 
 class HostJoined(msgspec.Struct, frozen=True, tag=True):
@@ -109,10 +114,10 @@ class HostLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class OfHost(msgspec.Struct, frozen=True, tag=True):
-    """What an agent has said of a worker."""
+    """What an agent has said of a worker, or of its host."""
 
     rank: int
-    message: WorkerStarted | WorkerEnded
+    message: WorkerStarted | WorkerEnded | HostLeaves
 
 
 class ClockNews(msgspec.Struct, frozen=True, tag=True):

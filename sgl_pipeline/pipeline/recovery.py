@@ -127,8 +127,7 @@ class StageRecovery:
         Raises ProtocolError and ConfigurationError as `WorkerRoster.take`.
         """
         if isinstance(message, WorkerLeaves):
-            self._handovers.leave(message.worker, now_s)
-            return []
+            return self._leave(message.worker, now_s)
         if isinstance(message, PagesCopied | PagesTaken):
             self._handovers.take(message)
             return []
@@ -146,6 +145,16 @@ class StageRecovery:
             if self.current.survivors_s is None and self._roster.has_regrouped:
                 self.current.survivors_s = now_s
         return answers
+
+    def _leave(self, worker: int, now_s: float) -> list[Addressed]:
+        """A worker that fills no stage can go at once."""
+        if self._roster.worker_stage(worker) is not None:
+            self._handovers.leave(worker, now_s)
+            return []
+        self._roster.lose(worker)
+        self._handovers.forget(worker)
+        self._supply.forget(worker)
+        return [(worker, Shutdown())]
 
     def reform(self, now_s: float) -> list[Addressed]:
         """Has fewer stages serve where no worker comes for one, and more where one has come, and

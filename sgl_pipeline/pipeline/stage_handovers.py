@@ -130,9 +130,7 @@ class StageHandovers:
         worker came."""
         limit_s = self._args.join_limit_s
         for worker, asked_s in self._asked_s.items():
-            if self._roster.worker_stage(worker) is None:
-                yield worker, "it was asked to leave before it served"
-            elif self._args.mode == "off":
+            if self._args.mode == "off":
                 yield worker, "it was asked to leave, and stages are not replaced"
             elif now_s - asked_s > limit_s:
                 why = f": {last_reason}" if last_reason else ""

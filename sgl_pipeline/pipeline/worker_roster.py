@@ -30,6 +30,7 @@ from sgl_pipeline.pipeline.assignment import assign, link_addresses, page_links,
 from sgl_pipeline.pipeline.known_worker import Worker, WorkerPhase, expect
 from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
 from sgl_pipeline.pipeline.plan_by_time import counts_for_fewer, plan_by_time
+from sgl_pipeline.pipeline.stage_workers import StageWorkers
 from sgl_pipeline.stage_costs import TYPICAL_STEP
 from sgl_pipeline.stage_plan import StagePlan
 
@@ -37,7 +38,7 @@ from sgl_pipeline.stage_plan import StagePlan
 Addressed = tuple[int, ToWorker]
 
 
-class WorkerRoster:
+class WorkerRoster(StageWorkers):
     """`plan`, `num_pages`, and `log_pages`, of how many of them the log of each stage has room, are
     None until they are decided; they hold for later workers too, until the workers are given other
     stages (`reassign`). `incarnation` is that of the stream of orders which stages join now,
@@ -53,11 +54,10 @@ class WorkerRoster:
     def __init__(
         self, args: PipelineArgs, num_layers: int, predictor: StepPredictor | None = None
     ) -> None:
+        super().__init__(args.stages.num_stages)
         self._predictor = predictor
         self._args = args
         self._num_layers = num_layers
-        self.num_stages = args.stages.num_stages
-        self._workers: dict[int, Worker] = {}
         self.plan = parse_layer_partition(args.stages.layer_partition, self.num_stages, num_layers)
         self.predicted_ms: tuple[float, ...] | None = None
         self.num_pages: int | None = None
@@ -69,54 +69,10 @@ class WorkerRoster:
         self._hellos: dict[int, WorkerHello] = {}
 
     @property
-    def spare_workers(self) -> tuple[int, ...]:
-        """Workers that have greeted and fill no stage."""
-        return tuple(
-            number
-            for number, worker in self._workers.items()
-            if worker.phase is WorkerPhase.GREETED
-        )
-
-    @property
-    def workers_of_stages(self) -> list[int]:
-        """The worker that fills each stage, where one does, in the order of the stages."""
-        filled = [
-            (one.filled_stage, n)
-            for n, one in self._workers.items()
-            if one.filled_stage is not None
-        ]
-        return [number for _, number in sorted(filled)]
-
-    def worker_of(self, stage: int) -> int | None:
-        """The worker that fills `stage`, if one does."""
-        return next((n for n, one in self._workers.items() if one.filled_stage == stage), None)
-
-    def worker_stage(self, number: int) -> int | None:
-        """The stage that a worker fills, if it fills one."""
-        worker = self._workers.get(number)
-        return None if worker is None else worker.filled_stage
-
-    def assigned_stage(self, number: int) -> int | None:
-        """The stage that a worker fills or is about to take over, if any."""
-        worker = self._workers.get(number)
-        return None if worker is None else worker.stage
-
-    @property
     def can_regroup(self) -> bool:
         """Whether stages that run can be joined anew: NCCL's processes are joined for life."""
         hellos = [self._hellos[stage] for stage in sorted(self._hellos)]
         return not any(link.startswith("nccl") for link in link_addresses(self._args, hellos))
-
-    @property
-    def vacant_stages(self) -> list[int]:
-        """Those that no worker fills."""
-        return [stage for stage in range(self.num_stages) if self._filling(stage) is None]
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether no worker that fills a stage owes an answer: then all can be given others."""
-        filling = (one for one in self._workers.values() if one.filled_stage is not None)
-        return all(one.is_settled for one in filling)
 
     @property
     def max_layers(self) -> tuple[int, ...]:
@@ -141,11 +97,6 @@ class WorkerRoster:
         ]
 
     @property
-    def late_workers(self) -> list[int]:
-        """Those that have been told to join a stage's neighbors and have not done so."""
-        return [number for number, worker in self._workers.items() if worker.is_joining]
-
-    @property
     def has_regrouped(self) -> bool:
         """Whether all stages that were not lost are ready for the stream of `incarnation`."""
         return all(
@@ -160,25 +111,6 @@ class WorkerRoster:
         filling = [one for one in self._workers.values() if one.filled_stage is not None]
         is_ready = [one.phase is WorkerPhase.READY for one in filling]
         return len(is_ready) == self.num_stages and all(is_ready) and self.has_regrouped
-
-    def is_ready(self, number: int) -> bool:
-        """Whether a worker is ready to take orders, of whatever stream."""
-        worker = self._workers.get(number)
-        return worker is not None and worker.phase is WorkerPhase.READY
-
-    def has_served(self, number: int) -> bool:
-        """Whether a worker was ready once, for whatever stage."""
-        worker = self._workers.get(number)
-        return worker is not None and worker.has_served
-
-    def has_greeted(self, number: int) -> bool:
-        """Whether a worker has said hello, whatever became of it."""
-        return number in self._workers
-
-    def stage_of(self, number: int) -> int:
-        """The stage that a worker fills; its own number where it has none yet."""
-        worker = self._workers.get(number)
-        return number if worker is None or worker.stage is None else worker.stage
 
     def take(self, message: FromWorker, speaker: int | None = None) -> list[Addressed]:
         """Books a worker's message of its way to readiness; returns what follows from it.
@@ -222,12 +154,6 @@ class WorkerRoster:
         return stage
 
     # A stage whose worker leaves
-
-    def successor_of(self, stage: int) -> int | None:
-        """The worker that is to take `stage` over from the one that fills it, if there is one."""
-        return next(
-            (n for n, one in self._workers.items() if one.is_successor and one.stage == stage), None
-        )
 
     def give_successor(self, stage: int, plan: StagePlan) -> list[Addressed]:
         """Has a spare load `stage`, whose layers are those of `plan`, while another worker fills
@@ -424,11 +350,6 @@ class WorkerRoster:
             gpus=[None if stage in newcomers else self._gpu_of(stage) for stage in stages],
         )
 
-    def _gpu_of(self, stage: int) -> int | None:
-        """That of the worker that fills `stage`, if any does."""
-        worker = self._filling(stage)
-        return None if worker is None else worker.gpu
-
     def _regroup_ready(self) -> Iterator[Addressed]:
         """Tells ready workers to join the stream of `incarnation`, each once. One that is still to
         get ready is told when it is: its links are of the stream that it was assigned for."""
@@ -455,18 +376,6 @@ class WorkerRoster:
             if worker.loaded is not None and worker.loaded.num_pages >= self.num_pages:
                 worker.phase = WorkerPhase.SIZED
                 yield number, PoolSize(self.num_pages)
-
-    def _loaded_workers(self) -> list[tuple[int, Worker]]:
-        """Those that are to be told how many pages there are."""
-        return [
-            (number, worker)
-            for number, worker in self._workers.items()
-            if worker.phase is WorkerPhase.LOADED
-        ]
-
-    def _filling(self, stage: int) -> Worker | None:
-        """The worker that fills `stage`, if any does."""
-        return next((one for one in self._workers.values() if one.filled_stage == stage), None)
 
     def _check_log(self, ready: StageReady) -> None:
         """All logs have the same room: the scheduler keeps one book for them."""

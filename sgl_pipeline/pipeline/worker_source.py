@@ -54,6 +54,9 @@ class WorkerSource(Protocol):
     def are_hosts_there(self) -> bool:
         """Whether every host that workers come from is."""
 
+    def take_leavers(self) -> list[int]:
+        """Workers whose host was asked to go since the last call."""
+
     def clock_offsets_s(self) -> Mapping[int, float]:
         """Of workers whose clock is not the scheduler's: what to add to their moments."""
 

@@ -42,6 +42,10 @@ class WorkerSupply:
         """A worker has said hello, asked for or not."""
         self._asked_s.pop(worker, None)
 
+    def forget(self, worker: int) -> None:
+        """A worker is not wanted any more."""
+        self._asked_s.pop(worker, None)
+
     def got_ready(self) -> None:
         """A newcomer fills its stage: the next trouble is another one."""
         self._num_failures = self._num_rests = 0

@@ -2,7 +2,8 @@
 
 `python -m sgl_pipeline.launch_server ... --node-rank 1` ends up here. It imports neither torch nor
 sglang. Workers live as long as the connection to the head that asked for them: a head that is gone
-has no use for what they hold, and one that lost sight of this host has given them up.
+has no use for what they hold, and one that lost sight of this host has given them up. On SIGTERM
+the agent stays until the head has had its stages handed over to other hosts; a second one ends it.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from sgl_pipeline.cluster.messages import (
     DumpWorker,
     Farewell,
     HostHello,
+    HostLeaves,
     Ping,
     Pong,
     Rejected,
@@ -83,7 +85,15 @@ async def _serve(
 ) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None and cluster.head_address is not None
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    session: _Session | None = None
+
+    def leave() -> None:
+        """The first SIGTERM."""
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        if session is None or not session.leave():
+            task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, leave)
     serving = loop.create_task(port.serve())
     complaints = _Complaints()
     try:
@@ -100,8 +110,9 @@ async def _serve(
                 continue
             stream = SecureStream(connection, stages.run_directory, is_server=False)
             session = _Session(FramedStream(stream), hello, stages, complaints)
-            if await session.run():
+            if await session.run() or session.is_leaving:
                 return
+            session = None
             await asyncio.sleep(REDIAL_S)
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
@@ -141,6 +152,7 @@ class _Session:
         self._decoder = msgspec.msgpack.Decoder(ToAgent)
         self._heard_s = time.monotonic()
         self._silence_s = ClusterArgs().silence_s
+        self.is_leaving = False
         self._pump = FramePump(stream, self._take, self._closed)
         self._pump.send(_encode(hello))
 
@@ -159,6 +171,19 @@ class _Session:
             for worker in [*self._workers]:
                 self._forget(worker)
             self._stages.stop_all()
+
+    def leave(self) -> bool:
+        """Lets the head know that this host is to go; False where it has no worker."""
+        if self._ended.done() or not self._workers:
+            return False
+        self.is_leaving = True
+        logger.info(
+            "asked to leave: the %d workers here serve on until other hosts have their stages; a "
+            "second SIGTERM ends them at once",
+            len(self._workers),
+        )
+        self._pump.send(_encode(HostLeaves()))
+        return True
 
     def _closed(self, reason: str) -> None:
         if not self._ended.done():
@@ -197,6 +222,9 @@ class _Session:
             self._ended.set_result(False)
 
     def _start(self, order: StartWorker) -> None:
+        if self.is_leaving:
+            self._pump.send(_encode(WorkerEnded(order.worker, "its host leaves")))
+            return
         try:
             pid = self._stages.start_another(order.worker, order.num_threads)
             assert pid is not None, "the agent closes it last"
@@ -213,6 +241,9 @@ class _Session:
         reason = self._workers[worker].end()
         self._forget(worker)
         self._pump.send(_encode(WorkerEnded(worker, reason)))
+        if self.is_leaving and not self._workers and not self._ended.done():
+            logger.info("the stages of this host are served elsewhere")
+            self._ended.set_result(True)
 
     def _forget(self, worker: int) -> None:
         process = self._workers.pop(worker)

@@ -22,6 +22,7 @@ from sgl_pipeline.cluster.messages import (
     FromHead,
     HostHello,
     HostJoined,
+    HostLeaves,
     HostLost,
     StartWorker,
     StopWorker,
@@ -91,11 +92,13 @@ class RemoteProcess:
 
 @dataclass(slots=True)
 class _Host:
-    """Until `avoided_until_s` others are asked for workers, where there are others."""
+    """Until `avoided_until_s` others are asked for workers, where there are others; one that
+    `leaves` is asked for none."""
 
     hello: HostHello | None = None
     clock: ClockNews | None = None
     avoided_until_s: float = 0.0
+    leaves: bool = False
 
 
 class ClusterWorkers:
@@ -115,6 +118,7 @@ class ClusterWorkers:
         }
         self._ended: dict[int, str] = {}
         self._lost_with_host: set[int] = set()
+        self._leavers: list[int] = []
         self._decoder = msgspec.msgpack.Decoder(FromHead)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(desk_path(args.run_directory))
@@ -147,6 +151,11 @@ class ClusterWorkers:
         if (reason := self._ended.pop(started.worker, None)) is not None:
             process.has_ended(reason)
         return process
+
+    def take_leavers(self) -> list[int]:
+        self.hear(0.0)
+        leavers, self._leavers = self._leavers, []
+        return leavers
 
     def clock_offsets_s(self) -> Mapping[int, float]:
         offsets_s = {}
@@ -201,6 +210,9 @@ class ClusterWorkers:
                     self._end(worker, message.reason)
         elif isinstance(message.message, WorkerStarted):
             self._arrived.append(message.message)
+        elif isinstance(message.message, HostLeaves):
+            self._hosts[message.rank].leaves = True
+            self._leavers += [n for n, rank in self._rank_of.items() if rank == message.rank]
         else:
             self._end(message.message.worker, message.message.reason)
 
@@ -221,7 +233,11 @@ class ClusterWorkers:
 
     def _loads(self) -> list[HostLoad]:
         ranks, now_s = [*self._rank_of.values()], time.monotonic()
-        present = {rank: host for rank, host in self._hosts.items() if rank == _HEAD or host.hello}
+        present = {
+            rank: host
+            for rank, host in self._hosts.items()
+            if rank == _HEAD or (host.hello and not host.leaves)
+        }
         asked = [rank for rank, host in present.items() if host.avoided_until_s <= now_s]
         return [HostLoad(rank, self._share(rank), ranks.count(rank)) for rank in asked or present]
 

@@ -32,6 +32,7 @@ from sgl_pipeline.cluster.messages import (
     FromHead,
     HostHello,
     HostJoined,
+    HostLeaves,
     HostLost,
     OfHost,
     Ping,
@@ -92,6 +93,7 @@ class _Agent:
     clock: HostClock = field(default_factory=HostClock)
     # Workers that run there, as far as is known, and their processes.
     workers: dict[int, int] = field(default_factory=dict)
+    leaves: bool = False  # it was asked to go
 
     def send(self, message: ToAgent) -> None:
         assert self.pump is not None
@@ -151,6 +153,8 @@ class Head:
             self._report(HostJoined(agent.hello))
             for worker, pid in agent.workers.items():
                 self._report(OfHost(rank, WorkerStarted(worker, pid)))
+            if agent.leaves:
+                self._report(OfHost(rank, HostLeaves()))
 
     def farewell(self, reason: str) -> None:
         """The agents end as well."""
@@ -189,8 +193,11 @@ class Head:
         else:
             if isinstance(message, WorkerStarted):
                 agent.workers[message.worker] = message.pid
-            else:
+            elif isinstance(message, WorkerEnded):
                 agent.workers.pop(message.worker, None)
+            else:
+                agent.leaves = True
+                logger.info("%s was asked to leave", agent.hello.title)
             self._report(OfHost(agent.hello.rank, message))
 
     def _greet(self, agent: _Agent, hello: HostHello) -> None:
@@ -256,7 +263,10 @@ class Head:
         agent = self._agents.pop(rank)
         agent.close()
         assert agent.hello is not None
-        logger.warning("%s is lost: %s", agent.hello.title, reason)
+        if agent.leaves and not agent.workers:
+            logger.info("%s has left", agent.hello.title)
+        else:
+            logger.warning("%s is lost: %s", agent.hello.title, reason)
         if self._scheduler is None:
             # Nobody has heard of its workers: the host may start them again.
             self._unstarted[rank] = [

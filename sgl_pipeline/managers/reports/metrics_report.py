@@ -29,6 +29,7 @@ from sgl_pipeline.trace import RequestRecord
 
 _INTERVAL_S = 1.0
 _RECOVERY_SECONDS = (0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0, 120.0)
+_HANDOVER_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _MOVE_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -86,13 +87,15 @@ class MetricsReport:
         self._own.throttle_changes.labels(**self._own.labels, cause=change.cause).inc()
 
     def recovered(self, record: RecoveryRecord) -> None:
-        """Lost stages have been replaced."""
+        """Lost stages have been replaced, or one was handed over."""
         assert record.ended_s is not None
         own = self._own
         for lost in record.lost:
-            stage = "none" if lost.stage is None else str(lost.stage)
-            own.lost_workers.labels(**own.labels, stage=stage).inc()
-        own.recovery_seconds.labels(**own.labels).observe(record.ended_s - record.began_s)
+            if not lost.has_left:
+                stage = "none" if lost.stage is None else str(lost.stage)
+                own.lost_workers.labels(**own.labels, stage=stage).inc()
+        seconds = own.handover_seconds if record.is_planned else own.recovery_seconds
+        seconds.labels(**own.labels).observe(record.ended_s - record.began_s)
         own.recomputed_tokens.inc(record.num_tokens)
         if record.has_other_stages:
             direction = "fewer" if record.num_stages < record.stages_before else "more"
@@ -371,6 +374,12 @@ class _PipelineMetrics:
             "From the loss of a stage to the first step that all stages can run.",
             labelnames=[*labels],
             buckets=_RECOVERY_SECONDS,
+        )
+        self.handover_seconds = Histogram(
+            "sgl_pipeline_handover_seconds",
+            "How long no step began while a worker that leaves handed its stage over.",
+            labelnames=[*labels],
+            buckets=_HANDOVER_SECONDS,
         )
 
 

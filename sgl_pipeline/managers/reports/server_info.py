@@ -122,6 +122,7 @@ def _describe_recovery(record: RecoveryRecord, now_s: float) -> dict[str, Any]:
         "stages": list(record.stages),
         "num_stages": record.num_stages,
         "stages_before": record.stages_before,
+        "is_planned": record.is_planned,
         "reasons": [lost.reason for lost in record.lost],
         "is_over": record.is_over,
         "seconds": round(ended_s - record.began_s, 3),

@@ -79,6 +79,8 @@ class RecoveryDesk:
         """
         for worker, reason in self._launcher.take_lost():
             self._lose(worker, reason, now_s)
+        for worker in self._launcher.take_leavers():
+            self.take(WorkerLeaves(worker), now_s)
         for refused in self._launcher.take_refused():
             logger.warning("worker %d is not available: %s", refused.worker, refused.reason)
             self._recovery.refused(refused.worker, refused.reason, now_s)

@@ -288,6 +288,11 @@ class StageLauncher:
                 self.give_up(worker)
                 yield worker, reason
 
+    def take_leavers(self) -> list[int]:
+        """Workers that shall go with their host, since the last call."""
+        leavers = [] if self._source is None else self._source.take_leavers()
+        return [worker for worker in leavers if worker not in self._lost]
+
     def take_refused(self) -> list[RefusedWorker]:
         """The workers that the source cannot give, since the last call; after `take_lost`."""
         refused, self._refused = self._refused, []

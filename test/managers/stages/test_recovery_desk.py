@@ -70,6 +70,7 @@ class Launcher:
         self.broadcasts: list[Any] = []
         self.num_asked = 0
         self.silent: list[tuple[int, str]] = []
+        self.leavers: list[int] = []
         self.roster = SimpleNamespace(
             worker_of=lambda stage: stage,
             worker_stage=lambda worker: worker if worker < 2 else None,
@@ -85,6 +86,10 @@ class Launcher:
     def take_lost(self) -> list[tuple[int, str]]:
         ended, self.ended = self.ended, []
         return ended
+
+    def take_leavers(self) -> list[int]:
+        leavers, self.leavers = self.leavers, []
+        return leavers
 
     def take_refused(self) -> list[RefusedWorker]:
         refused, self.refused = self.refused, []

@@ -1,0 +1,105 @@
+"""Which worker fills which stage, and which is to take one over: the questions to a roster.
+
+The base of `worker_roster.WorkerRoster`, which changes what is asked for here.
+"""
+
+from sgl_pipeline.pipeline.known_worker import Worker, WorkerPhase
+
+
+class StageWorkers:
+    """`num_stages` is how many stages there are; workers are known by their numbers."""
+
+    def __init__(self, num_stages: int) -> None:
+        self.num_stages = num_stages
+        self._workers: dict[int, Worker] = {}
+
+    @property
+    def spare_workers(self) -> tuple[int, ...]:
+        """Workers that have greeted and fill no stage."""
+        return tuple(
+            number
+            for number, worker in self._workers.items()
+            if worker.phase is WorkerPhase.GREETED
+        )
+
+    @property
+    def workers_of_stages(self) -> list[int]:
+        """The worker that fills each stage, where one does, in the order of the stages."""
+        filled = [
+            (one.filled_stage, n)
+            for n, one in self._workers.items()
+            if one.filled_stage is not None
+        ]
+        return [number for _, number in sorted(filled)]
+
+    def worker_of(self, stage: int) -> int | None:
+        """The worker that fills `stage`, if one does."""
+        return next((n for n, one in self._workers.items() if one.filled_stage == stage), None)
+
+    def worker_stage(self, number: int) -> int | None:
+        """The stage that a worker fills, if it fills one."""
+        worker = self._workers.get(number)
+        return None if worker is None else worker.filled_stage
+
+    def assigned_stage(self, number: int) -> int | None:
+        """The stage that a worker fills or is about to take over, if any."""
+        worker = self._workers.get(number)
+        return None if worker is None else worker.stage
+
+    @property
+    def vacant_stages(self) -> list[int]:
+        """Those that no worker fills."""
+        return [stage for stage in range(self.num_stages) if self._filling(stage) is None]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no worker that fills a stage owes an answer: then all can be given others."""
+        filling = (one for one in self._workers.values() if one.filled_stage is not None)
+        return all(one.is_settled for one in filling)
+
+    @property
+    def late_workers(self) -> list[int]:
+        """Those that have been told to join a stage's neighbors and have not done so."""
+        return [number for number, worker in self._workers.items() if worker.is_joining]
+
+    def is_ready(self, number: int) -> bool:
+        """Whether a worker is ready to take orders, of whatever stream."""
+        worker = self._workers.get(number)
+        return worker is not None and worker.phase is WorkerPhase.READY
+
+    def has_served(self, number: int) -> bool:
+        """Whether a worker was ready once, for whatever stage."""
+        worker = self._workers.get(number)
+        return worker is not None and worker.has_served
+
+    def has_greeted(self, number: int) -> bool:
+        """Whether a worker has said hello, whatever became of it."""
+        return number in self._workers
+
+    def stage_of(self, number: int) -> int:
+        """The stage that a worker fills; its own number where it has none yet."""
+        worker = self._workers.get(number)
+        return number if worker is None or worker.stage is None else worker.stage
+
+    def successor_of(self, stage: int) -> int | None:
+        """The worker that is to take `stage` over from the one that fills it, if there is one."""
+        return next(
+            (n for n, one in self._workers.items() if one.is_successor and one.stage == stage), None
+        )
+
+    def _filling(self, stage: int) -> Worker | None:
+        """The worker that fills `stage`, if any does."""
+        return next((one for one in self._workers.values() if one.filled_stage == stage), None)
+
+    def _loaded_workers(self) -> list[tuple[int, Worker]]:
+        """Those that are to be told how many pages there are."""
+        return [
+            (number, worker)
+            for number, worker in self._workers.items()
+            if worker.phase is WorkerPhase.LOADED
+        ]
+
+    def _gpu_of(self, stage: int) -> int | None:
+        """That of the worker that fills `stage`, if any does."""
+        worker = self._filling(stage)
+        return None if worker is None else worker.gpu
