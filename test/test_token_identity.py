@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.greedy_oracle import count_ties
 from support.local_pipeline import LocalPipeline
+from support.served_steps import card_costs
 from support.tiny_models import (
     NUM_LAYERS,
     VOCAB_SIZE,
@@ -18,6 +19,8 @@ from support.tiny_models import (
 )
 
 from sgl_pipeline.args import ACCOUNTINGS, POLICIES, SchedulingArgs, ThrottleArgs
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.move_record import MoveOutcome
 from sgl_pipeline.requests import GREEDY, FinishReason, Request, SamplingSpec, StopRules
 
@@ -74,6 +77,25 @@ def test_under_every_policy_and_number_of_stages(policy, num_stages):
         assert max(len(microbatch.chunks) for microbatch in pipeline.microbatches) > 1
         chunked = [m for m in pipeline.microbatches if any(c.start for c in m.chunks)]
         assert chunked, "no prompt was cut into chunks"
+
+
+@pytest.mark.parametrize("num_stages", SPLITS)
+def test_when_steps_are_budgeted_by_known_times(num_stages):
+    """Without them, as above, `throttle-time` decides as `throttle`."""
+    pipeline = LocalPipeline(
+        tiny_model("qwen3"),
+        SPLITS[num_stages][-1],
+        throttle=ThrottleArgs(policy="throttle-time", **CHUNKED),
+    )
+    costs = card_costs(NUM_LAYERS)
+    forecast = StepForecast(pipeline.core.plan, StepPredictor(costs), learns=False)
+    pipeline.core.step_forecast = forecast
+    pipeline.scheduler.step_times = forecast.slowest(pipeline.core.plan.layer_counts)
+    requests = make_requests(9)
+    pipeline.run(requests)
+    assert_greedy("qwen3", requests)
+    assert all(microbatch.budget.time for microbatch in pipeline.microbatches)
+    assert any(chunk.start for m in pipeline.microbatches for chunk in m.chunks)
 
 
 @pytest.mark.parametrize(
