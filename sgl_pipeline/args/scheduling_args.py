@@ -63,5 +63,6 @@ class SchedulingArgs:
         )
         require(
             0 <= self.extra_steps_in_flight <= 8,
-            f"--extra-steps-in-flight {self.extra_steps_in_flight} must be between 0 and 8",
+            f"--extra-steps-in-flight {self.extra_steps_in_flight} (SGLang's name: "
+            "--pp-async-batch-depth) must be between 0 and 8",
         )
