@@ -133,6 +133,18 @@ def test_ready_decodes_take_turns() -> None:
     )
 
 
+def test_a_limit_of_decodes_that_holds_a_request_is_named() -> None:
+    pipeline = pipeline_of(policy="sarathi", num_stages=1, max_decodes_per_step=3)
+    for name in "abcd":
+        pipeline.scheduler.add(make_request(name, [ord(name) % 5], 30))
+    pipeline.fill()
+    pipeline.complete()
+    assert explain(pipeline, "d").text == (
+        "4 requests are ready to decode, a step takes 3 (--pp-max-micro-batch-size), the longest "
+        "ready first"
+    )
+
+
 @settings(deadline=None, max_examples=50)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=8),
