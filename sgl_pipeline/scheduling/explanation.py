@@ -124,8 +124,8 @@ class RequestExplainer:
             )
             return _explanation(request, "pages", text)
         text = (
-            f"it is first in the queue; a step may prefill {budget.prefill_tokens} tokens (bound "
-            f"by {budget.bound_by}), running prefills first"
+            f"it is first in the queue; a step may prefill {budget.prefill_text}, running prefills "
+            "first"
         )
         return _explanation(request, "budget", text)
 

@@ -47,7 +47,7 @@ def test_the_first_waits_for_the_budget_and_the_others_for_those_before_them() -
         pipeline.scheduler.add(make_request(name, [ord(name) % 5] * 3, 4))
     first, last = explain(pipeline, "a"), explain(pipeline, "c")
     assert (first.state, first.rule, first.behind) == ("waiting", "budget", None)
-    assert "a step may prefill 8 tokens (bound by MaxP)" in first.text
+    assert "a step may prefill 8 prompt tokens (bound by MaxP)" in first.text
     assert (last.rule, last.behind, last.num_ahead) == ("order", "b", 2)
 
 
