@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from sgl_pipeline.pp_runner.worker_nursery import MOST_BYTES, READY
+from sgl_pipeline.managers.stages.worker_nursery import MOST_BYTES, READY
 
 _ANSWER_TIMEOUT_S = 5.0
 
@@ -59,7 +59,7 @@ class Nursery:
     def _start(self) -> None:
         self._is_ready = False
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "sgl_pipeline.pp_runner.worker_nursery"]
+        command = [sys.executable, "-m", "sgl_pipeline.managers.stages.worker_nursery"]
         command += ["--parent", str(os.getpid()), "--socket", str(theirs.fileno())]
         self._process = subprocess.Popen(
             command,

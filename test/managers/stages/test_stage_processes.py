@@ -109,7 +109,7 @@ def test_later_workers_are_forks_and_go_with_the_nursery(stages):
     stages.keep_nursery()
     first, second = (psutil.Process(forked(stages, worker)) for worker in (1, 2))
     assert first.ppid() == second.ppid() != os.getpid()
-    assert second.environ()["OMP_NUM_THREADS"] == "2"
+    assert psutil.Process(second.ppid()).environ()["OMP_NUM_THREADS"] == "2"
     first.kill()
     # How it ended can be read until the next one is asked for.
     watched = WatchedProcess(first.pid)

@@ -1,8 +1,9 @@
 """A process that has imported what a stage needs and forks workers: a new one is there at once.
 
-Started by `managers/stages/nursery.py` on CPUs; a GPU cannot be used by the fork of a process that
+Started by `nursery.py` on CPUs; a GPU cannot be used by the fork of a process that
 may have touched it. Asks arrive on a socket, each a JSON list of `stage_process.py`'s arguments;
 each is answered with a process id. Starts no thread and runs no kernel, because a fork has neither.
+Never imports sglang.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import json
 import os
 import socket
 import sys
+
+from setproctitle import setproctitle
 
 from sgl_pipeline.process_lifetime import die_with_parent
 
@@ -38,7 +41,9 @@ def main() -> int:
             pid = os.fork()
             if pid == 0:
                 asks.close()
-                return stage_process.main([*json.loads(request), "--parent", str(nursery)])
+                arguments = [*json.loads(request), "--parent", str(nursery)]
+                setproctitle(" ".join((stage_process.__name__, *arguments)))  # as those of a start
+                return stage_process.main(arguments)
             asks.send(str(pid).encode())
     return 0
 
