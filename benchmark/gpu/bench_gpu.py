@@ -27,6 +27,7 @@ import psutil
 import torch
 
 from benchmark.gpu import (
+    packed_kernels,
     part_checks,
     part_kernels,
     part_pipelines,
@@ -85,10 +86,15 @@ def main(argv: list[str] | None = None, started_s: float | None = None) -> int:
 
 
 def run_parts(session: Session, names: Sequence[str]) -> None:
-    """The card's limits, then the parts by name; without limits nothing can be compared."""
-    session.part, session.parts_left = "the card's limits", tuple(names)
+    """The prebuilt kernels and the card's limits, then the parts by name; without limits nothing
+    can be compared."""
+    session.part, session.parts_left = packed_kernels.PART, tuple(names)
+    session.attempt("looking for kernels", partial(packed_kernels.name_missing, session))
+    session.part = "the card's limits"
     session.attempt("measuring the card", partial(_measure_card, session))
-    is_card_useless = any(piece.is_failure for piece in session.not_measured)
+    is_card_useless = any(
+        piece.is_failure for piece in session.not_measured if piece.part == session.part
+    )
     for number, name in enumerate(names):
         session.part, session.parts_left = name, tuple(names[number + 1 :])
         if is_card_useless:
