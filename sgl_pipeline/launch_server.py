@@ -183,6 +183,8 @@ def _serve(
 
     def start_front(*arguments: Any, **more: Any) -> Any:
         """Upstream calls it when it has started its children."""
+        if pipeline_args.stages.device == "cpu" and pipeline_args.recovery.mode == "auto":
+            stages.keep_nursery()
         serve_worker_requests(own_pipe_end, stages)
         head.keep_ray()
         return init_tokenizer_manager(*arguments, TokenizerManagerClass=tokenizer_manager, **more)

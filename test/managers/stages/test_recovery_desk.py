@@ -24,6 +24,8 @@ class Recovery:
         self.limits: list[float | None] = []
         self.refusals: list[tuple[int, str]] = []
         self.reformed: list[Any] = []
+        self.num_silent = 0
+        self.has_run = False
 
     def num_wanted_workers(self, now_s: float) -> int:
         return self.num_wanted
@@ -38,8 +40,9 @@ class Recovery:
         told, self.reformed = self.reformed, []
         return told
 
-    def lose(self, worker: int, reason: str, now_s: float) -> list[Any]:
+    def lose(self, worker: int, reason: str, now_s: float, *, was_silent: bool) -> list[Any]:
         self.lost.append((worker, reason))
+        self.num_silent += was_silent
         lost = (LostWorker(worker, worker, reason),)
         self.current = RecoveryRecord(began_s=now_s, incarnation=1, lost=lost, num_requests=3)
         return [(0, "regroup")]
@@ -51,10 +54,19 @@ class Recovery:
     def start_order(self, now_s: float) -> Any:
         order, self.order = self.order, None
         if order is not None and self.current is not None:
-            self.current.ended_s = now_s
             self.history.append(self.current)
             self.current = None
         return order
+
+    @property
+    def unsettled(self) -> RecoveryRecord | None:
+        return self.current
+
+    def settle(self, now_s: float) -> RecoveryRecord | None:
+        if not (self.has_run and self.history):
+            return None
+        self.history[-1].ended_s = now_s
+        return self.history.pop()
 
 
 class Launcher:
@@ -146,6 +158,10 @@ def test_a_loss_is_told_to_those_that_are_left_and_the_end_to_all(
     parts.recovery.order = "begin"
     parts.desk.serve(3.5)
     assert parts.launcher.broadcasts == ["begin"]
+    parts.desk.settle(3.4)
+    assert parts.desk.take_ended() == [] and "recovered" not in caplog.text
+    parts.recovery.has_run = True
+    parts.desk.settle(3.5)
     (record,) = parts.desk.take_ended()
     assert record.ended_s == 3.5 and parts.desk.take_ended() == []
     assert "recovered in 2.50 s: stage 1 runs again (worker 1)" in caplog.text
@@ -164,6 +180,7 @@ def test_a_silent_stage_is_asked_once_and_then_replaced(
     assert parts.launcher.given_up == [1]
     ((worker, reason),) = parts.recovery.lost
     assert worker == 1 and "in step 7 (5 prefill tokens, 2 decodes)" in reason
+    assert parts.recovery.num_silent == 1
 
 
 def test_a_stage_that_goes_on_after_it_was_asked_is_kept(parts: SimpleNamespace) -> None:
