@@ -234,27 +234,6 @@ def test_a_run_that_is_cut_short_loses_nothing(
     assert saved["run"]["state"] == "cut short in: stages, kernels"
 
 
-@pytest.mark.parametrize(
-    ("command", "parts", "models", "depths"),
-    [
-        ("--parts checks --budget-s 190", ["checks"], 3, [1, 2, 4]),
-        (
-            "--parts pipelines stages --models Qwen3-8B --budget-s 540",
-            ["pipelines", "stages"],
-            1,
-            [1, 2, 4],
-        ),
-        ("--parts stages --models Qwen3-0.6B Qwen3-14B --depths 1 4", ["stages"], 2, [1, 4]),
-    ],
-)
-def test_the_commands_of_the_first_hour_mean_what_they_say(
-    command: str, parts: list[str], models: int, depths: list[int]
-) -> None:
-    options = bench_gpu._parse(command.split())
-    assert (options.parts, len(options.models), options.depths) == (parts, models, depths)
-    assert options.device == "cuda"
-
-
 def test_it_needs_no_sglang() -> None:
     """Where the card is, only torch, msgspec and zmq may be installed."""
     script = (
