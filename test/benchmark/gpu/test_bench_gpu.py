@@ -4,8 +4,6 @@ What it measures there means nothing; that it runs to its end, without sglang, d
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,6 @@ from benchmark.gpu.shapes import (
     spec_of,
     step_work,
 )
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_the_work_of_a_step_by_hand() -> None:
@@ -232,18 +228,6 @@ def test_a_run_that_is_cut_short_loses_nothing(
     saved = json.loads(path.read_text())
     assert [row["step_ms"] for row in saved["rows"]["stages"]] == [1.0]
     assert saved["run"]["state"] == "cut short in: stages, kernels"
-
-
-def test_it_needs_no_sglang() -> None:
-    """Where the card is, only torch, msgspec and zmq may be installed."""
-    script = (
-        "import sys\n"
-        "for name in ('sglang', 'transformers', 'torchvision', 'xgrammar'):\n"
-        "    sys.modules[name] = None\n"
-        "import benchmark.gpu.bench_gpu, sgl_pipeline.pp_runner.stage_worker\n"
-        "import sgl_pipeline.scheduling, sgl_pipeline.throttle, sgl_pipeline.simulator\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
 def test_models_of_the_issue_are_all_there() -> None:

@@ -3,11 +3,14 @@
 import argparse
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmark.gpu import bench_gpu
+from benchmark.gpu.kernel_pack import PACKAGES
 from benchmark.gpu.shapes import MODELS
 
 ROOT = Path(__file__).parents[3]
@@ -98,3 +101,56 @@ def test_paths_of_the_tests_exist_and_hold_tests_for_a_gpu() -> None:
     for path in paths:
         files = [path] if path.is_file() else list(path.glob("test_*.py"))
         assert any("mark.gpu" in file.read_text() for file in files), path
+
+
+# Imports with the distributions that are named alone; torch brings those that it requires.
+IMPORT_WITH = """
+import importlib.abc, importlib.metadata, importlib.util, re, sys
+
+listed = {re.sub("[-_.]+", "-", name).lower() for name in sys.argv[1:]}
+required = importlib.metadata.requires("torch")
+listed |= {re.match(r"[\\w-]+", line)[0].lower() for line in required if "extra ==" not in line}
+names = importlib.metadata.packages_distributions()
+has_flashinfer = importlib.util.find_spec("flashinfer") is not None
+
+class OnlyListed(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        owners = {re.sub("[-_.]+", "-", owner).lower() for owner in names.get(name, ())}
+        if owners and not owners & listed:
+            raise ModuleNotFoundError(f"{name} is not listed", name=name)
+
+sys.meta_path.insert(0, OnlyListed())
+import benchmark.gpu.bench_gpu, sgl_pipeline.pp_runner.stage_worker
+import sgl_pipeline.scheduling, sgl_pipeline.throttle, sgl_pipeline.simulator
+if has_flashinfer:
+    import flashinfer
+"""
+
+
+def listed_packages() -> list[str]:
+    """What README asks for where there is no network."""
+    (sentence,) = re.findall(r"^- Without: Python with (.*?)\.\s", README, re.M | re.S)
+    return re.findall(
+        r"[a-z][\w-]+", re.sub(r"\(.*?\)|and what FlashInfer imports| and ", "", sentence)
+    )
+
+
+def import_with(packages: list[str]) -> str:
+    """What importing the benchmark and a stage says on stderr."""
+    command = [sys.executable, "-c", IMPORT_WITH, *packages]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stderr
+
+
+def test_the_packages_that_it_lists_and_packs_are_all_that_it_needs() -> None:
+    own = "sgl-pipeline"  # the checkout, where an environment has it installed
+    ours = [*listed_packages(), *PACKAGES, "flashinfer-python", own]
+    assert import_with(ours) == ""
+    assert "tokenizers is not listed" in import_with(
+        [name for name in ours if name != "tokenizers"]
+    )
+
+
+@pytest.mark.parametrize("package", ["requests", "tqdm", "filelock", "packaging", "jinja2"])
+def test_what_flashinfer_imports_is_listed(package: str) -> None:
+    """Found by importing FlashInfer 0.7.2 where it was alone with torch."""
+    assert package in listed_packages()
