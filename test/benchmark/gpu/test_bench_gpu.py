@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from benchmark.gpu import bench_gpu, part_kernels, part_stages
 from benchmark.gpu.checks import Check, check_attention, random_layout, unused_slots
 from benchmark.gpu.limits import CardLimits
 from benchmark.gpu.lone_stage import LoneStage
+from benchmark.gpu.quantized_checks import why_not_rehearsed
 from benchmark.gpu.shapes import (
     MODELS,
     STEPS,
@@ -135,11 +137,30 @@ def test_a_rehearsal_measures_all_and_names_what_needs_a_gpu(tmp_path: Path) -> 
     agreed = [check["name"] for check in saved["checks"] if "torch against auto" in check["name"]]
     assert len(agreed) == len(attention) / 2
     checks = [check["name"] for check in saved["checks"]]
-    for expected in ("e4m3 pages", "product in fp8, ", "product in int8, "):
+    expected_checks = ["e4m3 pages", "product in int8, "]
+    if not why_not_rehearsed("fp8"):
+        expected_checks.append("product in fp8, ")
+    for expected in expected_checks:
         assert any(expected in name for name in checks), expected
     assert {each["part"] for each in saved["not_measured"]} == {"checks", "stages", "kernels"}
     assert all("need" in each["why"] for each in saved["not_measured"])
     assert saved["run"]["state"] == "finished"
+
+
+def test_a_rehearsal_names_products_that_torch_lacks_on_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch 2.11 lacks `scaled_mm`."""
+
+    def lacking(*_: object, **__: object) -> torch.Tensor:
+        raise NotImplementedError("Could not run 'aten::_scaled_mm_v2' on the 'CPU' backend. This")
+
+    monkeypatch.setattr(F, "scaled_mm", lacking)
+    saved = saved_by(tmp_path, "--parts checks")
+    whys = {each["what"]: each["why"] for each in saved["not_measured"]}
+    assert whys["checking products in fp8 of tiny"].endswith("on the 'CPU' backend")
+    assert not any("in fp8, " in check["name"] for check in saved["checks"])
+    assert any("product in int8, " in check["name"] for check in saved["checks"])
 
 
 @pytest.mark.multiproc
