@@ -20,6 +20,7 @@ SCHEMES: dict[str, Scheme] = {
 PRODUCT_BOUND = 1e-2
 _REHEARSED_CAPABILITY = (8, 9)
 _ROWS = (1, 17, 300)
+_TRIED_SIZE = 128
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -28,6 +29,16 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)
     return _REHEARSED_CAPABILITY
+
+
+def why_not_rehearsed(name: str) -> str:
+    """Why this torch cannot rehearse products in the scheme `name`; empty where it can. FP8 on CPUs
+    is newer than FP8 on GPUs: torch 2.11 lacks it."""
+    try:
+        check_product(name, _TRIED_SIZE, _TRIED_SIZE, torch.device("cpu"))
+    except NotImplementedError as error:
+        return f"needs a GPU, or a torch with that product for CPUs: {str(error).partition('.')[0]}"
+    return ""
 
 
 def check_product(name: str, outputs: int, inputs: int, device: torch.device) -> Check:
