@@ -8,13 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from sgl_pipeline.errors import CheckpointError, ConfigurationError
+from sgl_pipeline.model_directory import INDEX_FILE, SINGLE_FILE
 from sgl_pipeline.pp_runner.model import checkpoint
-from sgl_pipeline.pp_runner.model.checkpoint import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    Checkpoint,
-    weight_opener,
-)
+from sgl_pipeline.pp_runner.model.checkpoint import Checkpoint, weight_opener
 
 CPU = torch.device("cpu")
 ALPHA = torch.arange(6.0).view(2, 3)
