@@ -25,7 +25,7 @@ WHOLE_BYTES = 64 * 1024
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 6
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
-# The golden ratio's multiples are spread evenly and hit no row's start twice (Knuth, TAOCP 6.4).
+# Multiples of the golden ratio are spread evenly and in no step with rows (Knuth, TAOCP 6.4).
 _GOLDEN, _ONE = 0x9E3779B9, 1 << 32
 
 
