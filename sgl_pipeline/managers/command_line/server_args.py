@@ -15,6 +15,7 @@ from typing import Any
 
 from sgl_pipeline.args import (
     KV_CACHE_DTYPES,
+    LOAD_FORMATS,
     ClusterArgs,
     GrammarArgs,
     MigrationArgs,
@@ -23,6 +24,7 @@ from sgl_pipeline.args import (
     SchedulingArgs,
     StageArgs,
     ThrottleArgs,
+    stage_load_format,
 )
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import parse_layer_partition
@@ -47,7 +49,6 @@ from sgl_pipeline.pp_runner.quantization.config import W4A8_INT8
 
 logger = logging.getLogger(__name__)
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
 TRACING_FIELDS = ("otlp_traces_endpoint", "otlp_service_name", "trace_modules")
 GRAMMAR_BACKENDS = (None, "xgrammar", "none")
 
@@ -182,7 +183,7 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         num_stages=options.pp_size,
         layer_partition=_given(options.pp_layer_partition, StageArgs, "layer_partition"),
         model_path=model_path,
-        load_format="safetensors" if options.load_format == "auto" else options.load_format,
+        load_format=stage_load_format(options.load_format),
         dtype=dtype,
         device=device,
         attention_backend=options.stage_attention_backend,
