@@ -55,7 +55,7 @@ def test_a_link_that_was_asked_for_is_had_or_refused() -> None:
     assert links_of("cuda", 3, "host") == ("unix:run/link-0-0", "unix:run/link-0-1")
     with pytest.raises(ConfigurationError, match="a GPU for each of the 3 stages, there are 2"):
         links_of("cuda", 2, "nccl")
-    with pytest.raises(ConfigurationError, match="'cuda-ipc' is unknown.*auto, host, nccl"):
+    with pytest.raises(ConfigurationError, match=r"'cuda-ipc' is unknown.*auto, host, nccl"):
         links_of("cuda", 1, "cuda-ipc")
 
 

@@ -147,6 +147,7 @@ class GraphedLayers:
 
     def _drop_graphs(self) -> None:
         """When the device runs none of them."""
+        self._planned = None
         if self._captured:
             with self._recorder.session():
                 self._captured.clear()

@@ -3,13 +3,15 @@
 On CPU graphs are emulated and FlashInfer stood in for (see test/support); on a GPU both are real.
 """
 
+import gc
+import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from support.emulated_graphs import EmulatedRecorder
+from support.emulated_graphs import EmulatedCuda, EmulatedRecorder
 from support.fake_flashinfer import FakeFlashInferFunctions, Fakes
 from support.real_flashinfer import EmulatedCard, emulated_card
 
@@ -106,6 +108,7 @@ def make_stage(
     kernels: LayerKernels | None = None,
     card: EmulatedCard | None = None,
     *,
+    cuda: EmulatedCuda | None = None,
     spec: ModelSpec = SPEC,
     kv_cache_dtype: str = "auto",
 ) -> Stage:
@@ -132,6 +135,9 @@ def make_stage(
     elif card is not None:
         attentions = [FlashInferAttention(shape) for _ in range(2)]
         recorder = card.graphs = EmulatedRecorder()
+    elif cuda is not None:
+        recorder = CudaGraphRecorder(device)
+        attentions = [Fakes(shape).attention, Fakes(shape, cuda).attention]
     else:
         recorder = EmulatedRecorder()
         attentions = [Fakes(shape).attention, Fakes(shape, recorder).attention]
@@ -255,6 +261,36 @@ def test_graphs_are_those_of_the_newest_plan_and_older_steps_run_without() -> No
     assert len(stage.recorder.graphs) == len(older) + len(newer)
 
 
+def two_epochs(stage: Stage) -> None:
+    """The switch of a layer move, whose last step of the old plan had no graph."""
+    first, second = (request(i, range(6 * i, 6 * i + 6)) for i in range(2))
+    stage.graphed.prepare(0, range(NUM_LAYERS))
+    stage.step([MirroredChunk(first, 0, 1, True), MirroredChunk(second, 0, 1, True)])
+    stage.step([MirroredChunk(first, 1, 9, True), MirroredChunk(second, 1, 11, True)])  # 20 rows
+    layers = range(1, NUM_LAYERS)
+    stage.graphed.prepare(1, layers)
+    stage.step([MirroredChunk(first, 10, 1, True)], 1, layers)
+    stage.step([MirroredChunk(first, 11, 7, True), MirroredChunk(second, 12, 1, True)], 1, layers)
+
+
+def test_the_memory_of_graphs_outlives_the_last_of_them() -> None:
+    cuda = EmulatedCuda()
+    with cuda.installed():
+        two_epochs(make_stage(is_first=False, cuda=cuda))
+
+
+def test_what_is_planned_keeps_no_graph_that_was_dropped() -> None:
+    """It would keep the pages of a layer that has left."""
+    stage = make_stage()
+    assert isinstance(stage.recorder, EmulatedRecorder)
+    stage.step([MirroredChunk(request(0, range(6)), 5, 7, True)])
+    stage.recorder.graphs.clear()
+    is_kept = weakref.ref(stage.graphed_pool.pages(1)[0])
+    stage.graphed_held.drop(1)
+    gc.collect()
+    assert is_kept() is None
+
+
 def test_no_graph_outlives_a_layer_that_it_runs() -> None:
     stage = make_stage()
     assert isinstance(stage.recorder, EmulatedRecorder)
@@ -314,3 +350,11 @@ def test_real_graphs_on_a_gpu(is_first: bool) -> None:
     stage = make_stage(is_first, torch.device("cuda"), FlashInferKernels())
     stage.graphed.prepare(0, range(NUM_LAYERS))
     serve(stage)
+
+
+@pytest.mark.gpu
+def test_real_graphs_of_a_second_epoch() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+    pytest.importorskip("flashinfer")
+    two_epochs(make_stage(False, torch.device("cuda"), FlashInferKernels()))
