@@ -58,7 +58,10 @@ class CudaGraphRecorder:
     def begin(self) -> None:
         assert self._recording is None, "a recording within a recording"
         self._recording = torch.cuda.CUDAGraph()
-        self._recording.capture_begin(pool=self._memory.id, capture_error_mode="thread_local")
+        self._recording.capture_begin(
+            pool=self._memory.id,  # type: ignore[arg-type]  # torch's stubs have a NewType of it
+            capture_error_mode="thread_local",
+        )
 
     def end(self) -> Graph:
         assert self._recording is not None, "end without begin"

@@ -26,6 +26,7 @@ from sgl_pipeline.pp_runner.cuda.graphed_layers import (
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import FlashInferKernels
+from sgl_pipeline.pp_runner.layer_kernels.row_rounding import TorchRowRounding
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.checkpoint import DummyWeights
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
@@ -189,7 +190,7 @@ def test_every_kind_of_step_is_the_same_from_graphs(is_first: bool, at_once: boo
 def test_weights_and_pages_of_eight_bits_run_from_graphs_too(quantization: str) -> None:
     chosen = choose_quantization(quantization, None, SPEC.names.head)
     stage = make_stage(
-        kernels=FlashInferKernels(FakeFlashInferFunctions),
+        kernels=FlashInferKernels(FakeFlashInferFunctions, TorchRowRounding, tried_rows=(1, 16)),
         spec=replace(SPEC, quantization=chosen),
         kv_cache_dtype="fp8_e4m3",
     )
