@@ -172,6 +172,7 @@ def make_step_layers(
     step_layers = GraphedLayers(held_layers, attention, shape, recorder)
     free_bytes, _ = torch.cuda.mem_get_info(shape.device)
     step_layers.prepare(epoch, layers)
+    step_layers.record_all()
     taken_bytes = free_bytes - torch.cuda.mem_get_info(shape.device)[0]
     logger.info("the graphs took %d MiB of GPU memory", taken_bytes / 2**20)
     return step_layers
