@@ -68,8 +68,12 @@ def _check_attention(session: Session, model: str) -> None:
 
 
 def _check_products(session: Session, model: str) -> None:
-    """With the widest matrix of a layer."""
+    """With the widest matrix of a layer and with the one that has the most inputs."""
     spec = spec_of(model)
+    shapes = (
+        (2 * spec.intermediate_size, spec.hidden_size),
+        (spec.hidden_size, spec.intermediate_size),
+    )
     for name in SCHEMES:
         what = f"checking products in {name} of {model}"
         reason = _why_without_kernel(session, name)
@@ -77,11 +81,10 @@ def _check_products(session: Session, model: str) -> None:
             reason = reason or why_not_rehearsed(name)
         if reason:
             session.skip(what, reason)
-        else:
-            work = partial(
-                check_product, name, 2 * spec.intermediate_size, spec.hidden_size, session.device
-            )
-            session.attempt(what, partial(_book, session, work))
+            continue
+        for outputs, inputs in shapes:
+            work = partial(check_product, name, outputs, inputs, session.device)
+            session.attempt(f"{what}, {outputs} x {inputs}", partial(_book, session, work))
 
 
 def _book(session: Session, work: Callable[[], Check]) -> None:

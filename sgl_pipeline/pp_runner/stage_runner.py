@@ -103,8 +103,8 @@ class StageRunner:
     def know_plan(self, plan: StagePlan) -> None:
         """Makes ready for steps of the epoch of `plan`, newer than all that are known.
 
-        On a GPU the stage stands still while it records that epoch's graphs, and steps of an older
-        one run without graphs from here on.
+        On a GPU that epoch's graphs are recorded as its steps need them, and steps of an older one
+        run without graphs from here on.
 
         Raises ProtocolError when the epoch is not newer, when the plan is not of this pipeline, or
         when the stage does not hold its layers of it.

@@ -85,9 +85,8 @@ OUR_FLAGS = (
         "--stage-link",
         StageArgs,
         "link",
-        "How rows go from stage to stage: host (shared memory), cuda-ipc (stages that share one "
-        "GPU), nccl (a GPU each); auto is nccl where each host has as many GPUs as stages, else "
-        "host.",
+        "How rows go from stage to stage: host (shared memory), nccl (a GPU each); auto is "
+        "nccl where each host has as many GPUs as stages, else host.",
         choices=STAGE_LINKS,
     ),
     Flag(
