@@ -18,7 +18,6 @@ from benchmark.gpu.expected_cards import (
     StagePart,
 )
 from benchmark.gpu.measures import (
-    first_measured,
     idle_percent,
     less,
     of_attention,
@@ -123,10 +122,7 @@ def _pipelines(card: ExpectedCard) -> tuple[Prediction, ...]:
                 "link",
             ),
             "ms",
-            first_measured(
-                of_pipeline("turnaround_ms", 4, 256, 0, "nccl"),
-                of_pipeline("turnaround_ms", 4, 256, 0, "cuda-ipc"),
-            ),
+            of_pipeline("turnaround_ms", 4, 256, 0, "nccl"),
         ),
         _estimate(
             "Qwen3-8B, pp 4 with a GPU for each stage, 64 decodes a step: idle share",
@@ -157,18 +153,6 @@ def _pipelines(card: ExpectedCard) -> tuple[Prediction, ...]:
             card.extra_step_gain,
             "times",
             over(of_pipeline("tokens_per_s", 1, 64, 1), of_pipeline("tokens_per_s", 1, 64, 0)),
-        ),
-        Prediction(
-            "Qwen3-8B, pp 4 on one GPU, 256 requests: a round over cuda-ipc over one over host",
-            1.0,
-            1.0,
-            "times",
-            "at most",
-            "reading: the host link makes a stage wait for its kernels",
-            over(
-                of_pipeline("round_ms", 4, 256, 0, "cuda-ipc"),
-                of_pipeline("round_ms", 4, 256, 0, "host"),
-            ),
         ),
     )
 
