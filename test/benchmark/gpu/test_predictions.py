@@ -9,7 +9,7 @@ from benchmark.gpu import part_kernels, part_pipelines, prediction_table
 from benchmark.gpu.bench_gpu import texts_of
 from benchmark.gpu.expected_cards import CARDS, H100, H200, ExpectedCard, expected_card
 from benchmark.gpu.limits import CardLimits
-from benchmark.gpu.measures import first_measured, idle_percent, less, of_card, over, slowest
+from benchmark.gpu.measures import idle_percent, less, of_card, over, slowest
 from benchmark.gpu.prediction_table import Found, NotRunError, Prediction
 from benchmark.gpu.predictions import SOURCES, predictions_for
 from benchmark.gpu.session import Budget, Session
@@ -141,7 +141,6 @@ def test_what_follows_of_two_columns_by_hand() -> None:
     assert idle_percent(small, large)(found) == pytest.approx(20)
     assert less(large, small)(found) == 1.0
     assert slowest([small, large, small])(found) == 5.0
-    assert first_measured(missing, small)(found) == 4.0
     with pytest.raises(NotRunError):
         slowest([small, missing])(found)
 
