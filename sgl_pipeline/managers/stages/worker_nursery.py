@@ -14,8 +14,6 @@ import os
 import socket
 import sys
 
-from setproctitle import setproctitle
-
 from sgl_pipeline.process_lifetime import die_with_parent
 
 READY = b"ready"
@@ -29,6 +27,8 @@ def main() -> int:
     parser.add_argument("--socket", required=True, type=int, help="descriptor that asks come from")
     options = parser.parse_args()
     die_with_parent(options.parent)
+    from setproctitle import setproctitle
+
     from sgl_pipeline.pp_runner import stage_process, stage_worker  # noqa: F401
 
     gc.collect()

@@ -97,7 +97,7 @@ def test_paths_of_the_tests_exist_and_hold_tests_for_a_gpu() -> None:
     words = shlex.split(KEEPS_OUTPUT.sub("", command))
     assert words[words.index("-m", words.index("pytest")) + 1] == "gpu"
     paths = [ROOT / word for word in words if word.startswith("test/")]
-    assert len(paths) == 4
+    assert len(paths) == 3
     for path in paths:
         files = [path] if path.is_file() else list(path.glob("test_*.py"))
         assert any("mark.gpu" in file.read_text() for file in files), path
