@@ -99,7 +99,7 @@ def _run_agent(early: "EarlyOptions", run_directory: "RunDirectory") -> int:
     from sgl_pipeline.managers.hosts.agent import run_agent
 
     model_path = find_model(early.model, early.revision, early.cache_dir)
-    return run_agent(early.cluster, model_path, run_directory.path)
+    return run_agent(early, model_path, run_directory.path)
 
 
 def _start_head(
@@ -152,11 +152,12 @@ def _serve(
         flush=True,
     )
     cluster, num_stages = pipeline_args.cluster, pipeline_args.stages.num_stages
-    if early is not None and (cluster, num_stages) != (early.cluster, early.num_stages):
+    read = (cluster, num_stages, pipeline_args.stages.load_format)
+    if early is not None and read != (early.cluster, early.num_stages, early.load_format):
         require(
             cluster.num_hosts == early.cluster.num_hosts == 1,
-            "several hosts (--nnodes) need --nnodes, --node-rank, --dist-init-addr and --pp "
-            "written in full, as they are read before all other flags",
+            "several hosts (--nnodes) need --nnodes, --node-rank, --dist-init-addr, --pp and "
+            "--load-format written in full, as they are read before all other flags",
         )
     own_stages = workers_of_host(num_stages, cluster.num_hosts, cluster.rank)
     stages.start(len(own_stages), pipeline_args.stages.cpu_threads)
@@ -183,6 +184,8 @@ def _serve(
 
     def start_front(*arguments: Any, **more: Any) -> Any:
         """Upstream calls it when it has started its children."""
+        if pipeline_args.stages.device == "cpu" and pipeline_args.recovery.mode == "auto":
+            stages.keep_nursery()
         serve_worker_requests(own_pipe_end, stages)
         head.keep_ray()
         return init_tokenizer_manager(*arguments, TokenizerManagerClass=tokenizer_manager, **more)

@@ -17,9 +17,12 @@ def even_layer_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def parse_layer_partition(text: str, num_stages: int, num_layers: int) -> StagePlan | None:
+def parse_layer_partition(
+    text: str, num_stages: int, num_layers: int, source: str = "--pp-layer-partition"
+) -> StagePlan | None:
     """The plan of epoch 0 for `--pp-layer-partition auto|even|a,b,..`; None where it is `auto`,
-    which needs costs that are yet to be measured, and there is a choice.
+    which needs costs that are yet to be measured, and there is a choice. `source` is the flag or
+    variable that errors name.
 
     Raises ConfigurationError when there are more stages than layers or the counts do not fit.
     """
@@ -32,26 +35,26 @@ def parse_layer_partition(text: str, num_stages: int, num_layers: int) -> StageP
         return None
     if text in ("auto", "even"):
         return StagePlan(0, even_layer_counts(num_layers, num_stages))
-    return StagePlan(0, _explicit_layer_counts(text, num_layers, num_stages))
+    return StagePlan(0, _explicit_layer_counts(text, num_stages, num_layers, source))
 
 
-def _explicit_layer_counts(text: str, num_layers: int, num_stages: int) -> tuple[int, ...]:
+def _explicit_layer_counts(
+    text: str, num_stages: int, num_layers: int, source: str
+) -> tuple[int, ...]:
     try:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigurationError(
-            f"--pp-layer-partition {text!r} is not auto, even or a list of counts like 5,4,4,3"
+            f"{source} {text!r} is not auto, even or a list of counts like 5,4,4,3"
         ) from None
     if len(counts) != num_stages:
         raise ConfigurationError(
-            f"--pp-layer-partition {text} names {len(counts)} stages, --pp asks for {num_stages}"
+            f"{source} {text} names {len(counts)} stages, --pp asks for {num_stages}"
         )
     if min(counts) < 1:
-        raise ConfigurationError(
-            f"--pp-layer-partition {text}: each stage needs at least one layer"
-        )
+        raise ConfigurationError(f"{source} {text}: each stage needs at least one layer")
     if sum(counts) != num_layers:
         raise ConfigurationError(
-            f"--pp-layer-partition {text} sums to {sum(counts)}, the model has {num_layers} layers"
+            f"{source} {text} sums to {sum(counts)}, the model has {num_layers} layers"
         )
     return counts

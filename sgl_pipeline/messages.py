@@ -3,10 +3,10 @@
 A worker's life: it connects and says `WorkerHello`; answers each `MeasureCosts`, which comes where
 the layers are to be split by time, with `MeasuredCosts`; gets a `StageAssignment`; loads its
 weights, with a `StillLoading` now and then, and says `StageLoaded`; gets a `PoolSize`, the smallest
-capacity of all stages; allocates, opens its links and says `StageReady`. Then come the
-`SealedOrder`s, with a `StageReport` for every step in them and the reports of `layer_moves.py` for
-every layer move, and a `ProfileReply` for `StartProfile` and `StopProfile`, until `Shutdown` or a
-`WorkerFailed`. Where another stage is lost, a `Regroup` comes in between, which is answered with
+capacity of all stages; allocates, opens its links, rehearses steps and says `StageReady`. Then come
+the `SealedOrder`s, with a `StageReport` for every step in them and the reports of `layer_moves.py`
+for every layer move, and a `ProfileReply` for `StartProfile` and `StopProfile`, until `Shutdown` or
+a `WorkerFailed`. Where another stage is lost, a `Regroup` comes in between, which is answered with
 `Regrouped`; where more or fewer stages shall serve, another `StageAssignment`, with which the
 worker starts over and keeps only its weights. A worker that serves and is asked to go says
 `WorkerLeaves` and goes on, until another one is ready for its stage: then it gets `HandPagesOver`
@@ -141,15 +141,17 @@ class PoolSize(msgspec.Struct, frozen=True, tag=True):
 
 
 class StageReady(msgspec.Struct, frozen=True, tag=True):
-    """The pool is allocated and the links are open. `attention_backend` and `layer_kernels` are
-    those in use; `notices` are for the user and shown once, however many stages send them. Of
-    `log_pages` pages the stage can keep the rows that it sends."""
+    """The pool is allocated, the links are open, and steps have been rehearsed, which took
+    `rehearsal_s`. `attention_backend` and `layer_kernels` are those in use; `notices` are for the
+    user and shown once, however many stages send them. Of `log_pages` pages the stage can keep the
+    rows that it sends."""
 
     stage: int
     attention_backend: str
     layer_kernels: str
     notices: tuple[str, ...] = ()
     log_pages: int = 0
+    rehearsal_s: float = 0.0
 
 
 class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):

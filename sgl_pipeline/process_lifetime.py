@@ -81,6 +81,15 @@ class WatchedProcess:
         fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         return fields.get("State", "unknown").strip()
 
+    def core_waits_s(self) -> dict[int, float]:
+        """For how long each of its threads, by id, has been ready to run and had no core since it
+        began; empty where the kernel does not say (it is built without CONFIG_SCHED_INFO)."""
+        waits_s = {}
+        for path in Path(f"/proc/{self._pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, IndexError):  # a thread may end meanwhile
+                waits_s[int(path.parent.name)] = int(path.read_text().split()[1]) * 1e-9
+        return waits_s
+
     def end(self) -> str:
         """How it ended, in words; to be asked after it did."""
         try:

@@ -20,8 +20,10 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
     """One recovery. Moments are seconds of the driver's clock.
 
     `lost` are the workers that were lost until it ended, the first of them at `began_s`.
-    `survivors_s` is when the stages that are left had let go of the old stream, `ended_s` when the
-    new one began, of number `incarnation`: until then no step could be decided. `num_requests` were
+    `survivors_s` is when the stages that are left had let go of the old stream, `stream_s` when the
+    new one began, of number `incarnation`: until then no step could be decided. `ended_s` is when
+    its first step had come back from all stages, or, where there was none to run, when that was
+    known. `num_requests` were
     running; of their tokens `num_tokens` must be prefilled again, by all stages, and
     `num_replay_tokens` be computed again by the lost stages alone. `num_stages` serve since, and
     `stages_before` did before: fewer where no worker came for one, more when one has come, where
@@ -32,6 +34,7 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
     incarnation: int
     lost: tuple[LostWorker, ...] = ()
     survivors_s: float | None = None
+    stream_s: float | None = None
     ended_s: float | None = None
     num_requests: int = 0
     num_tokens: int = 0

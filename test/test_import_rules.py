@@ -19,6 +19,7 @@ FLASHINFER_LEAVES = {
     "pp_runner/attention/flashinfer_attention.py",
     "pp_runner/layer_kernels/flashinfer_kernels.py",
 }
+TRITON_LEAVES = {"pp_runner/layer_kernels/triton_rounding.py"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ ROOMS = {
     "throttle": room(),
     "scheduling": room("throttle"),
     "cluster": room(libraries="msgspec cryptography"),
-    "pp_runner": room("cluster", libraries="torch safetensors numpy zmq flashinfer"),
+    "pp_runner": room("cluster", libraries="torch safetensors numpy zmq flashinfer triton"),
     "migration": room(libraries="numpy"),
     "pipeline": room("throttle scheduling migration", "msgspec"),
     "simulator": room("throttle scheduling migration pipeline", "msgspec numpy matplotlib"),
@@ -116,9 +117,10 @@ def test_only_managers_and_entry_points_import_sglang(path: Path) -> None:
 
 
 @every_file
-def test_flashinfer_is_imported_in_leaf_files_alone(path: Path) -> None:
+def test_compiling_libraries_are_imported_in_leaf_files_alone(path: Path) -> None:
     _, libraries = rooms_and_libraries(path)
     assert "flashinfer" not in libraries or name_of(path) in FLASHINFER_LEAVES
+    assert "triton" not in libraries or name_of(path) in TRITON_LEAVES
 
 
 @every_file

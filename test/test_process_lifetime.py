@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -98,3 +99,32 @@ def grandchild(code: str) -> Iterator[int]:
         assert parent.stdout is not None
         yield int(parent.stdout.readline())
         parent.kill()
+
+
+def test_threads_that_have_no_core_have_waited() -> None:
+    """Two threads of one process on one core: each waits for the other."""
+    code = (
+        "import os, threading, time\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "def spin():\n"
+        "    while True: pass\n"
+        "threading.Thread(target=spin, daemon=True).start()\n"
+        "spin()\n"
+    )
+    asleep = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    spinning = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    try:
+        watched = WatchedProcess(spinning[0].pid)
+        deadline_s = time.monotonic() + 20.0
+        while time.monotonic() < deadline_s:
+            if max(watched.core_waits_s().values(), default=0.0) > 0.3:
+                break
+            time.sleep(0.05)
+        waits_s = watched.core_waits_s()
+        assert len(waits_s) == 2 and max(waits_s.values()) > 0.3
+        assert sum(WatchedProcess(asleep.pid).core_waits_s().values()) < sum(waits_s.values())
+    finally:
+        for process in (asleep, *spinning):
+            process.kill()
+            process.wait()
+    assert watched.core_waits_s() == {}

@@ -20,6 +20,7 @@ from support.tiny_models import (
 from sgl_pipeline.args import ACCOUNTINGS, POLICIES, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.move_record import MoveOutcome
 from sgl_pipeline.requests import GREEDY, FinishReason, Request, SamplingSpec, StopRules
+from sgl_pipeline.step_costs import LayerCost, RowCost, StepCosts
 
 SPLITS = {1: [(6,)], 2: [(3, 3), (1, 5)], 4: [(2, 1, 1, 2), (3, 1, 1, 1)]}
 # Every compiled kernel on, and off.
@@ -29,6 +30,14 @@ with_and_without_kernels = pytest.mark.parametrize(
 )
 # Small budgets, so that prompts of a few dozen tokens are cut into chunks.
 CHUNKED = {"max_prefill_tokens": 24, "min_prefill_tokens": 4, "prefill_spread_steps": 3}
+# Known from the first step on. A row and what it attends to cost much beside a layer's base, so
+# that `throttle-time` cuts prompts of a few dozen tokens too.
+COSTS = StepCosts(
+    layer=LayerCost(RowCost((1.0,), (1.0,), 0.2), 0.1, 0.02, 0.01),
+    embedding=RowCost((1.0,), (0.0,), 0.0),
+    tail=RowCost((1.0,), (2.0,), 0.1),
+    layer_weights=(1.0,) * NUM_LAYERS,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -67,13 +76,42 @@ def test_under_every_policy_and_number_of_stages(policy, num_stages):
     for layer_counts in SPLITS[num_stages]:
         assert sum(layer_counts) == NUM_LAYERS
         throttle = ThrottleArgs(policy=policy, **CHUNKED)
-        pipeline = LocalPipeline(tiny_model("qwen3"), layer_counts, throttle=throttle)
+        pipeline = LocalPipeline(tiny_model("qwen3"), layer_counts, throttle=throttle, costs=COSTS)
         requests = make_requests(9)
         pipeline.run(requests)
         assert_greedy("qwen3", requests)
+        by_time = {microbatch.budget.time is not None for microbatch in pipeline.microbatches}
+        assert by_time == {policy == "throttle-time"}, "another policy was in force for some steps"
         assert max(len(microbatch.chunks) for microbatch in pipeline.microbatches) > 1
         chunked = [m for m in pipeline.microbatches if any(c.start for c in m.chunks)]
         assert chunked, "no prompt was cut into chunks"
+
+
+@pytest.mark.parametrize(("num_stages", "target_tpot_ms"), [(1, 30.0), (2, 36.0), (4, 44.0)])
+def test_though_one_target_binds_steps_and_the_other_is_missed(num_stages, target_tpot_ms):
+    """A pool for about two requests: the others are retracted and computed again."""
+    throttle = ThrottleArgs(
+        policy="throttle-time",
+        pause_free_share=0.0,
+        target_tpot_ms=target_tpot_ms,
+        target_ttft_ms=400.0,
+        **CHUNKED,
+    )
+    pipeline = LocalPipeline(
+        tiny_model("qwen3"),
+        SPLITS[num_stages][0],
+        num_pages=34,
+        scheduling=SchedulingArgs(page_size=4),
+        throttle=throttle,
+        costs=COSTS,
+    )
+    requests = make_requests(8, max_new_tokens=40)
+    pipeline.run(requests)
+    assert_greedy("qwen3", requests)
+    assert sum(request.num_retractions for request in requests) > 0
+    budgets = [microbatch.budget for microbatch in pipeline.microbatches]
+    assert all(budget.time is not None for budget in budgets)
+    assert ("TPOT", "TTFT") in {(budget.bound_by, budget.missed) for budget in budgets}
 
 
 @pytest.mark.parametrize(

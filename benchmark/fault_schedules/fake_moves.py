@@ -75,10 +75,11 @@ class FakeSite:
         for layer in layers:
             self._layers.pages.pop(layer, None)
 
-    def read_pages(self, layer: int, pages: Sequence[int]) -> Parcel[FakeRows]:
+    def read_pages(self, layer: int, pages: Sequence[int]) -> "FakeLeavingPages":
         held = self._layers.pages[layer]
         copies = {page: dict(held[page]) for page in pages if page in held}
-        return Parcel((layer, copies), len(copies), is_last=False)
+        parcel = Parcel((layer, copies), len(copies), is_last=False)
+        return FakeLeavingPages(parcel, self._rng.choice((0, 0, 1, 3)))
 
     def write_pages(self, rows: FakeRows) -> None:
         layer, pages = rows
@@ -100,6 +101,21 @@ class FakeSite:
 
     def close(self) -> None:
         """Nothing runs beside the steps."""
+
+
+@dataclass(slots=True)
+class FakeLeavingPages:
+    """Read after some looks, as a GPU's may be."""
+
+    read: Parcel[FakeRows]
+    looks_left: int
+
+    def is_read(self) -> bool:
+        self.looks_left -= 1
+        return self.looks_left < 0
+
+    def parcel(self) -> Parcel[FakeRows]:
+        return self.read
 
 
 class FakeReceiver:

@@ -113,7 +113,7 @@ class World:
         if self._gave_up is not None:
             return self._outcome()
         scheduler = self._core.scheduler
-        assert self._recovery.current is None, "a recovery never ended"
+        assert self._recovery.unsettled is None, "a recovery never ended"
         assert not self._recovery.leavers, "a worker never left"
         assert scheduler.is_idle, "requests are left, but nothing happens any more"
         load = scheduler.load()
@@ -249,6 +249,9 @@ class World:
             self._broadcast(order)
         while (step := core.next_step(self._loop.now_s)) is not None:
             self._broadcast(step.order)
+        assert self._recovery is not None
+        if self._recovery.settle(self._loop.now_s) is not None:
+            self._loop.after(0.0, self._turn)  # for workers that wait to leave
         for step in booked:
             self._note(step.microbatch.step_id, [event.token_ids for event in step.events])
             self._front.send_events(step.events)

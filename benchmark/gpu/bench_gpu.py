@@ -27,15 +27,17 @@ import psutil
 import torch
 
 from benchmark.gpu import (
+    packed_kernels,
     part_checks,
     part_kernels,
     part_pipelines,
     part_stages,
     prediction_table,
-    predictions,
 )
+from benchmark.gpu.expected_cards import ExpectedCard, expected_card
 from benchmark.gpu.limits import measure_limits
 from benchmark.gpu.prediction_table import Found
+from benchmark.gpu.predictions import SOURCES, predictions_for
 from benchmark.gpu.session import Budget, Session
 from benchmark.gpu.shapes import MODELS
 from benchmark.support.dated_result import DatedResult, markdown_table
@@ -85,10 +87,15 @@ def main(argv: list[str] | None = None, started_s: float | None = None) -> int:
 
 
 def run_parts(session: Session, names: Sequence[str]) -> None:
-    """The card's limits, then the parts by name; without limits nothing can be compared."""
-    session.part, session.parts_left = "the card's limits", tuple(names)
+    """The prebuilt kernels and the card's limits, then the parts by name; without limits nothing
+    can be compared."""
+    session.part, session.parts_left = packed_kernels.PART, tuple(names)
+    session.attempt("looking for kernels", partial(packed_kernels.name_missing, session))
+    session.part = "the card's limits"
     session.attempt("measuring the card", partial(_measure_card, session))
-    is_card_useless = any(piece.is_failure for piece in session.not_measured)
+    is_card_useless = any(
+        piece.is_failure for piece in session.not_measured if piece.part == session.part
+    )
     for number, name in enumerate(names):
         session.part, session.parts_left = name, tuple(names[number + 1 :])
         if is_card_useless:
@@ -101,9 +108,9 @@ def run_parts(session: Session, names: Sequence[str]) -> None:
 
 def texts_of(session: Session) -> list[str]:
     """The tables, each with its heading."""
-    found = Found(session.rows)
+    found, card = Found(session.rows), _expected_card(session)
     texts = [
-        prediction_table.text(predictions.PREDICTIONS, found, predictions.CARD_NAME),
+        prediction_table.text(predictions_for(card), found, card.name),
         part_checks.text(session),
         part_pipelines.text(session),
         part_stages.text(session),
@@ -130,20 +137,27 @@ def _measure_card(session: Session) -> None:
     session.say(limits.facts()["measured"])
 
 
+def _expected_card(session: Session) -> ExpectedCard:
+    return expected_card(session.limits.name if session.limits else "")
+
+
 def _save(session: Session, result: DatedResult, started_s: float) -> None:
-    found = Found(session.rows)
+    found, card = Found(session.rows), _expected_card(session)
     state = "finished"
     if session.part:
         state = f"cut short in: {', '.join((session.part, *session.parts_left))}"
-    file = Path(predictions.__file__)
     facts = {
         "card": session.limits.facts() if session.limits else {},
         "flags": {name: os.environ.get(name, "-") for name in _ENVIRONMENT},
-        "predictions": {"file": file.name, "sha256": prediction_table.digest(file)},
+        "predictions": {
+            "card": card.name,
+            "files": " ".join(path.name for path in SOURCES),
+            "sha256": prediction_table.digest(SOURCES),
+        },
         "run": {"state": state, "seconds": f"{time.monotonic() - started_s:.0f}"},
     }
     record = {
-        "predictions_held": prediction_table.record(predictions.PREDICTIONS, found),
+        "predictions_held": prediction_table.record(predictions_for(card), found),
         "checks": [asdict(check) for check in session.checks],
         "rows": session.rows,
         "not_measured": [asdict(each) for each in session.not_measured],

@@ -18,6 +18,7 @@ import tvm_ffi
 
 from benchmark.gpu.kernel_modules import Build
 from benchmark.gpu.kernel_wheels import CUDA_REQUIREMENTS, install_for_python, pins
+from benchmark.gpu.packed_kernels import write_list
 from sgl_pipeline.errors import ConfigurationError, KernelBuildError
 
 PACKAGES = ("apache-tvm-ffi", "msgspec", "pyzmq")
@@ -29,7 +30,8 @@ _CHECK_SECONDS = 300
 def write_pack(
     wheels: Path, toolkit: Path, builds: Sequence[Build], python_version: str, archive: Path
 ) -> str:
-    """Writes `archive`, a .tgz, with what `builds` compiled, after loading all of it here.
+    """Writes `archive`, a .tgz, with what `builds` compiled and a list of it, after loading all of
+    it here.
 
     Returns the names of the packages that FlashInfer imports and the pack does not hold.
 
@@ -54,6 +56,7 @@ def write_pack(
             library.parent.mkdir(parents=True)
             shutil.copyfile(build.library, library)
         imported = _check_loads(site, toolkit, [build.name for build in builds])
+        write_list(site, {build.name: build.library_name for build in builds}, python_version)
         install_for_python(site, PACKAGES, python_version)
         _write_archive(site, archive)
     return imported

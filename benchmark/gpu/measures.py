@@ -5,7 +5,7 @@ Used by `predictions.py`. Each `Measure` raises NotRunError where the run has no
 
 from collections.abc import Sequence
 
-from benchmark.gpu.prediction_table import Found, Measure, NotRunError
+from benchmark.gpu.prediction_table import Measure
 
 
 def of_card(column: str) -> Measure:
@@ -52,15 +52,3 @@ def idle_percent(busy: Measure, whole: Measure) -> Measure:
 def slowest(measures: Sequence[Measure]) -> Measure:
     """The largest of several, all of which must have been measured."""
     return lambda found: max(measure(found) for measure in measures)
-
-
-def first_measured(one: Measure, other: Measure) -> Measure:
-    """`one`, or `other` where it was not run."""
-
-    def measure(found: Found) -> float:
-        try:
-            return one(found)
-        except NotRunError:
-            return other(found)
-
-    return measure

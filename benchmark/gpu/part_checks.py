@@ -8,7 +8,12 @@ import torch
 
 from benchmark.gpu.attention_times import prefill_kernels
 from benchmark.gpu.checks import Check, check_attention, check_sampler, check_stage
-from benchmark.gpu.quantized_checks import SCHEMES, capability_of, check_product
+from benchmark.gpu.quantized_checks import (
+    SCHEMES,
+    capability_of,
+    check_product,
+    why_not_rehearsed,
+)
 from benchmark.gpu.session import Session
 from benchmark.gpu.shapes import PAGE_SIZE, heads_of, spec_of
 from benchmark.support.dated_result import markdown_table
@@ -63,17 +68,23 @@ def _check_attention(session: Session, model: str) -> None:
 
 
 def _check_products(session: Session, model: str) -> None:
-    """With the widest matrix of a layer."""
+    """With the widest matrix of a layer and with the one that has the most inputs."""
     spec = spec_of(model)
+    shapes = (
+        (2 * spec.intermediate_size, spec.hidden_size),
+        (spec.hidden_size, spec.intermediate_size),
+    )
     for name in SCHEMES:
         what = f"checking products in {name} of {model}"
-        if reason := _why_without_kernel(session, name):
+        reason = _why_without_kernel(session, name)
+        if session.is_rehearsal:
+            reason = reason or why_not_rehearsed(name)
+        if reason:
             session.skip(what, reason)
-        else:
-            work = partial(
-                check_product, name, 2 * spec.intermediate_size, spec.hidden_size, session.device
-            )
-            session.attempt(what, partial(_book, session, work))
+            continue
+        for outputs, inputs in shapes:
+            work = partial(check_product, name, outputs, inputs, session.device)
+            session.attempt(f"{what}, {outputs} x {inputs}", partial(_book, session, work))
 
 
 def _book(session: Session, work: Callable[[], Check]) -> None:

@@ -144,8 +144,6 @@ def links_between(device: str, num_stages: int, num_gpus: int) -> tuple[str, ...
         return ("none",)
     if device == "cuda" and num_gpus >= num_stages:
         return ("nccl", "host")
-    if device == "cuda" and num_gpus == 1:
-        return ("host", "cuda-ipc")
     return ("host",)
 
 

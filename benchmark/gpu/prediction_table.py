@@ -111,9 +111,10 @@ def text(predictions: Sequence[Prediction], found: Found, card: str) -> str:
     return "\n\n".join(texts)
 
 
-def digest(path: Path) -> str:
-    """The SHA-256 of the file of predictions: which version of it the run was held against."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def digest(paths: Sequence[Path]) -> str:
+    """The SHA-256 of the files of predictions, one after the other (`cat ... | sha256sum`): which
+    version of them the run was held against."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
 def _cells(each: Prediction, measured: float | None) -> list[str]:

@@ -162,6 +162,16 @@ PRESETS = {
         num_experts_per_tok=4,
         moe_intermediate_size=320,
     ),
+    # Sizes that nothing was tuned for.
+    "odd": Preset(
+        vocab_size=1_003,
+        hidden_size=192,
+        intermediate_size=416,
+        num_hidden_layers=7,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=32,
+    ),
     # Those that start in a moment, for tests: as many layers as the demo model, and few.
     "tiny": Preset(
         vocab_size=512,

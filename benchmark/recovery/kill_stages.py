@@ -3,19 +3,25 @@
     python -m benchmark.recovery.kill_stages
     python -m benchmark.recovery.kill_stages --stages 4 --model 0.27b --kills 50
     python -m benchmark.recovery.kill_stages --how stop --kills 20   # SIGSTOP in place of SIGKILL
+    python -m benchmark.recovery.kill_stages --how term --kills 20   # asked to leave: planned moves
+    python -m benchmark.recovery.kill_stages --model odd --flags="--pp-layer-partition 4,3"
+    python -m benchmark.recovery.kill_stages --beside "python -c 'while True: pass'"
 
 Run by hand. Clients stream answers all the time, others leave each of theirs at a random moment; at
 random moments a random stage is killed, now and then another one while it is replaced. Each token
 is compared with the answer of the same server before the first kill. In turns without and with a
 spare worker.
+The restart budget is raised unless `--flags` names one, because kills come faster than it allows.
 Exits with 1 when any request failed, any token was another one, or anything was left behind.
 """
 
+import contextlib
 import itertools
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -40,6 +46,12 @@ WARM_UP_S = 3.0
 # The plot's reach around a kill, and the width of its bins.
 BEFORE_S, AFTER_S, BIN_S = 2.0, 6.0, 0.1
 _TIMEOUT_S = 120.0
+# What `--how` does to a stage's process.
+HURTS = {
+    "kill": psutil.Process.kill,
+    "stop": psutil.Process.suspend,
+    "term": psutil.Process.terminate,
+}
 _ASKED_AT_ONCE = 8
 
 
@@ -80,8 +92,10 @@ def main(argv: list[str] | None = None) -> int:
     command.add("--spares", default="0,1", help="spare workers of each server")
     command.add("--clients", type=at_least_one, default=8)
     command.add("--leavers", type=int, default=4, help="clients that leave every stream")
-    command.add("--how", choices=("kill", "stop"), default="kill")
+    command.add("--how", choices=tuple(HURTS), default="kill")
+    command.add("--dtype", choices=("float32", "bfloat16"), default="float32")
     command.add("--flags", default="", help="more flags of the server")
+    command.add("--beside", default="", help="a command that runs again and again meanwhile")
     command.add("--seed", type=int, default=0)
     return command.run(_measure_all, argv)
 
@@ -95,13 +109,14 @@ def _measure_all(options: Options) -> Report:
             "model": {
                 "model": options.model,
                 "stages": str(options.stages),
-                "dtype": "float32",
-                "more flags": options.flags or "none",
+                "dtype": options.dtype,
+                "more flags": flags_of(options) or "none",
             },
             "load": {
                 "clients": f"{options.clients}, always streaming",
                 "beside them": f"{options.leavers} that leave every stream within half a second",
                 "how": options.how,
+                "on the same cores": options.beside or "nothing",
             },
         },
         record={
@@ -114,9 +129,32 @@ def _measure_all(options: Options) -> Report:
     )
 
 
+def flags_of(options: Options) -> str:
+    """The server's flags besides those that the other options stand for."""
+    budget = "" if "--max-stage-restarts" in options.flags else "--max-stage-restarts 1000000"
+    return f"{budget} {options.flags}".strip()
+
+
+@contextlib.contextmanager
+def _beside(command: str) -> Iterator[None]:
+    """Runs `command` again and again meanwhile; nothing where it is empty."""
+    if not command:
+        yield
+        return
+    loop = f"while true; do {command}; done"
+    log = subprocess.DEVNULL
+    with subprocess.Popen(["bash", "-c", loop], stdout=log, stderr=log) as process:
+        tree = psutil.Process(process.pid)
+        try:
+            yield
+        finally:
+            for one in (tree, *tree.children(recursive=True)):
+                one.kill()
+
+
 def _measure(options: Options, spares: int) -> Round:
     model = DEMO_MODEL if options.model == "demo" else make_model(options.model)
-    flags = f"--dtype float32 --spare-workers {spares} --max-stage-restarts 1000000 {options.flags}"
+    flags = f"--dtype {options.dtype} --spare-workers {spares} {flags_of(options)}"
     engine = parse_engine(
         f"ours --pp {options.stages} {flags}",
         model,
@@ -136,7 +174,10 @@ def _measure(options: Options, spares: int) -> Round:
         clients.start()
         time.sleep(WARM_UP_S)
         kills: list[Kill] = []
-        with progress(options.kills, f"kills with {spares} spare") as bar:
+        with (
+            _beside(options.beside),
+            progress(options.kills, f"kills with {spares} spare") as bar,
+        ):
             while len(kills) < options.kills and not clients.tally.failures:
                 kills += _kill(url, clients, rng, spares, options.how)
                 bar.update(len(kills) - bar.n)
@@ -189,7 +230,7 @@ def _kill(url: str, clients: KillClients, rng: Random, spares: int, how: str) ->
     for stage in stages:
         killed.append((stage, time.monotonic()))
         process = psutil.Process(pids[stage])
-        process.kill() if how == "kill" else process.suspend()
+        HURTS[how](process)
         time.sleep(rng.random() * 0.5 if len(stages) > 1 else 0.0)
     deadline_s = time.monotonic() + _TIMEOUT_S
     recovered_s: float | None = None
@@ -253,6 +294,7 @@ def leftovers_of(url: str, server: psutil.Process, before: dict[str, int]) -> li
 def kill_table(rounds: Sequence[Round]) -> str:
     """Markdown: one row a server."""
     heads = ["spares", "kills", "answers", "left by clients", "failed", "gap p50, s", "gap p99, s"]
+    heads += ["longest gap, s"]
     heads += ["recovery p50, s", "recovery p99, s", "prefilled again", "by the stage alone"]
     heads += ["left behind"]
     rows = []
@@ -267,7 +309,9 @@ def kill_table(rounds: Sequence[Round]) -> str:
                 str(one.tally.num_answers),
                 str(one.tally.num_aborted),
                 str(len(one.tally.failures)),
-                *(f"{share(values, q):.2f}" for values in (gaps, recoveries) for q in (50, 99)),
+                *(f"{share(gaps, q):.2f}" for q in (50, 99)),
+                f"{max((kill.gap_s for kill in one.kills), default=0.0):.2f}",
+                *(f"{share(recoveries, q):.2f}" for q in (50, 99)),
                 *(
                     f"{statistics.fmean(tokens):.0f} tokens"
                     for tokens in (

@@ -16,10 +16,12 @@ from sgl_pipeline.args.stage_args import (
     ATTENTION_BACKENDS,
     KV_CACHE_DTYPES,
     LAYER_KERNELS,
+    LOAD_FORMATS,
     PREFILL_KERNELS,
     STAGE_GRAPHS,
     STAGE_LINKS,
     StageArgs,
+    stage_load_format,
 )
 from sgl_pipeline.args.throttle_args import (
     ACCOUNTINGS,
@@ -36,6 +38,7 @@ __all__ = [
     "DEFAULT_PREFILL_LIMITS",
     "KV_CACHE_DTYPES",
     "LAYER_KERNELS",
+    "LOAD_FORMATS",
     "MIGRATION_MODES",
     "MIGRATION_WEIGHTS",
     "POLICIES",
@@ -58,4 +61,5 @@ __all__ = [
     "require_choice",
     "require_seconds",
     "require_stage_on_each",
+    "stage_load_format",
 ]

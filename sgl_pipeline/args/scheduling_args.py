@@ -18,6 +18,8 @@ class SchedulingArgs:
     schedule_policy: str = "fcfs"
     max_running_requests: int = 256
     max_queued_requests: int | None = None
+    # Of whatever policy; None: as it shares them out.
+    max_decodes_per_step: int | None = None
     radix_cache: bool = True
     # Which of ACCOUNTINGS policies are given.
     accounting: str = "radix"
@@ -51,11 +53,16 @@ class SchedulingArgs:
             f"--max-queued-requests {self.max_queued_requests} must not be negative",
         )
         require(
+            self.max_decodes_per_step is None or self.max_decodes_per_step >= 1,
+            f"--pp-max-micro-batch-size {self.max_decodes_per_step} must be at least 1",
+        )
+        require(
             self.preemption_threshold is None or self.preemption_threshold >= 0,
             f"--priority-scheduling-preemption-threshold {self.preemption_threshold} must not be "
             "negative",
         )
         require(
             0 <= self.extra_steps_in_flight <= 8,
-            f"--extra-steps-in-flight {self.extra_steps_in_flight} must be between 0 and 8",
+            f"--extra-steps-in-flight {self.extra_steps_in_flight} (SGLang's name: "
+            "--pp-async-batch-depth) must be between 0 and 8",
         )

@@ -7,9 +7,15 @@ from sgl_pipeline.args.checks import require, require_choice
 ATTENTION_BACKENDS = ("auto", "flashinfer", "cpu", "torch")
 PREFILL_KERNELS = ("auto", "fa2", "fa3")  # of FlashInfer
 STAGE_GRAPHS = ("auto", "off")
-STAGE_LINKS = ("auto", "host", "cuda-ipc", "nccl")
+STAGE_LINKS = ("auto", "host", "nccl")
 LAYER_KERNELS = ("auto", "flashinfer", "cpu", "torch")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "int8")  # auto: that of the model
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+def stage_load_format(asked: str) -> str:
+    """What `--load-format` means for a stage."""
+    return "safetensors" if asked == "auto" else asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

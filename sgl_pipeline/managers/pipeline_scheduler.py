@@ -276,7 +276,9 @@ class PipelineScheduler:
     def _report_recoveries(self) -> None:
         """Lets everybody know of recoveries that have ended. Meanwhile the server is as healthy as
         it says it is: health checks do not wait for a step."""
-        self._front.is_recovering = self._recovery.is_within_bound(time.monotonic())
+        now_s = time.monotonic()
+        self._recovery.settle(now_s)
+        self._front.is_recovering = self._recovery.is_within_bound(now_s)
         ended = self._recovery.take_ended()
         if ended:
             self._front.set_pool_tokens(self._requests.limits.pool_tokens)

@@ -174,7 +174,14 @@ def _serve(
         recovery_args = _recovery_args(args, launcher)
         recovery = StageRecovery(core, launcher.roster, recovery_args)
         is_on = recovery_args.mode != "off"
-        watch = StageWatch(core, recovery_args.silence_s) if is_on else None
+        watch = None
+        if is_on:
+            watch = StageWatch(
+                core,
+                recovery_args.silence_s,
+                launcher.roster.rehearsal_s,
+                launcher.core_waits_s,
+            )
         operators = PipelineDesk(
             DeskSocket(context, desk_address(args.run_directory)),
             core,

@@ -73,7 +73,7 @@ def link_addresses(
 
     Raises ConfigurationError where the GPUs do not allow it.
     """
-    num_stages, num_gpus = len(hellos), hellos[0].num_gpus
+    num_stages = len(hellos)
     link = args.stages.link
     boundaries = range(num_stages - 1)
     on_host = Counter(hello.host_key for hello in hellos)
@@ -85,21 +85,9 @@ def link_addresses(
     if link == "nccl":
         require(has_gpu_each, _no_gpu_each(lacking, on_host))
         return (f"nccl:{_rendezvous(args, hellos, len(on_host))}",) * (num_stages - 1)
-    if link == "cuda-ipc":
-        require(
-            len(on_host) == 1,
-            f"--stage-link cuda-ipc is for stages of one host, there are {len(on_host)}; use "
-            "--stage-link auto",
-        )
-        require(
-            num_gpus == 1,
-            f"--stage-link cuda-ipc is for stages that share one GPU, there are {num_gpus}; set "
-            "CUDA_VISIBLE_DEVICES to one, or use --stage-link auto",
-        )
     if len(on_host) > 1:
         return tuple(_host_link(hellos, boundary, incarnation) for boundary in boundaries)
-    kind = {"host": "unix", "cuda-ipc": "cuda-ipc"}[link]
-    path = f"{kind}:{args.run_directory}/link-{incarnation}"
+    path = f"unix:{args.run_directory}/link-{incarnation}"
     return tuple(f"{path}-{boundary}" for boundary in boundaries)
 
 

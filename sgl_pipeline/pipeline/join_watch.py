@@ -4,8 +4,10 @@ Told by `managers/stages/stage_launcher.py` what workers are asked for and when 
 clock and ends nothing. A stage that runs steps is `stage_watch.py`'s.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
+
+from sgl_pipeline.pipeline.core_waits import CoreWaits, ThreadWaits, no_waits
 
 # A silence may last so many times as long as the longest that came to an end. Others may start at
 # the same time, on the same cores.
@@ -26,17 +28,25 @@ class JoinWatch:
     """Args:
     silence_s: seconds that every worker may be silent, however fast others were.
     limit_s: the same where none has done this before.
+    waits_s: how long the threads of a worker have waited for a core.
     """
 
-    def __init__(self, silence_s: float, limit_s: float) -> None:
+    def __init__(
+        self,
+        silence_s: float,
+        limit_s: float,
+        waits_s: Callable[[int], ThreadWaits] = no_waits,
+    ) -> None:
         self._silence_s = silence_s
         self._limit_s = limit_s
+        self._waits = CoreWaits(waits_s)
         self._debts: dict[int, Debt] = {}
         self._longest_s: dict[Task, float] = {}
 
     def asked(self, worker: int, task: Task, now_s: float) -> None:
         """The worker is to do this, and to say so when it is done."""
         self._debts[worker] = Debt(task, now_s)
+        self._waits.begin(worker)
 
     def heard(self, worker: int, now_s: float, is_done: bool) -> None:
         """The worker has spoken; unless it `is_done`, it will again."""
@@ -46,11 +56,12 @@ class JoinWatch:
         silent_s = now_s - debt.since_s
         self._longest_s[debt.task] = max(silent_s, self._longest_s.get(debt.task, 0.0))
         if not is_done:
-            self._debts[worker] = Debt(debt.task, now_s)
+            self.asked(worker, debt.task, now_s)
 
     def forget(self, worker: int) -> None:
         """The worker is lost."""
         self._debts.pop(worker, None)
+        self._waits.forget(worker)
 
     def bound_s(self, task: Task) -> float:
         """How long a worker may be silent meanwhile."""
@@ -62,11 +73,14 @@ class JoinWatch:
     def silent_workers(self, now_s: float) -> Iterator[tuple[int, str]]:
         """Those that have been silent for too long, and what is said of each."""
         for worker, debt in self._debts.items():
-            bound_s = self.bound_s(debt.task)
-            if now_s - debt.since_s > bound_s:
+            bound_s, silent_s = self.bound_s(debt.task), now_s - debt.since_s
+            if silent_s <= bound_s:
+                continue
+            waited_s = self._waits.since_s(worker)
+            if silent_s - waited_s > bound_s:
                 verb = "started" if debt.task == "start" else "loaded"
                 yield (
                     worker,
-                    f"it was silent for {now_s - debt.since_s:.1f} s while it {verb}, which may "
-                    f"take {bound_s:.1f} s",
+                    f"it was silent for {silent_s:.1f} s while it {verb}, {waited_s:.1f} s of them "
+                    f"without a core, which may take {bound_s:.1f} s",
                 )

@@ -72,6 +72,7 @@ class PipelineCore:
         self._orders = OrderStream()
         self._open: dict[int, OpenStep] = {}
         self._first_step_id = 0  # of this incarnation
+        self.has_run = False  # a step of this incarnation has come back from all stages
         self._is_halted = False
         self.is_held = False  # no step is decided, those in flight go on
         self._unfit: list[Request] = []
@@ -107,6 +108,7 @@ class PipelineCore:
         self._open.clear()
         self.slow_stages.interrupt()
         self._first_step_id = self.scheduler.next_step_id
+        self.has_run = False
         self._is_halted = True
 
     def use_stages(self, plan: StagePlan, max_layers: tuple[int, ...], now_s: float) -> None:
@@ -214,6 +216,7 @@ class PipelineCore:
         self.history.heard_s[report.stage] = now_s
         if len(step.timings) == self.plan.num_stages:
             self._reported.append(self._open.pop(report.step_id))
+            self.has_run = True
         return step if is_last else None
 
     def _expected_step(self, report: StageReport) -> OpenStep:

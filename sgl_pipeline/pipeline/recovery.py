@@ -43,10 +43,13 @@ from sgl_pipeline.stage_orders import SealedOrder
 from sgl_pipeline.stage_plan import StagePlan
 
 KEPT_RECORDS = 64
+# So many workers of a stage may be given up, one after the other, without a step in between.
+MOST_SILENT_IN_A_ROW = 3
 
 
 class StageRecovery:
-    """`current` is the recovery under way, `history` the newest that are over, oldest first.
+    """`current` is the recovery under way until the stages begin anew, `history` the newest before
+    it, oldest first; the last of them is over when a step has come back from all stages.
 
     Args:
         core: halted while a stage is missing.
@@ -65,6 +68,8 @@ class StageRecovery:
         self._handovers = StageHandovers(core, roster, args)
         self._first_plan = core.plan
         self._last_loss: tuple[str, float] | None = None
+        # Of each stage whose worker was given up as silent: its last step then, and how many were.
+        self._silent_in_a_row: dict[int, tuple[int | None, int]] = {}
 
     @property
     def bound_s(self) -> float:
@@ -93,14 +98,21 @@ class StageRecovery:
         """The source cannot give the worker that it was asked for."""
         self._supply.failed(worker, reason, now_s, is_refusal=True)
 
-    def lose(self, worker: int, reason: str, now_s: float) -> list[Addressed]:
+    def lose(
+        self, worker: int, reason: str, now_s: float, *, was_silent: bool = False
+    ) -> list[Addressed]:
         """A worker has ended, or was given up: nothing that it said will be heard any more.
 
+        Args:
+            was_silent: it was given up in a step that took it too long.
+
         Returns what the others must be told. Raises StageFailure where the stage is not replaced:
-        recovery is off, or too many were lost that had served.
+        recovery is off, too many were lost that had served, or one after the other was silent.
         """
         stage = self._roster.lose(worker)
         self._handovers.forget(worker)
+        if was_silent and stage is not None:
+            self._count_silent(stage, reason)
         if self._roster.has_served(worker) or self._args.mode == "off":
             self._count(worker if stage is None else stage, reason, now_s)
             self._supply.try_again()
@@ -110,7 +122,8 @@ class StageRecovery:
         if self.current is not None:
             self.current.lost += (lost,)
         elif stage is not None:
-            self.current = self._new_record(now_s, lost)
+            self.current = self._begin_record(now_s)
+            self.current.lost += (lost,)
         if stage is None or self.current is None:
             return []
         self._halt(f"stage {stage} was lost: {reason}", now_s, lost_stage=stage)
@@ -164,12 +177,12 @@ class StageRecovery:
         Raises PipelineLost where the stages that are left are too few.
         """
         if self.current is None:
-            told = [*self._handovers.go_on(now_s)]
+            told = [] if self.unsettled is not None else [*self._handovers.go_on(now_s)]
             if told or self._handovers.is_under_way:
                 return told + self._hand_over(now_s)
             if self._num_stages_now(now_s) == self._roster.num_stages:
                 return []
-            self.current = self._new_record(now_s)
+            self.current = self._begin_record(now_s)
             self._halt("a worker has come for a missing stage", now_s)
             return self._roster.fill()
         if not (self._roster.is_settled and self._roster.has_regrouped):
@@ -187,7 +200,8 @@ class StageRecovery:
         stage, leaver = handover.stage, handover.leaver
         left = LostWorker(leaver, stage, "it was asked to leave", has_left=True)
         assert handover.held_s is not None
-        self.current = record = self._new_record(handover.held_s, left)
+        self.current = record = self._begin_record(handover.held_s)
+        record.lost += (left,)
         computed = self._computed_tokens()
         self._core.hand_over(stage, f"worker {leaver} leaves stage {stage}", now_s)
         self._roster.hand_over(stage)
@@ -227,6 +241,7 @@ class StageRecovery:
         # None of them is left to any stage.
         self.current.num_tokens += sum(self._computed_tokens().values())
         self.current.num_replay_tokens = 0
+        self._silent_in_a_row.clear()  # stages are numbered anew
         told = self._roster.reassign(plan, incarnation)
         self._core.use_stages(plan, self._roster.max_layers, now_s)
         return told
@@ -242,10 +257,28 @@ class StageRecovery:
         if self.current is None or not self._roster.is_complete:
             return None
         record, self.current = self.current, None
-        record.ended_s = now_s
+        record.stream_s = now_s
         self.history.append(record)
         roster, record.incarnation = self._roster, self._roster.incarnation
         return self._core.start_over(record.incarnation, roster.num_pages, roster.log_pages or 0)
+
+    @property
+    def unsettled(self) -> RecoveryRecord | None:
+        """The recovery under way until a step has come back from all stages."""
+        if self.current is None and self.history and not self.history[-1].is_over:
+            return self.history[-1]
+        return self.current
+
+    def settle(self, now_s: float) -> RecoveryRecord | None:
+        """The recovery that is over now, if one is: a step of the new stream has come back from all
+        stages, or none is on its way. To be asked after steps were decided."""
+        record = self.unsettled
+        if record is None or record is self.current:
+            return None
+        if not self._core.has_run and any(True for _ in self._core.open_steps):
+            return None
+        record.ended_s = now_s
+        return record
 
     def late_workers(
         self, now_s: float, step_limit_s: float | None = None
@@ -266,14 +299,15 @@ class StageRecovery:
                 verb = "join the others" if is_left else "get ready"
                 yield worker, f"it did not {verb} within {limit_s:.1f} s"
 
-    def _new_record(self, now_s: float, *lost: LostWorker) -> RecoveryRecord:
+    def _begin_record(self, now_s: float) -> RecoveryRecord:
+        """A new one, or that of the recovery which is not over."""
+        if self.unsettled is not None:
+            record = self.history.pop()
+            record.stream_s = None
+            return record
         num_stages = self._roster.num_stages
         return RecoveryRecord(
-            began_s=now_s,
-            incarnation=0,
-            lost=lost,
-            num_stages=num_stages,
-            stages_before=num_stages,
+            began_s=now_s, incarnation=0, num_stages=num_stages, stages_before=num_stages
         )
 
     def _halt(self, reason: str, now_s: float, lost_stage: int | None = None) -> None:
@@ -300,6 +334,20 @@ class StageRecovery:
         record.incarnation, record.survivors_s = self._roster.next_incarnation(), None
         self._roster.regroup(self._core.plan, record.incarnation)
         return kept
+
+    def _count_silent(self, stage: int, reason: str) -> None:
+        """Raises StageFailure where one worker of the stage after the other runs no step."""
+        last_step = self._core.history.last_steps.get(stage)
+        step_before, count = self._silent_in_a_row.get(stage, (last_step, 0))
+        count = count + 1 if step_before == last_step else 1
+        self._silent_in_a_row[stage] = last_step, count
+        if count >= MOST_SILENT_IN_A_ROW:
+            raise StageFailure(
+                stage,
+                last_step,
+                f"{count} workers in a row ran no step: {reason}; another one would fare no better "
+                "(the log has their stacks; --stage-silence-s gives a step more time)",
+            )
 
     def _count(self, stage: int, reason: str, now_s: float) -> None:
         """Raises StageFailure where this loss is one too many."""

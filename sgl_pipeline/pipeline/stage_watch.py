@@ -3,27 +3,32 @@
 Asked by `managers/stages/recovery_desk.py` a few times a second. Reads no clock and ends nothing.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.pipeline.core_waits import CoreWaits, ThreadWaits, no_waits
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 
 # A step may take so many times as long as the stage's slowest of late did. A host that others use
 # as well stops a process for a while now and then.
 PATIENCE = 20.0
-# Of a stage that has run fewer steps little is known: the first may compile kernels.
+# Of a stage that has run fewer steps little is known.
 FEWEST_STEPS = 16
 FIRST_STEPS_S = 120.0
+# Of the silence that every stage is allowed: from then on its waits for a core are looked at.
+_LOOK_SHARE = 0.1
 
 
 class Silence(NamedTuple):
-    """`stage` has had all it needs for the step of `microbatch` since `since_s`, and should have
-    reported it within `bound_s`."""
+    """`stage` has had all it needs for the step of `microbatch` since `since_s`, for `waited_s` of
+    which it had no core, and should have reported it within `bound_s` besides."""
 
     stage: int
     microbatch: Microbatch
     since_s: float
     bound_s: float
+    waited_s: float = 0.0
 
 
 class StageWatch:
@@ -31,28 +36,45 @@ class StageWatch:
 
     Args:
         silence_s: seconds that every stage may be silent, however fast its steps are.
+        rehearsal_s: what the rehearsal took a stage's worker, which was its first time.
+        waits_s: how long the threads of a stage's worker have waited for a core.
     """
 
-    def __init__(self, core: PipelineCore, silence_s: float) -> None:
+    def __init__(
+        self,
+        core: PipelineCore,
+        silence_s: float,
+        rehearsal_s: Callable[[int], float] = lambda stage: 0.0,
+        waits_s: Callable[[int], ThreadWaits] = no_waits,
+    ) -> None:
         self._core = core
         self._silence_s = silence_s
+        self._rehearsal_s = rehearsal_s
+        self._waits = CoreWaits(waits_s)
+        self._looked_at: dict[int, int] = {}  # the step that `_waits` of a stage began in
 
     def silent_stages(self, now_s: float) -> list[Silence]:
         """The stages that have been silent for too long. One that waits for another is not."""
         found = []
         for stage in range(self._core.plan.num_stages):
             due = self._due_step(stage)
-            if due is None or now_s - due[1] <= self._silence_s:
+            if due is None or now_s - due[1] <= _LOOK_SHARE * self._silence_s:
                 continue
             microbatch, since_s = due
-            bound_s = self.bound_s(stage, microbatch)
-            if now_s - since_s > bound_s:
-                found.append(Silence(stage, microbatch, since_s, bound_s))
+            if self._looked_at.get(stage) != microbatch.step_id:
+                self._looked_at[stage] = microbatch.step_id
+                self._waits.begin(stage)
+            if now_s - since_s <= self._silence_s:
+                continue
+            bound_s, waited_s = self.bound_s(stage, microbatch), self._waits.since_s(stage)
+            if now_s - since_s - waited_s > bound_s:
+                found.append(Silence(stage, microbatch, since_s, bound_s, waited_s))
         return found
 
     def bound_s(self, stage: int, microbatch: Microbatch | None = None) -> float:
         """How long the stage may be silent in the step of `microbatch`; None: in any like those of
-        late."""
+        late. What a worker does once it has rehearsed; it may do as much again in its first step
+        and in the first of an epoch."""
         recent = self._core.history.recent
         if len(recent) < FEWEST_STEPS:
             return max(self._silence_s, FIRST_STEPS_S)
@@ -67,6 +89,8 @@ class StageWatch:
                 (microbatch.num_tokens + microbatch.num_replay_tokens) / most_tokens,
                 microbatch.attended_tokens / most_attended,
             )
+            if not self._core.has_run or recent[-1].epoch != microbatch.epoch:
+                slowest_s += self._rehearsal_s(stage)
         return max(self._silence_s, PATIENCE * slowest_s)
 
     def _due_step(self, stage: int) -> tuple[Microbatch, float] | None:

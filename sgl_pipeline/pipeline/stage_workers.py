@@ -72,6 +72,11 @@ class StageWorkers:
         worker = self._workers.get(number)
         return worker is not None and worker.has_served
 
+    def rehearsal_s(self, stage: int) -> float:
+        """What the rehearsal took the worker that fills `stage`; 0 before it is ready."""
+        worker = self._filling(stage)
+        return 0.0 if worker is None or worker.ready is None else worker.ready.rehearsal_s
+
     def has_greeted(self, number: int) -> bool:
         """Whether a worker has said hello, whatever became of it."""
         return number in self._workers

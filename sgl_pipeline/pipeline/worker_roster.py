@@ -67,6 +67,8 @@ class WorkerRoster(StageWorkers):
         self._first_plan = self.plan
         # Of the newest worker of each stage, also where that was lost.
         self._hellos: dict[int, WorkerHello] = {}
+        # Where workers were last asked to measure: host and index of the GPU.
+        self._measures_on: dict[int, tuple[str, int]] = {}
 
     @property
     def can_regroup(self) -> bool:
@@ -291,7 +293,8 @@ class WorkerRoster(StageWorkers):
             yield from self._size_pools()
 
     def _measure_or_plan(self) -> Iterator[Addressed]:
-        """Asks the first workers, as many as there are stages, for costs; plans by them."""
+        """Asks the first workers, as many as there are stages, for costs; plans by them. Those that
+        share a GPU are asked in turn: each would measure the others' kernels too."""
         alive = (n for n, worker in self._workers.items() if worker.phase is not WorkerPhase.LOST)
         first = sorted(alive)[: self.num_stages]
         if len(first) < self.num_stages:
@@ -309,9 +312,22 @@ class WorkerRoster(StageWorkers):
         assignments = assign([worker.hello for worker in workers], even, self._args)
         for number, assignment in zip(first, assignments, strict=True):
             worker = self._workers[number]
-            if worker.phase is WorkerPhase.GREETED and worker.costs is None:
-                worker.phase = WorkerPhase.MEASURING
-                yield number, MeasureCosts(assignment, steps)
+            card = (worker.hello.host_key, assignment.gpu)
+            if worker.phase is not WorkerPhase.GREETED or worker.costs is not None:
+                continue
+            if self._args.stages.device == "cuda" and card in self._busy_cards():
+                continue
+            worker.phase = WorkerPhase.MEASURING
+            self._measures_on[number] = card
+            yield number, MeasureCosts(assignment, steps)
+
+    def _busy_cards(self) -> set[tuple[str, int]]:
+        """Host and index of the GPUs that a worker measures on."""
+        return {
+            card
+            for number, card in self._measures_on.items()
+            if self._workers[number].phase is WorkerPhase.MEASURING
+        }
 
     def _fill_stages(self, plan: StagePlan) -> Iterator[Addressed]:
         """Gives the stages without a worker to workers without a stage, the first to the first; not

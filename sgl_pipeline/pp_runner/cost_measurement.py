@@ -132,7 +132,7 @@ class _MadeUpModel:
             assignment.layer_kernels, shape.dtype, device, spec.quantization
         )
         bind_compute_threads(choice.name, shape.dtype, assignment.cpu_threads, assignment.cpu_cores)
-        self._kernels = make_layer_kernels(choice)
+        self._kernels = make_layer_kernels(choice, shape)
         self._weights = _MadeUpWeights(shape.dtype, device)
         kinds = [spec.layer_kind(layer) for layer in range(spec.num_layers)]
         firsts = sorted({kinds.index(own) for own in kinds})

@@ -4,6 +4,8 @@ Called by the stage worker and its runner. What runs on the device is `kernel_ch
 fits on it `kv_capacity.py`'s.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from sgl_pipeline.errors import ConfigurationError
@@ -45,6 +47,11 @@ def release_memory(device: torch.device) -> None:
 def make_upload(device: torch.device) -> Upload | None:
     """How a step's index tensors come to `device`; None where they need not move."""
     return InputStaging(CopyBesideKernels(device)) if device.type == "cuda" else None
+
+
+def make_copy(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A copy of the host's tensors to `device`, beside its kernels and apart from `make_upload`."""
+    return CopyBesideKernels(device) if device.type == "cuda" else lambda values: values
 
 
 def make_download(device: torch.device) -> Download:

@@ -21,8 +21,8 @@ _STEP_DECODES = 256
 _STEP_ROWS = 2048 + _STEP_DECODES
 _FP32_BYTES = 4
 # Of a product with quantized weights (`layer_kernels/gpu_quantized.py`), beside its row and its
-# result: magnitudes in 16 bits, numbers in fp32, codes; and sums of int8 as integers and in fp32.
-ROUNDED_INPUT_BYTES, EXACT_SUM_BYTES = 2 + 4 + 1, 4 + 4
+# result: codes; and sums of int8 as integers and in fp32.
+ROUNDED_INPUT_BYTES, EXACT_SUM_BYTES = 1, 4 + 4
 
 
 class CardMemory(NamedTuple):

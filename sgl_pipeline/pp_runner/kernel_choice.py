@@ -17,9 +17,13 @@ from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, load_cpu_kernels
-from sgl_pipeline.pp_runner.cuda.first_calls import call_layer_kernels, plan_decode_and_prefill
+from sgl_pipeline.pp_runner.cuda.first_calls import (
+    ONE_HEAD,
+    call_layer_kernels,
+    plan_decode_and_prefill,
+)
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder
-from sgl_pipeline.pp_runner.cuda.graphed_layers import GraphedLayers
+from sgl_pipeline.pp_runner.cuda.graphed_layers import DECODE_ROWS, MIXED_ROWS, GraphedLayers
 from sgl_pipeline.pp_runner.cuda.kernel_builds import building_kernels
 from sgl_pipeline.pp_runner.kv_format import FP8
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
@@ -168,6 +172,7 @@ def make_step_layers(
     step_layers = GraphedLayers(held_layers, attention, shape, recorder)
     free_bytes, _ = torch.cuda.mem_get_info(shape.device)
     step_layers.prepare(epoch, layers)
+    step_layers.record_all()
     taken_bytes = free_bytes - torch.cuda.mem_get_info(shape.device)[0]
     logger.info("the graphs took %d MiB of GPU memory", taken_bytes / 2**20)
     return step_layers
@@ -225,8 +230,11 @@ def choose_layer_kernels(
     return BackendChoice("cpu")
 
 
-def make_layer_kernels(choice: BackendChoice) -> LayerKernels:
+def make_layer_kernels(choice: BackendChoice, shape: AttentionShape | None = None) -> LayerKernels:
     """The kernels that `choose_layer_kernels` chose.
+
+    Args:
+        shape: of the keys and values that a GPU's kernels are to write, where it is known.
 
     Raises ConfigurationError when they cannot be had on this machine.
     """
@@ -235,8 +243,8 @@ def make_layer_kernels(choice: BackendChoice) -> LayerKernels:
     if choice.name == "torch":
         return TorchKernels()
     with building_kernels():
-        kernels = FlashInferKernels()
-        call_layer_kernels(kernels, torch.bfloat16, torch.device("cuda"))
+        kernels = FlashInferKernels(tried_rows=(*DECODE_ROWS, *MIXED_ROWS))
+        call_layer_kernels(kernels, shape or ONE_HEAD)
     return kernels
 
 

@@ -72,6 +72,7 @@ def load_stage(
     spec = read_model_spec(assignment.model_path, assignment.quantization)
     stage, plan = assignment.stage, assignment.plan
     kernels = choose_layer_kernels(assignment.layer_kernels, dtype, device, spec.quantization)
+    shape = spec.attention_shape(assignment.page_size, dtype, device, assignment.kv_cache_dtype)
     bind_compute_threads(kernels.name, dtype, assignment.cpu_threads, assignment.cpu_cores)
     if before is None:
         # What a layer takes is known when one has been read: the others have to fit then.
@@ -83,7 +84,7 @@ def load_stage(
             is_last=False,
             dtype=dtype,
             device=device,
-            kernels=make_layer_kernels(kernels),
+            kernels=make_layer_kernels(kernels, shape),
             load_format=assignment.load_format,
             on_read=on_read,
         )
@@ -98,7 +99,7 @@ def load_stage(
         kernels,
         quantization_notice(kernels, spec.quantization, dtype),
         ActivationShape(spec.hidden_size, dtype, device),
-        spec.attention_shape(assignment.page_size, dtype, device, assignment.kv_cache_dtype),
+        shape,
         kv_page_capacity(assignment, spec, device, dtype, layer_bytes=model.largest_layer_bytes),
     )
 

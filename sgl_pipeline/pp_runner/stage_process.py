@@ -8,12 +8,14 @@ the server; hence nothing heavy at the top. What a worker does is `stage_worker.
 import argparse
 import faulthandler
 import sys
+from collections.abc import Sequence
 
 from sgl_pipeline.process_lifetime import DUMP_SIGNAL, die_with_parent
 
 
-def main() -> int:
-    """Runs the worker; the exit code is 0 after a Shutdown, else 1."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the worker of `argv`, by default the command line's; the exit code is 0 after a
+    Shutdown, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--address", required=True, help="of the scheduler: ipc://PATH, or the head's cluster port"
@@ -23,7 +25,7 @@ def main() -> int:
     parser.add_argument("--run-directory", required=True, help="of this host's processes")
     parser.add_argument("--host-address", default="", help="cluster port of this host")
     parser.add_argument("--model-path", default="", help="where this host has the model")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.parent is not None:
         die_with_parent(options.parent)
     # What the scheduler asks a stage that is silent for: where its threads are, on stderr.

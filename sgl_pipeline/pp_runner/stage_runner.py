@@ -7,6 +7,9 @@ reads a clock only for the moments it reports.
 """
 
 import time
+from collections.abc import Callable, Sequence
+
+import torch
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.messages import StageAssignment
@@ -25,10 +28,11 @@ from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.output.output_tail import OutputTail, Tail
 from sgl_pipeline.pp_runner.pending_reports import PendingReport, PreparedStep, StepClock
+from sgl_pipeline.pp_runner.rehearsal import rehearsed_steps
 from sgl_pipeline.pp_runner.stage_replays import Attend, StageReplays, attend_nobody
-from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
+from sgl_pipeline.pp_runner.step_inputs import build_step_inputs, written_pages
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import MirrorSnapshot, RequestMirror, StepPlan
+from sgl_pipeline.step_plan import MirroredChunk, MirrorSnapshot, RequestMirror, StepPlan
 
 
 class StageRunner:
@@ -99,8 +103,8 @@ class StageRunner:
     def know_plan(self, plan: StagePlan) -> None:
         """Makes ready for steps of the epoch of `plan`, newer than all that are known.
 
-        On a GPU the stage stands still while it records that epoch's graphs, and steps of an older
-        one run without graphs from here on.
+        On a GPU that epoch's graphs are recorded as its steps need them, and steps of an older one
+        run without graphs from here on.
 
         Raises ProtocolError when the epoch is not newer, when the plan is not of this pipeline, or
         when the stage does not hold its layers of it.
@@ -142,21 +146,24 @@ class StageRunner:
         replays = [*self._mirror.replays(plan)]
         if replays:
             self._replays.run(plan, replays, layers, self._link, attend)
+        again = [one for stages, batch in replays if self.stage in stages for one in batch]
         plan_s = time.monotonic()
+        return self._prepared(plan.step_id, plan.epoch, layers, chunks, plan_s, again)
+
+    def _prepared(
+        self,
+        step_id: int,
+        epoch: int,
+        layers: range,
+        chunks: Sequence[MirroredChunk],
+        plan_s: float,
+        again: Sequence[MirroredChunk] = (),
+    ) -> PreparedStep:
         inputs = build_step_inputs(chunks, self.shape.page_size, self.shape.device, self._upload)
-        self._layers.plan(plan.epoch, layers, inputs)
+        self._layers.plan(epoch, layers, inputs)
         if self._tail is not None:
             self._tail.plan(chunks, inputs)
-        return PreparedStep(
-            plan.step_id,
-            plan.epoch,
-            layers,
-            chunks,
-            inputs,
-            plan_s,
-            time.monotonic(),
-            [one for stages, batch in replays if self.stage in stages for one in batch],
-        )
+        return PreparedStep(step_id, epoch, layers, chunks, inputs, plan_s, time.monotonic(), again)
 
     @property
     def rows_descriptor(self) -> int | None:
@@ -186,9 +193,7 @@ class StageRunner:
         if not self._is_first:
             hidden = self._link.receive(step.step_id, step.inputs.num_tokens)
         activations_s = time.monotonic()
-        if self.graphs.is_on:
-            self.held_layers.await_layers(step.layers)
-        hidden = self._layers.run(step.inputs, hidden)
+        hidden = self._run_layers(step, hidden)
         layers_s = time.monotonic()
         outputs = None
         if self._tail is not None:
@@ -200,6 +205,39 @@ class StageRunner:
                 self._log.write(step.inputs.slots, hidden)
         moments = (step.plan_s, step.inputs_s, activations_s, layers_s)
         return PendingReport(self._clock, self.stage, step, moments, time.monotonic(), outputs)
+
+    def _run_layers(self, step: PreparedStep, hidden: torch.Tensor | None) -> torch.Tensor:
+        if self.graphs.is_on:
+            self.held_layers.await_layers(step.layers)
+        return self._layers.run(step.inputs, hidden)
+
+    def rehearse(self, on_step: Callable[[], None] = lambda: None) -> None:
+        """Runs made-up steps as real ones will be run, up to the links. To be called before the
+        first order; nothing is left of it: the pages are zeros again.
+
+        Args:
+            on_step: called before each step.
+        """
+        page_size, model = self.shape.page_size, self.held_layers.model
+        plan = self._plans[max(self._plans)]
+        kv_pool = self.held_layers.kv_pool
+        used_pages: set[int] = set()
+        for chunks in rehearsed_steps(kv_pool.num_pages, page_size, model.spec.context_length):
+            on_step()
+            layers = plan.layers_of(self.stage)
+            step = self._prepared(0, plan.epoch, layers, chunks, time.monotonic())
+            rows = (step.inputs.num_tokens, model.spec.hidden_size)
+            ones = torch.ones(rows, dtype=self.shape.dtype, device=self.shape.device)
+            hidden = self._run_layers(step, None if self._is_first else ones)
+            if self._tail is not None:
+                self._tail.draw(hidden).result()
+            elif self._log is not None:
+                self._log.write(step.inputs.slots, hidden)  # of pages that it does not keep
+            used_pages.update(written_pages(chunks, page_size))
+        for layer in kv_pool.layers:
+            for pages in kv_pool.pages(layer):
+                pages[sorted(used_pages)] = 0
+        self._clock.free_s = time.monotonic()
 
     def close(self) -> None:
         self._link.close()

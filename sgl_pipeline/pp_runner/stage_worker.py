@@ -284,16 +284,20 @@ class StageWorker:
         runner = StageRunner(assignment, loaded.model, loaded.shape, num_pages, link, log=log)
         for layer in loaded.spare:
             runner.held_layers.keep_spare(layer)
+        started_s = time.perf_counter()
+        runner.rehearse(self._get_on)
+        rehearsal_s = time.perf_counter() - started_s
         attention = runner.attention_backend
         choices = (attention, loaded.kernels, runner.graphs)
         notices = tuple(filter(None, (*(choice.notice for choice in choices), loaded.notice)))
         self._channel.send(
-            StageReady(stage, attention.name, loaded.kernels.name, notices, log_pages)
+            StageReady(stage, attention.name, loaded.kernels.name, notices, log_pages, rehearsal_s)
         )
         return runner
 
     def _get_on(self) -> None:
-        """Another tensor is about to be read: lets the scheduler know now and then."""
+        """Another tensor is about to be read, or another step rehearsed: lets the scheduler know
+        now and then."""
         if time.monotonic() - self._progress_s >= PROGRESS_INTERVAL_S:
             self._progress_s = time.monotonic()
             self._channel.send(StillLoading(self._worker, self._num_layers_read))

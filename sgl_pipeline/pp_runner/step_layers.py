@@ -18,8 +18,7 @@ class StepLayers(Protocol):
     """`plan` once a step, before its activations have arrived, then `run`."""
 
     def prepare(self, epoch: int, layers: range) -> None:
-        """Makes ready for the steps of `epoch`, which run `layers`, all of them held. On a GPU the
-        stage stands still while it records their graphs."""
+        """Makes ready for the steps of `epoch`, which run `layers`, all of them held."""
 
     def plan(self, epoch: int, layers: range, inputs: StepInputs) -> None:
         """Prepares for a step of `epoch`, which runs `layers`, all of them held."""

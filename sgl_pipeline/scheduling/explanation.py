@@ -7,6 +7,7 @@ does. It follows the rules of `Admission.fill` in their order, and changes nothi
 from dataclasses import dataclass
 from typing import Literal
 
+from sgl_pipeline.args import SchedulingArgs
 from sgl_pipeline.pipeline_load import PipelineLoad, TokenBudget
 from sgl_pipeline.requests import Request, RequestState
 from sgl_pipeline.scheduling.outlook import Outlook, look_ahead
@@ -47,15 +48,15 @@ class RequestExplainer:
 
     def __init__(
         self,
+        args: SchedulingArgs,
         waiting: WaitingQueue,
         running: RunningRequests,
         pages: RequestPages,
-        max_running_requests: int,
     ) -> None:
+        self._args = args
         self._waiting = waiting
         self._running = running
         self._pages = pages
-        self._max_running_requests = max_running_requests
 
     def explain(self, request: Request, budget: TokenBudget, *, is_paused: bool) -> Explanation:
         """What `request`, which waits or runs, waits for when `budget` is what a step may carry."""
@@ -72,9 +73,11 @@ class RequestExplainer:
                 f"{budget.prefill_text}, older requests first"
             )
             return _explanation(request, "budget", text)
+        is_most = budget.decodes == self._args.max_decodes_per_step
         text = (
             f"{len(self._running.ready)} requests are ready to decode, a step takes "
-            f"{budget.decodes}, the longest ready first"
+            f"{budget.decodes}{' (--pp-max-micro-batch-size)' if is_most else ''}, the longest "
+            "ready first"
         )
         return _explanation(request, "turn", text)
 
@@ -87,7 +90,7 @@ class RequestExplainer:
             self._pages,
             load,
             policy,
-            self._max_running_requests,
+            self._args.max_running_requests,
         )
 
     def _waiting_for(self, request: Request, budget: TokenBudget) -> Explanation:
@@ -110,7 +113,7 @@ class RequestExplainer:
     def _first_in_queue(self, request: Request, budget: TokenBudget) -> Explanation:
         num_running = len(self._running)
         path = self._waiting.path_of(request)
-        if budget.prefill_tokens > 0 and num_running >= self._max_running_requests:
+        if budget.prefill_tokens > 0 and num_running >= self._args.max_running_requests:
             text = f"{num_running} requests run, the limit is --max-running-requests"
             return _explanation(request, "running-limit", text)
         if budget.prefill_tokens > 0 and not self._pages.fits(request, path, num_running):
@@ -121,8 +124,8 @@ class RequestExplainer:
             )
             return _explanation(request, "pages", text)
         text = (
-            f"it is first in the queue; a step may prefill {budget.prefill_tokens} tokens (bound "
-            f"by {budget.bound_by}), running prefills first"
+            f"it is first in the queue; a step may prefill {budget.prefill_text}, running prefills "
+            "first"
         )
         return _explanation(request, "budget", text)
 

@@ -33,7 +33,7 @@ from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
 from sgl_pipeline.scheduling.stop_rules import finish_reason
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 from sgl_pipeline.step_work import StepTimes
-from sgl_pipeline.throttle import PipelineLoad, Policy, TokenBudget
+from sgl_pipeline.throttle import PipelineLoad, Policy, TokenBudget, limit_decodes
 
 
 class StepScheduler:
@@ -64,8 +64,7 @@ class StepScheduler:
         self.step_times: StepTimes | None = None
         self.args = args
         self.limits = RequestLimits(context_length, num_pages * args.page_size)
-        self._policy = policy
-        self._accounting = ACCOUNTINGS[args.accounting]
+        self.use_policy(policy, args.accounting)
         self._num_pages = num_pages
         self._in_flight = StepsInFlight(num_stages + args.extra_steps_in_flight)
 
@@ -85,9 +84,7 @@ class StepScheduler:
             args.max_running_requests,
             args.preemption_threshold,
         )
-        self._explainer = RequestExplainer(
-            self._waiting, self._running, self._pages, args.max_running_requests
-        )
+        self._explainer = RequestExplainer(args, self._waiting, self._running, self._pages)
         self._now_s = 0.0
         self._decode_reserve = DecodeReserve(args.page_size, self._in_flight.limit)
         self._meter = LoadMeter(
@@ -99,7 +96,8 @@ class StepScheduler:
 
     def use_policy(self, policy: Policy, accounting: str) -> None:
         """Decides the next steps by `policy`, which sees what `accounting` counts."""
-        self._policy, self._accounting = policy, ACCOUNTINGS[accounting]
+        self._policy = limit_decodes(policy, self.args.max_decodes_per_step)
+        self._accounting = ACCOUNTINGS[accounting]
 
     # Requests in and out
 

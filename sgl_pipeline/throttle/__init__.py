@@ -18,6 +18,7 @@ from sgl_pipeline.pipeline_load import (
     TokenBudget,
 )
 from sgl_pipeline.throttle.adaptive_throttle import adaptive_throttle
+from sgl_pipeline.throttle.decode_limit import limit_decodes
 from sgl_pipeline.throttle.equal_chunks import equal_chunks
 from sgl_pipeline.throttle.fixed_budget import fixed_budget
 from sgl_pipeline.throttle.greedy_queue import greedy_queue
@@ -32,6 +33,7 @@ __all__ = [
     "Target",
     "TimeLimit",
     "TokenBudget",
+    "limit_decodes",
     "make_policy",
 ]
 

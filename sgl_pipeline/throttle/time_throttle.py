@@ -64,12 +64,12 @@ def _step_limit(
     spread_ms = times.step_ms(_with_waiting(decodes, load, 1, steps))
     held_ms = (1.0 - EBB_SHARE / load.pipeline_depth) * load.in_flight_ms
     terms["WT"] = max(spread_ms, held_ms)
-    needed_ms = _ttft_ms(args.target_ttft_ms, load, times, steps)
+    needed_ms, is_late = _ttft_ms(args.target_ttft_ms, load, times, steps)
     if needed_ms > terms["WT"]:
         del terms["WT"]
         terms["TTFT"] = needed_ms
     bound_by = min(terms, key=terms.__getitem__)
-    missed: Target | None = "TTFT" if needed_ms > terms[bound_by] else None
+    missed: Target | None = "TTFT" if is_late or needed_ms > terms[bound_by] else None
     least_ms = max(
         times.step_ms(with_fresh(decodes, args.min_prefill_tokens)),
         MIN_GROWTH * times.step_ms(decodes),
@@ -79,19 +79,26 @@ def _step_limit(
     return terms[bound_by], bound_by, missed
 
 
-def _ttft_ms(target_ms: float | None, load: PipelineLoad, times: StepTimes, steps: int) -> float:
+def _ttft_ms(
+    target_ms: float | None, load: PipelineLoad, times: StepTimes, steps: int
+) -> tuple[float, bool]:
     """The shortest steps, of which there may be `steps`, that compute all that waits before the
-    newest request's target is missed; infinite where none do."""
+    newest request's target is missed, and False. Where none do, those that are done first, and
+    True: longer ones would be later still, as they leave the stages idle in turns."""
     if target_ms is None or not load.waiting_tokens:
-        return 0.0
+        return 0.0, False
     left_ms = target_ms - load.newest_wait_ms
     decodes = decode_work(load)
+    soonest_ms, needed_ms = float("inf"), 0.0
     for num_steps in range(steps, 0, -1):
         step_ms = times.step_ms(_with_waiting(decodes, load, 1, num_steps))
         # The last one has to pass the pipeline.
-        if (num_steps + load.pipeline_depth - 1) * step_ms <= left_ms:
-            return step_ms
-    return float("inf")
+        done_ms = (num_steps + load.pipeline_depth - 1) * step_ms
+        if done_ms <= left_ms:
+            return step_ms, False
+        if done_ms < soonest_ms:
+            soonest_ms, needed_ms = done_ms, step_ms
+    return needed_ms, True
 
 
 def spread_steps(args: ThrottleArgs, load: PipelineLoad) -> int:

@@ -6,6 +6,7 @@ of speed are `benchmark/hosts/link_speeds.py`'s.
 
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,8 @@ from support.ray_nodes import live_ray, placement_groups, why_no_ray
 from support.tiny_models import tiny_model
 
 from benchmark.hosts.namespaces import why_no_hosts
+from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
+from sgl_pipeline.model_directory import SINGLE_FILE
 
 pytestmark = [
     pytest.mark.alone,
@@ -142,12 +145,22 @@ def test_a_host_with_another_key_is_named_on_both_sides(live: LiveHosts, tmp_pat
     live.head.until("another key")
 
 
-def test_a_host_with_another_model_is_named_on_both_sides(live: LiveHosts) -> None:
-    model = str(tiny_model("qwen3"))
-    other = live.start(1, "--model-path", model, on=live.network.hosts[2])
-    assert "--model-path" in other.until("digest", 20.0)
-    assert other.stop() != 0
-    assert "is not taken in" in live.head.until("digest")
+def test_a_host_with_another_model_is_named_on_both_sides(live: LiveHosts, tmp_path: Path) -> None:
+    retrained = shutil.copytree(DEMO_MODEL, tmp_path / "retrained")
+    weights = bytearray((retrained / SINGLE_FILE).read_bytes())
+    weights[-1] ^= 1
+    (retrained / SINGLE_FILE).write_bytes(weights)
+    for model, words in (
+        (tiny_model("qwen3"), "config.json differs and the names, dtypes or shapes of tensors"),
+        (retrained, "tensors of the same names and shapes have other values"),
+    ):
+        other = live.start(1, "--model-path", str(model), on=live.network.hosts[2])
+        line = other.until(words, 20.0)
+        head, stranger = live.network.hosts[0].address, live.network.hosts[2].address
+        assert f"{head}:{CLUSTER_PORT}" in line and f"{stranger}:{CLUSTER_PORT}" in line
+        assert "put the same files at --model-path" in line
+        assert other.stop() != 0
+        assert "is not taken in" in live.head.until(words)
 
 
 def test_an_address_at_which_nobody_else_is_reached_is_refused(live: LiveHosts) -> None:
@@ -192,6 +205,24 @@ def test_a_host_is_restarted_alone(live: LiveHosts, expected: list[list[int]]) -
     assert asked.result(120) == expected
     assert live.ask().result(120) == expected
     live.until("facts['hosts'][1]['is_there']")
+
+
+def test_a_host_that_is_asked_to_leave_hands_its_stages_over_and_may_come_again(
+    live: LiveHosts, expected: list[list[int]]
+) -> None:
+    num_recoveries = len(live.facts()["recoveries"])
+    asked = live.ask()
+    live.until("facts['num_running_requests'] == 3")
+    live.processes[1].process.terminate()
+    assert live.processes[1].process.wait(60) == 0
+    assert asked.result(120) == expected
+    *_, newest = live.facts()["recoveries"]
+    assert len(live.facts()["recoveries"]) == num_recoveries + 1
+    assert newest["is_planned"] and newest["tokens"] == newest["replay_tokens"] == 0
+    live.head.until("has left")
+    live.processes[1] = live.start(1)
+    live.until("facts['hosts'][1]['is_there']")
+    assert live.ask().result(120) == expected
 
 
 def test_the_head_ends_all(live: LiveHosts) -> None:

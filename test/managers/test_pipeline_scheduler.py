@@ -133,6 +133,9 @@ class FakeRecovery:
     def serve(self, now_s: float) -> None:
         """All stages are there."""
 
+    def settle(self, now_s: float) -> None:
+        """No recovery was under way."""
+
     def take_ended(self) -> list[Any]:
         return []
 

@@ -221,6 +221,7 @@ def run_the_loop(
             check=nothing,
             serve=nothing,
             take_ended=list,
+            settle=lambda now_s: None,
             is_within_bound=lambda now_s: True,
         ),
         NoGrammars("none here"),

@@ -104,7 +104,7 @@ def test_it_asks_again_after_a_while_and_grows_when_a_worker_comes() -> None:
     core, recovery = server.core, server.recovery
     shrink(server)
     rejoin(server, 0, 1, num_pages=6)
-    assert recovery.start_order(0.0) is not None
+    assert recovery.start_order(0.0) is not None and recovery.settle(0.0) is not None
     assert recovery.num_wanted_workers(29.0) == 0 and recovery.num_wanted_workers(30.0) == 1
     server.ask(10, 30.0)
     assert recovery.reform(30.0) == []
@@ -144,7 +144,7 @@ def test_a_worker_that_comes_and_ends_again_is_asked_for_less_and_less_often() -
     recovery = server.recovery
     shrink(server)
     rejoin(server, 0, 1)
-    assert recovery.start_order(0.0) is not None
+    assert recovery.start_order(0.0) is not None and recovery.settle(0.0) is not None
     server.ask(20, 10.0)
     recovery.take(hello(20), 10.0)
     recovery.reform(10.0)

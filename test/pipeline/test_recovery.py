@@ -47,7 +47,11 @@ def test_the_others_regroup_and_the_newcomer_gets_the_stage_of_the_lost_one() ->
     assert recovery.start_order(13.5) is None and recovery.current is None
     (record,) = recovery.history
     assert record.lost == (LostWorker(1, 1, "killed"),) and record.stages == (1,)
-    assert (record.began_s, record.survivors_s, record.ended_s) == (10.0, 10.5, 13.5)
+    assert (record.began_s, record.survivors_s, record.stream_s) == (10.0, 10.5, 13.5)
+    # No step is due: nobody waits for one.
+    assert recovery.unsettled is record and record.ended_s is None
+    assert recovery.settle(13.6) is record and record.ended_s == 13.6
+    assert recovery.unsettled is None and recovery.settle(14.0) is None
     assert server.roster.workers_of_stages == [0, 3, 2]
 
 
@@ -261,3 +265,46 @@ def test_a_newcomer_on_another_host_has_all_begin_another_incarnation() -> None:
     order = server.recovery.start_order(4.0)
     assert order is not None and order.incarnation == 2
     assert server.recovery.history[-1].incarnation == 2
+
+
+def test_workers_that_run_no_step_one_after_the_other_end_the_server() -> None:
+    server = Server(max_restarts=100)
+    recovery, core = server.recovery, server.core
+
+    def lose_silent(worker: int, now_s: float) -> None:
+        recovery.lose(worker, "it has been silent", now_s, was_silent=True)
+
+    core.history.last_steps[1] = 7
+    lose_silent(1, 0.0)
+    for newcomer in (3, 4, 5):
+        server.ask(newcomer, 0.0)
+        recovery.take(hello(newcomer), 0.0)
+        server.regrouped(0, 2, incarnation=newcomer - 2)
+        recovery.take(loaded(1), 0.0)
+        recovery.take(ready(1), 0.0)
+        if newcomer == 3:
+            core.history.last_steps[1] = 9  # it has run steps
+        if newcomer < 5:
+            lose_silent(newcomer, 1.0)
+    with pytest.raises(StageFailure, match=r"3 workers in a row .* --stage-silence-s"):
+        lose_silent(5, 1.0)
+
+
+def test_a_loss_before_the_first_step_belongs_to_the_same_recovery() -> None:
+    server = Server()
+    recovery, core = server.recovery, server.core
+    core.scheduler.add(make_request("a", [1] * 9, 3))
+    for worker, newcomer, incarnation in ((1, 3, 1), (3, 4, 2)):
+        server.lose(worker, 1.0)
+        server.ask(newcomer, 1.0)
+        recovery.take(hello(newcomer), 1.0)
+        server.regrouped(0, 2, incarnation=incarnation)
+        recovery.take(loaded(1), 1.0)
+        recovery.take(ready(1), 1.0)
+        assert recovery.start_order(2.0) is not None
+        assert core.next_step(2.0) is not None
+        assert recovery.settle(2.0) is None
+    (record,) = recovery.history
+    assert [lost.worker for lost in record.lost] == [1, 3] and recovery.unsettled is record
+    core.has_run = True
+    assert recovery.settle(3.0) is record and record.ended_s == 3.0

@@ -101,3 +101,26 @@ def test_nobody_is_silent_while_a_stage_is_replaced() -> None:
     core.next_step(10.0)
     core.halt([0], "killed", 11.0)
     assert silent(core, 1000.0) == []
+
+
+def test_who_had_no_core_was_not_silent_meanwhile() -> None:
+    core, waits_s = core_with_history(), {7: 1.0, 8: 50.0}
+    watch = StageWatch(core, SILENCE_S, waits_s=lambda stage: dict(waits_s))
+    core.next_step(10.0)
+    assert watch.silent_stages(11.0) == []  # from here on its waits count
+    waits_s |= {7: 4.0, 8: 51.0, 9: 0.5}
+    assert watch.silent_stages(10.0 + SILENCE_S + 2.9) == []
+    (silence,) = watch.silent_stages(10.0 + SILENCE_S + 3.1)
+    assert (silence.stage, silence.waited_s) == (0, 3.0)
+
+
+def test_a_first_step_may_take_what_its_rehearsal_took() -> None:
+    core = core_with_history(compute_s=0.01)
+    watch = StageWatch(core, SILENCE_S, rehearsal_s=lambda stage: 2.0)
+    step = core.next_step(0.0)
+    assert step is not None
+    assert watch.bound_s(0, step.microbatch) == pytest.approx(PATIENCE * 2.01)
+    core.has_run = True
+    assert watch.bound_s(0, step.microbatch) == SILENCE_S
+    core.history.add(msgspec.structs.replace(step_record(99), epoch=4))
+    assert watch.bound_s(0, step.microbatch) == pytest.approx(PATIENCE * 2.01)

@@ -84,6 +84,27 @@ def test_workers_get_ready_whatever_the_order_of_their_messages(
     assert roster.workers_of_stages == [0, 1, 2]
 
 
+def test_workers_that_share_a_gpu_measure_one_after_the_other() -> None:
+    """Four stages on two GPUs; one of the workers is lost before it has answered."""
+    stages = StageArgs(num_stages=4, model_path="m", dtype="bfloat16", device="cuda")
+    roster = WorkerRoster(PipelineArgs(stages=stages, run_directory="run"), NUM_LAYERS)
+    asked = [order for worker in range(5) for order in roster.take(hello(worker, num_gpus=2))]
+    gpus = [order.assignment.gpu for _, order in asked if isinstance(order, MeasureCosts)]
+    assert [worker for worker, _ in asked] == [0, 1] and gpus == [0, 1]
+    (after_one,) = roster.take(answer(*asked[1]))
+    assert after_one[0] == 3
+    roster.lose(0)
+    assert roster.fill() == [], "cards are dealt anew, and worker 3 is still busy on the second one"
+    message = answer(*after_one)
+    for number in (2, 4):
+        ((worker, order),) = roster.take(message)
+        assert isinstance(order, MeasureCosts)
+        assert (worker, order.assignment.gpu) == (number, 1)
+        message = answer(worker, order)
+    assert roster.plan is None
+    assert roster.take(message) and roster.plan is not None
+
+
 def test_known_costs_are_not_measured_again() -> None:
     """A tail of four layers, not of the two that the workers would measure."""
     roster = roster_of(3, "auto", StepPredictor(flat_costs(NUM_LAYERS, tail_ms=4.0)))

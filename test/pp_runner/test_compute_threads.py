@@ -13,6 +13,7 @@ from support.instruction_sets import kernels_for
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner import compute_threads, cost_measurement, stage_loading
+from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.compute_threads import bind_compute_threads, pin_threads
 from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
 from sgl_pipeline.pp_runner.kernel_choice import BackendChoice
@@ -147,9 +148,9 @@ def test_they_are_bound_before_a_stage_loads_and_before_it_is_measured(
     monkeypatch.setattr(cost_measurement, "pin_threads", lambda *what: None)
     make, call = module.make_layer_kernels, calls.append
 
-    def making(choice: BackendChoice) -> LayerKernels:
+    def making(choice: BackendChoice, shape: AttentionShape) -> LayerKernels:
         call("kernels")
-        return make(choice)
+        return make(choice, shape)
 
     monkeypatch.setattr(module, "make_layer_kernels", making)
     assignment = tiny_assignment(0, 6, cpu_threads=2, cpu_cores=(4, 5))

@@ -47,7 +47,7 @@ def test_the_first_waits_for_the_budget_and_the_others_for_those_before_them() -
         pipeline.scheduler.add(make_request(name, [ord(name) % 5] * 3, 4))
     first, last = explain(pipeline, "a"), explain(pipeline, "c")
     assert (first.state, first.rule, first.behind) == ("waiting", "budget", None)
-    assert "a step may prefill 8 tokens (bound by MaxP)" in first.text
+    assert "a step may prefill 8 prompt tokens (bound by MaxP)" in first.text
     assert (last.rule, last.behind, last.num_ahead) == ("order", "b", 2)
 
 
@@ -130,6 +130,18 @@ def test_ready_decodes_take_turns() -> None:
     assert found.state == "decoding"
     assert found.text == (
         f"{len(ready)} requests are ready to decode, a step takes 2, the longest ready first"
+    )
+
+
+def test_a_limit_of_decodes_that_holds_a_request_is_named() -> None:
+    pipeline = pipeline_of(policy="sarathi", num_stages=1, max_decodes_per_step=3)
+    for name in "abcd":
+        pipeline.scheduler.add(make_request(name, [ord(name) % 5], 30))
+    pipeline.fill()
+    pipeline.complete()
+    assert explain(pipeline, "d").text == (
+        "4 requests are ready to decode, a step takes 3 (--pp-max-micro-batch-size), the longest "
+        "ready first"
     )
 
 

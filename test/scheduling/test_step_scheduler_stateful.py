@@ -51,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_prefill_tokens=st.sampled_from([1, 3, 8, 64]),
         max_running=st.sampled_from([1, 3, 16]),
         max_queued=st.sampled_from([None, None, 2]),
+        max_decodes=st.sampled_from([None, 1, 2]),
         preemption_threshold=st.sampled_from([None, 0]),
         timeouts_s=st.sampled_from([(None, None), (5.0, 9.0)]),
         costs=st.sampled_from([None, flat_costs(1, 1.0), card_costs(1), LONG_CONTEXTS]),
@@ -71,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_prefill_tokens: int,
         max_running: int,
         max_queued: int | None,
+        max_decodes: int | None,
         preemption_threshold: int | None,
         timeouts_s: tuple[float | None, float | None],
         costs: StepCosts | None,
@@ -92,6 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             schedule_policy=schedule_policy,
             max_running_requests=max_running,
             max_queued_requests=max_queued,
+            max_decodes_per_step=max_decodes,
             radix_cache=radix_cache,
             accounting=accounting,
             duplicate_prefills=duplicate_prefills,
@@ -227,6 +230,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         load = self.scheduler.load()
         assert load.free_pages == load.total_pages
         assert load.waiting_tokens == 0
+        most = self.scheduler.args.max_decodes_per_step
+        if most is not None:
+            assert all(one.num_decodes <= most for one in self.pipeline.microbatches)
         for request in self.added:
             expected = output_when_alone(request)
             assert request.finish is not None

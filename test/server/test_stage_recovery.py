@@ -81,6 +81,36 @@ def test_each_stage_is_killed_under_streams_and_nobody_notices_but_for_a_pause(d
     assert len(log) == 4 and "Traceback" not in server.text
 
 
+def test_each_stage_is_asked_to_leave_under_streams_and_hands_over_all_that_it_has(directory):
+    # A loss would end the server.
+    flags = ("--pp", "2", "--dtype", "float32", "--max-stage-restarts", "0", "--enable-metrics")
+    with live_server(*flags) as server:
+        expected = [stream.join() for stream in streams_of(server)]
+        for number, stage in enumerate((0, 1), 1):
+            streams = streams_of(server)
+            wait_until(lambda streams=streams: all(len(one.ids) > 20 for one in streams))
+            process = psutil.Process(server.facts()["stage_pids"][stage])
+            process.terminate()
+            for stream, alone in zip(streams, expected, strict=True):
+                stream.join().assert_whole(alone)
+            newest = wait_until_recovered(server, number)[-1]
+            assert newest["stages"] == [stage] and newest["is_planned"]
+            assert newest["tokens"] == newest["replay_tokens"] == 0
+            assert server.facts()["stage_pids"][stage] != process.pid
+            psutil.wait_procs([process], timeout=10)
+            assert not psutil.pid_exists(process.pid) or process.status() == "zombie"
+            # The successor serves, from the pages that it was given too.
+            for stream, alone in zip(streams_of(server), expected, strict=True):
+                stream.join().assert_whole(alone)
+        facts = server.facts()
+        assert facts["free_pages"] == facts["total_pages"]
+        assert facts["replayed_tokens_of_stages"] == [0, 0]
+        metrics = requests.get(f"{server.url}/metrics", timeout=10).text
+        assert "sgl_pipeline_handover_seconds_count" in metrics
+    assert server.text.count("was asked to leave") == server.text.count("took over from") == 2
+    assert "is lost" not in server.text and "Traceback" not in server.text
+
+
 def test_both_stages_killed_at_once_with_a_spare_that_takes_one(directory):
     flags = ("--pp", "2", "--dtype", "float32", "--spare-workers", "1")
     with live_server(*flags) as server:

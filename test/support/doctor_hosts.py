@@ -9,7 +9,7 @@ from sgl_pipeline.cluster.link_probe import LinkReading
 from sgl_pipeline.cluster.messages import HostHello
 from sgl_pipeline.managers.doctor.messages import HostFacts, Probed
 
-DIGEST = "0123456789abcdef"
+DIGEST = "config-tensors-values"
 VERSIONS = {"python": "3.11", "torch": "2.9", "sglang": "0.5"}
 
 

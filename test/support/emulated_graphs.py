@@ -7,7 +7,9 @@ NaN: whoever reads a result without a replay is found out.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import finalize
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -96,3 +98,73 @@ class EmulatedRecorder:
             kernel()
         else:
             self._recording.launch(kernel)
+
+
+PoolId = tuple[int, int]
+
+
+class EmulatedCuda(EmulatedRecorder):
+    """What `CudaGraphRecorder` calls of torch.cuda, on a CPU; `graphs` are all that were made.
+
+    A pool lives as long as a `MemPool` or a graph that was recorded into it does. Recording into
+    one that is gone is the internal error of torch's allocator (`createOrIncrefPool` and
+    `releasePool` of CUDACachingAllocator.cpp).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._uses: dict[PoolId, int] = {}
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """In the place of torch.cuda's own."""
+        stands_in = {
+            "CUDAGraph": lambda: _CudaGraph(self),
+            "MemPool": lambda: _MemPool(self),
+            "graph_pool_handle": self.new_pool,
+            "Stream": lambda device: None,
+            "stream": lambda stream: self.session(),
+            "synchronize": lambda device: None,
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            for name, stand_in in stands_in.items():
+                patch.setattr(torch.cuda, name, stand_in)
+            yield
+
+    def new_pool(self) -> PoolId:
+        return (0, len(self._uses) + 1)
+
+    def use_pool(self, pool: PoolId, user: object) -> None:
+        """Until `user` is gone."""
+        assert self._uses.get(pool) != 0, "use_count > 0 INTERNAL ASSERT FAILED"
+        self._uses[pool] = self._uses.get(pool, 0) + 1
+        finalize(user, self._release, pool)
+
+    def _release(self, pool: PoolId) -> None:
+        self._uses[pool] -= 1
+
+
+class _MemPool:
+    def __init__(self, cuda: EmulatedCuda) -> None:
+        self.id = cuda.new_pool()
+        cuda.use_pool(self.id, self)
+
+
+class _CudaGraph:
+    """`torch.cuda.CUDAGraph`."""
+
+    def __init__(self, cuda: EmulatedCuda) -> None:
+        self._cuda = cuda
+        self._graph: EmulatedGraph | None = None
+
+    def capture_begin(self, pool: PoolId, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        self._cuda.use_pool(pool, self)
+        self._cuda.begin()
+
+    def capture_end(self) -> None:
+        self._graph = self._cuda.end()
+
+    def replay(self) -> None:
+        assert self._graph is not None
+        self._graph.replay()

@@ -51,10 +51,10 @@ class LiveServer:
 
     def stages(self) -> list[psutil.Process]:
         """The stage processes, in pipeline order."""
-        stages = [
-            p for p in self.descendants() if "sgl_pipeline.pp_runner.stage_process" in p.cmdline()
-        ]
-        return sorted(stages, key=lambda p: int(p.cmdline()[p.cmdline().index("--worker") + 1]))
+        # A fork's title is one string.
+        words = {one: " ".join(one.cmdline()).split() for one in self.descendants()}
+        stages = [one for one in words if "sgl_pipeline.pp_runner.stage_process" in words[one]]
+        return sorted(stages, key=lambda one: int(words[one][words[one].index("--worker") + 1]))
 
     def scheduler(self) -> psutil.Process:
         return self._titled("sgl_pipeline::scheduler")

@@ -17,6 +17,8 @@ from sgl_pipeline.args import MigrationArgs, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.layer_moves import AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.messages import StageAssignment, StageReport
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
@@ -35,6 +37,7 @@ from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler, TokenEvent
 from sgl_pipeline.stage_orders import OrderReader, StageOrder
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.step_costs import StepCosts
 from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 from sgl_pipeline.throttle import make_policy
 
@@ -69,7 +72,12 @@ class QueueLink:
 
 
 class LocalPipeline:
-    """A whole server's decisions and arithmetic; `run` serves requests to their end."""
+    """A whole server's decisions and arithmetic; `run` serves requests to their end.
+
+    Args:
+        costs: what steps are predicted by from the first one on, whatever they take; None: steps
+            are predicted once enough have been seen, as on a server without a file of costs.
+    """
 
     def __init__(
         self,
@@ -79,6 +87,7 @@ class LocalPipeline:
         num_pages: int = 256,
         scheduling: SchedulingArgs | None = None,
         throttle: ThrottleArgs | None = None,
+        costs: StepCosts | None = None,
         dtype: str = "float32",
         attention_backend: str = "torch",
         layer_kernels: str = "torch",
@@ -117,7 +126,10 @@ class LocalPipeline:
         migration = MigrationControl.of(
             MigrationArgs(mode="manual", spare_layers=plan.num_layers), plan
         )
-        self.core = PipelineCore(self.scheduler, plan, migration)
+        forecast = None
+        if costs is not None:
+            forecast = StepForecast(plan, StepPredictor(costs), learns=False)
+        self.core = PipelineCore(self.scheduler, plan, migration, forecast)
         self._orders = OrderReader()
         self._in_flight: deque[list[StageReport]] = deque()
         self._num_losses = 0

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from sgl_pipeline.pp_runner.kv_format import FP8
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
@@ -32,6 +33,29 @@ class QueriesAsTheyAre:
         self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor
     ) -> torch.Tensor:
         return query.clone()
+
+
+class RoundingWithoutNumbers:
+    """Stands in for a GPU's rounding: makes what its kernels write to, and nothing else."""
+
+    def to_fp8(
+        self, x: torch.Tensor, group_size: int, num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = torch.empty(-(-x.shape[1] // group_size), num_rows, device=x.device).t()
+        return torch.empty(num_rows, x.shape[1], dtype=FP8, device=x.device), scales
+
+    def to_int8(self, x: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values = torch.empty(num_rows, x.shape[1], dtype=torch.int8, device=x.device)
+        return values, torch.empty(num_rows, device=x.device)
+
+    def append_fp8(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        pass
 
 
 class WeightsWithoutNumbers:

@@ -217,9 +217,8 @@ def test_prompts_are_computed_faster_where_their_first_token_would_be_late() -> 
     found = budget(targeted(ttft_ms=990.0), waiting_tokens=8000)
     assert (found.bound_by, found.missed) == ("WT", None)
     sooner = budget(targeted(ttft_ms=980.0), waiting_tokens=8000)
-    assert sooner.time is not None
-    # No number of steps up to 8 is fast enough but none is faster than 8 of them.
-    assert (sooner.bound_by, sooner.missed) == ("MaxP", "TTFT")
+    # Longer steps would be later still.
+    assert (sooner.time, sooner.bound_by, sooner.missed) == (found.time, "WT", "TTFT")
     waited = budget(targeted(ttft_ms=1990.0), waiting_tokens=8000, newest_wait_ms=1000.0)
     assert (waited.bound_by, waited.missed) == ("WT", None)
 
@@ -230,6 +229,16 @@ def test_fewer_longer_steps_hold_a_target_where_each_has_a_high_price() -> None:
     assert found.time is not None
     assert (found.bound_by, found.missed) == ("TTFT", None)
     assert found.time.step_ms == pytest.approx(100 + 40)
+
+
+@pytest.mark.parametrize("wait_ms", [0.0, 1e6])
+def test_a_first_token_that_is_late_in_any_case_comes_as_soon_as_it_can(wait_ms: float) -> None:
+    """One step of 180 ms, and another to pass the pipeline, are done before two of 140."""
+    args = targeted(ttft_ms=350.0)
+    found = budget(args, Times(base_ms=100.0), waiting_tokens=800, newest_wait_ms=wait_ms)
+    assert found.time is not None
+    assert (found.bound_by, found.missed) == ("TTFT", "TTFT")
+    assert found.time.step_ms == pytest.approx(100 + 80)
 
 
 def test_where_both_cannot_be_met_the_time_to_the_first_token_gives() -> None:

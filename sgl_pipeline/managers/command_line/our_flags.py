@@ -35,7 +35,11 @@ from sgl_pipeline.args import (
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag that sets `field` of the argument section `section`; of kind bool, to True."""
+    """A flag that sets `field` of the argument section `section`; of kind bool, to True.
+
+    `upstream_name` is SGLang's own way to say it: then the parser gives None for what is not given,
+    and `server_args.py` chooses.
+    """
 
     name: str
     section: type
@@ -43,6 +47,7 @@ class Flag:
     text: str
     kind: Callable[[str], Any] = str
     choices: tuple[str, ...] | None = None
+    upstream_name: str | None = None
 
 
 OUR_FLAGS = (
@@ -52,6 +57,7 @@ OUR_FLAGS = (
         "layer_partition",
         "Layers of each stage: auto (by times measured at the start), even, or counts such "
         "as 5,4,4,3.",
+        upstream_name="SGLANG_PP_LAYER_PARTITION",
     ),
     Flag(
         "--stage-attention-backend",
@@ -79,9 +85,8 @@ OUR_FLAGS = (
         "--stage-link",
         StageArgs,
         "link",
-        "How rows go from stage to stage: host (shared memory), cuda-ipc (stages that share one "
-        "GPU), nccl (a GPU each); auto is nccl where each host has as many GPUs as stages, else "
-        "host.",
+        "How rows go from stage to stage: host (shared memory), nccl (a GPU each); auto is "
+        "nccl where each host has as many GPUs as stages, else host.",
         choices=STAGE_LINKS,
     ),
     Flag(
@@ -167,6 +172,7 @@ OUR_FLAGS = (
         "extra_steps_in_flight",
         "Steps in flight beyond one per stage.",
         int,
+        upstream_name="--pp-async-batch-depth",
     ),
     Flag(
         "--grammar-compile-seconds",
@@ -356,12 +362,13 @@ def add_our_flags(parser: argparse.ArgumentParser) -> None:
             ours.add_argument(flag.name, action="store_true", help=flag.text)
             continue
         default = default_of(flag.section, flag.field)
+        alias = f"; SGLang's: {flag.upstream_name}" if flag.upstream_name else ""
         ours.add_argument(
             flag.name,
-            default=default,
+            default=None if flag.upstream_name else default,
             type=flag.kind,
             choices=flag.choices,
-            help=f"{flag.text} (default: {default})",
+            help=f"{flag.text} (default: {default}{alias})",
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from sgl_pipeline.args import (
     KV_CACHE_DTYPES,
+    LOAD_FORMATS,
     ClusterArgs,
     GrammarArgs,
     MigrationArgs,
@@ -23,6 +24,7 @@ from sgl_pipeline.args import (
     SchedulingArgs,
     StageArgs,
     ThrottleArgs,
+    stage_load_format,
 )
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import parse_layer_partition
@@ -30,14 +32,23 @@ from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
 from sgl_pipeline.managers.command_line.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.command_line.our_flags import add_our_flags, default_of
 from sgl_pipeline.managers.command_line.upstream_arguments import SglangServerArgs
-from sgl_pipeline.managers.command_line.upstream_fields import UPSTREAM_VALUES, refusal
+from sgl_pipeline.managers.command_line.upstream_checks import (
+    flag_of,
+    note_flags_without_effect,
+    refuse_unsupported,
+    upstream_defaults,
+)
+from sgl_pipeline.managers.command_line.upstream_environment import (
+    layer_partition_of,
+    name_variables_without_effect,
+)
+from sgl_pipeline.managers.command_line.upstream_fields import HELP, NOTED, UPSTREAM_VALUES
 from sgl_pipeline.managers.entrance.openai_fields import ServedFeatures
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.quantization.config import W4A8_INT8
 
 logger = logging.getLogger(__name__)
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
 TRACING_FIELDS = ("otlp_traces_endpoint", "otlp_service_name", "trace_modules")
 GRAMMAR_BACKENDS = (None, "xgrammar", "none")
 
@@ -70,7 +81,12 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     from sglang.srt.server_args import ServerArgs
 
     options = _parse(argv)
+    note_flags_without_effect(options)
     refuse_unsupported(options)
+    name_variables_without_effect()
+    options.pp_layer_partition, source = layer_partition_of(
+        options.pp_layer_partition, options.pp_size
+    )
     model_path = find_model(options.model_path, options.revision, options.download_dir)
     served_name = options.served_model_name or options.model_path
     spec = read_model_spec(model_path, options.quantization)
@@ -84,7 +100,7 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
             "auto"
         )
     # What it refuses is refused before anything starts.
-    parse_layer_partition(stages.layer_partition, stages.num_stages, spec.num_layers)
+    parse_layer_partition(stages.layer_partition, stages.num_stages, spec.num_layers, source)
 
     for name, value in UPSTREAM_VALUES.items():
         setattr(options, name, value)
@@ -97,34 +113,6 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     except (AssertionError, ValueError, OSError) as error:
         raise ConfigurationError(f"SGLang refuses these arguments: {error}") from error
     return LaunchPlan(upstream, pipeline, upstream.context_length or spec.context_length)
-
-
-def refuse_unsupported(options: argparse.Namespace) -> None:
-    """Raises ConfigurationError for the first upstream flag whose value we cannot honor."""
-    from sglang.srt.server_args import ServerArgs
-
-    for name, default in _upstream_defaults().items():
-        if not hasattr(options, name):
-            continue
-        reason = refusal(name, ServerArgs._NS_BY_FIELD[name])
-        value = getattr(options, name)
-        if reason is not None and value != default:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigurationError(f"{flag} {value} cannot be honored: {reason}")
-
-
-def _upstream_defaults() -> dict[str, Any]:
-    """The default of every field of upstream's, in their order."""
-    import msgspec
-    from sglang.srt.server_args import ServerArgs
-
-    defaults = {}
-    for field in msgspec.structs.fields(ServerArgs):
-        default = field.default
-        if default is msgspec.NODEFAULT:
-            default = None if field.required else field.default_factory()
-        defaults[field.name] = default
-    return defaults
 
 
 def check_port_is_free(host: str, port: int) -> None:
@@ -146,7 +134,7 @@ def check_port_is_free(host: str, port: int) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """SGLang's flags and ours. The model is not required, because we ship one; keys and values may
-    have a dtype, and products a format, that upstream does not know."""
+    have a dtype, and products a format, that upstream does not know. Help says what holds here."""
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(prog="python -m sgl_pipeline.launch_server")
@@ -155,10 +143,22 @@ def make_parser() -> argparse.ArgumentParser:
     for action in parser._actions:
         if action.dest == "model_path":
             action.required = False
+        if action.dest == "pp_async_batch_depth":
+            action.default = None  # to see whether it is given
+        if action.dest in NOTED:
+            action.help = f"No effect here: {NOTED[action.dest].text}."
+        action.help = HELP.get(action.dest, action.help)
         if action.dest in ours:
             assert action.choices is not None
             known = [*action.choices]
             action.choices = [*known, *(one for one in ours[action.dest] if one not in known)]
+    # SGLang's own name before 0.5.23, and still that of its documentation.
+    parser.add_argument(
+        "--cuda-graph-max-bs",
+        dest="cuda_graph_max_bs_decode",
+        type=int,
+        help="As --cuda-graph-max-bs-decode.",
+    )
     add_our_flags(parser)
     return parser
 
@@ -181,14 +181,14 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
     device = _device(options)
     stages = StageArgs(
         num_stages=options.pp_size,
-        layer_partition=options.pp_layer_partition,
+        layer_partition=_given(options.pp_layer_partition, StageArgs, "layer_partition"),
         model_path=model_path,
-        load_format="safetensors" if options.load_format == "auto" else options.load_format,
+        load_format=stage_load_format(options.load_format),
         dtype=dtype,
         device=device,
         attention_backend=options.stage_attention_backend,
         prefill_kernels=options.stage_prefill_kernels,
-        graphs=options.stage_graphs,
+        graphs="off" if options.disable_cuda_graph else options.stage_graphs,
         link=options.stage_link,
         layer_kernels=options.stage_kernels,
         quantization=options.quantization,
@@ -204,13 +204,14 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
             options.max_running_requests, SchedulingArgs, "max_running_requests"
         ),
         max_queued_requests=options.max_queued_requests,
+        max_decodes_per_step=options.pp_max_micro_batch_size,
         radix_cache=not options.disable_radix_cache,
         accounting=options.accounting,
         duplicate_prefills=options.duplicate_prefills,
         preemption_threshold=_preemption_threshold(options),
         waiting_timeout_s=_timeout_s("SGLANG_REQ_WAITING_TIMEOUT"),
         running_timeout_s=_timeout_s("SGLANG_REQ_RUNNING_TIMEOUT"),
-        extra_steps_in_flight=options.extra_steps_in_flight,
+        extra_steps_in_flight=_extra_steps_in_flight(options),
     )
     throttle = ThrottleArgs(
         policy=options.policy,
@@ -281,6 +282,17 @@ def _cluster_args(options: argparse.Namespace) -> ClusterArgs:
     )
 
 
+def _extra_steps_in_flight(options: argparse.Namespace) -> int:
+    ours, upstreams = options.extra_steps_in_flight, options.pp_async_batch_depth
+    if ours is not None and upstreams is not None and ours != upstreams:
+        raise ConfigurationError(
+            f"--extra-steps-in-flight {ours} and --pp-async-batch-depth {upstreams} are two names "
+            "of one number; give one of them"
+        )
+    given = upstreams if ours is None else ours
+    return int(_given(given, SchedulingArgs, "extra_steps_in_flight"))
+
+
 def _preemption_threshold(options: argparse.Namespace) -> int | None:
     if not options.enable_priority_scheduling or options.disable_priority_preemption:
         return None
@@ -323,10 +335,9 @@ def _check_tracing(options: argparse.Namespace) -> None:
     from sglang.srt.observability.trace import opentelemetry_imported
 
     if not options.enable_trace:
-        for name, default in _upstream_defaults().items():
+        for name, default in upstream_defaults().items():
             if name in TRACING_FIELDS and getattr(options, name) != default:
-                flag = "--" + name.replace("_", "-")
-                raise ConfigurationError(f"{flag} does nothing without --enable-trace")
+                raise ConfigurationError(f"{flag_of(name)} does nothing without --enable-trace")
         return
     if not opentelemetry_imported:
         raise ConfigurationError(
@@ -353,8 +364,10 @@ def _device(options: argparse.Namespace) -> str:
         reason = why_gpu_is_unusable() or "this PyTorch finds no CUDA device"
         raise ConfigurationError(f"--device cuda: {reason}")
     if asked == "cpu" and options.mem_fraction_static is not None:
-        raise ConfigurationError(
-            "--mem-fraction-static sizes the KV pool of a GPU; on a CPU use --max-total-tokens"
+        logger.warning(
+            "--mem-fraction-static %s has no effect on a CPU: it sizes the KV pool of a GPU; use "
+            "--max-total-tokens",
+            options.mem_fraction_static,
         )
     return str(asked)
 

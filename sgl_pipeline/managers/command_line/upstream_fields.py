@@ -1,16 +1,21 @@
 """What becomes of every one of SGLang's server arguments: a table, and nothing but the table.
 
-Read by `server_args.py`, and by the test that walks upstream's fields: each is HONORED by our own
-processes, handed to the FRONT (upstream's HTTP server, TokenizerManager or Detokenizer, where it
-keeps its meaning), or refused at start when it differs from its default. None may be ignored.
+Read by `server_args.py`, `upstream_checks.py` and the test that walks upstream's fields: each is
+HONORED by our own processes, handed to the FRONT (upstream's HTTP server, TokenizerManager or
+Detokenizer, where it keeps its meaning), NOTED by a line that says what holds here in its place, or
+refused at start when it differs from its default. None may be ignored without a word.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 # `sleep_on_idle` is always so: the scheduler process waits for its sockets.
 HONORED = frozenset(
     """
     model_path revision download_dir load_format dtype quantization kv_cache_dtype
     context_length device
-    random_seed pp_size nnodes node_rank dist_init_addr use_ray page_size
+    random_seed pp_size pp_max_micro_batch_size pp_async_batch_depth
+    nnodes node_rank dist_init_addr use_ray page_size
     chunked_prefill_size
     max_total_tokens mem_fraction_static
     max_running_requests max_queued_requests disable_radix_cache stream_interval sleep_on_idle
@@ -18,6 +23,7 @@ HONORED = frozenset(
     enable_priority_scheduling schedule_low_priority_values_first
     abort_on_priority_when_disabled disable_priority_preemption
     priority_scheduling_preemption_threshold
+    disable_cuda_graph
     grammar_backend constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
     enable_metrics extra_metric_labels enable_trace otlp_traces_endpoint
     """.split()
@@ -47,6 +53,60 @@ FRONT = frozenset(
     trace_modules otlp_service_name
     """.split()
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """`text` is what holds here whatever the value; `values` may be given, None: any. Upstream gets
+    its default. Only for what can change no answer and no promise."""
+
+    text: str
+    values: frozenset[Any] | None = None
+
+    def takes(self, value: object) -> bool:
+        return self.values is None or value in self.values
+
+
+# The same attention by other kernels. Upstream's other choices are sparse, latent or of diffusion
+# models.
+_SAME_ATTENTION = frozenset(
+    """triton torch_native flex_attention fa3 fa4 flashinfer trtllm_mha hpc_ops aiter wave
+    intel_amx ascend intel_xpu""".split()
+)
+_ATTENTION = Note("--stage-attention-backend chooses the stages' kernels", _SAME_ATTENTION)
+_GRAPHS = Note("the stages choose the sizes of their CUDA graphs; see --stage-graphs")
+
+# A flag that tunes a mechanism of upstream's, where we do by default what it does by default.
+NOTED = {
+    "attention_backend": _ATTENTION,
+    "prefill_attention_backend": _ATTENTION,
+    "decode_attention_backend": _ATTENTION,
+    "cuda_graph_max_bs_decode": _GRAPHS,
+    "cuda_graph_max_bs_prefill": _GRAPHS,
+    "disable_overlap_schedule": Note(
+        "the scheduler is a process of its own, and decides steps while stages compute others"
+    ),
+    "enable_mixed_chunk": Note("a step may always have decodes and prefill chunks together"),
+    "schedule_conservativeness": Note(
+        "a request is admitted when its whole prefill fits, and retracted when pages run out"
+    ),
+    "max_prefill_tokens": Note("--chunked-prefill-size and the policy bound the prefill of a step"),
+    "watchdog_timeout": Note(
+        "a stage that dies or hangs is replaced; see --stage-recovery and --stage-silence-s"
+    ),
+    "trust_remote_code": Note(
+        "code from a model repository is never run; a model or tokenizer that needs it does not "
+        "load"
+    ),
+    "moe_dense_tp_size": Note("no layer is split over devices", frozenset({1})),
+}
+
+# Flags of upstream's whose help would say something else, and what it says here.
+HELP = {
+    "pp_max_micro_batch_size": "Most decodes of a step, under any policy; prefill is bounded by "
+    "--chunked-prefill-size.",
+    "pp_async_batch_depth": "Steps in flight beyond one per stage, as --extra-steps-in-flight.",
+}
 
 # Upstream's argument namespaces of which nothing outside the two sets above is supported.
 REFUSED_NAMESPACES = {
@@ -80,6 +140,7 @@ _WHITESPACE = "xgrammar has no such pattern; see --constrained-json-max-whitespa
 _METRICS = "only the metrics of --enable-metrics are built; --trace-path writes a record per step"
 _DEBUG = "it debugs upstream's model runner, which is not used"
 _DEVICE = "stages take the visible devices in order; choose with CUDA_VISIBLE_DEVICES"
+_OTHER_ATTENTION = "it is for models with another attention, which are not supported"
 _POLICY = "upstream's scheduler is not used; see --policy and the throttle's options"
 _PREFILL = "prefill is bounded by --chunked-prefill-size and the throttle's options"
 _SLIDING = "sliding-window attention is not supported"
@@ -108,8 +169,7 @@ _REFUSED_TEXT = {
     _DEVICE: "base_gpu_id gpu_id_step numa_node",
     "it belongs to another platform": "mlx_enable_sampling",
     "the server's own exit path must run": "custom_sigquit_handler",
-    "a dead stage ends the server; a watchdog for hangs is not built yet": "watchdog_timeout",
-    _REMOTE_CODE: "trust_remote_code model_impl model_config_parser json_model_override_args",
+    _REMOTE_CODE: "model_impl model_config_parser json_model_override_args",
     "only text generation is served": "is_embedding",
     _QUANTIZATION: """quantization_param_path modelopt_quant
         modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path
@@ -125,10 +185,10 @@ _REFUSED_TEXT = {
         modelexpress_config model_checksum delete_ckpt_after_loading decrypted_config_file
         decrypted_draft_config_file checkpoint_engine_wait_weights_before_ready weight_cache_mode
         weight_cache_socket weight_cache_timeout""",
-    _POLICY: """schedule_conservativeness retraction_policy
-        disable_overlap_schedule num_continuous_decode_steps scheduler_recv_interval
-        enable_mixed_chunk min_free_slots_delay""",
-    _PREFILL: """max_prefill_tokens prefill_max_requests prefill_decode_interval
+    _OTHER_ATTENTION: "attention_backend prefill_attention_backend decode_attention_backend",
+    _POLICY: """retraction_policy num_continuous_decode_steps scheduler_recv_interval
+        min_free_slots_delay""",
+    _PREFILL: """prefill_max_requests prefill_decode_interval
         prefill_decode_interval_min_bs disable_chunked_prefix_cache
         prefill_only_disable_kv_cache enable_prefill_delayer prefill_delayer_max_delay_passes
         prefill_delayer_token_usage_low_watermark prefill_delayer_forward_passes_buckets
@@ -161,6 +221,8 @@ UPSTREAM_VALUES = {
     "quantization": None,
     "kv_cache_dtype": "auto",
     "pp_size": 1,
+    "pp_max_micro_batch_size": None,
+    "pp_async_batch_depth": 0,
     "nnodes": 1,
     "node_rank": 0,
     "dist_init_addr": None,
@@ -173,7 +235,8 @@ UPSTREAM_VALUES = {
 
 
 def refusal(name: str, namespace: str) -> str | None:
-    """Why field `name` of upstream's `namespace` must keep its default; None when it need not."""
-    if name in HONORED or name in FRONT:
+    """Why field `name` of upstream's `namespace` must keep its default; None when it need not.
+    Of a NOTED one with `values`: why it must have one of those."""
+    if name in HONORED or name in FRONT or (name in NOTED and NOTED[name].values is None):
         return None
     return REFUSED_FIELDS.get(name) or REFUSED_NAMESPACES.get(namespace)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sgl_pipeline.args import ClusterArgs, require, require_stage_on_each
+from sgl_pipeline.args import LOAD_FORMATS, ClusterArgs, require, require_stage_on_each
 from sgl_pipeline.cluster.keys import read_secret, write_identity
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.doctor.facts import own_facts
@@ -70,6 +70,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="for programs, in place of the tables")
     parser.add_argument(
         "--model", "--model-path", help="to compare and to forecast: directory or fetched hub id"
+    )
+    parser.add_argument(
+        "--load-format",
+        default="auto",
+        choices=LOAD_FORMATS,
+        help="as of the server: dummy weights need no files",
     )
     parser.add_argument("--pp", type=int, help="stages to forecast; by default one a host")
     add_stage_flags(parser)

@@ -5,7 +5,7 @@ import importlib.metadata
 import platform
 import time
 
-from sgl_pipeline.args import ClusterArgs
+from sgl_pipeline.args import ClusterArgs, stage_load_format
 from sgl_pipeline.cluster.doors import join_address, split_address
 from sgl_pipeline.cluster.interfaces import OwnAddress, agent_own_address, head_own_address
 from sgl_pipeline.cluster.model_digest import model_digest
@@ -24,7 +24,7 @@ def own_facts(cluster: ClusterArgs, options: argparse.Namespace) -> HostFacts:
     Raises ConfigurationError where the others could not reach this host.
     """
     own, address = _own_address(cluster)
-    digest, fault = _digest(options.model)
+    digest, fault = _digest(options.model, stage_load_format(options.load_format))
     step_ms, missing = None, ""
     if options.model is not None and not fault:
         step_ms, missing = _step_ms(options, cluster)
@@ -50,13 +50,13 @@ def _own_address(cluster: ClusterArgs) -> tuple[OwnAddress, str]:
     return own, join_address(own.host, split_address(cluster.head_address)[1])
 
 
-def _digest(model: str | None) -> tuple[str, str]:
+def _digest(model: str | None, load_format: str) -> tuple[str, str]:
     """That of the model, and why there is none where one was named."""
     if model is None:
         return "", ""
     try:
-        return model_digest(find_model(model, None, None, may_fetch=False)), ""
-    except (ConfigurationError, OSError) as error:
+        return model_digest(find_model(model, None, None, may_fetch=False), load_format), ""
+    except ConfigurationError as error:
         return "", str(error)
 
 

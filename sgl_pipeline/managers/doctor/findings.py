@@ -101,7 +101,7 @@ class Findings:
             if facts.model_fault:
                 yield f"{title}: {facts.model_fault}"
             elif not head.model_fault and (
-                fault := model_fault(hello.model_digest, head.hello.model_digest)
+                fault := model_fault(hello.model_digest, head.hello.model_digest, head.hello.title)
             ):
                 yield f"{title}: {fault}"
 

@@ -37,6 +37,7 @@ from sgl_pipeline.cluster.messages import (
 from sgl_pipeline.cluster.model_digest import model_digest
 from sgl_pipeline.cluster.secure_stream import SecureStream
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.managers.hosts.early_options import EarlyOptions
 from sgl_pipeline.managers.hosts.frame_pump import FramePump
 from sgl_pipeline.managers.hosts.host_facts import host_hello
 from sgl_pipeline.managers.stages.stage_processes import StageProcesses, WorkerPlace
@@ -51,19 +52,21 @@ SAY_AGAIN_S = 10.0
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def run_agent(cluster: ClusterArgs, model_path: str, run_directory: str) -> int:
+def run_agent(options: EarlyOptions, model_path: str, run_directory: str) -> int:
     """Serves the head until it says farewell. Returns the exit code, 0.
 
     Raises ConfigurationError for what the user has to change first, KeyboardInterrupt at the end
     that a signal asks for.
     """
+    cluster = options.cluster
     logging.basicConfig(format=f"[host {cluster.rank}] %(message)s", level=logging.INFO)
     assert cluster.head_address is not None
     own = agent_own_address(cluster.head_address)
     write_identity(read_secret(cluster.key_file), run_directory)
     port = split_address(cluster.head_address)[1]
     address = join_address(own.host, port)
-    hello = host_hello(cluster, address, own.interface, model_digest(model_path))
+    digest = model_digest(model_path, options.load_format)
+    hello = host_hello(cluster, address, own.interface, digest)
     logger.info(
         "cluster port %s on interface %s, because %s; the head is %s",
         address,
@@ -146,6 +149,7 @@ class _Session:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[bool] = self._loop.create_future()
+        self._title = hello.title
         self._stages = stages
         self._complaints = complaints
         self._workers: dict[int, WatchedProcess] = {}
@@ -216,7 +220,9 @@ class _Session:
         if self._ended.done():
             return
         if message.is_final:
-            self._ended.set_exception(ConfigurationError(message.reason))
+            self._ended.set_exception(
+                ConfigurationError(f"the head does not take in {self._title}: {message.reason}")
+            )
         else:
             self._complaints.say(f"the head cannot take this host in now: {message.reason}")
             self._ended.set_result(False)

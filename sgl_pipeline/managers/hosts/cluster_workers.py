@@ -83,6 +83,10 @@ class RemoteProcess:
     def state(self) -> str:
         return f"on host {self._rank}"
 
+    def core_waits_s(self) -> dict[int, float]:
+        """Not known here."""
+        return {}
+
     def end(self) -> str:
         return self._ending
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_pipeline.args import ClusterArgs
+from sgl_pipeline.args import ClusterArgs, stage_load_format
 from sgl_pipeline.errors import ConfigurationError
 
 
@@ -22,6 +22,7 @@ class EarlyOptions:
     model: str | None
     revision: str | None
     cache_dir: str | None
+    load_format: str
     num_stages: int
     cpu_threads: int | None
 
@@ -54,6 +55,7 @@ def read_early_options(argv: Sequence[str]) -> EarlyOptions | None:
         options.model_path,
         options.revision,
         options.download_dir,
+        stage_load_format(options.load_format),
         options.pp,
         options.cpu_threads_per_stage,
     )
@@ -72,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-path", "--model")
     parser.add_argument("--revision")
     parser.add_argument("--download-dir")
+    parser.add_argument("--load-format", default="auto")
     parser.add_argument("--pp", "--pp-size", "--pipeline-parallel-size", type=int, default=1)
     parser.add_argument("--cpu-threads-per-stage", type=int)
     return parser

@@ -40,7 +40,7 @@ class HeadProcess:
             options.cluster,
             options.num_stages,
             options.cpu_threads,
-            model_digest(model_path),
+            model_digest(model_path, options.load_format),
         )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "sgl_pipeline.managers.hosts.head_process"],

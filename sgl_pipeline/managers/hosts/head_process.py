@@ -80,6 +80,11 @@ class HeadSetup(msgspec.Struct, frozen=True):
     cpu_threads: int | None
     model_digest: str
 
+    @property
+    def title(self) -> str:
+        """How messages to people call this host."""
+        return f"host 0 ({socket.gethostname()}, {self.cluster.head_address})"
+
 
 @dataclass(slots=True, eq=False)
 class _Agent:
@@ -237,7 +242,7 @@ class Head:
         fault = (
             version_fault("this host", hello.version)
             or count_fault(hello, setup.cluster.num_hosts)
-            or model_fault(hello.model_digest, setup.model_digest)
+            or model_fault(hello.model_digest, setup.model_digest, setup.title)
         )
         if fault:
             return Rejected(fault)

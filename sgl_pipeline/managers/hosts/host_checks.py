@@ -6,6 +6,7 @@ function returns one clause, "" where all is well.
 
 from sgl_pipeline import __version__
 from sgl_pipeline.cluster.messages import HostHello
+from sgl_pipeline.cluster.model_digest import digest_difference
 
 
 def version_fault(who: str, version: str) -> str:
@@ -30,13 +31,13 @@ def count_fault(hello: HostHello, num_hosts: int) -> str:
     return ""
 
 
-def model_fault(digest: str, head_digest: str) -> str:
-    """Of another model than the head's."""
+def model_fault(digest: str, head_digest: str, head: str) -> str:
+    """Of another model than that of `head`, which is what people call that host."""
     if digest == head_digest:
         return ""
     return (
-        f"its model has the digest {digest}, the head's {head_digest}: "
-        "config.json or the tensors differ; put the same files at --model-path"
+        f"its model is not that of {head}: {digest_difference(digest, head_digest)} (digest "
+        f"{digest}, the head's {head_digest}); put the same files at --model-path"
     )
 
 

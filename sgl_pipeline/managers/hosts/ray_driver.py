@@ -153,6 +153,7 @@ def ray_setup(options: EarlyOptions, secret: bytes) -> RaySetup:
         ("--model-path", model),
         ("--revision", options.revision),
         ("--download-dir", options.cache_dir),
+        ("--load-format", options.load_format),
     ):
         shared += [] if value is None else [flag, value]
     ranks = range(1, cluster.num_hosts)

@@ -15,6 +15,7 @@ from sgl_pipeline.args import StageArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.stages.stage_processes import stage_threads
 from sgl_pipeline.step_costs import CostFile, cost_file_name, decode_costs, encode_costs
+from sgl_pipeline.user_cache import user_cache_directory
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +27,7 @@ def cost_directory() -> Path:
     """`$SGL_PIPELINE_COSTS`, or `sgl_pipeline/costs` in the user's cache directory."""
     if named := os.environ.get(DIRECTORY_VARIABLE):
         return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "sgl_pipeline" / "costs"
+    return user_cache_directory() / "costs"
 
 
 def model_name(model_path: str | Path) -> str:

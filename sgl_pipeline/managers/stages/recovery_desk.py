@@ -55,7 +55,7 @@ class RecoveryDesk:
 
     def is_within_bound(self, now_s: float) -> bool:
         """Whether a recovery is under way that has not taken longer than it may."""
-        record = self._recovery.current
+        record = self._recovery.unsettled
         return record is not None and now_s - record.began_s <= self._recovery.bound_s
 
     @property
@@ -101,7 +101,8 @@ class RecoveryDesk:
         what = (
             f"it has been silent for {now_s - silence.since_s:.1f} s in step {step_id} "
             f"({silence.microbatch.num_prefill_tokens} prefill tokens, "
-            f"{silence.microbatch.num_decodes} decodes), which may take {silence.bound_s:.1f} s"
+            f"{silence.microbatch.num_decodes} decodes), which may take {silence.bound_s:.1f} s "
+            f"besides the {silence.waited_s:.1f} s that it had no core"
         )
         if asked_step_id != step_id:
             self._dumps[worker] = step_id, now_s
@@ -115,12 +116,12 @@ class RecoveryDesk:
             )
         elif now_s - asked_s > DUMP_GRACE_S:
             del self._dumps[worker]
-            self.give_up(worker, what, now_s)
+            self.give_up(worker, what, now_s, was_silent=True)
 
-    def give_up(self, worker: int, reason: str, now_s: float) -> None:
+    def give_up(self, worker: int, reason: str, now_s: float, *, was_silent: bool = False) -> None:
         """Replaces a worker that may still run. Raises StageFailure as `check`."""
         self._launcher.give_up(worker)
-        self._lose(worker, reason, now_s)
+        self._lose(worker, reason, now_s, was_silent=was_silent)
 
     def serve(self, now_s: float) -> None:
         """Asks for workers, and has all stages begin anew when they are there, or those that are
@@ -131,14 +132,14 @@ class RecoveryDesk:
         for _ in range(self._recovery.num_wanted_workers(now_s)):
             self._recovery.asked(self._launcher.ask_for_worker(), now_s)
         self._reform(now_s)
-        record = self._recovery.current
-        order = self._recovery.start_order(now_s)
-        if order is None:
-            return
-        self._launcher.broadcast(order)
-        assert record is not None and record.ended_s is not None
-        self._ended.append(record)
-        log_ended(record, self._launcher.roster.workers_of_stages)
+        if (order := self._recovery.start_order(now_s)) is not None:
+            self._launcher.broadcast(order)
+
+    def settle(self, now_s: float) -> None:
+        """Notes a recovery that is over; to be called after steps were decided."""
+        if (record := self._recovery.settle(now_s)) is not None:
+            self._ended.append(record)
+            log_ended(record, self._launcher.roster.workers_of_stages)
 
     def _reform(self, now_s: float) -> None:
         """Tells the stages where there will be more or fewer of them, or one goes to another
@@ -172,9 +173,9 @@ class RecoveryDesk:
         ended, self._ended = self._ended, []
         return ended
 
-    def _lose(self, worker: int, reason: str, now_s: float) -> None:
+    def _lose(self, worker: int, reason: str, now_s: float, *, was_silent: bool = False) -> None:
         stage = self._launcher.roster.worker_stage(worker)
-        answers = self._recovery.lose(worker, reason, now_s)
+        answers = self._recovery.lose(worker, reason, now_s, was_silent=was_silent)
         if stage is None:
             logger.warning("worker %d, which fills no stage, is lost: %s", worker, reason)
         else:

@@ -70,7 +70,9 @@ class StageLauncher:
         self.channel = SchedulerChannel(context, stage_address(args.run_directory), others)
         self._others = others
         self._join_limit_s = args.recovery.join_limit_s
-        self._joins = JoinWatch(args.recovery.silence_s, self._join_limit_s)
+        self._joins = JoinWatch(
+            args.recovery.silence_s, self._join_limit_s, self._worker_core_waits_s
+        )
         self._source = source
         self._processes: dict[int, WorkerProcess] = {
             worker: WatchedProcess(pid) for worker, pid in enumerate(pids)
@@ -194,6 +196,15 @@ class StageLauncher:
         workers = map(self.roster.worker_of, self.stages)
         processes = [None if worker is None else self._processes.get(worker) for worker in workers]
         return [None if process is None else process.pid for process in processes]
+
+    def core_waits_s(self, stage: int) -> Mapping[int, float]:
+        """See `WatchedProcess.core_waits_s`, of the worker that fills `stage`."""
+        worker = self.roster.worker_of(stage)
+        return {} if worker is None else self._worker_core_waits_s(worker)
+
+    def _worker_core_waits_s(self, worker: int) -> Mapping[int, float]:
+        process = self._processes.get(worker)
+        return {} if process is None else process.core_waits_s()
 
     def clock_offsets_s(self) -> dict[int, float]:
         """Of stages whose clock is not this host's: what to add to their moments."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from sgl_pipeline.managers.stages.nursery import Nursery
 from sgl_pipeline.pipeline.assignment import num_threads, split_cores, workers_of_host
 
 # More are started only once the whole command line has been checked.
@@ -48,6 +49,7 @@ class StageProcesses:
         self.place = place or WorkerPlace()
         self._threads: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._nursery: Nursery | None = None
         # `close` and `start_another` come from different threads.
         self._lock = threading.Lock()
         self._is_closed = False
@@ -71,6 +73,13 @@ class StageProcesses:
             for worker, own_threads in enumerate(threads):
                 self._processes.append(self._spawn(worker, own_threads))
 
+    def keep_nursery(self) -> None:
+        """Has a process import what workers need, so that those which are started later are its
+        forks and there at once. Not for stages on GPUs."""
+        with self._lock:
+            if not self._is_closed:
+                self._nursery = Nursery(self._environment(max(self._threads, default=1)))
+
     def start_another(self, worker: int, threads: int | None = None) -> int | None:
         """Starts one more worker, which greets as `worker`, with as many compute threads as the
         first ones unless told otherwise. Returns its process id; None when the server is about to
@@ -78,6 +87,10 @@ class StageProcesses:
         with self._lock:
             if self._is_closed:
                 return None
+            if self._nursery is not None and threads is None:
+                pid = self._nursery.fork(self._arguments(worker))
+                if pid is not None:
+                    return pid
             # How they ended has been read by now: others are started after that.
             self._processes = [one for one in self._processes if one.poll() is None]
             self._processes.append(self._spawn(worker, threads or max(self._threads, default=1)))
@@ -115,8 +128,18 @@ class StageProcesses:
         for process in self._processes:
             process.wait()
         self._processes.clear()
+        if self._nursery is not None:
+            self._nursery.close()
+            self._nursery = None
 
     def _spawn(self, worker: int, threads: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", self.module, *self._arguments(worker)]
+        command += ["--parent", str(os.getpid())]
+        environment = self._environment(threads)
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+
+    def _environment(self, threads: int) -> dict[str, str]:
+        """That of workers with so many compute threads."""
         package_root = str(Path(__file__).resolve().parents[3])
         environment = dict(os.environ)
         # OpenMP reads these before torch can be told. Threads spin for the next kernel of a step, a
@@ -133,16 +156,18 @@ class StageProcesses:
         environment |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
         paths = [package_root, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        command = [sys.executable, "-m", self.module]
+        return environment
+
+    def _arguments(self, worker: int) -> list[str]:
+        """Of `stage_process.py`, but for the parent."""
         address = self.place.head_address or stage_address(self.run_directory)
-        command += ["--address", address, "--worker", str(worker)]
-        command += ["--run-directory", self.run_directory]
+        arguments = ["--address", address, "--worker", str(worker)]
+        arguments += ["--run-directory", self.run_directory]
         if self.place.host_address:
-            command += ["--host-address", self.place.host_address]
+            arguments += ["--host-address", self.place.host_address]
         if self.place.model_path:
-            command += ["--model-path", self.place.model_path]
-        command += ["--parent", str(os.getpid())]
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+            arguments += ["--model-path", self.place.model_path]
+        return arguments
 
 
 def stage_address(run_directory: str) -> str:

@@ -16,16 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_pipeline.errors import KernelBuildError
+from sgl_pipeline.user_cache import make_private
 
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _COMPILE_SECONDS = 300
-
-
-def default_cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/sgl_pipeline`, or `~/.cache/sgl_pipeline`."""
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
-    return base / "sgl_pipeline"
 
 
 def find_compiler() -> list[str]:
@@ -59,7 +53,7 @@ def build_library(
     for part in (*texts, shlex.join([*compiler, *_FLAGS]).encode(), macros):
         hashed.update(hashlib.sha256(part).digest())
     try:
-        _make_private(cache_directory)
+        make_private(cache_directory)  # code is loaded from it
         library = cache_directory / f"{name}-{hashed.hexdigest()[:24]}.so"
         # Whoever comes second waits for the first one's library instead of compiling it again.
         with open(cache_directory / "lock", "w") as lock:
@@ -83,17 +77,6 @@ def _compile(sources: Sequence[Path], compiler: Sequence[str], library: Path) ->
         built = Path(directory) / library.name
         _run([*compiler, *_FLAGS, *map(str, sources), "-o", str(built)])
         os.replace(built, library)  # a library is there whole or not at all
-
-
-def _make_private(directory: Path) -> None:
-    """Code is loaded from here: only this user may own it or write to it."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise KernelBuildError(
-            f"{directory} belongs to or is writable by others, so no code is loaded from it; "
-            f"run `chmod 700 {directory}` or point XDG_CACHE_HOME elsewhere"
-        )
 
 
 def _run(command: list[str]) -> bytes:

@@ -196,6 +196,12 @@ class _HeardCalls(TorchDispatchMode):
         self.are_addresses: list[bool] = []
         self.size_places: dict[str, list[int]] = {"num_rows": [], "num_chunks": []}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled by torch, and to keep its compiler out of `__torch_dispatch__`
+        torch would import it, for seconds, in the midst of a step."""
+        return False
+
     def hear(self, functions: CompiledFunctions, name: str, arguments: tuple[Any, ...]) -> None:
         """See `CallListener.hear`."""
         self.functions = functions

@@ -11,12 +11,9 @@ from pathlib import Path
 
 import torch
 
-from sgl_pipeline.pp_runner.cpu_kernels.build import (
-    build_library,
-    default_cache_directory,
-    find_compiler,
-)
+from sgl_pipeline.pp_runner.cpu_kernels.build import build_library, find_compiler
 from sgl_pipeline.pp_runner.cpu_kernels.functions import CompiledFunctions
+from sgl_pipeline.user_cache import user_cache_directory
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 _DIRECTORY = Path(__file__).parent
@@ -395,5 +392,5 @@ def load_cpu_kernels(*extra_flags: str) -> CpuKernels:
     Raises KernelBuildError when there is no compiler, it fails, or the cache cannot be used.
     """
     compiler = [*find_compiler(), *extra_flags]
-    library = build_library("cpu_kernels", _SOURCES, _HEADERS, compiler, default_cache_directory())
+    library = build_library("cpu_kernels", _SOURCES, _HEADERS, compiler, user_cache_directory())
     return CpuKernels(CompiledFunctions(library))

@@ -10,8 +10,16 @@ from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, Attention
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, RmsNorm, Rotation
 from sgl_pipeline.pp_runner.step_inputs import PagedLayout
 
-_HEAD_DIM = 64
-_PAGE_SIZE = 16
+# Where it is not known what the stage's pages hold.
+ONE_HEAD = AttentionShape(
+    num_query_heads=1,
+    num_kv_heads=1,
+    head_dim=64,
+    page_size=16,
+    scale=1.0,
+    dtype=torch.bfloat16,
+    device=torch.device("cuda"),
+)
 
 
 def plan_decode_and_prefill(attention: AttentionBackend, shape: AttentionShape) -> None:
@@ -32,19 +40,26 @@ def plan_decode_and_prefill(attention: AttentionBackend, shape: AttentionShape) 
 
 
 @torch.inference_mode()
-def call_layer_kernels(kernels: LayerKernels, dtype: torch.dtype, device: torch.device) -> None:
-    """Runs norms, gate and heads on one row of zeros in `dtype` on `device`."""
+def call_layer_kernels(kernels: LayerKernels, shape: AttentionShape) -> None:
+    """Runs norms, gate and heads on one row of zeros, and one page."""
+    head_dim = shape.head_dim
 
-    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=device)
+    def zeros(*size: int, dtype: torch.dtype = shape.dtype) -> torch.Tensor:
+        return torch.zeros(*size, dtype=dtype, device=shape.device)
 
-    norm = RmsNorm(zeros(_HEAD_DIM), 1e-6)
-    kernels.norm(zeros(1, _HEAD_DIM), norm)
-    kernels.add_norm(zeros(1, _HEAD_DIM), zeros(1, _HEAD_DIM), norm)
-    kernels.gate(zeros(1, 2 * _HEAD_DIM))
-    half = zeros(1, _HEAD_DIM // 2, dtype=torch.float32)
-    pages = (zeros(1, _PAGE_SIZE, 1, _HEAD_DIM), zeros(1, _PAGE_SIZE, 1, _HEAD_DIM))
-    slots = zeros(1, dtype=torch.int64)
+    norm = RmsNorm(zeros(head_dim), 1e-6)
+    kernels.norm(zeros(1, head_dim), norm)
+    kernels.add_norm(zeros(1, head_dim), zeros(1, head_dim), norm)
+    kernels.gate(zeros(1, 2 * head_dim))
+    half = zeros(1, head_dim // 2, dtype=torch.float32)
+    pages = (
+        zeros(1, *shape.page_shape, dtype=shape.page_dtype),
+        zeros(1, *shape.page_shape, dtype=shape.page_dtype),
+    )
     kernels.place_heads(
-        zeros(1, 3 * _HEAD_DIM), None, Rotation(half, half, interleaved=False), slots, pages
+        zeros(1, (shape.num_query_heads + 2 * shape.num_kv_heads) * head_dim),
+        None,
+        Rotation(half, half, interleaved=False),
+        zeros(1, dtype=torch.int64),
+        pages,
     )

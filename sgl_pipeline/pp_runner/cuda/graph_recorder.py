@@ -37,12 +37,14 @@ class CudaGraphRecorder:
     """The recorder of a GPU.
 
     All graphs take their memory from one pool, which is right as long as they never run at the same
-    time. Other threads may allocate during a recording (NCCL has one that does).
+    time. The recorder keeps the pool: one that is only its graphs' is freed with the last of them,
+    and torch ends a later recording into it with an internal error. Other threads may allocate
+    during a recording (NCCL has one that does).
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._memory = torch.cuda.MemPool()
         self._stream = torch.cuda.Stream(device)
         self._recording: torch.cuda.CUDAGraph | None = None
 
@@ -56,7 +58,10 @@ class CudaGraphRecorder:
     def begin(self) -> None:
         assert self._recording is None, "a recording within a recording"
         self._recording = torch.cuda.CUDAGraph()
-        self._recording.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._recording.capture_begin(
+            pool=self._memory.id,  # type: ignore[arg-type]  # torch's stubs have a NewType of it
+            capture_error_mode="thread_local",
+        )
 
     def end(self) -> Graph:
         assert self._recording is not None, "end without begin"

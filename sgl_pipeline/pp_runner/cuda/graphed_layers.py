@@ -2,8 +2,8 @@
 
 A graph launches all its kernels at once; one by one, their launching takes longer than their work
 in steps of few rows. A step is filled up to the next number of rows that has a graph. Graphs are
-those of one epoch, the newest: recording its plan's drops the older ones, and a step of an older
-epoch runs kernel by kernel. A graph holds addresses, so none may outlive a layer that it runs. Made
+those of one epoch, the newest: its plan's drops the older ones, and a step of an older epoch runs
+kernel by kernel. A graph holds addresses, so none may outlive a layer that it runs. Made
 by `kernel_choice.py`. It must never let a row of padding write where a request's keys are. What the
 graphs are fed is tested on a CPU; untested on hardware.
 """
@@ -96,9 +96,18 @@ class GraphedLayers:
         held_layers.before_drop(self._forget)
 
     def prepare(self, epoch: int, layers: range) -> None:
-        """Records all graphs of `epoch` now; `plan` does so when a step first needs one."""
+        """Drops the graphs of older epochs; those of `epoch` are recorded when a step needs one, or
+        by `record_all`.
+
+        At the switch of a layer move the pipeline would stand still for all of them, and most
+        numbers of rows may never come. The memory that the older ones had is there for them.
+        """
+        self._drop_graphs()
+        self._epoch, self._recorded = epoch, layers
+
+    def record_all(self) -> None:
+        """Records every graph of the epoch that was prepared last."""
         started = time.perf_counter()
-        self._enter(epoch, layers)
         # The largest first: the smaller ones fit into the memory that it has taken.
         for rows in reversed(self._mixed_rows):
             self._mixed_step(rows)
@@ -113,7 +122,7 @@ class GraphedLayers:
     def plan(self, epoch: int, layers: range, inputs: StepInputs) -> None:
         """See `StepLayers.plan`."""
         if epoch > self._epoch:
-            self._enter(epoch, layers)
+            self.prepare(epoch, layers)
         self._layers, layout = layers, inputs.layout
         if epoch < self._epoch:
             self._planned = None
@@ -141,12 +150,9 @@ class GraphedLayers:
         if layer in self._recorded:
             self._drop_graphs()
 
-    def _enter(self, epoch: int, layers: range) -> None:
-        self._drop_graphs()
-        self._epoch, self._recorded = epoch, layers
-
     def _drop_graphs(self) -> None:
         """When the device runs none of them."""
+        self._planned = None
         if self._captured:
             with self._recorder.session():
                 self._captured.clear()

@@ -1,8 +1,9 @@
 """Brings a step's index tensors to the GPU in one copy, beside the kernels of the step before.
 
-Used by `StageRunner` through `build_step_inputs`. Must never let a kernel read before the copy is
-done, nor a page-locked buffer be filled again while it is still being read: torch's allocator of
-page-locked memory does the latter: it makes as many buffers as there are copies under way.
+Used by `StageRunner` through `build_step_inputs`, and the copy by layer moves. Must never let a
+kernel read before the copy is done, nor a page-locked buffer be filled again while it is still
+being read: torch's allocator of page-locked memory does the latter: it makes as many buffers as
+there are copies under way.
 The packing is tested on CPU; the copy is untested on hardware.
 """
 
@@ -19,13 +20,14 @@ class InputStaging:
         copy: copies one array, and has what is launched from then on wait for it.
     """
 
-    def __init__(self, copy: Callable[[np.ndarray], torch.Tensor]) -> None:
+    def __init__(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._copy = copy
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> Sequence[torch.Tensor]:
         """The arrays on the device, as views of one tensor."""
         assert all(array.dtype == np.int64 for array in arrays)
-        return self._copy(np.concatenate(arrays)).split([len(array) for array in arrays])
+        together = torch.from_numpy(np.concatenate(arrays))
+        return self._copy(together).split([len(array) for array in arrays])
 
 
 class CopyBesideKernels:
@@ -35,8 +37,9 @@ class CopyBesideKernels:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def __call__(self, values: np.ndarray) -> torch.Tensor:
-        locked = torch.from_numpy(values).pin_memory()
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """`values`, whose own memory may be used again, on the device."""
+        locked = values.pin_memory()
         computing = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
             copied = locked.to(self._device, non_blocking=True)

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.pp_runner.cpu_kernels.build import default_cache_directory
 from sgl_pipeline.pp_runner.cuda.compile_notice import CompileNotice
 from sgl_pipeline.pp_runner.cuda.toolkit import find_toolkit
+from sgl_pipeline.user_cache import user_cache_directory
 
 _WITHOUT_FLASHINFER = "--stage-attention-backend torch --stage-kernels torch"
 _MOST_CHARACTERS = 300  # of a compiler's message
@@ -82,7 +82,7 @@ def _put_ninja_on_path() -> None:
 def _cache_directory() -> Path:
     """Beside FlashInfer's own cache where its variable moves that, else beside our kernels."""
     base = os.environ.get("FLASHINFER_WORKSPACE_BASE")
-    return Path(base, ".cache", "sgl_pipeline") if base else default_cache_directory()
+    return Path(base, ".cache", "sgl_pipeline") if base else user_cache_directory()
 
 
 def _has_module(name: str) -> bool:

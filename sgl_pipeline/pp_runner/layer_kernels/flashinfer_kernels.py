@@ -6,14 +6,14 @@ and 0.7.2; what the functions are given is tested on CPU, the kernels themselves
 hardware.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from sgl_pipeline.pp_runner.cuda.kernel_builds import building_kernels
-from sgl_pipeline.pp_runner.kv_format import encode
+from sgl_pipeline.pp_runner.kv_format import FP8
 from sgl_pipeline.pp_runner.layer_kernels.backend import (
     GatedLinear,
     HeadNorms,
@@ -21,7 +21,8 @@ from sgl_pipeline.pp_runner.layer_kernels.backend import (
     RmsNorm,
     Rotation,
 )
-from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import gpu_quantized_linear
+from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import GpuProducts
+from sgl_pipeline.pp_runner.layer_kernels.row_rounding import RowRounding, open_row_rounding
 from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
 from sgl_pipeline.pp_runner.quantization.weights import Matrix
 
@@ -81,6 +82,10 @@ def open_functions() -> FlashInferFunctions:
     return functions
 
 
+def _open_gpu_rounding() -> RowRounding:
+    return open_row_rounding(torch.device("cuda"))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _StepTables:
     """What all layers of a step give FlashInfer alike, made by the first of them.
@@ -124,16 +129,26 @@ class FlashInferKernels:
     """The `LayerKernels` of a CUDA stage, for bf16 and fp16; see there.
 
     It remembers the tables of the last step by its rotation, which is made anew for each.
+
+    Args:
+        open_rounding: called before the first number is rounded to 8 bits.
+        tried_rows: see `GpuProducts`.
     """
 
-    def __init__(self, open_library: Callable[[], FlashInferFunctions] = open_functions) -> None:
+    def __init__(
+        self,
+        open_library: Callable[[], FlashInferFunctions] = open_functions,
+        open_rounding: Callable[[], RowRounding] = _open_gpu_rounding,
+        tried_rows: Sequence[int] = (),
+    ) -> None:
         self._library = open_library()
+        self._products = GpuProducts(open_rounding, tried_rows)
         self._tables: _StepTables | None = None
 
     def linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
         if isinstance(weight, torch.Tensor):
             return TorchLinear(weight, bias)
-        return gpu_quantized_linear(weight, bias)
+        return self._products.linear(weight, bias)
 
     def gated_linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
         return GatedLinear(self.linear(weight, bias), self.gate)
@@ -183,9 +198,13 @@ class FlashInferKernels:
         query, key = self._library.apply_rope_with_cos_sin_cache(
             tables.rows, query, key, head_dim, tables.cos_sin, not rotation.interleaved
         )
+        if pages[0].dtype == FP8:
+            # FlashInfer's append would copy bytes, as if all had the dtype of the pages.
+            self._products.rounding.append_fp8(key, value, slots, pages)
+            return query
         self._library.append_paged_kv_cache(
-            encode(key, pages[0].dtype),
-            encode(value, pages[1].dtype),
+            key,
+            value,
             tables.requests,
             tables.slots,
             pages,

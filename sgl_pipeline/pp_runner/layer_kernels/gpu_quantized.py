@@ -1,10 +1,14 @@
 """Matrix products with quantized weights on an NVIDIA GPU, by torch's kernels for 8 bits.
 
-Built by `FlashInferKernels`; `kernel_choice.py` asks `why_without_kernel` first. Rows are rounded
-in plain torch, by several small kernels a product. Nothing waits for the GPU, so CUDA graphs can
-hold it. Written against torch 2.13, whose own checks of dtypes, shapes and strides run in the
-tests; the kernels are untested on hardware.
+Built by `FlashInferKernels`; `kernel_choice.py` asks `why_without_kernel` first. A product in FP8
+is two kernels: rows are rounded (`row_rounding.py`), then multiplied. Nothing waits for the GPU, so
+CUDA graphs can hold it. Written against torch 2.13, whose own checks of dtypes, shapes and strides
+run in the tests; the kernels are untested on hardware.
 """
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -12,14 +16,14 @@ from torch.nn.functional import ScalingType
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
-from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import (
-    round_rows_to_fp8,
-    round_rows_to_int8,
-)
+from sgl_pipeline.pp_runner.layer_kernels.row_rounding import RowRounding, by_columns
 from sgl_pipeline.pp_runner.quantization.schemes import Fp8Scheme, Int4Scheme, Scheme
 from sgl_pipeline.pp_runner.quantization.weights import Fp8Weight, Int8Weight, QuantizedWeight
 
+logger = logging.getLogger(__name__)
+
 Capability = tuple[int, int]
+Shape = tuple[int, int]  # outputs and inputs
 
 _FP8_CAPABILITY = (8, 9)  # from here on tensor cores multiply FP8
 _INT8_CAPABILITY = (7, 5)
@@ -28,6 +32,7 @@ _BLOCK_INPUTS = 128  # that share a scale, in the only block-wise kernel (cuBLAS
 _BLOCK_ROWS = 16
 _FEWEST_INT8_ROWS = 32  # `torch._int_mm` takes no fewer than 17
 _FP8_MULTIPLE, _INT8_MULTIPLE = 16, 8  # of inputs and outputs
+_NOT_SUPPORTED = "CUBLAS_STATUS_NOT_SUPPORTED"  # in the words of torch's error
 
 
 def why_without_kernel(scheme: Scheme, dtype: torch.dtype, capability: Capability) -> str:
@@ -50,15 +55,71 @@ def why_without_kernel(scheme: Scheme, dtype: torch.dtype, capability: Capabilit
     return ""
 
 
-def gpu_quantized_linear(weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Linear:
-    """The product with `weight` [out, in], of a scheme that has a kernel on this GPU.
+class GpuProducts:
+    """The products with quantized weights of a stage.
 
-    Raises ConfigurationError for sizes that the kernels do not take.
+    Args:
+        open_rounding: called before the first of them.
+        tried_rows: with so many rows each product is computed when a layer is loaded: what is
+            compiled for it or refused comes to light then, and not in a request.
     """
-    if isinstance(weight, Int8Weight):
-        return GpuInt8Linear(weight, bias)
-    assert isinstance(weight, Fp8Weight), "`kernel_choice.py` refuses others"
-    return GpuFp8Linear(weight, bias)
+
+    def __init__(
+        self, open_rounding: Callable[[], RowRounding], tried_rows: Sequence[int] = ()
+    ) -> None:
+        self._open_rounding = open_rounding
+        self._tried_rows = tried_rows
+        self._tried: set[tuple[str, Shape, bool]] = set()
+        self._refusals: dict[Shape, Refusals] = {}
+
+    @cached_property
+    def rounding(self) -> RowRounding:
+        """Raises ConfigurationError where this machine has not got it."""
+        return self._open_rounding()
+
+    def linear(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Linear:
+        """The product with `weight` [out, in], of a scheme that has a kernel on this GPU.
+
+        Raises ConfigurationError for sizes that the kernels do not take.
+        """
+        linear: Linear
+        if isinstance(weight, Int8Weight):
+            linear = GpuInt8Linear(weight, self.rounding, bias)
+        else:
+            assert isinstance(weight, Fp8Weight), "`kernel_choice.py` refuses others"
+            refusals = self._refusals.setdefault(weight.shape, Refusals(weight.shape))
+            linear = GpuFp8Linear(weight, self.rounding, bias, refusals)
+        kind = (f"{type(weight).__name__} {weight.scales.shape}", weight.shape, bias is not None)
+        if kind not in self._tried:
+            self._tried.add(kind)
+            inputs, device = weight.shape[1], weight.scales.device
+            for num_rows in self._tried_rows:
+                linear(torch.zeros(num_rows, inputs, dtype=weight.dtype, device=device))
+        return linear
+
+
+class Refusals:
+    """The numbers of rows with which cuBLAS has no FP8 product, with a scale for each row, by
+    matrices of a shape. On Hopper there are such, with few rows and many inputs (reported of an
+    H100 in torchao's issue 4582)."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._refused: set[int] = set()
+
+    def __contains__(self, num_rows: int) -> bool:
+        return num_rows in self._refused
+
+    def add(self, num_rows: int) -> None:
+        if not self._refused:
+            logger.warning(
+                "cuBLAS refuses FP8 products of %d rows with a scale for each by a matrix of %d "
+                "outputs and %d inputs: with this number, and others that it refuses, scales come "
+                "in after the product, by three kernels more",
+                num_rows,
+                *self._shape,
+            )
+        self._refused.add(num_rows)
 
 
 class GpuFp8Linear:
@@ -68,9 +129,16 @@ class GpuFp8Linear:
         weight: [out, in], multiples of 16, with a scale for each output or, where `in` is a
             multiple of 128, for each output and 128 inputs.
         bias: [out] bf16, or None.
+        refusals: what is known of matrices of this shape.
     """
 
-    def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: Fp8Weight,
+        rounding: RowRounding,
+        bias: torch.Tensor | None = None,
+        refusals: Refusals | None = None,
+    ) -> None:
         outputs, inputs = weight.shape
         _require_multiples(weight, _FP8_MULTIPLE)
         self._has_blocks = weight.scales.shape[1] > 1
@@ -80,32 +148,57 @@ class GpuFp8Linear:
                 f"{weight.group_size}, only multiples of {_BLOCK_INPUTS} with one for each "
                 f"{_BLOCK_INPUTS}; use --stage-kernels torch"
             )
+        self._rounding = rounding
         self._group_size = weight.group_size
         self._values = weight.values.t()  # by columns, as the kernels want it
         self._scales = (
-            _by_columns(weight.scales) if self._has_blocks else weight.scales.reshape(1, outputs)
+            by_columns(weight.scales) if self._has_blocks else weight.scales.reshape(1, outputs)
         )
         self._recipe = ScalingType.BlockWise1x128 if self._has_blocks else ScalingType.RowWise
+        self._one = weight.scales.new_ones(1)
         self._bias = bias
+        self._refusals = refusals or Refusals(weight.shape)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [T, out] for `x` [T, in]."""
         num_rows = len(x)
         if num_rows == 0:  # of the head, in a step that samples nothing
             return x.new_empty(0, self._values.shape[1])
-        rows = _fill_up(x, -num_rows % _BLOCK_ROWS) if self._has_blocks else x
-        values, scales = round_rows_to_fp8(rows, self._group_size)
-        y = F.scaled_mm(
-            values,
-            self._values,
-            _by_columns(scales) if self._has_blocks else scales,
-            self._recipe,
-            self._scales,
-            self._recipe,
-            bias=self._bias,
-            output_dtype=x.dtype,
-        )
+        filled = num_rows + (-num_rows % _BLOCK_ROWS if self._has_blocks else 0)
+        values, scales = self._rounding.to_fp8(x, self._group_size, filled)
+        if not self._has_blocks:
+            scales = scales[:, 0, None]  # torch asks for a stride of 1, of one number too
+        if filled in self._refusals:
+            return self._scaled_after(values, scales, x.dtype)
+        try:
+            y = F.scaled_mm(
+                values,
+                self._values,
+                scales,
+                self._recipe,
+                self._scales,
+                self._recipe,
+                bias=self._bias,
+                output_dtype=x.dtype,
+            )
+        except RuntimeError as error:
+            # It is raised before anything is launched. The products in blocks have no other way.
+            if self._has_blocks or _NOT_SUPPORTED not in str(error):
+                raise
+            self._refusals.add(filled)
+            return self._scaled_after(values, scales, x.dtype)
         return y[:num_rows]
+
+    def _scaled_after(
+        self, values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The same numbers: a scale for each row and output comes out of the sum."""
+        recipe = ScalingType.TensorWise
+        y = F.scaled_mm(
+            values, self._values, self._one, recipe, self._one, recipe, output_dtype=torch.float32
+        )
+        y.mul_(scales).mul_(self._scales)
+        return (y if self._bias is None else y.add_(self._bias)).to(dtype)
 
 
 class GpuInt8Linear:
@@ -117,8 +210,11 @@ class GpuInt8Linear:
         bias: [out], or None.
     """
 
-    def __init__(self, weight: Int8Weight, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Int8Weight, rounding: RowRounding, bias: torch.Tensor | None = None
+    ) -> None:
         _require_multiples(weight, _INT8_MULTIPLE)
+        self._rounding = rounding
         self._values = weight.values.t()
         self._scales = weight.scales
         self._bias = None if bias is None else bias.float()
@@ -126,23 +222,12 @@ class GpuInt8Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [T, out] for `x` [T, in]."""
         num_rows = len(x)
-        rows = _fill_up(x, max(0, _FEWEST_INT8_ROWS - num_rows))
-        values, scales = round_rows_to_int8(rows)
+        values, scales = self._rounding.to_int8(x, max(num_rows, _FEWEST_INT8_ROWS))
         sums = torch._int_mm(values, self._values)[:num_rows].float()
         y = sums.mul_(self._scales).mul_(scales[:num_rows, None])
         if self._bias is not None:
             y += self._bias
         return y.to(x.dtype)
-
-
-def _fill_up(x: torch.Tensor, missing: int) -> torch.Tensor:
-    """`x` [T, in] with `missing` rows of zeros."""
-    return F.pad(x, (0, 0, 0, missing)) if missing else x
-
-
-def _by_columns(scales: torch.Tensor) -> torch.Tensor:
-    """The same [R, G], with strides (1, R)."""
-    return scales.t().clone(memory_format=torch.contiguous_format).t()
 
 
 def _require_multiples(weight: QuantizedWeight, multiple: int) -> None:

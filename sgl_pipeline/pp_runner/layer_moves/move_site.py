@@ -22,6 +22,16 @@ class Parcel(NamedTuple, Generic[R]):
     is_last: bool
 
 
+class LeavingPages(Protocol[R]):
+    """Pages that are being read: those of a GPU come to the host beside its kernels."""
+
+    def is_read(self) -> bool:
+        """Whether `parcel` would not wait."""
+
+    def parcel(self) -> Parcel[R]:
+        """They, as steps that were launched before had written them."""
+
+
 class PageSender(Protocol[R]):
     """The source's end of the way to one target."""
 
@@ -76,8 +86,8 @@ class MoveSite(Protocol[R]):
     def drop(self, layers: Iterable[int]) -> None:
         """Lets go of layers and of what was loaded for them, as far as there is any of it."""
 
-    def read_pages(self, layer: int, pages: Sequence[int]) -> Parcel[R]:
-        """The keys and values of `pages`, which the caller sends before the next step runs."""
+    def read_pages(self, layer: int, pages: Sequence[int]) -> LeavingPages[R]:
+        """Begins to read the keys and values of `pages`."""
 
     def write_pages(self, rows: R) -> None:
         """Puts pages of another stage where they belong."""

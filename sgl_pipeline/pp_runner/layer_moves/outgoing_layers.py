@@ -2,18 +2,29 @@
 
 In rounds, as virtual machines are moved (pre-copy): the first sends all pages that hold anything,
 each later one what was written meanwhile, until that is little. What is left is sent when the plan
-has switched. Part of `LayerMover`; never starts a thread: it sends a parcel when it is asked to.
+has switched. Part of `LayerMover`; never starts a thread: it reads and sends a parcel when it is
+asked to. Parcels are sent in the order in which they were read, so that a page that was written
+meanwhile comes after its older self.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Generic
 
-from sgl_pipeline.pp_runner.layer_moves.move_site import MoveSite, PageSender, Parcel, R
+from sgl_pipeline.pp_runner.layer_moves.move_site import (
+    LeavingPages,
+    MoveSite,
+    PageSender,
+    Parcel,
+    R,
+)
 
 # A patch of so many pages of each layer is little: to copy them takes less than a step.
 SMALL_PATCH_PAGES = 64
 # More rounds would not end either: steps write as fast as pages are copied.
 MAX_ROUNDS = 4
+# Parcels that are read at once: while one is sent the next one comes to the host.
+MAX_READING = 2
 
 
 class OutgoingLayers(Generic[R]):
@@ -34,44 +45,64 @@ class OutgoingLayers(Generic[R]):
         self._sender = sender
         self._rounds = 1
         self._queue = self._parcels(pages)
+        self._reading: deque[LeavingPages[R]] = deque()
         self._written: set[int] = set()
 
     @property
     def is_ready(self) -> bool:
         """Whether all pages were sent once, and what was written since is little or stays much."""
         is_small = len(self._written) <= SMALL_PATCH_PAGES
-        return not self._queue and (is_small or self._rounds >= MAX_ROUNDS)
+        is_sent = not self._queue and not self._reading
+        return is_sent and (is_small or self._rounds >= MAX_ROUNDS)
 
     def wrote(self, pages: Iterable[int]) -> None:
         """A step has written to these pages."""
         self._written.update(pages)
 
     def work(self) -> bool:
-        """Sends one parcel, if there is one to send and the target keeps up."""
+        """Sends what was read and begins to read one parcel, if there is one to send and the target
+        keeps up. False: there is nothing to do, for now."""
+        did_send = self._send_read()
         if not self._queue and len(self._written) > SMALL_PATCH_PAGES:
             if self._rounds >= MAX_ROUNDS:
-                return False
+                return did_send
             self._rounds += 1
             self._queue = self._parcels(sorted(self._written))
             self._written.clear()
-        if not self._queue or not self._sender.can_send():
-            return False
-        parcel = self._site.read_pages(*self._queue.pop())
-        self._sender.send(parcel)
-        self.copied_bytes += parcel.num_bytes
+        is_busy = len(self._reading) >= MAX_READING
+        if not self._queue or is_busy or not self._sender.can_send():
+            return did_send
+        self._reading.append(self._site.read_pages(*self._queue.pop()))
+        self._send_read()
         return True
 
     def finish(self) -> None:
         """Sends all that the target lacks; no step runs these layers here any more."""
         unsent = {page for _, pages in self._queue for page in pages}
         for layer, pages in self._parcels(sorted(self._written | unsent)):
-            parcel = self._site.read_pages(layer, pages)
-            self._sender.send(parcel)
-            self.patched_bytes += parcel.num_bytes
+            self._reading.append(self._site.read_pages(layer, pages))
+            if len(self._reading) > MAX_READING:
+                self.patched_bytes += self._send_next()
+        while self._reading:
+            self.patched_bytes += self._send_next()
         self._sender.send(Parcel(None, 0, is_last=True))
 
     def close(self) -> None:
         self._sender.close()
+
+    def _send_read(self) -> bool:
+        """Whether any was."""
+        did_send = False
+        while self._reading and self._reading[0].is_read():
+            self.copied_bytes += self._send_next()
+            did_send = True
+        return did_send
+
+    def _send_next(self) -> int:
+        """Returns its bytes."""
+        parcel = self._reading.popleft().parcel()
+        self._sender.send(parcel)
+        return parcel.num_bytes
 
     def _parcels(self, pages: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
         """What to read for each parcel."""

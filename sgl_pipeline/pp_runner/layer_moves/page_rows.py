@@ -1,13 +1,16 @@
 """Pages of a layer as rows of bytes, for the way between two stages.
 
 A row is one page: the layer and the page's id (int64 each), its keys, its values, and zeros up to a
-multiple of 16 bytes. The rows of a parcel are of one layer.
+multiple of 16 bytes. The rows of a parcel are of one layer. On a GPU they are gathered and put in
+place by kernels in the order of the steps, and cross beside them: nothing waits for a step, and no
+page is read while it is written. Untested on hardware.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from sgl_pipeline.pp_runner.download import Download, HostCopy
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 
 _HEADER_BYTES = 16
@@ -15,32 +18,46 @@ _ALIGNMENT = 16
 
 
 class PageRows:
-    """Packs pages of `kv_pool` into rows, and back."""
+    """Packs pages of `kv_pool` into rows, and back.
 
-    def __init__(self, kv_pool: KvPool, page_bytes: int) -> None:
+    Args:
+        download: brings rows to the host.
+        upload: brings a tensor of the host to the device; its memory may be used again at once.
+    """
+
+    def __init__(
+        self,
+        kv_pool: KvPool,
+        page_bytes: int,
+        download: Download,
+        upload: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         self._kv_pool = kv_pool
+        self._download, self._upload = download, upload
         self._half_bytes = page_bytes // 2
         self.row_bytes = row_bytes(page_bytes)
 
     @torch.inference_mode()
-    def pack(self, layer: int, pages: Sequence[int]) -> torch.Tensor:
-        """Rows [N, row_bytes] (uint8, host) of `pages` of `layer`, which is here."""
-        ids = torch.tensor(pages, dtype=torch.int64)
-        rows = torch.zeros((len(ids), self.row_bytes), dtype=torch.uint8)
-        header = rows[:, :_HEADER_BYTES].view(torch.int64)
-        header[:, 0] = layer
-        header[:, 1] = ids
+    def pack(self, layer: int, pages: Sequence[int]) -> HostCopy:
+        """Rows [N, row_bytes] (uint8) of `pages` of `layer`, which is here, on their way to the
+        host."""
+        named = torch.tensor([(layer, page) for page in pages], dtype=torch.int64)
+        header = self._upload(named)
+        rows = torch.zeros((len(header), self.row_bytes), dtype=torch.uint8, device=header.device)
+        rows[:, :_HEADER_BYTES].view(torch.int64).copy_(header)
         for half, of_layer in zip(self._halves(rows), self._kv_pool.pages(layer), strict=True):
-            half.copy_(_bytes(of_layer)[ids.to(of_layer.device)])
-        return rows
+            half.copy_(_bytes(of_layer)[header[:, 1]])
+        return self._download([rows])
 
     @torch.inference_mode()
     def unpack(self, rows: torch.Tensor) -> None:
-        """Writes the pages in `rows` [N, row_bytes] (uint8), of a layer that has pages here."""
-        header = rows[:, :_HEADER_BYTES].view(torch.int64)
-        layer, ids = int(header[0, 0]), header[:, 1]
-        for half, of_layer in zip(self._halves(rows), self._kv_pool.pages(layer), strict=True):
-            _bytes(of_layer)[ids.to(of_layer.device)] = half.to(of_layer.device)
+        """Writes the pages in `rows` [N, row_bytes] (uint8, host), of a layer that has pages here.
+        Steps that are launched from then on see them."""
+        layer = int(rows[0, :_HEADER_BYTES].view(torch.int64)[0])
+        placed = self._upload(rows)
+        ids = placed[:, :_HEADER_BYTES].view(torch.int64)[:, 1]
+        for half, of_layer in zip(self._halves(placed), self._kv_pool.pages(layer), strict=True):
+            _bytes(of_layer)[ids] = half
 
     def _halves(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the keys and the values are in `rows`."""

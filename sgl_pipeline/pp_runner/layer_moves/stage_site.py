@@ -5,18 +5,37 @@ left stay as spare ones while the stage has room for them: loads swing back.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from sgl_pipeline.pp_runner.device import make_copy, make_download
+from sgl_pipeline.pp_runner.download import HostCopy
 from sgl_pipeline.pp_runner.kv_pool import kv_page_bytes
 from sgl_pipeline.pp_runner.layer_moves.layer_loading import LayerLoading
-from sgl_pipeline.pp_runner.layer_moves.move_site import Awaited, Parcel
+from sgl_pipeline.pp_runner.layer_moves.move_site import Awaited, LeavingPages, Parcel
 from sgl_pipeline.pp_runner.layer_moves.page_rows import PageRows
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.stage_plan import StagePlan
 
-# To copy so much takes a fraction of a millisecond, and a cache holds it until it is read.
+# On a CPU to copy so much takes a fraction of a millisecond, and a cache holds it until it is read.
 PARCEL_BYTES = 512 * 1024
+# From and to a GPU each parcel costs launches, and so much crosses in half a millisecond.
+GPU_PARCEL_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ReadPages:
+    """The `LeavingPages` of a stage."""
+
+    rows: HostCopy
+
+    def is_read(self) -> bool:
+        return self.rows.is_ready()
+
+    def parcel(self) -> Parcel[torch.Tensor]:
+        (rows,) = self.rows.tensors()
+        return Parcel(rows, rows.nbytes, is_last=False)
 
 
 class StageSite:
@@ -40,7 +59,14 @@ class StageSite:
         self._resident = frozenset(resident)
         self._max_layers = max_layers
         self._attend = attend
-        self._rows = PageRows(self._layers.kv_pool, kv_page_bytes(runner.shape, 1))
+        device = runner.shape.device
+        self._parcel_bytes = PARCEL_BYTES if device.type == "cpu" else GPU_PARCEL_BYTES
+        self._rows = PageRows(
+            self._layers.kv_pool,
+            kv_page_bytes(runner.shape, 1),
+            make_download(device),
+            make_copy(device),
+        )
         self._loading: LayerLoading | None = None
 
     @property
@@ -50,7 +76,7 @@ class StageSite:
 
     @property
     def pages_per_parcel(self) -> int:
-        return max(1, PARCEL_BYTES // self._rows.row_bytes)
+        return max(1, self._parcel_bytes // self._rows.row_bytes)
 
     def begin_loading(self, layers: Sequence[int]) -> None:
         missing = [layer for layer in layers if layer not in self._layers.spare]
@@ -82,9 +108,8 @@ class StageSite:
                 self._layers.drop(layer, keep_weights=True)
         self._make_room(0, needed=())
 
-    def read_pages(self, layer: int, pages: Sequence[int]) -> Parcel[torch.Tensor]:
-        rows = self._rows.pack(layer, pages)
-        return Parcel(rows, rows.nbytes, is_last=False)
+    def read_pages(self, layer: int, pages: Sequence[int]) -> LeavingPages[torch.Tensor]:
+        return _ReadPages(self._rows.pack(layer, pages))
 
     def write_pages(self, rows: torch.Tensor) -> None:
         self._rows.unpack(rows)

@@ -1,8 +1,7 @@
 """What every activation link offers to the stage runner.
 
-Implemented by `host_link` (one host: CPU stages, and several stages on one GPU), `cuda_ipc_link`
-(several stages on one GPU), both on `buffered_link`, and `distributed_link` (a GPU for each stage);
-chosen in `open_link.py`.
+Implemented by `host_link` (one host: CPU stages, and several stages on one GPU) on `buffered_link`,
+and `distributed_link` (a GPU for each stage); chosen in `open_link.py`.
 The stage runner receives a step's rows from upstream before it runs its layers and sends the result
 downstream. What crosses is exactly the [T, hidden] tensor that would go from layer to layer inside
 a stage.

@@ -1,6 +1,6 @@
 """Rows in buffers that two stages of one host both have open, and news of them through a socket.
 
-What `host_link`, `cuda_ipc_link` and `page_link` have in common: who owns a buffer, when it is free
+What `host_link` and `page_link` have in common: who owns a buffer, when it is free
 again, what crosses the socket. The stage upstream puts rows into a free buffer and tells its number
 and a tag, of activations the step id; the stage downstream reads them where they lie, and gives the
 buffer back when it asks for the next rows. What a buffer is, and how it becomes known on the other
@@ -15,51 +15,31 @@ import os
 import select
 import socket
 import struct
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pp_runner.links.activation_link import NeighborGone
 
-_NEWS = struct.Struct("<qqq")  # tag, rows, number of the buffer; then what `introduce` says
-_RETURN = struct.Struct("<q")  # number of the buffer; then what `after_reading` says
+_NEWS = struct.Struct("<qqq")  # tag, rows, number of the buffer; with a descriptor if that is new
+_RETURN = struct.Struct("<q")  # number of the buffer
 MAX_UNREAD = 4  # buffers; their memory stays with the link
 _FEWEST_ROWS = 64  # of a buffer; all hold a power of two, so that steps share them
 
-B = TypeVar("B")
 
+class Buffers(Protocol):
+    """Memory that both ends have open; a buffer of it is [capacity, hidden]."""
 
-class Buffers(Protocol[B]):
-    """One kind of buffer, for both ends. Data that crosses is fixed structs, never pickles."""
+    def make(self, num_rows: int) -> tuple[torch.Tensor, int]:
+        """Upstream: a buffer of that many rows, and the file descriptor by which the other end
+        opens it. The caller closes that."""
 
-    news_bytes: int  # of what `introduce` adds to news
-    return_bytes: int  # of what `after_reading` adds to a return
+    def open(self, descriptor: int) -> torch.Tensor:
+        """Downstream: the buffer. Closes the descriptor."""
 
-    def make(self, num_rows: int) -> B:
-        """Upstream: a buffer of that many rows."""
-
-    def capacity(self, buffer: B) -> int:
-        """Its rows."""
-
-    def write(self, buffer: B, hidden: torch.Tensor) -> None:
-        """Upstream: puts `hidden` [T, hidden] into its first rows."""
-
-    def introduce(self, buffer: B, first_time: bool) -> tuple[bytes, list[int]]:
-        """Upstream: what the other side needs to read it, and file descriptors for it, which are
-        closed here when they are sent."""
-
-    def came_back(self, buffer: B, data: bytes) -> None:
-        """Upstream: the other side has said `after_reading`."""
-
-    def open(self, data: bytes, descriptors: list[int]) -> B:
-        """Downstream: the buffer that `introduce` tells of, when it is new. Closes descriptors."""
-
-    def read(self, buffer: B, num_rows: int) -> torch.Tensor:
+    def read(self, buffer: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Downstream: its first rows, on the stage's device."""
-
-    def after_reading(self, buffer: B) -> bytes:
-        """Downstream: what the other side must know before it writes to the buffer again."""
 
 
 class RowInbox(Protocol):
@@ -127,35 +107,34 @@ class RowLink:
                 end.close()
 
 
-class BufferedLink(RowLink, Generic[B]):
+class BufferedLink(RowLink):
     """Both ends in `buffers`; paths are Unix sockets in the run directory."""
 
-    def __init__(self, upstream: str | None, downstream: str | None, buffers: Buffers[B]) -> None:
+    def __init__(self, upstream: str | None, downstream: str | None, buffers: Buffers) -> None:
         super().__init__(
             Inbox(upstream, buffers) if upstream is not None else None,
             Outbox(downstream, buffers) if downstream is not None else None,
         )
 
 
-class Outbox(Generic[B]):
+class Outbox:
     """The upstream end: owns the buffers. Connects with the first rows, or when asked."""
 
-    def __init__(self, path: str, buffers: Buffers[B]) -> None:
+    def __init__(self, path: str, buffers: Buffers) -> None:
         self._path = path
         self._buffers = buffers
         self._socket: socket.socket | None = None
-        self._made: list[B] = []  # by number
+        self._made: list[torch.Tensor] = []  # by number
         self._free: list[int] = []
 
     def send(self, tag: int, rows: torch.Tensor) -> None:
         """Hands over `rows` without waiting. Raises ConnectionError when the other end is gone."""
         neighbor = self._connected()
         self._take_back(neighbor)
-        number, is_new = self._buffer_for(rows.shape[0])
-        self._buffers.write(self._made[number], rows)
-        data, descriptors = self._buffers.introduce(self._made[number], is_new)
+        number, descriptors = self._buffer_for(rows.shape[0])
         try:
-            socket.send_fds(neighbor, [_NEWS.pack(tag, rows.shape[0], number) + data], descriptors)
+            self._made[number][: rows.shape[0]].copy_(rows)
+            socket.send_fds(neighbor, [_NEWS.pack(tag, rows.shape[0], number)], descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -183,35 +162,33 @@ class Outbox(Generic[B]):
 
     def _take_back(self, neighbor: socket.socket) -> None:
         """Frees the buffers that the neighbor has done with."""
-        num_bytes = _RETURN.size + self._buffers.return_bytes
         with contextlib.suppress(BlockingIOError):
-            while returned := neighbor.recv(num_bytes, socket.MSG_DONTWAIT):
-                (number,) = _RETURN.unpack_from(returned)
-                self._buffers.came_back(self._made[number], returned[_RETURN.size :])
-                self._free.append(number)
+            while returned := neighbor.recv(_RETURN.size, socket.MSG_DONTWAIT):
+                self._free.append(*_RETURN.unpack(returned))
 
-    def _buffer_for(self, num_rows: int) -> tuple[int, bool]:
-        """The number of a free buffer, and whether the neighbor has never seen it."""
+    def _buffer_for(self, num_rows: int) -> tuple[int, list[int]]:
+        """The number of a free buffer, and its descriptor if the neighbor has never seen it."""
         for number in self._free:
-            if self._buffers.capacity(self._made[number]) >= num_rows:
+            if self._made[number].shape[0] >= num_rows:
                 self._free.remove(number)
-                return number, False
+                return number, []
         capacity = max(_FEWEST_ROWS, 1 << (num_rows - 1).bit_length())
-        self._made.append(self._buffers.make(capacity))
-        return len(self._made) - 1, True
+        buffer, descriptor = self._buffers.make(capacity)
+        self._made.append(buffer)
+        return len(self._made) - 1, [descriptor]
 
 
-class Inbox(Generic[B]):
+class Inbox:
     """The downstream end."""
 
-    def __init__(self, path: str, buffers: Buffers[B]) -> None:
+    def __init__(self, path: str, buffers: Buffers) -> None:
         self._path = path
         self._buffers = buffers
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(path)
         self._listener.listen(1)
         self._socket: socket.socket | None = None
-        self._opened: dict[int, B] = {}
+        self._opened: dict[int, torch.Tensor] = {}
         self._in_use: int | None = None
 
     def take(self) -> tuple[int, torch.Tensor] | None:
@@ -220,16 +197,16 @@ class Inbox(Generic[B]):
         if self._socket is None:
             self._socket, _ = self._listener.accept()
         self._give_back(self._socket)
-        num_bytes = _NEWS.size + self._buffers.news_bytes
         try:
-            news, descriptors, *_ = socket.recv_fds(self._socket, num_bytes, 1)
+            news, descriptors, *_ = socket.recv_fds(self._socket, _NEWS.size, 1)
         except ConnectionError:
             return None
         if not news:
             return None
-        tag, num_rows, number = _NEWS.unpack_from(news)
+        tag, num_rows, number = _NEWS.unpack(news)
         if number not in self._opened:
-            self._opened[number] = self._buffers.open(news[_NEWS.size :], descriptors)
+            (descriptor,) = descriptors
+            self._opened[number] = self._buffers.open(descriptor)
         self._in_use = number
         return tag, self._buffers.read(self._opened[number], num_rows)
 
@@ -257,9 +234,8 @@ class Inbox(Generic[B]):
         """All that reads the last step's rows has been done or launched."""
         if self._in_use is None:
             return
-        data = self._buffers.after_reading(self._opened[self._in_use])
         with contextlib.suppress(ConnectionError):
-            neighbor.send(_RETURN.pack(self._in_use) + data)
+            neighbor.send(_RETURN.pack(self._in_use))
         self._in_use = None
 
 

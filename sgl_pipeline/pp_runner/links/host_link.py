@@ -15,7 +15,7 @@ from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.buffered_link import BufferedLink
 
 
-class HostLink(BufferedLink[torch.Tensor]):
+class HostLink(BufferedLink):
     """A buffer is [capacity, hidden] on the host, which two processes see."""
 
     def __init__(
@@ -27,37 +27,15 @@ class HostLink(BufferedLink[torch.Tensor]):
 class SharedMemory:
     """The `Buffers` of a HostLink."""
 
-    news_bytes = 0
-    return_bytes = 0
-
     def __init__(self, shape: ActivationShape) -> None:
         self._shape = shape
-        self._new_descriptor: int | None = None  # of the latest buffer, until it is sent
 
-    def make(self, num_rows: int) -> torch.Tensor:
+    def make(self, num_rows: int) -> tuple[torch.Tensor, int]:
         descriptor = os.memfd_create("activations")
         os.ftruncate(descriptor, num_rows * self._shape.row_bytes)
-        self._new_descriptor = descriptor
-        return self._map(descriptor)
+        return self._map(descriptor), descriptor
 
-    def capacity(self, buffer: torch.Tensor) -> int:
-        return buffer.shape[0]
-
-    def write(self, buffer: torch.Tensor, hidden: torch.Tensor) -> None:
-        buffer[: hidden.shape[0]].copy_(hidden)
-
-    def introduce(self, buffer: torch.Tensor, first_time: bool) -> tuple[bytes, list[int]]:
-        if not first_time:
-            return b"", []
-        assert self._new_descriptor is not None
-        descriptor, self._new_descriptor = self._new_descriptor, None
-        return b"", [descriptor]
-
-    def came_back(self, buffer: torch.Tensor, data: bytes) -> None:
-        """What was read is read."""
-
-    def open(self, data: bytes, descriptors: list[int]) -> torch.Tensor:
-        (descriptor,) = descriptors
+    def open(self, descriptor: int) -> torch.Tensor:
         try:
             return self._map(descriptor)
         finally:
@@ -65,9 +43,6 @@ class SharedMemory:
 
     def read(self, buffer: torch.Tensor, num_rows: int) -> torch.Tensor:
         return buffer[:num_rows].to(self._shape.device)
-
-    def after_reading(self, buffer: torch.Tensor) -> bytes:
-        return b""
 
     def _map(self, descriptor: int) -> torch.Tensor:
         memory = mmap.mmap(descriptor, 0)

@@ -8,7 +8,6 @@ from sgl_pipeline.pp_runner.links.buffered_link import (
     RowLink,
     RowOutbox,
 )
-from sgl_pipeline.pp_runner.links.cuda_ipc_link import CudaIpcLink
 from sgl_pipeline.pp_runner.links.distributed_link import DistributedLink
 from sgl_pipeline.pp_runner.links.host_link import HostLink, SharedMemory
 from sgl_pipeline.pp_runner.links.tcp_link import TcpInbox, TcpOutbox, split_link
@@ -20,7 +19,7 @@ def open_activation_link(
     """The link of `stage`, given an address for each boundary.
 
     `unix:PATH` for each makes HostLinks; one `nccl:RENDEZVOUS` or `gloo:RENDEZVOUS` for all
-    boundaries makes DistributedLinks; `cuda-ipc:PATH` for each makes CudaIpcLinks.
+    boundaries makes DistributedLinks.
     Where stages have several hosts, each boundary has its own kind: `unix:PATH`, or
     `tcp:HOST:PORT/DOOR` at the cluster port of the host downstream. The doors of this host are in
     `run_directory`.
@@ -33,8 +32,7 @@ def open_activation_link(
             open_inbox(links[stage - 1], shape, run_directory) if stage > 0 else None,
             open_outbox(links[stage], shape, run_directory) if stage < len(links) else None,
         )
-    on_host = HostLink if "cuda-ipc" not in kinds else CudaIpcLink
-    return on_host(
+    return HostLink(
         shape,
         upstream=paths[stage - 1] if stage > 0 else None,
         downstream=paths[stage] if stage < len(links) else None,

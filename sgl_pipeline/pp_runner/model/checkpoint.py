@@ -4,7 +4,6 @@ Opened by `StageModel.load`, whose layers ask for one tensor after the other by 
 name. Must never read a tensor that was not asked for: a stage holds its own layers and no others.
 """
 
-import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,9 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sgl_pipeline.errors import CheckpointError, ConfigurationError
+from sgl_pipeline.model_directory import SINGLE_FILE, indexed_files
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 # Standard deviation of dummy weights; the usual initializer_range of Hugging Face configs.
 DUMMY_DEVIATION = 0.02
 
@@ -75,17 +73,9 @@ def tensor_files(path: str | Path) -> dict[str, str]:
     unreadable.
     """
     directory = Path(path)
-    index_path = directory / INDEX_FILE
-    if not index_path.exists():
+    file_of = indexed_files(directory)
+    if file_of is None:
         return dict.fromkeys(_open(directory / SINGLE_FILE).keys(), SINGLE_FILE)
-    try:
-        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-        file_of = {str(name): str(file_name) for name, file_name in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index_path} is no index of tensors: {error!r}") from None
-    for file_name in set(file_of.values()):
-        if Path(file_name).name != file_name:
-            raise CheckpointError(f"{index_path} names {file_name!r}, outside the directory")
     return file_of
 
 

@@ -5,7 +5,6 @@ stages with it. Must never pass over a config field that changes the maths: what
 not compute is refused by name, because a model that runs slightly wrong looks like one that works.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
+from sgl_pipeline.model_directory import read_json_object
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
 from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES
 from sgl_pipeline.pp_runner.model.config_fields import ConfigFields
@@ -186,8 +186,8 @@ def read_model_spec(path: str | Path, quantization: str | None = None) -> ModelS
     if not directory.is_dir():
         raise ConfigurationError(f"--model-path {path}: no such directory")
     generation_path = directory / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.exists() else {}
-    spec = model_spec(_read_json(directory / "config.json"), generation)
+    generation = read_json_object(generation_path) if generation_path.exists() else {}
+    spec = model_spec(read_json_object(directory / "config.json"), generation)
     chosen = choose_quantization(
         quantization, spec.quantization, spec.names.head, has_tied_head=spec.tied_embeddings
     )
@@ -235,18 +235,6 @@ def model_spec(config: Config, generation_config: Config | None = None) -> Model
             "in its rotated share"
         )
     return spec
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigurationError(f"--model-path {path.parent} holds no {path.name}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is not readable JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"{path} holds a {type(content).__name__}, not a JSON object")
-    return content
 
 
 def _known_architecture(config: Config) -> str:

@@ -1,6 +1,6 @@
 """A thousand random schedules hold, replay bit for bit, and find what is broken on purpose."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -15,10 +15,12 @@ from sgl_pipeline.migration.coordinator import MoveCoordinator
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.recovery import StageRecovery
+from sgl_pipeline.pipeline.stage_handovers import StageHandovers
 from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
 from sgl_pipeline.pipeline.worker_supply import WorkerSupply
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import OutgoingLayers
+from sgl_pipeline.pp_runner.layer_moves.page_handover import PageHandover
 from sgl_pipeline.requests import FinishReason, Request, TokenEvent
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.scheduling.admission import Admission
@@ -52,6 +54,8 @@ def test_a_thousand_schedules_hold() -> None:
     assert sum(outcome.num_refusals for outcome in outcomes) > NUM_SEEDS // 5
     assert sum(outcome.num_shrunk for outcome in outcomes) > NUM_SEEDS // 25
     assert sum(outcome.num_grown for outcome in outcomes) > NUM_SEEDS // 50
+    assert sum(outcome.num_leaves for outcome in outcomes) > NUM_SEEDS // 2
+    assert sum(outcome.num_handovers for outcome in outcomes) > NUM_SEEDS // 4
     assert sum(outcome.num_unfit for outcome in outcomes) > 0
     assert 0 < sum(outcome.has_given_up for outcome in outcomes) < NUM_SEEDS // 4
 
@@ -264,11 +268,10 @@ def a_replacement_keeps_the_links_of_an_older_stream(patch: pytest.MonkeyPatch) 
     """One that got ready after another stage was lost."""
     take = WorkerRoster.take
 
-    def mutated(self: WorkerRoster, message: FromWorker) -> list[Addressed]:
-        answers = take(self, message)
+    def mutated(self: WorkerRoster, message: FromWorker, speaker: int) -> list[Addressed]:
+        answers = take(self, message, speaker)
         if isinstance(message, StageReady):
-            worker = self._filling(message.stage)
-            assert worker is not None
+            worker = self._workers[speaker]
             worker.incarnation = worker.asked_incarnation = self.incarnation
         return answers
 
@@ -335,6 +338,44 @@ def a_worker_that_comes_later_is_not_used(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StageRecovery, "reform", mutated)
 
 
+def what_is_written_during_a_handover_is_not_patched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PageHandover, "wrote", lambda self, pages: None)
+
+
+def the_rest_of_the_pages_follows_before_the_last_step(patch: pytest.MonkeyPatch) -> None:
+    """The leaver sends it while steps are in flight."""
+    go_on = StageHandovers.go_on
+
+    def mutated(self: StageHandovers, now_s: float) -> Iterator[Addressed]:
+        with patch.context() as hidden:
+            hidden.setattr(PipelineCore, "open_steps", ())
+            yield from [*go_on(self, now_s)]
+
+    patch.setattr(StageHandovers, "go_on", mutated)
+    patch.setattr(PipelineCore, "hand_over", lambda self, *about: self.halt((), *about[1:]))
+
+
+def steps_are_decided_while_the_last_pages_follow(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PipelineCore, "is_held", property(lambda self: False, lambda self, held: None))
+
+
+def pages_are_copied_to_nobody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PageHandover, "work", lambda self: False)
+
+
+def a_killed_leaver_takes_no_pages_with_it(patch: pytest.MonkeyPatch) -> None:
+    """Where its successor fills the stage at once."""
+    halt = StageRecovery._halt
+
+    def mutated(
+        self: StageRecovery, reason: str, now_s: float, lost_stage: int | None = None
+    ) -> None:
+        is_filled = lost_stage is not None and self._roster.worker_of(lost_stage) is not None
+        halt(self, reason, now_s, lost_stage=None if is_filled else lost_stage)
+
+    patch.setattr(StageRecovery, "_halt", mutated)
+
+
 def any_report_of_an_open_step_is_booked(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: PipelineCore, report: StageReport) -> OpenStep:
         for step in self.open_steps:
@@ -346,6 +387,11 @@ def any_report_of_an_open_step_is_booked(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTATIONS: tuple[Mutation, ...] = (
+    what_is_written_during_a_handover_is_not_patched,
+    the_rest_of_the_pages_follows_before_the_last_step,
+    steps_are_decided_while_the_last_pages_follow,
+    pages_are_copied_to_nobody,
+    a_killed_leaver_takes_no_pages_with_it,
     other_stages_inherit_the_book_of_the_log,
     pages_that_are_gone_are_given_out,
     fewer_stages_run_steps_of_the_plan_before,

@@ -108,7 +108,7 @@ def test_tokens_are_compared_one_by_one() -> None:
 
 def test_links_are_those_that_the_gpus_allow() -> None:
     assert links_between("cuda", 1, 1) == ("none",)
-    assert links_between("cuda", 4, 1) == ("host", "cuda-ipc")
+    assert links_between("cuda", 4, 1) == ("host",)
     assert links_between("cuda", 4, 4) == ("nccl", "host")
     assert links_between("cuda", 4, 2) == ("host",)
     assert links_between("cpu", 4, 0) == ("host",)

@@ -1,29 +1,70 @@
 """The predictions: their arithmetic, and that a run could measure every one of them."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from benchmark.gpu import part_kernels, part_pipelines, prediction_table
+from benchmark.gpu.bench_gpu import texts_of
+from benchmark.gpu.expected_cards import CARDS, H100, H200, ExpectedCard, expected_card
 from benchmark.gpu.limits import CardLimits
-from benchmark.gpu.measures import first_measured, idle_percent, less, of_card, over, slowest
+from benchmark.gpu.measures import idle_percent, less, of_card, over, slowest
 from benchmark.gpu.prediction_table import Found, NotRunError, Prediction
-from benchmark.gpu.predictions import (
-    ASSUMED_BYTES_PER_MS,
-    ASSUMED_FLOPS_PER_MS,
-    FLOORS,
-    PREDICTIONS,
-)
+from benchmark.gpu.predictions import SOURCES, predictions_for
+from benchmark.gpu.session import Budget, Session
 from benchmark.gpu.shapes import MODELS, STEPS, spec_of, step_work
+from sgl_pipeline.layer_partition import even_layer_counts
 
 STEPS_BY_NAME = {step.name: step for step in STEPS}
+PREDICTIONS = predictions_for(H100)
+every_card = pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
 
 
-@pytest.mark.parametrize(("model", "step"), FLOORS)
-def test_floors_are_the_least_time_at_the_assumed_rates(model: str, step: str) -> None:
-    spec = spec_of(model)
-    work = step_work(spec, spec.num_layers, True, STEPS_BY_NAME[step].chunks)
-    limits = CardLimits("assumed", ASSUMED_BYTES_PER_MS, ASSUMED_FLOPS_PER_MS)
-    floor = FLOORS[model, step]
-    assert floor.low == floor.high == pytest.approx(limits.limit_ms(work), rel=0.02)
+@every_card
+def test_floors_are_the_least_time_at_the_assumed_rates(card: ExpectedCard) -> None:
+    limits = CardLimits("assumed", card.tb_per_s * 1e9, card.tflop_per_s * 1e9)
+    predicted = {each.what: each for each in predictions_for(card)}
+    for part, floor_ms in card.floors_ms.items():
+        spec = spec_of(part.model)
+        num_layers = even_layer_counts(spec.num_layers, part.stages)[part.stage]
+        is_last = part.stage == part.stages - 1
+        work = step_work(spec, num_layers, is_last, STEPS_BY_NAME[part.step].chunks)
+        assert floor_ms == pytest.approx(limits.limit_ms(work), rel=0.02)
+        floor = predicted[f"{part.in_words()}: kernels"]
+        assert floor.low == floor.high == floor_ms
+        is_of_bytes = limits.bytes_ms(work) > limits.flops_ms(work)
+        assert floor.source.startswith("bytes" if is_of_bytes else "FLOPs")
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA H100 80GB HBM3", H100),
+        ("NVIDIA H200", H200),
+        ("NVIDIA H100 PCIe", H100),
+        ("CPU", H100),
+    ],
+)
+def test_predictions_are_those_of_the_card_by_its_name(name: str, card: ExpectedCard) -> None:
+    assert expected_card(name) is card
+    session = Session(torch.device("cpu"), [], [], [], Budget(0.0))
+    session.limits = CardLimits(name, 1.0, 1.0)
+    session.book_row("card", {"name": name, "tb_per_s": 1.0, "tflop_per_s": 1.0})
+    text = texts_of(session)[0]
+    assert f"| copy | estimate | {card.tb_per_s:g} TB/s |" in text
+    assert ("this is" in text) == (name != card.name)
+
+
+def test_the_digest_changes_with_each_file_of_predictions(tmp_path: Path) -> None:
+    assert [path.name for path in SOURCES] == ["predictions.py", "expected_cards.py"]
+    copies = [tmp_path / path.name for path in SOURCES]
+    seen = set()
+    for changed in (None, *copies):
+        for source, copy in zip(SOURCES, copies, strict=True):
+            copy.write_text(source.read_text() + ("# 4.4" if copy == changed else ""))
+        seen.add(prediction_table.digest(copies))
+    assert len(seen) == 3 and prediction_table.digest(SOURCES) in seen
 
 
 def everything_measured() -> Found:
@@ -39,7 +80,7 @@ def everything_measured() -> Found:
     pipelines = [
         {"model": "Qwen3-8B", "stages": depth, "link": link, "requests": requests, "extra": extra}
         for depth in (1, 2, 4)
-        for link in ("none", "host", "cuda-ipc", "nccl")
+        for link in ("none", "host", "nccl")
         for requests in part_pipelines._CONCURRENCIES
         for extra in (0, 1, 2)
     ]
@@ -63,10 +104,11 @@ def everything_measured() -> Found:
     )
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS, ids=lambda each: each.what)
-def test_a_whole_run_fills_every_prediction(prediction: Prediction) -> None:
-    assert prediction.measured(everything_measured()) is not None
-    assert prediction.low <= prediction.high and prediction.source
+@every_card
+def test_a_whole_run_fills_every_prediction(card: ExpectedCard) -> None:
+    for prediction in predictions_for(card):
+        assert prediction.measured(everything_measured()) is not None, prediction.what
+        assert prediction.low <= prediction.high and prediction.source
 
 
 def test_what_was_not_run_says_so_and_nothing_else() -> None:
@@ -86,10 +128,9 @@ def test_the_turnaround_is_that_of_a_link_which_does_not_wait_for_kernels() -> N
     rows = [
         {"model": "Qwen3-8B", "stages": 4, "requests": 256, "extra": 0, "link": link}
         | {"turnaround_ms": turnaround_ms}
-        for link, turnaround_ms in (("host", 9.0), ("cuda-ipc", 2.0), ("nccl", 1.0))
+        for link, turnaround_ms in (("host", 9.0), ("nccl", 1.0))
     ]
     assert prediction.measured(Found({"pipelines": rows})) == 1.0
-    assert prediction.measured(Found({"pipelines": rows[:2]})) == 2.0
     assert prediction.measured(Found({"pipelines": rows[:1]})) is None
 
 
@@ -100,7 +141,6 @@ def test_what_follows_of_two_columns_by_hand() -> None:
     assert idle_percent(small, large)(found) == pytest.approx(20)
     assert less(large, small)(found) == 1.0
     assert slowest([small, large, small])(found) == 5.0
-    assert first_measured(missing, small)(found) == 4.0
     with pytest.raises(NotRunError):
         slowest([small, missing])(found)
 

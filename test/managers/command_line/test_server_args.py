@@ -29,8 +29,8 @@ from sgl_pipeline.managers.command_line.server_args import (
     _parse,
     check_port_is_free,
     parse_command_line,
-    refuse_unsupported,
 )
+from sgl_pipeline.managers.command_line.upstream_checks import refuse_unsupported
 from sgl_pipeline.managers.command_line.upstream_fields import refusal
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.simulator.tune import SEARCH_SPACE, server_flags
@@ -278,13 +278,17 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--nnodes 2", "--nnodes 2"),
         ("--tp 2", "--tp-size 2"),
         ("--dp-size 2", "--dp-size 2"),
-        ("--trust-remote-code", "--trust-remote-code"),
-        ("--attention-backend triton", "--stage-attention-backend"),
+        ("--model-impl transformers", "code from a model repository is never run"),
+        ("--attention-backend dsa", "--attention-backend dsa .* models with another attention"),
+        ("--decode-attention-backend flashmla", "--decode-attention-backend flashmla"),
+        ("--moe-dense-tp-size 2", "--moe-dense-tp-size 2"),
+        ("--pp-max-micro-batch-size 0", "--pp-max-micro-batch-size 0"),
+        ("--pp-async-batch-depth 9", "--pp-async-batch-depth. must be between 0 and 8"),
+        ("--mem-fraction-static 1.5", "--mem-fraction-static 1.5"),
         ("--stage-prefill-kernels fa2 --device cpu", "needs --device cuda, this is cpu"),
         ("--page-size 0", "--page-size 0"),
         ("--min-prefill-tokens 0", "between 1 and"),
         ("--chunked-prefill-size -1", "--chunked-prefill-size -1"),
-        ("--mem-fraction-static 0.5 --device cpu", "use --max-total-tokens"),
         ("--load-format gguf", "--load-format gguf"),
         ("--context-length 1", "--context-length 1"),
         ("--stream-interval 0", "--stream-interval 0"),

@@ -32,7 +32,11 @@ def test_equal_hosts_with_a_link_have_no_fault() -> None:
         ({"version": "0.0.1"}, "runs sgl_pipeline 0.0.1"),
         ({"versions": VERSIONS | {"torch": "1.0"}}, "has torch 1.0, rank 0 2.9"),
         ({"versions": VERSIONS | {"sglang": ""}}, "has no sglang"),
-        ({"model_digest": "f" * 16}, "its model has the digest ffffffffffffffff"),
+        (
+            {"model_digest": "config-others-x"},
+            "is not that of host 0 (name0, 10.0.0.0:5000): the names",
+        ),
+        ({"model_digest": ""}, "one of them names no model"),
         ({"model_digest": "", "model_fault": "it is not there"}, "it is not there"),
     ],
 )

@@ -16,6 +16,7 @@ from sgl_pipeline.cluster.messages import (
     FromHead,
     HostHello,
     HostJoined,
+    HostLeaves,
     HostLost,
     OfHost,
     StartWorker,
@@ -135,6 +136,25 @@ def test_a_lost_host_loses_all_its_workers_and_this_one_is_asked_instead(source:
     assert source.workers.are_hosts_there()
     source.workers.start_worker(4)
     assert source.order() == ForHost(1, StartWorker(4, 2))
+
+
+def test_a_host_that_leaves_gives_its_workers_and_is_asked_for_no_other(source: Source) -> None:
+    source.start()
+    processes = [*map(source.workers.watch, source.workers.started())]
+    assert source.workers.take_leavers() == []
+    source.tell(OfHost(1, HostLeaves()))
+    assert source.workers.take_leavers() == [1, 2] and source.workers.take_leavers() == []
+    for number in (3, 4):
+        source.workers.start_worker(number)
+    assert source.local.asked == [3, 4]
+    assert not any(process.wait(0) for process in processes)
+    # It is a host like others when it comes again.
+    source.tell(HostLost(1, "host 1 has left"), HostJoined(HELLO))
+    assert [process.end() for process in processes if process.wait(1.0)] == ["host 1 has left"] * 2
+    for number in (1, 2):
+        source.workers.forget(number, has_served=True)
+    source.workers.start_worker(5)
+    assert source.order() == ForHost(1, StartWorker(5, 2))
 
 
 def test_a_host_whose_newcomer_never_served_is_not_asked_while_there_is_another(

@@ -20,6 +20,15 @@ def test_the_flags_of_sglang_are_read_among_others() -> None:
     assert alone is not None and alone.cluster == ClusterArgs() and alone.num_stages == 1
 
 
+def test_weights_are_those_of_files_unless_they_are_made_up() -> None:
+    formats = {}
+    for more in ("", "--load-format auto", "--load-format safetensors", "--load-format dummy"):
+        options = read_early_options([*ARGV, *more.split()])
+        assert options is not None
+        formats[more] = options.load_format
+    assert [*formats.values()] == ["safetensors", "safetensors", "safetensors", "dummy"]
+
+
 def test_a_config_file_says_the_same_and_flags_come_first(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(

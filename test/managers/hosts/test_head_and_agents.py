@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from msgspec import structs
 from support.clusters import host_directory
+from support.weight_files import sharded_model, whole_model
 
 from sgl_pipeline import __version__
 from sgl_pipeline.args import ClusterArgs
@@ -27,6 +28,7 @@ from sgl_pipeline.cluster.messages import (
     FromHead,
     HostHello,
     HostJoined,
+    HostLeaves,
     HostLost,
     OfHost,
     StartWorker,
@@ -34,13 +36,14 @@ from sgl_pipeline.cluster.messages import (
     WorkerEnded,
     WorkerStarted,
 )
+from sgl_pipeline.cluster.model_digest import model_digest
 from sgl_pipeline.cluster.secure_stream import SecureStream
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.hosts.agent import _Complaints, _Session
 from sgl_pipeline.managers.hosts.head_process import Head, HeadSetup
 from sgl_pipeline.managers.hosts.scheduler_desk import MAX_MESSAGE_BYTES
 
-DIGEST = "0123456789abcdef"
+DIGEST = "config-tensors-values"
 TIMEOUT_S = 20.0
 
 
@@ -88,12 +91,14 @@ class Cluster:
         self.directory = directory
         self.address = address
         self.head = head
+        self.sessions: list[_Session] = []
 
     async def agent(self, hello: HostHello) -> tuple[SleepingStages, "asyncio.Task[bool]"]:
         connection = await asyncio.to_thread(dial, self.address, AGENTS_DOOR, self.directory)
         stream = SecureStream(connection, self.directory, is_server=False)
         stages: Any = SleepingStages()
         session = _Session(FramedStream(stream), hello, stages, _Complaints())
+        self.sessions.append(session)
         return stages, asyncio.create_task(session.run())
 
     def scheduler(self) -> "Scheduler":
@@ -126,14 +131,16 @@ class Scheduler:
 
 
 @asynccontextmanager
-async def cluster_of(tmp_path: Path, silence_s: float) -> AsyncIterator[Cluster]:
+async def cluster_of(
+    tmp_path: Path, silence_s: float, digest: str = DIGEST
+) -> AsyncIterator[Cluster]:
     directory = host_directory(tmp_path / "head")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         number = probe.getsockname()[1]
     port = ClusterPort("127.0.0.1", number, directory)
     args = ClusterArgs(num_hosts=3, head_address=f"head:{number}", silence_s=silence_s)
-    head = Head(HeadSetup(directory, args, 5, None, DIGEST))
+    head = Head(HeadSetup(directory, args, 5, None, digest))
     tasks = [asyncio.create_task(port.serve()), asyncio.create_task(head.serve())]
     try:
         yield Cluster(directory, f"127.0.0.1:{number}", head)
@@ -146,10 +153,13 @@ async def cluster_of(tmp_path: Path, silence_s: float) -> AsyncIterator[Cluster]
 
 
 def play(
-    tmp_path: Path, scenario: Callable[[Cluster], Awaitable[None]], silence_s: float = 30.0
+    tmp_path: Path,
+    scenario: Callable[[Cluster], Awaitable[None]],
+    silence_s: float = 30.0,
+    digest: str = DIGEST,
 ) -> None:
     async def run() -> None:
-        async with cluster_of(tmp_path, silence_s) as cluster:
+        async with cluster_of(tmp_path, silence_s, digest) as cluster:
             await asyncio.wait_for(scenario(cluster), TIMEOUT_S)
 
     asyncio.run(run())
@@ -205,6 +215,40 @@ def test_the_scheduler_has_workers_started_and_ended_on_a_host(tmp_path: Path) -
     play(tmp_path, scenario)
 
 
+def test_a_host_that_was_asked_to_leave_stays_until_it_has_no_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scenario(cluster: Cluster) -> None:
+        stages, running = await cluster.agent(hello_of(1))
+        await until(lambda: len(stages.processes) == 2)
+        session = cluster.sessions[-1]
+        assert session.leave()
+        # The scheduler hears of it whenever it comes.
+        scheduler = cluster.scheduler()
+        told = [await scheduler.next() for _ in range(4)]
+        assert told[0] == HostJoined(hello_of(1)) and told[3] == OfHost(1, HostLeaves())
+        scheduler.order(1, StartWorker(7, 1))
+        assert await scheduler.next() == OfHost(1, WorkerEnded(7, "its host leaves"))
+        scheduler.order(1, StopWorker(1))
+        assert isinstance(await scheduler.next(), OfHost) and not running.done()
+        scheduler.order(1, StopWorker(2))
+        assert await running
+        assert [type(await scheduler.next()) for _ in range(2)] == [OfHost, HostLost]
+        assert "host 1 (name1, 10.0.0.1:5000) has left" in caplog.text
+
+    play(tmp_path, scenario)
+
+
+def test_a_host_without_workers_need_not_be_waited_for(tmp_path: Path) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        await cluster.agent(hello_of(1))
+        assert not cluster.sessions[-1].leave()
+
+    play(tmp_path, scenario)
+
+
 def test_an_agent_that_comes_back_is_a_new_host_whose_workers_are_gone(tmp_path: Path) -> None:
     async def scenario(cluster: Cluster) -> None:
         scheduler = cluster.scheduler()
@@ -240,7 +284,12 @@ def test_a_host_lost_before_the_scheduler_is_there_starts_its_share_again(
 REFUSALS = [
     ({"version": "0.0.1"}, r"runs sgl_pipeline 0\.0\.1, the head .*; install the same version"),
     ({"num_hosts": 4}, r"started with --nnodes 4, the head with --nnodes 3"),
-    ({"model_digest": "f" * 16}, r"its model has the digest f{16}, the head's 0123.*--model-path"),
+    (
+        {"model_digest": "config-tensors-others"},
+        r"host 1 \(name1, 10\.0\.0\.1:5000\): its model is not that of host 0 \(.*, head:\d+\): "
+        r"tensors of the same names and shapes have other values \(digest config-tensors-others, "
+        r"the head's config-tensors-values\); put the same files at --model-path",
+    ),
     ({"rank": 0}, r"--node-rank 0 is the head"),
 ]
 
@@ -259,6 +308,27 @@ def test_a_host_that_does_not_fit_is_refused_and_both_sides_say_why(
         play(tmp_path, scenario)
     (line,) = [line for line in caplog.messages if "is not taken in" in line]
     assert "(name1, 10.0.0.1:5000)" in line
+
+
+def test_a_host_with_other_weights_of_the_same_shapes_is_refused_and_one_with_the_same_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    large = bytes(range(256)) * 1024
+    tensors = {"norm": bytes(64), "head": large}
+    own = whole_model(tmp_path / "own", tensors)
+    same = sharded_model(tmp_path / "same", {"head": large}, {"norm": bytes(64)})
+    other = whole_model(tmp_path / "other", tensors | {"head": large[::-1]})
+
+    async def scenario(cluster: Cluster) -> None:
+        taken, _ = await cluster.agent(hello_of(1, model_digest=model_digest(str(same))))
+        await until(lambda: len(taken.processes) == 2)
+        refused, session = await cluster.agent(hello_of(2, model_digest=model_digest(str(other))))
+        with pytest.raises(ConfigurationError, match="same names and shapes have other values"):
+            await session
+        assert refused.processes == {}
+
+    play(tmp_path, scenario, digest=model_digest(str(own)))
 
 
 def test_two_hosts_of_one_rank_do_not_push_each_other_out(

@@ -257,6 +257,7 @@ def test_agents_get_what_they_need_of_the_command_line_and_no_more(tmp_path: Pat
     model = ["--model-path", str(tmp_path / "." / "x" / ".."), "--revision", "main"]
     (tmp_path / "x").mkdir()
     more = ["--api-key", "secret", "--cpu-threads-per-stage", "3", "--host-silence-s", "9"]
+    more += ["--load-format", "dummy"]
     options = read_early_options([*ARGV.split(), *model, *more, "--cluster-key-file", "file"])
     assert options is not None
     asked = ray_setup(options, SECRET)
@@ -268,6 +269,7 @@ def test_agents_get_what_they_need_of_the_command_line_and_no_more(tmp_path: Pat
             num_hosts=3, rank=rank, head_address="198.51.100.1:25000", silence_s=9.0
         )
         assert (agent.model, agent.revision) == (str(tmp_path), "main")
+        assert agent.load_format == "dummy"
         assert "secret" not in flags
 
 

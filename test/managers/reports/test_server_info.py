@@ -48,6 +48,7 @@ def test_recoveries_are_listed_and_the_one_under_way_is_said() -> None:
     first, second = facts["recoveries"]
     assert (first["stages"], first["seconds"], first["is_over"]) == ([1], 2.5, True)
     assert (first["requests"], first["tokens"], first["reasons"]) == (2, 70, ["killed"])
+    assert not first["is_planned"]
     assert (second["stages"], second["seconds"], second["is_over"]) == ([0], 1.0, False)
 
 

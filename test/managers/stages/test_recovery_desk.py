@@ -4,8 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.assignments import tiny_assignment
 
 from sgl_pipeline.managers.stages.recovery_desk import DUMP_GRACE_S, RecoveryDesk
+from sgl_pipeline.messages import Shutdown, WorkerLeaves
 from sgl_pipeline.pipeline.stage_watch import Silence
 from sgl_pipeline.pipeline.worker_source import RefusedWorker
 from sgl_pipeline.recovery_record import LostWorker, RecoveryRecord
@@ -24,6 +26,9 @@ class Recovery:
         self.limits: list[float | None] = []
         self.refusals: list[tuple[int, str]] = []
         self.reformed: list[Any] = []
+        self.heard: list[Any] = []
+        self.num_silent = 0
+        self.has_run = False
 
     def num_wanted_workers(self, now_s: float) -> int:
         return self.num_wanted
@@ -38,8 +43,13 @@ class Recovery:
         told, self.reformed = self.reformed, []
         return told
 
-    def lose(self, worker: int, reason: str, now_s: float) -> list[Any]:
+    def take(self, message: Any, now_s: float, speaker: int | None) -> list[Any]:
+        self.heard.append(message)
+        return []
+
+    def lose(self, worker: int, reason: str, now_s: float, *, was_silent: bool) -> list[Any]:
         self.lost.append((worker, reason))
+        self.num_silent += was_silent
         lost = (LostWorker(worker, worker, reason),)
         self.current = RecoveryRecord(began_s=now_s, incarnation=1, lost=lost, num_requests=3)
         return [(0, "regroup")]
@@ -51,10 +61,19 @@ class Recovery:
     def start_order(self, now_s: float) -> Any:
         order, self.order = self.order, None
         if order is not None and self.current is not None:
-            self.current.ended_s = now_s
             self.history.append(self.current)
             self.current = None
         return order
+
+    @property
+    def unsettled(self) -> RecoveryRecord | None:
+        return self.current
+
+    def settle(self, now_s: float) -> RecoveryRecord | None:
+        if not (self.has_run and self.history):
+            return None
+        self.history[-1].ended_s = now_s
+        return self.history.pop()
 
 
 class Launcher:
@@ -151,9 +170,45 @@ def test_a_loss_is_told_to_those_that_are_left_and_the_end_to_all(
     parts.recovery.order = "begin"
     parts.desk.serve(3.5)
     assert parts.launcher.broadcasts == ["begin"]
+    parts.desk.settle(3.4)
+    assert parts.desk.take_ended() == [] and "recovered" not in caplog.text
+    parts.recovery.has_run = True
+    parts.desk.settle(3.5)
     (record,) = parts.desk.take_ended()
     assert record.ended_s == 3.5 and parts.desk.take_ended() == []
     assert "recovered in 2.50 s: stage 1 runs again (worker 1)" in caplog.text
+
+
+def test_a_leaver_its_successor_and_the_end_have_a_line_each(
+    parts: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost: list[int] = []
+    parts.desk.on_lost = lost.append
+    parts.launcher.leavers = [1, 5]  # with their host
+    parts.desk.check(1.0)
+    assert parts.recovery.heard == [WorkerLeaves(1), WorkerLeaves(5)]
+    assert "stage 1 (worker 1) was asked to leave: it serves on until" in caplog.text
+    assert "worker 5" not in caplog.text
+    assignment = tiny_assignment(1, 3, 3)
+    parts.recovery.reformed = [(2, assignment)]
+    parts.desk.serve(2.0)
+    assert parts.launcher.sent == [assignment] and lost == []
+    assert "worker 2 loads the layers of stage 1, worker 1 serves on" in caplog.text
+    left = (LostWorker(4, 1, "it was asked to leave", has_left=True),)
+    record = RecoveryRecord(began_s=3.0, incarnation=1, lost=left, num_stages=2, stages_before=2)
+
+    def hand_over(now_s: float) -> list[Any]:
+        parts.recovery.current = record
+        return [(4, Shutdown())]
+
+    parts.recovery.reform = hand_over
+    parts.desk.serve(3.0)
+    # Whoever waits for the leaver's word need not any more.
+    assert parts.launcher.sent[-1] == Shutdown() and lost == [1]
+    parts.recovery.history, parts.recovery.has_run = [record], True
+    parts.desk.settle(3.25)
+    line = "stage 1: worker 1 took over from worker 4 with a pause of 0.25 s (0 tokens computed"
+    assert line in caplog.text
 
 
 def test_a_silent_stage_is_asked_once_and_then_replaced(
@@ -169,6 +224,7 @@ def test_a_silent_stage_is_asked_once_and_then_replaced(
     assert parts.launcher.given_up == [1]
     ((worker, reason),) = parts.recovery.lost
     assert worker == 1 and "in step 7 (5 prefill tokens, 2 decodes)" in reason
+    assert parts.recovery.num_silent == 1
 
 
 def test_a_stage_that_goes_on_after_it_was_asked_is_kept(parts: SimpleNamespace) -> None:

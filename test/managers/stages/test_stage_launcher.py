@@ -15,13 +15,21 @@ from support.worker_messages import hello
 from sgl_pipeline.args import PipelineArgs, StageArgs
 from sgl_pipeline.channels import WorkerChannel
 from sgl_pipeline.errors import ConfigurationError, StageFailure
+from sgl_pipeline.managers.stages import stage_launcher
 from sgl_pipeline.managers.stages.main_process_workers import (
     MainProcessWorkers,
     serve_worker_requests,
 )
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.managers.stages.stage_processes import StageProcesses
-from sgl_pipeline.messages import PoolSize, Regrouped, StageAssignment
+from sgl_pipeline.messages import (
+    FromWorker,
+    PoolSize,
+    Regrouped,
+    Shutdown,
+    StageAssignment,
+    WorkerLeaves,
+)
 from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
 from sgl_pipeline.pipeline.worker_source import RefusedWorker
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
@@ -83,6 +91,48 @@ def test_another_worker_comes_when_it_is_asked_for_and_waits_as_a_spare(
             with pytest.raises(StageFailure, match="killed by signal 9"):
                 while time.monotonic() < deadline_s:
                     launcher.check({})
+        finally:
+            launcher.stop()
+
+
+def test_a_worker_that_is_dismissed_ends_by_itself_and_is_no_loss(
+    processes: StageProcesses, tmp_path: Path
+) -> None:
+    with zmq.Context() as context:
+        launcher = launcher_of(processes, context, tmp_path)
+        try:
+            launcher.start()
+            process = psutil.Process(processes.pids[0])
+            # One that serves is asked to leave: it says so, once, and goes on.
+            process.terminate()
+            deadline_s = time.monotonic() + TIMEOUT_S
+            heard: list[tuple[int, FromWorker]] = []
+            while not heard and time.monotonic() < deadline_s:
+                launcher.channel.socket.poll(200)
+                heard += launcher.receive()
+            assert heard == [(0, WorkerLeaves(0))] and [*launcher.take_lost()] == []
+            launcher.tell([(0, Shutdown())])
+            while launcher._dismissed and time.monotonic() < deadline_s:
+                assert [*launcher.take_lost()] == []
+                time.sleep(0.05)
+            assert launcher._dismissed == launcher._processes == {}
+            assert processes._processes[0].wait(TIMEOUT_S) == 0
+        finally:
+            launcher.stop()
+
+
+def test_a_dismissed_worker_that_stands_still_is_killed(
+    processes: StageProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_launcher, "STOP_TIMEOUT_S", 0.0)
+    with zmq.Context() as context:
+        launcher = launcher_of(processes, context, tmp_path)
+        try:
+            launcher.start()
+            psutil.Process(processes.pids[0]).suspend()
+            launcher.tell([(0, Shutdown())])
+            assert [*launcher.take_lost()] == [] and launcher._dismissed == {}
+            assert processes._processes[0].wait(TIMEOUT_S) == -9
         finally:
             launcher.stop()
 

@@ -1,11 +1,13 @@
 """Stage workers that are started before anything is known, put right later, and surely ended."""
 
 import os
+import time
 
 import psutil
 import pytest
 
 from sgl_pipeline.managers.stages.stage_processes import StageProcesses, WorkerPlace
+from sgl_pipeline.process_lifetime import WatchedProcess
 
 
 @pytest.fixture
@@ -86,3 +88,41 @@ def test_torch_distributed_uses_the_interface_of_the_cluster_port_alone(tmp_path
         assert environment["GLOO_SOCKET_IFNAME"] == interface
     finally:
         stages.close()
+
+
+def forked(stages: StageProcesses, worker: int) -> int:
+    """The process id of a worker that the nursery has forked, once it is ready to."""
+    deadline_s = time.monotonic() + 60.0
+    while time.monotonic() < deadline_s:
+        pid = stages.start_another(worker)
+        assert pid is not None
+        if psutil.Process(pid).ppid() != os.getpid():
+            return pid
+        psutil.Process(pid).kill()  # a process of its own: the nursery still imports
+        time.sleep(0.5)
+    raise AssertionError("the nursery never got ready")
+
+
+@pytest.mark.multiproc
+def test_later_workers_are_forks_and_go_with_the_nursery(stages):
+    stages.start(1, cpu_threads=2)
+    stages.keep_nursery()
+    first, second = (psutil.Process(forked(stages, worker)) for worker in (1, 2))
+    assert first.ppid() == second.ppid() != os.getpid()
+    assert psutil.Process(second.ppid()).environ()["OMP_NUM_THREADS"] == "2"
+    first.kill()
+    # How it ended can be read until the next one is asked for.
+    watched = WatchedProcess(first.pid)
+    assert watched.wait(10.0) and watched.end() == "its process ended, killed by signal 9"
+    third = psutil.Process(forked(stages, 3))
+    assert not first.is_running()
+    # A nursery that ends takes its workers along, and another one takes its place.
+    psutil.Process(third.ppid()).kill()
+    psutil.wait_procs([second, third], timeout=10.0)
+    assert not second.is_running() and not third.is_running()
+    assert psutil.Process(forked(stages, 4)).is_running()
+    stages.close()
+    assert stages.start_another(5) is None
+    assert not [
+        one for one in psutil.Process().children() if "worker_nursery" in str(one.cmdline())
+    ]

@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 
 from sgl_pipeline.errors import KernelBuildError
-from sgl_pipeline.pp_runner.cpu_kernels.build import (
-    build_library,
-    default_cache_directory,
-    find_compiler,
-)
+from sgl_pipeline.pp_runner.cpu_kernels.build import build_library, find_compiler
 
 pytestmark = pytest.mark.compiler
 
@@ -136,10 +132,3 @@ def test_a_cache_that_cannot_be_made_is_named(source: Path, tmp_path: Path) -> N
     (tmp_path / "file").touch()
     with pytest.raises(KernelBuildError, match="XDG_CACHE_HOME"):
         build_library("tiny", [source], [], find_compiler(), tmp_path / "file" / "cache")
-
-
-def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert default_cache_directory() == Path("/somewhere/sgl_pipeline")
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert default_cache_directory() == Path.home() / ".cache" / "sgl_pipeline"

@@ -3,13 +3,15 @@
 On CPU graphs are emulated and FlashInfer stood in for (see test/support); on a GPU both are real.
 """
 
+import gc
+import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from support.emulated_graphs import EmulatedRecorder
+from support.emulated_graphs import EmulatedCuda, EmulatedRecorder
 from support.fake_flashinfer import FakeFlashInferFunctions, Fakes
 from support.real_flashinfer import EmulatedCard, emulated_card
 
@@ -24,6 +26,7 @@ from sgl_pipeline.pp_runner.cuda.graphed_layers import (
 from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import FlashInferKernels
+from sgl_pipeline.pp_runner.layer_kernels.row_rounding import TorchRowRounding
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.checkpoint import DummyWeights
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
@@ -93,6 +96,11 @@ class Stage:
                 )
         return found
 
+    def record_all(self, epoch: int = 0, layers: range = range(NUM_LAYERS)) -> None:
+        """As a stage does when it starts."""
+        self.graphed.prepare(epoch, layers)
+        self.graphed.record_all()
+
     def upstream(self, inputs: StepInputs) -> torch.Tensor | None:
         if self.eager_held.model.is_first:
             return None
@@ -106,6 +114,7 @@ def make_stage(
     kernels: LayerKernels | None = None,
     card: EmulatedCard | None = None,
     *,
+    cuda: EmulatedCuda | None = None,
     spec: ModelSpec = SPEC,
     kv_cache_dtype: str = "auto",
 ) -> Stage:
@@ -132,6 +141,9 @@ def make_stage(
     elif card is not None:
         attentions = [FlashInferAttention(shape) for _ in range(2)]
         recorder = card.graphs = EmulatedRecorder()
+    elif cuda is not None:
+        recorder = CudaGraphRecorder(device)
+        attentions = [Fakes(shape).attention, Fakes(shape, cuda).attention]
     else:
         recorder = EmulatedRecorder()
         attentions = [Fakes(shape).attention, Fakes(shape, recorder).attention]
@@ -175,7 +187,7 @@ def serve(stage: Stage) -> None:
 def test_every_kind_of_step_is_the_same_from_graphs(is_first: bool, at_once: bool) -> None:
     stage = make_stage(is_first)
     if at_once:
-        stage.graphed.prepare(0, range(NUM_LAYERS))
+        stage.record_all()
     serve(stage)
 
 
@@ -183,7 +195,7 @@ def test_every_kind_of_step_is_the_same_from_graphs(is_first: bool, at_once: boo
 def test_weights_and_pages_of_eight_bits_run_from_graphs_too(quantization: str) -> None:
     chosen = choose_quantization(quantization, None, SPEC.names.head)
     stage = make_stage(
-        kernels=FlashInferKernels(FakeFlashInferFunctions),
+        kernels=FlashInferKernels(FakeFlashInferFunctions, TorchRowRounding, tried_rows=(1, 16)),
         spec=replace(SPEC, quantization=chosen),
         kv_cache_dtype="fp8_e4m3",
     )
@@ -200,7 +212,7 @@ def test_flashinfers_layer_kernels_run_from_graphs_too(is_first: bool) -> None:
 def test_flashinfers_own_python_runs_a_stage_from_graphs() -> None:
     with emulated_card() as card:
         stage = make_stage(False, kernels=FlashInferKernels(), card=card)
-        stage.graphed.prepare(0, range(NUM_LAYERS))
+        stage.record_all()
         serve(stage)
 
 
@@ -210,7 +222,7 @@ def test_recording_touches_no_request() -> None:
         for layer in pool.layers:
             for pages in pool.pages(layer):
                 pages.copy_(torch.arange(pages.numel()).view_as(pages) % 7)
-    stage.graphed.prepare(0, range(NUM_LAYERS))
+    stage.record_all()
     for layer in stage.eager_pool.layers:
         for mine, theirs in zip(
             stage.graphed_pool.pages(layer), stage.eager_pool.pages(layer), strict=True
@@ -243,16 +255,46 @@ def test_graphs_are_those_of_the_newest_plan_and_older_steps_run_without() -> No
     stage = make_stage(is_first=False)
     assert isinstance(stage.recorder, EmulatedRecorder)
     chunks = [MirroredChunk(request(0, range(6)), 5, 1, True)]
-    stage.graphed.prepare(0, range(NUM_LAYERS))
+    stage.record_all()
     older = list(stage.recorder.graphs)
     stage.graphed.prepare(1, range(1, 3))
-    newer = stage.recorder.graphs[len(older) :]
     of_three_layers = stage.step(chunks)
-    assert not any(graph.num_replays for graph in older + newer)
+    assert not any(graph.num_replays for graph in older)
+    assert stage.recorder.graphs == older, "a switch waits for no recording"
     of_two_layers = stage.step(chunks, 1, range(1, 3))
-    assert sum(graph.num_replays for graph in newer) == 1
+    (newer,) = stage.recorder.graphs[len(older) :]
+    assert newer.num_replays == 1
     assert not torch.equal(of_three_layers, of_two_layers)
-    assert len(stage.recorder.graphs) == len(older) + len(newer)
+
+
+def two_epochs(stage: Stage) -> None:
+    """The switch of a layer move, whose last step of the old plan had no graph."""
+    first, second = (request(i, range(6 * i, 6 * i + 6)) for i in range(2))
+    stage.record_all()
+    stage.step([MirroredChunk(first, 0, 1, True), MirroredChunk(second, 0, 1, True)])
+    stage.step([MirroredChunk(first, 1, 9, True), MirroredChunk(second, 1, 11, True)])  # 20 rows
+    layers = range(1, NUM_LAYERS)
+    stage.graphed.prepare(1, layers)
+    stage.step([MirroredChunk(first, 10, 1, True)], 1, layers)
+    stage.step([MirroredChunk(first, 11, 7, True), MirroredChunk(second, 12, 1, True)], 1, layers)
+
+
+def test_the_memory_of_graphs_outlives_the_last_of_them() -> None:
+    cuda = EmulatedCuda()
+    with cuda.installed():
+        two_epochs(make_stage(is_first=False, cuda=cuda))
+
+
+def test_what_is_planned_keeps_no_graph_that_was_dropped() -> None:
+    """It would keep the pages of a layer that has left."""
+    stage = make_stage()
+    assert isinstance(stage.recorder, EmulatedRecorder)
+    stage.step([MirroredChunk(request(0, range(6)), 5, 7, True)])
+    stage.recorder.graphs.clear()
+    is_kept = weakref.ref(stage.graphed_pool.pages(1)[0])
+    stage.graphed_held.drop(1)
+    gc.collect()
+    assert is_kept() is None
 
 
 def test_no_graph_outlives_a_layer_that_it_runs() -> None:
@@ -273,7 +315,7 @@ def test_no_graph_outlives_a_layer_that_it_runs() -> None:
 def test_a_stage_without_layers_has_graphs_too() -> None:
     for is_first in (True, False):
         stage = make_stage(is_first)
-        stage.graphed.prepare(1, range(2, 2))
+        stage.record_all(1, range(2, 2))
         for length in (1, 6):
             chunk = MirroredChunk(request(0, range(6)), 5, length, True)
             rows = stage.step([chunk], 1, range(2, 2))
@@ -312,5 +354,13 @@ def test_real_graphs_on_a_gpu(is_first: bool) -> None:
         pytest.skip("no NVIDIA GPU")
     pytest.importorskip("flashinfer")
     stage = make_stage(is_first, torch.device("cuda"), FlashInferKernels())
-    stage.graphed.prepare(0, range(NUM_LAYERS))
+    stage.record_all()
     serve(stage)
+
+
+@pytest.mark.gpu
+def test_real_graphs_of_a_second_epoch() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+    pytest.importorskip("flashinfer")
+    two_epochs(make_stage(False, torch.device("cuda"), FlashInferKernels()))

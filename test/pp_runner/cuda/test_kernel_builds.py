@@ -2,6 +2,7 @@
 
 import os
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import (
     FlashInferFunctions,
     FlashInferKernels,
 )
+from sgl_pipeline.pp_runner.layer_kernels.row_rounding import TorchRowRounding
 
 SHAPE = AttentionShape(
     num_query_heads=4,
@@ -198,7 +200,7 @@ def test_a_stage_that_starts_compiles_and_fails_there(monkeypatch: pytest.Monkey
         make_attention_backend(BackendChoice("flashinfer"), SHAPE)
     assert "no kernel image" in one_line(caught.value)
 
-    monkeypatch.setattr(kernel_choice, "FlashInferKernels", object)
+    monkeypatch.setattr(kernel_choice, "FlashInferKernels", lambda **options: object())
     monkeypatch.setattr(kernel_choice, "call_layer_kernels", fail)
     with pytest.raises(ConfigurationError) as caught:
         make_layer_kernels(BackendChoice("flashinfer"))
@@ -214,9 +216,22 @@ def test_a_start_calls_every_function_of_flashinfer(monkeypatch: pytest.MonkeyPa
             called.add(name)
             return super().__getattribute__(name)
 
-    call_layer_kernels(FlashInferKernels(Recorded), torch.bfloat16, torch.device("cpu"))
+    call_layer_kernels(FlashInferKernels(Recorded), SHAPE)
     assert len(used) >= 4
     assert called >= set(used)
+
+
+def test_a_start_opens_what_rounds_keys_and_values() -> None:
+    """In the place of FlashInfer's append; where it is missing, the start says so."""
+
+    def fail() -> TorchRowRounding:
+        raise ConfigurationError("no triton")
+
+    coded = replace(SHAPE, coded_dtype=torch.float8_e4m3fn)
+    call_layer_kernels(FlashInferKernels(FakeFlashInferFunctions, TorchRowRounding), coded)
+    with pytest.raises(ConfigurationError, match="no triton"):
+        call_layer_kernels(FlashInferKernels(FakeFlashInferFunctions, fail), coded)
+    call_layer_kernels(FlashInferKernels(FakeFlashInferFunctions, fail), SHAPE)
 
 
 def test_a_start_plans_both_wrappers_with_what_they_can_compute() -> None:

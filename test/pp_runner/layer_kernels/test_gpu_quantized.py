@@ -7,11 +7,13 @@ tensors, on tensors without numbers, which also fail where a number is read.
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.live_tensors import LiveTensors
+from support.numberless_stage import RoundingWithoutNumbers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType
 
@@ -21,15 +23,17 @@ from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
 from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import (
     GpuFp8Linear,
     GpuInt8Linear,
-    gpu_quantized_linear,
+    GpuProducts,
     why_without_kernel,
 )
+from sgl_pipeline.pp_runner.layer_kernels.row_rounding import TorchRowRounding
 from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import TorchQuantizedLinear
 from sgl_pipeline.pp_runner.quantization.rounding import to_fp8, to_int4, to_int8
 from sgl_pipeline.pp_runner.quantization.schemes import Fp8Scheme, Int4Scheme, Int8Scheme, Scheme
 from sgl_pipeline.pp_runner.quantization.weights import FP8, QuantizedWeight
 
 INPUTS, OUTPUTS = 256, 48
+ROUND = TorchRowRounding()
 KINDS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "int8": to_int8,
     "fp8": lambda matrix: to_fp8(matrix, matrix.shape[1]),
@@ -83,7 +87,7 @@ def test_products_are_those_of_plain_torch(
     weight, x = KINDS[kind](random(0, OUTPUTS, INPUTS)), random(1, num_rows, INPUTS)
     x[: num_rows // 3] *= 100  # rows have scales of their own
     bias = random(2, OUTPUTS) if has_bias else None
-    y = gpu_quantized_linear(weight, bias)(x)
+    y = GpuProducts(TorchRowRounding).linear(weight, bias)(x)
     expected = TorchQuantizedLinear(weight, bias)(x)
     assert y.shape == (num_rows, OUTPUTS) and y.dtype == torch.bfloat16
     if kind == "int8":
@@ -106,7 +110,7 @@ def test_torch_accepts_what_its_kernels_are_given_and_no_number_is_read(
         torch.empty(shape, dtype=torch.bfloat16, device="meta")
         for shape in ((OUTPUTS, inputs), (num_rows, inputs), (OUTPUTS,))
     )
-    y = gpu_quantized_linear(KINDS[kind](matrix), bias)(x)
+    y = GpuProducts(TorchRowRounding).linear(KINDS[kind](matrix), bias)(x)
     assert checked == ["_int_mm" if kind == "int8" else "scaled_mm"]
     assert y.shape == (num_rows, OUTPUTS)
     assert y.dtype == torch.bfloat16 and y.device.type == "meta"
@@ -129,6 +133,71 @@ def checks_for_cuda(
     return call
 
 
+def refuse_few_rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ScalingType, int]]:
+    """Has `F.scaled_mm` refuse up to 16 rows with a scale for each, as cuBLAS may; the list fills
+    with the recipes and rows that it is asked for."""
+    asked: list[tuple[ScalingType, int]] = []
+    multiply = F.scaled_mm
+
+    def scaled_mm(*arguments: Any, **options: Any) -> torch.Tensor:
+        recipe, num_rows = arguments[3], len(arguments[0])
+        asked.append((recipe, num_rows))
+        if recipe is ScalingType.RowWise and num_rows <= 16:
+            raise RuntimeError(
+                "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling "
+                "`cublasLtMatmulAlgoGetHeuristic( ltHandle, computeDesc.descriptor(), ...)`"
+            )
+        return multiply(*arguments, **options)
+
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    return asked
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_scales_come_in_after_products_that_cublas_refuses(
+    has_bias: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = refuse_few_rows(monkeypatch)
+    weight = KINDS["fp8"](random(0, OUTPUTS, INPUTS))
+    bias = random(2, OUTPUTS) if has_bias else None
+    products = GpuProducts(TorchRowRounding, tried_rows=(1, 16, 40))
+    linear = products.linear(weight, bias)
+    tried = [rows for recipe, rows in asked if recipe is ScalingType.RowWise]
+    assert tried == [1, 16, 40], "a layer is loaded when all are known"
+    (warning,) = caplog.messages
+    assert "1 rows" in warning and f"{OUTPUTS} outputs and {INPUTS} inputs" in warning
+    products.linear(weight, bias)  # of another layer
+    asked.clear()
+    for num_rows in (1, 7, 16, 7, 40):
+        x = random(1, num_rows, INPUTS)
+        torch.testing.assert_close(
+            linear(x), TorchQuantizedLinear(weight, bias)(x), rtol=2.0**-7, atol=2.0**-5
+        )
+    rowwise = [rows for recipe, rows in asked if recipe is ScalingType.RowWise]
+    assert rowwise == [7, 40], "what is known to be refused is not asked for again"
+
+
+def test_other_errors_of_a_product_are_not_its_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = F.scaled_mm
+
+    def fail(*arguments: Any, **options: Any) -> torch.Tensor:
+        if arguments[3] is ScalingType.RowWise:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return multiply(*arguments, **options)
+
+    monkeypatch.setattr(F, "scaled_mm", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        GpuProducts(TorchRowRounding, tried_rows=(1,)).linear(to_fp8(random(0, 32, 64), 64))
+
+
+def test_torch_accepts_the_product_without_scales_on_a_card() -> None:
+    values, columns = (torch.empty(40, 64, dtype=FP8), torch.empty(32, 64, dtype=FP8).t())
+    recipe, one = ScalingType.TensorWise, torch.ones(1)
+    call = checks_for_cuda(F.scaled_mm, "scaled_mm", [])
+    y = call(values, columns, one, recipe, one, recipe, output_dtype=torch.float32)
+    assert y.shape == (40, 32) and y.dtype == torch.float32
+
+
 def test_int8_products_have_as_many_rows_as_the_kernel_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -142,7 +211,7 @@ def test_int8_products_have_as_many_rows_as_the_kernel_takes(
         return multiply(a, b)
 
     monkeypatch.setattr(torch, "_int_mm", keep)
-    linear = GpuInt8Linear(to_int8(random(0, OUTPUTS, INPUTS)))
+    linear = GpuInt8Linear(to_int8(random(0, OUTPUTS, INPUTS)), ROUND)
     for num_rows in (0, 1, 17, 33):
         linear(random(1, num_rows, INPUTS))
     assert min(given) > 16 and given[-1] == 33
@@ -173,11 +242,20 @@ def test_which_gpu_has_a_kernel(
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: GpuFp8Linear(to_fp8(random(0, 24, 64), 64)), "24 outputs and 64 inputs.*16"),
-        (lambda: GpuFp8Linear(to_fp8(random(0, 32, 40), 40)), "32 outputs and 40 inputs.*16"),
-        (lambda: GpuFp8Linear(to_fp8(random(0, 32, 192), 128)), "192 inputs"),
-        (lambda: GpuFp8Linear(to_fp8(random(0, 32, 256), 64)), "for each 64"),
-        (lambda: GpuInt8Linear(to_int8(random(0, 12, 64))), "12 outputs and 64 inputs.*8"),
+        (
+            lambda: GpuFp8Linear(to_fp8(random(0, 24, 64), 64), ROUND),
+            "24 outputs and 64 inputs.*16",
+        ),
+        (
+            lambda: GpuFp8Linear(to_fp8(random(0, 32, 40), 40), ROUND),
+            "32 outputs and 40 inputs.*16",
+        ),
+        (lambda: GpuFp8Linear(to_fp8(random(0, 32, 192), 128), ROUND), "192 inputs"),
+        (lambda: GpuFp8Linear(to_fp8(random(0, 32, 256), 64), ROUND), "for each 64"),
+        (
+            lambda: GpuInt8Linear(to_int8(random(0, 12, 64)), ROUND),
+            "12 outputs and 64 inputs.*8",
+        ),
     ],
 )
 def test_sizes_without_a_kernel_are_refused_by_name(make: Callable[[], Linear], named: str) -> None:
@@ -190,13 +268,14 @@ def test_sizes_without_a_kernel_are_refused_by_name(make: Callable[[], Linear], 
 def test_a_product_keeps_no_more_alive_than_a_stage_reckons_with(
     kind: str, outputs: int, inputs: int
 ) -> None:
-    """Beside its rows and its result; the scales of rows are a fraction of that."""
+    """Beside its rows and its result; the scales of rows are a fraction of that. FP8 has no sums of
+    its own."""
     num_rows = 160
     matrix, x = (
         torch.empty(size, inputs, dtype=torch.bfloat16, device="meta")
         for size in (outputs, num_rows)
     )
-    linear = gpu_quantized_linear(KINDS[kind](matrix))
+    linear = GpuProducts(RoundingWithoutNumbers).linear(KINDS[kind](matrix))
     with LiveTensors() as live:
         y = linear(x)
     reckoned = num_rows * (ROUNDED_INPUT_BYTES * inputs + EXACT_SUM_BYTES * outputs)

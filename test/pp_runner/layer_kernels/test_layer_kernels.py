@@ -24,6 +24,7 @@ from sgl_pipeline.pp_runner.layer_kernels.backend import (
 )
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import FlashInferKernels
+from sgl_pipeline.pp_runner.layer_kernels.row_rounding import TorchRowRounding
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 
 EPSILON = 1e-6
@@ -54,9 +55,9 @@ def kernels_of(leaf: str) -> LayerKernels:
     if leaf == "torch":
         return TorchKernels()
     if leaf == "flashinfer":
-        return FlashInferKernels(FakeFlashInferFunctions)
+        return FlashInferKernels(FakeFlashInferFunctions, TorchRowRounding)
     if leaf == "flashinfer's Python":
-        return FlashInferKernels(FunctionsOnEmulatedCard)
+        return FlashInferKernels(FunctionsOnEmulatedCard, TorchRowRounding)
     return CompiledKernels(kernels_for(leaf.removeprefix("compiled ")))
 
 

@@ -47,12 +47,11 @@ class Workers:
         return LayerMover(1, PLAN, site, links, self.said.append, lambda: 0.0), stage
 
     def work(self) -> None:
-        """Until there is nothing to do."""
-        did_work = True
-        while did_work:
-            did_work = self.leaver.work()
+        """More often than there is something to do."""
+        for _ in range(50):
+            self.leaver.work()
             self.loop.run(1_000, lambda: None)
-            did_work |= self.successor.work()
+            self.successor.work()
 
 
 def give(handover: int = 0) -> HandPagesOver:

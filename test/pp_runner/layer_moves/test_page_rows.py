@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.download import NoDownload
 from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES, encode
 from sgl_pipeline.pp_runner.kv_pool import KvPool, kv_page_bytes
 from sgl_pipeline.pp_runner.layer_moves.page_rows import PageRows, row_bytes
@@ -40,11 +41,13 @@ def test_pages_arrive_where_they_were(dtype: torch.dtype, page_size: int) -> Non
         pages.fill_(7)
     page_bytes = kv_page_bytes(shape, 1)
     chosen = [8, 0, 5]
-    rows = PageRows(source, page_bytes).pack(4, chosen)
+    (rows,) = (
+        PageRows(source, page_bytes, NoDownload(), lambda values: values).pack(4, chosen).tensors()
+    )
     assert rows.dtype == torch.uint8
     assert rows.shape == (3, row_bytes(page_bytes))
     assert row_bytes(page_bytes) % 16 == 0
-    PageRows(target, page_bytes).unpack(rows)
+    PageRows(target, page_bytes, NoDownload(), lambda values: values).unpack(rows)
     for sent, received in zip(source.pages(4), target.pages(4), strict=True):
         for page in range(NUM_PAGES):
             if page in chosen:

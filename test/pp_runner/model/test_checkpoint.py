@@ -7,14 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from sgl_pipeline import model_directory
 from sgl_pipeline.errors import CheckpointError, ConfigurationError
-from sgl_pipeline.pp_runner.model import checkpoint
-from sgl_pipeline.pp_runner.model.checkpoint import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    Checkpoint,
-    weight_opener,
-)
+from sgl_pipeline.model_directory import INDEX_FILE, SINGLE_FILE
+from sgl_pipeline.pp_runner.model.checkpoint import Checkpoint, weight_opener
 
 CPU = torch.device("cpu")
 ALPHA = torch.arange(6.0).view(2, 3)
@@ -138,7 +134,7 @@ def test_an_unknown_load_format_is_refused_with_the_known_ones(tmp_path):
 def test_the_index_is_read_once_and_no_file_stays_open(sharded, monkeypatch):
     """Whoever kept a file mapped would be killed when it is cut short."""
     opener = weight_opener(sharded, "safetensors", torch.float32, CPU)
-    monkeypatch.setattr(checkpoint.json, "loads", lambda text: pytest.fail("it was read again"))
+    monkeypatch.setattr(model_directory.json, "loads", lambda text: pytest.fail("it was read"))
     for _ in range(3):
         source = opener()
         assert torch.equal(source.read("alpha", (2, 3)), ALPHA)

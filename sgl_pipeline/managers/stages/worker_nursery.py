@@ -1,0 +1,60 @@
+"""A process that has imported what a stage needs and forks workers: a new one is there at once.
+
+Started by `nursery.py` on CPUs; a GPU cannot be used by the fork of a process that
+may have touched it. Asks arrive on a socket, each a JSON list of `stage_process.py`'s arguments;
+each is answered with a process id. Starts no thread and runs no kernel, because a fork has neither.
+Never imports sglang.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import socket
+import sys
+
+from sgl_pipeline.process_lifetime import die_with_parent
+
+READY = b"ready"
+MOST_BYTES = 1 << 16
+
+
+def main() -> int:
+    """Forks workers until the asking end is closed; returns the exit code, a fork's its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parent", required=True, type=int, help="process id of the parent")
+    parser.add_argument("--socket", required=True, type=int, help="descriptor that asks come from")
+    options = parser.parse_args()
+    die_with_parent(options.parent)
+    from setproctitle import setproctitle
+
+    from sgl_pipeline.pp_runner import stage_process, stage_worker  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # pages that a collection of a fork would copy
+    with socket.socket(fileno=options.socket) as asks:
+        asks.send(READY)
+        while request := asks.recv(MOST_BYTES):
+            _reap()
+            nursery = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                asks.close()
+                arguments = [*json.loads(request), "--parent", str(nursery)]
+                setproctitle(" ".join((stage_process.__name__, *arguments)))  # as those of a start
+                return stage_process.main(arguments)
+            asks.send(str(pid).encode())
+    return 0
+
+
+def _reap() -> None:
+    """Lets go of forks that have ended. How they did has been read: others are asked for after
+    that."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""What a model directory in Hugging Face format holds: its JSON files, and which file has a tensor.
+
+Read by stage workers and by what looks at a model without torch.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sgl_pipeline.errors import CheckpointError, ConfigurationError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model directory. Raises ConfigurationError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationError(f"--model-path {path.parent} holds no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} is not readable JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} holds a {type(content).__name__}, not a JSON object")
+    return content
+
+
+def indexed_files(directory: Path) -> dict[str, str] | None:
+    """The file of each tensor as the index of a sharded model says; None where there is no index,
+    so that all tensors are in `SINGLE_FILE`.
+
+    Raises CheckpointError where the index is unreadable or leads out of the directory.
+    """
+    index_path = directory / INDEX_FILE
+    if not index_path.exists():
+        return None
+    try:
+        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+        file_of = {str(name): str(file_name) for name, file_name in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index_path} is no index of tensors: {error!r}") from None
+    for file_name in set(file_of.values()):
+        if Path(file_name).name != file_name:
+            raise CheckpointError(f"{index_path} names {file_name!r}, outside the directory")
+    return file_of

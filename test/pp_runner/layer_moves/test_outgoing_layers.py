@@ -1,0 +1,111 @@
+"""Pages leave in the order in which they were read, and nothing waits while they are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from sgl_pipeline.pp_runner.layer_moves.move_site import Parcel
+from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import MAX_READING, OutgoingLayers
+
+LAYER = 3
+
+
+@dataclass
+class Leaving:
+    pages: tuple[int, ...]
+    is_there: bool = False
+    was_waited_for: bool = False
+
+    def is_read(self) -> bool:
+        return self.is_there
+
+    def parcel(self) -> Parcel[Any]:
+        self.was_waited_for = not self.is_there
+        return Parcel(self.pages, len(self.pages), is_last=False)
+
+
+@dataclass
+class SlowSite:
+    """Only what moves need to read pages; `reading` are in the order of their reading."""
+
+    pages_per_parcel: int = 1
+    reading: list[Leaving] = field(default_factory=list)
+
+    def read_pages(self, layer: int, pages: Sequence[int]) -> Leaving:
+        assert layer == LAYER
+        self.reading.append(Leaving(tuple(pages)))
+        return self.reading[-1]
+
+
+@dataclass
+class Sent:
+    parcels: list[Parcel[Any]] = field(default_factory=list)
+
+    def can_send(self) -> bool:
+        return True
+
+    def send(self, parcel: Parcel[Any]) -> None:
+        self.parcels.append(parcel)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def parts() -> tuple[SlowSite, Sent, OutgoingLayers[Any]]:
+    site, sent = SlowSite(), Sent()
+    return site, sent, OutgoingLayers([LAYER], range(5), site, sent)  # type: ignore[arg-type]
+
+
+def test_a_parcel_is_sent_when_it_has_been_read(
+    parts: tuple[SlowSite, Sent, OutgoingLayers[Any]],
+) -> None:
+    site, sent, outgoing = parts
+    while outgoing.work():
+        pass
+    assert len(site.reading) == MAX_READING and not sent.parcels
+    site.reading[1].is_there = True
+    assert not outgoing.work(), "the one that was read first goes first"
+    site.reading[0].is_there = True
+    assert outgoing.work()
+    assert [parcel.rows for parcel in sent.parcels] == [one.pages for one in site.reading[:2]]
+    assert outgoing.copied_bytes == 2
+    while not outgoing.is_ready:
+        for leaving in site.reading:
+            leaving.is_there = True
+        outgoing.work()
+    assert not any(leaving.was_waited_for for leaving in site.reading)
+    assert sorted(parcel.rows for parcel in sent.parcels) == [(page,) for page in range(5)]
+
+
+def test_it_is_not_ready_while_a_parcel_is_read(
+    parts: tuple[SlowSite, Sent, OutgoingLayers[Any]],
+) -> None:
+    site, sent, outgoing = parts
+    while len(site.reading) < 5:
+        assert not outgoing.is_ready
+        outgoing.work()
+        for leaving in site.reading[:-1]:
+            leaving.is_there = True
+    while len(sent.parcels) < 4:
+        outgoing.work()
+    assert not outgoing.is_ready
+    site.reading[-1].is_there = True
+    outgoing.work()
+    assert outgoing.is_ready
+
+
+def test_what_is_still_being_read_at_the_switch_comes_before_the_patch(
+    parts: tuple[SlowSite, Sent, OutgoingLayers[Any]],
+) -> None:
+    site, sent, outgoing = parts
+    outgoing.work()
+    first = site.reading[0].pages
+    outgoing.wrote(first)
+    outgoing.finish()
+    rows = [parcel.rows for parcel in sent.parcels]
+    assert rows[0] == first and rows[-1] is None and sent.parcels[-1].is_last
+    assert first in rows[1:], "a step has written to it since"
+    assert sorted(rows[1:-1]) == [(page,) for page in range(5)]
