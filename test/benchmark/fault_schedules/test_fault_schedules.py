@@ -268,9 +268,11 @@ def a_replacement_keeps_the_links_of_an_older_stream(patch: pytest.MonkeyPatch) 
     """One that got ready after another stage was lost."""
     take = WorkerRoster.take
 
-    def mutated(self: WorkerRoster, message: FromWorker, speaker: int) -> list[Addressed]:
+    def mutated(
+        self: WorkerRoster, message: FromWorker, speaker: int | None = None
+    ) -> list[Addressed]:
         answers = take(self, message, speaker)
-        if isinstance(message, StageReady):
+        if isinstance(message, StageReady) and speaker is not None:
             worker = self._workers[speaker]
             worker.incarnation = worker.asked_incarnation = self.incarnation
         return answers
