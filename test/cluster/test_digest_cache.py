@@ -81,6 +81,7 @@ def test_a_record_holds_for_one_size_and_time(
     cached_samples(weights)
     (path,) = cache.iterdir()
     record = json.loads(path.read_text())
+    assert record["stamp"][field] == getattr(weights.stat(), f"st_{field}")
     record["stamp"][field] += 1
     path.write_text(json.dumps(record))
     cached_samples(weights)
