@@ -14,6 +14,7 @@ from sgl_pipeline.cluster.digest_cache import cached_samples
 from sgl_pipeline.cluster.tensor_samples import TensorSample, sample_tensors
 
 TENSORS = {"norm": bytes(64), "head": bytes(range(256)) * 1024}
+DEEP = b'{"stamp": ' + b"[" * 100_000
 OTHER = TENSORS | {"norm": b"\1" * 64}
 
 
@@ -89,7 +90,9 @@ def test_a_record_holds_for_one_size_and_time(
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"\x80\x04N.", b"{}", b'{"stamp": 1, "tensors": {}}', None], ids=repr
+    "damage",
+    [b"", b"\x80\x04N.", b"{}", b'{"stamp": 1, "tensors": {}}', b'{"\xff": 1}', DEEP, None],
+    ids=["empty", "pickle", "no fields", "other fields", "no UTF-8", "deep", "cut short"],
 )
 def test_a_damaged_record_is_passed_over_and_made_anew(
     weights: Path, cache: Path, readings: list[str], damage: bytes | None
