@@ -92,7 +92,7 @@ def _read(record_path: Path, stamp: _Stamp) -> dict[str, TensorSample] | None:
         record = msgspec.json.decode(record_path.read_bytes(), type=_Record)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         logger.info("%s is damaged, and made anew: %s", record_path, error)
         return None
     return record.tensors if record.stamp == stamp else None

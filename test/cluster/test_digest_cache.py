@@ -14,6 +14,7 @@ from sgl_pipeline.cluster.digest_cache import cached_samples
 from sgl_pipeline.cluster.tensor_samples import TensorSample, sample_tensors
 
 TENSORS = {"norm": bytes(64), "head": bytes(range(256)) * 1024}
+DEEP = b'{"other": ' + b"[" * 100_000
 OTHER = TENSORS | {"norm": b"\1" * 64}
 
 
@@ -81,6 +82,7 @@ def test_a_record_holds_for_one_size_and_time(
     cached_samples(weights)
     (path,) = cache.iterdir()
     record = json.loads(path.read_text())
+    assert record["stamp"][field] == getattr(weights.stat(), f"st_{field}")
     record["stamp"][field] += 1
     path.write_text(json.dumps(record))
     cached_samples(weights)
@@ -88,14 +90,26 @@ def test_a_record_holds_for_one_size_and_time(
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"\x80\x04N.", b"{}", b'{"stamp": 1, "tensors": {}}', None], ids=repr
+    "damage",
+    [
+        lambda record: b"",
+        lambda record: b"\x80\x04N.",
+        lambda record: b"{}",
+        lambda record: b'{"stamp": 1, "tensors": {}}',
+        lambda record: record.replace(b"norm", b"nor\xff"),
+        lambda record: record.replace(b"{", DEEP, 1),
+        lambda record: record[:-9],
+    ],
+    ids=["empty", "pickle", "no fields", "other fields", "no UTF-8", "deep", "cut short"],
 )
 def test_a_damaged_record_is_passed_over_and_made_anew(
-    weights: Path, cache: Path, readings: list[str], damage: bytes | None
+    weights: Path, cache: Path, readings: list[str], damage: Callable[[bytes], bytes]
 ) -> None:
     whole = cached_samples(weights)
     (record,) = cache.iterdir()
-    record.write_bytes(record.read_bytes()[:-9] if damage is None else damage)
+    damaged = damage(record.read_bytes())
+    assert damaged != record.read_bytes()
+    record.write_bytes(damaged)
     assert cached_samples(weights) == whole
     assert cached_samples(weights) == whole
     assert len(readings) == 2

@@ -121,8 +121,16 @@ def test_made_up_weights_follow_from_the_config_and_need_no_file(tmp_path: Path)
 def test_weights_that_are_missing_or_cut_short_are_named(model: Path, tmp_path: Path) -> None:
     weights = model / "model.safetensors"
     whole = weights.read_bytes()
-    for cut in (whole[:-1], whole[:100], whole[:4], b"\xff" * 8 + whole[8:]):
-        weights.write_bytes(cut)
+    deep = b'{"norm": ' + b"[" * 100_000
+    for broken in (
+        whole[:-1],
+        whole[:100],
+        whole[:4],
+        b"\xff" * 8 + whole[8:],
+        whole.replace(b"norm", b"nor\xff"),
+        len(deep).to_bytes(8, "little") + deep,
+    ):
+        weights.write_bytes(broken)
         with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or corrupt"):
             digest_of(model)
     weights.unlink()

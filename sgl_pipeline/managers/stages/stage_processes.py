@@ -87,12 +87,12 @@ class StageProcesses:
         with self._lock:
             if self._is_closed:
                 return None
+            # How they ended has been read by now: others are started after that.
+            self._processes = [one for one in self._processes if one.poll() is None]
             if self._nursery is not None and threads is None:
                 pid = self._nursery.fork(self._arguments(worker))
                 if pid is not None:
                     return pid
-            # How they ended has been read by now: others are started after that.
-            self._processes = [one for one in self._processes if one.poll() is None]
             self._processes.append(self._spawn(worker, threads or max(self._threads, default=1)))
             return self._processes[-1].pid
 
