@@ -122,7 +122,7 @@ class FakeRecovery:
     def __init__(self, stages: FakeStages) -> None:
         self._stages = stages
 
-    def take(self, message: Any, now_s: float) -> None:
+    def take(self, message: Any, now_s: float, worker: int) -> None:
         """As the roster does with what no worker may say now."""
         raise ProtocolError(f"{type(message).__name__} was not due")
 

@@ -41,7 +41,8 @@ def get_successor_ready(server: Server, worker: int, stage: int) -> StageAssignm
     ((number, assignment),) = server.recovery.reform(0.0)
     assert number == worker and isinstance(assignment, StageAssignment)
     assert server.recovery.take(loaded(stage), 0.0, worker) == [(worker, PoolSize(10))]
-    assert server.recovery.take(ready(stage), 0.0, worker) == []
+    log_pages = server.roster.log_pages or 0
+    assert server.recovery.take(ready(stage, log_pages=log_pages), 0.0, worker) == []
     return assignment
 
 
@@ -108,7 +109,7 @@ def test_another_worker_takes_the_stage_over_and_no_token_is_computed_again() ->
     assert recovery.start_order(4.5) is not None
     (record,) = recovery.history
     assert record.is_planned and record.stages == (1,)
-    assert (record.began_s, record.ended_s) == (3.0, 4.5)
+    assert (record.began_s, record.stream_s) == (3.0, 4.5)
     assert (record.num_requests, record.num_tokens, record.num_replay_tokens) == (1, 0, 0)
     again = core.next_step(5.0)
     # What was computed is there: the first request goes on with its next token.
@@ -187,6 +188,8 @@ def test_a_loss_elsewhere_comes_first_and_the_pages_are_copied_again() -> None:
     recovery.take(loaded(2), 4.0, 4)
     recovery.take(ready(2), 4.0, 4)
     assert recovery.start_order(4.0) is not None
+    assert recovery.reform(4.5) == []  # not before it is over
+    assert recovery.settle(5.0) is not None
     assert kinds(recovery.reform(5.0)) == [(3, TakePagesOver), (1, HandPagesOver)]
 
 
@@ -207,7 +210,7 @@ def test_two_leavers_go_one_after_the_other() -> None:
     assert kinds(take_over(server, 3, 0))[0] == (0, Shutdown)
     assert recovery.reform(5.0) == []
     server.regrouped(0, 1, 2, incarnation=3)
-    assert recovery.start_order(5.0) is not None
+    assert recovery.start_order(5.0) is not None and recovery.settle(5.0) is not None
     assert kinds(take_over(server, 4, 2))[0] == (2, Shutdown)
     server.regrouped(0, 1, 2, incarnation=4)
     assert recovery.start_order(5.0) is not None
@@ -302,7 +305,7 @@ def test_fewer_stages_have_no_use_for_a_successor_of_another_plan() -> None:
         recovery.take(loaded(stage), 2.0)
     for stage in range(2):
         recovery.take(ready(stage), 2.0)
-    assert recovery.start_order(2.0) is not None
+    assert recovery.start_order(2.0) is not None and recovery.settle(2.0) is not None
     # The leaver is of the new pipeline, and comes first when there is a worker again.
     server.ask(5, 7.0)
     recovery.take(hello(5), 7.0)

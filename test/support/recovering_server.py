@@ -46,7 +46,7 @@ class Server:
         for stage in range(3):
             self.roster.take(loaded(stage))
         for stage in range(3):
-            self.roster.take(ready(stage))
+            self.roster.take(ready(stage, log_pages=0 if log is None else log.capacity))
         scheduler = StepScheduler(
             SchedulingArgs(page_size=4),
             make_policy(args.throttle),

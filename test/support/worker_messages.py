@@ -58,5 +58,5 @@ def loaded(stage: int, num_pages: int = 10) -> StageLoaded:
     )
 
 
-def ready(stage: int, *notices: str) -> StageReady:
-    return StageReady(stage, "torch", "cpu", notices)
+def ready(stage: int, *notices: str, log_pages: int = 0) -> StageReady:
+    return StageReady(stage, "torch", "cpu", notices, log_pages)
