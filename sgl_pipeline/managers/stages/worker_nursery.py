@@ -11,6 +11,7 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import socket
 import sys
 
@@ -27,6 +28,8 @@ def main() -> int:
     parser.add_argument("--socket", required=True, type=int, help="descriptor that asks come from")
     options = parser.parse_args()
     die_with_parent(options.parent)
+    # Who asks all processes of a server to go means its end, which is the parent's to bring about.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     from setproctitle import setproctitle
 
     from sgl_pipeline.pp_runner import stage_process, stage_worker  # noqa: F401
@@ -40,6 +43,7 @@ def main() -> int:
             nursery = os.getpid()
             pid = os.fork()
             if pid == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 asks.close()
                 arguments = [*json.loads(request), "--parent", str(nursery)]
                 setproctitle(" ".join((stage_process.__name__, *arguments)))  # as those of a start
