@@ -29,7 +29,9 @@ def main() -> int:
     options = parser.parse_args()
     die_with_parent(options.parent)
     # Who asks all processes of a server to go means its end, which is the parent's to bring about.
+    # It stays blocked, so that none which comes to a fork at once is lost.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
     from setproctitle import setproctitle
 
     from sgl_pipeline.pp_runner import stage_process, stage_worker  # noqa: F401
@@ -44,6 +46,7 @@ def main() -> int:
             pid = os.fork()
             if pid == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
                 asks.close()
                 arguments = [*json.loads(request), "--parent", str(nursery)]
                 setproctitle(" ".join((stage_process.__name__, *arguments)))  # as those of a start
