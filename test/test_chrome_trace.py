@@ -106,4 +106,6 @@ def test_a_recovery_is_a_mark_across_all_tracks_and_a_span_on_its_own(tmp_path: 
     mark, span = events[2:4]
     assert (mark["name"], mark["ph"], mark["s"], mark["ts"]) == ("stage 1 lost", "i", "p", 10e6)
     assert (span["name"], span["ts"], span["dur"]) == ("recovery: stage 1 lost", 10e6, 2.5e6)
-    assert span["args"]["lost"] == [{"worker": 4, "stage": 1, "reason": "killed"}]
+    assert span["args"]["lost"] == [
+        {"worker": 4, "stage": 1, "reason": "killed", "has_left": False}
+    ]

@@ -185,6 +185,8 @@ class StageWorker:
                 return message
             if not mover.work():
                 time.sleep(PENDING_POLL_S if pending else MOVE_POLL_S)
+        if self._leave is None:
+            return self._inbox.next()
         while (message := self._inbox.next(LEAVE_POLL_MS)) is None:
             self._leave_if_asked()
         return message
