@@ -121,8 +121,8 @@ def test_a_full_house_is_explained_to_who_waits_and_who_runs(server: LiveServer)
     assert first_waiting["rule"] == "running-limit"
     assert "4 requests run" in first_waiting["text"]
     assert first_waiting["numbers"]["running_requests"] == 4
-    # In steps: the pace by which they become seconds may change between the two answers.
-    assert last["estimate"]["num_steps"] >= first_waiting["estimate"]["num_steps"]
+    # Not by one forecast: pace and lengths of answers are learned between the two.
+    assert last["estimate"]["num_steps"] >= 0.8 * first_waiting["estimate"]["num_steps"]
     assert last["estimate"]["num_steps"] >= 8 and last["estimate"]["num_ended"] >= 1
     assert (running["state"], running["estimate"]["runs_in_s"]) == ("decoding", 0.0)
     assert running["max_new_tokens"] == 400 and running["estimate"]["last_token_within_s"] > 0
