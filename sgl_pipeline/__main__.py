@@ -31,7 +31,7 @@ COMMANDS = {
         "sgl_pipeline.simulator.__main__", "serve a load in virtual time, or tune a policy for it"
     ),
     "bench": Command(
-        "sgl_pipeline.managers.command_line.bench_command",
+        "sgl_pipeline.managers.bench_command",
         "put a load on a running server (SGLang's bench_serving and its flags)",
     ),
     "doctor": Command(

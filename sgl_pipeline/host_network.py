@@ -14,7 +14,7 @@ import msgspec
 from sgl_pipeline.errors import ConfigurationError
 
 
-class HostLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NetworkLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """From one host to another and back, both ways at once: `delay_ms` one way, and Gbit/s of what
     a stage hands over."""
 
@@ -30,7 +30,7 @@ class HostLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.delay_ms + self.busy_ms(num_bytes)
 
 
-class HostPair(HostLink, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HostPair(NetworkLink, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The link `between` two hosts, by name."""
 
     between: tuple[str, str]
@@ -50,7 +50,7 @@ class HostNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`link` joins all pairs of hosts that `links` does not name."""
 
     hosts: tuple[PaperHost, ...]
-    link: HostLink | None = None
+    link: NetworkLink | None = None
     links: tuple[HostPair, ...] = ()
 
     @property
@@ -67,7 +67,7 @@ class HostNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """What the times of each stage are multiplied by."""
         return tuple(1.0 / self.hosts[place].speed for place in self.host_of_stage)
 
-    def between(self, one: int, other: int) -> HostLink | None:
+    def between(self, one: int, other: int) -> NetworkLink | None:
         """The link between two hosts, by their places; None for a host and itself."""
         if one == other:
             return None
@@ -106,7 +106,7 @@ def _fault(network: HostNetwork) -> str:
             return f"links name {', '.join(sorted(unknown))}, which is none of the hosts"
         if link.between[0] == link.between[1]:
             return f"a link joins {link.between[0]} with itself"
-    links: list[HostLink | None] = [network.link, *network.links]
+    links: list[NetworkLink | None] = [network.link, *network.links]
     for joint in filter(None, links):
         if not 0.0 < joint.gbit_per_s < float("inf") or not 0.0 <= joint.delay_ms < float("inf"):
             return "a link needs gbit_per_s above 0 and delay_ms of 0 or more"

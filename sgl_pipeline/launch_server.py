@@ -32,12 +32,12 @@ from sgl_pipeline.managers.entrance import quiet_start
 from sgl_pipeline.managers.server_end import end_children, end_now, leave
 
 if TYPE_CHECKING:
+    from sgl_pipeline.managers.channels.run_directory import RunDirectory
     from sgl_pipeline.managers.command_line.server_args import LaunchPlan
-    from sgl_pipeline.managers.command_line.upstream_arguments import SglangServerArgs
     from sgl_pipeline.managers.hosts.early_options import EarlyOptions
     from sgl_pipeline.managers.hosts.head_client import HeadProcess
-    from sgl_pipeline.managers.run_directory import RunDirectory
     from sgl_pipeline.managers.stages.stage_processes import StageProcesses
+    from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
 
 _SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 _EXIT_INTERRUPTED = 130
@@ -65,9 +65,9 @@ def _launch(argv: list[str]) -> int:
     # Looked up past `torchvision_hook.py`, which would import torch.
     if missing := [name for name in _FROM_EXTRAS if PathFinder.find_spec(name) is None]:
         return _fail(f"{missing[0]} is not installed: {_HOW_TO_INSTALL}")
+    from sgl_pipeline.managers.channels.run_directory import RunDirectory
     from sgl_pipeline.managers.hosts.early_options import read_early_options
     from sgl_pipeline.managers.hosts.head_client import HeadProcess
-    from sgl_pipeline.managers.run_directory import RunDirectory
     from sgl_pipeline.managers.stages.stage_processes import StageProcesses
 
     try:
@@ -239,7 +239,8 @@ def _complete_app(plan: "LaunchPlan", pipeline_args: PipelineArgs) -> _FrontHook
     """Adds our routes and checks to upstream's application."""
     from sglang.srt.entrypoints.http_server import app, get_global_state
 
-    from sgl_pipeline.managers.desk_channel import desk_address
+    from sgl_pipeline.managers.channels.operator_channel import desk_address
+    from sgl_pipeline.managers.channels.span_channel import span_address
     from sgl_pipeline.managers.entrance.live_page import serve_page
     from sgl_pipeline.managers.entrance.live_routes import add_live_routes
     from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
@@ -248,7 +249,6 @@ def _complete_app(plan: "LaunchPlan", pipeline_args: PipelineArgs) -> _FrontHook
     from sgl_pipeline.managers.entrance.route_guard import guard_routes
     from sgl_pipeline.managers.entrance.streamed_calls import read_calls_piece_by_piece
     from sgl_pipeline.managers.entrance.throttle_body import ServerKeys
-    from sgl_pipeline.managers.span_channel import span_address
 
     run_directory, upstream = pipeline_args.run_directory, plan.upstream
     app.add_middleware(OllamaErrors)

@@ -1,7 +1,7 @@
 """What one step carries: the chunks that the scheduler put together.
 
-Made by `StepScheduler.next_microbatch`, encoded for the stages by `StepPlanEncoder`, and kept until
-the step's result comes back. Frozen: the state of a step lives here and not on the request.
+Made by `StepScheduler.next_microbatch`, encoded for the stages by `StepOrderEncoder`, and kept
+until the step's result comes back. Frozen: the state of a step lives here and not on the request.
 """
 
 from dataclasses import dataclass, field

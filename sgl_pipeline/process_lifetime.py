@@ -3,7 +3,7 @@
 Every process that the server starts calls `die_with_parent` first, so that none outlives its
 parent however that one ended, `kill -9` included; a `WatchedProcess` is how one notices the end of
 another that is not its child. Linux does the work (`prctl`, `pidfd`); nothing here cleans up files:
-that is `managers/run_directory.py`.
+that is `managers/channels/run_directory.py`.
 """
 
 import contextlib

@@ -97,7 +97,7 @@ class FinishReason:
 
 
 class StopCheck(Protocol):
-    """A stop rule that needs more than token ids (text: `managers/front/stop_text.py`)."""
+    """A stop rule that needs more than token ids (text: `managers/upstream/stop_text.py`)."""
 
     def __call__(self, output_ids: list[int]) -> FinishReason | None:
         """Called once for each new output token, with all output ids so far."""

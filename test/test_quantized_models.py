@@ -26,7 +26,7 @@ from support.tiny_models import tiny_model
 from test_token_identity import CHUNKED, make_requests
 
 from sgl_pipeline.args import POLICIES, ThrottleArgs
-from sgl_pipeline.move_record import MoveOutcome
+from sgl_pipeline.records.move_record import MoveOutcome
 
 SPLITS = [(6,), (1, 5), (2, 1, 3)]
 ROUNDING_ROWS = [name for name, own in FORMATS.items() if own.rounds_rows]

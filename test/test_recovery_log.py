@@ -13,7 +13,7 @@ from support.local_pipeline import LocalPipeline
 from support.tiny_models import VOCAB_SIZE, tiny_model
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.pp_runner.step_inputs import StepInputs
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.requests import GREEDY, Request, SamplingSpec, StopRules
 
 PAGE_SIZE, NUM_PAGES = 4, 200

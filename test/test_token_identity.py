@@ -18,9 +18,9 @@ from support.tiny_models import (
 )
 
 from sgl_pipeline.args import ACCOUNTINGS, POLICIES, SchedulingArgs, ThrottleArgs
-from sgl_pipeline.move_record import MoveOutcome
+from sgl_pipeline.costs.step_costs import LayerCost, RowCost, StepCosts
+from sgl_pipeline.records.move_record import MoveOutcome
 from sgl_pipeline.requests import GREEDY, FinishReason, Request, SamplingSpec, StopRules
-from sgl_pipeline.step_costs import LayerCost, RowCost, StepCosts
 
 SPLITS = {1: [(6,)], 2: [(3, 3), (1, 5)], 4: [(2, 1, 1, 2), (3, 1, 1, 1)]}
 # Every compiled kernel on, and off.

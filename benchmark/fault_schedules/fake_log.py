@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from sgl_pipeline.logged_pages import LogContents, LoggedPages, begun_pages
-from sgl_pipeline.step_plan import MirroredChunk
+from sgl_pipeline.wire.logged_pages import LogContents, LoggedPages, begun_pages
+from sgl_pipeline.wire.step_order import MirroredChunk
 
 
 class FakeLog:

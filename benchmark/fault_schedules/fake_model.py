@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from sgl_pipeline.requests import FinishReason, LogprobRows, Request
-from sgl_pipeline.step_plan import MirroredChunk
+from sgl_pipeline.wire.step_order import MirroredChunk
 
 VOCABULARY = 5
 # A `NoRepeats` is complete when its tokens add up to this.

@@ -13,8 +13,13 @@ from benchmark.fault_schedules.fake_moves import FakePageLinks, FakeRows, FakeSi
 from benchmark.fault_schedules.fake_row_links import FakeRowLinks, Rows
 from benchmark.fault_schedules.virtual_time import DelayedPipe, EventLoop
 from sgl_pipeline import __version__
-from sgl_pipeline.layer_moves import AbandonMove, PrepareMove, SwitchPlan
-from sgl_pipeline.messages import (
+from sgl_pipeline.costs.stage_costs import PartCosts, PartSample, PartSizes
+from sgl_pipeline.pp_runner.base.step_inputs import written_pages
+from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
+from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.requests import LogprobRows
+from sgl_pipeline.wire.move_orders import AbandonMove, PrepareMove, SwitchPlan
+from sgl_pipeline.wire.stage_messages import (
     FinishHandover,
     FromWorker,
     HandPagesOver,
@@ -33,13 +38,8 @@ from sgl_pipeline.messages import (
     WorkerHello,
     WorkerLeaves,
 )
-from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
-from sgl_pipeline.pp_runner.step_inputs import written_pages
-from sgl_pipeline.requests import LogprobRows
-from sgl_pipeline.stage_costs import PartCosts, PartSample, PartSizes
-from sgl_pipeline.stage_orders import OrderReader, SealedOrder, StageOrder
-from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.step_plan import MirroredChunk, MirrorSnapshot, RequestMirror, StepPlan
+from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder, StageOrder
+from sgl_pipeline.wire.step_order import MirroredChunk, MirrorSnapshot, RequestMirror, StepOrder
 
 # How often a worker that has nothing else to do looks after a move.
 MOVE_POLL_S = 0.02
@@ -277,7 +277,7 @@ class FakeWorker:
             if isinstance(self._due[0], SealedOrder):
                 self._due[0] = self._orders.open(self._due[0])
             order = self._due[0]
-            if isinstance(order, StepPlan):
+            if isinstance(order, StepOrder):
                 if not self._parts:
                     self._take_up(order)
                 if self._needs_rows() or not self._site.can_run(order.epoch):
@@ -311,7 +311,7 @@ class FakeWorker:
         self._polls_move = False
         self._work()
 
-    def _take_up(self, plan: StepPlan) -> None:
+    def _take_up(self, plan: StepOrder) -> None:
         """Applies `plan`, and notes the parts of the step in which this stage has one."""
         stage = self._own_assignment.stage
         chunks = self._mirror.apply(plan)
@@ -327,7 +327,7 @@ class FakeWorker:
         computes = stages is None or stage in stages
         return computes and stage > 0 and not self._rows
 
-    def _run(self, plan: StepPlan) -> None:
+    def _run(self, plan: StepOrder) -> None:
         """Runs the next part of the step. Reads and writes its pages when that ends: the latest
         moment at which it could."""
         self._is_busy = True
@@ -350,7 +350,7 @@ class FakeWorker:
 
     def _finish_replay(
         self,
-        plan: StepPlan,
+        plan: StepOrder,
         stages: tuple[int, ...],
         chunks: list[MirroredChunk],
         rows: Sequence[int] | None,
@@ -373,7 +373,7 @@ class FakeWorker:
 
     def _finish(
         self,
-        plan: StepPlan,
+        plan: StepOrder,
         chunks: list[MirroredChunk],
         rows: Sequence[int] | None,
         started_s: float,

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sgl_pipeline.move_record import MoveOutcome
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.recovery import RecoveryRecord
+from sgl_pipeline.records.move_record import MoveOutcome
 
 
 @dataclass(frozen=True, slots=True)

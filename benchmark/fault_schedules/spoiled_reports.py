@@ -4,8 +4,8 @@ from random import Random
 
 import msgspec
 
-from sgl_pipeline.messages import StageReport
-from sgl_pipeline.stage_timing import StageTiming
+from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.wire.stage_messages import StageReport
 
 
 def spoiled(report: StageReport, rng: Random, chance: float) -> list[StageReport]:

@@ -30,18 +30,18 @@ from sgl_pipeline.errors import (
     ProtocolError,
     StageFailure,
 )
-from sgl_pipeline.layer_moves import MoveReport
-from sgl_pipeline.messages import FromWorker, Shutdown, StageReport
-from sgl_pipeline.move_record import MoveOutcome
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.recovery import StageRecovery
 from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
+from sgl_pipeline.records.move_record import MoveOutcome
 from sgl_pipeline.requests import FinishReason
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
-from sgl_pipeline.stage_orders import SealedOrder
 from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.wire.move_orders import MoveReport
+from sgl_pipeline.wire.stage_messages import FromWorker, Shutdown, StageReport
+from sgl_pipeline.wire.stage_orders import SealedOrder
 
 MAX_EVENTS = 50_000
 MOST_KILLS = 6

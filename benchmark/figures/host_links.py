@@ -12,7 +12,7 @@ from matplotlib.figure import Figure as Canvas
 
 from benchmark.figures.figure import UNBOUNDED, Figure, Options, Row, run, select
 from sgl_pipeline.args import ThrottleArgs
-from sgl_pipeline.host_network import HostLink, HostNetwork, PaperHost
+from sgl_pipeline.host_network import HostNetwork, NetworkLink, PaperHost
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.traces import load_trace
@@ -41,7 +41,7 @@ def compute(options: Options) -> list[Row]:
             for gbit_per_s in GBIT_PER_S:
                 for delay_ms in DELAYS_MS:
                     for extra in EXTRA_STEPS:
-                        link = HostLink(gbit_per_s=gbit_per_s, delay_ms=delay_ms)
+                        link = NetworkLink(gbit_per_s=gbit_per_s, delay_ms=delay_ms)
                         rate = _tokens_per_s(link, stages, extra, workload)
                         row = {"phase": phase, "stages": stages, "extra_steps": extra}
                         row |= {"gbit_per_s": gbit_per_s, "delay_ms": delay_ms}
@@ -67,7 +67,7 @@ def _workload(phase: str, options: Options, stages: int) -> list[SimulatedReques
 
 
 def _tokens_per_s(
-    link: HostLink | None, stages: int, extra: int, workload: Sequence[SimulatedRequest]
+    link: NetworkLink | None, stages: int, extra: int, workload: Sequence[SimulatedRequest]
 ) -> float:
     hosts = HostNetwork(
         hosts=tuple(PaperHost(name=f"host{rank}") for rank in range(stages)), link=link

@@ -13,7 +13,7 @@ from benchmark.figures.figure import Options, Row, numbers, run
 from sgl_pipeline.args import MigrationArgs, ThrottleArgs
 from sgl_pipeline.migration.delta_rule import even_split_less
 from sgl_pipeline.migration.planner_args import PlannerArgs
-from sgl_pipeline.move_record import MoveOutcome
+from sgl_pipeline.records.move_record import MoveOutcome
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.migration_setup import Migration
 from sgl_pipeline.simulator.models import MODELS

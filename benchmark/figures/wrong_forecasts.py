@@ -14,12 +14,18 @@ from matplotlib.figure import Figure as Canvas
 from benchmark.figures.figure import Figure, Options, Row, closed_loop, distinct, numbers, select
 from benchmark.figures.plans import made_up
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.costs.step_costs import RowCost, StepCosts
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.forecasts import fitted_costs
-from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts, PipelineTiming
+from sgl_pipeline.simulator.pipeline_costs import (
+    HostCosts,
+    PipelineCosts,
+    PipelineTiming,
+    SimulatedLink,
+)
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.summary import summarize
@@ -27,7 +33,6 @@ from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, poisson_arrivals
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_costs import RowCost, StepCosts
 from sgl_pipeline.throttle import make_policy
 
 CLUSTER = Cluster(model="Qwen2.5-14B", device="a100-80g", num_stages=4, split="auto")
@@ -120,7 +125,7 @@ class NoisyCosts:
     def layer_counts(self) -> tuple[int, ...]:
         return self.costs.layer_counts
 
-    def link_after(self, stage: int) -> Link:
+    def link_after(self, stage: int) -> SimulatedLink:
         return self.costs.link_after(stage)
 
     @property

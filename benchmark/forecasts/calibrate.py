@@ -36,10 +36,10 @@ from benchmark.support.measured_runs import DEFAULT_PRESET, MeasuredLoad, make_m
 from benchmark.support.other_work import ProcessorTimes
 from benchmark.support.paths import SCRATCH
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.records.trace import TraceWriter
 from sgl_pipeline.simulator.experiment import MeasuredPipeline, simulate
 from sgl_pipeline.simulator.recorded_run import RunFigures, recorded_requests, run_figures
 from sgl_pipeline.simulator.workload import SimulatedRequest
-from sgl_pipeline.trace import TraceWriter
 
 POOL_TOKENS = 32_768
 WARM_UP = Load(num_requests=24, input_tokens=256, output_tokens=24, seed=7)

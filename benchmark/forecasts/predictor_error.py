@@ -2,7 +2,7 @@
 
     python -m benchmark.forecasts.predictor_error /some/model --pp 2 --trace FILE --layer-counts 8,8
 
-Sources: this machine's own kernels, timed by a stage worker as `sgl_pipeline.migration.fit` does;
+Sources: this machine's own kernels, timed by a stage worker as `sgl-pipeline fit` does;
 and the published kernel tables of `sgl_pipeline/simulator/data`, for DynaPipe's models. Each is
 fitted twice: with our curves, and with the straight lines of DynaPipe's formulas. A fifth of the
 steps is held out. With the trace of a server that ran this model on this machine: whole stages, by
@@ -22,6 +22,8 @@ import numpy as np
 from benchmark.support.command import Command, Options, Report
 from benchmark.support.dated_result import markdown_table
 from sgl_pipeline.args import StageArgs, require
+from sgl_pipeline.costs.stage_costs import MadeUpStep, PartSample
+from sgl_pipeline.costs.step_costs import StepCosts
 from sgl_pipeline.managers.command_line.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.planning.fit_command import fit_costs, random_steps
 from sgl_pipeline.migration.planner import LayerPlanner
@@ -30,15 +32,13 @@ from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_fit import CURVE_ROWS, fit_parts
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.records.trace import StepRecord, read_trace
 from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
 from sgl_pipeline.simulator.models import MODELS
 from sgl_pipeline.simulator.step_shape import StepShape
-from sgl_pipeline.stage_costs import MadeUpStep, PartSample
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.step_costs import StepCosts
 from sgl_pipeline.step_work import StepWork
-from sgl_pipeline.trace import StepRecord, read_trace
 
 TABLES = (
     ("a100-80g", "Qwen2.5-14B"),

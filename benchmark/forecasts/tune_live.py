@@ -29,7 +29,7 @@ from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import check_equal_work, make_model, measure
 from benchmark.support.paths import SCRATCH
 from benchmark.support.serving_report import Run, spread
-from sgl_pipeline.trace import RequestRecord
+from sgl_pipeline.records.trace import RequestRecord
 
 BAD_FLAGS = "--chunked-prefill-size 32 --min-prefill-tokens 16"
 TUNE_TIMEOUT_S = 40.0

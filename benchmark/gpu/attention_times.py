@@ -13,13 +13,13 @@ import torch
 from benchmark.gpu.checks import random_layout
 from benchmark.gpu.device_times import device_ms, repeat_ms
 from benchmark.gpu.shapes import Step
-from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
-from sgl_pipeline.pp_runner.attention.flashinfer_attention import (
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend, AttentionShape
+from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import (
     FlashInferAttention,
     open_flashinfer,
 )
 from sgl_pipeline.pp_runner.kernel_choice import choose_attention_backend, make_attention_backend
-from sgl_pipeline.pp_runner.step_inputs import PagedLayout
 
 # Keys and values of all layers together: several times the largest card's cache.
 _CYCLED_BYTES = 2**29

@@ -14,15 +14,15 @@ import torch
 
 from benchmark.gpu.lone_stage import LoneStage, StagePlace, kernels_for
 from benchmark.gpu.shapes import Extent, Step, decode_step, mixed_step, prefill_step
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
+from sgl_pipeline.pp_runner.base.kv_format import encode
+from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
 from sgl_pipeline.pp_runner.kernel_choice import choose_attention_backend, make_attention_backend
-from sgl_pipeline.pp_runner.kv_format import encode
-from sgl_pipeline.pp_runner.model.checkpoint import DummyWeights
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.output.sampler import Sampler
-from sgl_pipeline.pp_runner.step_inputs import PagedLayout
+from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights
 from sgl_pipeline.requests import SamplingSpec
 from sgl_pipeline.stage_plan import StagePlan
 

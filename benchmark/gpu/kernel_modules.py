@@ -23,7 +23,7 @@ import torch
 
 from benchmark.gpu.kernel_wheels import ROOT, install_compiler
 from sgl_pipeline.errors import ConfigurationError, KernelBuildError
-from sgl_pipeline.pp_runner.cuda.toolkit import link_pip_toolkit
+from sgl_pipeline.pp_runner.flashinfer.toolkit import link_pip_toolkit
 
 FOLDER = ROOT / "build" / "cuda-kernels"
 ARCHITECTURE = "9.0a"  # Hopper: H100, H200

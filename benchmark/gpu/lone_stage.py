@@ -11,21 +11,21 @@ import torch
 
 from benchmark.gpu.device_times import Kernel, profile_kernels, repeat_ms
 from benchmark.gpu.shapes import PAGE_SIZE, Step
-from sgl_pipeline.messages import StageAssignment, StageReport
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
-from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.requests import GREEDY, LogprobSpec, SamplingSpec
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import (
+from sgl_pipeline.wire.stage_messages import StageAssignment, StageReport
+from sgl_pipeline.wire.step_order import (
     INT32,
-    ChunkPlan,
+    ChunkOrder,
     MirrorSnapshot,
     RequestOpen,
-    StepPlan,
+    StepOrder,
 )
 
 
@@ -144,7 +144,7 @@ class LoneStage:
             num_pages,
             self.link,
         )
-        self._plans: list[StepPlan] = []
+        self._plans: list[StepOrder] = []
 
     def prepare(
         self,
@@ -166,11 +166,11 @@ class LoneStage:
             tokens = array(INT32, token_ids.tolist()).tobytes()
             logprobs = LogprobSpec(end - 1, 0, logprob_ids) if logprob_ids else None
             opens.append(RequestOpen(handle, sampling, end, logprobs))
-            contents.append(ChunkPlan(handle, end, 0, False, tokens, pages))
-            chunks.append(ChunkPlan(handle, extent.start, extent.length, True))
+            contents.append(ChunkOrder(handle, end, 0, False, tokens, pages))
+            chunks.append(ChunkOrder(handle, extent.start, extent.length, True))
         self.runner.restore(MirrorSnapshot(tuple(opens), tuple(contents)))
         epoch = self.place.plan.epoch
-        self._plans = [StepPlan(n, epoch, (), (), tuple(chunks)) for n in reversed(range(repeats))]
+        self._plans = [StepOrder(n, epoch, (), (), tuple(chunks)) for n in reversed(range(repeats))]
 
     def run(self) -> StageReport:
         """The next of the prepared repeats; waits for the device on the last stage alone."""

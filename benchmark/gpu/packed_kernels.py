@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmark.gpu.kernel_modules import module_makers
 from benchmark.gpu.session import Session
-from sgl_pipeline.pp_runner.cuda.kernel_builds import building_kernels
+from sgl_pipeline.pp_runner.flashinfer.kernel_builds import building_kernels
 
 LIST_NAME = "kernel_modules.json"  # in the folder of the pack
 PART = "prebuilt kernels"  # by which a result names what is missing

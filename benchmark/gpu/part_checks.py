@@ -17,9 +17,9 @@ from benchmark.gpu.quantized_checks import (
 from benchmark.gpu.session import Session
 from benchmark.gpu.shapes import PAGE_SIZE, heads_of, spec_of
 from benchmark.support.dated_result import markdown_table
-from sgl_pipeline.pp_runner.kv_format import FP8
+from sgl_pipeline.pp_runner.base.kv_format import FP8
 from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import why_without_kernel
-from sgl_pipeline.pp_runner.quantization.config import choose_quantization
+from sgl_pipeline.pp_runner.weights.quantization_config import choose_quantization
 
 
 def run(session: Session) -> None:

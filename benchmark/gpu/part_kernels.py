@@ -30,7 +30,7 @@ from benchmark.gpu.shapes import (
     spec_of,
 )
 from benchmark.support.dated_result import markdown_table
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 
 # Kind of step: the steps that stand for it.

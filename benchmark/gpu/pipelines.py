@@ -23,10 +23,10 @@ from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs
 from sgl_pipeline.errors import StageFailure
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.managers.stages.stage_processes import StageProcesses
-from sgl_pipeline.messages import StageReport
-from sgl_pipeline.stage_orders import OrderStream
-from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.step_plan import StepPlan
+from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.wire.stage_messages import StageReport
+from sgl_pipeline.wire.stage_orders import OrderStream
+from sgl_pipeline.wire.step_order import StepOrder
 
 _POLL_MS = 200
 _REPORT_TIMEOUT_S = 60.0
@@ -69,7 +69,7 @@ class ScriptedPipeline:
         self._num_reports = 0
         self._num_back = 0
 
-    def run(self, plans: Sequence[StepPlan], in_flight: int) -> list[DrivenStep]:
+    def run(self, plans: Sequence[StepOrder], in_flight: int) -> list[DrivenStep]:
         """Sends `plans`, keeping at most `in_flight` of them under way, and waits for the last.
 
         Raises StageFailure or ConfigurationError where a stage does, and TimeoutError.

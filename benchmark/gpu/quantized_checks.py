@@ -10,7 +10,7 @@ from benchmark.gpu.checks import Check, row_error
 from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import GpuProducts
 from sgl_pipeline.pp_runner.layer_kernels.row_rounding import open_row_rounding
 from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import TorchQuantizedLinear
-from sgl_pipeline.pp_runner.quantization.schemes import Fp8Scheme, Int8Scheme, Scheme
+from sgl_pipeline.pp_runner.weights.schemes import Fp8Scheme, Int8Scheme, Scheme
 
 SCHEMES: dict[str, Scheme] = {
     "int8": Int8Scheme(),

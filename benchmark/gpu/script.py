@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sgl_pipeline.requests import GREEDY
-from sgl_pipeline.step_plan import INT32, ChunkPlan, RequestOpen, StepPlan
+from sgl_pipeline.wire.step_order import INT32, ChunkOrder, RequestOpen, StepOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class PlanWriter:
         self._next_handle = 0
         self._next_step_id = 0
 
-    def prefills(self) -> list[StepPlan]:
+    def prefills(self) -> list[StepOrder]:
         """All prompts, each in one chunk; to be run first."""
         requests = range(self.script.num_requests)
         size = self.script.prefill_requests
         groups = [requests[first : first + size] for first in requests[::size]]
         return [self._first_plan(group, 0, self.script.prompt_tokens) for group in groups]
 
-    def decodes(self, num_requests: int, num_groups: int) -> list[StepPlan]:
+    def decodes(self, num_requests: int, num_groups: int) -> list[StepOrder]:
         """Round after round, a step for each of `num_groups` groups of the first `num_requests`."""
         groups = [range(num_requests)[group::num_groups] for group in range(num_groups)]
         start = self.script.prompt_tokens
@@ -67,7 +67,7 @@ class PlanWriter:
                 plans.append(self._plan((), (), chunks))
         return plans
 
-    def _first_plan(self, requests: Sequence[int], start: int, length: int) -> StepPlan:
+    def _first_plan(self, requests: Sequence[int], start: int, length: int) -> StepOrder:
         """Closes and opens `requests`, and runs `length` tokens of each from `start` on."""
         closes = tuple(self._handles.pop(each) for each in requests if each in self._handles)
         opens, chunks = [], []
@@ -78,17 +78,17 @@ class PlanWriter:
             pages = range(request * self._pages_each, (request + 1) * self._pages_each)
             tokens = self._tokens(request, 0, start + length)
             page_bytes = array(INT32, pages).tobytes()
-            chunks.append(ChunkPlan(handle, start, length, True, tokens, page_bytes))
+            chunks.append(ChunkOrder(handle, start, length, True, tokens, page_bytes))
         return self._plan(closes, tuple(opens), chunks)
 
-    def _next_chunk(self, request: int, position: int) -> ChunkPlan:
+    def _next_chunk(self, request: int, position: int) -> ChunkOrder:
         tokens = self._tokens(request, position, 1)
-        return ChunkPlan(self._handles[request], position, 1, True, tokens)
+        return ChunkOrder(self._handles[request], position, 1, True, tokens)
 
     def _plan(
-        self, closes: tuple[int, ...], opens: tuple[RequestOpen, ...], chunks: list[ChunkPlan]
-    ) -> StepPlan:
-        plan = StepPlan(self._next_step_id, 0, closes, opens, tuple(chunks))
+        self, closes: tuple[int, ...], opens: tuple[RequestOpen, ...], chunks: list[ChunkOrder]
+    ) -> StepOrder:
+        plan = StepOrder(self._next_step_id, 0, closes, opens, tuple(chunks))
         self._next_step_id += 1
         return plan
 

@@ -35,11 +35,11 @@ from benchmark.support.engines import EngineFailure
 from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import DEFAULT_PRESET, make_model
 from benchmark.support.paths import SCRATCH
+from sgl_pipeline.costs.stage_costs import TYPICAL_STEP
+from sgl_pipeline.costs.step_costs import CostFile
 from sgl_pipeline.managers.planning.cost_files import DIRECTORY_VARIABLE
 from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.stage_costs import TYPICAL_STEP
-from sgl_pipeline.step_costs import CostFile
-from sgl_pipeline.trace import StepRecord, read_trace
+from sgl_pipeline.records.trace import StepRecord, read_trace
 
 NUM_HOSTS = 2
 # With a step for each stage in flight: as many decodes in each as a typical step has, prompts of as

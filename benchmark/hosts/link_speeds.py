@@ -33,13 +33,13 @@ from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import DEFAULT_PRESET, make_model
 from benchmark.support.paths import SCRATCH, VLLM_DIRECTORY
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.records.trace import read_trace
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, fit_records
-from sgl_pipeline.simulator.pipeline_costs import Link
+from sgl_pipeline.simulator.pipeline_costs import SimulatedLink
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 from sgl_pipeline.throttle import make_policy
-from sgl_pipeline.trace import read_trace
 
 LOAD = ClosedLoop(clients=16, input_tokens=96, output_tokens=32)
 # Gbit/s and ms one way; the first is as fast as the machine, and what the predictor learns from.
@@ -190,7 +190,7 @@ def predicted_rate(
 ) -> float:
     """What the simulator says of `LOAD` over that link, in the middle of a run."""
     bytes_per_s = gbit_per_s * 1e9 / 8 if gbit_per_s else float("inf")
-    link = Link(
+    link = SimulatedLink(
         latency_s=costs.link.latency_s + delay_ms * 1e-3,
         bytes_per_s=bytes_per_s,
         bytes_per_token=ROW_BYTES,

@@ -26,16 +26,16 @@ from benchmark.kernels.stage_step import (
 )
 from benchmark.support.command import Command, Options, Report
 from benchmark.support.turns import Row, flops_per_ms, read_bytes_per_ms, row_table, take_turns
-from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend, AttentionShape
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
+from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES, encode
+from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
 from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
-from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES, encode
-from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
-from sgl_pipeline.pp_runner.quantization.rounding import to_fp8, to_int4, to_int8
-from sgl_pipeline.pp_runner.quantization.weights import Matrix
-from sgl_pipeline.pp_runner.step_inputs import PagedLayout
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Linear
+from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
+from sgl_pipeline.pp_runner.weights.rounding import to_fp8, to_int4, to_int8
 
 NUM_LAYERS = 8  # of one stage: together they do not fit the caches
 HIDDEN, INNER = 1024, 3072

@@ -29,8 +29,8 @@ from benchmark.support.measured_runs import DEFAULT_PRESET, MeasuredLoad, make_m
 from benchmark.support.paths import SCRATCH
 from benchmark.support.serving_report import spread
 from benchmark.support.turns import flops_per_ms, read_bytes_per_ms
-from sgl_pipeline.stage_timing import bubble_shares
-from sgl_pipeline.trace import StepRecord
+from sgl_pipeline.records.stage_timing import bubble_shares
+from sgl_pipeline.records.trace import StepRecord
 
 POLICIES = ("throttle", "sarathi", "greedy-queue")
 LOADS = {name: load for name, load in USUAL_LOADS.items() if isinstance(load, Load)}

@@ -15,30 +15,30 @@ from benchmark.models.make_model import PRESETS
 from benchmark.models.quantize_model import GROUP_SIZE, quantization_config
 from benchmark.support.turns import Row, flops_per_ms, read_bytes_per_ms, take_turns
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
-from sgl_pipeline.pp_runner.kv_pool import KvPool
-from sgl_pipeline.pp_runner.layer_kernels.backend import (
+from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     HeadNorms,
     LayerKernels,
     RmsNorm,
     Rotation,
 )
-from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
-from sgl_pipeline.pp_runner.quantization.config import (
+from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
+from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
+from sgl_pipeline.pp_runner.weights.quantization_config import (
     W4A8_INT8,
     W8A8_INT8,
     choose_quantization,
     read_quantization,
 )
-from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
-from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
-from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
 from sgl_pipeline.requests import GREEDY
-from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.step_order import MirroredChunk, MirroredRequest
 
 CPU = torch.device("cpu")
 PRESET = PRESETS["0.27b"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmark.models.quantize_model import FORMATS, quantize_model
 from benchmark.support.paths import DEMO_MODEL
 from sgl_pipeline.args import KV_CACHE_DTYPES
-from sgl_pipeline.pp_runner.quantization.config import FP8, W4A8_INT8, W8A8_INT8
+from sgl_pipeline.pp_runner.weights.quantization_config import FP8, W4A8_INT8, W8A8_INT8
 
 SIXTEEN_BITS = "bf16"
 DEMO_GROUP_SIZE = 32  # the demo model's matrices have no multiples of 128 inputs

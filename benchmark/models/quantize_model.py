@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmark.support.command import Command, Options
 from sgl_pipeline.args import require
-from sgl_pipeline.pp_runner.quantization.rounding import to_fp8, to_int4, to_int8
+from sgl_pipeline.pp_runner.weights.rounding import to_fp8, to_int4, to_int8
 
 FORMATS = ("int-quantized", "float-quantized", "pack-quantized")
 GROUP_SIZE = 128

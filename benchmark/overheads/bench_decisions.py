@@ -14,7 +14,7 @@ from typing import Any
 from benchmark.overheads.decision_load import OPERATIONS, DecisionLoad, Scenario, Timings
 from benchmark.support.command import Command, Options, Report, at_least_one, progress, say
 from benchmark.support.dated_result import markdown_table
-from sgl_pipeline.managers.garbage import postpone_full_collections
+from sgl_pipeline.managers.front.garbage import postpone_full_collections
 
 # Prompts of 2,000 tokens for 100,000 requests would take 3 GB, so growth goes on with 200.
 SCENARIOS = (

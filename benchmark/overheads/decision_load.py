@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import GREEDY, LogprobRows, Request, StopRules, TokenEvent
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.wire.stage_messages import StageReport
 
 T = TypeVar("T")
 OPERATIONS = ("next_microbatch", "on_result", "add")

@@ -22,18 +22,18 @@ from benchmark.support.command import Command, Options, Report, at_least_one
 from benchmark.support.dated_result import markdown_table
 from benchmark.support.serving_report import spread
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
-from sgl_pipeline.messages import StageReport
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.step_history import StepHistory
+from sgl_pipeline.records.chrome_trace import ChromeTraceWriter
+from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.records.trace import StepWriter, TraceWriter
 from sgl_pipeline.requests import GREEDY, Request, StopRules
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.throttle import make_policy
-from sgl_pipeline.trace import StepWriter, TraceWriter
+from sgl_pipeline.wire.stage_messages import StageReport
 
 STAGES = 2
 REQUESTS = 64

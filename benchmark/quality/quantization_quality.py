@@ -25,26 +25,26 @@ from benchmark.models.quantize_model import GROUP_SIZE, quantization_config
 from benchmark.support.command import Command, Options, Report, at_least_one
 from benchmark.support.dated_result import markdown_table
 from benchmark.support.paths import DEMO_MODEL
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool, kv_page_bytes
+from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     choose_layer_kernels,
     make_attention_backend,
     make_layer_kernels,
 )
-from sgl_pipeline.pp_runner.kv_pool import KvPool, kv_page_bytes
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
-from sgl_pipeline.pp_runner.quantization.config import (
+from sgl_pipeline.pp_runner.weights.quantization_config import (
     FP8,
     W4A8_INT8,
     W8A8_INT8,
     choose_quantization,
     read_quantization,
 )
-from sgl_pipeline.pp_runner.quantization.schemes import Quantization
-from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
+from sgl_pipeline.pp_runner.weights.schemes import Quantization
 from sgl_pipeline.requests import GREEDY
-from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.step_order import MirroredChunk, MirroredRequest
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16

@@ -14,8 +14,8 @@ from random import Random
 
 import msgspec
 
-from sgl_pipeline.channels import SchedulerChannel
-from sgl_pipeline.messages import FromWorker, StageReport
+from sgl_pipeline.wire.channels import SchedulerChannel
+from sgl_pipeline.wire.stage_messages import FromWorker, StageReport
 
 WISH_VARIABLE = "SGL_PIPELINE_WANTED_FAULT"
 ORDER_FAULTS = ("truncated order", "repeated order", "altered order")

@@ -19,7 +19,7 @@ from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import MeasuredLoad, make_model, measure
 from benchmark.support.paths import SCRATCH
 from benchmark.support.serving_report import spread
-from sgl_pipeline.trace import StepRecord
+from sgl_pipeline.records.trace import StepRecord
 
 SMALL_VOCABULARY, LARGE_VOCABULARY = "0.27b", "0.52b-152k"
 ENGINE = "ours --pp 2 --max-total-tokens 49152"

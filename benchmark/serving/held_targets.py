@@ -37,9 +37,9 @@ from benchmark.support.measured_runs import (
 from benchmark.support.other_work import ProcessorTimes
 from benchmark.support.paths import SCRATCH
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.records.trace import StepRecord, TraceWriter
 from sgl_pipeline.simulator.experiment import MeasuredPipeline, simulate
 from sgl_pipeline.simulator.recorded_run import recorded_requests, run_figures
-from sgl_pipeline.trace import StepRecord, TraceWriter
 
 POOL_TOKENS = 32_768
 # A split that was measured anew by each start could differ between the servers.

@@ -26,7 +26,7 @@ from benchmark.support.loads import ClientLoad
 from benchmark.support.paths import BUILD, ROOT, SCRATCH
 from benchmark.support.serving_report import METRICS, Run, pipeline_cost
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.trace import StepRecord, read_trace
+from sgl_pipeline.records.trace import StepRecord, read_trace
 
 DEFAULT_PRESET = "0.27b"
 

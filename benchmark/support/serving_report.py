@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmark.support.dated_result import markdown_table
-from sgl_pipeline.trace import StepRecord
+from sgl_pipeline.records.trace import StepRecord
 
 # Metric names of `sglang.bench_serving`, and how a table heads them.
 METRICS = {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmark.support.dated_result import markdown_table
-from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 
 Row = dict[str, Any]
 

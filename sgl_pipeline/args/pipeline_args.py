@@ -39,7 +39,7 @@ class PipelineArgs:
     @property
     def most_prefill_tokens(self) -> int:
         """Of a step, however it is asked for while the server runs: a GPU has room for the step
-        that it was started for, or for one of the usual size (`pp_runner/gpu_memory.py`)."""
+        that it was started for, or for one of the usual size (`pp_runner/cuda/gpu_memory.py`)."""
         usual = DEFAULT_PREFILL_LIMITS["throttle"] if self.stages.device == "cuda" else 65_536
         return max(self.throttle.prefill_limit, usual)
 

@@ -15,7 +15,7 @@ from sgl_pipeline.cluster.doors import SCHEDULER_DOOR, DialError, Door, dial
 from sgl_pipeline.cluster.framed_stream import FramedStream
 from sgl_pipeline.cluster.secure_stream import SecureStream, StreamClosed
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.messages import FromWorker, ToWorker, WorkerHello
+from sgl_pipeline.wire.stage_messages import FromWorker, ToWorker, WorkerHello
 
 # The scheduler process comes up after the workers.
 REDIAL_S = 0.25

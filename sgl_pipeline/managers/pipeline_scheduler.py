@@ -12,29 +12,29 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from sgl_pipeline.errors import PipelineLost, ProtocolError, RequestError
-from sgl_pipeline.layer_moves import MoveReport
-from sgl_pipeline.managers.front.control_requests import ControlDesk
-from sgl_pipeline.managers.front.pipeline_desk import PipelineDesk
+from sgl_pipeline.managers.front.control_requests import ControlReplies
+from sgl_pipeline.managers.front.garbage import collect_at_leisure
+from sgl_pipeline.managers.front.operator_replies import OperatorReplies
 from sgl_pipeline.managers.front.sglang_io import AbortRequest, Received, SglangFront
-from sgl_pipeline.managers.garbage import collect_at_leisure
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest
+from sgl_pipeline.managers.reports.interval_line import IntervalLine
 from sgl_pipeline.managers.reports.load_report import LoadReport
-from sgl_pipeline.managers.reports.move_log import log_begun, log_ended
-from sgl_pipeline.managers.reports.profile_desk import ProfileDesk
+from sgl_pipeline.managers.reports.move_report import log_begun, log_ended
+from sgl_pipeline.managers.reports.profiles import Profiles
 from sgl_pipeline.managers.reports.server_info import describe_state
 from sgl_pipeline.managers.reports.slow_stage_log import SlowStageLog
-from sgl_pipeline.managers.reports.status_line import StatusLine
 from sgl_pipeline.managers.reports.throttle_report import log_change
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
-from sgl_pipeline.managers.stages.recovery_desk import RecoveryDesk
+from sgl_pipeline.managers.stages.recovery_actions import RecoveryActions
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
-from sgl_pipeline.messages import FromWorker, ProfileReply, StageReport
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import WAITED_TOO_LONG
+from sgl_pipeline.wire.move_orders import MoveReport
+from sgl_pipeline.wire.stage_messages import FromWorker, ProfileReply, StageReport
 
 if TYPE_CHECKING:
     from sgl_pipeline.managers.reports.live_report import LiveReport
@@ -64,9 +64,9 @@ class PipelineScheduler:
         front: SglangFront,
         core: PipelineCore,
         launcher: StageLauncher,
-        recovery: RecoveryDesk,
+        recovery: RecoveryActions,
         grammars: GrammarQueue | NoGrammars,
-        operators: PipelineDesk,
+        operators: OperatorReplies,
         traces: TraceFiles,
         loads: LoadReport,
         metrics: "MetricsReport | None",
@@ -85,12 +85,12 @@ class PipelineScheduler:
         self._loads = loads
         self._metrics = metrics
         self._live = live
-        self._status = StatusLine()
+        self._status = IntervalLine()
         self._slow_stages = SlowStageLog(core.migration.mode)
         self._facts = facts
-        self._profiles = ProfileDesk(front, launcher, traces)
+        self._profiles = Profiles(front, launcher, traces)
         recovery.on_lost = self._profiles.on_lost
-        self._desk = ControlDesk(front, self, self._profiles)
+        self._desk = ControlReplies(front, self, self._profiles)
         self._poller = poller
         self._poller.register(front.socket, zmq.POLLIN)
         for readable in launcher.channel.readable:
@@ -320,7 +320,7 @@ class PipelineScheduler:
                 self._next_collection_s = now_s + COLLECTION_INTERVAL_S
                 collect_at_leisure()
 
-    # What `control_requests.ControlDesk` may ask
+    # What `control_requests.ControlReplies` may ask
 
     def flush_cache(self) -> bool:
         if len(self._grammars) or not self._requests.flush_cache():

@@ -19,28 +19,27 @@ from sglang.srt.runtime_context import get_serving, publish
 from sglang.srt.utils import configure_logger
 
 from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs
-from sgl_pipeline.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.cluster.remote_workers import RemoteWorkers
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from sgl_pipeline.managers.channels.live_channel import LiveSocket, live_address
+from sgl_pipeline.managers.channels.operator_channel import DeskSocket, desk_address
+from sgl_pipeline.managers.channels.span_channel import SpanSender, span_address
 from sgl_pipeline.managers.command_line.model_files import ModelLimits, load_tokenizer, model_limits
-from sgl_pipeline.managers.desk_channel import DeskSocket, desk_address
-from sgl_pipeline.managers.front.pipeline_desk import PipelineDesk
+from sgl_pipeline.managers.front.garbage import postpone_full_collections
+from sgl_pipeline.managers.front.operator_replies import OperatorReplies
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
 from sgl_pipeline.managers.front.sglang_io import SglangFront
-from sgl_pipeline.managers.garbage import postpone_full_collections
 from sgl_pipeline.managers.grammars.channel import CompilerSetup
 from sgl_pipeline.managers.grammars.client import GrammarCompilerClient
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammars.vocabulary import NoGrammarsError, read_vocabulary
-from sgl_pipeline.managers.live_channel import LiveSocket, live_address
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
 from sgl_pipeline.managers.planning.cost_files import find_costs
 from sgl_pipeline.managers.reports.live_report import LiveReport
 from sgl_pipeline.managers.reports.load_report import LoadReport, loads_path
 from sgl_pipeline.managers.reports.server_info import describe_page, describe_start, summarize_start
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
-from sgl_pipeline.managers.span_channel import SpanSender, span_address
-from sgl_pipeline.managers.stages.recovery_desk import RecoveryDesk
+from sgl_pipeline.managers.stages.recovery_actions import RecoveryActions
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import PlannerArgs
@@ -54,10 +53,11 @@ from sgl_pipeline.pipeline.stage_watch import StageWatch
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.pipeline.worker_source import WorkerSource
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.records.chrome_trace import ChromeTraceWriter
+from sgl_pipeline.records.trace import StepWriter, TraceWriter
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
-from sgl_pipeline.trace import StepWriter, TraceWriter
 
 if TYPE_CHECKING:
     from sgl_pipeline.managers.reports.metrics_report import MetricsReport
@@ -182,7 +182,7 @@ def _serve(
                 launcher.roster.rehearsal_s,
                 launcher.core_waits_s,
             )
-        operators = PipelineDesk(
+        operators = OperatorReplies(
             DeskSocket(context, desk_address(args.run_directory)),
             core,
             grammars,
@@ -192,7 +192,7 @@ def _serve(
             front,
             core,
             launcher,
-            RecoveryDesk(recovery, launcher, watch),
+            RecoveryActions(recovery, launcher, watch),
             grammars,
             operators,
             traces,
@@ -246,7 +246,7 @@ def _grammars(
 
 
 def _saved_predictor(args: PipelineArgs, spec: ModelSpec) -> StepPredictor | None:
-    """What `sgl_pipeline.migration.fit` has saved for stages like these, if it has."""
+    """What `sgl-pipeline fit` has saved for stages like these, if it has."""
     file = find_costs(args.stages, spec.num_layers)
     if file is None:
         return None

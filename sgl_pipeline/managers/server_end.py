@@ -12,8 +12,8 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
+    from sgl_pipeline.managers.channels.run_directory import RunDirectory
     from sgl_pipeline.managers.hosts.head_client import HeadProcess
-    from sgl_pipeline.managers.run_directory import RunDirectory
     from sgl_pipeline.managers.stages.stage_processes import StageProcesses
 
 # The thread in which upstream looks once a second whether its children live.

@@ -1,8 +1,8 @@
 """Lets every Python of an environment import torchvision beside a CPU build of torch.
 
-`python -m sgl_pipeline.managers.torchvision_hook` copies this module into site-packages, under a
-name of its own, and has it run whenever a Python of the environment starts. The copy must not
-import `sgl_pipeline` then: a Python that is started in another work tree would never take the
+`python -m sgl_pipeline.managers.torchvision_hook` copies this module into site-packages,
+under a name of its own, and has it run whenever a Python of the environment starts. The copy must
+not import `sgl_pipeline` then: a Python that is started in another work tree would never take the
 package from there. When torchvision is imported, as `import sglang` may do, `torchvision_shim` runs
 first.
 """

@@ -1,8 +1,8 @@
 """One layer move at a time, from the wish to the last stage's word that it is done.
 
-A state machine without I/O and clock, owned by `pipeline/layer_moves.py`. It says which order goes
-out next and when a move is given up. Knows nothing of steps: that the switch lies between two of
-them is the order stream's doing, and which plan is a good one is `planner.py`'s question.
+A state machine without I/O and clock. It says which order goes out next and when a move is given
+up. Knows nothing of steps: that the switch lies between two of them is the order stream's doing,
+and which plan is a good one is `planner.py`'s question.
 """
 
 from array import array
@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from sgl_pipeline.errors import MoveRefused, ProtocolError
-from sgl_pipeline.layer_moves import (
+from sgl_pipeline.records.move_record import MoveOutcome, MoveRecord
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.move_orders import (
     AbandonMove,
     MoveDone,
     MoveFailed,
@@ -20,9 +22,7 @@ from sgl_pipeline.layer_moves import (
     SwitchPlan,
     most_layers_held,
 )
-from sgl_pipeline.move_record import MoveOutcome, MoveRecord
-from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import INT32
+from sgl_pipeline.wire.step_order import INT32
 
 KEPT_RECORDS = 64
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from statistics import median
 
+from sgl_pipeline.costs.stage_costs import StageCosts
 from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.stage_costs import StageCosts
 from sgl_pipeline.step_work import StepWork
 
 # Workers whose times differ by less count as equal: short measurements are noisy.

@@ -12,9 +12,9 @@ from itertools import pairwise, permutations
 
 import numpy as np
 
+from sgl_pipeline.costs.stage_costs import StageCosts
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.migration.split_search import Matrix
-from sgl_pipeline.stage_costs import StageCosts
 
 # Up to so many hosts every order is weighed; of more, those that exchanges find.
 MOST_HOSTS_WEIGHED = 8

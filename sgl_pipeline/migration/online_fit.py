@@ -7,8 +7,8 @@ the last time, so that a server's life has a dozen fits of a few milliseconds ea
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from sgl_pipeline.costs.step_costs import StepCosts
 from sgl_pipeline.migration.step_fit import StageSample, fit_stages
-from sgl_pipeline.step_costs import StepCosts
 from sgl_pipeline.step_work import StepWork
 
 FIRST_FIT_STEPS = 256

@@ -6,9 +6,9 @@ Called by the worker roster for `--pp-layer-partition auto` and by `sgl_pipeline
 from collections.abc import Callable, Sequence
 from math import inf
 
+from sgl_pipeline.costs.stage_costs import PartSizes, StageCosts
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.migration.cost_model import run_ms, stage_times_ms
-from sgl_pipeline.stage_costs import PartSizes, StageCosts
 
 # Whether stage `s` can hold layers [start, end), and the model's ends where these are its.
 Fits = Callable[[int, int, int], bool]

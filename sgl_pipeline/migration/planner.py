@@ -11,7 +11,7 @@ The rule `dynapipe` is the paper's: `delta_rule.py`.
 from collections.abc import Sequence
 
 from sgl_pipeline.migration.delta_rule import best_removal, even_split_less
-from sgl_pipeline.migration.planner_args import PlannerArgs, Proposal
+from sgl_pipeline.migration.planner_args import MoveProposal, PlannerArgs
 from sgl_pipeline.migration.predictor import PartTimes
 from sgl_pipeline.migration.split_search import SplitSearch, StageTerms, can_stay_below
 from sgl_pipeline.migration.step_forecast import StepForecast
@@ -76,7 +76,7 @@ class LayerPlanner:
             return None
         return self._stage_times(layer_counts, self._window.mean())
 
-    def proposal(self, layer_counts: Sequence[int]) -> Proposal | None:
+    def proposal(self, layer_counts: Sequence[int]) -> MoveProposal | None:
         """A split that is worth leaving `layer_counts` for, if there is any."""
         if (
             self._predictor is None
@@ -102,14 +102,14 @@ class LayerPlanner:
         self._lost_s += self._args.evaluate_steps * lost_ms_per_step * 1e-3
         return proposal if self._lost_s >= proposal.price_s else None
 
-    def preview(self, current: Sequence[int], layer_counts: Sequence[int]) -> Proposal | None:
+    def preview(self, current: Sequence[int], layer_counts: Sequence[int]) -> MoveProposal | None:
         """What moving from one split to any other would bring, worth it or not; None while nothing
         is known."""
         before_ms, after_ms = self.predict(current), self.predict(layer_counts)
         if before_ms is None or after_ms is None:
             return None
         moved = self._search_from(tuple(current)).moved_layers(layer_counts)
-        return Proposal(
+        return MoveProposal(
             layer_counts=tuple(layer_counts),
             before_ms=before_ms,
             after_ms=after_ms,
@@ -118,7 +118,7 @@ class LayerPlanner:
             price_s=self._args.move_price_s + moved * self.layer_price_s,
         )
 
-    def worthwhile(self, current: tuple[int, ...], split: tuple[int, ...]) -> Proposal | None:
+    def worthwhile(self, current: tuple[int, ...], split: tuple[int, ...]) -> MoveProposal | None:
         """The move to `split`, if it is one and gains enough."""
         preview = None if split == current else self.preview(current, split)
         return preview if preview and preview.gain_share >= self._args.min_gain_share else None

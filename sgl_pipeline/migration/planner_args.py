@@ -53,7 +53,7 @@ class PlannerArgs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
+class MoveProposal:
     """A split that is worth moving to. Times are the mean predicted milliseconds of a step of the
     window on each stage; `gain_share` is by how much of its time the slowest stage gets faster."""
 

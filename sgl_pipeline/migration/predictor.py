@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from sgl_pipeline.step_costs import RowCost, StepCosts
+from sgl_pipeline.costs.step_costs import RowCost, StepCosts
 from sgl_pipeline.step_work import StepWork
 
 

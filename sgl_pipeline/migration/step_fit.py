@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sgl_pipeline.costs.stage_costs import PartSample
+from sgl_pipeline.costs.step_costs import FitErrors, LayerCost, RowCost, StepCosts
 from sgl_pipeline.migration.least_squares import (
     KNOT_TOKENS,
     relative_fit,
     rows_beyond_knots,
 )
 from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.stage_costs import PartSample
-from sgl_pipeline.step_costs import FitErrors, LayerCost, RowCost, StepCosts
 from sgl_pipeline.step_work import StepWork
 
 # Where made-up steps, which are many and little disturbed, may bend the curve of a part. There are

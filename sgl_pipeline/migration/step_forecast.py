@@ -7,8 +7,8 @@ through `SlowestStage`, by policies that budget time. Pure.
 from sgl_pipeline.migration.online_fit import OnlineFit
 from sgl_pipeline.migration.predictor import PartTimes, SlowestStage, StepPredictor
 from sgl_pipeline.migration.stage_speeds import StageSpeeds
+from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.trace import StepRecord
 
 # Plans whose steps may still come back: the one in use, the one before and one to come.
 _MOST_KNOWN_PLANS = 4

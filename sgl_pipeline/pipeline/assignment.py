@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from sgl_pipeline.args import PipelineArgs, StageArgs, require
-from sgl_pipeline.messages import StageAssignment, WorkerHello
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_messages import StageAssignment, WorkerHello
 
 _LAST_PORT = 65535
 

@@ -6,8 +6,9 @@ Kept by `worker_roster.py`.
 from dataclasses import dataclass
 from enum import IntEnum, auto
 
+from sgl_pipeline.costs.stage_costs import PartCosts
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.messages import (
+from sgl_pipeline.wire.stage_messages import (
     FromWorker,
     MeasuredCosts,
     Regrouped,
@@ -16,7 +17,6 @@ from sgl_pipeline.messages import (
     StageReady,
     WorkerHello,
 )
-from sgl_pipeline.stage_costs import PartCosts
 
 
 class WorkerPhase(IntEnum):

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 
 from sgl_pipeline.args import MigrationArgs
 from sgl_pipeline.errors import MoveRefused
-from sgl_pipeline.layer_moves import (
+from sgl_pipeline.migration.coordinator import MoveCoordinator
+from sgl_pipeline.migration.planner import LayerPlanner
+from sgl_pipeline.migration.planner_args import MoveProposal
+from sgl_pipeline.migration.predictor import PartTimes
+from sgl_pipeline.records.move_record import MoveOutcome, MoveRecord
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.move_orders import (
     MOVE_SHARE,
     MoveOrder,
     MoveReport,
     layer_moves,
 )
-from sgl_pipeline.migration.coordinator import MoveCoordinator
-from sgl_pipeline.migration.planner import LayerPlanner
-from sgl_pipeline.migration.planner_args import Proposal
-from sgl_pipeline.migration.predictor import PartTimes
-from sgl_pipeline.move_record import MoveOutcome, MoveRecord
-from sgl_pipeline.stage_plan import StagePlan
 
 
 class MigrationControl:
@@ -60,7 +60,7 @@ class MigrationControl:
         return tuple(self.coordinator.history)
 
     @property
-    def proposal(self) -> Proposal | None:
+    def proposal(self) -> MoveProposal | None:
         """What the planner proposed last for the plan in use, by the steps that it has seen since,
         if that is still worth the move."""
         if self.planner is None or self._proposed is None:
@@ -78,7 +78,7 @@ class MigrationControl:
         current = self.coordinator.current
         return current is not None and current.outcome is MoveOutcome.SWITCHING
 
-    def preview(self, layer_counts: Sequence[int]) -> Proposal | None:
+    def preview(self, layer_counts: Sequence[int]) -> MoveProposal | None:
         """What the move of `move_to` would bring; None before enough steps were measured.
 
         Raises MoveRefused, with status 400, for a plan that `move_to` would refuse.

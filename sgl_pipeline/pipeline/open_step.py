@@ -7,10 +7,10 @@ are back.
 from dataclasses import dataclass, field
 
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.records.trace import RequestRecord, StepRecord
 from sgl_pipeline.requests import TokenEvent
-from sgl_pipeline.stage_orders import SealedOrder
-from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.trace import RequestRecord, StepRecord
+from sgl_pipeline.wire.stage_orders import SealedOrder
 
 
 @dataclass(slots=True, eq=False)

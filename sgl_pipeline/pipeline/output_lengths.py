@@ -1,6 +1,6 @@
 """How long answers are going to be, by how long the recent ones were.
 
-Used by `forecast.py`. Answers under way count too, as longer than what they have drawn: without
+Answers under way count too, as longer than what they have drawn: without
 them the short ones, which end first, would make all answers look short. The estimate of Kaplan and
 Meier (1958); beyond the longest answer that has ended, ends come as often as over all tokens.
 """

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from sgl_pipeline.messages import StageLoaded
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_messages import StageLoaded
 
 
 @dataclass(frozen=True, slots=True)

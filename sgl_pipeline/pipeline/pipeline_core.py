@@ -11,26 +11,26 @@ from dataclasses import asdict, replace
 
 from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.layer_moves import SwitchPlan
-from sgl_pipeline.messages import StageReport
 from sgl_pipeline.migration.step_forecast import StepForecast
-from sgl_pipeline.pipeline.forecast import Forecast, Forecaster
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.output_lengths import OutputLengths
 from sgl_pipeline.pipeline.pipeline_state import PipelineState, StageState
 from sgl_pipeline.pipeline.recent_load import RecentLoad, RecentWork
+from sgl_pipeline.pipeline.request_forecast import Forecaster, RequestForecast
 from sgl_pipeline.pipeline.slow_stages import SlowStages
 from sgl_pipeline.pipeline.step_history import StepHistory
 from sgl_pipeline.pipeline.step_pace import StepPace
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
-from sgl_pipeline.recovery_record import RecoveryRecord
+from sgl_pipeline.records.recovery_record import RecoveryRecord
+from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import Explanation, Outlook, StepScheduler
-from sgl_pipeline.stage_orders import OrderStream, SealedOrder
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import StepPlanEncoder
-from sgl_pipeline.trace import StepRecord
+from sgl_pipeline.wire.move_orders import SwitchPlan
+from sgl_pipeline.wire.stage_messages import StageReport
+from sgl_pipeline.wire.stage_orders import OrderStream, SealedOrder
+from sgl_pipeline.wire.step_order import StepOrderEncoder
 
 
 class PipelineCore:
@@ -68,7 +68,7 @@ class PipelineCore:
         self.recent_load = RecentLoad()
         # Of stages on other hosts: what turns a moment of theirs into one of the driver's clock.
         self.clock_offsets_s: Mapping[int, float] = {}
-        self._encoder = StepPlanEncoder()
+        self._encoder = StepOrderEncoder()
         self._orders = OrderStream()
         self._open: dict[int, OpenStep] = {}
         self._first_step_id = 0  # of this incarnation
@@ -267,14 +267,14 @@ class PipelineCore:
         """Why a request waits: which rule, which numbers, behind whom; None for an unknown one."""
         return self.scheduler.explain(request_id)
 
-    def forecast(self, outlook: Outlook, now_s: float) -> Forecast:
+    def forecast(self, outlook: Outlook, now_s: float) -> RequestForecast:
         """When the request of `outlook` will run, by the pace of the recent steps of this plan."""
         if self.scheduler.pausing.is_paused and not outlook.request.steps_in_flight:
-            return Forecast(reason="the scheduler is paused until an operator continues it")
+            return RequestForecast(reason="the scheduler is paused until an operator continues it")
         recent = [record for record in self.history.recent if record.epoch == self.plan.epoch]
         pace = StepPace.of(recent)
         if pace is None:
-            return Forecast(
+            return RequestForecast(
                 reason=f"{len(recent)} steps of this plan have been measured, too few to tell"
             )
         in_flight = [

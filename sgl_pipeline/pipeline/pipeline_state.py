@@ -7,13 +7,13 @@ requests one by one.
 
 import msgspec
 
-from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.pipeline.throttle_control import ThrottleState
 from sgl_pipeline.pipeline_load import PipelineLoad
-from sgl_pipeline.recovery_record import RecoveryRecord
+from sgl_pipeline.records.move_record import MoveRecord
+from sgl_pipeline.records.recovery_record import RecoveryRecord
+from sgl_pipeline.records.stage_timing import BubbleShares, bubble_shares
+from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import BubbleShares, bubble_shares
-from sgl_pipeline.trace import StepRecord
 
 
 class StageState(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,13 +8,13 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from sgl_pipeline.args import StageArgs
+from sgl_pipeline.costs.stage_costs import TYPICAL_STEP, PartCosts, StageCosts
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import even_layer_counts
 from sgl_pipeline.migration.cost_model import costs_by_host, predicted_costs, stage_times_ms
 from sgl_pipeline.migration.partition import balanced_layer_counts, fits_in
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.known_worker import Worker
-from sgl_pipeline.stage_costs import TYPICAL_STEP, PartCosts, StageCosts
 from sgl_pipeline.stage_plan import StagePlan
 
 logger = logging.getLogger(__name__)

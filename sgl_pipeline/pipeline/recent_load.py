@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+from sgl_pipeline.records.throttle_change import Knob
+from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.requests import Request
-from sgl_pipeline.throttle_change import Knob
-from sgl_pipeline.trace import StepRecord
 
 MAX_REQUESTS = 4096
 MAX_STEPS = 1024

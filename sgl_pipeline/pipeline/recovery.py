@@ -1,6 +1,6 @@
 """From the loss of a worker to the first step that all stages run again: a state machine.
 
-Driven by `managers/stages/recovery_desk.py`, and in virtual time by `benchmark/fault_schedules`.
+Driven by `managers/stages/recovery_actions.py`, and in virtual time by `benchmark/fault_schedules`.
 Workers that end or are given up come in, and all that workers say on their way to readiness; what
 each must be told comes out, and in the end the order that begins a new stream. Does no I/O and
 reads no clock.
@@ -24,7 +24,14 @@ from collections.abc import Iterable
 
 from sgl_pipeline.args import RecoveryArgs
 from sgl_pipeline.errors import PipelineLost, StageFailure
-from sgl_pipeline.messages import (
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.stage_handovers import StageHandovers
+from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
+from sgl_pipeline.pipeline.worker_supply import WorkerSupply
+from sgl_pipeline.records.recovery_record import LostWorker, RecoveryRecord
+from sgl_pipeline.requests import Request
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_messages import (
     FromWorker,
     PagesCopied,
     PagesTaken,
@@ -33,14 +40,7 @@ from sgl_pipeline.messages import (
     WorkerHello,
     WorkerLeaves,
 )
-from sgl_pipeline.pipeline.pipeline_core import PipelineCore
-from sgl_pipeline.pipeline.stage_handovers import StageHandovers
-from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
-from sgl_pipeline.pipeline.worker_supply import WorkerSupply
-from sgl_pipeline.recovery_record import LostWorker, RecoveryRecord
-from sgl_pipeline.requests import Request
-from sgl_pipeline.stage_orders import SealedOrder
-from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_orders import SealedOrder
 
 KEPT_RECORDS = 64
 # So many workers of a stage may be given up, one after the other, without a step in between.

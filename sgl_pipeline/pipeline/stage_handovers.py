@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sgl_pipeline.args import RecoveryArgs
-from sgl_pipeline.messages import (
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
+from sgl_pipeline.wire.stage_messages import (
     FinishHandover,
     HandPagesOver,
     PagesCopied,
     PagesTaken,
     TakePagesOver,
 )
-from sgl_pipeline.pipeline.pipeline_core import PipelineCore
-from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
-from sgl_pipeline.step_plan import INT32
+from sgl_pipeline.wire.step_order import INT32
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Which stage should have reported by now: silence is measured against the stage's own steps.
 
-Asked by `managers/stages/recovery_desk.py` a few times a second. Reads no clock and ends nothing.
+Asked a few times a second. Reads no clock and ends nothing.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from sgl_pipeline.microbatch import Microbatch
-from sgl_pipeline.trace import StepRecord
+from sgl_pipeline.records.trace import StepRecord
 
 RECENT_STEPS = 256
 

@@ -1,6 +1,6 @@
 """How long the next steps will take, by how long the recent ones took.
 
-Used by `forecast.py`. A straight line over the tokens of a step for the slowest stage and for the
+A straight line over the tokens of a step for the slowest stage and for the
 whole trip, then one factor so that the recorded steps, run again by these lines, take together as
 long as they did. Computed on request; no step waits for it.
 """
@@ -8,7 +8,7 @@ long as they did. Computed on request; no step waits for it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sgl_pipeline.trace import StepRecord
+from sgl_pipeline.records.trace import StepRecord
 
 # Fewer say nothing about how time grows with tokens.
 MIN_STEPS = 8

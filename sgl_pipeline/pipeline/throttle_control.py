@@ -12,9 +12,9 @@ import msgspec
 
 from sgl_pipeline.args import ACCOUNTINGS, POLICIES, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError, RequestError
+from sgl_pipeline.records.throttle_change import Author, Cause, Knob, ThrottleChange
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.throttle import make_policy
-from sgl_pipeline.throttle_change import Author, Cause, Knob, ThrottleChange
 
 MAX_HISTORY = 64
 MAX_SPREAD_STEPS = 1024

@@ -9,9 +9,17 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 
 from sgl_pipeline import __version__
 from sgl_pipeline.args import PipelineArgs
+from sgl_pipeline.costs.stage_costs import TYPICAL_STEP
 from sgl_pipeline.errors import ConfigurationError, ProtocolError
 from sgl_pipeline.layer_partition import even_layer_counts, parse_layer_partition
-from sgl_pipeline.messages import (
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.pipeline.assignment import assign, link_addresses, page_links, place_newcomers
+from sgl_pipeline.pipeline.known_worker import Worker, WorkerPhase, expect
+from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
+from sgl_pipeline.pipeline.plan_by_time import counts_for_fewer, plan_by_time
+from sgl_pipeline.pipeline.stage_workers import StageWorkers
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_messages import (
     FromWorker,
     MeasureCosts,
     MeasuredCosts,
@@ -25,14 +33,6 @@ from sgl_pipeline.messages import (
     ToWorker,
     WorkerHello,
 )
-from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.pipeline.assignment import assign, link_addresses, page_links, place_newcomers
-from sgl_pipeline.pipeline.known_worker import Worker, WorkerPhase, expect
-from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
-from sgl_pipeline.pipeline.plan_by_time import counts_for_fewer, plan_by_time
-from sgl_pipeline.pipeline.stage_workers import StageWorkers
-from sgl_pipeline.stage_costs import TYPICAL_STEP
-from sgl_pipeline.stage_plan import StagePlan
 
 # A message and the worker that it is for.
 Addressed = tuple[int, ToWorker]

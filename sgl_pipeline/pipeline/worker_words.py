@@ -5,8 +5,9 @@ moves and readiness is checked where it is booked.
 """
 
 from sgl_pipeline.errors import WorkerFault
-from sgl_pipeline.layer_moves import MoveReport
-from sgl_pipeline.messages import (
+from sgl_pipeline.pipeline.worker_roster import WorkerRoster
+from sgl_pipeline.wire.move_orders import MoveReport
+from sgl_pipeline.wire.stage_messages import (
     FromWorker,
     MeasuredCosts,
     ProfileReply,
@@ -16,7 +17,6 @@ from sgl_pipeline.messages import (
     WorkerHello,
     WorkerLeaves,
 )
-from sgl_pipeline.pipeline.worker_roster import WorkerRoster
 
 
 def check_speaker(roster: WorkerRoster, number: int, message: FromWorker) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.logged_pages import LogContents, LoggedPages, begun_pages
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
-from sgl_pipeline.step_plan import MirroredChunk
+from sgl_pipeline.wire.logged_pages import LogContents, LoggedPages, begun_pages
+from sgl_pipeline.wire.step_order import MirroredChunk
 
 
 class BoundaryLog:

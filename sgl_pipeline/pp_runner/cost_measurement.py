@@ -13,10 +13,13 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from sgl_pipeline.messages import StageAssignment
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.costs.stage_costs import MadeUpStep, PartCosts, PartSample, PartSizes
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
-from sgl_pipeline.pp_runner.compute_threads import bind_compute_threads, pin_threads
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool, kv_page_bytes
+from sgl_pipeline.pp_runner.base.compute_threads import bind_compute_threads, pin_threads
+from sgl_pipeline.pp_runner.base.kv_format import encode
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.cpu_kernels.call_recording import record
 from sgl_pipeline.pp_runner.cuda.kernel_stopwatch import CudaTimeline, KernelStopwatch
 from sgl_pipeline.pp_runner.device import open_device, release_memory
@@ -27,21 +30,18 @@ from sgl_pipeline.pp_runner.kernel_choice import (
     make_layer_kernels,
 )
 from sgl_pipeline.pp_runner.kv_capacity import usable_memory_bytes
-from sgl_pipeline.pp_runner.kv_format import encode
-from sgl_pipeline.pp_runner.kv_pool import KvPool, kv_page_bytes
-from sgl_pipeline.pp_runner.layer_kernels.backend import RmsNorm
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import RmsNorm
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
 from sgl_pipeline.pp_runner.model.stage_model import OutputHead
 from sgl_pipeline.pp_runner.output.sampler import Sampler
-from sgl_pipeline.pp_runner.quantization.weights import Matrix
 from sgl_pipeline.pp_runner.recorded_layers import MOST_ROWS, step_variables
-from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.stopwatch import HostStopwatch, Stopwatch
+from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
 from sgl_pipeline.requests import SamplingSpec
-from sgl_pipeline.stage_costs import MadeUpStep, PartCosts, PartSample, PartSizes
-from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.stage_messages import StageAssignment
+from sgl_pipeline.wire.step_order import MirroredChunk, MirroredRequest
 
 # On a CPU the head of a large vocabulary is timed on a part of its table, which no cache holds
 # either, and on a part of that part: the difference is what rows cost, without what a call costs.

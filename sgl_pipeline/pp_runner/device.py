@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.pp_runner.base.download import Download, NoDownload
+from sgl_pipeline.pp_runner.base.step_inputs import Upload
 from sgl_pipeline.pp_runner.cuda.input_staging import CopyBesideKernels, InputStaging
 from sgl_pipeline.pp_runner.cuda.output_staging import DownloadBesideKernels
-from sgl_pipeline.pp_runner.download import Download, NoDownload
-from sgl_pipeline.pp_runner.step_inputs import Upload
 
 
 def open_device(name: str, gpu: int) -> torch.device:

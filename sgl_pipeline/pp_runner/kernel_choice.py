@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend, AttentionShape
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
-from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
+from sgl_pipeline.pp_runner.base.kv_format import FP8
 from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, load_cpu_kernels
 from sgl_pipeline.pp_runner.cuda.first_calls import (
     ONE_HEAD,
@@ -24,21 +24,21 @@ from sgl_pipeline.pp_runner.cuda.first_calls import (
 )
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder
 from sgl_pipeline.pp_runner.cuda.graphed_layers import DECODE_ROWS, MIXED_ROWS, GraphedLayers
-from sgl_pipeline.pp_runner.cuda.kernel_builds import building_kernels
-from sgl_pipeline.pp_runner.kv_format import FP8
-from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
-from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
-from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import (
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import FlashInferAttention
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_kernels import (
     FLASHINFER_DTYPES,
     FlashInferKernels,
 )
+from sgl_pipeline.pp_runner.flashinfer.kernel_builds import building_kernels
+from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import why_without_kernel
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.moe import groups_stay_on_device
-from sgl_pipeline.pp_runner.quantization.schemes import Int4Scheme, Int8Scheme, Quantization
 from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
+from sgl_pipeline.pp_runner.weights.schemes import Int4Scheme, Int8Scheme, Quantization
 
 logger = logging.getLogger(__name__)
 

@@ -11,21 +11,21 @@ import torch
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.host_memory import available_memory_bytes
-from sgl_pipeline.messages import StageAssignment
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.attention.flashinfer_attention import workspace_bytes
-from sgl_pipeline.pp_runner.cuda.graphed_layers import graph_memory_bytes
-from sgl_pipeline.pp_runner.device import release_memory
-from sgl_pipeline.pp_runner.gpu_memory import (
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.kv_pool import kv_page_bytes
+from sgl_pipeline.pp_runner.cuda.gpu_memory import (
     CardMemory,
     KvRoom,
     StageNeeds,
     kv_room,
     stage_needs,
 )
+from sgl_pipeline.pp_runner.cuda.graphed_layers import graph_memory_bytes
+from sgl_pipeline.pp_runner.device import release_memory
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import workspace_bytes
 from sgl_pipeline.pp_runner.kernel_choice import choose_attention_backend, choose_graphs
-from sgl_pipeline.pp_runner.kv_pool import kv_page_bytes
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.wire.stage_messages import StageAssignment
 
 logger = logging.getLogger(__name__)
 

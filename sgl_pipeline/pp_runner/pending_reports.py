@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sgl_pipeline.messages import StageReport
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.output.output_tail import PendingOutputs
-from sgl_pipeline.pp_runner.step_inputs import StepInputs
+from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import LogprobRows
-from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.step_plan import MirroredChunk
+from sgl_pipeline.wire.stage_messages import StageReport
+from sgl_pipeline.wire.step_order import MirroredChunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)

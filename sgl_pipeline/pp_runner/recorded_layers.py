@@ -11,10 +11,10 @@ import torch
 from torch.autograd import _profiler_enabled
 
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.cpu_kernels.call_recording import RecordedCalls, record
-from sgl_pipeline.pp_runner.layer_kernels.backend import Rotation
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Rotation
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator
 
 from sgl_pipeline.requests import GREEDY, LogprobSpec, SamplingSpec
-from sgl_pipeline.step_plan import INT32, MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.step_order import INT32, MirroredChunk, MirroredRequest
 
 _PROMPT_TOKENS = 33  # more than a page of the usual size, and no multiple of one
 # What a user may ask for, as far as it takes code of its own.

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.messages import StageAssignment
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.compute_threads import bind_compute_threads
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
+from sgl_pipeline.pp_runner.base.compute_threads import bind_compute_threads
 from sgl_pipeline.pp_runner.device import open_device, release_memory
 from sgl_pipeline.pp_runner.kernel_choice import (
     BackendChoice,
@@ -30,6 +29,7 @@ from sgl_pipeline.pp_runner.kv_capacity import (
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, StageModel
+from sgl_pipeline.wire.stage_messages import StageAssignment
 
 
 @dataclass(frozen=True, slots=True)

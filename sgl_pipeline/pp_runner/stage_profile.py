@@ -8,7 +8,7 @@ import os
 
 from torch.profiler import ProfilerActivity, profile
 
-from sgl_pipeline.messages import ProfileReply, StartProfile
+from sgl_pipeline.wire.stage_messages import ProfileReply, StartProfile
 
 
 class StageProfile:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
+from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
 from sgl_pipeline.pp_runner.links.activation_link import ActivationLink
-from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.step_layers import StepLayers
-from sgl_pipeline.step_plan import MirroredChunk, StepPlan
+from sgl_pipeline.wire.step_order import MirroredChunk, StepOrder
 
 # So long a stage listens to the scheduler before it looks for rows again.
 LOOK_S = 0.5e-3
@@ -22,7 +22,7 @@ LOOK_S = 0.5e-3
 Attend = Callable[[float], None]
 
 
-def attend_nobody(timeout_s: float) -> None:
+def attend_idle(timeout_s: float) -> None:
     """For stages that share a thread: none of them waits."""
     assert timeout_s == 0.0, "a stage waits for another one, which shares its thread"
 
@@ -38,7 +38,7 @@ class StageReplays:
 
     def run(
         self,
-        plan: StepPlan,
+        plan: StepOrder,
         replays: Iterable[tuple[tuple[int, ...], list[MirroredChunk]]],
         own_layers: range,
         link: ActivationLink,

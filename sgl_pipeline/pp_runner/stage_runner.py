@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.messages import StageAssignment
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs, written_pages
 from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
 from sgl_pipeline.pp_runner.device import make_download, make_upload
 from sgl_pipeline.pp_runner.kernel_choice import (
@@ -22,17 +23,16 @@ from sgl_pipeline.pp_runner.kernel_choice import (
     make_attention_backend,
     make_step_layers,
 )
-from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.links.activation_link import ActivationLink
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.output.output_tail import OutputTail, Tail
 from sgl_pipeline.pp_runner.pending_reports import PendingReport, PreparedStep, StepClock
 from sgl_pipeline.pp_runner.rehearsal import rehearsed_steps
-from sgl_pipeline.pp_runner.stage_replays import Attend, StageReplays, attend_nobody
-from sgl_pipeline.pp_runner.step_inputs import build_step_inputs, written_pages
+from sgl_pipeline.pp_runner.stage_replays import Attend, StageReplays, attend_idle
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import MirroredChunk, MirrorSnapshot, RequestMirror, StepPlan
+from sgl_pipeline.wire.stage_messages import StageAssignment
+from sgl_pipeline.wire.step_order import MirroredChunk, MirrorSnapshot, RequestMirror, StepOrder
 
 
 class StageRunner:
@@ -130,11 +130,11 @@ class StageRunner:
         if self._log is not None and snapshot.log is not None:
             self._log.restore(snapshot.log)
 
-    def run_step(self, plan: StepPlan) -> PendingReport:
+    def run_step(self, plan: StepOrder) -> PendingReport:
         """`launch` of what `prepare` made of `plan`."""
         return self.launch(self.prepare(plan))
 
-    def prepare(self, plan: StepPlan, attend: Attend = attend_nobody) -> PreparedStep:
+    def prepare(self, plan: StepOrder, attend: Attend = attend_idle) -> PreparedStep:
         """Applies `plan` and does all that the step needs no activations for, and before that what
         lost stages must compute again.
 
@@ -242,7 +242,7 @@ class StageRunner:
     def close(self) -> None:
         self._link.close()
 
-    def _layers_of(self, step: StepPlan) -> range:
+    def _layers_of(self, step: StepOrder) -> range:
         """The layers that the stage runs in `step`, all of them held."""
         plan = self._plans.get(step.epoch)
         if plan is None:

@@ -15,12 +15,28 @@ from typing import TypeVar
 import torch
 import zmq
 
-from sgl_pipeline.channels import WorkerChannel, WorkerEnd
 from sgl_pipeline.cluster.remote_workers import RemoteWorkerChannel
 from sgl_pipeline.errors import ConfigurationError, ProtocolError
-from sgl_pipeline.layer_moves import MOVE_SHARE, AbandonMove, PrepareMove, SwitchPlan
-from sgl_pipeline.logged_pages import log_page_capacity
-from sgl_pipeline.messages import (
+from sgl_pipeline.pp_runner.base.compute_threads import pin_threads
+from sgl_pipeline.pp_runner.base.step_inputs import written_pages
+from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
+from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
+from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
+from sgl_pipeline.pp_runner.leave_signal import LeaveSignal
+from sgl_pipeline.pp_runner.links.activation_link import ActivationShape, NeighborGone
+from sgl_pipeline.pp_runner.links.open_link import open_activation_link
+from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
+from sgl_pipeline.pp_runner.pending_reports import PendingReports
+from sgl_pipeline.pp_runner.stage_loading import LoadedStage, load_stage
+from sgl_pipeline.pp_runner.stage_profile import StageProfile
+from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.pp_runner.stage_site import StageSite
+from sgl_pipeline.pp_runner.worker_hello import WorkerSite, worker_hello
+from sgl_pipeline.pp_runner.worker_inbox import RegroupDue, WorkerInbox
+from sgl_pipeline.wire.channels import WorkerChannel, WorkerEnd
+from sgl_pipeline.wire.logged_pages import log_page_capacity
+from sgl_pipeline.wire.move_orders import MOVE_SHARE, AbandonMove, PrepareMove, SwitchPlan
+from sgl_pipeline.wire.stage_messages import (
     FinishHandover,
     HandPagesOver,
     MeasureCosts,
@@ -40,24 +56,8 @@ from sgl_pipeline.messages import (
     WorkerFailed,
     WorkerLeaves,
 )
-from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
-from sgl_pipeline.pp_runner.compute_threads import pin_threads
-from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
-from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
-from sgl_pipeline.pp_runner.layer_moves.stage_site import StageSite
-from sgl_pipeline.pp_runner.leave_signal import LeaveSignal
-from sgl_pipeline.pp_runner.links.activation_link import ActivationShape, NeighborGone
-from sgl_pipeline.pp_runner.links.open_link import open_activation_link
-from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
-from sgl_pipeline.pp_runner.pending_reports import PendingReports
-from sgl_pipeline.pp_runner.stage_loading import LoadedStage, load_stage
-from sgl_pipeline.pp_runner.stage_profile import StageProfile
-from sgl_pipeline.pp_runner.stage_runner import StageRunner
-from sgl_pipeline.pp_runner.step_inputs import written_pages
-from sgl_pipeline.pp_runner.worker_hello import WorkerSite, worker_hello
-from sgl_pipeline.pp_runner.worker_inbox import RegroupDue, WorkerInbox
-from sgl_pipeline.stage_orders import OrderReader, SealedOrder
-from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
+from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder
+from sgl_pipeline.wire.step_order import MirrorSnapshot, StepOrder
 
 Message = TypeVar("Message", bound=ToWorker)
 
@@ -74,7 +74,7 @@ PROGRESS_INTERVAL_S = 0.5
 
 
 class StageWorker:
-    """The worker's side of the conversation in `messages.py`.
+    """The worker's side of the conversation in `wire/stage_messages.py`.
 
     Args:
         leave: how it is asked to go; None: it never is.
@@ -143,7 +143,7 @@ class StageWorker:
                 profile.stop()
                 return message
             order = orders.open(message) if isinstance(message, SealedOrder) else None
-            if isinstance(order, StepPlan):
+            if isinstance(order, StepOrder):
                 # What it is dropped for is the next message.
                 with contextlib.suppress(RegroupDue):
                     self._run_step(order, runner, mover, profile, pending)
@@ -197,7 +197,7 @@ class StageWorker:
 
     def _run_step(
         self,
-        plan: StepPlan,
+        plan: StepOrder,
         runner: StageRunner,
         mover: LayerMover[torch.Tensor],
         profile: StageProfile,

@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.step_inputs import StepInputs
 
 
 class StepLayers(Protocol):

@@ -5,8 +5,8 @@ import socket
 from typing import NamedTuple
 
 from sgl_pipeline import __version__
-from sgl_pipeline.messages import WorkerHello
 from sgl_pipeline.pp_runner.device import count_gpus
+from sgl_pipeline.wire.stage_messages import WorkerHello
 
 
 class WorkerSite(NamedTuple):

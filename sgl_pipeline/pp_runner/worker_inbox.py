@@ -9,9 +9,9 @@ from collections import deque
 from types import UnionType
 from typing import NoReturn
 
-from sgl_pipeline.channels import WorkerEnd
-from sgl_pipeline.messages import Regroup, Shutdown, ToWorker
-from sgl_pipeline.stage_orders import SealedOrder
+from sgl_pipeline.wire.channels import WorkerEnd
+from sgl_pipeline.wire.stage_messages import Regroup, Shutdown, ToWorker
+from sgl_pipeline.wire.stage_orders import SealedOrder
 
 
 class RegroupDue(Exception):

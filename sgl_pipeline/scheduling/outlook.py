@@ -1,6 +1,6 @@
 """What stands between one request and its next token: who is served before it, and what that takes.
 
-Made by `StepScheduler.outlook` for `pipeline/forecast.py`, which says how long it takes. Asked now
+Made by `StepScheduler.outlook`; `pipeline/request_forecast.py` says how long it takes. Asked now
 and then, about one request: it may look at all that wait or run, and changes nothing.
 """
 

@@ -9,10 +9,10 @@ asks for stay owed.
 
 from collections.abc import Iterable, Sequence
 
-from sgl_pipeline.logged_pages import LogContents, LoggedPages, begun_pages
 from sgl_pipeline.microbatch import REPLAY_TOKENS, Chunk, Replay
 from sgl_pipeline.requests import Request
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.logged_pages import LogContents, LoggedPages, begun_pages
 
 
 class RecoveryLog:

@@ -24,7 +24,8 @@ from sgl_pipeline.args import (
 )
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.host_network import read_host_network
-from sgl_pipeline.move_record import MoveRecord
+from sgl_pipeline.records.move_record import MoveRecord
+from sgl_pipeline.records.trace import TraceWriter
 from sgl_pipeline.simulator.experiment import LINKS, Cluster, MeasuredPipeline, simulate
 from sgl_pipeline.simulator.kernel_costs import DEVICES
 from sgl_pipeline.simulator.migration_setup import Migration
@@ -39,7 +40,6 @@ from sgl_pipeline.simulator.workload import (
     scaled_arrivals,
 )
 from sgl_pipeline.status_line import StatusLine, bar
-from sgl_pipeline.trace import TraceWriter
 
 PROGRESS_INTERVAL_S = 0.5
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.migration.least_squares import KNOT_TOKENS, relative_fit, rows_beyond_knots
-from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link
+from sgl_pipeline.records.trace import StepRecord, read_trace
+from sgl_pipeline.simulator.pipeline_costs import HostCosts, SimulatedLink
 from sgl_pipeline.simulator.step_shape import StepShape
-from sgl_pipeline.trace import StepRecord, read_trace
 
 MIN_STEPS = 200
 OUTLIER_SHARE = 0.3
@@ -57,7 +57,7 @@ class FittedCosts:
 
     stages: tuple[StageFit, ...]
     noise: tuple[tuple[float, ...], ...]
-    link: Link
+    link: SimulatedLink
     host: HostCosts
     errors: tuple[float, ...]
 
@@ -80,9 +80,9 @@ class FittedCosts:
             for stage, noise in zip(self.stages, self.noise[step_id % len(self.noise)], strict=True)
         )
 
-    def link_after(self, stage: int) -> Link:
+    def link_after(self, stage: int) -> SimulatedLink:
         """The same between all stages; what results take is in `host`."""
-        return self.link if stage + 1 < self.num_stages else Link()
+        return self.link if stage + 1 < self.num_stages else SimulatedLink()
 
     def under(self, layer_counts: tuple[int, ...]) -> "FittedCosts":
         """Never available: raises ConfigurationError."""
@@ -136,7 +136,7 @@ def fit_records(
     return FittedCosts(
         stages=tuple(fits),
         noise=tuple(map(tuple, (measured_s / fitted_s).tolist())),
-        link=Link(latency_s=hop_s),
+        link=SimulatedLink(latency_s=hop_s),
         host=HostCosts(
             schedule_step_s=_mean_s(record.schedule_ms for record in records),
             prepare_step_s=prepare_s,

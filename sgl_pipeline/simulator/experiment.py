@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Literal
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs, require
+from sgl_pipeline.costs.stage_costs import TYPICAL_STEP, StageCosts
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.host_network import HostNetwork
 from sgl_pipeline.layer_partition import even_layer_counts
@@ -31,17 +32,16 @@ from sgl_pipeline.simulator.models import (
 )
 from sgl_pipeline.simulator.pipeline_costs import (
     HostCosts,
-    Link,
     PartSeconds,
     PipelineCosts,
     ScaledTail,
+    SimulatedLink,
 )
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.stage_clock import Slowdown
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest
-from sgl_pipeline.stage_costs import TYPICAL_STEP, StageCosts
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
 
@@ -147,14 +147,14 @@ class Cluster:
             () if self.hosts is None else self._host_links(self.hosts),
         )
 
-    def _link(self, latency_s: float, bytes_per_s: float) -> Link:
-        return Link(
+    def _link(self, latency_s: float, bytes_per_s: float) -> SimulatedLink:
+        return SimulatedLink(
             latency_s=latency_s,
             bytes_per_s=bytes_per_s,
             bytes_per_token=self.shape.hidden_bytes_per_token,
         )
 
-    def _host_links(self, hosts: HostNetwork) -> tuple[Link, ...]:
+    def _host_links(self, hosts: HostNetwork) -> tuple[SimulatedLink, ...]:
         """After each stage; the last one's results have no more than a delay."""
         places = hosts.host_of_stage
         links = []
@@ -165,7 +165,7 @@ class Cluster:
             else:
                 links.append(self._link(joint.delay_ms * 1e-3, joint.gbit_per_s * 1e9 / 8))
         back = hosts.between(places[-1], places[0])
-        return (*links, Link(latency_s=0.0 if back is None else back.delay_ms * 1e-3))
+        return (*links, SimulatedLink(latency_s=0.0 if back is None else back.delay_ms * 1e-3))
 
     @property
     def _slowness(self) -> tuple[float, ...]:

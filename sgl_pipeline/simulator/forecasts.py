@@ -1,16 +1,16 @@
 """What a simulated pipeline's planner and policy know of its steps: costs fitted to its tables.
 
-Used by `experiment.py`; as a server has them from `sgl_pipeline.migration.fit`.
+Used by `experiment.py`; as a server has them from `sgl-pipeline fit`.
 """
 
 from collections.abc import Iterable, Iterator
 from itertools import product
 
+from sgl_pipeline.costs.stage_costs import PartSample
+from sgl_pipeline.costs.step_costs import FitErrors, StepCosts
 from sgl_pipeline.migration.step_fit import errors_on, fit_parts
 from sgl_pipeline.simulator.pipeline_costs import PartSeconds
 from sgl_pipeline.simulator.step_shape import StepShape
-from sgl_pipeline.stage_costs import PartSample
-from sgl_pipeline.step_costs import FitErrors, StepCosts
 from sgl_pipeline.step_work import StepWork, attended_tokens
 
 # Steps that costs are fitted to: decodes, what each attends to, a chunk and what is before it.

@@ -11,7 +11,7 @@ from typing import Literal
 # As `pp_runner/layer_moves/outgoing_layers.py` has them.
 SMALL_PATCH_PAGES = 64
 MAX_ROUNDS = 4
-# As `layer_moves/stage_site.py` and `links/page_link.py`: a parcel, and how many may be unread.
+# As `stage_site.py` and `links/page_link.py`: a parcel, and how many may be unread.
 PARCEL_BYTES = 512 * 1024
 MAX_UNREAD = 4
 

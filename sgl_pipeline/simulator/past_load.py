@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.pipeline.output_lengths import OutputLengths
 from sgl_pipeline.pipeline.recent_load import PastRequest, RecentWork
+from sgl_pipeline.records.throttle_change import Knob
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, fit_records
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import Segment, SimulatedRequest, TokenIds
 from sgl_pipeline.throttle import make_policy
-from sgl_pipeline.throttle_change import Knob
 
 # The newest requests that are run again.
 MAX_REQUESTS = 1000

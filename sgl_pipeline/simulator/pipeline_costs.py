@@ -43,7 +43,7 @@ class ScaledTail:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class SimulatedLink:
     """Between neighboring stages. `bytes_per_token` of the residual stream, one row."""
 
     latency_s: float = 0.0
@@ -108,7 +108,7 @@ class PipelineTiming(Protocol):
 
     @property
     def host(self) -> HostCosts: ...
-    def link_after(self, stage: int) -> Link:
+    def link_after(self, stage: int) -> SimulatedLink:
         """To the next stage; of the last one, the way of its results to the scheduler, beyond
         `HostCosts.transit_s`."""
 
@@ -130,21 +130,21 @@ class PipelineCosts:
 
     stage: PartSeconds
     layer_counts: tuple[int, ...]
-    link: Link = Link()
+    link: SimulatedLink = SimulatedLink()
     host: HostCosts = HostCosts()
     stage_slowness: tuple[float, ...] = ()
     layer_weights: tuple[float, ...] = ()
-    links: tuple[Link, ...] = ()
+    links: tuple[SimulatedLink, ...] = ()
 
     @property
     def num_stages(self) -> int:
         return len(self.layer_counts)
 
-    def link_after(self, stage: int) -> Link:
+    def link_after(self, stage: int) -> SimulatedLink:
         """As `PipelineTiming`."""
         if self.links:
             return self.links[stage]
-        return self.link if stage + 1 < self.num_stages else Link()
+        return self.link if stage + 1 < self.num_stages else SimulatedLink()
 
     def under(self, layer_counts: tuple[int, ...]) -> "PipelineCosts":
         """The same pipeline with another split of the same layers."""

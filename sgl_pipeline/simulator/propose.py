@@ -13,11 +13,11 @@ import msgspec
 from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pipeline.recent_load import RecentWork
+from sgl_pipeline.records.throttle_change import Knob
 from sgl_pipeline.simulator.past_load import PastLoad, throttle_of
 from sgl_pipeline.simulator.simulation import ServedRequest, Simulation
 from sgl_pipeline.simulator.summary import Distribution, LatencyTarget, summarize, tpot_ms, ttft_ms
 from sgl_pipeline.simulator.tune import SEARCH_SPACE
-from sgl_pipeline.throttle_change import Knob
 
 # Values that are tried of each knob that the policy reads, in this order.
 VALUES: Mapping[str, tuple[Knob, ...]] = {
@@ -56,7 +56,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: float
 
 
-class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+class KnobProposal(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a task. `knobs` are those to change, none where nothing that was tried is
     better. `is_complete`: everything was tried before the time was over. `is_extrapolated`: steps
     are larger than any that was measured. `step_time_errors[s]`: the mean error of stage `s`'s
@@ -189,7 +189,7 @@ class _Search:
         return predict(simulation, self._target)
 
 
-def propose(task: TuneTask, clock: Callable[[], float] = time.monotonic) -> Proposal:
+def propose(task: TuneTask, clock: Callable[[], float] = time.monotonic) -> KnobProposal:
     """The best knobs that can be found in the task's time.
 
     Raises ConfigurationError where too few steps were measured.
@@ -199,7 +199,7 @@ def propose(task: TuneTask, clock: Callable[[], float] = time.monotonic) -> Prop
     knobs = {
         name: value for name, value in search.best_knobs.items() if value != task.work.knobs[name]
     }
-    return Proposal(
+    return KnobProposal(
         knobs=knobs,
         now=search.now,
         proposed=search.best if knobs else None,

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
-from sgl_pipeline.trace import StepRecord
 
 
 class RunFigures(msgspec.Struct, frozen=True):

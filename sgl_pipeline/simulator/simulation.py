@@ -5,10 +5,10 @@ Made by `virtual_pipeline.py`; `summary.py` and the figures read it.
 
 from dataclasses import dataclass, field
 
-from sgl_pipeline.move_record import MoveRecord
+from sgl_pipeline.records.move_record import MoveRecord
+from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.workload import SimulatedRequest
-from sgl_pipeline.trace import StepRecord
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ scheduler's requests and the simulated times.
 
 from dataclasses import dataclass
 
+from sgl_pipeline.costs.stage_costs import MadeUpStep
 from sgl_pipeline.microbatch import Microbatch
-from sgl_pipeline.stage_costs import MadeUpStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,10 @@ from itertools import groupby
 
 import msgspec
 
-from sgl_pipeline.layer_moves import (
+from sgl_pipeline.simulator.page_copies import PARCEL_BYTES, MoveCosts, PageCopy
+from sgl_pipeline.simulator.stage_clock import StageClock
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.move_orders import (
     MOVE_SHARE,
     AbandonMove,
     MoveDone,
@@ -23,16 +26,13 @@ from sgl_pipeline.layer_moves import (
     SwitchPlan,
     layer_moves,
 )
-from sgl_pipeline.simulator.page_copies import PARCEL_BYTES, MoveCosts, PageCopy
-from sgl_pipeline.simulator.stage_clock import StageClock
-from sgl_pipeline.stage_orders import SealedOrder
-from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_orders import SealedOrder
 
 _INT32_BYTES = 4
 
 
 @dataclass(slots=True)
-class _OpenMove:
+class _VirtualMove:
     """The move under way; `began_s[s]` is when stage `s` took the newest order of it."""
 
     move: int
@@ -69,7 +69,7 @@ class VirtualMoves:
         self._plan = plan
         self._clocks = clocks
         self._transit_s = transit_s
-        self._open: _OpenMove | None = None
+        self._open: _VirtualMove | None = None
         self._decoder = msgspec.msgpack.Decoder(MoveOrder)
 
     @property
@@ -196,7 +196,7 @@ class VirtualMoves:
             for (source, target), layers in ways
         ]
         zeros = [0.0] * len(began_s)
-        self._open = _OpenMove(
+        self._open = _VirtualMove(
             order.move, began_s, loaded_s, load_s, copies, zeros.copy(), zeros.copy()
         )
 
@@ -227,7 +227,7 @@ class VirtualMoves:
 
     def _copy(
         self,
-        move: _OpenMove,
+        move: _VirtualMove,
         stage: int,
         since_s: float,
         until_s: float,
@@ -252,7 +252,7 @@ class VirtualMoves:
                 at_s = self._done_s if move.is_switched else self._ready_s
                 yield at_s(move, stage, clock.free_s) + self._transit_s, stage
 
-    def _ready_s(self, move: _OpenMove, stage: int, free_s: float) -> float:
+    def _ready_s(self, move: _VirtualMove, stage: int, free_s: float) -> float:
         ready_s = max(move.began_s[stage], move.loaded_s[stage])
         now_s = free_s
         for copy in move.of_source(stage):
@@ -261,13 +261,13 @@ class VirtualMoves:
             ready_s = max(ready_s, now_s if copy.ready_s is None else copy.ready_s)
         return ready_s
 
-    def _done_s(self, move: _OpenMove, stage: int, free_s: float) -> float:
+    def _done_s(self, move: _VirtualMove, stage: int, free_s: float) -> float:
         done_s = move.began_s[stage]
         for copy in move.of_target(stage):
             done_s = max(done_s, copy.has_all_if_idle(free_s))
         return done_s
 
-    def _report(self, move: _OpenMove, stage: int) -> MoveReport:
+    def _report(self, move: _VirtualMove, stage: int) -> MoveReport:
         if not move.is_switched:
             return MoveReady(stage=stage, move=move.move, load_ms=move.load_s[stage] * 1e3)
         return MoveDone(

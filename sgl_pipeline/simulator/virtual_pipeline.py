@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from itertools import count
 
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import GREEDY, Request, StopRules
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.page_copies import MoveCosts
@@ -30,7 +30,7 @@ from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_moves import VirtualMoves
 from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import StageTiming
+from sgl_pipeline.wire.stage_messages import StageReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ import zmq
 from support.clusters import host_directory, open_port, until
 from support.worker_messages import hello
 
-from sgl_pipeline.channels import SchedulerChannel, WorkerChannel
 from sgl_pipeline.cluster import remote_workers
 from sgl_pipeline.cluster.remote_workers import RemoteWorkerChannel, RemoteWorkers
-from sgl_pipeline.messages import FromWorker, PoolSize, Shutdown
+from sgl_pipeline.wire.channels import SchedulerChannel, WorkerChannel
+from sgl_pipeline.wire.stage_messages import FromWorker, PoolSize, Shutdown
 
 
 @pytest.fixture

@@ -21,15 +21,15 @@ from sgl_pipeline.managers.grammars.queue import GrammarQueue
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, GrammarSpec
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
-from sgl_pipeline.messages import StageReady, StageReport
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.step_plan import StepPlan
 from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.wire.stage_messages import StageReady, StageReport
+from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder
+from sgl_pipeline.wire.step_order import StepOrder
 
 # The stage draws token 7: the grammar is any number of the text that this token stands for.
 SEVENS = f'root ::= "{byte_tokenizer().decode([7])}"*'
@@ -89,7 +89,7 @@ class FakeStages:
 
     def broadcast(self, order: SealedOrder) -> None:
         plan = self._orders.open(order)
-        assert isinstance(plan, StepPlan)
+        assert isinstance(plan, StepOrder)
         token_ids = tuple(7 for chunk in plan.chunks if chunk.samples)
         self.reports.append(
             StageReport(

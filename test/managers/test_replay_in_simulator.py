@@ -20,20 +20,20 @@ from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.grammars.queue import NoGrammars
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
-from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import GREEDY, FinishReason, Request, StopRules
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link
+from sgl_pipeline.simulator.pipeline_costs import HostCosts, SimulatedLink
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
-from sgl_pipeline.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.step_plan import StepPlan
 from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.wire.stage_messages import StageReport
+from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder
+from sgl_pipeline.wire.step_order import StepOrder
 
 NUM_STAGES = 3
 NUM_REQUESTS = 60
@@ -120,7 +120,7 @@ class SlowStages:
 
     def broadcast(self, order: SealedOrder) -> None:
         plan = self._orders.open(order)
-        assert isinstance(plan, StepPlan)
+        assert isinstance(plan, StepOrder)
         turns = tuple(float(self._random.choice((1, 1, 2, 5))) for _ in self.stages)
         self.turns_of_steps[plan.step_id] = turns
         input_turn = float(self._front.turn)
@@ -163,8 +163,8 @@ class RecordedTiming:
     def __init__(self, turns_of_steps: dict[int, tuple[float, ...]]) -> None:
         self._turns_of_steps = turns_of_steps
 
-    def link_after(self, stage: int) -> Link:
-        return Link()
+    def link_after(self, stage: int) -> SimulatedLink:
+        return SimulatedLink()
 
     def stage_seconds(self, shape: StepShape, step_id: int) -> tuple[float, ...]:
         return self._turns_of_steps[step_id]

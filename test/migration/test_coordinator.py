@@ -6,7 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from sgl_pipeline.errors import MoveRefused, ProtocolError
-from sgl_pipeline.layer_moves import (
+from sgl_pipeline.migration.coordinator import MoveCoordinator
+from sgl_pipeline.records.move_record import MoveOutcome
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.move_orders import (
     AbandonMove,
     LayerMove,
     MoveDone,
@@ -17,9 +20,6 @@ from sgl_pipeline.layer_moves import (
     layer_moves,
     most_layers_held,
 )
-from sgl_pipeline.migration.coordinator import MoveCoordinator
-from sgl_pipeline.move_record import MoveOutcome
-from sgl_pipeline.stage_plan import StagePlan
 
 PAGES = [2, 3, 5]
 TIMEOUT_S = 10.0

@@ -2,8 +2,8 @@
 
 import pytest
 
+from sgl_pipeline.costs.stage_costs import StageCosts
 from sgl_pipeline.migration.cost_model import agreed_costs, costs_by_host, stage_times_ms
-from sgl_pipeline.stage_costs import StageCosts
 
 
 def test_times_of_stages_add_up_embedding_layers_and_head() -> None:

@@ -6,10 +6,10 @@ from itertools import combinations, pairwise, permutations
 
 import pytest
 
+from sgl_pipeline.costs.stage_costs import StageCosts
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.migration import host_order
 from sgl_pipeline.migration.host_order import Hop, Route, RouteSearch
-from sgl_pipeline.stage_costs import StageCosts
 
 NUM_LAYERS = 9
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_pipeline.costs.stage_costs import PartSizes, StageCosts
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.migration.cost_model import agreed_costs, stage_times_ms
 from sgl_pipeline.migration.partition import balanced_layer_counts, fits_in
-from sgl_pipeline.stage_costs import PartSizes, StageCosts
 
 
 @st.composite

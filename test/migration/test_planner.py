@@ -18,11 +18,11 @@ from support.served_steps import (
     mixed_step,
 )
 
+from sgl_pipeline.costs.step_costs import RowCost, StepCosts
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.migration.planner_args import PlannerArgs, Proposal
+from sgl_pipeline.migration.planner_args import MoveProposal, PlannerArgs
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_costs import RowCost, StepCosts
 from sgl_pipeline.step_work import StepWork
 
 
@@ -83,7 +83,7 @@ def test_a_proposal_says_what_it_brings_and_costs() -> None:
     served = ServedSteps(flat_costs(8, tail_ms=2.0), StagePlan(0, (4, 4)))
     args = PlannerArgs(move_price_s=0.01, layer_price_s=0.02)
     ((_, found), *_) = proposals(planner_of(served, args), served, [decode_step(4)] * 60)
-    assert found == Proposal(
+    assert found == MoveProposal(
         layer_counts=(5, 3),
         before_ms=pytest.approx((4.0, 6.0)),
         after_ms=pytest.approx((5.0, 5.0)),

@@ -10,10 +10,7 @@ from support.served_steps import flat_costs
 from support.step_records import step_record
 
 from benchmark.forecasts.predictor_error import made_up_record
-from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.microbatch import Chunk
-from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.step_costs import (
+from sgl_pipeline.costs.step_costs import (
     CostFile,
     LayerCost,
     RowCost,
@@ -22,6 +19,9 @@ from sgl_pipeline.step_costs import (
     decode_costs,
     encode_costs,
 )
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.microbatch import Chunk
+from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.step_work import StepWork
 
 COSTS = StepCosts(

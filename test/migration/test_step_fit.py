@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from support.served_steps import ServedSteps, card_costs, flat_costs
 
+from sgl_pipeline.costs.stage_costs import MadeUpStep, PartSample
+from sgl_pipeline.costs.step_costs import LayerCost, RowCost, StepCosts
 from sgl_pipeline.migration.least_squares import non_negative_fit, relative_fit
 from sgl_pipeline.migration.online_fit import FIRST_FIT_STEPS, OnlineFit
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_fit import errors_on, fit_parts
-from sgl_pipeline.stage_costs import MadeUpStep, PartSample
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_costs import LayerCost, RowCost, StepCosts
 from sgl_pipeline.step_work import StepWork
 
 # The knots are of those that a fit may use.

@@ -8,7 +8,6 @@ from support.worker_messages import hello
 
 from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.messages import StageAssignment, WorkerHello
 from sgl_pipeline.pipeline.assignment import (
     assign,
     link_addresses,
@@ -17,6 +16,7 @@ from sgl_pipeline.pipeline.assignment import (
     workers_of_host,
 )
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_messages import StageAssignment, WorkerHello
 
 
 def args_of(num_stages: int, device: str = "cpu", link: str = "auto") -> PipelineArgs:

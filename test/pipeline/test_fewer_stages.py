@@ -11,11 +11,11 @@ from sgl_pipeline.errors import (
     PipelineLost,
     RequestError,
 )
-from sgl_pipeline.messages import PoolSize, Regroup, StageAssignment
-from sgl_pipeline.move_record import MoveOutcome
 from sgl_pipeline.pipeline.worker_roster import Addressed
+from sgl_pipeline.records.move_record import MoveOutcome
 from sgl_pipeline.scheduling import RecoveryLog
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_messages import PoolSize, Regroup, StageAssignment
 
 
 def shrink(server: Server, worker: int = 1, now_s: float = 0.0) -> list[Addressed]:

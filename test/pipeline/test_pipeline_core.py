@@ -10,21 +10,21 @@ from support.step_records import ended_request, step_record, timing
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.layer_moves import MoveReady
-from sgl_pipeline.messages import StageReport
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
-from sgl_pipeline.move_record import MoveOutcome
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.pipeline.step_history import RECENT_STEPS, StepHistory
+from sgl_pipeline.records.move_record import MoveOutcome
+from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import FinishReason
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
-from sgl_pipeline.stage_orders import OrderReader
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.wire.move_orders import MoveReady
+from sgl_pipeline.wire.stage_messages import StageReport
+from sgl_pipeline.wire.stage_orders import OrderReader
+from sgl_pipeline.wire.step_order import MirrorSnapshot, StepOrder
 
 NAN = float("nan")
 
@@ -52,7 +52,7 @@ def test_a_step_goes_out_as_an_order_and_comes_back_as_events_and_a_record() -> 
     step = core.next_step(10.0)
     assert step is not None and core.next_step(10.0) is None
     plan = OrderReader().open(step.order)
-    assert isinstance(plan, StepPlan) and [chunk.length for chunk in plan.chunks] == [3]
+    assert isinstance(plan, StepOrder) and [chunk.length for chunk in plan.chunks] == [3]
     assert core.take_report(report(0, 0), 10.5) is None
     assert core.take_report(report(1, 0, (7,)), 11.0) is step
     ((event, reason),) = [(event.token_ids, event.finish) for event in step.events]
@@ -228,7 +228,7 @@ def test_a_halted_core_decides_nothing_until_it_starts_over() -> None:
     plan.open(order)
     again = plan.open(step.order)
     # The prompt and the token that was drawn before.
-    assert isinstance(again, StepPlan) and [chunk.length for chunk in again.chunks] == [4]
+    assert isinstance(again, StepOrder) and [chunk.length for chunk in again.chunks] == [4]
 
 
 def test_a_report_of_a_step_that_was_taken_back_means_nothing() -> None:
@@ -308,7 +308,7 @@ def test_the_stages_are_told_what_their_logs_hold() -> None:
     step = core.next_step(4.0)
     assert step is not None and core.state(4.0).replayed_tokens == (5, 0)
     plan = reader.open(step.order)
-    assert isinstance(plan, StepPlan)
+    assert isinstance(plan, StepOrder)
     (replay,) = plan.replays
     assert (replay.start, replay.length, replay.stages) == (0, 5, (0,))
 

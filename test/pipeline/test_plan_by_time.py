@@ -5,10 +5,10 @@ import pytest
 from support.served_steps import flat_costs
 from support.worker_messages import COSTS, NUM_LAYERS, hello
 
+from sgl_pipeline.costs.stage_costs import PartCosts, PartSample
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.known_worker import Worker
 from sgl_pipeline.pipeline.plan_by_time import counts_for_fewer
-from sgl_pipeline.stage_costs import PartCosts, PartSample
 
 
 def worker(

@@ -14,10 +14,10 @@ from sgl_pipeline.args import (
     StageArgs,
 )
 from sgl_pipeline.errors import ConfigurationError, ProtocolError, StageFailure
-from sgl_pipeline.messages import PoolSize, Regroup, StageAssignment, StageReport
-from sgl_pipeline.recovery_record import LostWorker
+from sgl_pipeline.records.recovery_record import LostWorker
+from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import StageTiming
+from sgl_pipeline.wire.stage_messages import PoolSize, Regroup, StageAssignment, StageReport
 
 PAGES = ("unix:run",) * 3  # where stages hand over KV pages
 

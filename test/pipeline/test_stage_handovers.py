@@ -7,8 +7,12 @@ from support.worker_messages import hello, loaded, ready
 
 from sgl_pipeline.args import MigrationArgs
 from sgl_pipeline.errors import MoveRefused, StageFailure
-from sgl_pipeline.layer_moves import MoveDone, MoveReady
-from sgl_pipeline.messages import (
+from sgl_pipeline.pipeline.open_step import OpenStep
+from sgl_pipeline.pipeline.worker_roster import Addressed
+from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.scheduling import RecoveryLog
+from sgl_pipeline.wire.move_orders import MoveDone, MoveReady
+from sgl_pipeline.wire.stage_messages import (
     FinishHandover,
     HandPagesOver,
     PagesCopied,
@@ -22,10 +26,6 @@ from sgl_pipeline.messages import (
     TakePagesOver,
     WorkerLeaves,
 )
-from sgl_pipeline.pipeline.open_step import OpenStep
-from sgl_pipeline.pipeline.worker_roster import Addressed
-from sgl_pipeline.scheduling import RecoveryLog
-from sgl_pipeline.stage_timing import StageTiming
 
 ADDRESS = "unix:run/handover-0"
 

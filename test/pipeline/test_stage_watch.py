@@ -6,13 +6,13 @@ from support.pipelines import make_request
 from support.step_records import step_record
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.messages import StageReport
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.stage_watch import FEWEST_STEPS, FIRST_STEPS_S, PATIENCE, StageWatch
+from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import StageTiming
 from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.wire.stage_messages import StageReport
 
 SILENCE_S = 5.0
 

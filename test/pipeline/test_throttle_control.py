@@ -8,9 +8,9 @@ from support.pipelines import FakePipeline, make_request
 from sgl_pipeline.args import POLICIES, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
+from sgl_pipeline.records.throttle_change import Author
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.throttle import make_policy
-from sgl_pipeline.throttle_change import Author
 
 ME = Author("admin", "10.0.0.1")
 START = ThrottleArgs(policy="no-ut", max_prefill_tokens=64, min_prefill_tokens=4)

@@ -9,7 +9,11 @@ from support.worker_messages import COSTS, NUM_LAYERS, hello, loaded, measured, 
 
 from sgl_pipeline.args import ClusterArgs, PipelineArgs, StageArgs
 from sgl_pipeline.errors import ConfigurationError, ProtocolError
-from sgl_pipeline.messages import (
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.pipeline.worker_roster import WorkerRoster
+from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_messages import (
     FromWorker,
     MeasureCosts,
     MeasuredCosts,
@@ -18,10 +22,6 @@ from sgl_pipeline.messages import (
     StageReport,
     ToWorker,
 )
-from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.pipeline.worker_roster import WorkerRoster
-from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import StageTiming
 
 
 def roster_of(

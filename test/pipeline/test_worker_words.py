@@ -7,8 +7,12 @@ from support.worker_messages import hello, loaded, ready
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
 from sgl_pipeline.errors import ProtocolError, WorkerFault
-from sgl_pipeline.layer_moves import MoveReady
-from sgl_pipeline.messages import (
+from sgl_pipeline.pipeline.worker_roster import WorkerRoster
+from sgl_pipeline.pipeline.worker_words import check_speaker
+from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.move_orders import MoveReady
+from sgl_pipeline.wire.stage_messages import (
     FromWorker,
     ProfileReply,
     Regrouped,
@@ -16,10 +20,6 @@ from sgl_pipeline.messages import (
     StillLoading,
     WorkerFailed,
 )
-from sgl_pipeline.pipeline.worker_roster import WorkerRoster
-from sgl_pipeline.pipeline.worker_words import check_speaker
-from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import StageTiming
 
 
 @pytest.fixture

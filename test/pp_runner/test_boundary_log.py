@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
-from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
 from sgl_pipeline.requests import GREEDY
-from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.step_order import MirroredChunk, MirroredRequest
 
 SHAPE = ActivationShape(3, torch.float32, torch.device("cpu"))
 PAGE_SIZE, NUM_PAGES = 4, 30

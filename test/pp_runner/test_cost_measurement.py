@@ -12,7 +12,13 @@ from support.quantized_models import INT8_ROWS, INT8_WEIGHTS, compressed, write_
 from support.tiny_models import NUM_LAYERS, VOCAB_SIZE, tiny_model
 from support.work_clock import WorkClock
 
-from sgl_pipeline.messages import StageAssignment
+from sgl_pipeline.costs.stage_costs import (
+    TYPICAL_STEP,
+    MadeUpStep,
+    PartCosts,
+    PartSample,
+    StageCosts,
+)
 from sgl_pipeline.migration.partition import balanced_layer_counts
 from sgl_pipeline.pp_runner import cost_measurement
 from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
@@ -20,9 +26,9 @@ from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_laye
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.stopwatch import HostStopwatch
-from sgl_pipeline.stage_costs import TYPICAL_STEP, MadeUpStep, PartCosts, PartSample, StageCosts
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_work import StepWork
+from sgl_pipeline.wire.stage_messages import StageAssignment
 
 VOCAB_OF_A_LARGE_HEAD = 18_300  # 10 times the work of a layer of this size
 

@@ -19,16 +19,16 @@ from support.fake_flashinfer import (
 from support.paged_attention import ChunkExtent, attention_shape, random_problem
 from support.real_flashinfer import import_flashinfer
 
-from sgl_pipeline.pp_runner.attention.flashinfer_attention import (
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import (
     FlashInferAttention,
     open_flashinfer,
 )
-from sgl_pipeline.pp_runner.attention.flashinfer_parts import FlashInferParts, Wrapper
-from sgl_pipeline.pp_runner.layer_kernels.backend import HeadNorms, RmsNorm, Rotation
-from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import (
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_kernels import (
     FlashInferFunctions,
     FlashInferKernels,
 )
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_parts import FlashInferParts, Wrapper
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import HeadNorms, RmsNorm, Rotation
 
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 PREFILL = "BatchPrefillWithPagedKVCacheWrapper"

@@ -8,10 +8,10 @@ from support.instruction_sets import kernels_for
 from support.quantized_models import FORMATS
 from support.tiny_models import tiny_model
 
+from sgl_pipeline.costs.stage_costs import TYPICAL_STEP
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner import kernel_choice
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
 from sgl_pipeline.pp_runner.kernel_choice import (
@@ -26,10 +26,13 @@ from sgl_pipeline.pp_runner.kernel_choice import (
 )
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.quantization.config import choose_quantization, read_quantization
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
-from sgl_pipeline.stage_costs import TYPICAL_STEP
+from sgl_pipeline.pp_runner.weights.quantization_config import (
+    choose_quantization,
+    read_quantization,
+)
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_messages import StageAssignment
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -12,14 +12,14 @@ import torch
 from support.numberless_stage import META, QueriesAsTheyAre, RoundingWithoutNumbers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sgl_pipeline.pp_runner.kv_pool import KvPool
-from sgl_pipeline.pp_runner.layer_kernels.backend import Linear, Rotation
-from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import FlashInferKernels
-from sgl_pipeline.pp_runner.model.checkpoint import DummyWeights
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_kernels import FlashInferKernels
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Linear, Rotation
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.model.model_spec import model_spec
-from sgl_pipeline.pp_runner.quantization.config import choose_quantization
-from sgl_pipeline.pp_runner.quantization.weights import Fp8Weight, Int8Weight, Matrix
+from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights
+from sgl_pipeline.pp_runner.weights.quantization_config import choose_quantization
+from sgl_pipeline.pp_runner.weights.quantized_weights import Fp8Weight, Int8Weight, Matrix
 
 SPEC = model_spec(
     {

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner import kv_capacity
-from sgl_pipeline.pp_runner.gpu_memory import CardMemory
+from sgl_pipeline.pp_runner.cuda.gpu_memory import CardMemory
 from sgl_pipeline.pp_runner.kv_capacity import (
     DEFAULT_CPU_KV_TOKENS,
     KvCapacity,
@@ -15,6 +14,7 @@ from sgl_pipeline.pp_runner.kv_capacity import (
 )
 from sgl_pipeline.pp_runner.model.model_spec import model_spec
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_messages import StageAssignment
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GIB = 2**30

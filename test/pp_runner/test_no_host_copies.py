@@ -14,11 +14,11 @@ import torch
 from support.numberless_stage import META, NumberlessStage
 from support.tiny_models import VOCAB_SIZE, tiny_model
 
-from sgl_pipeline.pp_runner.download import Arrived
+from sgl_pipeline.pp_runner.base.download import Arrived
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.output.output_tail import OutputTail
 from sgl_pipeline.requests import GREEDY, LogprobSpec, SamplingSpec
-from sgl_pipeline.step_plan import INT32, MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.step_order import INT32, MirroredChunk, MirroredRequest
 
 SPECS = (
     GREEDY,

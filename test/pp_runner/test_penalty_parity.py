@@ -14,7 +14,7 @@ import torch
 from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim
 from sgl_pipeline.pp_runner.output.logit_adjustments import plan_logit_adjustments
 from sgl_pipeline.requests import SamplingSpec
-from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.step_order import MirroredChunk, MirroredRequest
 
 VOCAB_SIZE = 50
 STOP_IDS = (2, 3, 4)

@@ -14,15 +14,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from sgl_pipeline.pp_runner import recorded_layers
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels, load_cpu_kernels
 from sgl_pipeline.pp_runner.kernel_choice import make_step_layers
-from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
-from sgl_pipeline.pp_runner.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from support.tiny_models import tiny_model
 from sgl_pipeline.pp_runner.rehearsal import rehearsed_steps
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import ChunkPlan, RequestOpen, StepPlan
+from sgl_pipeline.wire.step_order import ChunkOrder, RequestOpen, StepOrder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,8 +69,10 @@ def test_nothing_is_left_of_a_rehearsal(stage: int) -> None:
             assert not downstream
             pool = runner.held_layers.kv_pool
             assert not any(bool(one.any()) for layer in pool.layers for one in pool.pages(layer))
-        chunk = ChunkPlan(0, 0, 3, True, array("i", [5, 6, 7]).tobytes(), array("i", [4]).tobytes())
+        chunk = ChunkOrder(
+            0, 0, 3, True, array("i", [5, 6, 7]).tobytes(), array("i", [4]).tobytes()
+        )
         opened = RequestOpen(0, GREEDY, 3)
-        report = runner.run_step(StepPlan(0, 0, (), (opened,), (chunk,))).report()
+        report = runner.run_step(StepOrder(0, 0, (), (opened,), (chunk,))).report()
         sent.append(deque([report.token_ids, *(row.tolist() for _, row in downstream)]))
     assert sent[0] == sent[1]

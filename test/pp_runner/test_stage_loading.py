@@ -5,11 +5,11 @@ import torch
 from support.assignments import tiny_assignment
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.pp_runner import kv_capacity, stage_loading
-from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES
-from sgl_pipeline.pp_runner.kv_pool import kv_page_bytes
+from sgl_pipeline.pp_runner.attention.kv_pool import kv_page_bytes
+from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES
 from sgl_pipeline.pp_runner.stage_loading import load_stage
+from sgl_pipeline.wire.stage_messages import StageAssignment
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from sgl_pipeline.messages import ProfileReply, StartProfile
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
+from sgl_pipeline.wire.stage_messages import ProfileReply, StartProfile
 
 
 def order(path: Path, num_steps: int | None = None, activities: tuple[str, ...] = ("CPU",)):

@@ -11,7 +11,7 @@ from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import ChunkPlan, RequestOpen, StepPlan
+from sgl_pipeline.wire.step_order import ChunkOrder, RequestOpen, StepOrder
 
 PLAN = StagePlan(4, (1, 3, 2))
 
@@ -22,8 +22,8 @@ def runner() -> StageRunner:
     return open_stage(tiny_model("llama"), PLAN, 1, QueueLink(deque(), deque()))
 
 
-def step_of(epoch: int) -> StepPlan:
-    return StepPlan(7, epoch, (), (RequestOpen(0, GREEDY, 1),), (ChunkPlan(0, 0, 1, True),))
+def step_of(epoch: int) -> StepOrder:
+    return StepOrder(7, epoch, (), (RequestOpen(0, GREEDY, 1),), (ChunkOrder(0, 0, 1, True),))
 
 
 def test_the_plan_of_the_assignment_is_known_from_the_start(runner: StageRunner) -> None:
@@ -68,12 +68,12 @@ def test_a_stage_without_layers_hands_on_a_copy_of_its_rows() -> None:
     )
     rows = torch.randn(1, 64)
     upstream.append((7, rows))
-    step = StepPlan(
+    step = StepOrder(
         7,
         0,
         (),
         (RequestOpen(0, GREEDY, 1),),
-        (ChunkPlan(0, 0, 1, True, b"\1\0\0\0", b"\0\0\0\0"),),
+        (ChunkOrder(0, 0, 1, True, b"\1\0\0\0", b"\0\0\0\0"),),
     )
     runner.run_step(step)
     ((_, sent),) = downstream

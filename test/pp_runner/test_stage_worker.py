@@ -15,7 +15,19 @@ from support.local_pipeline import QueueLink, open_stage
 from support.tiny_models import tiny_model
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.messages import (
+from sgl_pipeline.pp_runner import stage_worker
+from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
+from sgl_pipeline.pp_runner.links.activation_link import ActivationShape, NeighborGone
+from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
+from sgl_pipeline.pp_runner.output.output_tail import Tail
+from sgl_pipeline.pp_runner.stage_profile import StageProfile
+from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.pp_runner.stage_site import StageSite
+from sgl_pipeline.pp_runner.stage_worker import StageWorker, exit_code_of
+from sgl_pipeline.pp_runner.worker_hello import WorkerSite
+from sgl_pipeline.requests import GREEDY
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_messages import (
     PoolSize,
     ProfileReply,
     Regroup,
@@ -28,20 +40,8 @@ from sgl_pipeline.messages import (
     ToWorker,
     WorkerFailed,
 )
-from sgl_pipeline.pp_runner import stage_worker
-from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
-from sgl_pipeline.pp_runner.layer_moves.stage_site import StageSite
-from sgl_pipeline.pp_runner.links.activation_link import ActivationShape, NeighborGone
-from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
-from sgl_pipeline.pp_runner.output.output_tail import Tail
-from sgl_pipeline.pp_runner.stage_profile import StageProfile
-from sgl_pipeline.pp_runner.stage_runner import StageRunner
-from sgl_pipeline.pp_runner.stage_worker import StageWorker, exit_code_of
-from sgl_pipeline.pp_runner.worker_hello import WorkerSite
-from sgl_pipeline.requests import GREEDY
-from sgl_pipeline.stage_orders import OrderStream
-from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import ChunkPlan, MirrorSnapshot, RequestOpen, StepPlan
+from sgl_pipeline.wire.stage_orders import OrderStream
+from sgl_pipeline.wire.step_order import ChunkOrder, MirrorSnapshot, RequestOpen, StepOrder
 
 NEVER = 10**9  # looks until a result is there: it must be waited for
 NOTHING = None  # no message has arrived
@@ -108,10 +108,10 @@ def steps(count: int) -> list[ToWorker]:
     return [stream.seal(step_plan(step_id)) for step_id in range(count)]
 
 
-def step_plan(step_id: int) -> StepPlan:
+def step_plan(step_id: int) -> StepOrder:
     one, page = b"\1\0\0\0", b"\0\0\0\0"
-    opened, chunk = RequestOpen(step_id, GREEDY, 1), ChunkPlan(step_id, 0, 1, True, one, page)
-    return StepPlan(step_id, 0, (), (opened,), (chunk,))
+    opened, chunk = RequestOpen(step_id, GREEDY, 1), ChunkOrder(step_id, 0, 1, True, one, page)
+    return StepOrder(step_id, 0, (), (opened,), (chunk,))
 
 
 def late_stage(messages: Sequence[ToWorker | None], *looks: int) -> Stage:

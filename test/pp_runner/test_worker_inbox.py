@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from sgl_pipeline.messages import PoolSize, Regroup, Shutdown, StopProfile, ToWorker
 from sgl_pipeline.pp_runner.worker_inbox import RegroupDue, WorkerInbox
-from sgl_pipeline.stage_orders import OrderStream, SealedOrder
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import MirrorSnapshot
+from sgl_pipeline.wire.stage_messages import PoolSize, Regroup, Shutdown, StopProfile, ToWorker
+from sgl_pipeline.wire.stage_orders import OrderStream, SealedOrder
+from sgl_pipeline.wire.step_order import MirrorSnapshot
 
 REGROUP = Regroup(1, StagePlan(0, (1,)), ())
 

@@ -11,7 +11,7 @@ from sgl_pipeline.throttle import make_policy
 
 
 def test_serving_leaves_no_cyclic_garbage() -> None:
-    """The scheduler process puts off full collections because of this (managers/garbage.py)."""
+    """The scheduler process puts off full collections because of this (front/garbage.py)."""
     scheduler = StepScheduler(
         SchedulingArgs(page_size=2, max_running_requests=8),
         make_policy(ThrottleArgs(policy="sarathi")),

@@ -19,13 +19,13 @@ from sgl_pipeline.args import (
     SchedulingArgs,
     ThrottleArgs,
 )
+from sgl_pipeline.costs.step_costs import LayerCost, StepCosts
 from sgl_pipeline.errors import QueueFullError, RequestError
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.scheduling.age_limit import RAN_TOO_LONG, WAITED_TOO_LONG
 from sgl_pipeline.scheduling.arrivals import DISPLACED
-from sgl_pipeline.step_costs import LayerCost, StepCosts
 from sgl_pipeline.throttle import make_policy
 
 ABORTED = FinishReason("abort", message="the client went away")

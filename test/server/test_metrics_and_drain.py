@@ -8,7 +8,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 from support.live_server import LiveServer, live_server, wait_until
 
-from sgl_pipeline.stage_timing import BUBBLE_CAUSES
+from sgl_pipeline.records.stage_timing import BUBBLE_CAUSES
 
 pytestmark = pytest.mark.multiproc
 

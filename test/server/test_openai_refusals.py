@@ -1,7 +1,6 @@
 """What the OpenAI routes let through to a later station is refused there, by name.
 
-The other refusals are `entrance/openai_fields.py`'s; test/managers/test_openai_fields.py walks all
-fields.
+The other refusals are `upstream/openai_fields.py`'s, whose test walks all fields.
 """
 
 import pytest

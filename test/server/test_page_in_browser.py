@@ -10,7 +10,7 @@ from support.browser import browser
 from support.live_page import AUTHORIZED, COUNT_COLORS, FIND_CUT, KEY, LIVE, SECRET, load, opened
 from support.live_server import LiveServer, live_server, start_server, wait_until, wait_until_ready
 
-from sgl_pipeline.simulator.propose import Prediction, Proposal
+from sgl_pipeline.simulator.propose import KnobProposal, Prediction
 from sgl_pipeline.simulator.summary import Distribution
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
@@ -237,7 +237,7 @@ def proposal(knobs: dict[str, Any]) -> dict[str, Any]:
     now = Prediction(
         target_share=0.25, lateness=2.0, ttft_ms=latency, tpot_ms=latency, output_tokens_per_s=50.0
     )
-    told = Proposal(
+    told = KnobProposal(
         knobs=knobs,
         now=now,
         proposed=msgspec.structs.replace(now, target_share=0.75) if knobs else None,

@@ -13,7 +13,7 @@ import pytest
 import requests
 from support.live_server import LiveServer, live_server, wait_until
 
-from sgl_pipeline.trace import read_moves, read_trace
+from sgl_pipeline.records.trace import read_moves, read_trace
 from test.server.test_metrics_and_drain import Samples
 
 pytestmark = pytest.mark.multiproc

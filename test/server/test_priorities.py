@@ -13,7 +13,7 @@ import pytest
 import requests
 from support.live_server import LiveServer, live_server, wait_until, wait_until_idle
 
-from sgl_pipeline.trace import RequestRecord, read_trace
+from sgl_pipeline.records.trace import RequestRecord, read_trace
 
 pytestmark = pytest.mark.multiproc
 THRESHOLD = 10

@@ -12,7 +12,7 @@ import pytest
 import requests
 from support.live_server import LiveServer, live_server, wait_until, wait_until_idle
 
-from sgl_pipeline.trace import read_changes, read_trace
+from sgl_pipeline.records.trace import read_changes, read_trace
 from test.server.test_metrics_and_drain import Samples
 
 pytestmark = pytest.mark.multiproc

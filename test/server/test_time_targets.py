@@ -16,10 +16,10 @@ import requests
 from support.live_server import LiveServer, live_server, wait_until, wait_until_idle
 from support.saved_costs import costs_of, flat
 
+from sgl_pipeline.costs.step_costs import LayerCost, RowCost, StepCosts
 from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 from sgl_pipeline.managers.planning.cost_files import DIRECTORY_VARIABLE, save_costs
-from sgl_pipeline.step_costs import LayerCost, RowCost, StepCosts
-from sgl_pipeline.trace import StepRecord, read_trace
+from sgl_pipeline.records.trace import StepRecord, read_trace
 from test.server.test_metrics_and_drain import Samples
 
 pytestmark = pytest.mark.multiproc

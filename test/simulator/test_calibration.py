@@ -11,16 +11,16 @@ from support.served_steps import mixed_step
 from benchmark.forecasts.predictor_error import made_up_record
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.records.trace import TraceWriter
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, StageFit, fit_records, fit_trace
-from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link
+from sgl_pipeline.simulator.pipeline_costs import HostCosts, SimulatedLink
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import bubble_share, summarize
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import poisson_arrivals
 from sgl_pipeline.throttle import make_policy
-from sgl_pipeline.trace import TraceWriter
 
 TRUE = FittedCosts(
     (
@@ -28,7 +28,7 @@ TRUE = FittedCosts(
         StageFit(5e-3, (1e-4, 0.0, 1e-4, 1e-4, 0.0), 2e-9, 5e-5),
     ),
     noise=((1.0, 1.0),),
-    link=Link(latency_s=4e-4),
+    link=SimulatedLink(latency_s=4e-4),
     host=HostCosts(
         schedule_step_s=3e-4,
         prepare_step_s=6e-4,

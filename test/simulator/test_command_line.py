@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from sgl_pipeline.args import POLICIES
+from sgl_pipeline.records.trace import read_trace
 from sgl_pipeline.simulator.__main__ import main
 from sgl_pipeline.simulator.tune import FLAGS, SEARCH_SPACE
-from sgl_pipeline.trace import read_trace
 
 LENIENT = ["--target-ttft-ms", "1e6", "--target-tpot-ms", "1e6"]
 SMALL = ["--model", "Qwen2.5-14B", "--requests", "30", "--trace", "sharegpt"]

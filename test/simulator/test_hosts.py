@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import pytest
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.costs.stage_costs import StageCosts
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.host_network import HostLink, HostNetwork, HostPair, PaperHost
+from sgl_pipeline.host_network import HostNetwork, HostPair, NetworkLink, PaperHost
 from sgl_pipeline.migration.host_order import Hop, RouteSearch
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.experiment import Cluster
-from sgl_pipeline.simulator.pipeline_costs import Link, PipelineCosts
+from sgl_pipeline.simulator.pipeline_costs import PipelineCosts, SimulatedLink
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
-from sgl_pipeline.stage_costs import StageCosts
 from sgl_pipeline.throttle import make_policy
 
 ROW_BYTES = 10_000
@@ -58,9 +58,9 @@ def lone_requests(count: int, num_tokens: int) -> list[SimulatedRequest]:
 
 def test_each_boundary_has_its_own_link_and_results_have_a_way_back() -> None:
     links = (
-        Link(latency_s=0.25, bytes_per_s=2.0, bytes_per_token=1),
-        Link(latency_s=0.0, bytes_per_s=8.0, bytes_per_token=1),
-        Link(latency_s=4.0),
+        SimulatedLink(latency_s=0.25, bytes_per_s=2.0, bytes_per_token=1),
+        SimulatedLink(latency_s=0.0, bytes_per_s=8.0, bytes_per_token=1),
+        SimulatedLink(latency_s=4.0),
     )
     costs = PipelineCosts(FlatSeconds(), layer_counts=(1, 1, 1), links=links)
     ids = TokenIds()
@@ -100,7 +100,9 @@ def test_the_planner_predicts_the_period_of_the_simulated_pipeline(seed: int) ->
         hosts=network.ordered(route.order),
     )
     links = tuple(
-        Link(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s, bytes_per_token=ROW_BYTES)
+        SimulatedLink(
+            latency_s=link.latency_s, bytes_per_s=link.bytes_per_s, bytes_per_token=ROW_BYTES
+        )
         for link in cluster.costs().links
     )
     costs = PipelineCosts(FlatSeconds(), layer_counts=route.layer_counts, links=links)
@@ -112,7 +114,7 @@ def test_the_planner_predicts_the_period_of_the_simulated_pipeline(seed: int) ->
     assert took_s / rounds * 1e3 == pytest.approx(route.period_ms, rel=0.01)
 
 
-def _hop(link: HostLink | None) -> Hop:
+def _hop(link: NetworkLink | None) -> Hop:
     if link is None:
         return Hop()
     return Hop(link.busy_ms(ROW_BYTES), link.transfer_ms(ROW_BYTES), link.delay_ms)
@@ -121,7 +123,7 @@ def _hop(link: HostLink | None) -> Hop:
 def test_hosts_join_cards_by_their_links_and_slow_their_stages() -> None:
     network = HostNetwork(
         hosts=(PaperHost(name="a", stages=2), PaperHost(name="b", stages=2, speed=0.5)),
-        link=HostLink(gbit_per_s=8.0, delay_ms=3.0),
+        link=NetworkLink(gbit_per_s=8.0, delay_ms=3.0),
     )
     costs = Cluster(
         model="Qwen2.5-14B", device="a100-80g", link="nvlink", num_stages=4, hosts=network
@@ -133,7 +135,7 @@ def test_hosts_join_cards_by_their_links_and_slow_their_stages() -> None:
 
 
 def test_what_the_simulator_cannot_do_with_hosts_is_refused() -> None:
-    link = HostLink(gbit_per_s=8.0, delay_ms=3.0)
+    link = NetworkLink(gbit_per_s=8.0, delay_ms=3.0)
     two = HostNetwork(hosts=(PaperHost(name="a"), PaperHost(name="b")), link=link)
     large = HostNetwork(hosts=(PaperHost(name="a", memory="80GiB"), PaperHost(name="b")), link=link)
     for hosts, setting, message in (

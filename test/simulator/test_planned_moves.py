@@ -4,7 +4,7 @@ import pytest
 from support.virtual_runs import AUTO, TokenSeconds, run_planned, scheduler
 
 from sgl_pipeline.migration.planner_args import PlannerArgs
-from sgl_pipeline.move_record import MoveOutcome
+from sgl_pipeline.records.move_record import MoveOutcome
 from sgl_pipeline.simulator.migration_setup import Migration
 from sgl_pipeline.simulator.pipeline_costs import PipelineCosts
 from sgl_pipeline.simulator.stage_clock import Slowdown

@@ -10,15 +10,15 @@ from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pipeline.recent_load import PastRequest, RecentWork
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
+from sgl_pipeline.records.throttle_change import Knob
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.past_load import past_requests
-from sgl_pipeline.simulator.propose import Prediction, Proposal, TuneTask, predict, propose
+from sgl_pipeline.simulator.propose import KnobProposal, Prediction, TuneTask, predict, propose
 from sgl_pipeline.simulator.summary import LatencyTarget
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds, poisson_arrivals
 from sgl_pipeline.throttle import make_policy
-from sgl_pipeline.throttle_change import Knob
 
 CLUSTER = Cluster(model="Qwen2.5-32B", device="a100-40g-pcie", num_stages=4, pool_tokens=1)
 POOL_TOKENS = 100_000
@@ -80,7 +80,7 @@ def bad_server() -> tuple[Server, Prediction]:
 
 
 @pytest.fixture(scope="module")
-def proposal(bad_server: tuple[Server, Prediction]) -> Proposal:
+def proposal(bad_server: tuple[Server, Prediction]) -> KnobProposal:
     return propose(task_of(bad_server[0].work()))
 
 
@@ -89,7 +89,7 @@ def throttle_with(knobs: dict[str, Knob]) -> ThrottleArgs:
 
 
 def test_a_proposal_keeps_its_promise_on_the_real_pipeline(
-    bad_server: tuple[Server, Prediction], proposal: Proposal
+    bad_server: tuple[Server, Prediction], proposal: KnobProposal
 ) -> None:
     measured = bad_server[1]
     assert proposal.is_complete and proposal.knobs and proposal.proposed is not None
@@ -105,7 +105,7 @@ def test_a_proposal_keeps_its_promise_on_the_real_pipeline(
 
 
 def test_knobs_that_are_the_best_stay(
-    bad_server: tuple[Server, Prediction], proposal: Proposal
+    bad_server: tuple[Server, Prediction], proposal: KnobProposal
 ) -> None:
     work = bad_server[0].work()
     knobs = work.knobs | proposal.knobs
@@ -114,7 +114,7 @@ def test_knobs_that_are_the_best_stay(
 
 
 def test_steps_beyond_all_that_were_measured_are_marked(
-    bad_server: tuple[Server, Prediction], proposal: Proposal
+    bad_server: tuple[Server, Prediction], proposal: KnobProposal
 ) -> None:
     work = bad_server[0].work()
     largest = max(one.prefill_tokens + one.decodes for one in work.steps)
@@ -160,7 +160,7 @@ def test_hits_are_as_long_as_they_were_and_live_answers_get_lengths() -> None:
 
 
 def test_two_knobs_that_hold_each_other_are_both_turned(
-    bad_server: tuple[Server, Prediction], proposal: Proposal
+    bad_server: tuple[Server, Prediction], proposal: KnobProposal
 ) -> None:
     """With so many steps to spread over, the fewest tokens of a step are the most, too."""
     work = bad_server[0].work()

@@ -8,9 +8,9 @@ import pytest
 from support.virtual_runs import TokenSeconds, requests, run_by_hand, scheduler
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.move_record import MoveOutcome
+from sgl_pipeline.records.move_record import MoveOutcome
 from sgl_pipeline.simulator.page_copies import MoveCosts
-from sgl_pipeline.simulator.pipeline_costs import Link, PipelineCosts
+from sgl_pipeline.simulator.pipeline_costs import PipelineCosts, SimulatedLink
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest
@@ -102,7 +102,7 @@ def test_a_busy_stage_gives_a_tenth_of_its_time() -> None:
 
 def test_on_a_shared_link_rows_wait_for_a_parcel_and_pages_for_rows() -> None:
     costs = PipelineCosts(
-        TokenSeconds(), layer_counts=(2, 1), link=Link(bytes_per_s=8.0, bytes_per_token=4)
+        TokenSeconds(), layer_counts=(2, 1), link=SimulatedLink(bytes_per_s=8.0, bytes_per_token=4)
     )
     load, wishes = requests((0.0, 4, 8)), [(14.5, (1, 2))]
     beside = replace(SLOW_MOVES, copying="beside", weight_bytes=0)
@@ -119,7 +119,7 @@ def test_on_a_shared_link_rows_wait_for_a_parcel_and_pages_for_rows() -> None:
 
 def test_pages_and_rows_in_opposite_directions_do_not_meet() -> None:
     costs = PipelineCosts(
-        TokenSeconds(), layer_counts=(1, 2), link=Link(bytes_per_s=8.0, bytes_per_token=4)
+        TokenSeconds(), layer_counts=(1, 2), link=SimulatedLink(bytes_per_s=8.0, bytes_per_token=4)
     )
     load, wishes = requests((0.0, 4, 8)), [(15.5, (2, 1))]
     beside = replace(SLOW_MOVES, copying="beside")
@@ -196,6 +196,6 @@ def test_recorded_stages_cannot_move() -> None:
     from sgl_pipeline.simulator.calibration import FittedCosts
     from sgl_pipeline.simulator.pipeline_costs import HostCosts
 
-    fitted = FittedCosts((), (), Link(), HostCosts(), ())
+    fitted = FittedCosts((), (), SimulatedLink(), HostCosts(), ())
     with pytest.raises(ConfigurationError, match="--calibrate"):
         fitted.under((1,))

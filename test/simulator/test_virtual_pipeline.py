@@ -8,7 +8,7 @@ import pytest
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.simulator.pipeline_costs import HostCosts, Link, PipelineCosts
+from sgl_pipeline.simulator.pipeline_costs import HostCosts, PipelineCosts, SimulatedLink
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.summary import bubble_share, summarize
@@ -68,7 +68,7 @@ def test_links_overheads_and_slow_stages_add_up() -> None:
     costs = PipelineCosts(
         TokenSeconds(embedding=1.0),
         layer_counts=(1, 1),
-        link=Link(latency_s=0.25, bytes_per_s=2.0, bytes_per_token=1),
+        link=SimulatedLink(latency_s=0.25, bytes_per_s=2.0, bytes_per_token=1),
         host=HostCosts(schedule_step_s=0.125, prepare_step_s=0.5, result_token_s=0.0625),
         stage_slowness=(1.0, 2.0),
     )
@@ -152,7 +152,7 @@ def test_times_equal_those_of_an_event_calendar() -> None:
     costs = PipelineCosts(
         TokenSeconds(embedding=0.3, tail=0.2),
         layer_counts=(1, 3, 2),
-        link=Link(bytes_per_s=10.0, bytes_per_token=1),
+        link=SimulatedLink(bytes_per_s=10.0, bytes_per_token=1),
     )
     load = requests(
         *[(random.uniform(0, 300), random.randint(1, 40), random.randint(1, 9)) for _ in range(12)]

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 from support.tiny_models import tiny_model
 
-from sgl_pipeline.messages import StageAssignment
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_messages import StageAssignment
 
 
 def tiny_assignment(stage: int, *layer_counts: int, **options: Any) -> StageAssignment:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_pipeline.pp_runner.cuda import toolkit
+from sgl_pipeline.pp_runner.flashinfer import toolkit
 
 # What FlashInfer or its set-up reads.
 _VARIABLES = "CUDA_HOME CUDA_PATH CXX CC FLASHINFER_USE_CUDA_NORM FLASHINFER_DISABLE_JIT".split()

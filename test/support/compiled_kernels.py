@@ -20,9 +20,9 @@ import torch
 from benchmark.gpu.check_cuda import CHECKING_VARIABLE
 from benchmark.gpu.compiled_planners import build_planner, planner_folder
 from benchmark.gpu.kernel_modules import Build, compile_module, prepare
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.attention.flashinfer_attention import open_flashinfer
-from sgl_pipeline.pp_runner.attention.flashinfer_parts import FlashInferParts
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import open_flashinfer
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_parts import FlashInferParts
 
 # Else a run of all tests would download and compile for minutes, and would have imported FlashInfer
 # already for other tests.

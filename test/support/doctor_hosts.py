@@ -5,9 +5,9 @@ from typing import Any
 from msgspec import structs
 
 from sgl_pipeline import __version__
+from sgl_pipeline.cluster.host_messages import HostHello
 from sgl_pipeline.cluster.link_probe import LinkReading
-from sgl_pipeline.cluster.messages import HostHello
-from sgl_pipeline.managers.doctor.messages import HostFacts, Probed
+from sgl_pipeline.managers.doctor.doctor_messages import HostFacts, Probed
 
 DIGEST = "config-tensors-values"
 VERSIONS = {"python": "3.11", "torch": "2.9", "sglang": "0.5"}

@@ -12,9 +12,9 @@ from support import flashinfer_arithmetic as arithmetic
 from support.emulated_graphs import EmulatedRecorder
 from support.flashinfer_arithmetic import Pages
 
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
-from sgl_pipeline.pp_runner.attention.flashinfer_parts import FlashInferParts
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import FlashInferAttention
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_parts import FlashInferParts
 
 DataType = torch.dtype | str
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.output.output_tail import Outputs
-from sgl_pipeline.pp_runner.step_inputs import StepInputs
-from sgl_pipeline.step_plan import MirroredChunk
+from sgl_pipeline.wire.step_order import MirroredChunk
 
 
 @dataclass(eq=False)

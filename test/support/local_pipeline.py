@@ -14,32 +14,32 @@ from tempfile import TemporaryDirectory
 import torch
 
 from sgl_pipeline.args import MigrationArgs, SchedulingArgs, ThrottleArgs
-from sgl_pipeline.layer_moves import AbandonMove, PrepareMove, SwitchPlan
-from sgl_pipeline.messages import StageAssignment, StageReport
+from sgl_pipeline.costs.step_costs import StepCosts
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
-from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.pp_runner.base.step_inputs import written_pages
 from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
-from sgl_pipeline.pp_runner.layer_moves.stage_site import StageSite
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.output.output_tail import Tail
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
-from sgl_pipeline.pp_runner.step_inputs import written_pages
+from sgl_pipeline.pp_runner.stage_site import StageSite
+from sgl_pipeline.records.move_record import MoveRecord
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler, TokenEvent
-from sgl_pipeline.stage_orders import OrderReader, StageOrder
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_costs import StepCosts
-from sgl_pipeline.step_plan import MirrorSnapshot, StepPlan
 from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.wire.move_orders import AbandonMove, PrepareMove, SwitchPlan
+from sgl_pipeline.wire.stage_messages import StageAssignment, StageReport
+from sgl_pipeline.wire.stage_orders import OrderReader, StageOrder
+from sgl_pipeline.wire.step_order import MirrorSnapshot, StepOrder
 
 
 class QueueLink:
@@ -147,7 +147,7 @@ class LocalPipeline:
             return False
         self.microbatches.append(step.microbatch)
         plan = self._orders.open(step.order)
-        assert isinstance(plan, StepPlan)
+        assert isinstance(plan, StepOrder)
         reports = []
         for runner, mover in zip(self.runners, self.movers, strict=True):
             prepared = runner.prepare(plan)

@@ -1,15 +1,15 @@
 """Layer moves as drivers and reports see them."""
 
 from sgl_pipeline.args import MigrationArgs, SchedulingArgs, ThrottleArgs
-from sgl_pipeline.layer_moves import MoveDone, MoveFailed, MoveReady
 from sgl_pipeline.migration.planner import LayerPlanner
-from sgl_pipeline.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.records.move_record import MoveOutcome, MoveRecord
+from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
-from sgl_pipeline.trace import StepRecord
+from sgl_pipeline.wire.move_orders import MoveDone, MoveFailed, MoveReady
 
 
 def movable_core(

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sgl_pipeline.pp_runner.kv_format import FP8
-from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.base.kv_format import FP8
+from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout, StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
-from sgl_pipeline.pp_runner.step_inputs import PagedLayout, StepInputs, build_step_inputs
 from sgl_pipeline.requests import GREEDY
-from sgl_pipeline.step_plan import INT32, MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.step_order import INT32, MirroredChunk, MirroredRequest
 
 META = torch.device("meta")
 PAGE_SIZE = 4

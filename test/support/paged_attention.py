@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.kv_format import decode, encode
-from sgl_pipeline.pp_runner.step_inputs import PagedLayout
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
+from sgl_pipeline.pp_runner.base.kv_format import decode, encode
+from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
 
 
 @dataclass(frozen=True, slots=True)

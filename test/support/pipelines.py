@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from benchmark.fault_schedules.fake_model import FakeStage, NoRepeats, Oracle
-from sgl_pipeline.messages import StageReport
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import (
     GREEDY,
     LogprobSpec,
@@ -20,10 +20,10 @@ from sgl_pipeline.requests import (
     StopRules,
 )
 from sgl_pipeline.scheduling import StepScheduler, TokenEvent
-from sgl_pipeline.stage_orders import OrderReader
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.step_plan import MirroredChunk, MirrorSnapshot, RequestMirror, StepPlan
+from sgl_pipeline.wire.stage_messages import StageReport
+from sgl_pipeline.wire.stage_orders import OrderReader
+from sgl_pipeline.wire.step_order import MirroredChunk, MirrorSnapshot, RequestMirror, StepOrder
 
 NO_TIME = StageTiming(*[0.0] * 7)
 
@@ -92,7 +92,7 @@ class FakePipeline:
         if step is None:
             return None
         microbatch, plan = step.microbatch, self._orders.open(step.order)
-        assert isinstance(plan, StepPlan)
+        assert isinstance(plan, StepOrder)
         chunks = self._mirror.apply(plan)
         for chunk, mirrored in zip(microbatch.chunks, chunks, strict=True):
             request = chunk.request

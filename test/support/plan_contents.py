@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 
 _DECODE = (
     "reserved partial_values partial_scores requests chunks outputs mask chunk_tokens graph split"

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable
 
 from support.served_steps import ServedSteps, mixed_step
 
+from sgl_pipeline.costs.step_costs import StepCosts
 from sgl_pipeline.migration.planner import LayerPlanner
-from sgl_pipeline.migration.planner_args import PlannerArgs, Proposal
+from sgl_pipeline.migration.planner_args import MoveProposal, PlannerArgs
 from sgl_pipeline.migration.step_forecast import StepForecast
+from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_costs import StepCosts
 from sgl_pipeline.step_work import StepWork
-from sgl_pipeline.trace import StepRecord
 
 EAGER = PlannerArgs(min_gain_share=0.0, layer_price_s=0.0)
 
@@ -36,7 +36,7 @@ def note(planner: LayerPlanner, record: StepRecord) -> None:
 
 def proposals(
     planner: LayerPlanner, served: ServedSteps, works: Iterable[StepWork]
-) -> list[tuple[int, Proposal]]:
+) -> list[tuple[int, MoveProposal]]:
     """What is proposed after which step, were no proposal followed."""
     found = []
     for number, work in enumerate(works, 1):

@@ -3,7 +3,6 @@
 from support.worker_messages import NUM_LAYERS, hello, loaded, measured, ready
 
 from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs, SchedulingArgs, StageArgs
-from sgl_pipeline.messages import MeasureCosts, Regrouped
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.recovery import StageRecovery
@@ -11,6 +10,7 @@ from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.wire.stage_messages import MeasureCosts, Regrouped
 
 PLAN = StagePlan(0, (3, 3, 2))
 

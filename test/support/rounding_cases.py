@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from sgl_pipeline.pp_runner.kv_format import FP8, write_rows
+from sgl_pipeline.pp_runner.base.kv_format import FP8, write_rows
 from sgl_pipeline.pp_runner.layer_kernels.row_rounding import RowRounding
 from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import (
     round_rows_to_fp8,

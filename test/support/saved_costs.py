@@ -3,8 +3,8 @@
 import msgspec
 from support.tiny_models import NUM_LAYERS
 
+from sgl_pipeline.costs.step_costs import CostFile, LayerCost, RowCost, StepCosts
 from sgl_pipeline.managers.planning import cost_files
-from sgl_pipeline.step_costs import CostFile, LayerCost, RowCost, StepCosts
 
 
 def flat(time_ms: float) -> RowCost:

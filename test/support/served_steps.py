@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 
 from benchmark.forecasts.predictor_error import made_up_record
+from sgl_pipeline.costs.step_costs import LayerCost, RowCost, StepCosts
 from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_costs import LayerCost, RowCost, StepCosts
 from sgl_pipeline.step_work import StepWork
-from sgl_pipeline.trace import StepRecord
 
 
 def flat(time_ms: float) -> RowCost:

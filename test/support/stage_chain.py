@@ -12,20 +12,20 @@ import torch
 from support.microbatches import microbatch_of
 
 from sgl_pipeline.microbatch import Chunk
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     choose_layer_kernels,
     make_attention_backend,
     make_layer_kernels,
 )
-from sgl_pipeline.pp_runner.kv_pool import KvPool
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
-from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
 from sgl_pipeline.requests import GREEDY, Request, SamplingSpec, StopRules
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import RequestMirror, StepPlanEncoder
+from sgl_pipeline.wire.step_order import RequestMirror, StepOrderEncoder
 
 CPU = torch.device("cpu")
 
@@ -80,7 +80,7 @@ class StageChain:
         ]
         # Pages are handed out from the back, so that page ids do not follow token order.
         self._free_pages = list(range(num_pages))
-        self._encoder = StepPlanEncoder()
+        self._encoder = StepOrderEncoder()
         self._mirror = RequestMirror()
         self._step_ids = count()
 

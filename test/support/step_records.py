@@ -5,10 +5,10 @@ from support.pipelines import make_request
 
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.pipeline.open_step import OpenStep
-from sgl_pipeline.recovery_record import LostWorker, RecoveryRecord
-from sgl_pipeline.stage_orders import SealedOrder
-from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.trace import RequestRecord, StepRecord
+from sgl_pipeline.records.recovery_record import LostWorker, RecoveryRecord
+from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.records.trace import RequestRecord, StepRecord
+from sgl_pipeline.wire.stage_orders import SealedOrder
 
 
 def microbatch(step_id: int) -> Microbatch:

@@ -3,14 +3,14 @@
 import msgspec
 
 from sgl_pipeline import __version__
-from sgl_pipeline.messages import (
+from sgl_pipeline.costs.stage_costs import TYPICAL_STEP, PartCosts, PartSample, PartSizes
+from sgl_pipeline.wire.stage_messages import (
     MeasureCosts,
     MeasuredCosts,
     StageLoaded,
     StageReady,
     WorkerHello,
 )
-from sgl_pipeline.stage_costs import TYPICAL_STEP, PartCosts, PartSample, PartSizes
 
 NUM_LAYERS = 8
 # A layer takes a millisecond, the embedding nothing, the head as long as two layers.

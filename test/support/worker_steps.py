@@ -11,7 +11,11 @@ import sys
 from collections import deque
 from typing import Any
 
-from sgl_pipeline.messages import (
+from sgl_pipeline.pp_runner import stage_worker
+from sgl_pipeline.pp_runner.worker_hello import WorkerSite
+from sgl_pipeline.requests import GREEDY, LogprobSpec, SamplingSpec
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_messages import (
     PoolSize,
     Shutdown,
     StageAssignment,
@@ -19,12 +23,8 @@ from sgl_pipeline.messages import (
     StageReport,
     WorkerFailed,
 )
-from sgl_pipeline.pp_runner import stage_worker
-from sgl_pipeline.pp_runner.worker_hello import WorkerSite
-from sgl_pipeline.requests import GREEDY, LogprobSpec, SamplingSpec
-from sgl_pipeline.stage_orders import OrderStream
-from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import ChunkPlan, RequestOpen, StepPlan
+from sgl_pipeline.wire.stage_orders import OrderStream
+from sgl_pipeline.wire.step_order import ChunkOrder, RequestOpen, StepOrder
 
 SAMPLED = SamplingSpec(top_p=0.8, top_k=5, min_p=0.01, presence_penalty=0.5, logit_bias=((1, 2.0),))
 PROMPT, NEXT = b"\1\0\0\0" * 7, b"\2\0\0\0"
@@ -49,15 +49,17 @@ class Channel:
         return self._messages.popleft() if self._messages else None
 
 
-def steps() -> list[StepPlan]:
+def steps() -> list[StepOrder]:
     """A prompt and a decode of it, greedy, and the same drawn with everything that can be asked."""
     plans = []
     for handle, sampling in enumerate((GREEDY, SAMPLED)):
         opened = RequestOpen(handle, sampling, 7, LogprobSpec(0, 2, (3,)) if handle else None)
         page = handle.to_bytes(4, "little")
         plans += [
-            StepPlan(len(plans), 0, (), (opened,), (ChunkPlan(handle, 0, 7, True, PROMPT, page),)),
-            StepPlan(len(plans) + 1, 0, (), (), (ChunkPlan(handle, 7, 1, True, NEXT),)),
+            StepOrder(
+                len(plans), 0, (), (opened,), (ChunkOrder(handle, 0, 7, True, PROMPT, page),)
+            ),
+            StepOrder(len(plans) + 1, 0, (), (), (ChunkOrder(handle, 7, 1, True, NEXT),)),
         ]
     return plans
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.managers.command_line.upstream_arguments import SglangServerArgs
+from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
 
 if TYPE_CHECKING:
     # It imports torch, which a host's agent has no time for.

@@ -31,21 +31,21 @@ from sgl_pipeline.layer_partition import parse_layer_partition
 from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
 from sgl_pipeline.managers.command_line.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.command_line.our_flags import add_our_flags, default_of
-from sgl_pipeline.managers.command_line.upstream_arguments import SglangServerArgs
-from sgl_pipeline.managers.command_line.upstream_checks import (
+from sgl_pipeline.managers.upstream.openai_fields import ServedFeatures
+from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
+from sgl_pipeline.managers.upstream.upstream_checks import (
     flag_of,
     note_flags_without_effect,
     refuse_unsupported,
     upstream_defaults,
 )
-from sgl_pipeline.managers.command_line.upstream_environment import (
+from sgl_pipeline.managers.upstream.upstream_environment import (
     layer_partition_of,
     name_variables_without_effect,
 )
-from sgl_pipeline.managers.command_line.upstream_fields import HELP, NOTED, UPSTREAM_VALUES
-from sgl_pipeline.managers.entrance.openai_fields import ServedFeatures
+from sgl_pipeline.managers.upstream.upstream_fields import HELP, NOTED, UPSTREAM_VALUES
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
-from sgl_pipeline.pp_runner.quantization.config import W4A8_INT8
+from sgl_pipeline.pp_runner.weights.quantization_config import W4A8_INT8
 
 logger = logging.getLogger(__name__)
 

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 from sgl_pipeline.args import LOAD_FORMATS, ClusterArgs, require, require_stage_on_each
 from sgl_pipeline.cluster.keys import read_secret, write_identity
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from sgl_pipeline.managers.channels.run_directory import RunDirectory
+from sgl_pipeline.managers.doctor.doctor_messages import HostFacts, Verdict
 from sgl_pipeline.managers.doctor.facts import own_facts
 from sgl_pipeline.managers.doctor.findings import Findings
 from sgl_pipeline.managers.doctor.head import doctor_head
 from sgl_pipeline.managers.doctor.host_end import host_end
-from sgl_pipeline.managers.doctor.messages import HostFacts, Verdict
 from sgl_pipeline.managers.doctor.other_host import answer_doctor
 from sgl_pipeline.managers.doctor.report import as_facts, as_text
 from sgl_pipeline.managers.planning.stage_flags import add_stage_flags
-from sgl_pipeline.managers.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from sgl_pipeline.managers.doctor.forecast import Forecast
+    from sgl_pipeline.managers.doctor.pipeline_forecast import PipelineForecast
 
 _EXIT_INTERRUPTED = 130
 
@@ -146,7 +146,7 @@ async def follow(
 def _report(cluster: ClusterArgs, options: argparse.Namespace, findings: Findings) -> int:
     """Prints the findings; the exit code."""
     faults = [*findings.faults]
-    forecast: Forecast | str
+    forecast: PipelineForecast | str
     try:
         forecast = _forecast(cluster, options, findings)
     except SglPipelineError as error:
@@ -161,7 +161,7 @@ def _report(cluster: ClusterArgs, options: argparse.Namespace, findings: Finding
 
 def _forecast(
     cluster: ClusterArgs, options: argparse.Namespace, findings: Findings
-) -> "Forecast | str":
+) -> "PipelineForecast | str":
     """What the hosts would reach, or why that cannot be said.
 
     Raises ConfigurationError where the model does not fit.
@@ -171,7 +171,11 @@ def _forecast(
     num_pairs = cluster.num_hosts * (cluster.num_hosts - 1) // 2
     if findings.hosts[0].model_fault or len(findings.links) < num_pairs:
         return "no forecast: it needs the model, and all hosts and links"
-    from sgl_pipeline.managers.doctor.forecast import make_forecast, num_stages, saved_costs
+    from sgl_pipeline.managers.doctor.pipeline_forecast import (
+        make_forecast,
+        num_stages,
+        saved_costs,
+    )
 
     try:
         saved = saved_costs(options, cluster)

@@ -12,7 +12,7 @@ from sgl_pipeline.cluster.model_digest import model_digest
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.host_memory import available_memory_bytes
 from sgl_pipeline.managers.command_line.model_files import find_model
-from sgl_pipeline.managers.doctor.messages import HostFacts
+from sgl_pipeline.managers.doctor.doctor_messages import HostFacts
 from sgl_pipeline.managers.hosts.host_facts import host_hello
 
 _PACKAGES = ("torch", "sglang")
@@ -62,7 +62,7 @@ def _digest(model: str | None, load_format: str) -> tuple[str, str]:
 
 def _step_ms(options: argparse.Namespace, cluster: ClusterArgs) -> tuple[float | None, str]:
     """What all parts of the model take here for the step that forecasts are of; else the reason."""
-    from sgl_pipeline.managers.doctor.forecast import saved_costs
+    from sgl_pipeline.managers.doctor.pipeline_forecast import saved_costs
 
     try:
         costs = saved_costs(options, cluster).costs

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from sgl_pipeline.cluster.link_probe import LinkReading
-from sgl_pipeline.managers.doctor.messages import HostFacts, Probed
+from sgl_pipeline.managers.doctor.doctor_messages import HostFacts, Probed
 from sgl_pipeline.managers.hosts.host_checks import model_fault, version_fault
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MeasuredLink:
     """Both ways of the link between two hosts, by rank."""
 
     one: int
@@ -53,14 +53,14 @@ class Findings:
         return (*self.connection_faults, *self._host_faults(), *self._link_faults())
 
     @property
-    def links(self) -> list[Link]:
+    def links(self) -> list[MeasuredLink]:
         """Those that were measured both ways."""
         found = []
         for one, other in self.probes:
             there, back = self._reading(other, one), self._reading(one, other)
             if one < other and there is not None and back is not None:
                 found.append(
-                    Link(
+                    MeasuredLink(
                         one,
                         other,
                         there.gbit_per_s,

@@ -19,11 +19,10 @@ from sgl_pipeline.args import ClusterArgs
 from sgl_pipeline.cluster.cluster_port import HINTS, ClusterPort
 from sgl_pipeline.cluster.doors import DIAL_TIMEOUT_S, Door
 from sgl_pipeline.cluster.framed_stream import FramedStream
+from sgl_pipeline.cluster.host_messages import Ping, Pong, Rejected
 from sgl_pipeline.cluster.link_probe import LIMIT_S
-from sgl_pipeline.cluster.messages import Ping, Pong, Rejected
 from sgl_pipeline.cluster.secure_stream import SecureStream
-from sgl_pipeline.managers.doctor.host_end import PING_INTERVAL_S, SILENCE_S, probe
-from sgl_pipeline.managers.doctor.messages import (
+from sgl_pipeline.managers.doctor.doctor_messages import (
     DOCTOR_DOOR,
     FromHost,
     HostFacts,
@@ -32,6 +31,7 @@ from sgl_pipeline.managers.doctor.messages import (
     ToHost,
     Verdict,
 )
+from sgl_pipeline.managers.doctor.host_end import PING_INTERVAL_S, SILENCE_S, probe
 from sgl_pipeline.managers.hosts.frame_pump import FramePump
 from sgl_pipeline.managers.hosts.host_checks import (
     count_fault,
@@ -54,7 +54,7 @@ Pair = tuple[int, int]
 
 
 @dataclass(slots=True, eq=False)
-class _Host:
+class _CheckedHost:
     """A connection to another host's doctor; `facts` is None until it has greeted."""
 
     sender: str
@@ -90,8 +90,8 @@ class DoctorHead:
         self._cluster = cluster
         self._own = own
         self._run_directory = run_directory
-        self._hosts: dict[int, _Host] = {}
-        self._strangers: set[_Host] = set()
+        self._hosts: dict[int, _CheckedHost] = {}
+        self._strangers: set[_CheckedHost] = set()
         self._decoder = msgspec.msgpack.Decoder(FromHost)
         self._loop = asyncio.get_running_loop()
         self._door = Door(run_directory, DOCTOR_DOOR)
@@ -176,14 +176,14 @@ class DoctorHead:
     def _accept(self) -> None:
         while (accepted := self._door.accept()) is not None:
             connection, sender = accepted
-            host = _Host(sender, time.monotonic())
+            host = _CheckedHost(sender, time.monotonic())
             stream = SecureStream(connection, self._run_directory, is_server=True)
             host.pump = FramePump(
                 FramedStream(stream), partial(self._take, host), partial(self._closed, host)
             )
             self._strangers.add(host)
 
-    def _take(self, host: _Host, frame: bytes) -> None:
+    def _take(self, host: _CheckedHost, frame: bytes) -> None:
         host.heard_s = time.monotonic()
         try:
             message = self._decoder.decode(frame)
@@ -199,7 +199,7 @@ class DoctorHead:
         else:
             assert isinstance(message, Pong)  # that it was heard is all that counts
 
-    def _greet(self, host: _Host, facts: HostFacts) -> None:
+    def _greet(self, host: _CheckedHost, facts: HostFacts) -> None:
         hello = facts.hello
         before = self._hosts.get(hello.rank)
         known = None if before is None or before.facts is None else before.facts.hello
@@ -214,11 +214,11 @@ class DoctorHead:
         self._hosts[hello.rank] = host
         logger.info("%s is there", hello.title)
 
-    def _reject(self, host: _Host, fault: str, who: str = "") -> None:
+    def _reject(self, host: _CheckedHost, fault: str, who: str = "") -> None:
         self._add_fault(who + fault)
         host.send(Rejected(fault))
 
-    def _closed(self, host: _Host, reason: str) -> None:
+    def _closed(self, host: _CheckedHost, reason: str) -> None:
         self._strangers.discard(host)
         host.end(reason)
         rank = None if host.facts is None else host.facts.hello.rank

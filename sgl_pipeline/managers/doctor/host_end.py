@@ -14,7 +14,7 @@ from sgl_pipeline.cluster.link_probe import (
     answer_probe,
     probe_link,
 )
-from sgl_pipeline.managers.doctor.messages import Probed
+from sgl_pipeline.managers.doctor.doctor_messages import Probed
 
 logger = logging.getLogger(__name__)
 

@@ -8,17 +8,17 @@ import msgspec
 
 from sgl_pipeline.cluster.doors import DialError, dial
 from sgl_pipeline.cluster.framed_stream import FramedStream
-from sgl_pipeline.cluster.messages import Ping, Pong, Rejected
+from sgl_pipeline.cluster.host_messages import Ping, Pong, Rejected
 from sgl_pipeline.cluster.secure_stream import SecureStream
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.managers.doctor.host_end import SILENCE_S, probe
-from sgl_pipeline.managers.doctor.messages import (
+from sgl_pipeline.managers.doctor.doctor_messages import (
     DOCTOR_DOOR,
     HostFacts,
     ProbeHost,
     ToHost,
     Verdict,
 )
+from sgl_pipeline.managers.doctor.host_end import SILENCE_S, probe
 from sgl_pipeline.managers.hosts.frame_pump import FramePump
 
 logger = logging.getLogger(__name__)
@@ -46,10 +46,10 @@ async def answer_doctor(
                 raise ConfigurationError(text) from error
         await asyncio.sleep(REDIAL_S)
     stream = SecureStream(connection, run_directory, is_server=False)
-    return await _Session(FramedStream(stream), own, run_directory).run()
+    return await _HeadSession(FramedStream(stream), own, run_directory).run()
 
 
-class _Session:
+class _HeadSession:
     """One connection to rank 0."""
 
     def __init__(self, stream: FramedStream, own: HostFacts, run_directory: str) -> None:

@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sgl_pipeline.managers.doctor.doctor_messages import HostFacts
 from sgl_pipeline.managers.doctor.findings import Findings
-from sgl_pipeline.managers.doctor.messages import HostFacts
 
 if TYPE_CHECKING:
     # It imports torch, which is of no use without a model.
-    from sgl_pipeline.managers.doctor.forecast import Forecast
+    from sgl_pipeline.managers.doctor.pipeline_forecast import PipelineForecast
 
 _UNKNOWN = "-"
 
 
-def as_text(findings: Findings, forecast: "Forecast | str", faults: Sequence[str]) -> str:
+def as_text(findings: Findings, forecast: "PipelineForecast | str", faults: Sequence[str]) -> str:
     """Tables of hosts and links, the forecast or why there is none, and what is wrong."""
     lines = [*_table(_host_rows(findings)), ""]
     lines += [f"host {rank}: {_address(facts)}" for rank, facts in findings.hosts.items()]
@@ -28,7 +28,7 @@ def as_text(findings: Findings, forecast: "Forecast | str", faults: Sequence[str
 
 
 def as_facts(
-    findings: Findings, forecast: "Forecast | str", faults: Sequence[str]
+    findings: Findings, forecast: "PipelineForecast | str", faults: Sequence[str]
 ) -> dict[str, Any]:
     """The same for programs."""
     return {

@@ -24,14 +24,14 @@ from starlette.background import BackgroundTask
 from sgl_pipeline.managers.entrance import quiet_start
 from sgl_pipeline.managers.entrance.graceful_stop import StopSignals, drain
 from sgl_pipeline.managers.entrance.ollama_streams import OLLAMA_ROUTES, ends_apart
-from sgl_pipeline.managers.entrance.request_checks import (
+from sgl_pipeline.managers.entrance.sample_seeds import spread_seeds
+from sgl_pipeline.managers.upstream.request_checks import (
     MALFORMED,
     RefusedRequestError,
     check_inputs,
     check_logprob_lists,
     check_sequences,
 )
-from sgl_pipeline.managers.entrance.sample_seeds import spread_seeds
 
 logger = logging.getLogger(__name__)
 

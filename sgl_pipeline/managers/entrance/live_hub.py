@@ -16,13 +16,13 @@ import zmq
 import zmq.asyncio
 
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.managers.entrance.graceful_stop import SHUTTING_DOWN
-from sgl_pipeline.managers.live_channel import (
+from sgl_pipeline.managers.channels.live_channel import (
     MAX_UNREAD_TICKS,
     LiveHello,
     LiveTick,
     read_message,
 )
+from sgl_pipeline.managers.entrance.graceful_stop import SHUTTING_DOWN
 from sgl_pipeline.managers.reports.live_events import describe_tick, server_sent_event
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from sgl_pipeline.errors import RequestError
+from sgl_pipeline.managers.channels.live_channel import live_address
 from sgl_pipeline.managers.entrance.live_hub import LiveHub
-from sgl_pipeline.managers.live_channel import live_address
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """`/pipeline/...`: the HTTP routes by which operators look at the pipeline and change it.
 
 `launch_server.py` adds them to upstream's application. Bodies are checked here; what can be done is
-decided in the scheduler process (`front/pipeline_desk.py`). Who may call them is upstream's rule
+decided in the scheduler process (`front/operator_replies.py`). Who may call them is upstream's rule
 for its own administrative routes: with `--admin-api-key` that key, else with `--api-key` that one,
 else everybody. What explains a request takes the key that requests take.
 """
@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.managers.desk_channel import (
+from sgl_pipeline.managers.channels.operator_channel import (
     ChangeThrottle,
     DeskAnswer,
     DeskClient,
@@ -33,7 +33,7 @@ from sgl_pipeline.managers.entrance.throttle_body import ServerKeys, ThrottleBod
 from sgl_pipeline.managers.entrance.tuning import HOW_TO_TUNE, TuneBody, Tuner
 from sgl_pipeline.managers.reports.tune_report import describe_window
 from sgl_pipeline.pipeline.recent_load import RecentWork
-from sgl_pipeline.throttle_change import Author
+from sgl_pipeline.records.throttle_change import Author
 
 ANSWER_TIMEOUT_S = 10.0
 # Beyond the time that stages have to get ready: what is behind the switch has no bound of its own.

@@ -21,8 +21,12 @@ from typing import Any
 import msgspec
 import zmq
 
-from sgl_pipeline.managers.command_line.upstream_arguments import SglangServerArgs
-from sgl_pipeline.managers.span_channel import MAX_UNREAD_REQUESTS, EndedRequest, read_ended
+from sgl_pipeline.managers.channels.span_channel import (
+    MAX_UNREAD_REQUESTS,
+    EndedRequest,
+    read_ended,
+)
+from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
 
 logger = logging.getLogger(__name__)
 

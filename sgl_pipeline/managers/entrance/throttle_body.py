@@ -12,8 +12,8 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.managers.desk_channel import ChangeThrottle, UndoThrottle
-from sgl_pipeline.throttle_change import Author, Knob
+from sgl_pipeline.managers.channels.operator_channel import ChangeThrottle, UndoThrottle
+from sgl_pipeline.records.throttle_change import Author, Knob
 
 _HOW_TO_CHANGE = (
     'send knobs such as {"prefill_spread_steps": 4}, with "revert_after_s" if they are to go back, '

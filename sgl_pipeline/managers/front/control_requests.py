@@ -1,6 +1,6 @@
 """Answers to upstream's control messages: everything its scheduler takes that is no generation.
 
-`ControlDesk` is called by the scheduler process for each. An unanswered one would hang the HTTP
+`ControlReplies` is called by the scheduler process for each. An unanswered one would hang the HTTP
 route that sent it, so every type of upstream's dispatch table is here: served, or refused with the
 reply that its route waits for. What a reply cannot refuse, `entrance/route_guard.py`
 refuses before it.
@@ -13,15 +13,15 @@ from typing import Any, Protocol
 
 from sglang.srt.managers import io_struct as io
 
-from sgl_pipeline.managers.front.upstream_messages import (
+from sgl_pipeline.managers.front.garbage import collect_at_leisure
+from sgl_pipeline.managers.reports.profiles import Profiles
+from sgl_pipeline.managers.upstream.upstream_messages import (
     FlushMessage,
     LoggingMessage,
     PauseMessage,
     SessionMessage,
     SglangMessage,
 )
-from sgl_pipeline.managers.garbage import collect_at_leisure
-from sgl_pipeline.managers.reports.profile_desk import ProfileDesk
 
 logger = logging.getLogger(__name__)
 
@@ -152,10 +152,10 @@ class ControlledServer(Protocol):
         """Leaves the main loop after this tick."""
 
 
-class ControlDesk:
+class ControlReplies:
     """Serves or refuses one control message at a time."""
 
-    def __init__(self, front: Front, server: ControlledServer, profiles: ProfileDesk) -> None:
+    def __init__(self, front: Front, server: ControlledServer, profiles: Profiles) -> None:
         self._front = front
         self._server = server
         self._profiles = profiles

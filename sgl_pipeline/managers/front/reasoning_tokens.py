@@ -13,7 +13,7 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser
 from sglang.srt.sampling.sampling_params import get_request_reasoning_end_token_ids
 from sglang.srt.utils.token_sequence_matcher import TokenSequenceMatcher
 
-from sgl_pipeline.managers.front.upstream_messages import GenerateMessage
+from sgl_pipeline.managers.upstream.upstream_messages import GenerateMessage
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,8 @@ from sglang.srt.managers import io_struct
 from sglang.srt.utils import msgpack_utils
 
 from sgl_pipeline.errors import RequestError
+from sgl_pipeline.managers.channels.span_channel import SpanSender
 from sgl_pipeline.managers.command_line.model_files import ModelLimits
-from sgl_pipeline.managers.command_line.upstream_arguments import SglangPortArgs, SglangServerArgs
-from sgl_pipeline.managers.entrance.request_checks import MAX_REQUEST_ID_LENGTH
 from sgl_pipeline.managers.front.control_requests import CONTROL_TYPES
 from sgl_pipeline.managers.front.priority_rules import PriorityRules
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
@@ -33,13 +32,14 @@ from sgl_pipeline.managers.front.sglang_output import (
     refusal_row,
 )
 from sgl_pipeline.managers.front.sglang_requests import RequestIntake
-from sgl_pipeline.managers.front.upstream_messages import (
+from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, grammar_of
+from sgl_pipeline.managers.upstream.request_checks import MAX_REQUEST_ID_LENGTH
+from sgl_pipeline.managers.upstream.upstream_arguments import SglangPortArgs, SglangServerArgs
+from sgl_pipeline.managers.upstream.upstream_messages import (
     AbortMessage,
     GenerateMessage,
     SglangMessage,
 )
-from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, grammar_of
-from sgl_pipeline.managers.span_channel import SpanSender
 from sgl_pipeline.requests import FinishReason, Request, RequestState
 from sgl_pipeline.scheduling import TokenEvent
 
@@ -62,7 +62,7 @@ class AbortRequest:
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest:
-    """A message about the server, not about a generation: for `control_requests.ControlDesk`."""
+    """A message about the server, not about a generation: for `control_requests.ControlReplies`."""
 
     message: SglangMessage
 

@@ -13,8 +13,8 @@ from sglang.srt.managers.io_struct import BatchTokenIDOutput
 
 from sgl_pipeline.managers.front.logprob_output import LogprobCursor, LogprobFields, logprob_columns
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningCounter
-from sgl_pipeline.managers.front.stop_text import StopTextCheck
-from sgl_pipeline.managers.front.upstream_messages import GenerateMessage
+from sgl_pipeline.managers.upstream.stop_text import StopTextCheck
+from sgl_pipeline.managers.upstream.upstream_messages import GenerateMessage
 from sgl_pipeline.requests import FinishReason, Request
 
 # Prompt tokens that are decoded with the first output tokens, for spaces and split characters

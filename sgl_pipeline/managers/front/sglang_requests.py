@@ -14,9 +14,9 @@ from typing import Any
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.command_line.model_files import ModelLimits
 from sgl_pipeline.managers.front.priority_rules import PriorityRules
-from sgl_pipeline.managers.front.stop_regex import StopRegexes
-from sgl_pipeline.managers.front.stop_text import StopTextCheck, check_stop_strings
-from sgl_pipeline.managers.front.upstream_messages import GenerateMessage, SamplingMessage
+from sgl_pipeline.managers.upstream.stop_regex import StopRegexes
+from sgl_pipeline.managers.upstream.stop_text import StopTextCheck, check_stop_strings
+from sgl_pipeline.managers.upstream.upstream_messages import GenerateMessage, SamplingMessage
 from sgl_pipeline.requests import MAX_TOP_LOGPROBS, LogprobSpec, Request, SamplingSpec, StopRules
 
 MAX_NAMESPACE_LENGTH = 4096

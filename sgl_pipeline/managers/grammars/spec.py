@@ -15,7 +15,7 @@ from sglang.srt.constrained.json_schema_validation import (
 from sglang.srt.sampling.sampling_params import get_request_reasoning_in_grammar
 
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.managers.front.upstream_messages import GenerateMessage
+from sgl_pipeline.managers.upstream.upstream_messages import GenerateMessage
 from sgl_pipeline.requests import Request
 
 MAX_GRAMMAR_CHARACTERS = 2**18

@@ -17,11 +17,9 @@ from sgl_pipeline.args import ClusterArgs
 from sgl_pipeline.cluster.cluster_port import ClusterPort
 from sgl_pipeline.cluster.doors import AGENTS_DOOR, DialError, dial, join_address, split_address
 from sgl_pipeline.cluster.framed_stream import FramedStream
-from sgl_pipeline.cluster.interfaces import agent_own_address
-from sgl_pipeline.cluster.keys import read_secret, write_identity
-from sgl_pipeline.cluster.messages import (
+from sgl_pipeline.cluster.host_messages import (
+    AgentExit,
     DumpWorker,
-    Farewell,
     HostHello,
     HostLeaves,
     Ping,
@@ -34,6 +32,8 @@ from sgl_pipeline.cluster.messages import (
     WorkerEnded,
     WorkerStarted,
 )
+from sgl_pipeline.cluster.interfaces import agent_own_address
+from sgl_pipeline.cluster.keys import read_secret, write_identity
 from sgl_pipeline.cluster.model_digest import model_digest
 from sgl_pipeline.cluster.secure_stream import SecureStream
 from sgl_pipeline.errors import ConfigurationError
@@ -88,7 +88,7 @@ async def _serve(
 ) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None and cluster.head_address is not None
-    session: _Session | None = None
+    session: _AgentSession | None = None
 
     def leave() -> None:
         """The first SIGTERM."""
@@ -112,7 +112,7 @@ async def _serve(
                 await asyncio.sleep(REDIAL_S)
                 continue
             stream = SecureStream(connection, stages.run_directory, is_server=False)
-            session = _Session(FramedStream(stream), hello, stages, complaints)
+            session = _AgentSession(FramedStream(stream), hello, stages, complaints)
             if await session.run() or session.is_leaving:
                 return
             session = None
@@ -137,7 +137,7 @@ class _Complaints:
             logger.warning("%s", text)
 
 
-class _Session:
+class _AgentSession:
     """One connection to the head, from the greeting to its end."""
 
     def __init__(
@@ -212,7 +212,7 @@ class _Session:
         elif isinstance(message, DumpWorker):
             if (process := self._workers.get(message.worker)) is not None:
                 process.ask_for_dump()
-        elif isinstance(message, Farewell) and not self._ended.done():
+        elif isinstance(message, AgentExit) and not self._ended.done():
             logger.info("the head says: %s", message.reason)
             self._ended.set_result(True)
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from sgl_pipeline.args import PipelineArgs
-from sgl_pipeline.cluster.messages import (
+from sgl_pipeline.cluster.host_messages import (
     ClockNews,
     DumpWorker,
     ForHost,
@@ -29,7 +29,7 @@ from sgl_pipeline.cluster.messages import (
     WorkerStarted,
 )
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.managers.hosts.scheduler_desk import MAX_MESSAGE_BYTES, desk_path
+from sgl_pipeline.managers.hosts.scheduler_end import MAX_MESSAGE_BYTES, desk_path
 from sgl_pipeline.managers.stages.main_process_workers import MainProcessWorkers
 from sgl_pipeline.pipeline.assignment import num_threads, split_cores, workers_of_host
 from sgl_pipeline.pipeline.host_choice import HostLoad, choose_host
@@ -95,7 +95,7 @@ class RemoteProcess:
 
 
 @dataclass(slots=True)
-class _Host:
+class _ClusterHost:
     """Until `avoided_until_s` others are asked for workers, where there are others; one that
     `leaves` is asked for none."""
 
@@ -111,7 +111,7 @@ class ClusterWorkers:
     def __init__(self, args: PipelineArgs, local: MainProcessWorkers) -> None:
         self._args = args
         self._local = local
-        self._hosts = {rank: _Host() for rank in range(args.cluster.num_hosts)}
+        self._hosts = {rank: _ClusterHost() for rank in range(args.cluster.num_hosts)}
         self._processes: dict[int, RemoteProcess] = {}
         self._arrived: list[WorkerStarted] = []
         # Hosts of workers that were asked for or run: the head's own are never known to end here.
@@ -203,11 +203,11 @@ class ClusterWorkers:
 
     def _take(self, message: FromHead) -> None:
         if isinstance(message, HostJoined):
-            self._hosts[message.hello.rank] = _Host(message.hello)
+            self._hosts[message.hello.rank] = _ClusterHost(message.hello)
         elif isinstance(message, ClockNews):
             self._hosts[message.rank].clock = message
         elif isinstance(message, HostLost):
-            self._hosts[message.rank] = _Host()
+            self._hosts[message.rank] = _ClusterHost()
             for worker, rank in [*self._rank_of.items()]:
                 if rank == message.rank:
                     self._lost_with_host.add(worker)
@@ -245,7 +245,7 @@ class ClusterWorkers:
         asked = [rank for rank, host in present.items() if host.avoided_until_s <= now_s]
         return [HostLoad(rank, self._share(rank), ranks.count(rank)) for rank in asked or present]
 
-    def _describe(self, rank: int, host: _Host) -> dict[str, Any]:
+    def _describe(self, rank: int, host: _ClusterHost) -> dict[str, Any]:
         facts: dict[str, Any] = {"rank": rank, "is_there": rank == _HEAD or host.hello is not None}
         if host.hello is not None:
             hello = msgspec.json.decode(msgspec.json.encode(host.hello))

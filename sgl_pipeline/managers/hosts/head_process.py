@@ -23,10 +23,9 @@ from sgl_pipeline.cluster.clock import HostClock
 from sgl_pipeline.cluster.cluster_port import ClusterPort
 from sgl_pipeline.cluster.doors import AGENTS_DOOR, Door, split_address
 from sgl_pipeline.cluster.framed_stream import FramedStream
-from sgl_pipeline.cluster.interfaces import head_own_address
-from sgl_pipeline.cluster.messages import (
+from sgl_pipeline.cluster.host_messages import (
+    AgentExit,
     ClockNews,
-    Farewell,
     ForHost,
     FromAgent,
     FromHead,
@@ -44,6 +43,7 @@ from sgl_pipeline.cluster.messages import (
     WorkerEnded,
     WorkerStarted,
 )
+from sgl_pipeline.cluster.interfaces import head_own_address
 from sgl_pipeline.cluster.secure_stream import SecureStream
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.hosts.frame_pump import FramePump
@@ -54,7 +54,7 @@ from sgl_pipeline.managers.hosts.host_checks import (
     rank_fault,
     version_fault,
 )
-from sgl_pipeline.managers.hosts.scheduler_desk import SchedulerDesk, listen_for_scheduler
+from sgl_pipeline.managers.hosts.scheduler_end import SchedulerEnd, listen_for_scheduler
 from sgl_pipeline.pipeline.assignment import num_threads, split_cores, workers_of_host
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Head:
             rank: [*workers_of_host(setup.num_stages, setup.cluster.num_hosts, rank)]
             for rank in range(1, setup.cluster.num_hosts)
         }
-        self._scheduler: SchedulerDesk | None = None
+        self._scheduler: SchedulerEnd | None = None
         self._has_come: set[int] = set()
         self._said_s: dict[str, float] = {}
 
@@ -152,7 +152,7 @@ class Head:
 
     def connect_scheduler(self, connection: socket.socket) -> None:
         """The scheduler process is up: it is told what has happened so far."""
-        self._scheduler = SchedulerDesk(connection, self._order, self._scheduler_gone)
+        self._scheduler = SchedulerEnd(connection, self._order, self._scheduler_gone)
         for rank, agent in self._agents.items():
             assert agent.hello is not None
             self._report(HostJoined(agent.hello))
@@ -164,7 +164,7 @@ class Head:
     def farewell(self, reason: str) -> None:
         """The agents end as well."""
         for agent in self._agents.values():
-            agent.send(Farewell(reason))
+            agent.send(AgentExit(reason))
 
     def _accept(self) -> None:
         while (accepted := self._door.accept()) is not None:

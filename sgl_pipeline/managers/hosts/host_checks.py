@@ -5,7 +5,7 @@ function returns one clause, "" where all is well.
 """
 
 from sgl_pipeline import __version__
-from sgl_pipeline.cluster.messages import HostHello
+from sgl_pipeline.cluster.host_messages import HostHello
 from sgl_pipeline.cluster.model_digest import digest_difference
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sgl_pipeline import __version__
 from sgl_pipeline.args import ClusterArgs
-from sgl_pipeline.cluster.messages import HostHello
+from sgl_pipeline.cluster.host_messages import HostHello
 
 
 def host_hello(cluster: ClusterArgs, address: str, interface: str, digest: str) -> HostHello:

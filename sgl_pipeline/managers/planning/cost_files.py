@@ -12,9 +12,9 @@ import subprocess
 from pathlib import Path
 
 from sgl_pipeline.args import StageArgs
+from sgl_pipeline.costs.step_costs import CostFile, cost_file_name, decode_costs, encode_costs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.stages.stage_processes import stage_threads
-from sgl_pipeline.step_costs import CostFile, cost_file_name, decode_costs, encode_costs
 from sgl_pipeline.user_cache import user_cache_directory
 
 logger = logging.getLogger(__name__)

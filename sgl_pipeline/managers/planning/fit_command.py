@@ -1,4 +1,4 @@
-"""Fits the costs of a model's parts on this machine: `python -m sgl_pipeline.migration.fit`.
+"""Fits the costs of a model's parts on this machine: `python -m sgl_pipeline fit`.
 
 A stage worker times a few hundred made-up steps of random sizes, part by part; a fifth of them are
 held out and say how good the fit is. The result is a file that servers of this model, dtype, device
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_pipeline.args import StageArgs
+from sgl_pipeline.costs.stage_costs import MadeUpStep, PartSample
+from sgl_pipeline.costs.step_costs import CostFile
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.command_line.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.planning.cost_files import machine_name, model_name, save_costs
@@ -21,9 +23,7 @@ from sgl_pipeline.managers.planning.stage_flags import add_stage_flags
 from sgl_pipeline.managers.stages.stage_processes import stage_threads
 from sgl_pipeline.migration.step_fit import errors_on, fit_parts
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
-from sgl_pipeline.stage_costs import MadeUpStep, PartSample
 from sgl_pipeline.status_line import StatusLine, bar
-from sgl_pipeline.step_costs import CostFile
 
 _HELD_OUT_SHARE = 0.2
 _STEPS_AT_ONCE = 8
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(prog="python -m sgl_pipeline.migration.fit")
+    parser = argparse.ArgumentParser(prog="python -m sgl_pipeline fit")
     parser.add_argument("--model", "--model-path", required=True, help="directory or hub id")
     parser.add_argument("--pp", type=int, default=2, help="stages that share this machine")
     add_stage_flags(parser)

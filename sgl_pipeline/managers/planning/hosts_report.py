@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Literal
 
 from sgl_pipeline.args import SchedulingArgs
-from sgl_pipeline.host_network import HostLink, HostNetwork
+from sgl_pipeline.costs.stage_costs import PartSizes, StageCosts
+from sgl_pipeline.host_network import HostNetwork, NetworkLink
 from sgl_pipeline.managers.planning.devices import StageDevice, parse_devices
 from sgl_pipeline.managers.planning.split_report import SplitForecast, SplitPlanner
 from sgl_pipeline.migration.host_order import Hop, Route, RouteSearch
-from sgl_pipeline.stage_costs import PartSizes, StageCosts
 
 _MOST_EXTRA_STEPS = 8  # as --extra-steps-in-flight
 
@@ -71,7 +71,7 @@ class HostPlanner:
             self.steps_in_flight,
         )
 
-    def _hop(self, link: HostLink | None) -> Hop:
+    def _hop(self, link: NetworkLink | None) -> Hop:
         if link is None:
             return Hop()
         return Hop(link.busy_ms(self.step_bytes), link.transfer_ms(self.step_bytes), link.delay_ms)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import zmq
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
-from sgl_pipeline.channels import SchedulerChannel
+from sgl_pipeline.costs.stage_costs import MadeUpStep, PartCosts
 from sgl_pipeline.errors import ConfigurationError, StageFailure
 from sgl_pipeline.layer_partition import even_layer_counts
 from sgl_pipeline.managers.stages.stage_processes import (
@@ -19,7 +19,11 @@ from sgl_pipeline.managers.stages.stage_processes import (
     stage_address,
     stage_threads,
 )
-from sgl_pipeline.messages import (
+from sgl_pipeline.pipeline.assignment import assign
+from sgl_pipeline.process_lifetime import WatchedProcess
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.channels import SchedulerChannel
+from sgl_pipeline.wire.stage_messages import (
     FromWorker,
     MeasureCosts,
     MeasuredCosts,
@@ -28,10 +32,6 @@ from sgl_pipeline.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from sgl_pipeline.pipeline.assignment import assign
-from sgl_pipeline.process_lifetime import WatchedProcess
-from sgl_pipeline.stage_costs import MadeUpStep, PartCosts
-from sgl_pipeline.stage_plan import StagePlan
 
 _POLL_MS = 200
 

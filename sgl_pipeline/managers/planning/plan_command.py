@@ -1,6 +1,6 @@
 """Shows what a layer split would be like, and which is best: `python -m sgl_pipeline plan`.
 
-Times are of one made-up step, from the costs that `sgl_pipeline.migration.fit` has saved for this
+Times are of one made-up step, from the costs that `sgl-pipeline fit` has saved for this
 model, or else measured by a stage worker for a moment, as a server's start does. Memory and pages
 are computed from the model's shapes.
 """
@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 from sgl_pipeline.args import SchedulingArgs, StageArgs
+from sgl_pipeline.costs.stage_costs import TYPICAL_STEP, MadeUpStep, PartSizes, StageCosts
+from sgl_pipeline.costs.step_costs import CostFile
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.host_network import HostNetwork, read_host_network
 from sgl_pipeline.layer_partition import even_layer_counts, parse_layer_partition
@@ -32,9 +34,7 @@ from sgl_pipeline.managers.stages.stage_processes import stage_threads
 from sgl_pipeline.migration.cost_model import predicted_costs
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
-from sgl_pipeline.stage_costs import TYPICAL_STEP, MadeUpStep, PartSizes, StageCosts
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_costs import CostFile
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -213,7 +213,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layer-counts", help="a split to show, such as 5,4,4,3")
     add_stage_flags(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="to measure on")
-    parser.add_argument("--costs", type=Path, help="file of sgl_pipeline.migration.fit")
+    parser.add_argument("--costs", type=Path, help="file of sgl-pipeline fit")
     parser.add_argument(
         "--max-total-tokens", type=int, default=SchedulingArgs().page_size, help="KV, at least"
     )

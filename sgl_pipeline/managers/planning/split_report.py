@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from sgl_pipeline.costs.stage_costs import PartSizes, StageCosts
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.planning.devices import StageDevice
 from sgl_pipeline.migration.cost_model import stage_times_ms
 from sgl_pipeline.migration.partition import balanced_layer_counts, fits_in
-from sgl_pipeline.stage_costs import PartSizes, StageCosts
 
 # By how much the slowest stage may be slower where that leaves more room for pages.
 ROOM_SHARE = 0.02

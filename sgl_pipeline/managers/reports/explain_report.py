@@ -1,18 +1,18 @@
 """What `GET /pipeline/explain/{rid}` says of one request.
 
-Called by `front/pipeline_desk.py`. JSON types only, and nothing of any request's text.
+Called by `front/operator_replies.py`. JSON types only, and nothing of any request's text.
 """
 
 from dataclasses import asdict
 from typing import Any
 
-from sgl_pipeline.pipeline.forecast import Forecast
+from sgl_pipeline.pipeline.request_forecast import RequestForecast
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import Explanation, Outlook
 
 
 def describe_wait(
-    explanation: Explanation, outlook: Outlook, forecast: Forecast, now_s: float
+    explanation: Explanation, outlook: Outlook, forecast: RequestForecast, now_s: float
 ) -> dict[str, Any]:
     """A request that waits or runs. `state` is `waiting`, `parked` (another one computes its
     prefix), `retracted`, `prefilling` or `decoding`; `rule` and `text` say what holds it.
@@ -79,13 +79,13 @@ def describe_compile(
         num_ahead=0,
         numbers={"compiling_requests": num_compiling, "most_compile_seconds": most_seconds},
         estimate=_estimate(
-            Forecast(reason="how long a grammar takes to compile is not known beforehand")
+            RequestForecast(reason="how long a grammar takes to compile is not known beforehand")
         )
         | {"last_token_within_s": None},
     )
 
 
-def _estimate(forecast: Forecast) -> dict[str, Any]:
+def _estimate(forecast: RequestForecast) -> dict[str, Any]:
     numbers = {
         name: round(value, 3) if isinstance(value, float) else value
         for name, value in asdict(forecast).items()

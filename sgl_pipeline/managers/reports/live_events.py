@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from sgl_pipeline.managers.live_channel import LiveTick
+from sgl_pipeline.managers.channels.live_channel import LiveTick
 from sgl_pipeline.managers.reports.plan_report import describe_move
-from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
-from sgl_pipeline.recovery_record import RecoveryRecord
-from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.trace import RequestRecord, StepRecord
+from sgl_pipeline.records.move_record import MoveRecord
+from sgl_pipeline.records.recovery_record import RecoveryRecord
+from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.records.trace import RequestRecord, StepRecord
 
 _encoder = msgspec.json.Encoder()
 

@@ -6,7 +6,7 @@ never sends what a request says: ids, counts and times only.
 
 from typing import Any
 
-from sgl_pipeline.managers.live_channel import (
+from sgl_pipeline.managers.channels.live_channel import (
     FOLLOWED_PREFIX,
     CarriedChunk,
     FollowedRequest,
@@ -15,12 +15,12 @@ from sgl_pipeline.managers.live_channel import (
     LiveTick,
     QueueLine,
 )
-from sgl_pipeline.move_record import MoveRecord
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.records.move_record import MoveRecord
+from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.requests import Request, RequestState
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.trace import StepRecord
 
 TICK_INTERVAL_S = 0.2
 IDLE_INTERVAL_S = 1.0

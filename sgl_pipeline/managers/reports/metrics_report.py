@@ -17,15 +17,15 @@ from sglang.srt.observability.metrics_collector import (
 )
 
 from sgl_pipeline.args import POLICIES
-from sgl_pipeline.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.pipeline.step_history import RECENT_STEPS
 from sgl_pipeline.pipeline.throttle_control import ThrottleState
-from sgl_pipeline.recovery_record import RecoveryRecord
-from sgl_pipeline.stage_timing import BUBBLE_CAUSES
+from sgl_pipeline.records.move_record import MoveOutcome, MoveRecord
+from sgl_pipeline.records.recovery_record import RecoveryRecord
+from sgl_pipeline.records.stage_timing import BUBBLE_CAUSES
+from sgl_pipeline.records.throttle_change import Cause, ThrottleChange
+from sgl_pipeline.records.trace import RequestRecord
 from sgl_pipeline.throttle import Bound, Target
-from sgl_pipeline.throttle_change import Cause, ThrottleChange
-from sgl_pipeline.trace import RequestRecord
 
 _INTERVAL_S = 1.0
 _RECOVERY_SECONDS = (0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0, 120.0)

@@ -1,6 +1,6 @@
 """What `GET /pipeline/plan` says of the layer split, and how a move is described in JSON.
 
-Called by `front/pipeline_desk.py`. JSON types only, and nothing of any request's text.
+Called by `front/operator_replies.py`. JSON types only, and nothing of any request's text.
 """
 
 import time
@@ -8,13 +8,13 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from sgl_pipeline.layer_moves import layer_moves
-from sgl_pipeline.migration.planner_args import Proposal
-from sgl_pipeline.move_record import MoveRecord
+from sgl_pipeline.migration.planner_args import MoveProposal
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.records.move_record import MoveRecord
+from sgl_pipeline.records.stage_timing import bubble_shares
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.stage_timing import bubble_shares
+from sgl_pipeline.wire.move_orders import layer_moves
 
 # Taken once: a move has always begun at the same moment, whoever sets the clock.
 _UNIX_OFFSET_S = time.time() - time.monotonic()
@@ -49,7 +49,7 @@ def describe_plan(state: PipelineState, migration: MigrationControl) -> dict[str
     }
 
 
-def describe_prediction(prediction: Proposal) -> dict[str, Any]:
+def describe_prediction(prediction: MoveProposal) -> dict[str, Any]:
     """What another split is predicted to bring."""
     return {
         "layer_counts": list(prediction.layer_counts),

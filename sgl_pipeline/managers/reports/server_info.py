@@ -12,7 +12,7 @@ from typing import Any
 from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
-from sgl_pipeline.recovery_record import RecoveryRecord
+from sgl_pipeline.records.recovery_record import RecoveryRecord
 
 
 def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What `GET /pipeline/throttle` says of the knobs, and the line that the log gets of a change.
 
-Called by `front/pipeline_desk.py` and `pipeline_scheduler.py`. JSON types only.
+Called by `front/operator_replies.py` and `pipeline_scheduler.py`. JSON types only.
 """
 
 import logging
@@ -8,7 +8,7 @@ from typing import Any
 
 from sgl_pipeline.managers.reports.plan_report import unix_s
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
-from sgl_pipeline.throttle_change import Knob, ThrottleChange
+from sgl_pipeline.records.throttle_change import Knob, ThrottleChange
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ Fed by `pipeline_scheduler.py` once the steps that follow are on their way.
 import logging
 from collections.abc import Iterable
 
-from sgl_pipeline.move_record import MoveRecord
-from sgl_pipeline.recovery_record import RecoveryRecord
-from sgl_pipeline.throttle_change import ThrottleChange
-from sgl_pipeline.trace import StepRecord, StepWriter
+from sgl_pipeline.records.move_record import MoveRecord
+from sgl_pipeline.records.recovery_record import RecoveryRecord
+from sgl_pipeline.records.throttle_change import ThrottleChange
+from sgl_pipeline.records.trace import StepRecord, StepWriter
 
 TraceEvent = StepRecord | MoveRecord | RecoveryRecord | ThrottleChange
 

@@ -14,12 +14,19 @@ from typing import Any
 import zmq
 
 from sgl_pipeline.args import PipelineArgs
-from sgl_pipeline.channels import OtherHosts, SchedulerChannel
 from sgl_pipeline.errors import ConfigurationError, PipelineLost, StageFailure, WorkerFault
 from sgl_pipeline.managers.stages.load_line import LoadLine
 from sgl_pipeline.managers.stages.stage_processes import stage_address
 from sgl_pipeline.managers.stages.start_losses import StartLosses
-from sgl_pipeline.messages import (
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.pipeline.join_watch import JoinWatch
+from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
+from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
+from sgl_pipeline.pipeline.worker_source import RefusedWorker, WorkerProcess, WorkerSource
+from sgl_pipeline.pipeline.worker_words import check_speaker
+from sgl_pipeline.process_lifetime import WatchedProcess
+from sgl_pipeline.wire.channels import OtherHosts, SchedulerChannel
+from sgl_pipeline.wire.stage_messages import (
     FromWorker,
     MeasureCosts,
     PoolSize,
@@ -31,13 +38,6 @@ from sgl_pipeline.messages import (
     WorkerFailed,
     WorkerLeaves,
 )
-from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.pipeline.join_watch import JoinWatch
-from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
-from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
-from sgl_pipeline.pipeline.worker_source import RefusedWorker, WorkerProcess, WorkerSource
-from sgl_pipeline.pipeline.worker_words import check_speaker
-from sgl_pipeline.process_lifetime import WatchedProcess
 
 logger = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
+from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES
+from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
 from sgl_pipeline.pp_runner.cpu_kernels.library import (
     CPU_DTYPES,
     Arithmetic,
     CpuKernels,
     KvFormat,
 )
-from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES
-from sgl_pipeline.pp_runner.step_inputs import PagedLayout
 
 
 @dataclass(slots=True)

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend, AttentionShape
+from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout, StepInputs
 from sgl_pipeline.pp_runner.cuda.graph_recorder import Graph, GraphRecorder
-from sgl_pipeline.pp_runner.step_inputs import PagedLayout, StepInputs
 
 Pages = tuple[torch.Tensor, torch.Tensor]
 

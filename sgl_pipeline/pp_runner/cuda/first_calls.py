@@ -6,9 +6,9 @@ request, and the first prompts would wait for minutes.
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
-from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, RmsNorm, Rotation
-from sgl_pipeline.pp_runner.step_inputs import PagedLayout
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend, AttentionShape
+from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels, RmsNorm, Rotation
 
 # Where it is not known what the stage's pages hold.
 ONE_HEAD = AttentionShape(

@@ -15,24 +15,24 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.backend import AttentionBackend, AttentionShape
-from sgl_pipeline.pp_runner.attention.flashinfer_attention import (
-    MAX_GRAPH_DECODES,
-    FlashInferAttention,
-    workspace_bytes,
-)
-from sgl_pipeline.pp_runner.attention.flashinfer_graph import GraphDecodeAttention
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend, AttentionShape
+from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout, StepInputs
 from sgl_pipeline.pp_runner.cuda.captured_step import (
     CapturedStep,
     StepBuffers,
     capture_cut,
     capture_whole,
 )
+from sgl_pipeline.pp_runner.cuda.gpu_memory import layer_row_bytes
 from sgl_pipeline.pp_runner.cuda.graph_recorder import GraphRecorder
-from sgl_pipeline.pp_runner.gpu_memory import layer_row_bytes
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import (
+    MAX_GRAPH_DECODES,
+    FlashInferAttention,
+    workspace_bytes,
+)
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_graph import GraphDecodeAttention
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
-from sgl_pipeline.pp_runner.step_inputs import PagedLayout, StepInputs
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_pipeline.pp_runner.download import HostCopy
+from sgl_pipeline.pp_runner.base.download import HostCopy
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,23 +6,23 @@ whose shape, type or layout was not checked.
 
 import torch
 
+from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES, head_dim_of
 from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, CpuKernels, KvFormat
-from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES, head_dim_of
-from sgl_pipeline.pp_runner.layer_kernels.backend import (
-    GatedLinear,
-    HeadNorms,
-    Linear,
-    RmsNorm,
-    Rotation,
-)
 from sgl_pipeline.pp_runner.layer_kernels.compiled_linear import CompiledLinear
 from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
     CompiledExpandedLinear,
     CompiledInt4Linear,
     CompiledInt8Linear,
 )
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
+    GatedLinear,
+    HeadNorms,
+    Linear,
+    RmsNorm,
+    Rotation,
+)
 from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import torch_linear
-from sgl_pipeline.pp_runner.quantization.weights import Int4Weight, Int8Weight, Matrix
+from sgl_pipeline.pp_runner.weights.quantized_weights import Int4Weight, Int8Weight, Matrix
 
 
 class CompiledKernels:

@@ -16,7 +16,7 @@ from sgl_pipeline.pp_runner.layer_kernels.weight_packing import (
     in_lines,
     in_quads,
 )
-from sgl_pipeline.pp_runner.quantization.weights import (
+from sgl_pipeline.pp_runner.weights.quantized_weights import (
     Fp8Weight,
     Int4Weight,
     Int8Weight,

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Linear
 from sgl_pipeline.pp_runner.layer_kernels.row_rounding import RowRounding, by_columns
-from sgl_pipeline.pp_runner.quantization.schemes import Fp8Scheme, Int4Scheme, Scheme
-from sgl_pipeline.pp_runner.quantization.weights import Fp8Weight, Int8Weight, QuantizedWeight
+from sgl_pipeline.pp_runner.weights.quantized_weights import Fp8Weight, Int8Weight, QuantizedWeight
+from sgl_pipeline.pp_runner.weights.schemes import Fp8Scheme, Int4Scheme, Scheme
 
 logger = logging.getLogger(__name__)
 

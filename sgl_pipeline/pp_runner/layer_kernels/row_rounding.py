@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.pp_runner.kv_format import write_rows
+from sgl_pipeline.pp_runner.base.kv_format import write_rows
 from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import (
     round_rows_to_fp8,
     round_rows_to_int8,

@@ -7,8 +7,8 @@ dtype where transformers does.
 import torch
 import torch.nn.functional as F
 
-from sgl_pipeline.pp_runner.kv_format import head_dim_of, write_rows
-from sgl_pipeline.pp_runner.layer_kernels.backend import (
+from sgl_pipeline.pp_runner.base.kv_format import head_dim_of, write_rows
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     GatedLinear,
     HeadNorms,
     Linear,
@@ -16,7 +16,7 @@ from sgl_pipeline.pp_runner.layer_kernels.backend import (
     Rotation,
 )
 from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import torch_linear
-from sgl_pipeline.pp_runner.quantization.weights import Matrix
+from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
 
 
 class TorchKernels:

@@ -8,9 +8,9 @@ nothing is rounded but what the format rounds. On a CPU a row has the same bits 
 import torch
 import torch.nn.functional as F
 
-from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Linear
 from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
-from sgl_pipeline.pp_runner.quantization.weights import (
+from sgl_pipeline.pp_runner.weights.quantized_weights import (
     FP8,
     FP8_LARGEST,
     INT8_LARGEST,

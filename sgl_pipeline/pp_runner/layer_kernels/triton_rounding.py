@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_pipeline.pp_runner.kv_format import FP8
-from sgl_pipeline.pp_runner.quantization.weights import FP8_LARGEST, INT8_LARGEST
+from sgl_pipeline.pp_runner.base.kv_format import FP8
+from sgl_pipeline.pp_runner.weights.quantized_weights import FP8_LARGEST, INT8_LARGEST
 
 Pages = tuple[torch.Tensor, torch.Tensor]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from sgl_pipeline.pp_runner.compute_threads import use_every_core
+from sgl_pipeline.pp_runner.base.compute_threads import use_every_core
 from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer
 
 # Of the thread's time.

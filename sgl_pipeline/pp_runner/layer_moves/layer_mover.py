@@ -12,7 +12,16 @@ from itertools import groupby
 from typing import Generic
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.layer_moves import (
+from sgl_pipeline.pp_runner.layer_moves.incoming_layers import IncomingLayers
+from sgl_pipeline.pp_runner.layer_moves.move_site import MoveSite, PageLinks, R
+from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import OutgoingLayers
+from sgl_pipeline.pp_runner.layer_moves.page_handover import (
+    HandoverOrder,
+    HandoverReport,
+    PageHandover,
+)
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.move_orders import (
     AbandonMove,
     LayerMove,
     MoveDone,
@@ -23,16 +32,7 @@ from sgl_pipeline.layer_moves import (
     SwitchPlan,
     layer_moves,
 )
-from sgl_pipeline.pp_runner.layer_moves.incoming_layers import IncomingLayers
-from sgl_pipeline.pp_runner.layer_moves.move_site import MoveSite, PageLinks, R
-from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import OutgoingLayers
-from sgl_pipeline.pp_runner.layer_moves.page_handover import (
-    HandoverOrder,
-    HandoverReport,
-    PageHandover,
-)
-from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import INT32
+from sgl_pipeline.wire.step_order import INT32
 
 # Reads the time, in seconds.
 Clock = Callable[[], float]

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.messages import (
+from sgl_pipeline.pp_runner.layer_moves.incoming_layers import IncomingLayers
+from sgl_pipeline.pp_runner.layer_moves.move_site import MoveSite, PageLinks, PageSender, R
+from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import OutgoingLayers
+from sgl_pipeline.wire.stage_messages import (
     FinishHandover,
     HandPagesOver,
     PagesCopied,
     PagesTaken,
     TakePagesOver,
 )
-from sgl_pipeline.pp_runner.layer_moves.incoming_layers import IncomingLayers
-from sgl_pipeline.pp_runner.layer_moves.move_site import MoveSite, PageLinks, PageSender, R
-from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import OutgoingLayers
-from sgl_pipeline.step_plan import INT32
+from sgl_pipeline.wire.step_order import INT32
 
 HandoverOrder = HandPagesOver | TakePagesOver | FinishHandover
 HandoverReport = PagesCopied | PagesTaken

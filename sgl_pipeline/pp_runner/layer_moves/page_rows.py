@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sgl_pipeline.pp_runner.download import Download, HostCopy
-from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.base.download import Download, HostCopy
 
 _HEADER_BYTES = 16
 _ALIGNMENT = 16

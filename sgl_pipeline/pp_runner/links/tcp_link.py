@@ -19,7 +19,7 @@ import torch
 from sgl_pipeline.cluster.doors import DialError, Door, dial
 from sgl_pipeline.cluster.secure_stream import SecureStream, StreamClosed
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.pp_runner.compute_threads import use_every_core
+from sgl_pipeline.pp_runner.base.compute_threads import use_every_core
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 
 _NEWS = struct.Struct("<qqq")  # tag, rows, bytes of a row; then the rows

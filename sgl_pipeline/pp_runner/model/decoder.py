@@ -12,20 +12,20 @@ from dataclasses import replace
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
-from sgl_pipeline.pp_runner.kv_pool import KvPool
-from sgl_pipeline.pp_runner.layer_kernels.backend import (
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     HeadNorms,
     LayerKernels,
     RmsNorm,
     Rotation,
 )
-from sgl_pipeline.pp_runner.model.checkpoint import WeightSource
 from sgl_pipeline.pp_runner.model.layer_tensors import LayerTensors
 from sgl_pipeline.pp_runner.model.mlp import GatedMlp, Mlp
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.model.moe import SparseMlp
-from sgl_pipeline.pp_runner.quantization.kv_scales import KvScales
+from sgl_pipeline.pp_runner.weights.checkpoint import WeightSource
+from sgl_pipeline.pp_runner.weights.kv_scales import KvScales
 
 
 class DecoderLayer:

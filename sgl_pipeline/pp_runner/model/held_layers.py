@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
-from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, StageModel
-from sgl_pipeline.pp_runner.step_inputs import StepInputs
 
 
 class HeldLayers:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sgl_pipeline.pp_runner.layer_kernels.backend import GatedLinear, LayerKernels, Linear
-from sgl_pipeline.pp_runner.model.checkpoint import WeightSource
-from sgl_pipeline.pp_runner.quantization.kv_scales import KvScales, read_kv_scales
-from sgl_pipeline.pp_runner.quantization.layouts import read_matrix
-from sgl_pipeline.pp_runner.quantization.schemes import Quantization
-from sgl_pipeline.pp_runner.quantization.weights import Matrix, join, scale_rows
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import GatedLinear, LayerKernels, Linear
+from sgl_pipeline.pp_runner.weights.checkpoint import WeightSource
+from sgl_pipeline.pp_runner.weights.kv_scales import KvScales, read_kv_scales
+from sgl_pipeline.pp_runner.weights.layouts import read_matrix
+from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix, join, scale_rows
+from sgl_pipeline.pp_runner.weights.schemes import Quantization
 
 
 class LayerTensors:

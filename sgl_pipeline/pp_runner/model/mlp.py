@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Linear
 from sgl_pipeline.pp_runner.model.families import MlpNames
 from sgl_pipeline.pp_runner.model.layer_tensors import LayerTensors
 

@@ -14,12 +14,15 @@ import torch
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.model_directory import read_json_object
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
+from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES
 from sgl_pipeline.pp_runner.model.config_fields import ConfigFields
 from sgl_pipeline.pp_runner.model.families import FAMILIES, Family, MlpNames, TensorNames
-from sgl_pipeline.pp_runner.quantization.config import choose_quantization, read_quantization
-from sgl_pipeline.pp_runner.quantization.schemes import Quantization
+from sgl_pipeline.pp_runner.weights.quantization_config import (
+    choose_quantization,
+    read_quantization,
+)
+from sgl_pipeline.pp_runner.weights.schemes import Quantization
 
 Config = Mapping[str, Any]
 

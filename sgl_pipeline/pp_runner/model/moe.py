@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
 from sgl_pipeline.pp_runner.model.families import MlpNames, TensorNames
 from sgl_pipeline.pp_runner.model.layer_tensors import LayerTensors

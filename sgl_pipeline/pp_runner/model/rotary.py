@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from sgl_pipeline.pp_runner.layer_kernels.backend import Rotation
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Rotation
 from sgl_pipeline.pp_runner.model.model_spec import RopeSpec
 
 

@@ -12,17 +12,17 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from sgl_pipeline.pp_runner.attention.backend import AttentionBackend
-from sgl_pipeline.pp_runner.kv_pool import KvPool
-from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels, RmsNorm, Rotation
-from sgl_pipeline.pp_runner.model.checkpoint import PacedWeights, WeightSource, weight_opener
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels, RmsNorm, Rotation
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
-from sgl_pipeline.pp_runner.quantization.layouts import read_matrix, round_matrix
-from sgl_pipeline.pp_runner.quantization.schemes import Layout
-from sgl_pipeline.pp_runner.quantization.weights import Matrix
-from sgl_pipeline.pp_runner.step_inputs import StepInputs
+from sgl_pipeline.pp_runner.weights.checkpoint import PacedWeights, WeightSource, weight_opener
+from sgl_pipeline.pp_runner.weights.layouts import read_matrix, round_matrix
+from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
+from sgl_pipeline.pp_runner.weights.schemes import Layout
 
 
 class OutputHead:

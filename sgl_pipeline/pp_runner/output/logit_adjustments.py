@@ -15,9 +15,9 @@ from itertools import chain
 import numpy as np
 import torch
 
+from sgl_pipeline.pp_runner.base.step_inputs import to_device
 from sgl_pipeline.pp_runner.output.token_masks import allows_no_other
-from sgl_pipeline.pp_runner.step_inputs import to_device
-from sgl_pipeline.step_plan import MirroredChunk
+from sgl_pipeline.wire.step_order import MirroredChunk
 
 # A cell as one int64 to sort by: which row in the upper half, the token id in the lower.
 _ROW_SHIFT = 32

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sgl_pipeline.pp_runner.step_inputs import to_device
+from sgl_pipeline.pp_runner.base.step_inputs import to_device
 from sgl_pipeline.requests import MAX_TOP_LOGPROBS, LogprobRows, LogprobSpec
-from sgl_pipeline.step_plan import MirroredChunk
+from sgl_pipeline.wire.step_order import MirroredChunk
 
 # Prompt rows are computed in slices whose logits take this much, or one row: a chunk of 4,096
 # tokens would take 2.5 GB at once with a vocabulary of 152k.

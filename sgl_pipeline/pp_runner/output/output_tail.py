@@ -13,14 +13,14 @@ from typing import Protocol
 
 import torch
 
-from sgl_pipeline.pp_runner.download import Download, HostCopy
+from sgl_pipeline.pp_runner.base.download import Download, HostCopy
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.output.logit_adjustments import plan_logit_adjustments
 from sgl_pipeline.pp_runner.output.logprobs import StepLogprobs, plan_logprobs
 from sgl_pipeline.pp_runner.output.sampler import DrawnTokens, Sampler
 from sgl_pipeline.pp_runner.output.token_masks import plan_token_masks
-from sgl_pipeline.pp_runner.step_inputs import StepInputs
 from sgl_pipeline.requests import LogprobRows
-from sgl_pipeline.step_plan import MirroredChunk
+from sgl_pipeline.wire.step_order import MirroredChunk
 
 # The token of each sampled row, and the rows of each chunk whose request wants log-probabilities.
 Outputs = tuple[tuple[int, ...], tuple[LogprobRows, ...]]

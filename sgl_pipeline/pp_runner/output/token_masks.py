@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sgl_pipeline.pp_runner.step_inputs import to_device
-from sgl_pipeline.step_plan import MirroredChunk
+from sgl_pipeline.pp_runner.base.step_inputs import to_device
+from sgl_pipeline.wire.step_order import MirroredChunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,6 @@ from benchmark.fault_schedules.fake_log import FakeLog
 from benchmark.fault_schedules.fake_moves import FakeSite
 from benchmark.fault_schedules.world import run_seed
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.messages import FromWorker, StageReady, StageReport
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.migration.coordinator import MoveCoordinator
 from sgl_pipeline.pipeline.open_step import OpenStep
@@ -29,7 +28,8 @@ from sgl_pipeline.scheduling.preemption import Preemption
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import ChunkPlan, StepPlanEncoder
+from sgl_pipeline.wire.stage_messages import FromWorker, StageReady, StageReport
+from sgl_pipeline.wire.step_order import ChunkOrder, StepOrderEncoder
 
 NUM_SEEDS = 1_000
 # Every mutation below is found much sooner.
@@ -93,15 +93,15 @@ def pages_back_while_a_step_writes_them(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_page_is_not_sent(patch: pytest.MonkeyPatch) -> None:
-    encode_chunk = StepPlanEncoder._chunk
+    encode_chunk = StepOrderEncoder._chunk
 
-    def mutated(self: StepPlanEncoder, chunk: Chunk) -> ChunkPlan:
+    def mutated(self: StepOrderEncoder, chunk: Chunk) -> ChunkOrder:
         sent = self._sent[chunk.request]
         if sent.num_pages and len(chunk.request.pages) > sent.num_pages + 1:
             sent.num_pages += 1
         return encode_chunk(self, chunk)
 
-    patch.setattr(StepPlanEncoder, "_chunk", mutated)
+    patch.setattr(StepOrderEncoder, "_chunk", mutated)
 
 
 def drawn_tokens_go_to_other_chunks(patch: pytest.MonkeyPatch) -> None:
@@ -146,16 +146,16 @@ def a_page_is_handed_out_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def masks_are_not_sent(patch: pytest.MonkeyPatch) -> None:
-    encode_chunk = StepPlanEncoder._chunk
+    encode_chunk = StepOrderEncoder._chunk
 
-    def mutated(self: StepPlanEncoder, chunk: Chunk) -> ChunkPlan:
+    def mutated(self: StepOrderEncoder, chunk: Chunk) -> ChunkOrder:
         plan = encode_chunk(self, chunk)
-        return ChunkPlan(plan.handle, plan.start, plan.length, plan.samples, *plan_bytes(plan))
+        return ChunkOrder(plan.handle, plan.start, plan.length, plan.samples, *plan_bytes(plan))
 
-    def plan_bytes(plan: ChunkPlan) -> tuple[bytes, bytes]:
+    def plan_bytes(plan: ChunkOrder) -> tuple[bytes, bytes]:
         return plan.new_tokens, plan.new_pages
 
-    patch.setattr(StepPlanEncoder, "_chunk", mutated)
+    patch.setattr(StepOrderEncoder, "_chunk", mutated)
 
 
 def a_decode_is_in_two_steps_at_once(patch: pytest.MonkeyPatch) -> None:

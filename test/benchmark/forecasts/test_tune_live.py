@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmark.forecasts.tune_live import LATENCIES, TunedRun, knob_table, outcome, promise_table
-from sgl_pipeline.trace import RequestRecord
+from sgl_pipeline.records.trace import RequestRecord
 
 
 def ended(first_token_ms: float, total_ms: float, output_tokens: int) -> RequestRecord:

@@ -23,7 +23,7 @@ from benchmark.gpu.attention_times import (
 from benchmark.gpu.checks import row_error
 from benchmark.gpu.device_times import Kernel, kernels_of, total_ms
 from benchmark.gpu.shapes import Step, decode_step, prefill_step, spec_of
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 
 SHAPE = AttentionShape(4, 2, 64, 16, 0.125, torch.bfloat16, torch.device("cpu"))
 

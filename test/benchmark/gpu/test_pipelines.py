@@ -18,10 +18,10 @@ from benchmark.gpu.pipelines import (
 from benchmark.gpu.script import PlanWriter, Script
 from sgl_pipeline.errors import StageFailure
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
-from sgl_pipeline.messages import StageReport
-from sgl_pipeline.stage_orders import OrderReader, SealedOrder
-from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.step_plan import StepPlan
+from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.wire.stage_messages import StageReport
+from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder
+from sgl_pipeline.wire.step_order import StepOrder
 
 NO_TIME = StageTiming(0, 0, 0, 0, 0, 0, 0)
 
@@ -33,12 +33,12 @@ class Stages:
         self.stages = range(num_stages)
         self.channel = SimpleNamespace(socket=SimpleNamespace(poll=lambda milliseconds: True))
         self.orders = OrderReader()
-        self.under_way: list[StepPlan] = []
+        self.under_way: list[StepOrder] = []
         self.most_under_way = 0
 
     def broadcast(self, order: SealedOrder) -> None:
         plan = self.orders.open(order)
-        assert isinstance(plan, StepPlan)
+        assert isinstance(plan, StepOrder)
         self.under_way.append(plan)
         self.most_under_way = max(self.most_under_way, len(self.under_way))
 

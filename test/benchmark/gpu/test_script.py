@@ -1,12 +1,12 @@
 """The scripted plans, applied by the stages' own mirror."""
 
 from benchmark.gpu.script import PlanWriter, Script
-from sgl_pipeline.step_plan import RequestMirror, StepPlan
+from sgl_pipeline.wire.step_order import RequestMirror, StepOrder
 
 SCRIPT = Script(num_requests=6, prompt_tokens=5, num_rounds=3, prefill_requests=4)
 
 
-def applied(mirror: RequestMirror, plans: list[StepPlan]) -> list[list[tuple[int, int, int]]]:
+def applied(mirror: RequestMirror, plans: list[StepOrder]) -> list[list[tuple[int, int, int]]]:
     """The first page, start and length of each chunk, step by step; every chunk has all tokens and
     pages of its request."""
     steps = []

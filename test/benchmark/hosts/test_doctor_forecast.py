@@ -6,8 +6,8 @@ from support.step_records import step_record
 
 from benchmark.hosts.doctor_forecast import LOAD, Compared, Forecast, slowness, table
 from benchmark.moves.move_gains import ClosedLoop
+from sgl_pipeline.costs.stage_costs import TYPICAL_STEP
 from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.stage_costs import TYPICAL_STEP
 
 
 def test_slowness_is_what_the_stages_took_over_what_the_costs_say() -> None:

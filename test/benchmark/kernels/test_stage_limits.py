@@ -14,8 +14,8 @@ from benchmark.kernels.stage_limits import (
 )
 from benchmark.models.make_model import Preset
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.simulator.experiment import Cluster, simulate
-from sgl_pipeline.trace import StepRecord
 
 PRESET = Preset(
     vocab_size=100,

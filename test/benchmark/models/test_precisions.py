@@ -10,7 +10,7 @@ from benchmark.models.quantize_model import FORMATS
 from benchmark.support.paths import DEMO_MODEL
 from sgl_pipeline.args import KV_CACHE_DTYPES
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
-from sgl_pipeline.pp_runner.quantization.schemes import Fp8Scheme, Int4Scheme, Int8Scheme
+from sgl_pipeline.pp_runner.weights.schemes import Fp8Scheme, Int4Scheme, Int8Scheme
 
 # The checkpoint's format, the flags, and the kind of the layers' scheme and of the head's.
 EXPECTED = {

@@ -16,9 +16,9 @@ from benchmark.serving.held_targets import (
 from benchmark.serving.held_targets_plot import draw
 from benchmark.support.loads import Load
 from sgl_pipeline.args import SchedulingArgs
+from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.simulator.experiment import Cluster, simulate
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
-from sgl_pipeline.trace import StepRecord
 
 SETTINGS = (Setting(), Setting(tpot_ms=12.0), Setting(ttft_ms=1.0))
 LOADS = (Load(num_requests=4, requests_per_s=1.0), Load(num_requests=9, requests_per_s=8.0))

@@ -13,8 +13,8 @@ from benchmark.support.serving_report import (
     spread,
     throughput_ratios,
 )
-from sgl_pipeline.stage_timing import StageTiming
-from sgl_pipeline.trace import StepRecord
+from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.records.trace import StepRecord
 
 
 def step(step_id: int, scheduler_ms: float, *stages: tuple[float, float]) -> StepRecord:

@@ -18,8 +18,8 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 from sgl_pipeline.managers.command_line.server_args import LaunchPlan, make_parser
 from sgl_pipeline.managers.command_line.server_args import parse_command_line as parse
-from sgl_pipeline.managers.command_line.upstream_checks import flag_of
-from sgl_pipeline.managers.command_line.upstream_fields import HELP, NOTED
+from sgl_pipeline.managers.upstream.upstream_checks import flag_of
+from sgl_pipeline.managers.upstream.upstream_fields import HELP, NOTED
 
 SMOOTH, LAYER_PARTITION = "SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR", "SGLANG_PP_LAYER_PARTITION"
 LONG_CONTEXT = [

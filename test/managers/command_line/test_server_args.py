@@ -30,8 +30,8 @@ from sgl_pipeline.managers.command_line.server_args import (
     check_port_is_free,
     parse_command_line,
 )
-from sgl_pipeline.managers.command_line.upstream_checks import refuse_unsupported
-from sgl_pipeline.managers.command_line.upstream_fields import refusal
+from sgl_pipeline.managers.upstream.upstream_checks import refuse_unsupported
+from sgl_pipeline.managers.upstream.upstream_fields import refusal
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.simulator.tune import SEARCH_SPACE, server_flags
 

@@ -19,8 +19,8 @@ from sgl_pipeline.cluster.secure_stream import SecureStream
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.doctor import head
 from sgl_pipeline.managers.doctor.command import follow, lead
+from sgl_pipeline.managers.doctor.doctor_messages import DOCTOR_DOOR, HostFacts, Verdict
 from sgl_pipeline.managers.doctor.findings import Findings
-from sgl_pipeline.managers.doctor.messages import DOCTOR_DOOR, HostFacts, Verdict
 
 LONG_S = 20.0
 

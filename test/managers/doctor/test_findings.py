@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from support.doctor_hosts import VERSIONS, facts_of, probed
 
+from sgl_pipeline.managers.doctor.doctor_messages import Probed
 from sgl_pipeline.managers.doctor.findings import Findings
-from sgl_pipeline.managers.doctor.forecast import measured_network
-from sgl_pipeline.managers.doctor.messages import Probed
+from sgl_pipeline.managers.doctor.pipeline_forecast import measured_network
 from sgl_pipeline.managers.doctor.report import as_facts, as_text
 
 BOTH_WAYS = {(0, 1): probed(1, 4.0), (1, 0): probed(0, 3.0, median_ms=4.0, worst_ms=9.0)}

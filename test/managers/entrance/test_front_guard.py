@@ -19,7 +19,7 @@ from sgl_pipeline.managers.entrance import front_guard
 from sgl_pipeline.managers.entrance.front_guard import (
     GuardedTokenizerManager,
 )
-from sgl_pipeline.managers.entrance.request_checks import RefusedRequestError
+from sgl_pipeline.managers.upstream.request_checks import RefusedRequestError
 
 
 def request(text: Any = "x", **sampling: Any) -> GenerateReqInput:

@@ -14,6 +14,12 @@ from support.moves import movable_core
 from support.step_records import step_record
 
 from sgl_pipeline.errors import RequestError
+from sgl_pipeline.managers.channels.live_channel import (
+    LiveHello,
+    LiveSocket,
+    LiveTick,
+    live_address,
+)
 from sgl_pipeline.managers.entrance import live_hub, live_routes
 from sgl_pipeline.managers.entrance.live_hub import (
     MAX_BACKLOG_EVENTS,
@@ -27,7 +33,6 @@ from sgl_pipeline.managers.entrance.live_routes import (
     add_live_routes,
     pipeline_routes_of,
 )
-from sgl_pipeline.managers.live_channel import LiveHello, LiveSocket, LiveTick, live_address
 
 WAIT_S = 5.0
 

@@ -19,8 +19,8 @@ from support.live_server import wait_until
 
 from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.managers import desk_channel
-from sgl_pipeline.managers.desk_channel import (
+from sgl_pipeline.managers.channels import operator_channel
+from sgl_pipeline.managers.channels.operator_channel import (
     ChangeThrottle,
     DeskAnswer,
     DeskSocket,
@@ -33,11 +33,11 @@ from sgl_pipeline.managers.desk_channel import (
     desk_address,
 )
 from sgl_pipeline.managers.entrance import pipeline_routes
-from sgl_pipeline.managers.entrance.openai_fields import ServedFeatures
 from sgl_pipeline.managers.entrance.pipeline_routes import add_pipeline_routes, read_plan_change
 from sgl_pipeline.managers.entrance.route_guard import guard_routes
 from sgl_pipeline.managers.entrance.throttle_body import KNOBS, ServerKeys
-from sgl_pipeline.throttle_change import Author
+from sgl_pipeline.managers.upstream.openai_fields import ServedFeatures
+from sgl_pipeline.records.throttle_change import Author
 
 CONTEXT_LENGTH = 100
 
@@ -233,7 +233,7 @@ def test_a_move_may_take_as_long_as_stages_may_and_its_switch(
 def test_questions_beyond_the_limit_are_503s_and_later_ones_are_answered(
     client: TestClient, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desk_channel, "MAX_OPEN_QUESTIONS", 2)
+    monkeypatch.setattr(operator_channel, "MAX_OPEN_QUESTIONS", 2)
     scheduler.is_open.clear()
     with ThreadPoolExecutor(2) as clients:
         open_questions = [clients.submit(client.get, "/pipeline/plan") for _ in range(2)]

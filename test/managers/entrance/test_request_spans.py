@@ -12,9 +12,9 @@ from support.live_server import wait_until
 from support.trace_collector import opentelemetry  # noqa: F401 - a fixture
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.managers import span_channel
+from sgl_pipeline.managers.channels import span_channel
+from sgl_pipeline.managers.channels.span_channel import EndedRequest, SpanSender, span_address
 from sgl_pipeline.managers.entrance.request_spans import RequestSpans, attributes_of, phases_of
-from sgl_pipeline.managers.span_channel import EndedRequest, SpanSender, span_address
 from sgl_pipeline.requests import FinishReason, Request, SamplingSpec, StopRules
 
 PARENT = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

@@ -14,11 +14,11 @@ from sglang.srt.managers.tokenizer_control_mixin import _COMMUNICATOR_SPECS
 from support.minimal_messages import minimal_fields
 
 from sgl_pipeline.managers.entrance.route_guard import REFUSED_ROUTES
-from sgl_pipeline.managers.front.control_requests import CONTROL_TYPES, ControlDesk
+from sgl_pipeline.managers.front.control_requests import CONTROL_TYPES, ControlReplies
 from sgl_pipeline.managers.front.sglang_io import make_decoder
-from sgl_pipeline.managers.reports.profile_desk import ProfileDesk
+from sgl_pipeline.managers.reports.profiles import Profiles
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
-from sgl_pipeline.messages import ProfileReply, StartProfile
+from sgl_pipeline.wire.stage_messages import ProfileReply, StartProfile
 
 # What `sglang_io.py` takes itself.
 GENERATION_TYPES = {
@@ -86,8 +86,8 @@ class Desk:
     def __init__(self) -> None:
         self.front, self.server = FakeFront(), FakeServer()
         channel = SimpleNamespace(send=self._recorded, has_vacant_stage=False, stages=range(1))
-        profiles = ProfileDesk(self.front, channel, TraceFiles())
-        self.desk = ControlDesk(self.front, self.server, profiles)
+        profiles = Profiles(self.front, channel, TraceFiles())
+        self.desk = ControlReplies(self.front, self.server, profiles)
         self._profiles = profiles
 
     def _recorded(self, stage: int, message: Any) -> None:

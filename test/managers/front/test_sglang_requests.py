@@ -14,8 +14,8 @@ from sgl_pipeline.managers.command_line.model_files import ModelLimits
 from sgl_pipeline.managers.front import sglang_requests
 from sgl_pipeline.managers.front.priority_rules import PriorityRules
 from sgl_pipeline.managers.front.sglang_requests import RequestIntake
-from sgl_pipeline.managers.front.stop_text import StopTextCheck
-from sgl_pipeline.managers.front.upstream_messages import GenerateMessage, SamplingMessage
+from sgl_pipeline.managers.upstream.stop_text import StopTextCheck
+from sgl_pipeline.managers.upstream.upstream_messages import GenerateMessage, SamplingMessage
 from sgl_pipeline.requests import LogprobSpec, Request
 
 

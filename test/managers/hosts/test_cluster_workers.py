@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from sgl_pipeline.args import ClusterArgs, PipelineArgs, StageArgs
-from sgl_pipeline.cluster.messages import (
+from sgl_pipeline.cluster.host_messages import (
     ClockNews,
     ForHost,
     FromHead,
@@ -26,7 +26,7 @@ from sgl_pipeline.cluster.messages import (
 )
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.managers.hosts.cluster_workers import ClusterWorkers
-from sgl_pipeline.managers.hosts.scheduler_desk import desk_path
+from sgl_pipeline.managers.hosts.scheduler_end import desk_path
 from sgl_pipeline.pipeline.worker_source import StartedWorker
 
 HELLO = HostHello(

@@ -22,7 +22,7 @@ from sgl_pipeline.args import ClusterArgs
 from sgl_pipeline.cluster.cluster_port import ClusterPort
 from sgl_pipeline.cluster.doors import AGENTS_DOOR, dial
 from sgl_pipeline.cluster.framed_stream import FramedStream
-from sgl_pipeline.cluster.messages import (
+from sgl_pipeline.cluster.host_messages import (
     ClockNews,
     ForHost,
     FromHead,
@@ -39,9 +39,9 @@ from sgl_pipeline.cluster.messages import (
 from sgl_pipeline.cluster.model_digest import model_digest
 from sgl_pipeline.cluster.secure_stream import SecureStream
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.managers.hosts.agent import _Complaints, _Session
+from sgl_pipeline.managers.hosts.agent import _AgentSession, _Complaints
 from sgl_pipeline.managers.hosts.head_process import Head, HeadSetup
-from sgl_pipeline.managers.hosts.scheduler_desk import MAX_MESSAGE_BYTES
+from sgl_pipeline.managers.hosts.scheduler_end import MAX_MESSAGE_BYTES
 
 DIGEST = "config-tensors-values"
 TIMEOUT_S = 20.0
@@ -91,13 +91,13 @@ class Cluster:
         self.directory = directory
         self.address = address
         self.head = head
-        self.sessions: list[_Session] = []
+        self.sessions: list[_AgentSession] = []
 
     async def agent(self, hello: HostHello) -> tuple[SleepingStages, "asyncio.Task[bool]"]:
         connection = await asyncio.to_thread(dial, self.address, AGENTS_DOOR, self.directory)
         stream = SecureStream(connection, self.directory, is_server=False)
         stages: Any = SleepingStages()
-        session = _Session(FramedStream(stream), hello, stages, _Complaints())
+        session = _AgentSession(FramedStream(stream), hello, stages, _Complaints())
         self.sessions.append(session)
         return stages, asyncio.create_task(session.run())
 

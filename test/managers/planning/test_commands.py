@@ -8,12 +8,12 @@ from support.saved_costs import costs_of
 from support.tiny_models import NUM_LAYERS, tiny_model
 
 from sgl_pipeline.args import StageArgs
+from sgl_pipeline.costs.stage_costs import PartSample
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.planning import cost_files, fit_command, plan_command
 from sgl_pipeline.managers.planning.cost_files import find_costs, model_name, save_costs
 from sgl_pipeline.managers.planning.fit_command import least, random_steps
 from sgl_pipeline.managers.planning.measuring import measuring_worker
-from sgl_pipeline.stage_costs import PartSample
 from sgl_pipeline.step_work import StepWork
 
 

@@ -6,10 +6,10 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from sgl_pipeline.costs.stage_costs import PartSizes, StageCosts
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.planning.devices import StageDevice, parse_devices
 from sgl_pipeline.managers.planning.split_report import ROOM_SHARE, SplitPlanner
-from sgl_pipeline.stage_costs import PartSizes, StageCosts
 
 GIB = 2**30
 SIZES = PartSizes((100,) * 16, embedding_bytes=50, head_bytes=60, page_layer_bytes=2, page_size=16)

@@ -7,10 +7,10 @@ import msgspec
 from support.moves import movable_core, stages_get_ready, stages_switch
 from support.step_records import step_record
 
-from sgl_pipeline.managers.live_channel import LiveTick, QueueLine
+from sgl_pipeline.managers.channels.live_channel import LiveTick, QueueLine
 from sgl_pipeline.managers.reports.live_events import describe_tick, server_sent_event
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
-from sgl_pipeline.recovery_record import LostWorker, RecoveryRecord
+from sgl_pipeline.records.recovery_record import LostWorker, RecoveryRecord
 
 # The order in which the page's model.js takes a step and its stages apart.
 STEP = (

@@ -7,14 +7,14 @@ import pytest
 from support.pipelines import FakePipeline, make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.managers.live_channel import LiveHello, LiveTick
+from sgl_pipeline.managers.channels.live_channel import LiveHello, LiveTick
 from sgl_pipeline.managers.reports import live_report
 from sgl_pipeline.managers.reports.live_report import QUEUE_LINES, LiveReport
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.requests import FinishReason
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.stage_orders import SealedOrder
 from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.wire.stage_orders import SealedOrder
 
 
 class FakeSocket:

@@ -6,11 +6,11 @@ from support.pipelines import FakePipeline, make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.reports.load_report import LoadReport, loads_path
-from sgl_pipeline.messages import StageLoaded
 from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.wire.stage_messages import StageLoaded
 
 GIB = 2**30
 

@@ -4,16 +4,16 @@ from support.moves import movable_core, stages_get_ready, stages_switch
 from support.step_records import recovery_record
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
+from sgl_pipeline.managers.reports.interval_line import status_line
 from sgl_pipeline.managers.reports.server_info import (
     describe_start,
     describe_state,
     summarize_start,
 )
-from sgl_pipeline.managers.reports.status_line import status_line
-from sgl_pipeline.messages import StageLoaded
 from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
-from sgl_pipeline.recovery_record import LostWorker, RecoveryRecord
+from sgl_pipeline.records.recovery_record import LostWorker, RecoveryRecord
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_messages import StageLoaded
 
 
 def test_the_plan_is_the_one_in_use_and_old_predictions_are_gone() -> None:

@@ -7,9 +7,9 @@ import pytest
 from support.moves import movable_core
 
 from sgl_pipeline.args import MIGRATION_MODES
+from sgl_pipeline.managers.reports.interval_line import status_line
 from sgl_pipeline.managers.reports.server_info import describe_state
 from sgl_pipeline.managers.reports.slow_stage_log import SlowStageLog
-from sgl_pipeline.managers.reports.status_line import status_line
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.stage_plan import StagePlan
 

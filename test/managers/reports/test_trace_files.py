@@ -8,10 +8,16 @@ import pytest
 from support.moves import abandoned_move, done_move
 from support.step_records import recovery_record, step_record
 
-from sgl_pipeline.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
-from sgl_pipeline.throttle_change import Author, ThrottleChange
-from sgl_pipeline.trace import TraceWriter, read_changes, read_moves, read_recoveries, read_trace
+from sgl_pipeline.records.chrome_trace import ChromeTraceWriter
+from sgl_pipeline.records.throttle_change import Author, ThrottleChange
+from sgl_pipeline.records.trace import (
+    TraceWriter,
+    read_changes,
+    read_moves,
+    read_recoveries,
+    read_trace,
+)
 
 
 def test_a_writer_gets_the_steps_that_end_while_it_is_there(tmp_path: Path) -> None:

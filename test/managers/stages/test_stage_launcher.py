@@ -13,7 +13,6 @@ from support.tiny_models import NUM_LAYERS, tiny_model
 from support.worker_messages import hello
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
-from sgl_pipeline.channels import WorkerChannel
 from sgl_pipeline.errors import ConfigurationError, StageFailure
 from sgl_pipeline.managers.stages import stage_launcher
 from sgl_pipeline.managers.stages.main_process_workers import (
@@ -22,7 +21,11 @@ from sgl_pipeline.managers.stages.main_process_workers import (
 )
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.managers.stages.stage_processes import StageProcesses
-from sgl_pipeline.messages import (
+from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
+from sgl_pipeline.pipeline.worker_source import RefusedWorker
+from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+from sgl_pipeline.wire.channels import WorkerChannel
+from sgl_pipeline.wire.stage_messages import (
     FromWorker,
     PoolSize,
     Regrouped,
@@ -30,11 +33,8 @@ from sgl_pipeline.messages import (
     StageAssignment,
     WorkerLeaves,
 )
-from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
-from sgl_pipeline.pipeline.worker_source import RefusedWorker
-from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
-from sgl_pipeline.stage_orders import OrderStream
-from sgl_pipeline.step_plan import MirrorSnapshot
+from sgl_pipeline.wire.stage_orders import OrderStream
+from sgl_pipeline.wire.step_order import MirrorSnapshot
 
 pytestmark = pytest.mark.multiproc
 

@@ -24,8 +24,8 @@ from support.paged_attention import (
 )
 
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
+from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES, FP8, decode, encode
 from sgl_pipeline.pp_runner.cpu_kernels.library import Arithmetic, CpuKernels, load_cpu_kernels
-from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES, FP8, decode, encode
 
 pytestmark = pytest.mark.compiler
 

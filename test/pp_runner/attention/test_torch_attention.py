@@ -6,11 +6,11 @@ from array import array
 import pytest
 import torch
 
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
-from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.requests import GREEDY
-from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.step_order import MirroredChunk, MirroredRequest
 
 CPU = torch.device("cpu")
 NUM_PAGES = 64

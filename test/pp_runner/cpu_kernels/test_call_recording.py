@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sgl_pipeline.pp_runner.cpu_kernels.call_recording import Lifetime, record, share_memory
 from sgl_pipeline.pp_runner.cpu_kernels.functions import CompiledFunctions, heard_by
 from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels, load_cpu_kernels
-from sgl_pipeline.pp_runner.layer_kernels.backend import RmsNorm
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import RmsNorm
 
 SIZE, ROWS = 32, 3
 NORM = RmsNorm(torch.linspace(0.5, 2.0, SIZE), 1e-6)

@@ -23,8 +23,8 @@ from sgl_pipeline.pp_runner.cpu_kernels.library import (
     KvFormat,
     load_cpu_kernels,
 )
-from sgl_pipeline.pp_runner.layer_kernels.backend import RmsNorm
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import RmsNorm
 
 DIRECTORY = Path(cpu_kernels.__file__).parent
 

@@ -22,13 +22,13 @@ from support.paged_attention import attention_shape
 from support.plan_contents import PlanContents, hopper_work, plan_contents
 
 from benchmark.gpu.compiled_planners import PLANNERS
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.attention.flashinfer_attention import (
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
+from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import (
     FlashInferAttention,
     workspace_bytes,
 )
-from sgl_pipeline.pp_runner.attention.flashinfer_graph import GraphDecodeAttention
-from sgl_pipeline.pp_runner.step_inputs import PagedLayout
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_graph import GraphDecodeAttention
 
 pytestmark = [pytest.mark.cuda_toolkit, pytest.mark.slow, run_by_check_cuda]
 

@@ -15,7 +15,8 @@ from support.emulated_graphs import EmulatedCuda, EmulatedRecorder
 from support.fake_flashinfer import FakeFlashInferFunctions, Fakes
 from support.real_flashinfer import EmulatedCard, emulated_card
 
-from sgl_pipeline.pp_runner.attention.flashinfer_attention import FlashInferAttention
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder, GraphRecorder
 from sgl_pipeline.pp_runner.cuda.graphed_layers import (
     DECODE_ROWS,
@@ -23,20 +24,19 @@ from sgl_pipeline.pp_runner.cuda.graphed_layers import (
     GraphedLayers,
     graph_memory_bytes,
 )
-from sgl_pipeline.pp_runner.kv_pool import KvPool
-from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
-from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import FlashInferKernels
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import FlashInferAttention
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_kernels import FlashInferKernels
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.row_rounding import TorchRowRounding
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.model.checkpoint import DummyWeights
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
-from sgl_pipeline.pp_runner.quantization.config import choose_quantization
-from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.step_layers import EagerLayers
+from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights
+from sgl_pipeline.pp_runner.weights.quantization_config import choose_quantization
 from sgl_pipeline.requests import GREEDY
-from sgl_pipeline.step_plan import INT32, MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.step_order import INT32, MirroredChunk, MirroredRequest
 
 CPU = torch.device("cpu")
 PAGE_SIZE, NUM_PAGES, NUM_LAYERS = 4, 24, 3

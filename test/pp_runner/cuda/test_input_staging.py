@@ -5,10 +5,10 @@ from array import array
 import pytest
 import torch
 
+from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.cuda.input_staging import CopyBesideKernels, InputStaging
-from sgl_pipeline.pp_runner.step_inputs import build_step_inputs
 from sgl_pipeline.requests import GREEDY
-from sgl_pipeline.step_plan import INT32, MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.step_order import INT32, MirroredChunk, MirroredRequest
 
 CPU = torch.device("cpu")
 

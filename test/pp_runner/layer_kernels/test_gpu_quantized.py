@@ -18,19 +18,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.pp_runner.gpu_memory import EXACT_SUM_BYTES, ROUNDED_INPUT_BYTES
-from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
+from sgl_pipeline.pp_runner.cuda.gpu_memory import EXACT_SUM_BYTES, ROUNDED_INPUT_BYTES
 from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import (
     GpuFp8Linear,
     GpuInt8Linear,
     GpuProducts,
     why_without_kernel,
 )
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Linear
 from sgl_pipeline.pp_runner.layer_kernels.row_rounding import TorchRowRounding
 from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import TorchQuantizedLinear
-from sgl_pipeline.pp_runner.quantization.rounding import to_fp8, to_int4, to_int8
-from sgl_pipeline.pp_runner.quantization.schemes import Fp8Scheme, Int4Scheme, Int8Scheme, Scheme
-from sgl_pipeline.pp_runner.quantization.weights import FP8, QuantizedWeight
+from sgl_pipeline.pp_runner.weights.quantized_weights import FP8, QuantizedWeight
+from sgl_pipeline.pp_runner.weights.rounding import to_fp8, to_int4, to_int8
+from sgl_pipeline.pp_runner.weights.schemes import Fp8Scheme, Int4Scheme, Int8Scheme, Scheme
 
 INPUTS, OUTPUTS = 256, 48
 ROUND = TorchRowRounding()

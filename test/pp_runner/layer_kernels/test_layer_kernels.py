@@ -15,15 +15,15 @@ from support.fake_flashinfer import FakeFlashInferFunctions
 from support.instruction_sets import INSTRUCTION_SETS, kernels_for
 from support.real_flashinfer import FunctionsOnEmulatedCard
 
-from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES, FP8, encode
-from sgl_pipeline.pp_runner.layer_kernels.backend import (
+from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES, FP8, encode
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_kernels import FlashInferKernels
+from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     HeadNorms,
     LayerKernels,
     RmsNorm,
     Rotation,
 )
-from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
-from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import FlashInferKernels
 from sgl_pipeline.pp_runner.layer_kernels.row_rounding import TorchRowRounding
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.instruction_sets import every_instruction_set, kernels_for
 
 from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
-from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.compiled_linear import CompiledLinear
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Linear
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear, padded_row_count
 

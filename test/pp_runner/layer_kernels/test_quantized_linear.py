@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from support.instruction_sets import every_instruction_set, kernels_for
 
 from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
-from sgl_pipeline.pp_runner.layer_kernels.backend import Linear
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
     CompiledExpandedLinear,
     CompiledInt4Linear,
     CompiledInt8Linear,
 )
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Linear
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import (
     TorchQuantizedLinear,
@@ -27,8 +27,7 @@ from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import (
     round_rows_to_fp8,
     round_rows_to_int8,
 )
-from sgl_pipeline.pp_runner.quantization.rounding import to_fp8, to_int4, to_int8
-from sgl_pipeline.pp_runner.quantization.weights import (
+from sgl_pipeline.pp_runner.weights.quantized_weights import (
     FP8,
     Fp8Weight,
     Int4Weight,
@@ -36,6 +35,7 @@ from sgl_pipeline.pp_runner.quantization.weights import (
     QuantizedWeight,
     pack_halves,
 )
+from sgl_pipeline.pp_runner.weights.rounding import to_fp8, to_int4, to_int8
 
 KINDS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "int8": to_int8,

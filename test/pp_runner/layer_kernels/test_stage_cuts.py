@@ -9,16 +9,16 @@ from support.fake_flashinfer import FakeFlashInferFunctions
 from support.paged_attention import ChunkExtent, layout_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
-from sgl_pipeline.pp_runner.kv_pool import KvPool
-from sgl_pipeline.pp_runner.layer_kernels.backend import LayerKernels
-from sgl_pipeline.pp_runner.layer_kernels.flashinfer_kernels import FlashInferKernels
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_kernels import FlashInferKernels
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.model.checkpoint import DummyWeights
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
-from sgl_pipeline.pp_runner.step_inputs import StepInputs
+from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights
 
 CPU = torch.device("cpu")
 PAGE_SIZE, NUM_PAGES, NUM_ROWS = 4, 3, 11

@@ -10,16 +10,16 @@ from benchmark.fault_schedules.fake_model import FakeStage
 from benchmark.fault_schedules.fake_moves import FakePageLinks, FakeRows, FakeSite, LoadTempo
 from benchmark.fault_schedules.virtual_time import DelayedPipe, EventLoop
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.messages import (
+from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.stage_messages import (
     FinishHandover,
     HandPagesOver,
     PagesCopied,
     PagesTaken,
     TakePagesOver,
 )
-from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
-from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import INT32
+from sgl_pipeline.wire.step_order import INT32
 
 PLAN = StagePlan(0, (1, 2, 1))
 LAYERS = (1, 2)

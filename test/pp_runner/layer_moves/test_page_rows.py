@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sgl_pipeline.pp_runner.attention.backend import AttentionShape
-from sgl_pipeline.pp_runner.download import NoDownload
-from sgl_pipeline.pp_runner.kv_format import CODED_DTYPES, encode
-from sgl_pipeline.pp_runner.kv_pool import KvPool, kv_page_bytes
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool, kv_page_bytes
+from sgl_pipeline.pp_runner.base.download import NoDownload
+from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES, encode
 from sgl_pipeline.pp_runner.layer_moves.page_rows import PageRows, row_bytes
 
 NUM_PAGES = 9

@@ -16,15 +16,15 @@ from support.tiny_models import NUM_LAYERS, VOCAB_SIZE, tiny_model
 
 from sgl_pipeline.errors import CheckpointError, ProtocolError
 from sgl_pipeline.microbatch import Chunk
-from sgl_pipeline.pp_runner.kv_pool import KvPool
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.model.checkpoint import Checkpoint, WeightSource
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.pp_runner.weights.checkpoint import Checkpoint, WeightSource
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_plan import StepPlan, StepPlanEncoder
+from sgl_pipeline.wire.step_order import StepOrder, StepOrderEncoder
 
 CPU = torch.device("cpu")
 HIDDEN_SIZE = 64
@@ -55,7 +55,7 @@ class MiddleStage:
             dtype=dtype,
         )
 
-    def run(self, plan: StepPlan) -> torch.Tensor:
+    def run(self, plan: StepOrder) -> torch.Tensor:
         """What it sends downstream, given rows that the step's id makes up."""
         num_rows = sum(chunk.length for chunk in plan.chunks)
         generator = torch.Generator().manual_seed(plan.step_id)
@@ -71,12 +71,12 @@ def plan_of(epoch: int, layers: range) -> StagePlan:
     return StagePlan(epoch, (layers.start, len(layers), NUM_LAYERS - layers.stop))
 
 
-def steps_of_a_request(epoch: int, seed: int = 0) -> Iterator[StepPlan]:
+def steps_of_a_request(epoch: int, seed: int = 0) -> Iterator[StepOrder]:
     """A prefill in two chunks and a few decodes of a new request."""
     numbers = random.Random(seed)
     request = new_request([numbers.randrange(VOCAB_SIZE) for _ in range(25)])
     request.pages.extend(numbers.sample(range(256), 3))
-    encoder = StepPlanEncoder()
+    encoder = StepOrderEncoder()
     start = 0
     for step_id, length in enumerate((14, 11, 1, 1)):
         chunk = Chunk(request, start, length, length == 1, samples=start + length >= 25)

@@ -11,7 +11,7 @@ from support.adjusted_logits import adjusted_by_hand
 
 from sgl_pipeline.pp_runner.output.logit_adjustments import plan_logit_adjustments
 from sgl_pipeline.requests import GREEDY, SamplingSpec
-from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.step_order import MirroredChunk, MirroredRequest
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 40

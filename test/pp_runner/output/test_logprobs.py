@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sgl_pipeline.pp_runner.output import logprobs
 from sgl_pipeline.pp_runner.output.logprobs import plan_logprobs
 from sgl_pipeline.requests import GREEDY, LogprobRows, LogprobSpec, SamplingSpec
-from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.step_order import MirroredChunk, MirroredRequest
 
 VOCAB_SIZE = 11
 LOWEST = torch.finfo(torch.float32).min

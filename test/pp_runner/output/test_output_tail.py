@@ -10,12 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sgl_pipeline.pp_runner.download import NoDownload
+from sgl_pipeline.pp_runner.base.download import NoDownload
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.output.output_tail import Outputs, OutputTail
 from sgl_pipeline.pp_runner.output.sampler import UNDECIDED, Sampler
-from sgl_pipeline.pp_runner.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.requests import GREEDY, LogprobSpec, SamplingSpec
-from sgl_pipeline.step_plan import INT32, MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.step_order import INT32, MirroredChunk, MirroredRequest
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 3000  # more than the sampler's candidates

@@ -10,7 +10,7 @@ import torch
 from sgl_pipeline.pp_runner.output.logit_adjustments import plan_logit_adjustments
 from sgl_pipeline.pp_runner.output.token_masks import allows_no_other, plan_token_masks
 from sgl_pipeline.requests import GREEDY, SamplingSpec
-from sgl_pipeline.step_plan import MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.step_order import MirroredChunk, MirroredRequest
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 70  # no multiple of 8 or 32

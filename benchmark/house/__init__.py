@@ -1,0 +1,1 @@
+"""How the package is built: its rooms and what each imports."""

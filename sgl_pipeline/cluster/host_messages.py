@@ -1,0 +1,140 @@
+"""What travels between a host's agent and the head, and between the head and its scheduler.
+
+The agent greets with `HostHello` and gets `Welcome` or `Rejected`. Then the head asks for workers
+and pings; the agent answers, and says which workers have ended, and when its host is to go.
+Frozen, tagged structs.
+"""
+
+import msgspec
+
+
+class HostHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A host offers to run workers. `address` is its cluster port, where the others reach it;
+    `interface` the network interface of that. `model_digest` is that of `model_digest.py`."""
+
+    rank: int
+    num_hosts: int
+    name: str
+    address: str
+    interface: str
+    cores: tuple[int, ...]
+    num_numa_nodes: int
+    num_gpus: int
+    memory_bytes: int
+    version: str
+    model_digest: str
+
+    @property
+    def title(self) -> str:
+        """How messages to people call the host."""
+        return f"host {self.rank} ({self.name}, {self.address})"
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The host is part of the cluster. `silence_s` is how long either end may be silent."""
+
+    silence_s: float
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True):
+    """The host cannot be part of it; `reason` says what to do. `is_final`: nor can it later."""
+
+    reason: str
+    is_final: bool = True
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Answered at once. `sent_s` is a moment of the head's clock."""
+
+    sent_s: float
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """`received_s` and `answered_s` are moments of the host's clock."""
+
+    sent_s: float
+    received_s: float
+    answered_s: float
+
+
+class StartWorker(msgspec.Struct, frozen=True, tag=True):
+    """Start a process that greets the scheduler as `worker`, with so many compute threads."""
+
+    worker: int
+    num_threads: int
+
+
+class StopWorker(msgspec.Struct, frozen=True, tag=True):
+    """End a worker's process, if it is there."""
+
+    worker: int
+
+
+class DumpWorker(msgspec.Struct, frozen=True, tag=True):
+    """Have a worker write the stacks of its threads into its host's log."""
+
+    worker: int
+
+
+class WorkerStarted(msgspec.Struct, frozen=True, tag=True):
+    worker: int
+    pid: int
+
+
+class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
+    worker: int
+    reason: str
+
+
+class HostLeaves(msgspec.Struct, frozen=True, tag=True):
+    """The host was asked to go. It stays until none of its workers is left."""
+
+
+class AgentExit(msgspec.Struct, frozen=True, tag=True):
+    """The server ends for good: so do the agents."""
+
+    reason: str
+
+
+ToAgent = Welcome | Rejected | Ping | StartWorker | StopWorker | DumpWorker | AgentExit
+FromAgent = HostHello | Pong | WorkerStarted | WorkerEnded | HostLeaves
+
+
+class HostJoined(msgspec.Struct, frozen=True, tag=True):
+    """Of the head for its scheduler: a host is there."""
+
+    hello: HostHello
+
+
+class HostLost(msgspec.Struct, frozen=True, tag=True):
+    """Its workers are as good as dead, and will be when it returns."""
+
+    rank: int
+    reason: str
+
+
+class OfHost(msgspec.Struct, frozen=True, tag=True):
+    """What an agent has said of a worker, or of its host."""
+
+    rank: int
+    message: WorkerStarted | WorkerEnded | HostLeaves
+
+
+class ClockNews(msgspec.Struct, frozen=True, tag=True):
+    """How the clock of a host relates to the head's now: a moment of it plus `offset_s` is one of
+    the head's, within `error_s`. `drift_ppm` is how fast the offset changes."""
+
+    rank: int
+    offset_s: float
+    error_s: float
+    drift_ppm: float
+
+
+class ForHost(msgspec.Struct, frozen=True, tag=True):
+    """Of the scheduler for the agent of a host."""
+
+    rank: int
+    message: StartWorker | StopWorker | DumpWorker
+
+
+FromHead = HostJoined | HostLost | OfHost | ClockNews

@@ -1,0 +1,1 @@
+"""The work of a step and the milliseconds that it takes."""

@@ -1,0 +1,1 @@
+"""Sockets between the server's processes, and the directory that holds them."""

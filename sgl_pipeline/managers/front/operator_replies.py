@@ -1,0 +1,202 @@
+"""Answers operators' questions about the running pipeline, in the scheduler process.
+
+The HTTP routes are `entrance/pipeline_routes.py`, the messages `channels/operator_channel.py`.
+Decides nothing: what may move is `PipelineCore.migration`'s question. A question that goes wrong is
+answered, and never ends the loop.
+"""
+
+import logging
+from typing import Any
+
+import msgspec
+import zmq
+
+from sgl_pipeline.errors import RequestError
+from sgl_pipeline.managers.channels.operator_channel import (
+    ChangeThrottle,
+    DeskAnswer,
+    DeskSocket,
+    ExplainRequest,
+    MoveLayers,
+    Question,
+    ShowPlan,
+    ShowRecentWork,
+    ShowThrottle,
+    UndoThrottle,
+)
+from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
+from sgl_pipeline.managers.reports.explain_report import describe_compile, describe_wait
+from sgl_pipeline.managers.reports.plan_report import (
+    describe_move,
+    describe_plan,
+    describe_prediction,
+)
+from sgl_pipeline.managers.reports.throttle_report import describe_change, describe_throttle
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.records.move_record import MoveOutcome, MoveRecord
+from sgl_pipeline.records.throttle_change import ThrottleChange
+
+logger = logging.getLogger(__name__)
+
+# Each costs up to a few milliseconds, in which no step is decided.
+MAX_QUESTIONS_PER_TURN = 4
+# Fewer steps cannot be fitted (`simulator/calibration.py`); fewer requests are no load.
+MIN_TUNED_STEPS = 200
+MIN_TUNED_REQUESTS = 20
+
+
+class OperatorReplies:
+    """One question at a time; whoever wants layers to move hears of it when that is over.
+
+    Args:
+        grammars: knows the requests that are not in the queue yet.
+        compile_seconds: the most that the compile of a grammar may take.
+    """
+
+    def __init__(
+        self,
+        socket: DeskSocket,
+        core: PipelineCore,
+        grammars: GrammarQueue | NoGrammars,
+        compile_seconds: float,
+    ) -> None:
+        self._socket = socket
+        self._core = core
+        self._grammars = grammars
+        self._compile_seconds = compile_seconds
+        # Who waits for the end of a move, by its number.
+        self._askers: dict[int, bytes] = {}
+
+    @property
+    def socket(self) -> "zmq.Socket[bytes]":
+        """Readable when a question has come."""
+        return self._socket.socket
+
+    def serve(self, now_s: float) -> None:
+        """Takes the questions that have come. A move that one begins has its first order in
+        `PipelineCore.move_orders`."""
+        for _ in range(MAX_QUESTIONS_PER_TURN):
+            try:
+                received = self._socket.receive()
+            except msgspec.DecodeError:
+                logger.exception("a question about the pipeline cannot be read")
+                continue
+            if received is None:
+                return
+            asker, question = received
+            try:
+                answer = self._answer(asker, question, now_s)
+            except RequestError as error:
+                answer = refusal(str(error), error.status_code)
+            except Exception:
+                logger.exception("a question about the pipeline failed: %r", question)
+                answer = refusal("internal error; see the server's log", 500)
+            if answer is not None:
+                self._socket.answer(asker, answer)
+
+    def ended(self, record: MoveRecord, now_s: float) -> None:
+        """A move is over: answers whoever wanted it, if it was an operator."""
+        asker = self._askers.pop(record.move, None)
+        if asker is None:
+            return
+        move = describe_move(record, now_s)
+        if record.outcome is MoveOutcome.DONE:
+            self._socket.answer(asker, answer_with({"move": move}))
+        else:
+            message = f"the move was abandoned, the old plan stands: {record.reason}"
+            self._socket.answer(asker, refusal(message, 503, move=move))
+
+    def close(self) -> None:
+        """Answers whoever still waits, and listens no more."""
+        for asker in self._askers.values():
+            self._socket.answer(asker, refusal("the server is shutting down", 503))
+        self._askers.clear()
+        self._socket.close()
+
+    def _answer(self, asker: bytes, question: Question, now_s: float) -> DeskAnswer | None:
+        """What can be answered now. Raises RequestError for what is refused."""
+        migration = self._core.migration
+        if isinstance(question, ShowPlan):
+            return answer_with(describe_plan(self._core.state(now_s), migration))
+        if isinstance(question, ExplainRequest):
+            return self._explain(question.request_id, now_s)
+        if isinstance(question, ShowThrottle | ChangeThrottle | UndoThrottle):
+            return self._steer(question, now_s)
+        if isinstance(question, ShowRecentWork):
+            return self._recent_work(question.window_s, now_s)
+        if isinstance(question, MoveLayers):
+            if question.preview:
+                return self._preview(question.layer_counts)
+            record = migration.move_to(question.layer_counts, now_s)
+        else:
+            if question.preview:
+                return self._preview(migration.plan_before())
+            record = migration.undo(now_s)
+        self._askers[record.move] = asker
+        return None
+
+    def _explain(self, request_id: str, now_s: float) -> DeskAnswer:
+        held = self._grammars.held(request_id)
+        if held is not None:
+            num_compiling = len(self._grammars)
+            return answer_with(describe_compile(held, num_compiling, self._compile_seconds, now_s))
+        explanation = self._core.explain(request_id)
+        outlook = self._core.scheduler.outlook(request_id)
+        if explanation is None or outlook is None:
+            raise RequestError(
+                f"no request {request_id!r} waits or runs: it has ended, or never came",
+                status_code=404,
+            )
+        forecast = self._core.forecast(outlook, now_s)
+        return answer_with(describe_wait(explanation, outlook, forecast, now_s))
+
+    def _steer(
+        self, question: ShowThrottle | ChangeThrottle | UndoThrottle, now_s: float
+    ) -> DeskAnswer:
+        throttle = self._core.throttle
+        assert throttle is not None, "a server's knobs can be changed"
+        if isinstance(question, ShowThrottle):
+            return answer_with(describe_throttle(throttle, now_s))
+        if isinstance(question, UndoThrottle):
+            change: ThrottleChange | None = throttle.undo(question.author, now_s)
+        else:
+            change = throttle.change(
+                question.knobs,
+                question.author,
+                now_s,
+                question.revert_after_s,
+                question.cause,
+            )
+        told = {"change": None if change is None else describe_change(change)}
+        return answer_with(told | describe_throttle(throttle, now_s))
+
+    def _recent_work(self, window_s: float, now_s: float) -> DeskAnswer:
+        work = self._core.recent_work(window_s, now_s)
+        num_ended = sum(one.total_ms is not None for one in work.requests)
+        if len(work.steps) < MIN_TUNED_STEPS or num_ended < MIN_TUNED_REQUESTS:
+            raise RequestError(
+                f"{len(work.steps)} steps of this plan were measured and {num_ended} requests of "
+                f"the last {window_s:g} s have ended; tuning needs {MIN_TUNED_STEPS} and "
+                f"{MIN_TUNED_REQUESTS}: ask again under load, or for a longer window_s",
+                status_code=503,
+            )
+        return DeskAnswer(200, msgspec.msgpack.encode(work))
+
+    def _preview(self, layer_counts: tuple[int, ...]) -> DeskAnswer:
+        prediction = self._core.migration.preview(layer_counts)
+        if prediction is None:
+            raise RequestError(
+                "nothing can be predicted yet: too few steps were measured; ask again under load",
+                status_code=503,
+            )
+        return answer_with({"preview": describe_prediction(prediction)})
+
+
+def answer_with(body: dict[str, Any]) -> DeskAnswer:
+    """A 200 with `body`."""
+    return DeskAnswer(200, msgspec.json.encode(body))
+
+
+def refusal(message: str, status: int, **more: Any) -> DeskAnswer:
+    """An error reply in the form of our other routes."""
+    return DeskAnswer(status, msgspec.json.encode({"error": {"message": message}} | more))

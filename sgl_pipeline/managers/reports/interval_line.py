@@ -1,0 +1,50 @@
+"""The line that the log gets every ten seconds under load, from `pipeline_scheduler.py` alone."""
+
+import logging
+
+from sgl_pipeline.pipeline.pipeline_state import PipelineState
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 10.0
+
+
+class IntervalLine:
+    """Logs how things stand while requests are served, and nothing while the server is idle."""
+
+    def __init__(self) -> None:
+        # Where the interval that the next line covers began; None while idle.
+        self._since: PipelineState | None = None
+
+    def report(self, state: PipelineState) -> None:
+        """Logs a line, if it is time."""
+        if not state.has_work:
+            self._since = None
+        elif self._since is None:
+            self._since = state
+        elif state.now_s - self._since.now_s >= INTERVAL_S:
+            logger.info("%s", status_line(self._since, state))
+            self._since = state
+
+
+def status_line(since: PipelineState, state: PipelineState) -> str:
+    """One line about `state`; tokens a second are those scheduled since `since`."""
+    num_tokens = state.prefill_tokens + state.decodes - since.prefill_tokens - since.decodes
+    idle = ", ".join(f"{1.0 - shares.busy:.0%}" for shares in state.bubble_shares())
+    move = state.current_move
+    moving = f", moving layers to {','.join(map(str, move.after))}" if move is not None else ""
+    missed = state.recent_steps[-1].missed_target if state.recent_steps else None
+    replacing = ", replacing a stage" if state.current_recovery is not None else ""
+    if state.missing_stages:
+        replacing += f", {state.plan.num_stages} of {state.configured_stages} stages"
+    slow = "".join(
+        f", stage {number} slow ({stage.slowdown:.1f} times)"
+        for number, stage in state.slow_stages.items()
+    )
+    return (
+        f"step {state.num_steps}{', paused' if state.is_paused else ''}{moving}{replacing}{slow}: "
+        f"waiting {state.waiting_requests} ({state.load.waiting_tokens} tokens), "
+        f"running {state.running_requests}, free pages {state.load.free_share:.0%}, "
+        f"{num_tokens / (state.now_s - since.now_s):.0f} tokens/s, "
+        f"stages idle {idle or 'unknown'}{f', {missed} target missed' if missed else ''}"
+    )

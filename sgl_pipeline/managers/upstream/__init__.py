@@ -1,0 +1,1 @@
+"""What is known of SGLang's flags, fields, messages and environment."""

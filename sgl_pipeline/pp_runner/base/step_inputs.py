@@ -1,0 +1,149 @@
+"""Turns a step's chunks into the index tensors that the layers, the attention and the sampler read.
+
+Built by the stage worker from the plan alone, before the activations arrive. Never looks at model
+state. Shapes: T tokens (rows) of the step, C chunks, P page references, S sampled rows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sgl_pipeline.requests import SamplingSpec
+from sgl_pipeline.wire.step_order import MirroredChunk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedLayout:
+    """Where the step's queries and their keys lie, as FlashInfer's paged wrappers want it.
+
+    All on the host, int32: the planners read them there. Query rows of chunk `c` are
+    `query_indptr[c]:query_indptr[c + 1]`, its pages
+    `page_indices[page_indptr[c]:page_indptr[c + 1]]`, of which the last holds
+    `last_page_lengths[c]` tokens, so that `kv_lengths[c]` keys are visible to the chunk's last row
+    (and one fewer to each row before it). The first `num_decodes` chunks have one row each.
+    """
+
+    page_size: int
+    num_decodes: int
+    query_indptr: torch.Tensor  # [C + 1]
+    page_indptr: torch.Tensor  # [C + 1]
+    page_indices: torch.Tensor  # [P]
+    last_page_lengths: torch.Tensor  # [C]
+    kv_lengths: torch.Tensor  # [C]
+
+    @property
+    def num_chunks(self) -> int:
+        return self.kv_lengths.numel()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """One step, as tensors. `token_ids`, `positions`, `slots` and `sample_rows` are int64 on the
+    stage's device; `slots[t]` is `page * page_size + offset`, where row t's key and value go.
+    `sampling[s]` and `sample_positions[s]` belong to row `sample_rows[s]`: the spec, and the
+    position that the drawn token will have in its request (int64, host).
+    """
+
+    token_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    slots: torch.Tensor  # [T]
+    layout: PagedLayout
+    sample_rows: torch.Tensor  # [S]
+    sample_positions: torch.Tensor  # [S]
+    sampling: tuple[SamplingSpec, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.numel()
+
+
+# Brings arrays to the stage's device.
+Upload = Callable[[Sequence[np.ndarray]], Sequence[torch.Tensor]]
+
+
+def build_step_inputs(
+    chunks: Sequence[MirroredChunk],
+    page_size: int,
+    device: torch.device,
+    upload: Upload | None = None,
+) -> StepInputs:
+    """The inputs of a step with at least one chunk, rows in chunk order.
+
+    Args:
+        upload: brings the tensors to `device`; by default each for itself.
+    """
+    starts = np.array([chunk.start for chunk in chunks], np.int64)
+    lengths = np.array([chunk.length for chunk in chunks], np.int64)
+    ends = starts + lengths
+    query_indptr = np.concatenate(([0], np.cumsum(lengths)))
+    pages = [_pages(chunk, page_size) for chunk in chunks]
+    page_counts = np.array([len(run) for run in pages], np.int64)
+    page_indptr = np.concatenate(([0], np.cumsum(page_counts)))
+    page_indices = np.concatenate(pages)
+
+    chunk_of_row = np.repeat(np.arange(len(chunks)), lengths)
+    positions = np.arange(query_indptr[-1]) - query_indptr[chunk_of_row] + starts[chunk_of_row]
+    page_of_row = page_indices[page_indptr[chunk_of_row] + positions // page_size]
+    slots = page_of_row.astype(np.int64) * page_size + positions % page_size
+
+    samples = np.array([chunk.samples for chunk in chunks], bool)
+    upload = upload or (lambda arrays: [to_device(array, device) for array in arrays])
+    token_ids = np.concatenate([_token_ids(chunk) for chunk in chunks])
+    arrays = (token_ids, positions, slots, query_indptr[1:][samples] - 1)
+    on_device = upload(arrays)
+    return StepInputs(
+        token_ids=on_device[0],
+        positions=on_device[1],
+        slots=on_device[2],
+        layout=PagedLayout(
+            page_size=page_size,
+            num_decodes=_leading_ones(lengths),
+            query_indptr=_int32(query_indptr),
+            page_indptr=_int32(page_indptr),
+            page_indices=_int32(page_indices),
+            last_page_lengths=_int32(ends - (page_counts - 1) * page_size),
+            kv_lengths=_int32(ends),
+        ),
+        sample_rows=on_device[3],
+        sample_positions=torch.from_numpy(ends[samples]),
+        sampling=tuple(chunk.request.sampling for chunk in chunks if chunk.samples),
+    )
+
+
+def written_pages(chunks: Sequence[MirroredChunk], page_size: int) -> list[int]:
+    """The pages that the chunks write to; no two chunks of a step write to the same one."""
+    pages: list[int] = []
+    for chunk in chunks:
+        end = chunk.start + chunk.length
+        pages += chunk.request.pages[chunk.start // page_size : -(-end // page_size)]
+    return pages
+
+
+def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """`values` on the stage's device, without waiting for the copy."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _pages(chunk: MirroredChunk, page_size: int) -> np.ndarray:
+    """The pages that hold positions 0 to the chunk's end; a copy, as the request's array grows."""
+    count = -(-(chunk.start + chunk.length) // page_size)
+    return np.frombuffer(chunk.request.pages, np.int32, count).copy()
+
+
+def _token_ids(chunk: MirroredChunk) -> np.ndarray:
+    end = chunk.start + chunk.length
+    return np.frombuffer(chunk.request.tokens, np.int32, end)[chunk.start :].astype(np.int64)
+
+
+def _leading_ones(lengths: np.ndarray) -> int:
+    longer = np.flatnonzero(lengths != 1)
+    return int(longer[0]) if longer.size else len(lengths)
+
+
+def _int32(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int32))

@@ -1,0 +1,1 @@
+"""FlashInfer's kernels: which are compiled, attention, and a graph's plan."""

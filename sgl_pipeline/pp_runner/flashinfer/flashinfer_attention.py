@@ -1,0 +1,219 @@
+"""Paged attention on an NVIDIA GPU, by FlashInfer's wrappers (arXiv 2501.01005).
+
+Chosen by `pp_runner/kernel_choice.py`. Must never run ahead of the copies of an earlier plan.
+Written against the sources of flashinfer-python 0.6.18 and 0.7.2; what the wrappers are fed is
+tested on CPU, the kernels themselves are untested on hardware.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
+from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout, to_device
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_graph import GraphDecodeAttention
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_parts import (
+    FlashInferParts,
+    Wrapper,
+    plan_decodes,
+)
+from sgl_pipeline.pp_runner.flashinfer.kernel_builds import building_kernels
+
+_WORKSPACE_BYTES = 128 * 2**20  # FlashInfer's recommendation, for partial results of split keys
+MAX_GRAPH_DECODES = 256  # the most rows of a decode graph
+_DTYPES = (torch.bfloat16, torch.float16)
+_HEAD_DIMS = (64, 128, 256)
+# Up to here a decode kernel on the CUDA cores keeps up with the memory; above it, tensor cores.
+_LARGEST_GROUP_WITHOUT_TENSOR_CORES = 2
+
+
+def open_flashinfer(
+    shape: AttentionShape, prefill_kernels: str, use_tensor_cores: bool | None = None
+) -> FlashInferParts:
+    """FlashInfer's wrappers on the device of `shape`.
+
+    All share one workspace: their kernels follow each other on one stream. `use_tensor_cores` is
+    for decodes; None: as the heads are grouped.
+
+    Raises ConfigurationError when flashinfer or the compilers that it needs are missing, or for fa3
+    on a GPU that is no Hopper.
+    """
+    with building_kernels():
+        import flashinfer
+    if prefill_kernels == "fa3":
+        _require_hopper(shape.device)
+    workspace = torch.zeros(workspace_bytes(shape), dtype=torch.uint8, device=shape.device)
+    group = shape.num_query_heads // shape.num_kv_heads
+    if use_tensor_cores is None:
+        use_tensor_cores = group > _LARGEST_GROUP_WITHOUT_TENSOR_CORES
+
+    def open_graph_decode(num_rows: int, indices: torch.Tensor) -> Wrapper:
+        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=use_tensor_cores,
+            paged_kv_indptr_buffer=torch.zeros(
+                num_rows + 1, dtype=torch.int32, device=shape.device
+            ),
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=torch.zeros(
+                num_rows, dtype=torch.int32, device=shape.device
+            ),
+        )
+
+    return FlashInferParts(
+        prefill=flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace, "NHD", backend=prefill_kernels
+        ),
+        decode=flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=use_tensor_cores
+        ),
+        open_event=torch.cuda.Event,
+        open_graph_decode=open_graph_decode,
+    )
+
+
+def _require_hopper(device: torch.device) -> None:
+    """FlashInfer itself would compile its fa3 kernels for any GPU, and fail at the first launch."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        raise ConfigurationError(
+            f"--stage-prefill-kernels fa3 needs a GPU of compute capability 9 (Hopper), this is "
+            f"{major}.{minor}; choose fa2 or auto"
+        )
+
+
+def workspace_bytes(shape: AttentionShape) -> int:
+    """What the wrappers share. A decode graph on tensor cores always splits the keys, and reserves
+    fp32 results for whole tiles of 16 or 64 rows, the query heads of one KV head being rows."""
+    group = shape.num_query_heads // shape.num_kv_heads
+    tile_rows = 16 if group <= 16 else 64
+    num_tiles = -(-MAX_GRAPH_DECODES * group // tile_rows) + MAX_GRAPH_DECODES
+    partial_results = shape.num_query_heads * num_tiles * tile_rows * (shape.head_dim + 1) * 4
+    return max(_WORKSPACE_BYTES, partial_results + 2**20)
+
+
+class FlashInferAttention:
+    """The `AttentionBackend` of a CUDA stage, for bf16 or fp16 queries, keys and values, and for
+    e4m3 keys and values, which have FA2 kernels only.
+
+    The first `num_decodes` chunks go to the decode wrapper, the others to the prefill wrapper; each
+    is planned once a step and run once a layer. How FlashInfer splits long contexts depends on the
+    whole step, so a row's result is the same in another microbatch only within rounding.
+
+    Args:
+        shape: head dim 64, 128 or 256.
+        prefill_kernels: of the prefill wrapper: fa2, fa3 or auto, which is FlashInfer's own choice.
+        open_parts: makes the wrappers.
+
+    Raises ConfigurationError for a dtype or head dim without a kernel, for prefill kernels that the
+    GPU has not, or without flashinfer.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        prefill_kernels: str = "auto",
+        open_parts: Callable[[AttentionShape, str], FlashInferParts] = open_flashinfer,
+    ) -> None:
+        if shape.dtype not in _DTYPES or shape.head_dim not in _HEAD_DIMS:
+            raise ConfigurationError(
+                f"flashinfer has no kernel for {shape.dtype} with head_dim {shape.head_dim}, only "
+                "for bfloat16 and float16 with 64, 128 or 256; choose --dtype bfloat16 or "
+                "--stage-attention-backend torch"
+            )
+        if prefill_kernels == "fa3" and shape.coded_dtype is not None:
+            raise ConfigurationError(
+                f"--stage-prefill-kernels fa3 reads no {shape.coded_dtype} keys and values beside "
+                f"{shape.dtype} queries; choose fa2 or auto"
+            )
+        self._shape = shape
+        self._parts = open_parts(shape, prefill_kernels)
+        self._planned = self._parts.open_event()
+        self._num_decodes = 0
+        self._num_rows = 0
+
+    def decode_for_graph(
+        self, num_rows: int, padding_page: int, indices: torch.Tensor
+    ) -> GraphDecodeAttention:
+        """Decode attention that a CUDA graph can hold, for steps of up to `num_rows` decodes.
+
+        Args:
+            padding_page: read by the rows that a step lacks.
+            indices: [any] int32 on the device, for the page references of a step; all that are
+                made may share it, for their plans follow each other.
+        """
+        return GraphDecodeAttention(
+            self._shape,
+            self._parts.open_graph_decode(num_rows, indices),
+            self._parts.open_event(),
+            num_rows,
+            padding_page,
+            indices.numel(),
+        )
+
+    def plan(self, layout: PagedLayout) -> None:
+        """Plans both wrappers from the host arrays. See `AttentionBackend.plan`.
+
+        A wrapper's plan is copied to the GPU out of one pinned buffer, asynchronously. It may be
+        written again only when the copy of the step before is done.
+        """
+        self._planned.synchronize()
+        self._num_decodes = decodes = layout.num_decodes
+        self._num_rows = int(layout.query_indptr[-1])
+        page_indices = to_device(layout.page_indices.numpy(), self._shape.device)
+        num_decode_pages = int(layout.page_indptr[decodes])
+        if decodes > 0:
+            plan_decodes(
+                self._parts.decode,
+                self._shape,
+                layout.page_indptr[: decodes + 1],
+                page_indices[:num_decode_pages],
+                layout.last_page_lengths[:decodes],
+            )
+        if self._num_rows > decodes:
+            self._plan_prefills(layout, page_indices[num_decode_pages:])
+        self._planned.record()
+
+    def attend(
+        self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        query = query.contiguous()
+        out = torch.empty_like(query)
+        self.attend_into(query, key_pages, value_pages, out)
+        return out
+
+    def attend_into(
+        self,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """The same, written to `out` [T, Hq, D]; it and `query` are contiguous."""
+        assert query.shape[0] == self._num_rows, "attend before plan"
+        pages, decodes = (key_pages, value_pages), self._num_decodes
+        if decodes > 0:
+            self._parts.decode.run(query[:decodes], pages, out=out[:decodes])
+        if self._num_rows > decodes:
+            self._parts.prefill.run(query[decodes:], pages, out=out[decodes:])
+
+    def _plan_prefills(self, layout: PagedLayout, page_indices: torch.Tensor) -> None:
+        decodes, shape = layout.num_decodes, self._shape
+        self._parts.prefill.plan(
+            layout.query_indptr[decodes:] - decodes,
+            layout.page_indptr[decodes:] - layout.page_indptr[decodes],
+            page_indices,
+            layout.last_page_lengths[decodes:],
+            shape.num_query_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.page_size,
+            causal=True,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.page_dtype,
+            sm_scale=shape.scale,
+        )

@@ -1,0 +1,81 @@
+"""What we use of FlashInfer: its wrappers' calls, and how a step is described to them.
+
+Shared by `flashinfer_attention.py`, which imports the library, and `flashinfer_graph.py`. Written
+against the sources of flashinfer-python 0.6.18 and 0.7.2.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
+
+
+class Wrapper(Protocol):
+    """What we use of FlashInfer's two paged wrappers."""
+
+    def plan(self, *args: torch.Tensor | int, **options: Any) -> None:
+        """Takes the host arrays of a step and copies them to the device."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        *,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention of the planned step, written to `out`."""
+
+
+class Event(Protocol):
+    """What we use of torch.cuda.Event."""
+
+    def record(self) -> None:
+        """Marks this point of the current stream."""
+
+    def synchronize(self) -> None:
+        """Waits for the stream to pass the mark; returns at once when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferParts:
+    """The objects that touch the GPU; tests put recorders in their place.
+
+    `open_graph_decode(rows, indices)` gives a decode wrapper for CUDA graphs of so many rows, which
+    keeps page indices in `indices` (int32, on the device).
+    """
+
+    prefill: Wrapper
+    decode: Wrapper
+    open_event: Callable[[], Event]
+    open_graph_decode: Callable[[int, torch.Tensor], Wrapper]
+
+
+def plan_decodes(
+    wrapper: Wrapper,
+    shape: AttentionShape,
+    page_indptr: torch.Tensor,
+    page_indices: torch.Tensor,
+    last_page_lengths: torch.Tensor,
+) -> None:
+    """Tells a decode wrapper a step of C decodes.
+
+    Args:
+        page_indptr: [C + 1] int32 on the host, where the planner reads it.
+        page_indices: on the device; from the host, a wrapper for graphs would wait for it.
+        last_page_lengths: [C] int32 on the host.
+    """
+    wrapper.plan(
+        page_indptr,
+        page_indices,
+        last_page_lengths,
+        shape.num_query_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.page_size,
+        q_data_type=shape.dtype,
+        kv_data_type=shape.page_dtype,
+        sm_scale=shape.scale,
+    )

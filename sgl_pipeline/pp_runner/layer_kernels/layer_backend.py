@@ -1,0 +1,120 @@
+"""What every backend offers to the decoder layers: all of their work but the attention.
+
+Implemented by `torch_kernels`, `compiled_kernels` and `flashinfer_kernels`; chosen in
+`pp_runner/kernel_choice.py`. Shapes: T rows of the step, H hidden size, F feed-forward size, Hq
+query heads, Hkv key/value heads, D head dim, of which R are rotated, N pages, S page size, W width
+of a row in a page.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
+
+
+class RmsNorm(NamedTuple):
+    """Root mean square norm (arXiv 1910.07467) over the last dimension, times `weight` [H]."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+
+class HeadNorms(NamedTuple):
+    """The norms of every query head and every key head, by their weights [D]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    epsilon: float
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding (arXiv 2104.09864) of a step's rows: `cosine` and `sine` [T, R / 2] fp32
+    of each pair's angle. Pairs are neighbors where `interleaved`, else the i-th of the first R / 2
+    dimensions and the i-th of the next R / 2."""
+
+    cosine: torch.Tensor
+    sine: torch.Tensor
+    interleaved: bool
+
+
+class Linear(Protocol):
+    """A matrix product with a weight of its own."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`x @ weight.T + bias` [T, out] for `x` [T, in], in its dtype."""
+
+
+class GatedLinear:
+    """`gate` of what `linear` gives: the `LayerKernels.gated_linear` of leaves that compute the two
+    one after the other."""
+
+    def __init__(self, linear: Linear, gate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._linear = linear
+        self._gate = gate
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._gate(self._linear(x))
+
+
+class LayerKernels(Protocol):
+    """Products, norms, heads and the gate of a layer. Tensors are in the model's dtype and
+    contiguous.
+
+    No argument is written to but the pages, and what `add_norm` is given to write over.
+    """
+
+    def linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
+        """The product with `weight` [out, in], quantized or not, and `bias` [out], if any.
+
+        The caller drops its reference to `weight`, which may be kept in another layout.
+        """
+
+    def gated_linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
+        """What `gate` makes of the product with `weight` [2 F, in] and `bias` [2 F], gate first: to
+        [T, F]. As for `linear`, the caller drops its reference."""
+
+    def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+        """The normed `rows` [T, H]."""
+
+    def add_norm(
+        self,
+        stream: torch.Tensor,
+        added: torch.Tensor,
+        norm: RmsNorm,
+        may_overwrite: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum `stream + added` [T, H], and the norm of the sum.
+
+        Backends may take the norm before they round the sum to the dtype, or after it; each must
+        do the same in every layer, or tokens would depend on where stages are cut.
+
+        Args:
+            added: the backend's to write over.
+            may_overwrite: whether `stream` is, too. Changes no bit of the results.
+        """
+
+    def add(self, stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """The sum `stream + added` [T, H]."""
+
+    def place_heads(
+        self,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        rotation: Rotation,
+        slots: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """The rows of `qkv` [T, (Hq + 2 Hkv) * D] on their way to the attention.
+
+        Norms the heads of queries and keys, if there are `norms`, rotates them, and writes keys and
+        values of row t into slot `slots[t]` (int64 [T], unique) of the layer's key and value
+        `pages` [N, S, Hkv, W], which is offset `slots[t] % S` of page `slots[t] // S`: the numbers,
+        or their codes (`kv_format.py`).
+
+        Returns the queries [T, Hq, D].
+        """
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` [T, F] of `gate_up` [T, 2 F], gate first."""

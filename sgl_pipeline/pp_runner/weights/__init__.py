@@ -1,0 +1,1 @@
+"""Weights as a checkpoint holds them, and their quantized forms."""

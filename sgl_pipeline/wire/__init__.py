@@ -1,0 +1,1 @@
+"""What scheduler and stages send each other."""

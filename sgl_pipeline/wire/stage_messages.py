@@ -1,0 +1,305 @@
+"""What travels between the scheduler and a stage worker, besides the orders of `stage_orders.py`.
+
+A worker's life: it connects and says `WorkerHello`; answers each `MeasureCosts`, which comes where
+the layers are to be split by time, with `MeasuredCosts`; gets a `StageAssignment`; loads its
+weights, with a `StillLoading` now and then, and says `StageLoaded`; gets a `PoolSize`, the smallest
+capacity of all stages; allocates, opens its links, rehearses steps and says `StageReady`. Then come
+the `SealedOrder`s, with a `StageReport` for every step in them and the reports of `move_orders.py`
+for every layer move, and a `ProfileReply` for `StartProfile` and `StopProfile`, until `Shutdown` or
+a `WorkerFailed`. Where another stage is lost, a `Regroup` comes in between, which is answered with
+`Regrouped`; where more or fewer stages shall serve, another `StageAssignment`, with which the
+worker starts over and keeps only its weights. A worker that serves and is asked to go says
+`WorkerLeaves` and goes on, until another one is ready for its stage: then it gets `HandPagesOver`
+and the other `TakePagesOver`, which it answers with `PagesCopied`; `FinishHandover`, between two
+steps, brings the `PagesTaken` of the other, and the leaver its `Shutdown`. Frozen, tagged structs;
+never pickled.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from sgl_pipeline.costs.stage_costs import MadeUpStep, PartCosts
+from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.requests import LogprobRows
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.move_orders import MoveDone, MoveFailed, MoveReady
+from sgl_pipeline.wire.stage_orders import SealedOrder
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class WorkerHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A worker is up and waits to be told which position it fills.
+
+    It may use the CPU `cores` of `host`; `num_gpus` and `memory_bytes` are the whole host's.
+    `version` is that of its sgl_pipeline. Its host's sockets are in `run_directory`, the model is
+    at `model_path` (empty: where the scheduler has it). `host_address` is the host's cluster port,
+    where other hosts reach it; empty where there are none.
+    """
+
+    worker: int
+    host: str
+    cores: tuple[int, ...]
+    num_gpus: int
+    memory_bytes: int
+    version: str
+    run_directory: str = ""
+    model_path: str = ""
+    host_address: str = ""
+
+    @property
+    def host_key(self) -> str:
+        """What the workers of one host have in common, and no others."""
+        return self.host_address or self.host
+
+
+class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The position that a worker fills, and all it needs to load and run it.
+
+    `links` has one address per stage boundary: `links[s]` joins stage `s` to stage `s + 1`.
+    `gpu` is the index of the GPU on the worker's host, which `stages_on_gpu` stages share.
+    `graphs` is `auto` (CUDA graphs where the stage has them) or `off`; `prefill_kernels` is `auto`,
+    or `fa2` or `fa3` of FlashInfer. `quantization` is the method of the checkpoint or of the flag,
+    `kv_cache_dtype` as `--kv-cache-dtype`.
+    `cpu_threads` is the number of compute threads; `cpu_cores` are the cores to pin them to (empty:
+    do not pin). `max_total_tokens` bounds the KV pool (None: `memory_fraction` of the GPU's memory
+    less the weights, or a fixed default on a CPU); with `fewer_pages_do` a pool that memory holds
+    less of gets as large as it can be.
+    Layers that move: `max_layers` is the most that the stage may hold at once (None: those of
+    `plan`), `spare_layers` are those whose weights it loads beside its own, `page_links` where it
+    meets each stage to hand over pages: a directory of this host, or a host's cluster port.
+    `log_mib` bounds the memory for the rows that the stage has sent; 0: it keeps none.
+    """
+
+    stage: int
+    plan: StagePlan
+    model_path: str
+    load_format: str
+    dtype: str
+    device: str
+    gpu: int = 0
+    stages_on_gpu: int = 1
+    attention_backend: str
+    prefill_kernels: str = "auto"
+    layer_kernels: str
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    graphs: str = "auto"
+    page_size: int
+    max_total_tokens: int | None
+    memory_fraction: float
+    fewer_pages_do: bool = False
+    links: tuple[str, ...]
+    cpu_threads: int
+    cpu_cores: tuple[int, ...]
+    max_layers: int | None = None
+    spare_layers: tuple[int, ...] = ()
+    page_links: tuple[str, ...] = ()
+    log_mib: int = 0
+
+
+class MeasureCosts(msgspec.Struct, frozen=True, tag=True):
+    """Time the parts of a model in `steps` before the stages are handed out; without steps, say
+    only how large the parts are. `assignment` is what the worker would get if all stages had
+    equally many layers."""
+
+    assignment: StageAssignment
+    steps: tuple[MadeUpStep, ...]
+
+
+class MeasuredCosts(msgspec.Struct, frozen=True, tag=True):
+    """What the steps would take this worker, one sample for each."""
+
+    worker: int
+    costs: PartCosts
+
+
+class StillLoading(msgspec.Struct, frozen=True, tag=True):
+    """The worker gets on with what it was asked for; said now and then while that takes long.
+    `num_layers` are the layers of its stage that it has read."""
+
+    worker: int
+    num_layers: Count = 0
+
+
+class StageLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Weights are in memory. `num_pages` is how many KV pages this stage can hold, `page_bytes`
+    what one takes in as many layers as the stage may ever hold."""
+
+    stage: int
+    num_pages: Count
+    weight_bytes: Count
+    page_bytes: Count
+    load_seconds: float
+
+
+class PoolSize(msgspec.Struct, frozen=True, tag=True):
+    """The page count that all stages use: the minimum over their capacities."""
+
+    num_pages: int
+
+
+class StageReady(msgspec.Struct, frozen=True, tag=True):
+    """The pool is allocated, the links are open, and steps have been rehearsed, which took
+    `rehearsal_s`. `attention_backend` and `layer_kernels` are those in use; `notices` are for the
+    user and shown once, however many stages send them. Of `log_pages` pages the stage can keep the
+    rows that it sends."""
+
+    stage: int
+    attention_backend: str
+    layer_kernels: str
+    notices: tuple[str, ...] = ()
+    log_pages: int = 0
+    rehearsal_s: float = 0.0
+
+
+class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One stage ran one step. The last stage adds the sampled token ids, in chunk order, and the
+    rows of log-probabilities of each chunk whose request wants any, in chunk order as well.
+    """
+
+    stage: int
+    step_id: int
+    epoch: int
+    timing: StageTiming
+    token_ids: tuple[Count, ...] | None = None
+    logprobs: tuple[LogprobRows, ...] = ()
+
+
+class Regroup(msgspec.Struct, frozen=True, tag=True):
+    """A stage was lost: drop all steps and orders before this, which are not awaited any more, and
+    join the stages anew. Taken before orders that have arrived already.
+
+    The stage keeps its weights, holds its layers of `plan`, and opens `links`, as in its
+    `StageAssignment`, for the stream of orders `incarnation`. `page_links` are as there.
+    """
+
+    incarnation: int
+    plan: StagePlan
+    links: tuple[str, ...]
+    page_links: tuple[str, ...] = ()
+
+
+class Regrouped(msgspec.Struct, frozen=True, tag=True):
+    """The stage has let go of the old stream and opened the links of `incarnation`."""
+
+    stage: int
+    incarnation: int
+
+
+class WorkerLeaves(msgspec.Struct, frozen=True, tag=True):
+    """The worker was asked to go (SIGTERM). It serves until its stage is another one's."""
+
+    worker: int
+
+
+class HandPagesOver(msgspec.Struct, frozen=True, tag=True):
+    """Copy what `pages` hold of all layers of the stage to the worker that will fill it, at
+    `address`, beside the steps to come; then say `PagesCopied`.
+
+    `handover` is unique for the life of the server, `address` as in `StageAssignment.links`,
+    `pages` an int32 array. It takes the place of a handover before it.
+    """
+
+    handover: int
+    address: str
+    pages: bytes
+
+
+class TakePagesOver(msgspec.Struct, frozen=True, tag=True):
+    """Take up what comes at `address`, as in `HandPagesOver`, and say `PagesTaken` at the end."""
+
+    handover: int
+    address: str
+
+
+class FinishHandover(msgspec.Struct, frozen=True, tag=True):
+    """No step is under way, and none will come before the handover is over or given up: send what
+    the other worker lacks."""
+
+    handover: int
+
+
+class PagesCopied(msgspec.Struct, frozen=True, tag=True):
+    """All pages were sent once, and what steps have written since is little."""
+
+    stage: int
+    handover: int
+
+
+class PagesTaken(msgspec.Struct, frozen=True, tag=True):
+    """The worker has the keys and values of the stage that it is to fill."""
+
+    stage: int
+    handover: int
+
+
+class StartProfile(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Record the steps from now on with torch's profiler, until `StopProfile` or for `num_steps`.
+
+    `path` is the gzipped Chrome trace to write; `activities` are of "CPU" and "GPU".
+    """
+
+    path: str
+    activities: tuple[str, ...]
+    with_stack: bool
+    record_shapes: bool
+    num_steps: int | None
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag=True):
+    """End the recording, if there is one, and write it."""
+
+
+class ProfileReply(msgspec.Struct, frozen=True, tag=True):
+    """A recording was started or ended, by request or after its last step. `error` says what went
+    wrong: the stage goes on without it."""
+
+    stage: int
+    is_recording: bool
+    error: str = ""
+
+
+class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
+    """A worker cannot go on. `is_configuration` marks what the user can fix with a flag."""
+
+    worker: int
+    message: str
+    is_configuration: bool
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Finish and leave."""
+
+
+ToWorker = (
+    MeasureCosts
+    | StageAssignment
+    | PoolSize
+    | SealedOrder
+    | Regroup
+    | HandPagesOver
+    | TakePagesOver
+    | FinishHandover
+    | StartProfile
+    | StopProfile
+    | Shutdown
+)
+FromWorker = (
+    WorkerHello
+    | MeasuredCosts
+    | StillLoading
+    | StageLoaded
+    | StageReady
+    | Regrouped
+    | WorkerLeaves
+    | PagesCopied
+    | PagesTaken
+    | StageReport
+    | MoveReady
+    | MoveDone
+    | MoveFailed
+    | ProfileReply
+    | WorkerFailed
+)

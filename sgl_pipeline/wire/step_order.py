@@ -1,0 +1,241 @@
+"""The per-step message from the scheduler to every stage, both halves of it.
+
+`StepOrderEncoder` (scheduler process) turns a `Microbatch` into a `StepOrder`: a request is
+described once, afterwards only its new tokens and pages travel. `RequestMirror` (stage process)
+applies them in order and gives back each chunk with all that its request has accumulated. They
+travel in the stream of `stage_orders.py`, which makes sure that none is lost, repeated or altered.
+"""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import msgspec
+
+from sgl_pipeline.microbatch import REPLAY_TOKENS, Chunk, Microbatch
+from sgl_pipeline.requests import LogprobSpec, Request, SamplingSpec
+from sgl_pipeline.wire.logged_pages import LogContents
+
+INT32 = "i"  # array typecode of token and page ids on the wire
+
+
+class RequestOpen(msgspec.Struct, frozen=True, array_like=True):
+    """A request that the stages have not seen, or see anew after a retraction.
+
+    `handle` is unique for the life of the server. `prompt_length` splits the tokens so far into
+    prompt and output. `logprobs.prompt_start` is the first position whose row is still wanted.
+    """
+
+    handle: int
+    sampling: SamplingSpec
+    prompt_length: int
+    logprobs: LogprobSpec | None = None
+
+
+class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
+    """One chunk: `length` tokens from position `start` of the request `handle`.
+
+    `new_tokens` and `new_pages` are int32 arrays to append to what the stage already holds.
+    `token_mask` says which tokens may be drawn (`requests.TokenConstraint`), if the chunk samples.
+    """
+
+    handle: int
+    start: int
+    length: int
+    samples: bool
+    new_tokens: bytes = b""
+    new_pages: bytes = b""
+    token_mask: bytes = b""
+
+
+class ReplayPlan(msgspec.Struct, frozen=True, array_like=True):
+    """`length` tokens from position `start` of the request `handle`, which `stages` compute again:
+    the others have not lost what they know of them."""
+
+    handle: int
+    start: int
+    length: int
+    stages: tuple[int, ...]
+
+
+class StepOrder(msgspec.Struct, frozen=True, tag=True):
+    """What every stage needs to know of one step. Applied as: closes, opens, chunks; run as:
+    replays, chunks."""
+
+    step_id: int
+    epoch: int
+    closes: tuple[int, ...]
+    opens: tuple[RequestOpen, ...]
+    chunks: tuple[ChunkOrder, ...]
+    replays: tuple[ReplayPlan, ...] = ()
+
+
+class MirrorSnapshot(msgspec.Struct, frozen=True, tag=True):
+    """The whole state of a mirror, for a stage that joins or restarts.
+
+    Each chunk has length 0 and carries all tokens and pages of its request. `log` says what the
+    boundary logs hold; None where there are none.
+    """
+
+    opens: tuple[RequestOpen, ...]
+    contents: tuple[ChunkOrder, ...]
+    log: LogContents | None = None
+
+
+@dataclass(slots=True)
+class _SentState:
+    """How much of a request the stages know."""
+
+    handle: int
+    num_tokens: int = 0
+    num_pages: int = 0
+
+
+class StepOrderEncoder:
+    """Turns microbatches into deltas. Lives beside the `StepScheduler`, one for all stages."""
+
+    def __init__(self) -> None:
+        self._sent: dict[Request, _SentState] = {}
+        self._next_handle = 0
+
+    def encode(self, microbatch: Microbatch) -> StepOrder:
+        """The plan of `microbatch`. To be called once for each, in the order of their step ids."""
+        closes = tuple(
+            self._sent.pop(request).handle
+            for request in microbatch.released
+            if request in self._sent
+        )
+        opens = tuple(
+            self._open(chunk.request)
+            for chunk in microbatch.chunks
+            if chunk.request not in self._sent
+        )
+        chunks = tuple(self._chunk(chunk) for chunk in microbatch.chunks)
+        replays = tuple(
+            ReplayPlan(self._sent[one.request].handle, one.start, one.length, one.stages)
+            for one in microbatch.replays
+        )
+        return StepOrder(microbatch.step_id, microbatch.epoch, closes, opens, chunks, replays)
+
+    def snapshot(self, log: LogContents | None = None) -> MirrorSnapshot:
+        """All that a stage must know to continue with the next plan."""
+        opens, contents = [], []
+        for request, sent in self._sent.items():
+            opens.append(_open_of(request, sent.handle))
+            tokens = array(INT32, request.tokens(0, sent.num_tokens)).tobytes()
+            pages = array(INT32, request.pages[: sent.num_pages]).tobytes()
+            contents.append(ChunkOrder(sent.handle, sent.num_tokens, 0, False, tokens, pages))
+        return MirrorSnapshot(tuple(opens), tuple(contents), log)
+
+    def forget(self) -> None:
+        """The stages have forgotten all requests; those that go on are described anew."""
+        self._sent.clear()
+
+    def _open(self, request: Request) -> RequestOpen:
+        handle = self._next_handle
+        self._next_handle += 1
+        self._sent[request] = _SentState(handle)
+        return _open_of(request, handle)
+
+    def _chunk(self, chunk: Chunk) -> ChunkOrder:
+        request, sent = chunk.request, self._sent[chunk.request]
+        tokens = array(INT32, request.tokens(sent.num_tokens, request.num_tokens)).tobytes()
+        pages = array(INT32, request.pages[sent.num_pages :]).tobytes()
+        sent.num_tokens, sent.num_pages = request.num_tokens, len(request.pages)
+        mask = b""
+        if chunk.samples and request.constraint is not None:
+            mask = request.constraint.allowed_tokens_mask()
+        return ChunkOrder(
+            sent.handle, chunk.start, chunk.length, chunk.samples, tokens, pages, mask
+        )
+
+
+def _open_of(request: Request, handle: int) -> RequestOpen:
+    logprobs = request.logprobs
+    if logprobs is not None:
+        logprobs = msgspec.structs.replace(logprobs, prompt_start=request.first_logits_position)
+    return RequestOpen(handle, request.sampling, len(request.prompt_ids), logprobs)
+
+
+@dataclass(slots=True, eq=False)
+class MirroredRequest:
+    """A stage's copy of a request: int32 token ids (prompt and output) and page ids so far."""
+
+    handle: int
+    sampling: SamplingSpec
+    prompt_length: int
+    tokens: "array[int]"
+    pages: "array[int]"
+    logprobs: LogprobSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MirroredChunk:
+    """A chunk as a stage sees it."""
+
+    request: MirroredRequest
+    start: int
+    length: int
+    samples: bool
+    token_mask: bytes = b""
+
+
+class RequestMirror:
+    """A stage's view of all open requests, kept current by applying every plan in order."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, MirroredRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[MirroredRequest]:
+        return iter(self._requests.values())
+
+    def apply(self, plan: StepOrder) -> list[MirroredChunk]:
+        """Applies one plan and returns its chunks in order."""
+        for handle in plan.closes:
+            del self._requests[handle]
+        for opened in plan.opens:
+            self._open(opened)
+        return [self._extend(chunk) for chunk in plan.chunks]
+
+    def replays(self, plan: StepOrder) -> Iterator[tuple[tuple[int, ...], list[MirroredChunk]]]:
+        """What is to be computed again before the chunks of `plan`, which was applied: stages, and
+        chunks for one run of their layers, of which none samples."""
+        for stages, replays in groupby(plan.replays, lambda replay: replay.stages):
+            batch: list[MirroredChunk] = []
+            num_tokens = 0
+            for replay in replays:
+                if batch and num_tokens + replay.length > REPLAY_TOKENS:
+                    yield stages, batch
+                    batch, num_tokens = [], 0
+                request = self._requests[replay.handle]
+                batch.append(MirroredChunk(request, replay.start, replay.length, False))
+                num_tokens += replay.length
+            yield stages, batch
+
+    def restore(self, snapshot: MirrorSnapshot) -> None:
+        """Replaces everything by `snapshot`."""
+        self._requests.clear()
+        for opened in snapshot.opens:
+            self._open(opened)
+        for content in snapshot.contents:
+            self._extend(content)
+
+    def _open(self, opened: RequestOpen) -> None:
+        self._requests[opened.handle] = MirroredRequest(
+            opened.handle,
+            opened.sampling,
+            opened.prompt_length,
+            array(INT32),
+            array(INT32),
+            opened.logprobs,
+        )
+
+    def _extend(self, chunk: ChunkOrder) -> MirroredChunk:
+        request = self._requests[chunk.handle]
+        request.tokens.frombytes(chunk.new_tokens)
+        request.pages.frombytes(chunk.new_pages)
+        return MirroredChunk(request, chunk.start, chunk.length, chunk.samples, chunk.token_mask)

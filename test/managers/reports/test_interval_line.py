@@ -1,0 +1,81 @@
+"""A line every ten seconds under load, none while idle."""
+
+import logging
+from typing import Any
+
+import pytest
+from support.moves import movable_core, stages_get_ready, stages_switch
+from support.pipelines import FakePipeline, make_request
+
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.managers.reports.interval_line import IntervalLine
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.throttle import make_policy
+
+
+@pytest.fixture
+def pipeline() -> FakePipeline:
+    scheduler = StepScheduler(
+        SchedulingArgs(page_size=4, max_running_requests=2),
+        make_policy(ThrottleArgs()),
+        num_pages=40,
+        num_stages=1,
+        context_length=128,
+    )
+    return FakePipeline(scheduler, 4)
+
+
+def lines(caplog: Any) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_line_says_what_waits_runs_and_was_done(
+    pipeline: FakePipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    status = IntervalLine()
+    for name in "abc":
+        pipeline.scheduler.add(make_request(name, [ord(name)] * 16, 50))
+    status.report(pipeline.core.state(100.0))
+    for _ in range(20):
+        pipeline.fill()
+        pipeline.complete()
+    status.report(pipeline.core.state(109.0))
+    assert lines(caplog) == []
+    status.report(pipeline.core.state(110.0))
+    assert lines(caplog) == [
+        "step 20: waiting 1 (16 tokens), running 2, free pages 55%, "
+        f"{(pipeline.core.history.prefill_tokens + pipeline.core.history.decodes) / 10:.0f} "
+        "tokens/s, stages idle 100%"
+    ]
+    pipeline.scheduler.pausing.pause(retract=False)
+    status.report(pipeline.core.state(120.0))
+    assert "step 20, paused: " in lines(caplog)[1] and " 0 tokens/s" in lines(caplog)[1]
+
+
+def test_an_idle_server_says_nothing_and_the_next_interval_begins_with_the_next_request(
+    pipeline: FakePipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    status = IntervalLine()
+    for now_s in range(0, 100, 5):
+        status.report(pipeline.core.state(now_s))
+    pipeline.scheduler.add(make_request("a", [1] * 16, 50))
+    status.report(pipeline.core.state(100.0))
+    status.report(pipeline.core.state(109.9))
+    assert lines(caplog) == []
+
+
+def test_the_line_says_that_layers_move(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    core, status = movable_core(2, 2), IntervalLine()
+    core.scheduler.add(make_request("a", [1] * 16, 50))
+    status.report(core.state(100.0))
+    core.migration.move_to((1, 3), 109.0)
+    status.report(core.state(110.0))
+    stages_get_ready(core, 111.0)
+    stages_switch(core, 112.0)
+    status.report(core.state(120.0))
+    moving, moved = lines(caplog)
+    assert moving.startswith("step 0, moving layers to 1,3: waiting 1")
+    assert moved.startswith("step 0: waiting 1")

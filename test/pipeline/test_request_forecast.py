@@ -1,0 +1,158 @@
+"""Forecasts held to an oracle: a run in virtual time, in which the requests did run at some time.
+
+No forecaster knows who ends when. So queues that wait for compute alone are held to a few percent,
+and those that wait for answers to end to their order of magnitude.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import median
+
+import pytest
+from support.pipelines import FakePipeline, make_request
+
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.pipeline.request_forecast import RequestForecast
+from sgl_pipeline.requests import FinishReason, Request, StopRules
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.simulator.experiment import Cluster
+from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
+from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
+from sgl_pipeline.throttle import make_policy
+
+CLUSTER = Cluster(model="Qwen2.5-32B", device="a100-40g-pcie", num_stages=4, pool_tokens=1)
+MOST_TOKENS = 1024
+
+
+class NobodyKnowsWhen(StepScheduler):
+    """Requests may draw many tokens, and end before that, as `StopRules` cannot tell."""
+
+    def add(self, request: Request) -> Request | None:
+        length = request.stops.max_new_tokens
+
+        def check(output_ids: list[int]) -> FinishReason | None:
+            return FinishReason("stop") if len(output_ids) >= length else None
+
+        request.stops = StopRules(max_new_tokens=MOST_TOKENS, check_text=check)
+        return super().add(request)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A forecast, and the moments that it was about."""
+
+    forecast: RequestForecast
+    now_s: float
+    request: Request
+
+    @property
+    def errors(self) -> list[float]:
+        """Of both moments, over what was to be waited; a tenth of a second at least."""
+        request, forecast = self.request, self.forecast
+        assert request.started_s is not None and request.first_token_s is not None
+        pairs = [(forecast.next_token_in_s, request.first_token_s - self.now_s)]
+        if request.started_s > self.now_s:
+            pairs.append((forecast.runs_in_s, request.started_s - self.now_s))
+        return [(told - was) / max(was, 0.1) for told, was in pairs if told is not None]
+
+
+def forecasts(pool_tokens: int, policy: str, seed: int = 1, **options: int) -> list[Told]:
+    """A hundred requests at once; now and then one that waits is forecast."""
+    scheduler = NobodyKnowsWhen(
+        SchedulingArgs(**options),  # type: ignore[arg-type]
+        make_policy(ThrottleArgs(policy=policy)),
+        num_pages=pool_tokens // 16,
+        num_stages=4,
+        context_length=pool_tokens,
+    )
+    pipeline, random, ids = VirtualPipeline(scheduler, CLUSTER.costs()), Random(seed), TokenIds()
+    requests = [
+        SimulatedRequest(
+            arrival_s=0.0,
+            prompt=(ids.fresh(random.randint(100, 2000)),),
+            output=ids.fresh(random.randint(20, 200)),
+        )
+        for _ in range(100)
+    ]
+    told: list[Told] = []
+    asked_s = -1.0
+
+    def ask(_: int, now_s: float) -> None:
+        nonlocal asked_s
+        if now_s - asked_s < 0.5:
+            return
+        asked_s = now_s
+        waiting = [one for one in scheduler.requests() if one.first_token_s is None]
+        for request in random.sample(waiting, min(3, len(waiting))):
+            outlook = scheduler.outlook(request.request_id)
+            assert outlook is not None
+            told.append(Told(pipeline._core.forecast(outlook, now_s), now_s, request))
+
+    pipeline.run(requests, ask)
+    return told
+
+
+def errors(told: Sequence[Told]) -> list[float]:
+    return [error for one in told for error in one.errors]
+
+
+@pytest.mark.parametrize("policy", ["throttle", "sarathi", "throttle-adaptive", "greedy-queue"])
+def test_a_queue_that_waits_for_compute_is_foreseen_closely(policy: str) -> None:
+    found = errors(forecasts(400_000, policy))
+    assert len(found) >= 25
+    assert median(map(abs, found)) < 0.05
+    assert max(map(abs, found)) < 0.3
+
+
+@pytest.mark.parametrize("policy", ["throttle", "sarathi"])
+@pytest.mark.parametrize(
+    ("pool_tokens", "options"), [(400_000, {"max_running_requests": 16}), (40_000, {})]
+)
+def test_a_queue_that_waits_for_answers_to_end_is_foreseen_roughly(
+    policy: str, pool_tokens: int, options: dict[str, int]
+) -> None:
+    found = errors(forecasts(pool_tokens, policy, **options))
+    assert len(found) >= 100
+    assert abs(median(found)) < 0.2
+    assert sum(abs(error) < 0.75 for error in found) > 0.8 * len(found)
+
+
+def test_before_any_answer_has_ended_a_full_house_is_unknown() -> None:
+    told = forecasts(400_000, "throttle", max_running_requests=2)
+    unknown = [one for one in told if one.forecast.reason]
+    assert unknown[0].forecast.reason.endswith(
+        "steps of this plan have been measured, too few to tell"
+    )
+    nobody = [one for one in unknown if "none has ended" in one.forecast.reason]
+    assert nobody and all(one.forecast.runs_in_s is None for one in nobody)
+    assert all(one.forecast.num_ended == 0 for one in nobody)
+
+
+def test_a_forecast_changes_nothing() -> None:
+    def steps(asks: bool) -> list[tuple[int, int]]:
+        scheduler = StepScheduler(
+            SchedulingArgs(page_size=4),
+            make_policy(ThrottleArgs(max_prefill_tokens=16, min_prefill_tokens=4)),
+            num_pages=40,
+            num_stages=2,
+            context_length=150,
+        )
+        pipeline = FakePipeline(scheduler, 4)
+        random = Random(3)
+        for number in range(12):
+            prompt = [random.randrange(3) for _ in range(random.randrange(1, 40))]
+            scheduler.add(make_request(str(number), prompt, 9))
+        for _ in range(300):
+            pipeline.fill()
+            if pipeline.steps_in_flight:
+                pipeline.complete()
+            pipeline.now_s += 0.25
+            for request in scheduler.requests() if asks else ():
+                outlook = scheduler.outlook(request.request_id)
+                assert outlook is not None
+                pipeline.core.forecast(outlook, pipeline.now_s)
+        assert scheduler.is_idle
+        return [(one.num_prefill_tokens, one.num_decodes) for one in pipeline.microbatches]
+
+    assert steps(asks=True) == steps(asks=False)
