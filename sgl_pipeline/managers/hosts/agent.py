@@ -244,12 +244,11 @@ class _AgentSession:
         self._pump.send(_encode(WorkerStarted(order.worker, pid)))
 
     def _worker_ended(self, worker: int) -> None:
+        # After the last one of a host that leaves, the head says farewell: an agent that ended by
+        # itself might close the connection before the head has read this.
         reason = self._workers[worker].end()
         self._forget(worker)
         self._pump.send(_encode(WorkerEnded(worker, reason)))
-        if self.is_leaving and not self._workers and not self._ended.done():
-            logger.info("the stages of this host are served elsewhere")
-            self._ended.set_result(True)
 
     def _forget(self, worker: int) -> None:
         process = self._workers.pop(worker)

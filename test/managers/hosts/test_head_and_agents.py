@@ -236,6 +236,7 @@ def test_a_host_that_was_asked_to_leave_stays_until_it_has_no_worker(
         scheduler.order(1, StopWorker(2))
         assert await running
         assert [type(await scheduler.next()) for _ in range(2)] == [OfHost, HostLost]
+        assert "the head says: its stages are served elsewhere" in caplog.text
         assert "host 1 (name1, 10.0.0.1:5000) has left" in caplog.text
 
     play(tmp_path, scenario)
