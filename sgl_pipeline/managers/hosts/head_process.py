@@ -205,7 +205,7 @@ class Head:
                 logger.info("%s was asked to leave", agent.hello.title)
             self._report(OfHost(agent.hello.rank, message))
             if agent.leaves and not agent.workers:
-                agent.send(Farewell("its stages are served elsewhere"))
+                agent.send(AgentExit("its stages are served elsewhere"))
 
     def _greet(self, agent: _Agent, hello: HostHello) -> None:
         before = self._agents.get(hello.rank)
