@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.gpu_recipe import README, listed_packages
 
 from benchmark.gpu import bench_gpu
 from benchmark.gpu.kernel_pack import PACKAGES
 from benchmark.gpu.shapes import MODELS
 
 ROOT = Path(__file__).parents[3]
-README = (ROOT / "benchmark" / "gpu" / "README.md").read_text()
 BENCHMARK, TESTS = "-m benchmark.gpu.bench_gpu", "-m pytest"
 # How a command ends that keeps what it prints.
 KEEPS_OUTPUT = re.compile(r' 2>&1 \| tee ("\$OUT/\w+\.log")$')
@@ -125,13 +125,6 @@ import sgl_pipeline.scheduling, sgl_pipeline.throttle, sgl_pipeline.simulator
 if has_flashinfer:
     import flashinfer
 """
-
-
-def listed_packages() -> list[str]:
-    """What README asks for where there is no network."""
-    (sentence,) = re.findall(r"^- Without: Python with (.*?)\.\s", README, re.M | re.S)
-    names = re.sub(r"\(.*?\)|what FlashInfer\s+imports:|\band\b", ",", sentence)
-    return [name for part in names.split(",") if (name := part.strip())]
 
 
 def import_with(packages: list[str]) -> str:
