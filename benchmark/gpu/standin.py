@@ -60,7 +60,6 @@ CPU_TESTS = (
     "test/pp_runner/test_kernel_counts.py",
     "test/pp_runner/test_kv_capacity.py",
     "test/pp_runner/test_kv_pool.py",
-    "test/pp_runner/test_no_host_copies.py",
     "test/benchmark/gpu",
 )
 _TIMEOUT_S = 3600
