@@ -45,6 +45,7 @@ FLAGS = {
 GPU_TESTS = (
     "test/pp_runner/cuda",
     "test/pp_runner/layer_kernels/test_layer_kernels.py",
+    "test/pp_runner/layer_kernels/test_triton_rounding.py",
     "test/pp_runner/attention/test_flashinfer_attention.py",
 )
 # Not links between hosts: they need cryptography, which a lent machine need not have.
