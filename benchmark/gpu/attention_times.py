@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from benchmark.gpu import vllm_attention
 from benchmark.gpu.checks import random_layout
 from benchmark.gpu.device_times import device_ms, repeat_ms
 from benchmark.gpu.shapes import Step
@@ -27,6 +28,9 @@ _MOST_LAYERS = 36
 _HOPPER = 9
 # Query heads to a KV head for which FlashInfer has decode kernels without tensor cores (0.7.2).
 _GROUPS_WITHOUT_TENSOR_CORES = (1, 2, 3, 4, 6, 8, 16)
+
+TENSOR_CORES, CUDA_CORES = "tensor cores", "CUDA cores"
+VLLM = "vLLM's FA3"
 
 # Makes the attention that a step of `layout` is run with.
 MakeAttention = Callable[[AttentionShape, PagedLayout], AttentionBackend]
@@ -61,10 +65,15 @@ def decode_choices(shape: AttentionShape) -> Mapping[str, MakeAttention]:
     """The kernels for decodes from a graph, by name; on a CPU its own and plain torch."""
     if shape.device.type != "cuda":
         return _cpu_choices()
-    choices: dict[str, MakeAttention] = {"tensor cores": partial(_flashinfer_decode, True)}
+    choices: dict[str, MakeAttention] = {TENSOR_CORES: partial(_flashinfer_decode, True)}
     if shape.num_query_heads // shape.num_kv_heads in _GROUPS_WITHOUT_TENSOR_CORES:
-        choices["CUDA cores"] = partial(_flashinfer_decode, False)
+        choices[CUDA_CORES] = partial(_flashinfer_decode, False)
     return choices
+
+
+def rival_choices(device: torch.device) -> Mapping[str, MakeAttention]:
+    """Kernels of other engines that are there, by name, for chunks of prompts and for decodes."""
+    return {} if vllm_attention.why_not_there(device) else {VLLM: _vllm_attention}
 
 
 def time_attention(shape: AttentionShape, step: Step, make: MakeAttention) -> AttentionTimes:
@@ -123,3 +132,7 @@ def _flashinfer_decode(
     attention = FlashInferAttention(shape, open_parts=open_parts)
     indices = torch.zeros_like(layout.page_indices, device=shape.device)
     return attention.decode_for_graph(layout.num_chunks, padding_page=0, indices=indices)
+
+
+def _vllm_attention(shape: AttentionShape, layout: PagedLayout) -> AttentionBackend:
+    return vllm_attention.VllmAttention(shape)

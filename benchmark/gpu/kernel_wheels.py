@@ -55,12 +55,29 @@ def install_for_python(folder: Path, names: Sequence[str], python_version: str) 
     Raises CalledProcessError when pip fails or has no wheel for it.
     """
     versions = pins(CUDA_REQUIREMENTS)
-    platforms = [f"--platform={platform}" for platform in _PLATFORMS]
     requested = [f"{name}=={versions[name]}" for name in names]
-    _pip_install(folder, [f"--python-version={python_version}", *platforms, *requested])
+    _pip_install(folder, [*_for_python(python_version), *requested])
+
+
+def download_for_python(folder: Path, requirement: str, python_version: str) -> Path:
+    """Downloads one wheel for another Python on x86-64 into the empty `folder`; returns its path.
+
+    Raises CalledProcessError when pip fails or has no wheel for it.
+    """
+    _pip("download", [f"--dest={folder}", *_for_python(python_version), requirement])
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def _for_python(version: str) -> list[str]:
+    return [f"--python-version={version}", *(f"--platform={each}" for each in _PLATFORMS)]
 
 
 def _pip_install(folder: Path, arguments: Sequence[str]) -> None:
-    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-input", "--no-deps"]
-    command += ["--disable-pip-version-check", "--only-binary=:all:", f"--target={folder}"]
-    subprocess.run([*command, *arguments], check=True)
+    _pip("install", [f"--target={folder}", *arguments])
+
+
+def _pip(command: str, arguments: Sequence[str]) -> None:
+    options = ["-qq", "--no-input", "--no-deps", "--disable-pip-version-check"]
+    options.append("--only-binary=:all:")
+    subprocess.run([sys.executable, "-m", "pip", command, *options, *arguments], check=True)

@@ -1,8 +1,8 @@
 """Part `kernels`: attention with each kernel that the card has for it, for every model's heads.
 
-FA2 against FA3 for chunks of prompts, tensor cores against CUDA cores for decodes. `of limit` is
-the larger of two times, moving each key, value, query and result once and the arithmetic, over the
-measured one. All kernels must agree.
+FA2 against FA3 for chunks of prompts, tensor cores against CUDA cores for decodes, and vLLM's FA3
+against all of them where its pack is. `of limit` is the larger of two times, moving each key,
+value, query and result once and the arithmetic, over the measured one. All kernels must agree.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,12 @@ from functools import partial
 import torch
 
 from benchmark.gpu.attention_times import (
+    CUDA_CORES,
+    VLLM,
     MakeAttention,
     decode_choices,
     prefill_choices,
+    rival_choices,
     time_attention,
 )
 from benchmark.gpu.checks import ATTENTION_BOUND, Check, row_error
@@ -29,6 +32,7 @@ from benchmark.gpu.shapes import (
     prefill_step,
     spec_of,
 )
+from benchmark.gpu.vllm_attention import why_not_there
 from benchmark.support.dated_result import markdown_table
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
@@ -49,7 +53,7 @@ _SMALL_STEPS = {
     "short chunk on a long context": (prefill_step(16, 256),),
     "decodes": (decode_step(4, 64),),
 }
-_NEEDS_GPU = ("prefill kernels fa2 and fa3", "decodes with and without tensor cores")
+_NEEDS_GPU = ("prefill kernels fa2 and fa3", "decodes with and without tensor cores", VLLM)
 
 
 def run(session: Session) -> None:
@@ -65,7 +69,8 @@ def run(session: Session) -> None:
         _name_what_is_not_there(session, shape, heads)
         for kind, steps in (_SMALL_STEPS if session.is_rehearsal else _STEPS).items():
             is_decode = kind == "decodes"
-            choices = decode_choices(shape) if is_decode else prefill_choices(session.device)
+            ours = decode_choices(shape) if is_decode else prefill_choices(session.device)
+            choices = {**ours, **rival_choices(session.device)}
             for step in steps:
                 race = _Race(session, spec, shape, {"model": model, "heads": heads, "kind": kind})
                 for name, make in choices.items():
@@ -79,8 +84,10 @@ def _name_what_is_not_there(session: Session, shape: AttentionShape, heads: str)
         return
     if "fa3" not in prefill_choices(session.device):
         session.skip(f"prefill kernels fa3, {heads}", "needs compute capability 9 (Hopper)")
-    if "CUDA cores" not in decode_choices(shape):
+    if CUDA_CORES not in decode_choices(shape):
         session.skip(f"decodes without tensor cores, {heads}", "FlashInfer has no such kernel")
+    if reason := why_not_there(session.device):
+        session.skip(f"{VLLM}, {heads}", reason)
 
 
 @dataclass(slots=True)

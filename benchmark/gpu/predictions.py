@@ -8,6 +8,7 @@ What differs from card to card is in `expected_cards.py`, which says what a `rea
 from pathlib import Path
 
 from benchmark.gpu import expected_cards
+from benchmark.gpu.attention_times import TENSOR_CORES, VLLM
 from benchmark.gpu.expected_cards import (
     DECODE_1,
     DECODE_64,
@@ -30,6 +31,7 @@ from benchmark.gpu.measures import (
 from benchmark.gpu.prediction_table import Measure, Prediction
 
 SOURCES = (Path(__file__), Path(expected_cards.__file__))
+LONG_DECODES = "16 decodes at 8192"
 _AIM = "aim, set with the reading of 2026-11-22"
 
 
@@ -190,5 +192,17 @@ _KERNELS = (
             ("Qwen3-0.6B", "prefill 512 after 4096"),
             ("Qwen3-8B", "prefill 128 after 16384"),
         )
+    ),
+    Prediction(
+        f"attention of Qwen3-8B, {LONG_DECODES}: FlashInfer on tensor cores over {VLLM}",
+        1.05,
+        1.15,
+        "times",
+        "estimate",
+        "reading of 2026-11-24: FA3 of their own build is 5 to 15 % of decodes at long context",
+        over(
+            of_attention("Qwen3-8B", LONG_DECODES, TENSOR_CORES),
+            of_attention("Qwen3-8B", LONG_DECODES, VLLM),
+        ),
     ),
 )

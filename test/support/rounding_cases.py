@@ -7,6 +7,7 @@ of its own.
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -134,7 +135,21 @@ def bits(codes: torch.Tensor) -> torch.Tensor:
     return codes.cpu().view(torch.uint8)
 
 
+def let_the_interpreter_count() -> None:
+    """That of Triton 3.6 takes an array of one number for an index, which NumPy 2.5 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
 if __name__ == "__main__":
     assert os.environ["TRITON_INTERPRET"] == "1"
+    let_the_interpreter_count()
     for check in CASES.values():
         check(torch.device("cpu"))

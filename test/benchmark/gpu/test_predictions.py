@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmark.gpu import part_kernels, part_pipelines, prediction_table
+from benchmark.gpu.attention_times import TENSOR_CORES, VLLM
 from benchmark.gpu.bench_gpu import texts_of
 from benchmark.gpu.expected_cards import CARDS, H100, H200, ExpectedCard, expected_card
 from benchmark.gpu.limits import CardLimits
@@ -89,7 +90,7 @@ def everything_measured() -> Found:
         for model in MODELS
         for kind, steps in part_kernels._STEPS.items()
         for step in steps
-        for kernels in ("fa2", "fa3")
+        for kernels in ("fa2", "fa3", TENSOR_CORES, VLLM)
     ]
     return Found(
         {

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.gpu_recipe import README, listed_packages
 
 from benchmark.gpu import bench_gpu
 from benchmark.gpu.kernel_pack import PACKAGES
 from benchmark.gpu.shapes import MODELS
 
 ROOT = Path(__file__).parents[3]
-README = (ROOT / "benchmark" / "gpu" / "README.md").read_text()
 BENCHMARK, TESTS = "-m benchmark.gpu.bench_gpu", "-m pytest"
 # How a command ends that keeps what it prints.
 KEEPS_OUTPUT = re.compile(r' 2>&1 \| tee ("\$OUT/\w+\.log")$')
@@ -97,25 +97,43 @@ def test_paths_of_the_tests_exist_and_hold_tests_for_a_gpu() -> None:
     words = shlex.split(KEEPS_OUTPUT.sub("", command))
     assert words[words.index("-m", words.index("pytest")) + 1] == "gpu"
     paths = [ROOT / word for word in words if word.startswith("test/")]
-    assert len(paths) == 3
+    named = {file for path in paths for file in ([path] if path.is_file() else path.glob("*.py"))}
+    marked = "@pytest.mark." + "gpu\n"
+    assert named >= {
+        path for path in (ROOT / "test").rglob("test_*.py") if marked in path.read_text()
+    }
     for path in paths:
         files = [path] if path.is_file() else list(path.glob("test_*.py"))
-        assert any("mark.gpu" in file.read_text() for file in files), path
+        assert any(marked in file.read_text() for file in files), path
 
 
-# Imports with the distributions that are named alone; torch brings those that it requires.
+# Imports with the distributions that are named alone: those that pip installed, which brings what
+# they require, and after a `--` those that are packed.
 IMPORT_WITH = """
 import importlib.abc, importlib.metadata, importlib.util, re, sys
 
-listed = {re.sub("[-_.]+", "-", name).lower() for name in sys.argv[1:]}
-required = importlib.metadata.requires("torch")
-listed |= {re.match(r"[\\w-]+", line)[0].lower() for line in required if "extra ==" not in line}
+def plain(name):
+    return re.sub("[-_.]+", "-", name).lower()
+
+def required(name):
+    try:
+        lines = importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        return set()
+    return {plain(re.match(r"[\\w.-]+", line)[0]) for line in lines if "extra ==" not in line}
+
+names = [plain(name) for name in sys.argv[1:]]
+listed, found = set(), set(names[: names.index("-")])
+while found:
+    listed |= found
+    found = {other for name in found for other in required(name)} - listed
+listed |= set(names[names.index("-") :])
 names = importlib.metadata.packages_distributions()
 has_flashinfer = importlib.util.find_spec("flashinfer") is not None
 
 class OnlyListed(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        owners = {re.sub("[-_.]+", "-", owner).lower() for owner in names.get(name, ())}
+        owners = {plain(owner) for owner in names.get(name, ())}
         if owners and not owners & listed:
             raise ModuleNotFoundError(f"{name} is not listed", name=name)
 
@@ -127,25 +145,19 @@ if has_flashinfer:
 """
 
 
-def listed_packages() -> list[str]:
-    """What README asks for where there is no network."""
-    (sentence,) = re.findall(r"^- Without: Python with (.*?)\.\s", README, re.M | re.S)
-    names = re.sub(r"\(.*?\)|what FlashInfer\s+imports:|\band\b", ",", sentence)
-    return [name for part in names.split(",") if (name := part.strip())]
-
-
-def import_with(packages: list[str]) -> str:
+def import_with(installed: list[str]) -> str:
     """What importing the benchmark and a stage says on stderr."""
-    command = [sys.executable, "-c", IMPORT_WITH, *packages]
+    own = "sgl-pipeline"  # the checkout, where an environment has it installed
+    packed = [*PACKAGES, "flashinfer-python", own]
+    command = [sys.executable, "-c", IMPORT_WITH, *installed, "--", *packed]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stderr
 
 
 def test_the_packages_that_it_lists_and_packs_are_all_that_it_needs() -> None:
-    own = "sgl-pipeline"  # the checkout, where an environment has it installed
-    ours = [*listed_packages(), *PACKAGES, "flashinfer-python", own]
-    assert import_with(ours) == ""
-    ours.remove("tokenizers")
-    assert "tokenizers is not listed" in import_with(ours)
+    listed = listed_packages()
+    assert import_with(listed) == ""
+    listed.remove("tokenizers")
+    assert "tokenizers is not listed" in import_with(listed)
 
 
 @pytest.mark.parametrize("package", ["requests", "tqdm", "filelock", "packaging", "jinja2"])

@@ -14,6 +14,7 @@ import torch
 from support.emulated_graphs import EmulatedCuda, EmulatedRecorder
 from support.fake_flashinfer import FakeFlashInferFunctions, Fakes
 from support.real_flashinfer import EmulatedCard, emulated_card
+from support.scaled_products import require_scaled_products
 
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs, build_step_inputs
@@ -193,6 +194,8 @@ def test_every_kind_of_step_is_the_same_from_graphs(is_first: bool, at_once: boo
 
 @pytest.mark.parametrize("quantization", ["fp8", "w8a8_int8"])
 def test_weights_and_pages_of_eight_bits_run_from_graphs_too(quantization: str) -> None:
+    if quantization == "fp8":
+        require_scaled_products()
     chosen = choose_quantization(quantization, None, SPEC.names.head)
     stage = make_stage(
         kernels=FlashInferKernels(FakeFlashInferFunctions, TorchRowRounding, tried_rows=(1, 16)),

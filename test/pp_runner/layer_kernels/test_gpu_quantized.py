@@ -1,8 +1,8 @@
 """Products with quantized weights on a GPU, without one.
 
-FP8 with a scale for each output runs by torch's own kernel for CPUs, int8 too; block-wise FP8,
-which only a Hopper has, by its definition. What they are given passes torch's checks for CUDA
-tensors, on tensors without numbers, which also fail where a number is read.
+FP8 with a scale for each output runs by torch's own kernel for CPUs, where it has one, int8 too;
+block-wise FP8, which only a Hopper has, by its definition. What they are given passes torch's
+checks for CUDA tensors, on tensors without numbers, which also fail where a number is read.
 """
 
 import re
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from support.live_tensors import LiveTensors
 from support.numberless_stage import RoundingWithoutNumbers
+from support.scaled_products import require_scaled_products
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType
 
@@ -84,6 +85,8 @@ def test_products_are_those_of_plain_torch(
 ) -> None:
     if kind == "fp8 blocks":
         monkeypatch.setattr(F, "scaled_mm", defined_scaled_mm)
+    elif kind == "fp8":
+        require_scaled_products()
     weight, x = KINDS[kind](random(0, OUTPUTS, INPUTS)), random(1, num_rows, INPUTS)
     x[: num_rows // 3] *= 100  # rows have scales of their own
     bias = random(2, OUTPUTS) if has_bias else None
@@ -157,6 +160,7 @@ def refuse_few_rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ScalingType, 
 def test_scales_come_in_after_products_that_cublas_refuses(
     has_bias: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    require_scaled_products()
     asked = refuse_few_rows(monkeypatch)
     weight = KINDS["fp8"](random(0, OUTPUTS, INPUTS))
     bias = random(2, OUTPUTS) if has_bias else None
@@ -191,10 +195,10 @@ def test_other_errors_of_a_product_are_not_its_refusals(monkeypatch: pytest.Monk
 
 
 def test_torch_accepts_the_product_without_scales_on_a_card() -> None:
-    values, columns = (torch.empty(40, 64, dtype=FP8), torch.empty(32, 64, dtype=FP8).t())
-    recipe, one = ScalingType.TensorWise, torch.ones(1)
+    values, columns = (torch.empty(n, 64, dtype=FP8, device="meta") for n in (40, 32))
+    recipe, one = ScalingType.TensorWise, torch.ones(1, device="meta")
     call = checks_for_cuda(F.scaled_mm, "scaled_mm", [])
-    y = call(values, columns, one, recipe, one, recipe, output_dtype=torch.float32)
+    y = call(values, columns.t(), one, recipe, one, recipe, output_dtype=torch.float32)
     assert y.shape == (40, 32) and y.dtype == torch.float32
 
 
