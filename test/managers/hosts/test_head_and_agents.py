@@ -410,7 +410,9 @@ def test_a_host_that_sends_a_malformed_message_later_is_lost(tmp_path: Path, kin
     play(tmp_path, scenario)
 
 
-def test_a_frame_beyond_the_limit_ends_the_connection_before_it_is_read(tmp_path: Path) -> None:
+def test_a_frame_beyond_the_limit_ends_the_connection_before_it_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario(cluster: Cluster) -> None:
         stream = await cluster.dial()
         stream._writer.write(LENGTH.pack(MAX_FRAME_BYTES + 1))
@@ -418,6 +420,7 @@ def test_a_frame_beyond_the_limit_ends_the_connection_before_it_is_read(tmp_path
             await stream.receive()
 
     play(tmp_path, scenario)
+    assert f"the limit is {MAX_FRAME_BYTES}" in caplog.text
 
 
 def test_whoever_does_not_greet_with_a_hello_is_let_go(tmp_path: Path) -> None:
