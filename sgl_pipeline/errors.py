@@ -10,10 +10,11 @@
     |   +-- MoveRefused             layers cannot move as asked (400), or others move now (409)
     +-- ProtocolError               scheduler and stage disagree: a lost, repeated or late message
     |   +-- WorkerFault             a worker's message cannot be what it should have said
+    +-- MalformedData               bytes of a message or file that cannot be decoded
     +-- StageFailure                a stage process died or could not run a step
     +-- PipelineLost                the stages that are left cannot serve, and no worker comes
 
-Used by every room. A message says what happened, the limit, and the knob that moves it; `assert`
+A message says what happened, the limit, and the knob that moves it; `assert`
 is for our own bugs and never appears here.
 """
 
@@ -68,6 +69,10 @@ class WorkerFault(ProtocolError):
         super().__init__(f"worker {worker}: {reason}")
         self.worker = worker
         self.reason = reason
+
+
+class MalformedData(SglPipelineError):
+    """Raised when bytes from another process or a file cannot be decoded."""
 
 
 class PipelineLost(SglPipelineError):

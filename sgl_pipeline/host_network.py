@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.decoding import decode
+from sgl_pipeline.errors import ConfigurationError, MalformedData
 
 
 class NetworkLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,10 +84,10 @@ class HostNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def read_host_network(path: Path) -> HostNetwork:
     """What the file says. Raises ConfigurationError that names what is wrong with it."""
     try:
-        network = msgspec.json.decode(path.read_bytes(), type=HostNetwork)
+        network = decode(msgspec.json.Decoder(HostNetwork), path.read_bytes())
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except MalformedData as error:
         raise ConfigurationError(f"{path}: {error}") from error
     if fault := _fault(network):
         raise ConfigurationError(f"{path}: {fault}")

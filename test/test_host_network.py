@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from support.malformed_data import JSON
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.host_network import HostNetwork, read_host_network
@@ -61,3 +62,11 @@ def test_a_fault_is_named_with_its_file(tmp_path: Path, old: str, new: str, mess
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot read .*nowhere\.json"):
         read_host_network(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("kind", JSON)
+def test_a_file_that_cannot_be_decoded_is_named(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "hosts.json"
+    path.write_bytes(JSON[kind])
+    with pytest.raises(ConfigurationError, match=r"hosts\.json: "):
+        read_host_network(path)

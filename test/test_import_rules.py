@@ -27,7 +27,7 @@ LIBRARIES = {
     "wire": "msgspec zmq",
     "throttle": "",
     "scheduling": "",
-    "cluster": "msgspec cryptography",
+    "cluster": "msgspec cryptography psutil",
     "migration": "numpy",
     "pipeline": "msgspec",
     "simulator": "msgspec numpy matplotlib",

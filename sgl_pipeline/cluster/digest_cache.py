@@ -20,7 +20,8 @@ from sgl_pipeline.cluster.tensor_samples import (
     TensorSample,
     sample_tensors,
 )
-from sgl_pipeline.errors import CheckpointError
+from sgl_pipeline.decoding import decode
+from sgl_pipeline.errors import CheckpointError, MalformedData
 from sgl_pipeline.user_cache import make_private, user_cache_directory
 
 logger = logging.getLogger(__name__)
@@ -89,10 +90,10 @@ def _record_path(real_path: str) -> Path | None:
 def _read(record_path: Path, stamp: _Stamp) -> dict[str, TensorSample] | None:
     """The tensors of the record, where it holds for `stamp`."""
     try:
-        record = msgspec.json.decode(record_path.read_bytes(), type=_Record)
+        record = decode(msgspec.json.Decoder(_Record), record_path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, MalformedData) as error:
         logger.info("%s is damaged, and made anew: %s", record_path, error)
         return None
     return record.tensors if record.stamp == stamp else None

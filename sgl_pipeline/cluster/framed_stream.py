@@ -1,7 +1,6 @@
-"""Messages over a `SecureStream`: each a length and so many bytes.
+"""Messages over a `SecureStream`: each is its length in bytes, and these bytes.
 
-Between the scheduler and the workers of other hosts, and between a host's agent and the head. What
-a message means is its users' to decode, with msgspec.
+The messages are msgspec's; `managers/hosts/host_stream.py` sends the same frames in an event loop.
 """
 
 import select
@@ -10,9 +9,14 @@ from collections import deque
 
 from sgl_pipeline.cluster.secure_stream import SecureStream, StreamClosed
 
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 _FIRST_ROOM = 64 * 1024
+
+
+def too_long(num_bytes: int) -> StreamClosed:
+    """The error for a frame beyond the limit."""
+    return StreamClosed(f"a frame of {num_bytes} bytes; the limit is {MAX_FRAME_BYTES}")
 
 
 class FramedStream:
@@ -34,7 +38,7 @@ class FramedStream:
 
     def send(self, payload: bytes) -> None:
         """Sends a frame without waiting. Raises StreamClosed."""
-        self._backlog.append(memoryview(_LENGTH.pack(len(payload)) + payload))
+        self._backlog.append(memoryview(LENGTH.pack(len(payload)) + payload))
         self.flush()
 
     def flush(self) -> bool:
@@ -56,7 +60,7 @@ class FramedStream:
             return None
         while True:
             length = self._frame_length()
-            if length is not None and self._num_read >= _LENGTH.size + length:
+            if length is not None and self._num_read >= LENGTH.size + length:
                 return self._take(length)
             num_read = self._stream.read_into(memoryview(self._room)[self._num_read :])
             self._num_read += num_read
@@ -75,20 +79,20 @@ class FramedStream:
 
     def _frame_length(self) -> int | None:
         """Of the frame at the beginning of the room, for which the room is made large enough."""
-        if self._num_read < _LENGTH.size:
+        if self._num_read < LENGTH.size:
             return None
-        (length,) = _LENGTH.unpack_from(self._room)
+        (length,) = LENGTH.unpack_from(self._room)
         if length > MAX_FRAME_BYTES:
-            raise StreamClosed(f"a frame of {length} bytes, at most {MAX_FRAME_BYTES} are allowed")
-        if _LENGTH.size + length > len(self._room):
-            room = bytearray(max(2 * len(self._room), _LENGTH.size + length))
+            raise too_long(length)
+        if LENGTH.size + length > len(self._room):
+            room = bytearray(max(2 * len(self._room), LENGTH.size + length))
             room[: self._num_read] = self._room[: self._num_read]
             self._room = room
         return int(length)
 
     def _take(self, length: int) -> bytes:
-        end = _LENGTH.size + length
-        payload = bytes(self._room[_LENGTH.size : end])
+        end = LENGTH.size + length
+        payload = bytes(self._room[LENGTH.size : end])
         self._room[: self._num_read - end] = self._room[end : self._num_read]
         self._num_read -= end
         return payload

@@ -5,18 +5,17 @@ or a network that the others are not in. The kernel's own route to the head deci
 environment variable (SGLang's) decides where several networks lead there.
 """
 
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 from dataclasses import dataclass
+
+import psutil
 
 from sgl_pipeline.cluster.doors import split_address
 from sgl_pipeline.errors import ConfigurationError
 
 ADDRESS_VARIABLE = "SGLANG_HOST_IP"
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ def head_own_address(head_address: str) -> OwnAddress:
     interface = _interface_of(host)
     if interface is None:
         raise ConfigurationError(
-            f"--dist-init-addr {head_address} ({host}) is no address of this host, which has "
+            f"--dist-init-addr {head_address} ({host}) is not an address of this host, which has "
             f"{_others_text()}; --node-rank 0 belongs on the host that --dist-init-addr names"
         )
     return OwnAddress(host, interface, "--dist-init-addr names it")
@@ -57,7 +56,8 @@ def agent_own_address(head_address: str) -> OwnAddress:
         interface = _interface_of(asked)
         if interface is None:
             raise ConfigurationError(
-                f"{ADDRESS_VARIABLE}={asked} is no address of this host, which has {_others_text()}"
+                f"{ADDRESS_VARIABLE}={asked} is not an address of this host, which has "
+                f"{_others_text()}"
             )
         if _is_loopback(asked) and not _is_loopback(head):
             raise ConfigurationError(
@@ -115,8 +115,9 @@ def _interface_of(host: str) -> str | None:
     """The name of the interface that has an address; None when none has."""
     if _is_loopback(host):
         return "lo"
+    wanted = ipaddress.ip_address(host)
     for name, address in _addresses():
-        if address == host:
+        if ipaddress.ip_address(address) == wanted:
             return name
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -128,17 +129,13 @@ def _interface_of(host: str) -> str | None:
 
 
 def _addresses() -> list[tuple[str, str]]:
-    """The IPv4 address of each interface that has one (netdevice(7))."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
-            except OSError:
-                continue
-            found.append((name, socket.inet_ntoa(answer[20:24])))
-    return found
+    """Each interface and each of its IP addresses; IPv6 link-local ones have a scope (`%eth0`)."""
+    return [
+        (name, one.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for one in entries
+        if one.family in (socket.AF_INET, socket.AF_INET6)
+    ]
 
 
 def _others_text() -> str:

@@ -1,23 +1,24 @@
-"""What a stream between two hosts brings: its delay, its rate, and how their clocks differ.
+"""Measures a stream between two hosts: its delay, its rate, and how their clocks differ.
 
-Used by the doctor's processes. Who dials asks, and measures what comes; the other end only answers.
-The stream is the one that rows take (`secure_stream.py`), hence with TLS in its times. Both ends
-wait, each step within a deadline, so they run in threads of their own.
+The dialing end asks and measures; the other end answers. The stream has the TLS of the stream that
+rows take (`secure_stream.py`), so its times include encryption. Both ends block until a deadline,
+so each needs a thread of its own.
 """
 
 import contextlib
-import select
 import socket
 import struct
 import time
 from collections.abc import Iterator
 from statistics import median
+from typing import Self
 
 import msgspec
 
 from sgl_pipeline.cluster.clock import HostClock
 from sgl_pipeline.cluster.doors import DialError, dial
-from sgl_pipeline.cluster.secure_stream import SecureStream, StreamClosed
+from sgl_pipeline.cluster.keys import tls_context
+from sgl_pipeline.cluster.secure_stream import WRITE_BYTES, reason_of
 
 PROBE_DOOR = "probe"
 NUM_PINGS = 40
@@ -65,9 +66,7 @@ def probe_link(
     deadline_s = time.monotonic() + limit_s
     try:
         connection = dial(address, PROBE_DOOR, run_directory)
-        exchange = _Exchange(SecureStream(connection, run_directory, is_server=False), deadline_s)
-        with contextlib.closing(exchange):
-            exchange.open()
+        with _Exchange(connection, run_directory, deadline_s, is_server=False) as exchange:
             clock, round_trips_s = _ping(exchange)
             typical_s = median(round_trips_s)
             window_s = min(_MOST_WINDOW_S, max(window_s, _WINDOW_ROUND_TRIPS * typical_s))
@@ -75,13 +74,14 @@ def probe_link(
             gbit_per_s = _rate(exchange, window_s)
     except DialError as error:
         raise ProbeFailed(str(error)) from error
-    except StreamClosed as error:
-        raise ProbeFailed(f"the connection to {address} ended: {error}") from error
     except TimeoutError as error:
         raise ProbeFailed(
             f"{address} was reached, and a probe of the link is not over after {limit_s:g} s: "
             "packets are lost, or its rate is far too low"
         ) from error
+    except (OSError, EOFError) as error:
+        reason = reason_of(error) if isinstance(error, OSError) else error
+        raise ProbeFailed(f"the connection to {address} ended: {reason}") from error
     reading = clock.read(time.monotonic())
     assert reading is not None
     return LinkReading(
@@ -96,10 +96,10 @@ def probe_link(
 def answer_probe(connection: socket.socket, run_directory: str) -> None:
     """Answers one that has come to `PROBE_DOOR`, until it ends or takes too long."""
     deadline_s = time.monotonic() + LIMIT_S
-    stream = SecureStream(connection, run_directory, is_server=True)
-    exchange = _Exchange(stream, deadline_s)
-    with contextlib.closing(exchange), contextlib.suppress(StreamClosed, TimeoutError):
-        exchange.open()
+    with (
+        contextlib.suppress(OSError, EOFError),
+        _Exchange(connection, run_directory, deadline_s, is_server=True) as exchange,
+    ):
         while exchange.read(_REQUEST.size) == _REQUEST.pack(_PING):
             received_s = time.monotonic()
             exchange.write(_MOMENTS.pack(received_s, time.monotonic()))
@@ -138,50 +138,64 @@ def _rate(exchange: "_Exchange", window_s: float) -> float:
 
 
 class _Exchange:
-    """Waits for a stream. Its methods raise StreamClosed, and TimeoutError after `deadline_s`."""
+    """A TLS stream whose calls block, for use in a `with`. They raise TimeoutError after
+    `deadline_s`, and OSError or EOFError when the other end is gone."""
 
-    def __init__(self, stream: SecureStream, deadline_s: float) -> None:
-        self._stream = stream
+    def __init__(
+        self,
+        connection: socket.socket,
+        run_directory: str,
+        deadline_s: float,
+        *,
+        is_server: bool,
+    ) -> None:
         self._deadline_s = deadline_s
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._tls = tls_context(run_directory, is_server=is_server).wrap_socket(
+            connection, server_side=is_server, do_handshake_on_connect=False
+        )
 
-    def open(self) -> None:
-        while not self._stream.open():
-            self._wait(select.POLLIN)
+    def __enter__(self) -> Self:
+        try:
+            self._limit()
+            self._tls.do_handshake()
+        except OSError:
+            self._tls.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._tls.close()
 
     def write(self, data: bytes) -> None:
         left = memoryview(data)
-        while left := left[self._stream.write(left) :]:
-            self._wait(select.POLLOUT)
-        self._check_deadline()
+        while left:
+            self._limit()
+            left = left[self._tls.send(left[:WRITE_BYTES]) :]
 
     def read(self, num_bytes: int) -> bytes:
         data, num_read = bytearray(num_bytes), 0
         while num_read < num_bytes:
-            count = self._stream.read_into(memoryview(data)[num_read:])
-            num_read += count
-            if not count:
-                self._wait(select.POLLIN)
+            num_read += self._receive(memoryview(data)[num_read:])
         return bytes(data)
 
     def arrivals(self) -> Iterator[tuple[float, int]]:
         """Whenever something has arrived, the moment and the number of bytes."""
         room = memoryview(bytearray(_BLOCK_BYTES))
         while True:
-            if count := self._stream.read_into(room):
-                yield time.monotonic(), count
-                self._check_deadline()
-            else:
-                self._wait(select.POLLIN)
+            count = self._receive(room)
+            yield time.monotonic(), count
 
-    def close(self) -> None:
-        self._stream.close()
+    def _receive(self, room: memoryview) -> int:
+        self._limit()
+        count = self._tls.recv_into(room)
+        if not count:
+            raise EOFError("the other end has closed the connection")
+        return count
 
-    def _wait(self, event: int) -> None:
-        self._check_deadline()
-        poller = select.poll()
-        poller.register(self._stream, event)
-        poller.poll(max(0.0, self._deadline_s - time.monotonic()) * 1e3)
-
-    def _check_deadline(self) -> None:
-        if time.monotonic() >= self._deadline_s:
+    def _limit(self) -> None:
+        """Lets the next call block until the deadline."""
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0.0:
             raise TimeoutError
+        self._tls.settimeout(left_s)

@@ -14,7 +14,8 @@ import msgspec
 from sgl_pipeline.cluster.doors import SCHEDULER_DOOR, DialError, Door, dial
 from sgl_pipeline.cluster.framed_stream import FramedStream
 from sgl_pipeline.cluster.secure_stream import SecureStream, StreamClosed
-from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.decoding import decode
+from sgl_pipeline.errors import MalformedData, ProtocolError
 from sgl_pipeline.wire.stage_messages import FromWorker, ToWorker, WorkerHello
 
 # The scheduler process comes up after the workers.
@@ -109,11 +110,11 @@ class RemoteWorkers:
     def _meet(self, descriptor: int) -> Iterator[tuple[int, bytes]]:
         stream, _ = self._strangers[descriptor]
         frame, message = b"", None
-        with contextlib.suppress(StreamClosed, msgspec.DecodeError):
+        with contextlib.suppress(StreamClosed, MalformedData):
             arrived = stream.receive()
             if arrived is None:
                 return
-            frame, message = arrived, self._decoder.decode(arrived)
+            frame, message = arrived, decode(self._decoder, arrived)
         if not isinstance(message, WorkerHello) or message.worker in self._workers:
             self._forget(descriptor)
             stream.close()
@@ -195,8 +196,8 @@ class RemoteWorkerChannel:
                     return None
                 self._stream.wait(left_s)
         try:
-            message: ToWorker = self._decoder.decode(frame)
-        except msgspec.DecodeError as error:
+            message: ToWorker = decode(self._decoder, frame)
+        except MalformedData as error:
             raise ProtocolError(f"the scheduler sent a malformed message: {error}") from error
         return message
 

@@ -46,7 +46,7 @@ class SecureStream:
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
         except OSError as error:
-            raise StreamClosed(f"TLS handshake: {_reason(error)}") from error
+            raise StreamClosed(f"TLS handshake: {reason_of(error)}") from error
         self._is_open = True
         return True
 
@@ -66,7 +66,7 @@ class SecureStream:
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
         except OSError as error:
-            raise StreamClosed(_reason(error)) from error
+            raise StreamClosed(reason_of(error)) from error
         return num_read
 
     def write(self, data: memoryview) -> int:
@@ -79,7 +79,7 @@ class SecureStream:
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
         except OSError as error:
-            raise StreamClosed(_reason(error)) from error
+            raise StreamClosed(reason_of(error)) from error
         return num_written
 
     def close(self) -> None:
@@ -87,7 +87,8 @@ class SecureStream:
         self._tls.close()
 
 
-def _reason(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
+    """Why a stream ended, as a clause."""
     if isinstance(error, ssl.SSLError):
         return (error.reason or str(error)).lower().replace("_", " ")
     return error.strerror or str(error)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from sgl_pipeline.decoding import DECODING_ERRORS
 from sgl_pipeline.errors import CheckpointError
 
 WHOLE_BYTES = 64 * 1024
@@ -85,7 +86,7 @@ def _read_header(file: int, path: str) -> tuple[dict[str, _Entry], int]:
         header = _decode_header(_read(file, path, 8, length))
         header.pop("__metadata__", None)
         entries = {name: _decode_entry(raw) for name, raw in header.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DECODING_ERRORS as error:
         raise CheckpointError(f"{path} is truncated or corrupt: {error}") from None
     data_start = 8 + length
     num_bytes = os.fstat(file).st_size - data_start

@@ -8,7 +8,8 @@ with curves where it has straight lines: on a CPU few rows cost as much as readi
 
 import msgspec
 
-from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.decoding import decode
+from sgl_pipeline.errors import ConfigurationError, MalformedData
 
 
 class RowCost(msgspec.Struct, frozen=True):
@@ -93,9 +94,11 @@ def decode_costs(
     """
     advice = f"run `python -m sgl_pipeline fit` for {model}, or name another file"
     try:
-        found = msgspec.json.decode(content, type=CostFile)
-    except msgspec.DecodeError as error:  # a ValidationError is one
-        raise ConfigurationError(f"{name} is no file of step costs ({error}); {advice}") from None
+        found = decode(msgspec.json.Decoder(CostFile), content)
+    except MalformedData as error:
+        raise ConfigurationError(
+            f"{name} is not a file of step costs ({error}); {advice}"
+        ) from None
     wanted = {"model": model, "dtype": dtype, "device": device, "threads": threads}
     for field, value in wanted.items():
         if getattr(found, field) != value:

@@ -5,6 +5,7 @@ import socket
 from typing import NamedTuple
 
 from sgl_pipeline import __version__
+from sgl_pipeline.host_memory import total_memory_bytes
 from sgl_pipeline.pp_runner.device import count_gpus
 from sgl_pipeline.wire.stage_messages import WorkerHello
 
@@ -24,7 +25,7 @@ def worker_hello(worker: int, site: WorkerSite) -> WorkerHello:
         host=socket.gethostname(),
         cores=tuple(sorted(os.sched_getaffinity(0))),
         num_gpus=count_gpus(),
-        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        memory_bytes=total_memory_bytes(),
         version=__version__,
         run_directory=site.run_directory,
         host_address=site.host_address,

@@ -12,7 +12,8 @@ import zlib
 
 import msgspec
 
-from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.decoding import decode
+from sgl_pipeline.errors import MalformedData, ProtocolError
 from sgl_pipeline.wire.move_orders import AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.wire.step_order import MirrorSnapshot, StepOrder
 
@@ -89,8 +90,8 @@ class OrderReader:
                 "what was sent"
             )
         try:
-            order: StageOrder = self._decoder.decode(sealed.payload)
-        except msgspec.DecodeError as error:
+            order: StageOrder = decode(self._decoder, sealed.payload)
+        except MalformedData as error:
             raise ProtocolError(f"order {sealed.number} cannot be read: {error}") from error
         self._incarnation = sealed.incarnation
         self._next_number, self._checksum = number + 1, checksum

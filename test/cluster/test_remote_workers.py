@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import zmq
 from support.clusters import host_directory, open_port, until
+from support.malformed_data import MSGPACK
 from support.worker_messages import hello
 
 from sgl_pipeline.cluster import remote_workers
 from sgl_pipeline.cluster.remote_workers import RemoteWorkerChannel, RemoteWorkers
+from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.wire.channels import SchedulerChannel, WorkerChannel
 from sgl_pipeline.wire.stage_messages import FromWorker, PoolSize, Shutdown
 
@@ -112,13 +114,32 @@ def test_a_worker_without_its_scheduler_leaves(place: tuple[str, str]) -> None:
     workers.close()
 
 
-def test_whoever_has_the_key_and_is_no_worker_is_let_go(place: tuple[str, str]) -> None:
+@pytest.mark.parametrize("frame", [b"no message", *MSGPACK.values()])
+def test_whoever_has_the_key_and_is_no_worker_is_let_go(
+    place: tuple[str, str], frame: bytes
+) -> None:
     directory, address = place
     workers = RemoteWorkers(directory)
     channel = RemoteWorkerChannel(address, directory)
-    channel._stream.send(b"no message")
+    channel._stream.send(frame)
     with pytest.raises(SystemExit):
         until(lambda: bool([*workers.receive()]) or channel.receive(1) is not None)
     assert not workers._strangers and not workers._workers
+    channel.close()
+    workers.close()
+
+
+@pytest.mark.parametrize("kind", MSGPACK)
+def test_a_malformed_message_of_the_scheduler_is_a_protocol_error(
+    place: tuple[str, str], kind: str
+) -> None:
+    directory, address = place
+    workers = RemoteWorkers(directory)
+    channel = RemoteWorkerChannel(address, directory)
+    channel.send(hello(0))
+    meet(workers, channel)
+    workers.send(0, MSGPACK[kind])
+    with pytest.raises(ProtocolError, match="malformed"):
+        channel.receive(5000)
     channel.close()
     workers.close()

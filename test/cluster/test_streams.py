@@ -7,6 +7,7 @@ import socket
 import ssl
 from pathlib import Path
 
+import psutil
 import pytest
 from support.clusters import accept, host_directory, open_port, stream_pair, until
 
@@ -84,6 +85,18 @@ def test_each_connection_finds_the_door_that_it_names(tmp_path: Path) -> None:
         for door in doors:
             door.close()
         assert port.dropped == {"nobody at the door": 1}
+
+
+def test_a_port_at_an_ipv6_address_takes_connections(tmp_path: Path) -> None:
+    if not any(one.address == "::1" for one in psutil.net_if_addrs().get("lo", [])):
+        pytest.skip("this machine has no IPv6")
+    directory = host_directory(tmp_path / "host")
+    with open_port(directory, "::1") as (address, _):
+        door = Door(directory, "agents")
+        mine, theirs = dial(address, "agents", directory), accept(door)
+        assert theirs.getpeername() == mine.getsockname()
+        for end in (mine, theirs, door):
+            end.close()
 
 
 def test_another_key_is_named_and_opens_nothing(tmp_path: Path) -> None:

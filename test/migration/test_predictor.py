@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.malformed_data import JSON
 from support.microbatches import microbatch_of
 from support.pipelines import make_request
 from support.served_steps import flat_costs
@@ -126,6 +127,7 @@ def broken(**parts: object) -> bytes:
     [
         b"{}",
         b"not json",
+        *JSON.values(),
         broken(tail=RowCost((2.0, 1.0), (1.0, 1.0), 0.0)),
         broken(tail=RowCost((), (), 0.0)),
         broken(embedding=RowCost((1.0,), (-1.0,), 0.0)),

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sgl_pipeline.cluster.cluster_port import ClusterPort
-from sgl_pipeline.cluster.doors import Door, dial
+from sgl_pipeline.cluster.doors import Door, dial, join_address
 from sgl_pipeline.cluster.keys import write_identity
 from sgl_pipeline.cluster.secure_stream import SecureStream
 
@@ -26,12 +26,12 @@ def host_directory(path: Path, secret: bytes = SECRET) -> str:
 
 
 @contextmanager
-def open_port(run_directory: str) -> Iterator[tuple[str, ClusterPort]]:
+def open_port(run_directory: str, host: str = "127.0.0.1") -> Iterator[tuple[str, ClusterPort]]:
     """A cluster port that serves in a thread, and its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
         number = probe.getsockname()[1]
-    port = ClusterPort("127.0.0.1", number, run_directory)
+    port = ClusterPort(host, number, run_directory)
     loop = asyncio.new_event_loop()
     task = loop.create_task(port.serve())
 
@@ -42,7 +42,7 @@ def open_port(run_directory: str) -> Iterator[tuple[str, ClusterPort]]:
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield f"127.0.0.1:{number}", port
+        yield join_address(host, number), port
     finally:
         loop.call_soon_threadsafe(task.cancel)
         thread.join()

@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from support.malformed_data import MSGPACK
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.requests import LogprobSpec, SamplingSpec
@@ -123,6 +125,13 @@ def test_a_payload_that_is_no_order_is_a_protocol_error() -> None:
         OrderReader().open(sealed)
 
 
+@pytest.mark.parametrize("kind", MSGPACK)
+def test_a_payload_that_cannot_be_decoded_is_a_protocol_error(kind: str) -> None:
+    sealed = SealedOrder(0, 0, zlib.crc32(MSGPACK[kind]), MSGPACK[kind])
+    with pytest.raises(ProtocolError, match="order 0 cannot be read"):
+        OrderReader().open(sealed)
+
+
 def test_a_stage_that_joins_and_one_that_was_there_read_the_same_new_stream() -> None:
     stream, survivor, joiner = OrderStream(), OrderReader(), OrderReader()
     for step_id in range(3):
@@ -165,7 +174,7 @@ def test_a_text_in_a_sampling_spec_has_one_checksum_in_all_processes() -> None:
     sealed = set()
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed}
-        root = Path(__file__).parents[1]
+        root = Path(__file__).parents[2]
         run = subprocess.run(
             [sys.executable, "-c", SEAL_A_TEXT],
             env=environment,

@@ -1,7 +1,7 @@
-"""The doctor of rank 0: takes the others in, and has each pair of hosts measure its link.
+"""The doctor of rank 0: gathers the others, and has each pair of hosts measure its link.
 
-Links are measured one after the other, so that none takes from another. Nothing is waited for
-without a limit: who does not come, falls silent or does not answer is a fault of the cluster's.
+It measures one link at a time, so that none takes from another. Each wait has a limit: a host that
+does not come, falls silent or does not answer is a fault of the cluster.
 """
 
 import asyncio
@@ -10,35 +10,27 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import permutations
 
 import msgspec
 
 from sgl_pipeline.args import ClusterArgs
 from sgl_pipeline.cluster.cluster_port import HINTS, ClusterPort
-from sgl_pipeline.cluster.doors import DIAL_TIMEOUT_S, Door
-from sgl_pipeline.cluster.framed_stream import FramedStream
-from sgl_pipeline.cluster.host_messages import Ping, Pong, Rejected
+from sgl_pipeline.cluster.doors import DIAL_TIMEOUT_S
+from sgl_pipeline.cluster.host_messages import Rejected
 from sgl_pipeline.cluster.link_probe import LIMIT_S
-from sgl_pipeline.cluster.secure_stream import SecureStream
 from sgl_pipeline.managers.doctor.doctor_messages import (
     DOCTOR_DOOR,
     FromHost,
     HostFacts,
     Probed,
     ProbeHost,
-    ToHost,
     Verdict,
 )
 from sgl_pipeline.managers.doctor.host_end import PING_INTERVAL_S, SILENCE_S, probe
-from sgl_pipeline.managers.hosts.frame_pump import FramePump
-from sgl_pipeline.managers.hosts.host_checks import (
-    count_fault,
-    how_to_bring,
-    rank_fault,
-    version_fault,
-)
+from sgl_pipeline.managers.hosts.host_checks import count_fault, how_to_bring, rank_fault
+from sgl_pipeline.managers.hosts.host_gathering import GatheredHost, HostGathering
+from sgl_pipeline.managers.hosts.host_stream import HostStream
 
 logger = logging.getLogger(__name__)
 
@@ -53,31 +45,15 @@ PARTING_S = 2.0
 Pair = tuple[int, int]
 
 
-@dataclass(slots=True, eq=False)
-class _CheckedHost:
-    """A connection to another host's doctor; `facts` is None until it has greeted."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _CheckedHost(GatheredHost):
+    """Another host's doctor. `probes` are the answers that it owes, by rank of the other end."""
 
-    sender: str
-    heard_s: float
-    pump: FramePump | None = None
-    facts: HostFacts | None = None
-    # What is to come of the probes that it was asked for, by rank.
+    facts: HostFacts
     probes: dict[int, "asyncio.Future[Probed]"] = field(default_factory=dict)
 
-    def send(self, message: ToHost) -> None:
-        assert self.pump is not None
-        self.pump.send(msgspec.msgpack.encode(message))
 
-    def end(self, reason: str) -> None:
-        """Closes the connection; who waits for an answer gets the reason."""
-        assert self.pump is not None
-        self.pump.close()
-        for rank, answer in self.probes.items():
-            if not answer.done():
-                answer.set_result(Probed(rank, None, reason))
-
-
-class DoctorHead:
+class DoctorHead(HostGathering[_CheckedHost]):
     """The hosts that have come, beside this one. `faults` are what the connections have shown.
 
     Args:
@@ -85,22 +61,16 @@ class DoctorHead:
     """
 
     def __init__(self, cluster: ClusterArgs, own: HostFacts, run_directory: str) -> None:
+        super().__init__(DOCTOR_DOOR, run_directory, FromHost, PING_INTERVAL_S, SILENCE_S)
         self.faults: list[str] = []
         self._is_over = False
         self._cluster = cluster
         self._own = own
-        self._run_directory = run_directory
-        self._hosts: dict[int, _CheckedHost] = {}
-        self._strangers: set[_CheckedHost] = set()
-        self._decoder = msgspec.msgpack.Decoder(FromHost)
-        self._loop = asyncio.get_running_loop()
-        self._door = Door(run_directory, DOCTOR_DOOR)
-        self._loop.add_reader(self._door, self._accept)
 
     @property
     def facts(self) -> dict[int, HostFacts]:
         """Of all hosts that are there, by rank."""
-        found = {rank: host.facts for rank, host in sorted(self._hosts.items()) if host.facts}
+        found = {rank: host.facts for rank, host in sorted(self.hosts.items())}
         return {0: self._own, **found}
 
     async def gather(self, limit_s: float) -> None:
@@ -109,7 +79,7 @@ class DoctorHead:
         while len(self.facts) < self._cluster.num_hosts and time.monotonic() < deadline_s:
             await asyncio.sleep(0.05)
         for rank in range(1, self._cluster.num_hosts):
-            if rank not in self._hosts:
+            if rank not in self.hosts:
                 self._add_fault(
                     f"host {rank} has not come within {limit_s:g} s: "
                     f"{how_to_bring(rank, self._cluster.head_address)}"
@@ -136,27 +106,11 @@ class DoctorHead:
     async def say(self, verdict: Verdict) -> None:
         """Ends the doctors of the other hosts: returns when they have left, or after a moment."""
         self._is_over = True
-        for host in self._hosts.values():
+        for host in self.hosts.values():
             host.send(verdict)
         deadline_s = time.monotonic() + PARTING_S
-        while self._hosts and time.monotonic() < deadline_s:
+        while self.hosts and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._door)
-        self._door.close()
-        for host in (*self._hosts.values(), *self._strangers):
-            host.end("the doctor has ended")
-
-    async def watch(self) -> None:
-        """Pings, and gives up who is silent, until it is cancelled."""
-        while True:
-            now_s = time.monotonic()
-            for rank, host in [*self._hosts.items()]:
-                host.send(Ping(now_s))
-                if now_s - host.heard_s > SILENCE_S:
-                    self._lose(rank, f"it has been silent for {SILENCE_S:g} s")
-            await asyncio.sleep(PING_INTERVAL_S)
 
     async def _probe(self, one: int, other: int, window_s: float) -> Probed:
         facts = self.facts
@@ -165,7 +119,7 @@ class DoctorHead:
         address = facts[other].hello.address
         if one == 0:
             return await probe(other, address, self._run_directory, window_s)
-        host = self._hosts[one]
+        host = self.hosts[one]
         host.probes[other] = answer = self._loop.create_future()
         host.send(ProbeHost(other, address, window_s))
         try:
@@ -173,67 +127,37 @@ class DoctorHead:
         except TimeoutError:
             return Probed(other, None, f"host {one} does not answer when it is asked to measure")
 
-    def _accept(self) -> None:
-        while (accepted := self._door.accept()) is not None:
-            connection, sender = accepted
-            host = _CheckedHost(sender, time.monotonic())
-            stream = SecureStream(connection, self._run_directory, is_server=True)
-            host.pump = FramePump(
-                FramedStream(stream), partial(self._take, host), partial(self._closed, host)
-            )
-            self._strangers.add(host)
+    def _greeted(
+        self, message: msgspec.Struct, stream: HostStream[msgspec.Struct]
+    ) -> _CheckedHost | None:
+        if not isinstance(message, HostFacts):
+            return None
+        return _CheckedHost(hello=message.hello, facts=message, stream=stream)
 
-    def _take(self, host: _CheckedHost, frame: bytes) -> None:
-        host.heard_s = time.monotonic()
-        try:
-            message = self._decoder.decode(frame)
-        except msgspec.DecodeError:
-            self._reject(host, version_fault(f"the host at {host.sender}", "another version"))
-            return
-        if isinstance(message, HostFacts):
-            self._greet(host, message)
-        elif isinstance(message, Probed):
+    def _objection(self, host: _CheckedHost, before: _CheckedHost | None) -> Rejected | None:
+        known = None if before is None else before.hello
+        fault = count_fault(host.hello, self._cluster.num_hosts) or rank_fault(host.hello, known)
+        return Rejected(fault) if fault else None
+
+    def _on_host(self, host: _CheckedHost) -> None:
+        logger.info("%s is there", host.hello.title)
+
+    def _take(self, host: _CheckedHost, message: msgspec.Struct) -> None:
+        if isinstance(message, Probed):
             answer = host.probes.get(message.rank)
             if answer is not None and not answer.done():
                 answer.set_result(message)
-        else:
-            assert isinstance(message, Pong)  # that it was heard is all that counts
 
-    def _greet(self, host: _CheckedHost, facts: HostFacts) -> None:
-        hello = facts.hello
-        before = self._hosts.get(hello.rank)
-        known = None if before is None or before.facts is None else before.facts.hello
-        fault = count_fault(hello, self._cluster.num_hosts) or rank_fault(hello, known)
-        if fault:
-            self._reject(host, fault, f"{hello.title}: ")
-            return
-        if before is not None:
-            before.end("its doctor was started again")
-        self._strangers.discard(host)
-        host.facts = facts
-        self._hosts[hello.rank] = host
-        logger.info("%s is there", hello.title)
+    def _on_lost(self, host: _CheckedHost, reason: str) -> None:
+        fault = f"{host.hello.title} is lost: {reason}"
+        for rank, answer in host.probes.items():
+            if not answer.done():
+                answer.set_result(Probed(rank, None, fault))
+        if not self._is_over and host.hello.rank not in self.hosts:
+            self._add_fault(f"{fault}; look at its output")
 
-    def _reject(self, host: _CheckedHost, fault: str, who: str = "") -> None:
-        self._add_fault(who + fault)
-        host.send(Rejected(fault))
-
-    def _closed(self, host: _CheckedHost, reason: str) -> None:
-        self._strangers.discard(host)
-        host.end(reason)
-        rank = None if host.facts is None else host.facts.hello.rank
-        if rank is None or self._hosts.get(rank) is not host:
-            return
-        if self._is_over:
-            del self._hosts[rank]
-        else:
-            self._lose(rank, reason)
-
-    def _lose(self, rank: int, reason: str) -> None:
-        host = self._hosts.pop(rank)
-        assert host.facts is not None
-        host.end(f"{host.facts.hello.title} is lost: {reason}")
-        self._add_fault(f"{host.facts.hello.title} is lost: {reason}; look at its output")
+    def _complain(self, text: str) -> None:
+        self._add_fault(text)
 
     def _add_fault(self, text: str) -> None:
         """Says it at once: the rest may take a while."""
@@ -246,13 +170,13 @@ class DoctorHead:
 async def doctor_head(
     cluster: ClusterArgs, own: HostFacts, run_directory: str
 ) -> AsyncIterator[DoctorHead]:
-    """A head whose hosts are watched."""
+    """A head that pings its hosts."""
     head = DoctorHead(cluster, own, run_directory)
-    watching = asyncio.get_running_loop().create_task(head.watch())
+    serving = asyncio.get_running_loop().create_task(head.serve())
     try:
         yield head
     finally:
-        watching.cancel()
+        serving.cancel()
         with suppress(asyncio.CancelledError):
-            await watching
+            await serving
         head.close()

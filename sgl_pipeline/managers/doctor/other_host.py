@@ -1,4 +1,4 @@
-"""The doctor of any other host than rank 0: dials it, measures what it asks for, hears the end."""
+"""The doctor of a host other than rank 0: dials rank 0, and measures links for it."""
 
 import asyncio
 import logging
@@ -6,10 +6,9 @@ import time
 
 import msgspec
 
-from sgl_pipeline.cluster.doors import DialError, dial
-from sgl_pipeline.cluster.framed_stream import FramedStream
+from sgl_pipeline.cluster.doors import DialError
 from sgl_pipeline.cluster.host_messages import Ping, Pong, Rejected
-from sgl_pipeline.cluster.secure_stream import SecureStream
+from sgl_pipeline.cluster.secure_stream import StreamClosed
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.doctor.doctor_messages import (
     DOCTOR_DOOR,
@@ -19,11 +18,13 @@ from sgl_pipeline.managers.doctor.doctor_messages import (
     Verdict,
 )
 from sgl_pipeline.managers.doctor.host_end import SILENCE_S, probe
-from sgl_pipeline.managers.hosts.frame_pump import FramePump
+from sgl_pipeline.managers.hosts.host_stream import HostStream, dial_stream
 
 logger = logging.getLogger(__name__)
 
 REDIAL_S = 0.5
+
+_decoder: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
 
 
 async def answer_doctor(
@@ -34,66 +35,51 @@ async def answer_doctor(
     Raises ConfigurationError for what has to be changed first, and where rank 0 is not there or is
     lost.
     """
-    deadline_s = time.monotonic() + limit_s
-    while True:
-        try:
-            connection = await asyncio.to_thread(dial, head_address, DOCTOR_DOOR, run_directory)
-            break
-        except DialError as error:
-            if error.is_final or time.monotonic() > deadline_s:
-                advice = f"; start the doctor there within {limit_s:g} s"
-                text = f"rank 0 at {error}{'' if error.is_final else advice}"
-                raise ConfigurationError(text) from error
-        await asyncio.sleep(REDIAL_S)
-    stream = SecureStream(connection, run_directory, is_server=False)
-    return await _HeadSession(FramedStream(stream), own, run_directory).run()
+    try:
+        stream = await dial_stream(
+            head_address,
+            DOCTOR_DOOR,
+            run_directory,
+            _decoder,
+            redial_s=REDIAL_S,
+            until_s=time.monotonic() + limit_s,
+        )
+    except DialError as error:
+        advice = "" if error.is_final else f"; start the doctor there within {limit_s:g} s"
+        raise ConfigurationError(f"rank 0 at {error}{advice}") from error
+    return await _HeadSession(stream, own, run_directory).run()
 
 
 class _HeadSession:
     """One connection to rank 0."""
 
-    def __init__(self, stream: FramedStream, own: HostFacts, run_directory: str) -> None:
+    def __init__(self, stream: HostStream[ToHost], own: HostFacts, run_directory: str) -> None:
         self._run_directory = run_directory
         self._loop = asyncio.get_running_loop()
         self._verdict: asyncio.Future[Verdict] = self._loop.create_future()
-        self._decoder = msgspec.msgpack.Decoder(ToHost)
-        self._heard_s = time.monotonic()
         self._probing: asyncio.Task[None] | None = None
-        self._pump = FramePump(stream, self._take, self._closed)
-        self._pump.send(msgspec.msgpack.encode(own))
+        self._stream = stream
+        self._stream.send(own)
 
     async def run(self) -> Verdict:
         try:
-            while not self._verdict.done():
-                await asyncio.wait([self._verdict], timeout=0.25)
-                if time.monotonic() - self._heard_s > SILENCE_S:
-                    self._closed(f"it has been silent for {SILENCE_S:g} s")
-            return self._verdict.result()
-        finally:
-            self._pump.close()
+            return await self._stream.converse(self._take, self._verdict, lambda: SILENCE_S)
+        except StreamClosed as ending:
+            text = f"rank 0 is lost: {ending}; look at its output"
+            raise ConfigurationError(text) from ending
 
-    def _closed(self, reason: str) -> None:
-        self._refuse(f"rank 0 is lost: {reason}; look at its output")
-
-    def _refuse(self, text: str) -> None:
-        if not self._verdict.done():
-            self._verdict.set_exception(ConfigurationError(text))
-
-    def _take(self, frame: bytes) -> None:
-        self._heard_s = received_s = time.monotonic()
-        message = self._decoder.decode(frame)
+    def _take(self, message: ToHost) -> None:
         if isinstance(message, Ping):
-            self._send(Pong(message.sent_s, received_s, time.monotonic()))
+            self._stream.send(Pong(message.sent_s, self._stream.heard_s, time.monotonic()))
         elif isinstance(message, ProbeHost):
             self._probing = self._loop.create_task(self._probe(message))
         elif isinstance(message, Rejected):
-            self._refuse(message.reason)
+            if not self._verdict.done():
+                self._verdict.set_exception(ConfigurationError(message.reason))
         elif not self._verdict.done():
             self._verdict.set_result(message)
 
     async def _probe(self, order: ProbeHost) -> None:
         logger.info("measuring the link to host %d", order.rank)
-        self._send(await probe(order.rank, order.address, self._run_directory, order.window_s))
-
-    def _send(self, message: msgspec.Struct) -> None:
-        self._pump.send(msgspec.msgpack.encode(message))
+        found = await probe(order.rank, order.address, self._run_directory, order.window_s)
+        self._stream.send(found)

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
-import msgspec
 import zmq
 import zmq.asyncio
 
+from sgl_pipeline.decoding import DECODING_ERRORS
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.channels.live_channel import (
     MAX_UNREAD_TICKS,
@@ -146,7 +146,7 @@ class LiveHub:
                 frame = await socket.recv()
                 try:
                     self._take(read_message(frame))
-                except msgspec.DecodeError:
+                except DECODING_ERRORS:
                     logger.exception("a message for the live page cannot be read")
         finally:
             with suppress(zmq.ZMQError):

@@ -16,7 +16,8 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from sgl_pipeline.errors import RequestError
+from sgl_pipeline.decoding import decode
+from sgl_pipeline.errors import MalformedData, RequestError
 from sgl_pipeline.managers.channels.operator_channel import (
     ChangeThrottle,
     DeskAnswer,
@@ -229,8 +230,8 @@ class _PipelineRoutes:
 def read_plan_change(body: bytes) -> PlanChange:
     """Reads the body of POST /pipeline/plan. Raises RequestError for any other."""
     try:
-        return _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return decode(_decoder, body)
+    except MalformedData as error:
         raise RequestError(f"the body cannot be read: {error}; {_HOW_TO_ASK}") from error
 
 

@@ -11,7 +11,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
-from sgl_pipeline.errors import RequestError
+from sgl_pipeline.decoding import decode
+from sgl_pipeline.errors import MalformedData, RequestError
 from sgl_pipeline.managers.channels.operator_channel import ChangeThrottle, UndoThrottle
 from sgl_pipeline.records.throttle_change import Author, Knob
 
@@ -64,8 +65,8 @@ KNOBS = tuple(
 def read_body(body: bytes, kind: type[Body], how_to_ask: str = _HOW_TO_CHANGE) -> Body:
     """The body as a `kind`. Raises RequestError for any other."""
     try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return decode(msgspec.json.Decoder(kind), body)
+    except MalformedData as error:
         raise RequestError(f"the body cannot be read: {error}; {how_to_ask}") from error
 
 

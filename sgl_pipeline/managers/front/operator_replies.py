@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from sgl_pipeline.decoding import DECODING_ERRORS
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.channels.operator_channel import (
     ChangeThrottle,
@@ -78,7 +79,7 @@ class OperatorReplies:
         for _ in range(MAX_QUESTIONS_PER_TURN):
             try:
                 received = self._socket.receive()
-            except msgspec.DecodeError:
+            except DECODING_ERRORS:
                 logger.exception("a question about the pipeline cannot be read")
                 continue
             if received is None:

@@ -19,6 +19,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct
 from sglang.srt.utils import msgpack_utils
 
+from sgl_pipeline.decoding import DECODING_ERRORS
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.channels.span_channel import SpanSender
 from sgl_pipeline.managers.command_line.model_files import ModelLimits
@@ -350,7 +351,7 @@ def rids_of(payload: bytes) -> list[str]:
         if not head.tag.startswith("Batch"):
             return [head.rid] if head.rid else []
         several = msgspec.msgpack.decode(payload, type=_ManyHead)
-    except (msgspec.DecodeError, RecursionError):  # ValidationError is a DecodeError
+    except DECODING_ERRORS:
         return []
     return [one.rid for one in several.batch if one.rid]
 

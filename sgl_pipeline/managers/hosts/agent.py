@@ -15,8 +15,7 @@ import msgspec
 
 from sgl_pipeline.args import ClusterArgs
 from sgl_pipeline.cluster.cluster_port import ClusterPort
-from sgl_pipeline.cluster.doors import AGENTS_DOOR, DialError, dial, join_address, split_address
-from sgl_pipeline.cluster.framed_stream import FramedStream
+from sgl_pipeline.cluster.doors import AGENTS_DOOR, DialError, join_address, split_address
 from sgl_pipeline.cluster.host_messages import (
     AgentExit,
     DumpWorker,
@@ -35,11 +34,11 @@ from sgl_pipeline.cluster.host_messages import (
 from sgl_pipeline.cluster.interfaces import agent_own_address
 from sgl_pipeline.cluster.keys import read_secret, write_identity
 from sgl_pipeline.cluster.model_digest import model_digest
-from sgl_pipeline.cluster.secure_stream import SecureStream
+from sgl_pipeline.cluster.secure_stream import StreamClosed
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.hosts.early_options import EarlyOptions
-from sgl_pipeline.managers.hosts.frame_pump import FramePump
 from sgl_pipeline.managers.hosts.host_facts import host_hello
+from sgl_pipeline.managers.hosts.host_stream import HostStream, dial_stream
 from sgl_pipeline.managers.stages.stage_processes import StageProcesses, WorkerPlace
 from sgl_pipeline.process_lifetime import WatchedProcess
 
@@ -49,7 +48,7 @@ REDIAL_S = 1.0
 # What stays the same is said again now and then.
 SAY_AGAIN_S = 10.0
 
-_encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 
 
 def run_agent(options: EarlyOptions, model_path: str, run_directory: str) -> int:
@@ -102,17 +101,17 @@ async def _serve(
     try:
         while True:
             try:
-                connection = await asyncio.to_thread(
-                    dial, cluster.head_address, AGENTS_DOOR, stages.run_directory
+                stream = await dial_stream(
+                    cluster.head_address,
+                    AGENTS_DOOR,
+                    stages.run_directory,
+                    _decoder,
+                    redial_s=REDIAL_S,
+                    on_failure=lambda error: complaints.say(f"waiting for the head: {error}"),
                 )
             except DialError as error:
-                if error.is_final:
-                    raise ConfigurationError(f"the head at {error}") from error
-                complaints.say(f"waiting for the head: {error}")
-                await asyncio.sleep(REDIAL_S)
-                continue
-            stream = SecureStream(connection, stages.run_directory, is_server=False)
-            session = _AgentSession(FramedStream(stream), hello, stages, complaints)
+                raise ConfigurationError(f"the head at {error}") from error
+            session = _AgentSession(stream, hello, stages, complaints)
             if await session.run() or session.is_leaving:
                 return
             session = None
@@ -142,7 +141,7 @@ class _AgentSession:
 
     def __init__(
         self,
-        stream: FramedStream,
+        stream: HostStream[ToAgent],
         hello: HostHello,
         stages: StageProcesses,
         complaints: _Complaints,
@@ -153,25 +152,20 @@ class _AgentSession:
         self._stages = stages
         self._complaints = complaints
         self._workers: dict[int, WatchedProcess] = {}
-        self._decoder = msgspec.msgpack.Decoder(ToAgent)
-        self._heard_s = time.monotonic()
         self._silence_s = ClusterArgs().silence_s
         self.is_leaving = False
-        self._pump = FramePump(stream, self._take, self._closed)
-        self._pump.send(_encode(hello))
+        self._stream = stream
+        self._stream.send(hello)
 
     async def run(self) -> bool:
         """Returns when the connection is over: True after a farewell. Raises ConfigurationError
         when the head wants nothing of this host."""
         try:
-            while not self._ended.done():
-                await asyncio.wait([self._ended], timeout=0.25)
-                silent_s = time.monotonic() - self._heard_s
-                if not self._ended.done() and silent_s > self._silence_s:
-                    self._closed(f"it has been silent for {silent_s:.1f} s")
-            return self._ended.result()
+            return await self._stream.converse(self._take, self._ended, lambda: self._silence_s)
+        except StreamClosed as ending:
+            logger.warning("the head is lost: %s; its workers here are ended", ending)
+            return False
         finally:
-            self._pump.close()
             for worker in [*self._workers]:
                 self._forget(worker)
             self._stages.stop_all()
@@ -186,19 +180,12 @@ class _AgentSession:
             "second SIGTERM ends them at once",
             len(self._workers),
         )
-        self._pump.send(_encode(HostLeaves()))
+        self._stream.send(HostLeaves())
         return True
 
-    def _closed(self, reason: str) -> None:
-        if not self._ended.done():
-            logger.warning("the head is lost: %s; its workers here are ended", reason)
-            self._ended.set_result(False)
-
-    def _take(self, frame: bytes) -> None:
-        self._heard_s = received_s = time.monotonic()
-        message = self._decoder.decode(frame)
+    def _take(self, message: ToAgent) -> None:
         if isinstance(message, Ping):
-            self._pump.send(_encode(Pong(message.sent_s, received_s, time.monotonic())))
+            self._stream.send(Pong(message.sent_s, self._stream.heard_s, time.monotonic()))
         elif isinstance(message, Welcome):
             self._silence_s = message.silence_s
             logger.info("the head has taken this host in")
@@ -229,7 +216,7 @@ class _AgentSession:
 
     def _start(self, order: StartWorker) -> None:
         if self.is_leaving:
-            self._pump.send(_encode(WorkerEnded(order.worker, "its host leaves")))
+            self._stream.send(WorkerEnded(order.worker, "its host leaves"))
             return
         try:
             pid = self._stages.start_another(order.worker, order.num_threads)
@@ -237,18 +224,18 @@ class _AgentSession:
             process = WatchedProcess(pid)
         except OSError as error:
             reason = f"it cannot be started: {error.strerror or error}"
-            self._pump.send(_encode(WorkerEnded(order.worker, reason)))
+            self._stream.send(WorkerEnded(order.worker, reason))
             return
         self._workers[order.worker] = process
         self._loop.add_reader(process, self._worker_ended, order.worker)
-        self._pump.send(_encode(WorkerStarted(order.worker, pid)))
+        self._stream.send(WorkerStarted(order.worker, pid))
 
     def _worker_ended(self, worker: int) -> None:
         # After the last one of a host that leaves, the head says farewell: an agent that ended by
         # itself might close the connection before the head has read this.
         reason = self._workers[worker].end()
         self._forget(worker)
-        self._pump.send(_encode(WorkerEnded(worker, reason)))
+        self._stream.send(WorkerEnded(worker, reason))
 
     def _forget(self, worker: int) -> None:
         process = self._workers.pop(worker)

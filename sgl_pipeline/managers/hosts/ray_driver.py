@@ -7,16 +7,11 @@ it, another one is started until there is a cluster again.
 import importlib.util
 import logging
 import os
-import select
-import subprocess
-import sys
 import threading
 from pathlib import Path
-from typing import IO
-
-import msgspec
 
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.managers.hosts.detached_child import DetachedChild
 from sgl_pipeline.managers.hosts.early_options import EarlyOptions
 from sgl_pipeline.managers.hosts.ray_hosts import CONNECTED, PLACED, RaySetup
 from sgl_pipeline.pipeline.assignment import workers_of_host
@@ -49,9 +44,7 @@ class RayDriver:
         self._is_closing = threading.Event()
         self._lock = threading.Lock()
         self._keeper: threading.Thread | None = None
-        self._process = self._start()
-        # Its standard input stands for the life of this process, not of its forks.
-        os.register_at_fork(after_in_child=self._let_go)
+        self._child = self._start()
 
     def wait_until_placed(self) -> None:
         """Returns when all hosts have their agents. Raises ConfigurationError where they cannot."""
@@ -72,47 +65,27 @@ class RayDriver:
         """Has Ray take back the agents."""
         self._is_closing.set()
         with self._lock:
-            self._stdin.close()
+            self._child.close_input()
         # It says nothing more: its output ends when it has ended.
         if self._keeper is not None:
             self._keeper.join(_STOP_TIMEOUT_S)
         else:
-            select.select([self._stdout], [], [], _STOP_TIMEOUT_S)
+            self._child.has_output(_STOP_TIMEOUT_S)
         if self._keeper is None or not self._keeper.is_alive():
-            self._let_go()
+            self._child.let_go()
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sgl_pipeline.managers.hosts.ray_hosts"],
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
+    def _start(self) -> DetachedChild:
+        return DetachedChild(
+            "sgl_pipeline.managers.hosts.ray_hosts", self._setup, self._environment
         )
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(self._setup) + b"\n")
-        process.wait()  # it has forked, and this was the parent
-        return process
 
     def _answer(self, limit_s: float) -> str:
-        stdout = self._stdout
-        if not select.select([stdout], [], [], limit_s)[0]:
+        if not self._child.has_output(limit_s):
             return (
                 f"--use-ray: Ray at {self._setup.address!r} has not answered within {limit_s:g} s; "
                 f"look at `ray status`, and at {ADDRESS_VARIABLE}"
             )
-        line = stdout.readline().decode(errors="replace").strip()
-        return line or "--use-ray: the Ray driver has ended; see above"
-
-    @property
-    def _stdin(self) -> IO[bytes]:
-        assert self._process.stdin is not None
-        return self._process.stdin
-
-    @property
-    def _stdout(self) -> IO[bytes]:
-        assert self._process.stdout is not None
-        return self._process.stdout
+        return self._child.read_line() or "--use-ray: the Ray driver has ended; see above"
 
     def _restart(self) -> None:
         while True:
@@ -126,19 +99,15 @@ class RayDriver:
             with self._lock:
                 if self._is_closing.is_set():
                     return
-                self._let_go()
-                self._process = self._start()
+                self._child.let_go()
+                self._child = self._start()
 
     def _last_answers(self) -> str:
         """The last line that the driver says, when it has ended."""
-        last = b""
-        while select.select([self._stdout], [], [])[0] and (line := self._stdout.readline()):
+        last = ""
+        while line := self._child.read_line():
             last = line
-        return last.decode(errors="replace").strip()
-
-    def _let_go(self) -> None:
-        self._stdin.close()
-        self._stdout.close()
+        return last
 
 
 def ray_setup(options: EarlyOptions, secret: bytes) -> RaySetup:

@@ -23,6 +23,7 @@ import msgspec
 from sgl_pipeline import __version__
 from sgl_pipeline.cluster.interfaces import is_own_address
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.managers.hosts.detached_child import detach
 
 logger = logging.getLogger(__name__)
 
@@ -330,12 +331,7 @@ def _connect(address: str) -> Any:
 
 def main() -> int:
     """Runs as long as the server's main process; the exit code is 0, or 1 for an error."""
-    server = sys.stdin.fileno()
-    with os.fdopen(os.dup(server), "rb", buffering=0) as lines:
-        setup = msgspec.json.decode(lines.readline(), type=RaySetup)
-    if os.fork():
-        os._exit(0)
-    os.setsid()
+    setup, server = detach(RaySetup)
     # What Ray and the nodes print goes to the log.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

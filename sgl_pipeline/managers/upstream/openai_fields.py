@@ -12,6 +12,9 @@ from typing import Any
 
 import msgspec
 
+from sgl_pipeline.decoding import decode
+from sgl_pipeline.errors import MalformedData
+
 
 @dataclass(frozen=True, slots=True)
 class ServedFeatures:
@@ -206,8 +209,8 @@ _DECODERS = {path: _decoder(rules) for path, rules in RULES.items()}
 def refusal(path: str, body: bytes | bytearray, features: ServedFeatures) -> str | None:
     """Why a request to `path` is turned away; None when it is not, or for upstream to read."""
     try:
-        fields = _DECODERS[path].decode(body)
-    except (KeyError, msgspec.DecodeError, RecursionError):
+        fields = decode(_DECODERS[path], body)
+    except (KeyError, MalformedData):
         return None
     for rule in RULES[path]:
         if rule.refuses(fields, features):

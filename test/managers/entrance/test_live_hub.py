@@ -10,6 +10,7 @@ import pytest
 import zmq
 from fastapi import FastAPI
 from starlette.types import Message
+from support.malformed_data import MSGPACK
 from support.moves import movable_core
 from support.step_records import step_record
 
@@ -118,6 +119,19 @@ def test_a_newcomer_gets_what_the_others_have_got(stage: Stage) -> None:
         assert step_ids([late]) == [3] and late[1]["viewers"] == 2
         stage.hub.leave(first)
         stage.hub.leave(second)
+
+    asyncio.run(scene())
+
+
+def test_messages_that_cannot_be_decoded_are_passed_over(stage: Stage) -> None:
+    async def scene() -> None:
+        viewer = stage.hub.join()
+        await stage.greet()
+        for frame in MSGPACK.values():
+            stage.live._socket.send(frame)
+        stage.tick()
+        assert [name for name, _ in await collect(viewer, 2)] == ["hello", "tick"]
+        stage.hub.leave(viewer)
 
     asyncio.run(scene())
 

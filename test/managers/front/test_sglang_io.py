@@ -104,7 +104,17 @@ def test_an_unreadable_batch_ends_each_of_its_requests(upstream: UpstreamFront) 
     assert upstream.output().rids == ["a", "b"]
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93", msgspec.msgpack.encode([1, 2, 3])])
+# The last is an id that is not UTF-8.
+UNREADABLE = [
+    b"",
+    b"\xc1",
+    b"\x93",
+    msgspec.msgpack.encode([1, 2, 3]),
+    msgspec.msgpack.encode(["TokenizedGenerateReqInput", "x"]).replace(b"x", b"\xff"),
+]
+
+
+@pytest.mark.parametrize("payload", UNREADABLE)
 def test_bytes_that_are_no_message_are_dropped(upstream: UpstreamFront, payload: bytes) -> None:
     upstream.send_bytes(payload)
     assert receive(upstream) == []

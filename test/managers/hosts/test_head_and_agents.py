@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,14 +15,16 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec import structs
+from msgspec.msgpack import Decoder
 from support.clusters import host_directory
+from support.malformed_data import MSGPACK
 from support.weight_files import sharded_model, whole_model
 
 from sgl_pipeline import __version__
 from sgl_pipeline.args import ClusterArgs
 from sgl_pipeline.cluster.cluster_port import ClusterPort
 from sgl_pipeline.cluster.doors import AGENTS_DOOR, dial
-from sgl_pipeline.cluster.framed_stream import FramedStream
+from sgl_pipeline.cluster.framed_stream import LENGTH, MAX_FRAME_BYTES
 from sgl_pipeline.cluster.host_messages import (
     ClockNews,
     ForHost,
@@ -31,16 +34,20 @@ from sgl_pipeline.cluster.host_messages import (
     HostLeaves,
     HostLost,
     OfHost,
+    Rejected,
     StartWorker,
     StopWorker,
+    ToAgent,
     WorkerEnded,
     WorkerStarted,
 )
+from sgl_pipeline.cluster.keys import tls_context
 from sgl_pipeline.cluster.model_digest import model_digest
-from sgl_pipeline.cluster.secure_stream import SecureStream
+from sgl_pipeline.cluster.secure_stream import StreamClosed
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.hosts.agent import _AgentSession, _Complaints
 from sgl_pipeline.managers.hosts.head_process import Head, HeadSetup
+from sgl_pipeline.managers.hosts.host_stream import HostStream, dial_stream
 from sgl_pipeline.managers.hosts.scheduler_end import MAX_MESSAGE_BYTES
 
 DIGEST = "config-tensors-values"
@@ -94,12 +101,15 @@ class Cluster:
         self.sessions: list[_AgentSession] = []
 
     async def agent(self, hello: HostHello) -> tuple[SleepingStages, "asyncio.Task[bool]"]:
-        connection = await asyncio.to_thread(dial, self.address, AGENTS_DOOR, self.directory)
-        stream = SecureStream(connection, self.directory, is_server=False)
         stages: Any = SleepingStages()
-        session = _AgentSession(FramedStream(stream), hello, stages, _Complaints())
+        session = _AgentSession(await self.dial(), hello, stages, _Complaints())
         self.sessions.append(session)
         return stages, asyncio.create_task(session.run())
+
+    async def dial(self) -> HostStream[ToAgent]:
+        return await dial_stream(
+            self.address, AGENTS_DOOR, self.directory, Decoder(ToAgent), redial_s=0.1
+        )
 
     def scheduler(self) -> "Scheduler":
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -348,17 +358,18 @@ def test_two_hosts_of_one_rank_do_not_push_each_other_out(
 
 
 def test_a_silent_host_is_lost_and_a_missing_one_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(cluster: Cluster) -> None:
         scheduler = cluster.scheduler()
         await cluster.agent(hello_of(1))
         for _ in range(3):
             await scheduler.next()
-        agent = cluster.head._agents[1]
-        assert agent.pump is not None
-        agent.pump._on_frame = lambda frame: None  # nothing of it is heard
-        agent.heard_s -= 30.0
+        stream = cluster.head.hosts[1].stream
+        # The head reads nothing of it any more, and the past is long.
+        monkeypatch.setattr(stream, "receive", lambda: asyncio.sleep(TIMEOUT_S))
+        await asyncio.sleep(0.3)
+        stream.heard_s -= 60.0
         lost = await scheduler.next()
         assert isinstance(lost, HostLost) and "it has been silent for" in lost.reason
         await until(lambda: "waiting for host 2: no agent has come" in caplog.text)
@@ -366,3 +377,95 @@ def test_a_silent_host_is_lost_and_a_missing_one_is_named(
     with caplog.at_level(logging.WARNING):
         play(tmp_path, scenario)
     assert "run the same command on it with --node-rank 2" in caplog.text
+
+
+@pytest.mark.parametrize("kind", MSGPACK)
+def test_a_host_of_another_version_is_refused_and_the_head_serves_on(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        stream = await cluster.dial()
+        stream._writer.write(LENGTH.pack(len(MSGPACK[kind])) + MSGPACK[kind])
+        rejection = await stream.receive()
+        assert isinstance(rejection, Rejected) and "another version" in rejection.reason
+        stream.close()
+        stages, _ = await cluster.agent(hello_of(1))
+        await until(lambda: len(stages.processes) == 2)
+
+    play(tmp_path, scenario)
+    assert "another version" in caplog.text
+
+
+@pytest.mark.parametrize("kind", MSGPACK)
+def test_a_host_that_sends_a_malformed_message_later_is_lost(tmp_path: Path, kind: str) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        scheduler = cluster.scheduler()
+        await cluster.agent(hello_of(1))
+        for _ in range(3):
+            await scheduler.next()
+        writer = cluster.sessions[-1]._stream._writer
+        writer.write(LENGTH.pack(len(MSGPACK[kind])) + MSGPACK[kind])
+        lost = await scheduler.next()
+        assert isinstance(lost, HostLost) and "malformed message" in lost.reason
+
+    play(tmp_path, scenario)
+
+
+def test_a_frame_beyond_the_limit_ends_the_connection_before_it_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        stream = await cluster.dial()
+        stream._writer.write(LENGTH.pack(MAX_FRAME_BYTES + 1))
+        with pytest.raises(StreamClosed):
+            await stream.receive()
+
+    play(tmp_path, scenario)
+    assert f"the limit is {MAX_FRAME_BYTES}" in caplog.text
+
+
+def test_whoever_does_not_greet_with_a_hello_is_let_go(tmp_path: Path) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        stream = await cluster.dial()
+        stream.send(HostLeaves())
+        with pytest.raises(StreamClosed):
+            await stream.receive()
+        assert cluster.head.hosts == {}
+
+    play(tmp_path, scenario)
+
+
+def test_whoever_repeats_a_greeting_without_the_secret_gets_no_further_than_the_handshake(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = host_directory(tmp_path / "stranger", b"another secret, which is as long as that")
+
+    async def scenario(cluster: Cluster) -> None:
+        # The greeting is the cluster's own; the certificate is another.
+        connection = await asyncio.to_thread(dial, cluster.address, AGENTS_DOOR, cluster.directory)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.load_cert_chain(os.path.join(stranger, "cluster-identity.pem"))
+        reader, writer = await asyncio.open_connection(
+            sock=connection, ssl=context, server_hostname=""
+        )
+        with pytest.raises((OSError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
+        writer.close()
+        await until(lambda: "TLS handshake" in caplog.text)
+        assert cluster.head.hosts == {}
+
+    play(tmp_path, scenario)
+
+
+def test_an_agent_does_not_talk_to_a_head_without_the_secret(tmp_path: Path) -> None:
+    stranger = host_directory(tmp_path / "stranger", b"another secret, which is as long as that")
+
+    async def scenario(cluster: Cluster) -> None:
+        connection = await asyncio.to_thread(dial, cluster.address, AGENTS_DOOR, cluster.directory)
+        with pytest.raises(ssl.SSLError, match="CERTIFICATE_VERIFY_FAILED"):
+            await asyncio.open_connection(
+                sock=connection, ssl=tls_context(stranger, is_server=False), server_hostname=""
+            )
+
+    play(tmp_path, scenario)

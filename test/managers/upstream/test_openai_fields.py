@@ -16,6 +16,7 @@ from sglang.srt.entrypoints.openai.protocol import (
 )
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
+from support.malformed_data import JSON
 
 from sgl_pipeline.managers.entrance.route_guard import RouteGuard
 from sgl_pipeline.managers.upstream.openai_fields import RULES, ServedFeatures, refusal
@@ -202,7 +203,7 @@ def test_what_asks_for_nothing_passes(path: str, fields: dict[str, Any]) -> None
     assert why(path, **fields) is None
 
 
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'"text"', b'{"best_of": 2'])
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'"text"', *JSON.values()])
 def test_what_is_no_json_object_is_left_to_upstream(body: bytes) -> None:
     assert refusal(COMPLETIONS, body, ALL_BUILT) is None
 
