@@ -1,13 +1,13 @@
 """The loop of the scheduler process: SGLang's sockets on one side, the stages on the other.
 
-Built by `scheduler_process.py`. It moves messages between the front, the `PipelineCore` and the
-stages, and adds the clock; what runs next is decided below the core. Nothing here waits except the
-one poll at the top of the loop.
+It moves messages between the front, the `PipelineCore` and the stages, adds the clock, and gives
+the core's events to the reports; the rooms below the core decide what runs next. Nothing here waits
+except the one poll at the top of the loop.
 """
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 
@@ -18,27 +18,18 @@ from sgl_pipeline.managers.front.operator_replies import OperatorReplies
 from sgl_pipeline.managers.front.sglang_io import AbortRequest, Received, SglangFront
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest
-from sgl_pipeline.managers.reports.interval_line import IntervalLine
-from sgl_pipeline.managers.reports.load_report import LoadReport
-from sgl_pipeline.managers.reports.move_report import log_begun, log_ended
 from sgl_pipeline.managers.reports.profiles import Profiles
-from sgl_pipeline.managers.reports.server_info import describe_state
-from sgl_pipeline.managers.reports.slow_stage_log import SlowStageLog
-from sgl_pipeline.managers.reports.throttle_report import log_change
-from sgl_pipeline.managers.reports.trace_files import TraceFiles
+from sgl_pipeline.managers.reports.reports import Reports
 from sgl_pipeline.managers.stages.recovery_actions import RecoveryActions
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import WAITED_TOO_LONG
 from sgl_pipeline.wire.move_orders import MoveReport
 from sgl_pipeline.wire.stage_messages import FromWorker, ProfileReply, StageReport
-
-if TYPE_CHECKING:
-    from sgl_pipeline.managers.reports.live_report import LiveReport
-    from sgl_pipeline.managers.reports.metrics_report import MetricsReport
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +44,8 @@ class PipelineScheduler:
 
     Args:
         operators: answers `/pipeline/...`.
-        metrics: None without `--enable-metrics`.
-        poller: watches whatever may send: the sockets of front and stages are registered here.
-        facts: what `/server_info` says of the pipeline as it was started; JSON types only.
-        live: tells the live page; None with `--ui off`.
+        poller: watches everything that may send; the sockets of front, stages and operators are
+            registered here.
     """
 
     def __init__(
@@ -67,12 +56,8 @@ class PipelineScheduler:
         recovery: RecoveryActions,
         grammars: GrammarQueue | NoGrammars,
         operators: OperatorReplies,
-        traces: TraceFiles,
-        loads: LoadReport,
-        metrics: "MetricsReport | None",
+        reports: Reports,
         poller: zmq.Poller,
-        facts: dict[str, Any],
-        live: "LiveReport | None" = None,
     ) -> None:
         self._front = front
         self._core = core
@@ -81,14 +66,8 @@ class PipelineScheduler:
         self._recovery = recovery
         self._grammars = grammars
         self._operators = operators
-        self._traces = traces
-        self._loads = loads
-        self._metrics = metrics
-        self._live = live
-        self._status = IntervalLine()
-        self._slow_stages = SlowStageLog(core.migration.mode)
-        self._facts = facts
-        self._profiles = Profiles(front, launcher, traces)
+        self._reports = reports
+        self._profiles = Profiles(front, launcher, reports.traces)
         recovery.on_lost = self._profiles.on_lost
         self._desk = ControlReplies(front, self, self._profiles)
         self._poller = poller
@@ -182,8 +161,7 @@ class PipelineScheduler:
         else:
             if displaced is not None:
                 self._front.end(displaced)
-            if self._live is not None:
-                self._live.arrived(request)
+            self._reports.arrived(request)
 
     def _hold(self, constrained: ConstrainedRequest) -> None:
         """Adds a request once its grammar is there."""
@@ -247,58 +225,23 @@ class PipelineScheduler:
             self._booked.append(step)
 
     def _pass_on_results(self) -> None:
-        """Gives the front and the traces what the newest reports brought."""
+        """Gives the front the tokens of the newest reports, and the reports all that happened."""
         for step in self._booked:
             started = time.perf_counter()
             self._front.send_events(step.events)
             step.result_ms += (time.perf_counter() - started) * 1e3
-            if self._metrics is not None:
-                self._metrics.ended(step.ended)
-            if self._live is not None:
-                self._live.booked(step)
+            self._reports.booked(step)
         self._booked.clear()
-        self._traces.write(self._core.take_records())
-        self._report_moves()
-        self._report_changes()
-        self._report_recoveries()
-
-    def _report_changes(self) -> None:
-        """Lets everybody know of knobs that have changed."""
-        throttle = self._core.throttle
-        if throttle is None or not (changes := throttle.take_changes()):
-            return
-        for change in changes:
-            log_change(change)
-            if self._metrics is not None:
-                self._metrics.throttle_changed(change)
-        self._traces.write_changes(changes)
-
-    def _report_recoveries(self) -> None:
-        """Lets everybody know of recoveries that have ended. Meanwhile the server is as healthy as
-        it says it is: health checks do not wait for a step."""
         now_s = time.monotonic()
         self._recovery.settle(now_s)
+        # Health checks do not wait for a step while a recovery is within its bound.
         self._front.is_recovering = self._recovery.is_within_bound(now_s)
-        ended = self._recovery.take_ended()
-        if ended:
-            self._front.set_pool_tokens(self._requests.limits.pool_tokens)
-        for record in ended:
-            if self._metrics is not None:
-                self._metrics.recovered(record)
-        self._traces.write_recoveries(ended)
-
-    def _report_moves(self) -> None:
-        """Lets everybody know of layer moves that have begun or ended."""
-        migration = self._core.migration
-        for record in migration.take_begun():
-            log_begun(record)
-        ended = migration.take_ended()
-        for record in ended:
-            log_ended(record)
-            self._operators.ended(record, time.monotonic())
-            if self._metrics is not None:
-                self._metrics.moved(record)
-        self._traces.write_moves(ended)
+        events = self._core.take_events()
+        self._reports.on(events)
+        for event in events:
+            self._operators.on(event)
+            if isinstance(event, RecoveryRecord):
+                self._front.set_pool_tokens(self._requests.limits.pool_tokens)
 
     def _check_now_and_then(self) -> None:
         now_s = time.monotonic()
@@ -307,20 +250,13 @@ class PipelineScheduler:
             self._recovery.check(now_s)
             self._core.clock_offsets_s = self._launcher.clock_offsets_s()
             self._front.answer_health_checks()
-            state = self._state(now_s)
-            load = self._loads.publish(state)
-            if self._metrics is not None:
-                self._metrics.publish(load, state)
-            if self._live is not None:
-                self._live.publish(state)
-            self._status.report(state)
-            self._slow_stages.report(state)
+            self._reports.publish(self._state(now_s))
             self._desk.poll(now_s)
             if self._requests.is_idle and now_s >= self._next_collection_s:
                 self._next_collection_s = now_s + COLLECTION_INTERVAL_S
                 collect_at_leisure()
 
-    # What `control_requests.ControlReplies` may ask
+    # For `control_requests.ControlReplies`.
 
     def flush_cache(self) -> bool:
         if len(self._grammars) or not self._requests.flush_cache():
@@ -335,13 +271,9 @@ class PipelineScheduler:
         self._requests.pausing.resume()
 
     def describe(self) -> dict[str, Any]:
-        """Facts for `/server_info`: the pipeline as it was started, and how it is doing."""
-        state = self._state(time.monotonic())
-        return (
-            self._facts
-            | describe_state(state)
-            | {"stage_pids": self._launcher.stage_pids, "hosts": self._launcher.hosts()}
-        )
+        """Facts for `/server_info`: the pipeline as it was started, its state, its processes."""
+        workers = {"stage_pids": self._launcher.stage_pids, "hosts": self._launcher.hosts()}
+        return self._reports.describe(self._state(time.monotonic())) | workers
 
     def _state(self, now_s: float) -> PipelineState:
         return self._core.state(now_s, len(self._grammars), self._recovery.records)

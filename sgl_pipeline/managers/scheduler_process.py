@@ -37,6 +37,7 @@ from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
 from sgl_pipeline.managers.planning.cost_files import find_costs
 from sgl_pipeline.managers.reports.live_report import LiveReport
 from sgl_pipeline.managers.reports.load_report import LoadReport, loads_path
+from sgl_pipeline.managers.reports.reports import Reports
 from sgl_pipeline.managers.reports.server_info import describe_page, describe_start, summarize_start
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.managers.stages.recovery_actions import RecoveryActions
@@ -54,7 +55,7 @@ from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.pipeline.worker_source import WorkerSource
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
 from sgl_pipeline.records.chrome_trace import ChromeTraceWriter
-from sgl_pipeline.records.trace import StepWriter, TraceWriter
+from sgl_pipeline.records.trace import EventWriter, TraceWriter
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
@@ -195,12 +196,8 @@ def _serve(
             RecoveryActions(recovery, launcher, watch),
             grammars,
             operators,
-            traces,
-            loads,
-            metrics,
+            Reports(facts, args.migration.mode, traces, loads, metrics, live),
             poller,
-            facts,
-            live,
         ).run()
     finally:
         if front is not None:
@@ -290,9 +287,9 @@ def _recovery_log(args: PipelineArgs, capacity: PipelineCapacity) -> RecoveryLog
     return RecoveryLog(stages, size, capacity.log_pages)
 
 
-def _open_traces(args: PipelineArgs) -> list[StepWriter]:
+def _open_traces(args: PipelineArgs) -> list[EventWriter]:
     """The files that `--trace-path` and `--trace-steps` name."""
-    kinds: tuple[tuple[str, str | None, Callable[[str], StepWriter]], ...] = (
+    kinds: tuple[tuple[str, str | None, Callable[[str], EventWriter]], ...] = (
         ("--trace-path", args.trace_path, TraceWriter),
         ("--trace-steps", args.trace_steps, ChromeTraceWriter),
     )

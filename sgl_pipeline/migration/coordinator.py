@@ -47,8 +47,6 @@ class MoveCoordinator:
         self._is_announced = False  # the stages have been sent PrepareMove
         self._answered: set[int] = set()
         self._give_up: str | None = None
-        self._begun: list[MoveRecord] = []
-        self._ended: list[MoveRecord] = []
 
     def start_over(self, plan: StagePlan, max_layers: Sequence[int]) -> None:
         """Other stages hold the layers from now on, as `plan` says; no move is under way."""
@@ -57,7 +55,7 @@ class MoveCoordinator:
 
     @property
     def current(self) -> MoveRecord | None:
-        """The move under way."""
+        """The move under way. Its record changes no more once it is over."""
         return self._current
 
     def check(self, layer_counts: Sequence[int]) -> None:
@@ -105,18 +103,7 @@ class MoveCoordinator:
         self._current, self._is_announced, self._give_up = record, False, None
         self._answered.clear()
         self.history.append(record)
-        self._begun.append(record)
         return record
-
-    def take_begun(self) -> list[MoveRecord]:
-        """The moves that have begun since the last call."""
-        begun, self._begun = self._begun, []
-        return begun
-
-    def take_ended(self) -> list[MoveRecord]:
-        """The moves that have ended since the last call. Their records change no more."""
-        ended, self._ended = self._ended, []
-        return ended
 
     def take(self, report: MoveReport, now_s: float) -> None:
         """Books a stage's word. One of an earlier move is late, and means nothing any more.
@@ -124,7 +111,9 @@ class MoveCoordinator:
         Raises ProtocolError for one that no stage could give now.
         """
         if report.move >= self._next_move:
-            raise ProtocolError(f"stage {report.stage} speaks of move {report.move}, unknown")
+            raise ProtocolError(
+                f"stage {report.stage} reported on move {report.move}, which is not open"
+            )
         record = self._current
         if record is None or report.move < record.move:
             return
@@ -195,5 +184,4 @@ class MoveCoordinator:
     def _end(self, outcome: MoveOutcome, now_s: float) -> None:
         assert self._current is not None
         self._current.outcome, self._current.ended_s = outcome, now_s
-        self._ended.append(self._current)
         self._current = None

@@ -271,13 +271,15 @@ class StageRecovery:
 
     def settle(self, now_s: float) -> RecoveryRecord | None:
         """The recovery that is over now, if one is: a step of the new stream has come back from all
-        stages, or none is on its way. To be asked after steps were decided."""
+        stages, or none is on its way. It is among the core's events as well. To be asked after
+        steps were decided."""
         record = self.unsettled
         if record is None or record is self.current:
             return None
         if not self._core.has_run and any(True for _ in self._core.open_steps):
             return None
         record.ended_s = now_s
+        self._core.events.append(record)
         return record
 
     def late_workers(

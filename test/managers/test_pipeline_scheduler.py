@@ -20,6 +20,7 @@ from sgl_pipeline.managers.grammars.compilation import Compilation
 from sgl_pipeline.managers.grammars.queue import GrammarQueue
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, GrammarSpec
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
+from sgl_pipeline.managers.reports.reports import Reports
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.records.stage_timing import StageTiming
@@ -136,9 +137,6 @@ class FakeRecovery:
     def settle(self, now_s: float) -> None:
         """No recovery was under way."""
 
-    def take_ended(self) -> list[Any]:
-        return []
-
     def is_within_bound(self, now_s: float) -> bool:
         return False
 
@@ -191,7 +189,7 @@ def parts():
         operators=SimpleNamespace(
             socket=context.socket(zmq.ROUTER),
             serve=lambda now_s: None,
-            ended=lambda record, now_s: None,
+            on=lambda event: None,
         ),
         grammars=GrammarQueue(compiler, vocabulary(), 1000.0),
         reported=[],
@@ -210,11 +208,8 @@ def run(parts: Any, script: list[list[Any]]) -> FakeFront:
         FakeRecovery(parts.stages),
         parts.grammars,
         parts.operators,
-        TraceFiles(),
-        loads,
-        None,
+        Reports({}, "off", TraceFiles(), loads),
         zmq.Poller(),
-        {},
     )
     # The desk is upstream's message types; here a control message is a call on the loop.
     loop._desk = SimpleNamespace(answer=lambda call: call(loop), poll=lambda now_s: None)
