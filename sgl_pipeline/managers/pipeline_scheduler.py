@@ -7,6 +7,7 @@ except the one poll at the top of the loop.
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -15,7 +16,12 @@ from sgl_pipeline.errors import PipelineLost, ProtocolError, RequestError
 from sgl_pipeline.managers.front.control_requests import ControlReplies
 from sgl_pipeline.managers.front.garbage import collect_at_leisure
 from sgl_pipeline.managers.front.operator_replies import OperatorReplies
-from sgl_pipeline.managers.front.sglang_io import AbortRequest, Received, SglangFront
+from sgl_pipeline.managers.front.sglang_io import (
+    AbortRequest,
+    ControlRequest,
+    Received,
+    SglangFront,
+)
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest
 from sgl_pipeline.managers.reports.profiles import Profiles
@@ -28,8 +34,20 @@ from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import WAITED_TOO_LONG
-from sgl_pipeline.wire.move_orders import MoveReport
-from sgl_pipeline.wire.stage_messages import FromWorker, ProfileReply, StageReport
+from sgl_pipeline.wire.move_orders import MoveDone, MoveFailed, MoveReady, MoveReport
+from sgl_pipeline.wire.stage_messages import (
+    FromWorker,
+    MeasuredCosts,
+    PagesCopied,
+    PagesTaken,
+    ProfileReply,
+    Regrouped,
+    StageLoaded,
+    StageReady,
+    StageReport,
+    WorkerHello,
+    WorkerLeaves,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +94,28 @@ class PipelineScheduler:
             self._poller.register(readable, zmq.POLLIN)
         self._poller.register(operators.socket, zmq.POLLIN)
         self._poller.register(launcher.ends_descriptor, zmq.POLLIN)
+        self._from_front: dict[type, Callable[[Any], None]] = {
+            Request: self._add,
+            ConstrainedRequest: self._hold,
+            AbortRequest: self._abort_all,
+            ControlRequest: self._answer,
+        }
+        # `StageLauncher.receive` keeps StillLoading and WorkerFailed for itself.
+        self._from_worker: dict[type, Callable[[int, Any], None]] = {
+            StageReport: self._on_step,
+            ProfileReply: self._on_profile,
+            MoveReady: self._on_move,
+            MoveDone: self._on_move,
+            MoveFailed: self._on_move,
+            WorkerHello: self._on_worker,
+            MeasuredCosts: self._on_worker,
+            StageLoaded: self._on_worker,
+            StageReady: self._on_worker,
+            Regrouped: self._on_worker,
+            WorkerLeaves: self._on_worker,
+            PagesCopied: self._on_worker,
+            PagesTaken: self._on_worker,
+        }
         # Steps whose tokens are booked, and not yet passed on.
         self._booked: list[OpenStep] = []
         self._next_check_s = 0.0
@@ -85,8 +125,8 @@ class PipelineScheduler:
     def run(self) -> None:
         """Serves until told to shut down. However it ends, no live request is left unanswered.
 
-        Raises StageFailure when a stage is lost, or said what it may not, and may not be replaced,
-        PipelineLost when those that are left cannot serve.
+        Raises StageFailure when a stage is lost or breaks the protocol and may not be replaced,
+        PipelineLost when the stages that are left cannot serve.
         """
         finish = FinishReason("abort", message="the server is shutting down", status_code=503)
         try:
@@ -135,23 +175,22 @@ class PipelineScheduler:
             self._front.receive()
 
     def _take(self, message: Received) -> None:
-        """Handles what the front sent. What goes wrong here ends that request, never the loop."""
+        """Handles a message of the front. A failure here ends that request, never the loop."""
         try:
-            if isinstance(message, Request):
-                self._add(message)
-            elif isinstance(message, ConstrainedRequest):
-                self._hold(message)
-            elif isinstance(message, AbortRequest):
-                for request in message.requests:
-                    self._abort(request, message.finish)
-            else:
-                self._desk.answer(message.message)
+            self._from_front[type(message)](message)
         except Exception:
             logger.exception("a message of the front could not be handled: %r", message)
             if isinstance(message, ConstrainedRequest):
                 message = message.request
             if isinstance(message, Request):
                 self._front.refuse(message, RequestError("internal error; see the log", 500))
+
+    def _answer(self, message: ControlRequest) -> None:
+        self._desk.answer(message.message)
+
+    def _abort_all(self, message: AbortRequest) -> None:
+        for request in message.requests:
+            self._abort(request, message.finish)
 
     def _add(self, request: Request) -> None:
         try:
@@ -200,24 +239,27 @@ class PipelineScheduler:
             step.schedule_ms = (time.perf_counter() - started) * 1e3
 
     def _hear(self, worker: int, message: FromWorker) -> None:
-        """Books what a worker says. What cannot be so is its fault, and costs the others nothing:
-        whoever finds that out has booked nothing of the message."""
+        """Applies a worker's message. An impossible one counts against that worker and changes no
+        state."""
         try:
-            self._on_report(worker, message)
+            if (handler := self._from_worker.get(type(message))) is None:
+                raise ProtocolError(f"a worker that serves sent {type(message).__name__}")
+            handler(worker, message)
         except ProtocolError as error:
             self._launcher.blame(worker, str(error))
 
-    def _on_report(self, worker: int, report: FromWorker) -> None:
+    def _on_profile(self, worker: int, reply: ProfileReply) -> None:
+        self._profiles.on_reply(reply)
+
+    def _on_move(self, worker: int, report: MoveReport) -> None:
+        self._core.migration.take(report, time.monotonic())
+
+    def _on_worker(self, worker: int, message: FromWorker) -> None:
+        """A message that is not about a step."""
+        self._recovery.take(message, time.monotonic(), worker)
+
+    def _on_step(self, worker: int, report: StageReport) -> None:
         """Books a stage's report; the last stage's brings the tokens of its step."""
-        if isinstance(report, ProfileReply):
-            self._profiles.on_reply(report)
-            return
-        if isinstance(report, MoveReport):
-            self._core.migration.take(report, time.monotonic())
-            return
-        if not isinstance(report, StageReport):
-            self._recovery.take(report, time.monotonic(), worker)
-            return
         started = time.perf_counter()
         step = self._core.take_report(report, time.monotonic())
         if step is not None:

@@ -3,7 +3,7 @@
 import os
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import zmq
@@ -28,7 +28,14 @@ from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
-from sgl_pipeline.wire.stage_messages import StageReady, StageReport
+from sgl_pipeline.wire.stage_messages import (
+    FromWorker,
+    PoolSize,
+    StageReady,
+    StageReport,
+    StillLoading,
+    WorkerFailed,
+)
 from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.wire.step_order import StepOrder
 
@@ -294,6 +301,26 @@ def test_a_stage_that_says_what_it_may_not_is_to_blame(parts):
         run(parts, [[make_request("a", [1], 50)]])
     assert parts.stages.blamed == [(0, "StageReady was not due")]
     assert parts.front.finished["a"].status_code == 500
+
+
+def test_every_message_of_a_worker_has_a_handler_but_those_that_the_launcher_keeps(parts):
+    tables: list[set[type]] = []
+    look = ControlRequest(lambda loop: tables.append(set(loop._from_worker)))
+    run(parts, [[look], [SHUT_DOWN]])
+    assert tables == [set(get_args(FromWorker)) - {StillLoading, WorkerFailed}]
+
+
+def test_a_worker_that_sends_an_order_is_to_blame(parts):
+    parts.stages.reports.append(PoolSize(3))
+    with pytest.raises(StageFailure, match="PoolSize"):
+        run(parts, [[]])
+    assert parts.stages.blamed == [(0, "a worker that serves sent PoolSize")]
+
+
+def test_a_message_of_no_known_type_is_logged_and_the_next_request_served(parts, caplog):
+    front = run(parts, [["hello", make_request("a", [1], 2)], *WAIT, [SHUT_DOWN]])
+    assert front.finished["a"] == FinishReason("length")
+    assert "could not be handled: 'hello'" in caplog.text
 
 
 def test_a_shutdown_answers_who_is_still_being_served(parts):
