@@ -116,6 +116,8 @@ class PipelineScheduler:
             PagesCopied: self._on_worker,
             PagesTaken: self._on_worker,
         }
+        # When this turn of the loop began, by the monotonic clock.
+        self._now_s = 0.0
         # Steps whose tokens are booked, and not yet passed on.
         self._booked: list[OpenStep] = []
         self._next_check_s = 0.0
@@ -131,28 +133,9 @@ class PipelineScheduler:
         finish = FinishReason("abort", message="the server is shutting down", status_code=503)
         try:
             while not self._is_shut_down:
-                events = dict(self._poller.poll(POLL_MS))
-                for message in self._front.receive():
-                    self._take(message)
-                for request, error in self._grammars.poll():
-                    if error is None:
-                        self._take(request)
-                    else:
-                        self._front.refuse(request, error)
-                for worker, report in self._launcher.receive():
-                    self._hear(worker, report)
-                if self._launcher.ends_descriptor in events:
-                    self._recovery.check(time.monotonic())
-                self._recovery.serve(time.monotonic())
-                self._operators.serve(time.monotonic())
-                self._fill_pipeline()
-                # The stages have their work; everything below can wait.
-                self._pass_on_results()
-                for request in self._core.take_unfit():
-                    self._front.end(request)
-                # After filling: a request that has just started has not timed out.
-                self._end_overdue(time.monotonic())
-                self._check_now_and_then()
+                readable = dict(self._poller.poll(POLL_MS))
+                self._now_s = time.monotonic()
+                self._take_turn(has_end=self._launcher.ends_descriptor in readable)
         except PipelineLost as failure:
             finish = FinishReason("abort", message=str(failure), status_code=503)
             self._refuse_late_ones(failure)
@@ -164,8 +147,38 @@ class PipelineScheduler:
             for request in self._front.live_requests:
                 self._front.send_finish(request, finish)
 
+    def _take_turn(self, *, has_end: bool) -> None:
+        """Takes what has arrived, sends what can run, and passes on what has come of it.
+
+        Args:
+            has_end: some worker's process has ended.
+        """
+        now_s = self._now_s
+        for message in self._front.receive():
+            self._take(message)
+        for request, error in self._grammars.poll():
+            if error is None:
+                self._take(request)
+            else:
+                self._front.refuse(request, error)
+        for worker, report in self._launcher.receive():
+            self._hear(worker, report)
+        if has_end:
+            self._recovery.check(now_s)
+        self._recovery.serve(now_s)
+        self._operators.serve(now_s)
+        self._fill_pipeline(now_s)
+        # The stages have their work; everything below can wait.
+        self._pass_on_results(now_s)
+        for request in self._core.take_unfit():
+            self._front.end(request)
+        # After filling: a request that has just started has not timed out.
+        self._end_overdue(now_s)
+        self._check_now_and_then(now_s)
+
     def _refuse_late_ones(self, failure: PipelineLost) -> None:
         """Answers requests that are on their way while the server ends; they could go elsewhere."""
+        # No turn of the loop: this waits, so it looks at the clock itself.
         end_s = time.monotonic() + LAST_ANSWERS_S
         while (left_s := end_s - time.monotonic()) > 0.0:
             finish = FinishReason("abort", message=str(failure), status_code=503)
@@ -186,7 +199,7 @@ class PipelineScheduler:
                 self._front.refuse(message, RequestError("internal error; see the log", 500))
 
     def _answer(self, message: ControlRequest) -> None:
-        self._desk.answer(message.message)
+        self._desk.answer(message.message, self._now_s)
 
     def _abort_all(self, message: AbortRequest) -> None:
         for request in message.requests:
@@ -226,17 +239,19 @@ class PipelineScheduler:
         self._requests.abort(request.request_id, finish)
         self._front.send_finish(request, finish)
 
-    def _fill_pipeline(self) -> None:
+    def _fill_pipeline(self, now_s: float) -> None:
         """Sends what layer moves need, and steps while there is work and room in the pipeline."""
-        for order in self._core.move_orders(time.monotonic()):
+        for order in self._core.move_orders(now_s):
             self._launcher.broadcast(order)
         while True:
-            started = time.perf_counter()
-            step = self._core.next_step(time.monotonic())
+            # Not the turn's moment: requests have arrived since then, a stage's idle time counts
+            # from here, and the host's own time is what passes until the step is sent.
+            started_s = time.monotonic()
+            step = self._core.next_step(started_s)
             if step is None:
                 return
             self._launcher.broadcast(step.order)
-            step.schedule_ms = (time.perf_counter() - started) * 1e3
+            step.schedule_ms = (time.monotonic() - started_s) * 1e3
 
     def _hear(self, worker: int, message: FromWorker) -> None:
         """Applies a worker's message. An impossible one counts against that worker and changes no
@@ -252,29 +267,30 @@ class PipelineScheduler:
         self._profiles.on_reply(reply)
 
     def _on_move(self, worker: int, report: MoveReport) -> None:
-        self._core.migration.take(report, time.monotonic())
+        self._core.migration.take(report, self._now_s)
 
     def _on_worker(self, worker: int, message: FromWorker) -> None:
         """A message that is not about a step."""
-        self._recovery.take(message, time.monotonic(), worker)
+        self._recovery.take(message, self._now_s, worker)
 
     def _on_step(self, worker: int, report: StageReport) -> None:
         """Books a stage's report; the last stage's brings the tokens of its step."""
-        started = time.perf_counter()
-        step = self._core.take_report(report, time.monotonic())
+        # Not the turn's moment: the stage may have ended the step since then, and no step is over
+        # before its stages are. The host's own time counts from here as well.
+        started_s = time.monotonic()
+        step = self._core.take_report(report, started_s)
         if step is not None:
-            step.result_ms = (time.perf_counter() - started) * 1e3
+            step.result_ms = (time.monotonic() - started_s) * 1e3
             self._booked.append(step)
 
-    def _pass_on_results(self) -> None:
+    def _pass_on_results(self, now_s: float) -> None:
         """Gives the front the tokens of the newest reports, and the reports all that happened."""
         for step in self._booked:
-            started = time.perf_counter()
+            started_s = time.monotonic()  # what the host spends on the tokens
             self._front.send_events(step.events)
-            step.result_ms += (time.perf_counter() - started) * 1e3
+            step.result_ms += (time.monotonic() - started_s) * 1e3
             self._reports.booked(step)
         self._booked.clear()
-        now_s = time.monotonic()
         self._recovery.settle(now_s)
         # Health checks do not wait for a step while a recovery is within its bound.
         self._front.is_recovering = self._recovery.is_within_bound(now_s)
@@ -285,8 +301,7 @@ class PipelineScheduler:
             if isinstance(event, RecoveryRecord):
                 self._front.set_pool_tokens(self._requests.limits.pool_tokens)
 
-    def _check_now_and_then(self) -> None:
-        now_s = time.monotonic()
+    def _check_now_and_then(self, now_s: float) -> None:
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + CHECK_INTERVAL_S
             self._recovery.check(now_s)
@@ -315,7 +330,7 @@ class PipelineScheduler:
     def describe(self) -> dict[str, Any]:
         """Facts for `/server_info`: the pipeline as it was started, its state, its processes."""
         workers = {"stage_pids": self._launcher.stage_pids, "hosts": self._launcher.hosts()}
-        return self._reports.describe(self._state(time.monotonic())) | workers
+        return self._reports.describe(self._state(self._now_s)) | workers
 
     def _state(self, now_s: float) -> PipelineState:
         return self._core.state(now_s, len(self._grammars), self._recovery.records)

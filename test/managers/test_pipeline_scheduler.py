@@ -1,5 +1,6 @@
 """The loop goes on whatever one message does, and leaves nobody unanswered when it ends."""
 
+import itertools
 import os
 import time
 from types import SimpleNamespace
@@ -204,7 +205,7 @@ def parts():
     context.destroy(linger=0)
 
 
-def run(parts: Any, script: list[list[Any]]) -> FakeFront:
+def run(parts: Any, script: list[list[Any]], recovery: Any = None) -> FakeFront:
     """Runs the loop over `script`, which should end it."""
     parts.front.script = script
     loads = SimpleNamespace(publish=lambda state: parts.reported.append(state.compiling_requests))
@@ -212,18 +213,19 @@ def run(parts: Any, script: list[list[Any]]) -> FakeFront:
         parts.front,
         PipelineCore(parts.steps, StagePlan(0, (1,))),
         parts.stages,
-        FakeRecovery(parts.stages),
+        recovery or FakeRecovery(parts.stages),
         parts.grammars,
         parts.operators,
         Reports({}, "off", TraceFiles(), loads),
         zmq.Poller(),
     )
     # The desk is upstream's message types; here a control message is a call on the loop.
-    loop._desk = SimpleNamespace(answer=lambda call: call(loop), poll=lambda now_s: None)
+    loop._desk = SimpleNamespace(answer=lambda call, now_s: call(loop), poll=lambda now_s: None)
     loop.run()
     return parts.front
 
 
+HELLO = StageReady(0, "torch", "torch")
 BY_CLIENT = FinishReason("abort", message="aborted by the client")
 SHUT_DOWN = ControlRequest(lambda loop: loop.shut_down())
 WAIT: list[list[Any]] = [[] for _ in range(8)]
@@ -301,6 +303,40 @@ def test_a_stage_that_says_what_it_may_not_is_to_blame(parts):
         run(parts, [[make_request("a", [1], 50)]])
     assert parts.stages.blamed == [(0, "StageReady was not due")]
     assert parts.front.finished["a"].status_code == 500
+
+
+def test_all_that_a_turn_does_is_at_one_moment_and_its_steps_are_later(parts, monkeypatch):
+    ticks = itertools.count(1000)
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
+    monkeypatch.setattr(pipeline_scheduler, "time", clock)
+    # A message of the worker and the end of its process come in every turn.
+    parts.stages.receive, receive = lambda: [(0, HELLO), *receive()], parts.stages.receive
+    os.eventfd_write(parts.stages.ends_descriptor, 1)
+    turns: list[set[float]] = []
+    scheduled: list[float] = []
+
+    def note(name: str) -> Any:
+        def at(*arguments: Any) -> None:
+            turns.extend([set()] if name == "take" else [])
+            turns[-1] |= {one for one in arguments if isinstance(one, float)}
+
+        return at
+
+    recovery = FakeRecovery(parts.stages)
+    for name in ("take", "check", "serve", "settle"):
+        monkeypatch.setattr(recovery, name, note(name))
+    parts.operators.serve, parts.steps.end_overdue = (
+        note("serve"),
+        lambda now_s: note("end")(now_s) or [],
+    )
+    next_microbatch = parts.steps.next_microbatch
+    parts.steps.next_microbatch = lambda now_s: scheduled.append(now_s) or next_microbatch(now_s)
+    run(parts, [[make_request("a", [1, 2, 3], 4)], *WAIT, [SHUT_DOWN]], recovery)
+    assert len(turns) == len(WAIT) + 2 and {len(moments) for moments in turns} == {1}
+    first = [min(moments) for moments in turns]
+    assert first == sorted(first) and len(set(first)) == len(first)
+    # Two looks for a step in the first turn: one was there, and one was not.
+    assert first[0] < scheduled[0] < scheduled[1] < first[1]
 
 
 def test_every_message_of_a_worker_has_a_handler_but_those_that_the_launcher_keeps(parts):
