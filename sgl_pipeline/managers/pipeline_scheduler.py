@@ -89,11 +89,9 @@ class PipelineScheduler:
         recovery.on_lost = self._profiles.on_lost
         self._desk = ControlReplies(front, self, self._profiles)
         self._poller = poller
-        self._poller.register(front.socket, zmq.POLLIN)
-        for readable in launcher.channel.readable:
-            self._poller.register(readable, zmq.POLLIN)
-        self._poller.register(operators.socket, zmq.POLLIN)
-        self._poller.register(launcher.ends_descriptor, zmq.POLLIN)
+        ours = (front.socket, *launcher.channel.readable, operators.socket)
+        for readable in (*ours, launcher.ends_descriptor):
+            poller.register(readable, zmq.POLLIN)
         self._from_front: dict[type, Callable[[Any], None]] = {
             Request: self._add,
             ConstrainedRequest: self._hold,
@@ -148,7 +146,7 @@ class PipelineScheduler:
                 self._front.send_finish(request, finish)
 
     def _take_turn(self, *, has_end: bool) -> None:
-        """Takes what has arrived, sends what can run, and passes on what has come of it.
+        """Takes all messages, sends all steps that can run, passes on all results.
 
         Args:
             has_end: some worker's process has ended.

@@ -1,8 +1,8 @@
-"""One layer move at a time, from the wish to the last stage's word that it is done.
+"""One layer move at a time, from the wish to the last stage's report that it is done.
 
-A state machine without I/O and clock. It says which order goes out next and when a move is given
-up. Knows nothing of steps: that the switch lies between two of them is the order stream's doing,
-and which plan is a good one is `planner.py`'s question.
+A state machine without I/O and clock. It decides which order goes out next and when a move is given
+up. It does not know steps: the order stream puts the switch between two of them, and `planner.py`
+finds good plans.
 """
 
 from array import array
@@ -106,9 +106,9 @@ class MoveCoordinator:
         return record
 
     def take(self, report: MoveReport, now_s: float) -> None:
-        """Books a stage's word. One of an earlier move is late, and means nothing any more.
+        """Applies a stage's report. One on an earlier move is late, and is dropped.
 
-        Raises ProtocolError for one that no stage could give now.
+        Raises ProtocolError for one that no stage could send now.
         """
         if report.move >= self._next_move:
             raise ProtocolError(

@@ -65,8 +65,8 @@ class MigrationControl:
 
     @property
     def proposal(self) -> MoveProposal | None:
-        """What the planner proposed last for the plan in use, by the steps that it has seen since,
-        if that is still worth the move."""
+        """The planner's last proposal for the plan in use, if by the steps since then it is still
+        worth the move."""
         if self.planner is None or self._proposed is None:
             return None
         return self.planner.worthwhile(self.coordinator.plan.layer_counts, self._proposed)
@@ -83,7 +83,7 @@ class MigrationControl:
         return current is not None and current.outcome is MoveOutcome.SWITCHING
 
     def preview(self, layer_counts: Sequence[int]) -> MoveProposal | None:
-        """What the move of `move_to` would bring; None before enough steps were measured.
+        """The effect of the move of `move_to`; None before enough steps were measured.
 
         Raises MoveRefused, with status 400, for a plan that `move_to` would refuse.
         """
@@ -96,7 +96,7 @@ class MigrationControl:
     def move_to(self, layer_counts: Sequence[int], now_s: float) -> MoveRecord:
         """Begins the move that an operator wants.
 
-        Raises MoveRefused: 400 for a plan that is none of this pipeline's, 409 while layers move or
+        Raises MoveRefused: 400 for a plan that this pipeline cannot have, 409 while layers move or
         a stage is handed over.
         """
         self._require_on()

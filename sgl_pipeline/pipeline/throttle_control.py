@@ -43,9 +43,9 @@ class ThrottleControl:
     each change; it is the list of the `PipelineCore` that has this control.
 
     Args:
-        throttle: that `scheduler` was made with.
+        throttle: the arguments that `scheduler` was made with.
         accounting: the same.
-        most_prefill_tokens: of a step, by what the stages have memory for.
+        most_prefill_tokens: the most that the stages have memory for in a step.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class ThrottleControl:
     ) -> ThrottleChange | None:
         """Sets some knobs; None where all of them have these values already.
 
-        With `revert_after_s` all knobs go back after that time. Changes one after the other that
-        are to go back all go back to where the first began; one that is to stay keeps them all.
-        Raises RequestError (400), with the range, for a value that cannot be.
+        With `revert_after_s` all knobs go back after that time. Several such changes in a row go
+        back to where the first began; a change that is to stay keeps them all. Raises RequestError
+        (400), with the range, for a value outside it.
         """
         if revert_after_s is not None and not 0.0 < revert_after_s <= MAX_REVERT_S:
             raise RequestError(

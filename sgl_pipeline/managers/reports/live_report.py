@@ -114,7 +114,7 @@ class LiveReport:
             if request.state is RequestState.FINISHED:
                 del self._followed[request.request_id]
         if not self._socket.send(tick):
-            # The steps are sent with the next tick, as far as they are still known then.
+            # The next tick has these steps, as far as the state still has them then.
             self._num_missed += 1
             return
         self._num_missed, self._moves = 0, state.moves

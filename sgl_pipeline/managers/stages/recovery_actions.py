@@ -70,7 +70,7 @@ class RecoveryActions:
             log_leaver(self._launcher.roster.worker_stage(message.worker), message.worker)
 
     def check(self, now_s: float) -> None:
-        """Looks for workers that have ended or take too long; to be called now and then, and when
+        """Finds workers that have ended or take too long. To be called now and then, and when
         `StageLauncher.ends_descriptor` can be read.
 
         Raises StageFailure where a stage cannot be replaced, and PipelineLost as
@@ -140,7 +140,7 @@ class RecoveryActions:
             log_ended(record, self._launcher.roster.workers_of_stages)
 
     def _reform(self, now_s: float) -> None:
-        """Tells the stages where there will be more or fewer of them, or one goes to another
+        """Tells the stages when there will be more or fewer of them, or when one goes to another
         worker."""
         before, record = self._launcher.stages, self._recovery.current
         told = self._recovery.reform(now_s)
