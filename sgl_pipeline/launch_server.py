@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 _EXIT_INTERRUPTED = 130
-_LAST_SPANS_S = 3.0  # what exporting the last spans may take
+_LAST_SPANS_S = 3.0  # the limit for exporting the last spans
 _FROM_EXTRAS = ("torch", "zmq", "sglang", "torchvision")
 # SGLang's package asks for CUDA's packages everywhere: without a GPU it comes without them.
 _HOW_TO_INSTALL = (
@@ -127,6 +127,7 @@ def _serve(
     head: "HeadProcess",
     early: "EarlyOptions | None",
 ) -> None:
+    """Starts workers, reads the flags, and runs the server until it ends."""
     _set_environment(run_directory.path)
     if early is not None and early.cluster.num_hosts > 1:
         _start_head(early, run_directory, stages, head)
@@ -134,57 +135,91 @@ def _serve(
     gc.disable()  # SGLang's imports make millions of objects, and hardly any garbage
     quiet_start.begin()
     prepare_imports()
+    plan, args = _read_flags(argv, run_directory)
+    _check_early_options(early, args)
+    own_stages = _own_stages(args)
+    stages.start(len(own_stages), args.stages.cpu_threads)
+    head.wait_for_ray()
+    interrupted = threading.Event()
+    with contextlib.ExitStack() as stack:
+        hooks = _complete_app(plan, args, stack)
+        _run_upstream(plan, args, run_directory, stages, head, hooks, interrupted)
+    if interrupted.is_set():
+        raise KeyboardInterrupt
+
+
+def _read_flags(
+    argv: list[str], run_directory: "RunDirectory"
+) -> tuple["LaunchPlan", PipelineArgs]:
+    """Reads the command line and prints what is about to be loaded."""
     from sgl_pipeline.managers.command_line.server_args import (
         check_port_is_free,
         parse_command_line,
     )
-    from sgl_pipeline.pipeline.assignment import workers_of_host
 
     plan = parse_command_line(argv)
     if plan.upstream.log_level == "debug":
         quiet_start.end()
-    host, port = plan.upstream.host, plan.upstream.port
-    check_port_is_free(host, port)
-    pipeline_args = dataclasses.replace(plan.pipeline, run_directory=run_directory.path)
+    check_port_is_free(plan.upstream.host, plan.upstream.port)
+    args = dataclasses.replace(plan.pipeline, run_directory=run_directory.path)
     print(
         f"sgl_pipeline {__version__}: loading {plan.upstream.model_path} on "
-        f"{_count_stages(pipeline_args)} of {pipeline_args.stages.device}",
+        f"{_count_stages(args)} of {args.stages.device}",
         flush=True,
     )
-    cluster, num_stages = pipeline_args.cluster, pipeline_args.stages.num_stages
-    read = (cluster, num_stages, pipeline_args.stages.load_format)
+    return plan, args
+
+
+def _check_early_options(early: "EarlyOptions | None", args: PipelineArgs) -> None:
+    """Raises ConfigurationError where several hosts' flags were read differently the first time."""
+    cluster = args.cluster
+    read = (cluster, args.stages.num_stages, args.stages.load_format)
     if early is not None and read != (early.cluster, early.num_stages, early.load_format):
         require(
             cluster.num_hosts == early.cluster.num_hosts == 1,
             "several hosts (--nnodes) need --nnodes, --node-rank, --dist-init-addr, --pp and "
             "--load-format written in full, as they are read before all other flags",
         )
-    own_stages = workers_of_host(num_stages, cluster.num_hosts, cluster.rank)
-    stages.start(len(own_stages), pipeline_args.stages.cpu_threads)
-    head.wait_for_ray()
 
+
+def _own_stages(args: PipelineArgs) -> Sequence[int]:
+    """The stages whose workers run on this host."""
+    from sgl_pipeline.pipeline.assignment import workers_of_host
+
+    return workers_of_host(args.stages.num_stages, args.cluster.num_hosts, args.cluster.rank)
+
+
+def _run_upstream(
+    plan: "LaunchPlan",
+    args: PipelineArgs,
+    run_directory: "RunDirectory",
+    stages: "StageProcesses",
+    head: "HeadProcess",
+    hooks: "_FrontHooks",
+    interrupted: threading.Event,
+) -> None:
+    """Runs upstream's server, with our scheduler and front, until it ends. A Ctrl-C that ends it
+    sets `interrupted`."""
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
 
     from sgl_pipeline.managers.entrance.front_guard import GuardedTokenizerManager
     from sgl_pipeline.managers.reports.load_report import loads_path
     from sgl_pipeline.managers.stages.main_process_workers import serve_worker_requests
 
-    front = _complete_app(plan, pipeline_args)
     own_pipe_end, scheduler_pipe_end = multiprocessing.Pipe()
-    interrupted = threading.Event()
     tokenizer_manager = functools.partial(
         GuardedTokenizerManager,
         loads_path=loads_path(run_directory.path),
-        drain_timeout_s=pipeline_args.drain_timeout_s,
+        drain_timeout_s=args.drain_timeout_s,
         end_now=functools.partial(end_now, run_directory, stages, head),
         on_interrupt=interrupted.set,
-        before_listening=front.before_listening,
-        before_closing=front.before_closing,
+        before_listening=hooks.before_listening,
+        before_closing=hooks.before_closing,
     )
 
     def start_front(*arguments: Any, **more: Any) -> Any:
         """Upstream calls it when it has started its children."""
-        if pipeline_args.stages.device == "cpu" and pipeline_args.recovery.mode == "auto":
+        if args.stages.device == "cpu" and args.recovery.mode == "auto":
             stages.keep_nursery()
         serve_worker_requests(own_pipe_end, stages)
         head.keep_ray()
@@ -193,21 +228,16 @@ def _serve(
     # Never look at all that again, and in the forks leave it on the pages that they share.
     gc.freeze()
     gc.enable()
-    try:
-        with _start_errors(host, port):
-            _upstream_launcher(pipeline_args)(
-                plan.upstream,
-                init_tokenizer_manager_func=start_front,
-                run_scheduler_process_func=ChildEntry(
-                    run_scheduler, pipeline_args, stages.pids, scheduler_pipe_end
-                ),
-                run_detokenizer_process_func=ChildEntry(run_detokenizer),
-                launch_callback=functools.partial(_announce, plan.upstream, pipeline_args),
-            )
-    finally:
-        front.after_serving()
-    if interrupted.is_set():
-        raise KeyboardInterrupt
+    with _start_errors(plan.upstream.host, plan.upstream.port):
+        _upstream_launcher(args)(
+            plan.upstream,
+            init_tokenizer_manager_func=start_front,
+            run_scheduler_process_func=ChildEntry(
+                run_scheduler, args, stages.pids, scheduler_pipe_end
+            ),
+            run_detokenizer_process_func=ChildEntry(run_detokenizer),
+            launch_callback=functools.partial(_announce, plan.upstream, args),
+        )
 
 
 @contextlib.contextmanager
@@ -228,15 +258,16 @@ def _start_errors(host: str, port: int) -> Iterator[None]:
 
 @dataclasses.dataclass
 class _FrontHooks:
-    """What our parts of the HTTP server do at its start and end."""
+    """The work of our parts of the HTTP server at its start and end."""
 
     before_listening: Callable[[], None]
     before_closing: Callable[[], None]
-    after_serving: Callable[[], None]
 
 
-def _complete_app(plan: "LaunchPlan", pipeline_args: PipelineArgs) -> _FrontHooks:
-    """Adds our routes and checks to upstream's application."""
+def _complete_app(
+    plan: "LaunchPlan", pipeline_args: PipelineArgs, stack: contextlib.ExitStack
+) -> _FrontHooks:
+    """Adds our routes and checks to upstream's application; `stack` closes what they open."""
     from sglang.srt.entrypoints.http_server import app, get_global_state
 
     from sgl_pipeline.managers.channels.operator_channel import desk_address
@@ -245,7 +276,7 @@ def _complete_app(plan: "LaunchPlan", pipeline_args: PipelineArgs) -> _FrontHook
     from sgl_pipeline.managers.entrance.live_routes import add_live_routes
     from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
     from sgl_pipeline.managers.entrance.pipeline_routes import add_pipeline_routes
-    from sgl_pipeline.managers.entrance.request_spans import RequestSpans, open_request_spans
+    from sgl_pipeline.managers.entrance.request_spans import open_request_spans
     from sgl_pipeline.managers.entrance.route_guard import guard_routes
     from sgl_pipeline.managers.entrance.streamed_calls import read_calls_piece_by_piece
     from sgl_pipeline.managers.entrance.throttle_body import ServerKeys
@@ -265,8 +296,7 @@ def _complete_app(plan: "LaunchPlan", pipeline_args: PipelineArgs) -> _FrontHook
         plan.features,
         is_stopping=lambda: get_global_state().tokenizer_manager.gracefully_exit,
     )
-    has_page, spans = pipeline_args.ui == "on", list[RequestSpans]()
-    hub = None
+    has_page, hub = pipeline_args.ui == "on", None
     if has_page:
         hub = add_live_routes(app, run_directory, has_api_key=bool(upstream.api_key))
 
@@ -274,17 +304,14 @@ def _complete_app(plan: "LaunchPlan", pipeline_args: PipelineArgs) -> _FrontHook
         if has_page:
             serve_page(app)
         if upstream.enable_trace:
-            spans.append(open_request_spans(span_address(run_directory), upstream))
+            spans = open_request_spans(span_address(run_directory), upstream)
+            stack.callback(spans.close, _LAST_SPANS_S)
 
-    def after_serving() -> None:
-        for one in spans:
-            one.close(_LAST_SPANS_S)
-
-    return _FrontHooks(before_listening, hub.close if hub else _nothing, after_serving)
+    return _FrontHooks(before_listening, hub.close if hub else _nothing)
 
 
 def _upstream_launcher(pipeline_args: PipelineArgs) -> Callable[..., None]:
-    """What starts upstream's server, with forked children where that is safe."""
+    """The function that starts upstream's server, with forked children where that is safe."""
     if pipeline_args.stages.device == "cuda":
         from sglang.srt.entrypoints.http_server import launch_server
 
@@ -295,7 +322,7 @@ def _upstream_launcher(pipeline_args: PipelineArgs) -> Callable[..., None]:
 
 
 def _set_environment(run_directory: str) -> None:
-    """What must hold in this process and all that it starts, before sglang is imported."""
+    """Sets what this process and its children need before they import sglang."""
     # Upstream puts its sockets into the temporary directory.
     os.environ["TMPDIR"] = tempfile.tempdir = run_directory
     # Its own default sends pickles over them.

@@ -6,7 +6,7 @@ every request has ended exactly once, with the tokens that it gets alone, and al
 """
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -35,7 +35,9 @@ from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.recovery import StageRecovery
 from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
+from sgl_pipeline.records.event import Event
 from sgl_pipeline.records.move_record import MoveOutcome
+from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.requests import FinishReason
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.throttle import make_policy
@@ -103,6 +105,7 @@ class World:
         self._inbox: deque[tuple[int, FromWorker]] = deque()
         self._digest = 0
         self._num_refusals = self._num_unfit = 0
+        self._ended: list[Event] = []  # moves and recoveries
 
     def run(self) -> Outcome:
         """Lets everything happen, and judges it."""
@@ -124,6 +127,7 @@ class World:
             assert self._workers[number].held_layers == [*self._core.plan.layers_of(stage)]
         moves = [one.outcome for one in self._core.migration.history]
         assert set(moves) <= {MoveOutcome.DONE, MoveOutcome.ABANDONED}, "a move never ended"
+        self._check_events([*self._core.migration.history, *self._recovery.history])
         return self._outcome()
 
     def _outcome(self) -> Outcome:
@@ -145,6 +149,12 @@ class World:
             num_unfit=self._num_unfit,
             has_given_up=self._gave_up is not None,
         )
+
+    def _check_events(self, records: list[Event]) -> None:
+        """The core has reported each end of a move or recovery once; `records` are the newest."""
+        ended = Counter(map(id, self._ended))
+        assert set(ended.values()) <= {1}, "the end of a move or a recovery was reported twice"
+        assert {id(one) for one in records} <= set(ended), "an end was not reported"
 
     def _check_leaves(self, recovery: StageRecovery) -> None:
         """Where no worker was lost, those that were asked to leave cost no request anything."""
@@ -260,8 +270,11 @@ class World:
         for request in [*unfit, *core.scheduler.end_overdue(self._loop.now_s)]:
             assert request.finish is not None
             self._front.end(request, request.finish)
-        for record in core.take_records():
-            assert 1 <= len(record.stages) <= self._num_stages
+        for event in core.take_events():
+            if isinstance(event, StepRecord):
+                assert 1 <= len(event.stages) <= self._num_stages
+            elif event.is_over:
+                self._ended.append(event)
 
     def _go_on_recovering(self) -> None:
         recovery = self._recovery

@@ -161,7 +161,7 @@ class DecisionLoad:
             token_ids=(1,) * done.num_samples,
         )
         self._core.take_report(report, 0.0)
-        self._core.take_records()
+        self._core.take_events()
         self._refill()
 
     def _refill(self) -> None:

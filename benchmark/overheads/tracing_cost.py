@@ -28,7 +28,7 @@ from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.step_history import StepHistory
 from sgl_pipeline.records.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.records.stage_timing import StageTiming
-from sgl_pipeline.records.trace import StepWriter, TraceWriter
+from sgl_pipeline.records.trace import EventWriter, TraceWriter
 from sgl_pipeline.requests import GREEDY, Request, StopRules
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
@@ -38,7 +38,7 @@ from sgl_pipeline.wire.stage_messages import StageReport
 STAGES = 2
 REQUESTS = 64
 PROMPT_TOKENS = 200
-WRITERS: dict[str, tuple[Callable[[Path], StepWriter], ...]] = {
+WRITERS: dict[str, tuple[Callable[[Path], EventWriter], ...]] = {
     "the records alone": (),
     "with --trace-path": (TraceWriter,),
     "with --trace-steps": (ChromeTraceWriter,),
@@ -91,14 +91,14 @@ def cost_table(costs_us: dict[str, list[float]]) -> str:
     return markdown_table(["what", "us a step", "1 % of a step of ms"], rows)
 
 
-def _recording_us(writers: list[StepWriter], num_steps: int) -> float:
+def _recording_us(writers: list[EventWriter], num_steps: int) -> float:
     """What the scheduler process spends on its records."""
     traces, history, spent_s = TraceFiles(writers), StepHistory(STAGES), 0.0
     for step in _steps(num_steps):
         started = time.thread_time()
         record = step.record()
         history.add(record)
-        traces.write([record])
+        traces.on(record)
         spent_s += time.thread_time() - started
     traces.close()
     return spent_s / num_steps * 1e6

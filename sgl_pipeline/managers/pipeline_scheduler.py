@@ -1,13 +1,14 @@
 """The loop of the scheduler process: SGLang's sockets on one side, the stages on the other.
 
-Built by `scheduler_process.py`. It moves messages between the front, the `PipelineCore` and the
-stages, and adds the clock; what runs next is decided below the core. Nothing here waits except the
-one poll at the top of the loop.
+It moves messages between the front, the `PipelineCore` and the stages, adds the clock, and gives
+the core's events to the reports; the rooms below the core decide what runs next. Nothing here waits
+except the one poll at the top of the loop.
 """
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import zmq
 
@@ -15,30 +16,38 @@ from sgl_pipeline.errors import PipelineLost, ProtocolError, RequestError
 from sgl_pipeline.managers.front.control_requests import ControlReplies
 from sgl_pipeline.managers.front.garbage import collect_at_leisure
 from sgl_pipeline.managers.front.operator_replies import OperatorReplies
-from sgl_pipeline.managers.front.sglang_io import AbortRequest, Received, SglangFront
+from sgl_pipeline.managers.front.sglang_io import (
+    AbortRequest,
+    ControlRequest,
+    Received,
+    SglangFront,
+)
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest
-from sgl_pipeline.managers.reports.interval_line import IntervalLine
-from sgl_pipeline.managers.reports.load_report import LoadReport
-from sgl_pipeline.managers.reports.move_report import log_begun, log_ended
 from sgl_pipeline.managers.reports.profiles import Profiles
-from sgl_pipeline.managers.reports.server_info import describe_state
-from sgl_pipeline.managers.reports.slow_stage_log import SlowStageLog
-from sgl_pipeline.managers.reports.throttle_report import log_change
-from sgl_pipeline.managers.reports.trace_files import TraceFiles
+from sgl_pipeline.managers.reports.reports import Reports
 from sgl_pipeline.managers.stages.recovery_actions import RecoveryActions
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import WAITED_TOO_LONG
-from sgl_pipeline.wire.move_orders import MoveReport
-from sgl_pipeline.wire.stage_messages import FromWorker, ProfileReply, StageReport
-
-if TYPE_CHECKING:
-    from sgl_pipeline.managers.reports.live_report import LiveReport
-    from sgl_pipeline.managers.reports.metrics_report import MetricsReport
+from sgl_pipeline.wire.move_orders import MoveDone, MoveFailed, MoveReady, MoveReport
+from sgl_pipeline.wire.stage_messages import (
+    FromWorker,
+    MeasuredCosts,
+    PagesCopied,
+    PagesTaken,
+    ProfileReply,
+    Regrouped,
+    StageLoaded,
+    StageReady,
+    StageReport,
+    WorkerHello,
+    WorkerLeaves,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +62,8 @@ class PipelineScheduler:
 
     Args:
         operators: answers `/pipeline/...`.
-        metrics: None without `--enable-metrics`.
-        poller: watches whatever may send: the sockets of front and stages are registered here.
-        facts: what `/server_info` says of the pipeline as it was started; JSON types only.
-        live: tells the live page; None with `--ui off`.
+        poller: watches everything that may send; the sockets of front, stages and operators are
+            registered here.
     """
 
     def __init__(
@@ -67,12 +74,8 @@ class PipelineScheduler:
         recovery: RecoveryActions,
         grammars: GrammarQueue | NoGrammars,
         operators: OperatorReplies,
-        traces: TraceFiles,
-        loads: LoadReport,
-        metrics: "MetricsReport | None",
+        reports: Reports,
         poller: zmq.Poller,
-        facts: dict[str, Any],
-        live: "LiveReport | None" = None,
     ) -> None:
         self._front = front
         self._core = core
@@ -81,22 +84,38 @@ class PipelineScheduler:
         self._recovery = recovery
         self._grammars = grammars
         self._operators = operators
-        self._traces = traces
-        self._loads = loads
-        self._metrics = metrics
-        self._live = live
-        self._status = IntervalLine()
-        self._slow_stages = SlowStageLog(core.migration.mode)
-        self._facts = facts
-        self._profiles = Profiles(front, launcher, traces)
+        self._reports = reports
+        self._profiles = Profiles(front, launcher, reports.traces)
         recovery.on_lost = self._profiles.on_lost
         self._desk = ControlReplies(front, self, self._profiles)
         self._poller = poller
-        self._poller.register(front.socket, zmq.POLLIN)
-        for readable in launcher.channel.readable:
-            self._poller.register(readable, zmq.POLLIN)
-        self._poller.register(operators.socket, zmq.POLLIN)
-        self._poller.register(launcher.ends_descriptor, zmq.POLLIN)
+        ours = (front.socket, *launcher.channel.readable, operators.socket)
+        for readable in (*ours, launcher.ends_descriptor):
+            poller.register(readable, zmq.POLLIN)
+        self._from_front: dict[type, Callable[[Any], None]] = {
+            Request: self._add,
+            ConstrainedRequest: self._hold,
+            AbortRequest: self._abort_all,
+            ControlRequest: self._answer,
+        }
+        # `StageLauncher.receive` keeps StillLoading and WorkerFailed for itself.
+        self._from_worker: dict[type, Callable[[int, Any], None]] = {
+            StageReport: self._on_step,
+            ProfileReply: self._on_profile,
+            MoveReady: self._on_move,
+            MoveDone: self._on_move,
+            MoveFailed: self._on_move,
+            WorkerHello: self._on_worker,
+            MeasuredCosts: self._on_worker,
+            StageLoaded: self._on_worker,
+            StageReady: self._on_worker,
+            Regrouped: self._on_worker,
+            WorkerLeaves: self._on_worker,
+            PagesCopied: self._on_worker,
+            PagesTaken: self._on_worker,
+        }
+        # When this turn of the loop began, by the monotonic clock.
+        self._now_s = 0.0
         # Steps whose tokens are booked, and not yet passed on.
         self._booked: list[OpenStep] = []
         self._next_check_s = 0.0
@@ -106,34 +125,15 @@ class PipelineScheduler:
     def run(self) -> None:
         """Serves until told to shut down. However it ends, no live request is left unanswered.
 
-        Raises StageFailure when a stage is lost, or said what it may not, and may not be replaced,
-        PipelineLost when those that are left cannot serve.
+        Raises StageFailure when a stage is lost or breaks the protocol and may not be replaced,
+        PipelineLost when the stages that are left cannot serve.
         """
         finish = FinishReason("abort", message="the server is shutting down", status_code=503)
         try:
             while not self._is_shut_down:
-                events = dict(self._poller.poll(POLL_MS))
-                for message in self._front.receive():
-                    self._take(message)
-                for request, error in self._grammars.poll():
-                    if error is None:
-                        self._take(request)
-                    else:
-                        self._front.refuse(request, error)
-                for worker, report in self._launcher.receive():
-                    self._hear(worker, report)
-                if self._launcher.ends_descriptor in events:
-                    self._recovery.check(time.monotonic())
-                self._recovery.serve(time.monotonic())
-                self._operators.serve(time.monotonic())
-                self._fill_pipeline()
-                # The stages have their work; everything below can wait.
-                self._pass_on_results()
-                for request in self._core.take_unfit():
-                    self._front.end(request)
-                # After filling: a request that has just started has not timed out.
-                self._end_overdue(time.monotonic())
-                self._check_now_and_then()
+                readable = dict(self._poller.poll(POLL_MS))
+                self._now_s = time.monotonic()
+                self._take_turn(has_end=self._launcher.ends_descriptor in readable)
         except PipelineLost as failure:
             finish = FinishReason("abort", message=str(failure), status_code=503)
             self._refuse_late_ones(failure)
@@ -145,8 +145,38 @@ class PipelineScheduler:
             for request in self._front.live_requests:
                 self._front.send_finish(request, finish)
 
+    def _take_turn(self, *, has_end: bool) -> None:
+        """Takes all messages, sends all steps that can run, passes on all results.
+
+        Args:
+            has_end: some worker's process has ended.
+        """
+        now_s = self._now_s
+        for message in self._front.receive():
+            self._take(message)
+        for request, error in self._grammars.poll():
+            if error is None:
+                self._take(request)
+            else:
+                self._front.refuse(request, error)
+        for worker, report in self._launcher.receive():
+            self._hear(worker, report)
+        if has_end:
+            self._recovery.check(now_s)
+        self._recovery.serve(now_s)
+        self._operators.serve(now_s)
+        self._fill_pipeline(now_s)
+        # The stages have their work; everything below can wait.
+        self._pass_on_results(now_s)
+        for request in self._core.take_unfit():
+            self._front.end(request)
+        # After filling: a request that has just started has not timed out.
+        self._end_overdue(now_s)
+        self._check_now_and_then(now_s)
+
     def _refuse_late_ones(self, failure: PipelineLost) -> None:
         """Answers requests that are on their way while the server ends; they could go elsewhere."""
+        # No turn of the loop: this waits, so it looks at the clock itself.
         end_s = time.monotonic() + LAST_ANSWERS_S
         while (left_s := end_s - time.monotonic()) > 0.0:
             finish = FinishReason("abort", message=str(failure), status_code=503)
@@ -156,23 +186,22 @@ class PipelineScheduler:
             self._front.receive()
 
     def _take(self, message: Received) -> None:
-        """Handles what the front sent. What goes wrong here ends that request, never the loop."""
+        """Handles a message of the front. A failure here ends that request, never the loop."""
         try:
-            if isinstance(message, Request):
-                self._add(message)
-            elif isinstance(message, ConstrainedRequest):
-                self._hold(message)
-            elif isinstance(message, AbortRequest):
-                for request in message.requests:
-                    self._abort(request, message.finish)
-            else:
-                self._desk.answer(message.message)
+            self._from_front[type(message)](message)
         except Exception:
             logger.exception("a message of the front could not be handled: %r", message)
             if isinstance(message, ConstrainedRequest):
                 message = message.request
             if isinstance(message, Request):
                 self._front.refuse(message, RequestError("internal error; see the log", 500))
+
+    def _answer(self, message: ControlRequest) -> None:
+        self._desk.answer(message.message, self._now_s)
+
+    def _abort_all(self, message: AbortRequest) -> None:
+        for request in message.requests:
+            self._abort(request, message.finish)
 
     def _add(self, request: Request) -> None:
         try:
@@ -182,8 +211,7 @@ class PipelineScheduler:
         else:
             if displaced is not None:
                 self._front.end(displaced)
-            if self._live is not None:
-                self._live.arrived(request)
+            self._reports.arrived(request)
 
     def _hold(self, constrained: ConstrainedRequest) -> None:
         """Adds a request once its grammar is there."""
@@ -209,118 +237,81 @@ class PipelineScheduler:
         self._requests.abort(request.request_id, finish)
         self._front.send_finish(request, finish)
 
-    def _fill_pipeline(self) -> None:
+    def _fill_pipeline(self, now_s: float) -> None:
         """Sends what layer moves need, and steps while there is work and room in the pipeline."""
-        for order in self._core.move_orders(time.monotonic()):
+        for order in self._core.move_orders(now_s):
             self._launcher.broadcast(order)
         while True:
-            started = time.perf_counter()
-            step = self._core.next_step(time.monotonic())
+            # Not the turn's moment: requests have arrived since then, a stage's idle time counts
+            # from here, and the host's own time is what passes until the step is sent.
+            started_s = time.monotonic()
+            step = self._core.next_step(started_s)
             if step is None:
                 return
             self._launcher.broadcast(step.order)
-            step.schedule_ms = (time.perf_counter() - started) * 1e3
+            step.schedule_ms = (time.monotonic() - started_s) * 1e3
 
     def _hear(self, worker: int, message: FromWorker) -> None:
-        """Books what a worker says. What cannot be so is its fault, and costs the others nothing:
-        whoever finds that out has booked nothing of the message."""
+        """Applies a worker's message. An impossible one counts against that worker and changes no
+        state."""
         try:
-            self._on_report(worker, message)
+            if (handler := self._from_worker.get(type(message))) is None:
+                raise ProtocolError(f"a worker that serves sent {type(message).__name__}")
+            handler(worker, message)
         except ProtocolError as error:
             self._launcher.blame(worker, str(error))
 
-    def _on_report(self, worker: int, report: FromWorker) -> None:
+    def _on_profile(self, worker: int, reply: ProfileReply) -> None:
+        self._profiles.on_reply(reply)
+
+    def _on_move(self, worker: int, report: MoveReport) -> None:
+        self._core.migration.take(report, self._now_s)
+
+    def _on_worker(self, worker: int, message: FromWorker) -> None:
+        """A message that is not about a step."""
+        self._recovery.take(message, self._now_s, worker)
+
+    def _on_step(self, worker: int, report: StageReport) -> None:
         """Books a stage's report; the last stage's brings the tokens of its step."""
-        if isinstance(report, ProfileReply):
-            self._profiles.on_reply(report)
-            return
-        if isinstance(report, MoveReport):
-            self._core.migration.take(report, time.monotonic())
-            return
-        if not isinstance(report, StageReport):
-            self._recovery.take(report, time.monotonic(), worker)
-            return
-        started = time.perf_counter()
-        step = self._core.take_report(report, time.monotonic())
+        # Not the turn's moment: the stage may have ended the step since then, and no step is over
+        # before its stages are. The host's own time counts from here as well.
+        started_s = time.monotonic()
+        step = self._core.take_report(report, started_s)
         if step is not None:
-            step.result_ms = (time.perf_counter() - started) * 1e3
+            step.result_ms = (time.monotonic() - started_s) * 1e3
             self._booked.append(step)
 
-    def _pass_on_results(self) -> None:
-        """Gives the front and the traces what the newest reports brought."""
+    def _pass_on_results(self, now_s: float) -> None:
+        """Gives the front the tokens of the newest reports, and the reports all that happened."""
         for step in self._booked:
-            started = time.perf_counter()
+            started_s = time.monotonic()  # what the host spends on the tokens
             self._front.send_events(step.events)
-            step.result_ms += (time.perf_counter() - started) * 1e3
-            if self._metrics is not None:
-                self._metrics.ended(step.ended)
-            if self._live is not None:
-                self._live.booked(step)
+            step.result_ms += (time.monotonic() - started_s) * 1e3
+            self._reports.booked(step)
         self._booked.clear()
-        self._traces.write(self._core.take_records())
-        self._report_moves()
-        self._report_changes()
-        self._report_recoveries()
-
-    def _report_changes(self) -> None:
-        """Lets everybody know of knobs that have changed."""
-        throttle = self._core.throttle
-        if throttle is None or not (changes := throttle.take_changes()):
-            return
-        for change in changes:
-            log_change(change)
-            if self._metrics is not None:
-                self._metrics.throttle_changed(change)
-        self._traces.write_changes(changes)
-
-    def _report_recoveries(self) -> None:
-        """Lets everybody know of recoveries that have ended. Meanwhile the server is as healthy as
-        it says it is: health checks do not wait for a step."""
-        now_s = time.monotonic()
         self._recovery.settle(now_s)
+        # Health checks do not wait for a step while a recovery is within its bound.
         self._front.is_recovering = self._recovery.is_within_bound(now_s)
-        ended = self._recovery.take_ended()
-        if ended:
-            self._front.set_pool_tokens(self._requests.limits.pool_tokens)
-        for record in ended:
-            if self._metrics is not None:
-                self._metrics.recovered(record)
-        self._traces.write_recoveries(ended)
+        events = self._core.take_events()
+        self._reports.on(events)
+        for event in events:
+            self._operators.on(event)
+            if isinstance(event, RecoveryRecord):
+                self._front.set_pool_tokens(self._requests.limits.pool_tokens)
 
-    def _report_moves(self) -> None:
-        """Lets everybody know of layer moves that have begun or ended."""
-        migration = self._core.migration
-        for record in migration.take_begun():
-            log_begun(record)
-        ended = migration.take_ended()
-        for record in ended:
-            log_ended(record)
-            self._operators.ended(record, time.monotonic())
-            if self._metrics is not None:
-                self._metrics.moved(record)
-        self._traces.write_moves(ended)
-
-    def _check_now_and_then(self) -> None:
-        now_s = time.monotonic()
+    def _check_now_and_then(self, now_s: float) -> None:
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + CHECK_INTERVAL_S
             self._recovery.check(now_s)
             self._core.clock_offsets_s = self._launcher.clock_offsets_s()
             self._front.answer_health_checks()
-            state = self._state(now_s)
-            load = self._loads.publish(state)
-            if self._metrics is not None:
-                self._metrics.publish(load, state)
-            if self._live is not None:
-                self._live.publish(state)
-            self._status.report(state)
-            self._slow_stages.report(state)
+            self._reports.publish(self._state(now_s))
             self._desk.poll(now_s)
             if self._requests.is_idle and now_s >= self._next_collection_s:
                 self._next_collection_s = now_s + COLLECTION_INTERVAL_S
                 collect_at_leisure()
 
-    # What `control_requests.ControlReplies` may ask
+    # For `control_requests.ControlReplies`.
 
     def flush_cache(self) -> bool:
         if len(self._grammars) or not self._requests.flush_cache():
@@ -335,13 +326,9 @@ class PipelineScheduler:
         self._requests.pausing.resume()
 
     def describe(self) -> dict[str, Any]:
-        """Facts for `/server_info`: the pipeline as it was started, and how it is doing."""
-        state = self._state(time.monotonic())
-        return (
-            self._facts
-            | describe_state(state)
-            | {"stage_pids": self._launcher.stage_pids, "hosts": self._launcher.hosts()}
-        )
+        """Facts for `/server_info`: the pipeline as it was started, its state, its processes."""
+        workers = {"stage_pids": self._launcher.stage_pids, "hosts": self._launcher.hosts()}
+        return self._reports.describe(self._state(self._now_s)) | workers
 
     def _state(self, now_s: float) -> PipelineState:
         return self._core.state(now_s, len(self._grammars), self._recovery.records)

@@ -1,10 +1,11 @@
 """The scheduler process from its first line to its last: builds everything, runs, cleans up.
 
-Started by upstream's `launch_server` in place of its own scheduler (upstream:
-`managers/scheduler.py::run_scheduler_process`, whose arguments these are). The loop itself is
-`pipeline_scheduler.py`; no decision about a request is made here.
+Upstream's `launch_server` starts it in place of its own scheduler (upstream:
+`managers/scheduler.py::run_scheduler_process`, with the same arguments). The loop itself is
+`pipeline_scheduler.py`; this file decides nothing about a request.
 """
 
+import contextlib
 import dataclasses
 import logging
 import signal
@@ -37,6 +38,7 @@ from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
 from sgl_pipeline.managers.planning.cost_files import find_costs
 from sgl_pipeline.managers.reports.live_report import LiveReport
 from sgl_pipeline.managers.reports.load_report import LoadReport, loads_path
+from sgl_pipeline.managers.reports.reports import Reports
 from sgl_pipeline.managers.reports.server_info import describe_page, describe_start, summarize_start
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.managers.stages.recovery_actions import RecoveryActions
@@ -54,7 +56,7 @@ from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.pipeline.worker_source import WorkerSource
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
 from sgl_pipeline.records.chrome_trace import ChromeTraceWriter
-from sgl_pipeline.records.trace import StepWriter, TraceWriter
+from sgl_pipeline.records.trace import EventWriter, TraceWriter
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
@@ -82,16 +84,16 @@ def run_scheduler_process(
     """Serves until shut down; ends the process with exit code 1 when it cannot go on.
 
     Args:
-        args: ours; what follows the next two is what upstream hands to its scheduler. The ranks are
-            all zero, because upstream is resolved at one process.
+        args: ours. After the next two, the arguments are those of upstream's scheduler; the ranks
+            are all zero, because upstream is resolved at one process.
         stage_pids: process ids of the stage workers, by number.
-        worker_source: can be asked for more.
+        worker_source: starts more workers.
         pipe_writer: gets the ready message that upstream's main process waits for.
     """
     setproctitle.setproctitle(PROCESS_TITLE)
     publish(server_args, role="scheduler")
     configure_logger(server_args, prefix=" scheduler")
-    # Leave through the `finally` that stops the stages, and not with 0: upstream's watchdog takes
+    # Leave through `_serve`, which stops the stages, and not with 0: upstream's watchdog takes
     # that for a scheduler that was told to go, and would leave a front without one.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
@@ -112,19 +114,78 @@ def _serve(
     port_args: Any,
     pipe_writer: "Connection[Any, Any]",
 ) -> None:
+    """Builds everything, reports that it is ready, and runs until shut down. What is open is closed
+    in the reverse order, also where a step in between fails."""
+    model = _read_model(args, server_args)
+    poller = zmq.Poller()
+    grammars = _grammars(args, model.limits, model.tokenizer, poller)
+    predictor = _saved_predictor(args, model.spec)
+    with contextlib.ExitStack() as stack:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # Waits a moment for the last answers to leave.
+        stack.callback(context.destroy, linger=500)
+        traces = TraceFiles(_open_traces(args))
+        stack.callback(traces.close)
+        launcher = _launcher(args, model.spec, stage_pids, context, worker_source, predictor)
+        stack.callback(launcher.stop)
+        stack.callback(grammars.close)
+        capacity = launcher.start()
+        facts = _log_start(args, capacity)
+        core = _core(args, model.limits, capacity, predictor)
+        loads = LoadReport(loads_path(args.run_directory), args.scheduling, capacity)
+        stack.callback(loads.close)
+        live = _live_report(args, server_args, context, core.scheduler, facts)
+        if live is not None:
+            stack.callback(live.close)
+        metrics = _open_metrics(args, server_args, model.limits, capacity)
+        desk = DeskSocket(context, desk_address(args.run_directory))
+        operators = OperatorReplies(desk, core, grammars, args.grammars.compile_seconds)
+        stack.callback(operators.close)
+        front = _front(args, server_args, port_args, model, capacity, context)
+        stack.callback(front.close)
+        pipe_writer.send(_ready_message(args, model.limits, capacity))
+        grammars.start()
+        postpone_full_collections()
+        if launcher.roster.incarnation > 0:
+            launcher.broadcast(core.start_over(launcher.roster.incarnation))
+        recovery = _recovery_actions(args, core, launcher)
+        reports = Reports(facts, args.migration.mode, traces, loads, metrics, live)
+        PipelineScheduler(
+            front, core, launcher, recovery, grammars, operators, reports, poller
+        ).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class _ServedModel:
+    """The model as far as this process needs it; the stages hold its weights."""
+
+    spec: ModelSpec
+    tokenizer: Any
+    limits: ModelLimits
+    reasoning: ReasoningMarks
+
+
+def _read_model(args: PipelineArgs, server_args: Any) -> _ServedModel:
     tokenizer = load_tokenizer(server_args)
     spec = read_model_spec(args.stages.model_path)
-    limits = model_limits(spec, server_args.context_length, tokenizer)
     # The published value: upstream has put a parser's name in the place of `auto`.
     reasoning = ReasoningMarks.of_parser(get_serving().reasoning_parser, tokenizer)
-    poller = zmq.Poller()
-    grammars = _grammars(args, limits, tokenizer, poller)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    predictor = _saved_predictor(args, spec)
+    limits = model_limits(spec, server_args.context_length, tokenizer)
+    return _ServedModel(spec, tokenizer, limits, reasoning)
+
+
+def _launcher(
+    args: PipelineArgs,
+    spec: ModelSpec,
+    stage_pids: Sequence[int],
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    worker_source: WorkerSource,
+    predictor: StepPredictor | None,
+) -> StageLauncher:
     # Several GPUs or hosts may differ; all stages on this machine's CPU are alike.
     is_one_cpu = args.stages.device == "cpu" and args.cluster.num_hosts == 1
     others = RemoteWorkers(args.run_directory) if args.cluster.num_hosts > 1 else None
-    launcher = StageLauncher(
+    return StageLauncher(
         args,
         spec.num_layers,
         stage_pids,
@@ -133,89 +194,86 @@ def _serve(
         predictor if is_one_cpu else None,
         others,
     )
-    traces = TraceFiles(_open_traces(args))
-    front = loads = operators = live = None
-    try:
-        capacity = launcher.start()
-        facts = describe_start(args, capacity)
-        logger.info("%s", summarize_start(facts))
-        logger.debug("pipeline ready: %s", facts)
-        pool_tokens = capacity.num_pages * args.scheduling.page_size
-        spans = None
-        if server_args.enable_trace:
-            spans = SpanSender(context, span_address(args.run_directory))
-        front = SglangFront(
-            server_args, port_args, limits, pool_tokens, tokenizer, reasoning, context, spans
-        )
-        steps = StepScheduler(
-            args.scheduling,
-            make_policy(args.throttle),
-            num_pages=capacity.num_pages,
-            num_stages=args.stages.num_stages,
-            context_length=limits.context_length,
-            log=_recovery_log(args, capacity),
-        )
-        loads = LoadReport(loads_path(args.run_directory), args.scheduling, capacity)
-        if args.ui == "on":
-            live_socket = LiveSocket(context, live_address(args.run_directory))
-            live = LiveReport(live_socket, steps, facts | describe_page(args, server_args))
-        metrics = _open_metrics(args, server_args, limits, capacity)
-        pipe_writer.send(_ready_message(args, limits, capacity))
-        grammars.start()
-        postpone_full_collections()
-        forecast = StepForecast(capacity.plan, predictor, learns=args.stages.device == "cpu")
-        migration = _migration(args.migration, capacity.plan, forecast)
-        throttle = ThrottleControl(
-            steps, args.throttle, args.scheduling.accounting, args.most_prefill_tokens
-        )
-        core = PipelineCore(steps, capacity.plan, migration, forecast, throttle, limits.vocab_size)
-        if launcher.roster.incarnation > 0:
-            launcher.broadcast(core.start_over(launcher.roster.incarnation))
-        recovery_args = _recovery_args(args, launcher)
-        recovery = StageRecovery(core, launcher.roster, recovery_args)
-        is_on = recovery_args.mode != "off"
-        watch = None
-        if is_on:
-            watch = StageWatch(
-                core,
-                recovery_args.silence_s,
-                launcher.roster.rehearsal_s,
-                launcher.core_waits_s,
-            )
-        operators = OperatorReplies(
-            DeskSocket(context, desk_address(args.run_directory)),
-            core,
-            grammars,
-            args.grammars.compile_seconds,
-        )
-        PipelineScheduler(
-            front,
-            core,
-            launcher,
-            RecoveryActions(recovery, launcher, watch),
-            grammars,
-            operators,
-            traces,
-            loads,
-            metrics,
-            poller,
-            facts,
-            live,
-        ).run()
-    finally:
-        if front is not None:
-            front.close()
-        if operators is not None:
-            operators.close()
-        if live is not None:
-            live.close()
-        if loads is not None:
-            loads.close()
-        grammars.close()
-        launcher.stop()
-        traces.close()
-        # Waits a moment for the last answers to leave.
-        context.destroy(linger=500)
+
+
+def _log_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, Any]:
+    """The facts of the start, for `/server_info` and the live page as well."""
+    facts = describe_start(args, capacity)
+    logger.info("%s", summarize_start(facts))
+    logger.debug("pipeline ready: %s", facts)
+    return facts
+
+
+def _core(
+    args: PipelineArgs,
+    limits: ModelLimits,
+    capacity: PipelineCapacity,
+    predictor: StepPredictor | None,
+) -> PipelineCore:
+    """The pipeline over stages of this capacity, with all that may change while it serves."""
+    steps = StepScheduler(
+        args.scheduling,
+        make_policy(args.throttle),
+        num_pages=capacity.num_pages,
+        num_stages=args.stages.num_stages,
+        context_length=limits.context_length,
+        log=_recovery_log(args, capacity),
+    )
+    forecast = StepForecast(capacity.plan, predictor, learns=args.stages.device == "cpu")
+    migration = _migration(args.migration, capacity.plan, forecast)
+    throttle = ThrottleControl(
+        steps, args.throttle, args.scheduling.accounting, args.most_prefill_tokens
+    )
+    return PipelineCore(steps, capacity.plan, migration, forecast, throttle, limits.vocab_size)
+
+
+def _live_report(
+    args: PipelineArgs,
+    server_args: Any,
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    steps: StepScheduler,
+    facts: dict[str, Any],
+) -> LiveReport | None:
+    if args.ui != "on":
+        return None
+    socket = LiveSocket(context, live_address(args.run_directory))
+    return LiveReport(socket, steps, facts | describe_page(args, server_args))
+
+
+def _front(
+    args: PipelineArgs,
+    server_args: Any,
+    port_args: Any,
+    model: _ServedModel,
+    capacity: PipelineCapacity,
+    context: "zmq.Context[zmq.Socket[bytes]]",
+) -> SglangFront:
+    pool_tokens = capacity.num_pages * args.scheduling.page_size
+    spans = None
+    if server_args.enable_trace:
+        spans = SpanSender(context, span_address(args.run_directory))
+    return SglangFront(
+        server_args,
+        port_args,
+        model.limits,
+        pool_tokens,
+        model.tokenizer,
+        model.reasoning,
+        context,
+        spans,
+    )
+
+
+def _recovery_actions(
+    args: PipelineArgs, core: PipelineCore, launcher: StageLauncher
+) -> RecoveryActions:
+    """The recovery of lost stages; without it a hang goes unnoticed as well."""
+    options = _recovery_args(args, launcher)
+    recovery = StageRecovery(core, launcher.roster, options)
+    if options.mode == "off":
+        return RecoveryActions(recovery, launcher)
+    watch = StageWatch(core, options.silence_s, launcher.roster.rehearsal_s, launcher.core_waits_s)
+    return RecoveryActions(recovery, launcher, watch)
 
 
 def _grammars(
@@ -246,7 +304,7 @@ def _grammars(
 
 
 def _saved_predictor(args: PipelineArgs, spec: ModelSpec) -> StepPredictor | None:
-    """What `sgl-pipeline fit` has saved for stages like these, if it has."""
+    """The predictor that `sgl-pipeline fit` has saved for stages like these, if there is one."""
     file = find_costs(args.stages, spec.num_layers)
     if file is None:
         return None
@@ -255,7 +313,7 @@ def _saved_predictor(args: PipelineArgs, spec: ModelSpec) -> StepPredictor | Non
 
 
 def _migration(options: MigrationArgs, plan: StagePlan, forecast: StepForecast) -> MigrationControl:
-    """Who may move layers; with a planner where they may move at all."""
+    """The control of layer moves, with a planner unless layers stay where they are."""
     if options.mode == "off":
         return MigrationControl.off(plan)
     planner = LayerPlanner(
@@ -271,7 +329,7 @@ def _migration(options: MigrationArgs, plan: StagePlan, forecast: StepForecast) 
 
 
 def _recovery_args(args: PipelineArgs, launcher: StageLauncher) -> RecoveryArgs:
-    """What becomes of lost stages, as far as their links allow it."""
+    """The arguments of recovery, which is off where the stages' links do not allow it."""
     options = args.recovery
     if options.mode == "off" or launcher.roster.can_regroup:
         return options
@@ -283,16 +341,16 @@ def _recovery_args(args: PipelineArgs, launcher: StageLauncher) -> RecoveryArgs:
 
 
 def _recovery_log(args: PipelineArgs, capacity: PipelineCapacity) -> RecoveryLog | None:
-    """What a lost stage can compute again by itself; None where rows are not kept."""
+    """The rows from which a lost stage can compute again by itself; None where none are kept."""
     if args.log_mib == 0:
         return None
     stages, size = args.stages.num_stages, args.scheduling.page_size
     return RecoveryLog(stages, size, capacity.log_pages)
 
 
-def _open_traces(args: PipelineArgs) -> list[StepWriter]:
+def _open_traces(args: PipelineArgs) -> list[EventWriter]:
     """The files that `--trace-path` and `--trace-steps` name."""
-    kinds: tuple[tuple[str, str | None, Callable[[str], StepWriter]], ...] = (
+    kinds: tuple[tuple[str, str | None, Callable[[str], EventWriter]], ...] = (
         ("--trace-path", args.trace_path, TraceWriter),
         ("--trace-steps", args.trace_steps, ChromeTraceWriter),
     )
@@ -325,8 +383,8 @@ def _open_metrics(
 def _ready_message(
     args: PipelineArgs, limits: ModelLimits, capacity: PipelineCapacity
 ) -> dict[str, Any]:
-    """What upstream's main process expects (`managers/scheduler.py::get_init_info`), and for
-    `/server_info` the values that it was not told itself (`upstream_fields.UPSTREAM_VALUES`)."""
+    """The message that upstream's main process expects (`managers/scheduler.py::get_init_info`),
+    with the values of `/server_info` that it does not know (`upstream_fields.UPSTREAM_VALUES`)."""
     pool_tokens = capacity.num_pages * args.scheduling.page_size
     return {
         "status": "ready",

@@ -1,8 +1,8 @@
-"""One layer move at a time, from the wish to the last stage's word that it is done.
+"""One layer move at a time, from the wish to the last stage's report that it is done.
 
-A state machine without I/O and clock. It says which order goes out next and when a move is given
-up. Knows nothing of steps: that the switch lies between two of them is the order stream's doing,
-and which plan is a good one is `planner.py`'s question.
+A state machine without I/O and clock. It decides which order goes out next and when a move is given
+up. It does not know steps: the order stream puts the switch between two of them, and `planner.py`
+finds good plans.
 """
 
 from array import array
@@ -47,8 +47,6 @@ class MoveCoordinator:
         self._is_announced = False  # the stages have been sent PrepareMove
         self._answered: set[int] = set()
         self._give_up: str | None = None
-        self._begun: list[MoveRecord] = []
-        self._ended: list[MoveRecord] = []
 
     def start_over(self, plan: StagePlan, max_layers: Sequence[int]) -> None:
         """Other stages hold the layers from now on, as `plan` says; no move is under way."""
@@ -57,7 +55,7 @@ class MoveCoordinator:
 
     @property
     def current(self) -> MoveRecord | None:
-        """The move under way."""
+        """The move under way. Its record changes no more once it is over."""
         return self._current
 
     def check(self, layer_counts: Sequence[int]) -> None:
@@ -105,26 +103,17 @@ class MoveCoordinator:
         self._current, self._is_announced, self._give_up = record, False, None
         self._answered.clear()
         self.history.append(record)
-        self._begun.append(record)
         return record
 
-    def take_begun(self) -> list[MoveRecord]:
-        """The moves that have begun since the last call."""
-        begun, self._begun = self._begun, []
-        return begun
-
-    def take_ended(self) -> list[MoveRecord]:
-        """The moves that have ended since the last call. Their records change no more."""
-        ended, self._ended = self._ended, []
-        return ended
-
     def take(self, report: MoveReport, now_s: float) -> None:
-        """Books a stage's word. One of an earlier move is late, and means nothing any more.
+        """Applies a stage's report. One on an earlier move is late, and is dropped.
 
-        Raises ProtocolError for one that no stage could give now.
+        Raises ProtocolError for one that no stage could send now.
         """
         if report.move >= self._next_move:
-            raise ProtocolError(f"stage {report.stage} speaks of move {report.move}, unknown")
+            raise ProtocolError(
+                f"stage {report.stage} reported on move {report.move}, which is not open"
+            )
         record = self._current
         if record is None or report.move < record.move:
             return
@@ -195,5 +184,4 @@ class MoveCoordinator:
     def _end(self, outcome: MoveOutcome, now_s: float) -> None:
         assert self._current is not None
         self._current.outcome, self._current.ended_s = outcome, now_s
-        self._ended.append(self._current)
         self._current = None

@@ -1,9 +1,10 @@
 """Who may move layers, and when: the operator by hand, or the planner by what steps cost.
 
-Owned by `PipelineCore`. The move itself is `migration/coordinator.py`'s.
+`migration/coordinator.py` carries out the move itself.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 from sgl_pipeline.args import MigrationArgs
 from sgl_pipeline.errors import MoveRefused
@@ -11,6 +12,7 @@ from sgl_pipeline.migration.coordinator import MoveCoordinator
 from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import MoveProposal
 from sgl_pipeline.migration.predictor import PartTimes
+from sgl_pipeline.records.event import Event
 from sgl_pipeline.records.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.move_orders import (
@@ -29,6 +31,8 @@ class MigrationControl:
         planner: learns from the steps; None: nothing is predicted or proposed.
 
     While `is_held`, a stage goes to another worker with the layers that it has: no move begins.
+    `events` gets a copy of each move's record as it begins, and the record when it is over; it is
+    the list of the `PipelineCore` that has this control.
     """
 
     def __init__(
@@ -38,8 +42,8 @@ class MigrationControl:
         self.coordinator = coordinator
         self.planner = planner
         self.is_held = False
+        self.events: list[Event] = []
         self._proposed: tuple[int, ...] | None = None  # for the plan in use
-        self._ended: list[MoveRecord] = []
 
     @classmethod
     def of(
@@ -61,8 +65,8 @@ class MigrationControl:
 
     @property
     def proposal(self) -> MoveProposal | None:
-        """What the planner proposed last for the plan in use, by the steps that it has seen since,
-        if that is still worth the move."""
+        """The planner's last proposal for the plan in use, if by the steps since then it is still
+        worth the move."""
         if self.planner is None or self._proposed is None:
             return None
         return self.planner.worthwhile(self.coordinator.plan.layer_counts, self._proposed)
@@ -79,7 +83,7 @@ class MigrationControl:
         return current is not None and current.outcome is MoveOutcome.SWITCHING
 
     def preview(self, layer_counts: Sequence[int]) -> MoveProposal | None:
-        """What the move of `move_to` would bring; None before enough steps were measured.
+        """The effect of the move of `move_to`; None before enough steps were measured.
 
         Raises MoveRefused, with status 400, for a plan that `move_to` would refuse.
         """
@@ -92,12 +96,12 @@ class MigrationControl:
     def move_to(self, layer_counts: Sequence[int], now_s: float) -> MoveRecord:
         """Begins the move that an operator wants.
 
-        Raises MoveRefused: 400 for a plan that is none of this pipeline's, 409 while layers move or
+        Raises MoveRefused: 400 for a plan that this pipeline cannot have, 409 while layers move or
         a stage is handed over.
         """
         self._require_on()
         self._require_free()
-        return self.coordinator.begin(layer_counts, "operator", now_s)
+        return self._begin(layer_counts, "operator", now_s)
 
     def undo(self, now_s: float) -> MoveRecord:
         """Begins the move back to the plan before the newest move.
@@ -106,7 +110,7 @@ class MigrationControl:
         """
         counts = self.plan_before()
         self._require_free()
-        return self.coordinator.begin(counts, "undo", now_s)
+        return self._begin(counts, "undo", now_s)
 
     def plan_before(self) -> tuple[int, ...]:
         """The layer counts that `undo` goes back to. Raises MoveRefused as `undo`."""
@@ -116,24 +120,18 @@ class MigrationControl:
             raise MoveRefused("no layer has moved: there is nothing to undo")
         return done[-1].before
 
-    def take_begun(self) -> list[MoveRecord]:
-        """The moves that have begun since the last call."""
-        return self.coordinator.take_begun()
-
-    def take_ended(self) -> list[MoveRecord]:
-        """The moves that have ended since the last call."""
-        ended, self._ended = self._ended, []
-        return ended
-
     def take(self, report: MoveReport, now_s: float) -> None:
-        """Books what a stage says of the move under way."""
+        """Applies a stage's report on the move under way. Raises ProtocolError for one that no
+        stage could send now."""
+        current = self.coordinator.current
         self.coordinator.take(report, now_s)
-        self._note_ends()
+        self._note_end(current)
 
     def interrupt(self, reason: str, now_s: float) -> None:
         """A stage is lost, with whatever move is under way."""
+        current = self.coordinator.current
         self.coordinator.interrupt(reason, now_s)
-        self._note_ends()
+        self._note_end(current)
 
     def start_over(self, plan: StagePlan, max_layers: tuple[int, ...], now_s: float) -> None:
         """Other stages hold the layers from now on, as `plan` says. A move that was wanted while
@@ -151,9 +149,10 @@ class MigrationControl:
     def next_order(
         self, now_s: float, pages_in_use: Callable[[], Sequence[int]]
     ) -> MoveOrder | None:
-        """What must be sealed now, if anything; to be asked until it is None."""
+        """The order that must be sealed now, if there is one; to be asked until it is None."""
+        current = self.coordinator.current
         order = self.coordinator.next_order(now_s, pages_in_use)
-        self._note_ends()
+        self._note_end(current)
         return order
 
     def note(self, parts: PartTimes, now_s: float) -> None:
@@ -168,22 +167,28 @@ class MigrationControl:
             return
         self._proposed = proposal.layer_counts
         if self.mode == "auto" and not self.is_held:
-            self.coordinator.begin(proposal.layer_counts, "auto", now_s)
+            self._begin(proposal.layer_counts, "auto", now_s)
 
-    def _note_ends(self) -> None:
-        """Tells the planner of moves that have ended, and what a layer of each cost: the time that
-        steps waited, and the stages' share of the time before that."""
-        for record in self.coordinator.take_ended():
-            self._ended.append(record)
-            self._proposed = None
-            if self.planner is None:
-                continue
-            self.planner.moved()
-            if record.switched_s is not None and not record.reason:
-                stalled_s = record.gap_ms * 1e-3
-                shared_s = MOVE_SHARE * (record.switched_s - record.began_s)
-                old, new = (StagePlan(0, counts) for counts in (record.before, record.after))
-                self.planner.learn_price((stalled_s + shared_s) / len(layer_moves(old, new)))
+    def _begin(self, layer_counts: Sequence[int], wanted_by: str, now_s: float) -> MoveRecord:
+        record = self.coordinator.begin(layer_counts, wanted_by, now_s)
+        self.events.append(copy(record))
+        return record
+
+    def _note_end(self, record: MoveRecord | None) -> None:
+        """Reports the move that was under way, if it is over now. The planner learns what a layer
+        of it cost: the time that steps waited, and the stages' share of the time before that."""
+        if record is None or not record.is_over:
+            return
+        self.events.append(record)
+        self._proposed = None
+        if self.planner is None:
+            return
+        self.planner.moved()
+        if record.switched_s is not None and not record.reason:
+            stalled_s = record.gap_ms * 1e-3
+            shared_s = MOVE_SHARE * (record.switched_s - record.began_s)
+            old, new = (StagePlan(0, counts) for counts in (record.before, record.after))
+            self.planner.learn_price((stalled_s + shared_s) / len(layer_moves(old, new)))
 
     def _require_on(self) -> None:
         if self.mode == "off":

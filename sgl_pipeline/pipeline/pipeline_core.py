@@ -1,8 +1,9 @@
 """The loop of the pipeline without its I/O: take, book, fill, encode.
 
-Driven by the server (`managers/pipeline_scheduler.py`), the simulator and the tests alike. Reports
-of stages go in, each with the moment of the driver's clock; steps come out, each with the sealed
-order that every stage must get, and later its token events. Reads no clock, sends nothing.
+Server, simulator and tests drive the same core. Reports of stages go in, each with the moment of
+the driver's clock; steps come out, each with the sealed order that every stage must get, and later
+its token events. All that happens besides is in one list of `records.event.Event`s, which the
+driver drains once a turn. The core reads no clock and sends nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from sgl_pipeline.pipeline.slow_stages import SlowStages
 from sgl_pipeline.pipeline.step_history import StepHistory
 from sgl_pipeline.pipeline.step_pace import StepPace
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
+from sgl_pipeline.records.event import Event
 from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.requests import Request
@@ -37,6 +39,8 @@ class PipelineCore:
     """One pipeline: its scheduler, its plan, its stream of orders, its steps on the way.
 
     Requests come and go through `scheduler` (add, abort, pause, resume); steps through this class.
+    `events` is what has happened since the last `take_events`; the controls of moves, throttle and
+    recovery append to it as well.
 
     Args:
         scheduler: decides; shared with no other core.
@@ -62,6 +66,10 @@ class PipelineCore:
         self.migration = migration or MigrationControl.off(plan)
         self.step_forecast = step_forecast or StepForecast(plan)
         self.throttle = throttle
+        self.events: list[Event] = []
+        self.migration.events = self.events
+        if throttle is not None:
+            throttle.events = self.events
         self._vocab_size = vocab_size
         self.history = StepHistory(plan.num_stages)
         self.slow_stages = SlowStages(plan.num_stages)
@@ -243,21 +251,31 @@ class PipelineCore:
             raise ProtocolError(f"{name} with moments out of order: {report.timing}")
         return step
 
-    def take_records(self) -> list[StepRecord]:
-        """The steps that all stages have reported since the last call, and that the driver is done
-        with: `result_ms` is on them."""
-        records = [step.record() for step in self._reported]
-        self._reported.clear()
-        for record in records:
-            self.history.add(record)
-            self.recent_load.add(record)
-            parts = self.step_forecast.note(record)
-            self.slow_stages.note(self.step_forecast.speeds, record.finished_s)
-            if parts is not None:
-                self.migration.note(parts, record.finished_s)
-        if records:
+    def take_events(self) -> list[Event]:
+        """All that has happened since the last call, in order.
+
+        Steps come last: those that all stages have reported, and that the driver is done with, so
+        that they have their `result_ms`. A move that one of them makes the planner begin follows
+        that step.
+        """
+        if self._reported:
+            for step in self._reported:
+                self._note(step.record())
+            self._reported.clear()
             self._refresh_times()
-        return records
+        events = self.events[:]
+        self.events.clear()
+        return events
+
+    def _note(self, record: StepRecord) -> None:
+        """Learns from a step that is over."""
+        self.events.append(record)
+        self.history.add(record)
+        self.recent_load.add(record)
+        parts = self.step_forecast.note(record)
+        self.slow_stages.note(self.step_forecast.speeds, record.finished_s)
+        if parts is not None:
+            self.migration.note(parts, record.finished_s)
 
     def _refresh_times(self) -> None:
         """Policies budget by what is known now, of the plan that is in use now."""

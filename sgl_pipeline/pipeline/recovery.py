@@ -1,22 +1,21 @@
 """From the loss of a worker to the first step that all stages run again: a state machine.
 
-Driven by `managers/stages/recovery_actions.py`, and in virtual time by `benchmark/fault_schedules`.
-Workers that end or are given up come in, and all that workers say on their way to readiness; what
-each must be told comes out, and in the end the order that begins a new stream. Does no I/O and
-reads no clock.
+Inputs are the workers that end or are given up, and the messages of workers on their way to
+readiness. Outputs are the messages for each worker, and in the end the order that begins a new
+stream. The state machine does no I/O and reads no clock.
 
 A stage that is left lets go of its steps and of its links, keeps its weights and pages, and opens
-links to its new neighbors. What the newcomers can compute again by themselves, they do
-(`scheduling/recovery_log.py`); the other requests are prefilled again, prompt and output. Because a
-token is a function of its request, what they go on with is what would have come.
+links to its new neighbors. The newcomers compute again by themselves as much as they can
+(`scheduling/recovery_log.py`); the other requests are prefilled again, prompt and output. A token
+is a function of its request, so each request goes on with the tokens that would have come.
 
-Where no worker is available for a stage (`worker_supply.py`), those that are left share its layers
-and serve on as fewer stages, and as more again when a worker has come; then all pages are lost.
-Whoever serves is first told to regroup: when all have, none has anything to say any more under its
-old number.
+Where no worker is available for a stage (`worker_supply.py`), the stages that are left share its
+layers and serve on as fewer stages, and as more again when a worker has come; then all pages are
+lost. Every stage that serves is first told to regroup: when all have, no message under an old
+number is on its way.
 
 A worker that was asked to leave is replaced while it serves (`stage_handovers.py`); in the end all
-begin anew as after a loss, of which there was none.
+begin anew as after a loss, although nothing was lost.
 """
 
 from collections import deque
@@ -43,13 +42,13 @@ from sgl_pipeline.wire.stage_messages import (
 from sgl_pipeline.wire.stage_orders import SealedOrder
 
 KEPT_RECORDS = 64
-# So many workers of a stage may be given up, one after the other, without a step in between.
+# The limit of workers of a stage that are given up one after the other without a step in between.
 MOST_SILENT_IN_A_ROW = 3
 
 
 class StageRecovery:
-    """`current` is the recovery under way until the stages begin anew, `history` the newest before
-    it, oldest first; the last of them is over when a step has come back from all stages.
+    """`current` is the recovery under way until the stages begin anew, `history` the newest ones
+    before it, oldest first; the last of them is over when a step has come back from all stages.
 
     Args:
         core: halted while a stage is missing.
@@ -91,7 +90,7 @@ class StageRecovery:
         return max(0, missing + self._args.spare_workers - spare)
 
     def asked(self, worker: int, now_s: float) -> None:
-        """The source was asked for a worker, who will greet with this number."""
+        """The source was asked for a worker, which will greet with this number."""
         self._supply.asked(worker, now_s)
 
     def refused(self, worker: int, reason: str, now_s: float) -> None:
@@ -101,13 +100,14 @@ class StageRecovery:
     def lose(
         self, worker: int, reason: str, now_s: float, *, was_silent: bool = False
     ) -> list[Addressed]:
-        """A worker has ended, or was given up: nothing that it said will be heard any more.
+        """A worker has ended, or was given up: its messages are dropped from now on.
 
         Args:
             was_silent: it was given up in a step that took it too long.
 
-        Returns what the others must be told. Raises StageFailure where the stage is not replaced:
-        recovery is off, too many were lost that had served, or one after the other was silent.
+        Returns the messages for the other workers. Raises StageFailure where the stage is not
+        replaced: recovery is off, too many workers that had served were lost, or one after the
+        other was silent.
         """
         stage = self._roster.lose(worker)
         self._handovers.forget(worker)
@@ -132,7 +132,7 @@ class StageRecovery:
     def take(
         self, message: FromWorker, now_s: float, speaker: int | None = None
     ) -> list[Addressed]:
-        """Books what a worker says that is not about a step; returns what follows from it.
+        """Applies a worker's message that is not about a step; returns the messages that follow.
 
         Args:
             speaker: as in `WorkerRoster.take`.
@@ -270,14 +270,16 @@ class StageRecovery:
         return self.current
 
     def settle(self, now_s: float) -> RecoveryRecord | None:
-        """The recovery that is over now, if one is: a step of the new stream has come back from all
-        stages, or none is on its way. To be asked after steps were decided."""
+        """The recovery that is over now, if there is one: a step of the new stream has come back
+        from all stages, or none is on its way. It is among the core's events as well. To be called
+        after steps were decided."""
         record = self.unsettled
         if record is None or record is self.current:
             return None
         if not self._core.has_run and any(True for _ in self._core.open_steps):
             return None
         record.ended_s = now_s
+        self._core.events.append(record)
         return record
 
     def late_workers(

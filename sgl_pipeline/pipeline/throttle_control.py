@@ -1,7 +1,7 @@
 """The throttle's knobs while the server runs: checked, changed between two steps, taken back.
 
-Owned by `PipelineCore`, which asks before each step whether a change is to go back. The policy
-itself stays a pure function: a change puts another one in its place.
+`PipelineCore` asks before each step whether a change is to go back. The policy itself stays a pure
+function: a change puts another one in its place.
 """
 
 from collections import deque
@@ -12,6 +12,7 @@ import msgspec
 
 from sgl_pipeline.args import ACCOUNTINGS, POLICIES, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError, RequestError
+from sgl_pipeline.records.event import Event
 from sgl_pipeline.records.throttle_change import Author, Cause, Knob, ThrottleChange
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.throttle import make_policy
@@ -38,12 +39,13 @@ class ThrottleState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThrottleControl:
-    """The knobs of one scheduler: the fields of `ThrottleArgs`, and `accounting`.
+    """The knobs of one scheduler: the fields of `ThrottleArgs`, and `accounting`. `events` gets
+    each change; it is the list of the `PipelineCore` that has this control.
 
     Args:
-        throttle: that `scheduler` was made with.
+        throttle: the arguments that `scheduler` was made with.
         accounting: the same.
-        most_prefill_tokens: of a step, by what the stages have memory for.
+        most_prefill_tokens: the most that the stages have memory for in a step.
     """
 
     def __init__(
@@ -59,8 +61,8 @@ class ThrottleControl:
         self._prefill_limit = throttle.prefill_limit
         self._history: deque[ThrottleChange] = deque(maxlen=MAX_HISTORY)
         self._num_changes = 0
-        self._news: list[ThrottleChange] = []
-        # Since which moment of the clock all knobs are to be as they were, and how that was.
+        self.events: list[Event] = []
+        # Time and values to which all knobs revert.
         self._revert_s: float | None = None
         self._revert_knobs = self._knobs
 
@@ -105,9 +107,9 @@ class ThrottleControl:
     ) -> ThrottleChange | None:
         """Sets some knobs; None where all of them have these values already.
 
-        With `revert_after_s` all knobs go back after that time. Changes one after the other that
-        are to go back all go back to where the first began; one that is to stay keeps them all.
-        Raises RequestError (400), with the range, for a value that cannot be.
+        With `revert_after_s` all knobs go back after that time. Several such changes in a row go
+        back to where the first began; a change that is to stay keeps them all. Raises RequestError
+        (400), with the range, for a value outside it.
         """
         if revert_after_s is not None and not 0.0 < revert_after_s <= MAX_REVERT_S:
             raise RequestError(
@@ -140,11 +142,6 @@ class ThrottleControl:
         if self._revert_s is not None and now_s >= self._revert_s:
             self._revert_s = None
             self._set(self._revert_knobs, CLOCK, now_s, "revert", None)
-
-    def take_changes(self) -> list[ThrottleChange]:
-        """The changes since the last call."""
-        news, self._news = self._news, []
-        return news
 
     def _checked(self, values: Mapping[str, Knob]) -> dict[str, Knob]:
         """All knobs with these values among them. Raises RequestError as `change`."""
@@ -197,7 +194,7 @@ class ThrottleControl:
         self._knobs, self._prefill_limit = knobs, throttle.prefill_limit
         self._num_changes += 1
         self._history.append(change)
-        self._news.append(change)
+        self.events.append(change)
         return change
 
 

@@ -1,18 +1,18 @@
-"""Steps as a Chrome trace, which chrome://tracing and ui.perfetto.dev show: a track for the
+"""Events as a Chrome trace, which chrome://tracing and ui.perfetto.dev show: a track for the
 scheduler, one for each stage, one for layer moves and one for recoveries; a change of the throttle
 is a mark.
 
-Written by `managers/` (`--trace-steps`, and beside the profiles of `/start_profile`). The format is
-the JSON array of "Trace Event Format" (Google, 2016): ph X is a span, ts and dur in microseconds;
-ph i of scope p is an instant, drawn across all tracks.
+The format is the JSON array of "Trace Event Format" (Google, 2016): ph X is a span, ts and dur in
+microseconds; ph i of scope p is an instant, drawn across all tracks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
+from sgl_pipeline.records.event import Event
 from sgl_pipeline.records.move_record import MoveRecord
 from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.records.throttle_change import ThrottleChange
@@ -26,7 +26,7 @@ _END = b"\n]\n"
 
 
 class ChromeTraceWriter:
-    """A `trace.StepWriter`. After each `flush` the file is whole, whatever ends the process."""
+    """A `trace.EventWriter`. After each `flush` the file is whole, whatever ends the process."""
 
     def __init__(self, path: str | Path) -> None:
         self._file: IO[bytes] = Path(path).open("wb")  # noqa: SIM115 - closed by `close`
@@ -34,33 +34,19 @@ class ChromeTraceWriter:
         self._num_tracks = 0
         self._has_moves_track = False
         self._has_recoveries_track = False
+        self._drawn: dict[type, Callable[[Any], Iterable[dict[str, Any]]]] = {
+            StepRecord: self._step,
+            MoveRecord: self._move,
+            ThrottleChange: _change,
+            RecoveryRecord: self._recovery,
+        }
         self._file.write(b"[" + self._encoder.encode(_name("process_name", "sgl_pipeline", 0)))
         self._file.write(_END)
 
-    def write(self, record: StepRecord) -> None:
-        self._append((*self._new_tracks(record), *_events(record)))
-
-    def write_move(self, record: MoveRecord) -> None:
-        if not self._has_moves_track:
-            self._has_moves_track = True
-            self._append([_name("thread_name", "layer moves", _MOVES_TRACK)])
-        self._append(_move_events(record))
-
-    def write_change(self, record: ThrottleChange) -> None:
-        knobs = ", ".join(f"{name} {value}" for name, value in record.after.items())
-        args = {
-            "cause": record.cause,
-            "first_step": record.first_step,
-            "before": record.before,
-            "after": record.after,
-        }
-        self._append([_instant(f"throttle: {knobs}", record.changed_s, args, _SCHEDULER_TRACK)])
-
-    def write_recovery(self, record: RecoveryRecord) -> None:
-        if not self._has_recoveries_track:
-            self._has_recoveries_track = True
-            self._append([_name("thread_name", "recoveries", _RECOVERIES_TRACK)])
-        self._append(_recovery_events(record))
+    def write(self, event: Event) -> None:
+        """Draws `event`, if its kind is drawn."""
+        if (draw := self._drawn.get(type(event))) is not None:
+            self._append(draw(event))
 
     def flush(self) -> None:
         self._file.flush()
@@ -68,11 +54,27 @@ class ChromeTraceWriter:
     def close(self) -> None:
         self._file.close()
 
-    def _append(self, events: Iterable[dict[str, Any]]) -> None:
+    def _append(self, drawing: Iterable[dict[str, Any]]) -> None:
         self._file.seek(-len(_END), 2)
-        for event in events:
-            self._file.write(b",\n" + self._encoder.encode(event))
+        for one in drawing:
+            self._file.write(b",\n" + self._encoder.encode(one))
         self._file.write(_END)
+
+    def _step(self, record: StepRecord) -> Iterator[dict[str, Any]]:
+        yield from self._new_tracks(record)
+        yield from _step_spans(record)
+
+    def _move(self, record: MoveRecord) -> Iterator[dict[str, Any]]:
+        if not self._has_moves_track:
+            self._has_moves_track = True
+            yield _name("thread_name", "layer moves", _MOVES_TRACK)
+        yield from _move_spans(record)
+
+    def _recovery(self, record: RecoveryRecord) -> Iterator[dict[str, Any]]:
+        if not self._has_recoveries_track:
+            self._has_recoveries_track = True
+            yield _name("thread_name", "recoveries", _RECOVERIES_TRACK)
+        yield from _recovery_spans(record)
 
     def _new_tracks(self, record: StepRecord) -> Iterator[dict[str, Any]]:
         """Names for the tracks that appear for the first time: all, in the first record."""
@@ -82,9 +84,9 @@ class ChromeTraceWriter:
         self._num_tracks = max(self._num_tracks, len(tracks))
 
 
-def _events(record: StepRecord) -> Iterator[dict[str, Any]]:
-    """The spans of one step. What a stage does before it computes is left out where it takes none
-    of its time: those spans are its bubbles."""
+def _step_spans(record: StepRecord) -> Iterator[dict[str, Any]]:
+    """The spans of one step. The spans before a stage computes are its bubbles; one that takes no
+    time is left out."""
     carried = {"prefill_tokens": record.prefill_tokens, "decodes": record.decodes}
     decided = {
         "waiting_tokens": record.waiting_tokens,
@@ -111,7 +113,19 @@ def _events(record: StepRecord) -> Iterator[dict[str, Any]]:
                 yield _span(name, track, start_s, end_s, carried if name == step else {})
 
 
-def _move_events(record: MoveRecord) -> Iterator[dict[str, Any]]:
+def _change(record: ThrottleChange) -> Iterator[dict[str, Any]]:
+    """A change of the throttle across all tracks."""
+    knobs = ", ".join(f"{name} {value}" for name, value in record.after.items())
+    args = {
+        "cause": record.cause,
+        "first_step": record.first_step,
+        "before": record.before,
+        "after": record.after,
+    }
+    yield _instant(f"throttle: {knobs}", record.changed_s, args, _SCHEDULER_TRACK)
+
+
+def _move_spans(record: MoveRecord) -> Iterator[dict[str, Any]]:
     """A move that is over: its preparation, the switch across all tracks, and what followed."""
     assert record.ended_s is not None
     args = {
@@ -134,7 +148,7 @@ def _move_events(record: MoveRecord) -> Iterator[dict[str, Any]]:
         yield _span(f"patch {after}", _MOVES_TRACK, switched_s, ended_s, args)
 
 
-def _recovery_events(record: RecoveryRecord) -> Iterator[dict[str, Any]]:
+def _recovery_spans(record: RecoveryRecord) -> Iterator[dict[str, Any]]:
     """A recovery that is over: the loss across all tracks, and the time without a step."""
     assert record.ended_s is not None
     args = {

@@ -1,12 +1,11 @@
-"""What is kept of one layer move: who wanted it, how far it got, what it cost.
-
-Filled by `migration/coordinator.py`; read by the traces, the metrics, the log and
-`GET /pipeline/plan`.
-"""
+"""The record of one layer move: who wanted it, how far it got, what it cost."""
 
 from enum import StrEnum
+from typing import ClassVar
 
 import msgspec
+
+from sgl_pipeline.records.event import Event
 
 
 class MoveOutcome(StrEnum):
@@ -18,15 +17,17 @@ class MoveOutcome(StrEnum):
     ABANDONED = "abandoned"
 
 
-class MoveRecord(msgspec.Struct, kw_only=True):
+class MoveRecord(msgspec.Struct, Event, kw_only=True):
     """One move and what it cost. Moments are seconds of the driver's clock.
 
-    `wanted_by` is who asked for it: `operator`, `undo` or `auto`. `epoch` is that of the new plan.
-    `reason` says why a move was abandoned, or what cut short the end of one that is done. Bytes are
-    the keys and values of all stages together: `copied_bytes` while the old plan ran,
-    `patched_bytes` after the switch. `load_ms` is the longest that a stage took for its weights,
-    `patch_ms` for its patches, `wait_ms` the longest that a step waited for them.
+    `wanted_by` is `operator`, `undo` or `auto`. `epoch` is that of the new plan. `reason` is why a
+    move was abandoned, or what cut short the end of one that is done. Bytes are the keys and values
+    of all stages together: `copied_bytes` while the old plan ran, `patched_bytes` after the switch.
+    `load_ms` is the longest time that a stage took for its weights, `patch_ms` for its patches,
+    `wait_ms` the longest time that a step waited for them.
     """
+
+    trace_key: ClassVar[str] = "layer_move"
 
     move: int
     epoch: int
@@ -43,6 +44,10 @@ class MoveRecord(msgspec.Struct, kw_only=True):
     load_ms: float = 0.0
     patch_ms: float = 0.0
     wait_ms: float = 0.0
+
+    @property
+    def label(self) -> str:
+        return f"layer move {self.move}"
 
     @property
     def is_over(self) -> bool:

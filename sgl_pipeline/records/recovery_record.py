@@ -1,9 +1,10 @@
-"""What is kept of one recovery: which workers were lost, what it took until steps ran again.
+"""The record of one recovery: which workers were lost, what it took until steps ran again."""
 
-Filled by `pipeline/recovery.py`; read by the traces, the metrics, the log and `/server_info`.
-"""
+from typing import ClassVar
 
 import msgspec
+
+from sgl_pipeline.records.event import Event
 
 
 class LostWorker(msgspec.Struct, frozen=True):
@@ -16,19 +17,20 @@ class LostWorker(msgspec.Struct, frozen=True):
     has_left: bool = False
 
 
-class RecoveryRecord(msgspec.Struct, kw_only=True):
+class RecoveryRecord(msgspec.Struct, Event, kw_only=True):
     """One recovery. Moments are seconds of the driver's clock.
 
     `lost` are the workers that were lost until it ended, the first of them at `began_s`.
     `survivors_s` is when the stages that are left had let go of the old stream, `stream_s` when the
     new one began, of number `incarnation`: until then no step could be decided. `ended_s` is when
-    its first step had come back from all stages, or, where there was none to run, when that was
-    known. `num_requests` were
-    running; of their tokens `num_tokens` must be prefilled again, by all stages, and
-    `num_replay_tokens` be computed again by the lost stages alone. `num_stages` serve since, and
-    `stages_before` did before: fewer where no worker came for one, more when one has come, where
-    no worker need have been lost.
+    its first step had come back from all stages, or, where no step could run, when that was known.
+    `num_requests` were running; of their tokens all stages must prefill `num_tokens` again, and the
+    lost stages alone compute `num_replay_tokens` again. `num_stages` serve afterwards,
+    `stages_before` served before: fewer serve where no worker came for a stage, more when one has
+    come, in which case `lost` may be empty.
     """
+
+    trace_key: ClassVar[str] = "recovery"
 
     began_s: float
     incarnation: int
@@ -41,6 +43,10 @@ class RecoveryRecord(msgspec.Struct, kw_only=True):
     num_replay_tokens: int = 0
     num_stages: int = 0
     stages_before: int = 0
+
+    @property
+    def label(self) -> str:
+        return f"recovery {self.incarnation}"
 
     @property
     def has_other_stages(self) -> bool:

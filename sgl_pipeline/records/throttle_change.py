@@ -1,11 +1,10 @@
-"""A change of the throttle's knobs while the server runs: who wanted it, when, from what to what.
+"""A change of the throttle's knobs while the server runs: by whom, when, from what to what."""
 
-Made by `pipeline/throttle_control.py`; written to traces, logs and `GET /pipeline/throttle`.
-"""
-
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
+
+from sgl_pipeline.records.event import Event
 
 Knob = bool | int | float | str | None
 Cause = Literal["operator", "undo", "revert", "tune"]
@@ -19,10 +18,12 @@ class Author(msgspec.Struct, frozen=True):
     client: str
 
 
-class ThrottleChange(msgspec.Struct, frozen=True, kw_only=True):
-    """`before` and `after` hold the knobs that changed. `first_step` is the first that is decided
-    by the new ones, `changed_s` a moment of the driver's clock. `revert_after_s`: seconds until the
+class ThrottleChange(msgspec.Struct, Event, frozen=True, kw_only=True):
+    """`before` and `after` hold the knobs that changed. `first_step` is the first step that the new
+    ones decide, `changed_s` a moment of the driver's clock. `revert_after_s`: seconds until the
     change goes back by itself; None: it stays."""
+
+    trace_key: ClassVar[str] = "throttle_change"
 
     change: int
     cause: Cause
@@ -32,3 +33,7 @@ class ThrottleChange(msgspec.Struct, frozen=True, kw_only=True):
     before: dict[str, Knob]
     after: dict[str, Knob]
     revert_after_s: float | None = None
+
+    @property
+    def label(self) -> str:
+        return f"throttle change {self.change}"

@@ -1,26 +1,27 @@
-"""One record per step, the same from the runtime and from the simulator.
+"""Steps and trace files, the same from the runtime and from the simulator.
 
-Written as JSON lines by `managers/` (`--trace-path`) and `simulator/`; every plot and benchmark
-reads these and does not know which produced them. A layer move and a change of the throttle are
-lines among them.
+A trace file has a JSON line for each event (`--trace-path`). A step's line is its record, the line
+of any other event an object with one key, the kind's `trace_key`. Plots and benchmarks read these
+files and cannot tell who wrote them.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Protocol, TypeVar
 
 import msgspec
 
-from sgl_pipeline.records.move_record import MoveRecord
-from sgl_pipeline.records.recovery_record import RecoveryRecord
+from sgl_pipeline.records.event import Event
 from sgl_pipeline.records.stage_timing import StageTiming
-from sgl_pipeline.records.throttle_change import ThrottleChange
 from sgl_pipeline.requests import Request
 from sgl_pipeline.step_work import StepWork
 
+Kind = TypeVar("Kind", bound=Event)
+
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that ended by itself: what it was, and how long it took since it arrived."""
+    """A request that ended by itself: its size, and how long it took since it arrived."""
 
     request_id: str
     prompt_tokens: int
@@ -47,7 +48,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+class StepRecord(msgspec.Struct, Event, frozen=True, kw_only=True):
     """What one step carried and what it cost. Times are seconds of the producer's clock, the same
     for scheduler and stages.
 
@@ -82,6 +83,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     missed_target: str | None = None
 
     @property
+    def label(self) -> str:
+        return f"step {self.step_id}"
+
+    @property
     def work(self) -> StepWork:
         """What its time depends on."""
         return StepWork(
@@ -93,68 +98,29 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class StepWriter(Protocol):
-    """Where steps go, in order: a `TraceWriter` or a `chrome_trace.ChromeTraceWriter`. Each method
-    may raise OSError."""
+class EventWriter(Protocol):
+    """A file that events go to, in order: a `TraceWriter` or a `chrome_trace.ChromeTraceWriter`.
+    Each method may raise OSError."""
 
-    def write(self, record: StepRecord) -> None: ...
-    def write_move(self, record: MoveRecord) -> None:
-        """A layer move is over."""
-
-    def write_change(self, record: ThrottleChange) -> None:
-        """A knob of the throttle has changed."""
-
-    def write_recovery(self, record: RecoveryRecord) -> None:
-        """Lost stages have been replaced."""
+    def write(self, event: Event) -> None:
+        """Adds an event that is over."""
 
     def flush(self) -> None:
-        """What was written is in the file from now on."""
+        """Everything written so far is in the file from now on."""
 
     def close(self) -> None: ...
 
 
-class _MoveLine(msgspec.Struct, frozen=True):
-    """How a layer move stands in a trace file."""
-
-    layer_move: MoveRecord
-
-
-class _ChangeLine(msgspec.Struct, frozen=True):
-    """How a change of the throttle stands in a trace file."""
-
-    throttle_change: ThrottleChange
-
-
-class _RecoveryLine(msgspec.Struct, frozen=True):
-    """How a recovery stands there."""
-
-    recovery: RecoveryRecord
-
-
-_MOVE_LINE_START = b'{"layer_move":'
-_CHANGE_LINE_START = b'{"throttle_change":'
-_RECOVERY_LINE_START = b'{"recovery":'
-_EVENT_LINE_STARTS = (_MOVE_LINE_START, _CHANGE_LINE_START, _RECOVERY_LINE_START)
-
-
 class TraceWriter:
-    """Writes a new file of records, a line each, flushed when closed or asked."""
+    """Writes a new trace file, flushed when closed or asked."""
 
     def __init__(self, path: str | Path) -> None:
         self._file: IO[bytes] = Path(path).open("wb")  # noqa: SIM115 - closed by `close`
         self._encoder = msgspec.json.Encoder()
 
-    def write(self, record: StepRecord) -> None:
-        self._file.write(self._encoder.encode(record) + b"\n")
-
-    def write_move(self, record: MoveRecord) -> None:
-        self._file.write(self._encoder.encode(_MoveLine(record)) + b"\n")
-
-    def write_change(self, record: ThrottleChange) -> None:
-        self._file.write(self._encoder.encode(_ChangeLine(record)) + b"\n")
-
-    def write_recovery(self, record: RecoveryRecord) -> None:
-        self._file.write(self._encoder.encode(_RecoveryLine(record)) + b"\n")
+    def write(self, event: Event) -> None:
+        line = {event.trace_key: event} if event.trace_key else event
+        self._file.write(self._encoder.encode(line) + b"\n")
 
     def flush(self) -> None:
         self._file.flush()
@@ -163,37 +129,28 @@ class TraceWriter:
         self._file.close()
 
 
+# How a line begins whose event is no step. A step's line begins with a number.
+_KEYED_LINE = re.compile(rb'\{"\w+":\{')
+
+
 def read_trace(path: str | Path) -> Iterator[StepRecord]:
-    """The steps of a trace file, in order. Raises msgspec.ValidationError on a foreign line."""
+    """The steps of a trace file, in order. Raises msgspec.ValidationError for a line that is not an
+    event."""
     decoder = msgspec.json.Decoder(StepRecord)
     with open(path, "rb") as lines:
         for line in lines:
-            if not line.startswith(_EVENT_LINE_STARTS):
+            if not _KEYED_LINE.match(line):
                 yield decoder.decode(line)
 
 
-def read_moves(path: str | Path) -> Iterator[MoveRecord]:
-    """The layer moves of a trace file, in the order in which they ended."""
-    decoder = msgspec.json.Decoder(_MoveLine)
+def read_events(path: str | Path, kind: type[Kind]) -> Iterator[Kind]:
+    """The events of one kind besides steps in a trace file, in the order in which they ended.
+
+    Raises msgspec.ValidationError for a line of this kind that cannot be read.
+    """
+    decoder = msgspec.json.Decoder(dict[str, kind])  # type: ignore[valid-type]
+    start = b'{"%s":' % kind.trace_key.encode()
     with open(path, "rb") as lines:
         for line in lines:
-            if line.startswith(_MOVE_LINE_START):
-                yield decoder.decode(line).layer_move
-
-
-def read_changes(path: str | Path) -> Iterator[ThrottleChange]:
-    """The changes of the throttle in a trace file, in their order."""
-    decoder = msgspec.json.Decoder(_ChangeLine)
-    with open(path, "rb") as lines:
-        for line in lines:
-            if line.startswith(_CHANGE_LINE_START):
-                yield decoder.decode(line).throttle_change
-
-
-def read_recoveries(path: str | Path) -> Iterator[RecoveryRecord]:
-    """The recoveries of a trace file, in the order in which they ended."""
-    decoder = msgspec.json.Decoder(_RecoveryLine)
-    with open(path, "rb") as lines:
-        for line in lines:
-            if line.startswith(_RECOVERY_LINE_START):
-                yield decoder.decode(line).recovery
+            if line.startswith(start):
+                yield decoder.decode(line)[kind.trace_key]

@@ -20,6 +20,7 @@ from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.requests import GREEDY, Request, StopRules
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.page_copies import MoveCosts
@@ -155,7 +156,7 @@ class VirtualPipeline:
                 self._core.take_report(report, now_s)
             result_s = self._costs.host.result_s(trip.shape.num_samples)
             step.result_ms = result_s * 1e3
-            (record,) = self._core.take_records()
+            (record,) = (one for one in self._core.take_events() if isinstance(one, StepRecord))
             self._steps.append(
                 SimulatedStep(
                     trip.shape,

@@ -1,9 +1,10 @@
 """The loop goes on whatever one message does, and leaves nobody unanswered when it ends."""
 
+import itertools
 import os
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import zmq
@@ -20,6 +21,7 @@ from sgl_pipeline.managers.grammars.compilation import Compilation
 from sgl_pipeline.managers.grammars.queue import GrammarQueue
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, GrammarSpec
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
+from sgl_pipeline.managers.reports.reports import Reports
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.records.stage_timing import StageTiming
@@ -27,7 +29,14 @@ from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
-from sgl_pipeline.wire.stage_messages import StageReady, StageReport
+from sgl_pipeline.wire.stage_messages import (
+    FromWorker,
+    PoolSize,
+    StageReady,
+    StageReport,
+    StillLoading,
+    WorkerFailed,
+)
 from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.wire.step_order import StepOrder
 
@@ -136,9 +145,6 @@ class FakeRecovery:
     def settle(self, now_s: float) -> None:
         """No recovery was under way."""
 
-    def take_ended(self) -> list[Any]:
-        return []
-
     def is_within_bound(self, now_s: float) -> bool:
         return False
 
@@ -191,7 +197,7 @@ def parts():
         operators=SimpleNamespace(
             socket=context.socket(zmq.ROUTER),
             serve=lambda now_s: None,
-            ended=lambda record, now_s: None,
+            on=lambda event: None,
         ),
         grammars=GrammarQueue(compiler, vocabulary(), 1000.0),
         reported=[],
@@ -199,7 +205,7 @@ def parts():
     context.destroy(linger=0)
 
 
-def run(parts: Any, script: list[list[Any]]) -> FakeFront:
+def run(parts: Any, script: list[list[Any]], recovery: Any = None) -> FakeFront:
     """Runs the loop over `script`, which should end it."""
     parts.front.script = script
     loads = SimpleNamespace(publish=lambda state: parts.reported.append(state.compiling_requests))
@@ -207,21 +213,19 @@ def run(parts: Any, script: list[list[Any]]) -> FakeFront:
         parts.front,
         PipelineCore(parts.steps, StagePlan(0, (1,))),
         parts.stages,
-        FakeRecovery(parts.stages),
+        recovery or FakeRecovery(parts.stages),
         parts.grammars,
         parts.operators,
-        TraceFiles(),
-        loads,
-        None,
+        Reports({}, "off", TraceFiles(), loads),
         zmq.Poller(),
-        {},
     )
     # The desk is upstream's message types; here a control message is a call on the loop.
-    loop._desk = SimpleNamespace(answer=lambda call: call(loop), poll=lambda now_s: None)
+    loop._desk = SimpleNamespace(answer=lambda call, now_s: call(loop), poll=lambda now_s: None)
     loop.run()
     return parts.front
 
 
+HELLO = StageReady(0, "torch", "torch")
 BY_CLIENT = FinishReason("abort", message="aborted by the client")
 SHUT_DOWN = ControlRequest(lambda loop: loop.shut_down())
 WAIT: list[list[Any]] = [[] for _ in range(8)]
@@ -299,6 +303,60 @@ def test_a_stage_that_says_what_it_may_not_is_to_blame(parts):
         run(parts, [[make_request("a", [1], 50)]])
     assert parts.stages.blamed == [(0, "StageReady was not due")]
     assert parts.front.finished["a"].status_code == 500
+
+
+def test_all_that_a_turn_does_is_at_one_moment_and_its_steps_are_later(parts, monkeypatch):
+    ticks = itertools.count(1000)
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
+    monkeypatch.setattr(pipeline_scheduler, "time", clock)
+    # A message of the worker and the end of its process come in every turn.
+    parts.stages.receive, receive = lambda: [(0, HELLO), *receive()], parts.stages.receive
+    os.eventfd_write(parts.stages.ends_descriptor, 1)
+    turns: list[set[float]] = []
+    scheduled: list[float] = []
+
+    def note(name: str) -> Any:
+        def at(*arguments: Any) -> None:
+            turns.extend([set()] if name == "take" else [])
+            turns[-1] |= {one for one in arguments if isinstance(one, float)}
+
+        return at
+
+    recovery = FakeRecovery(parts.stages)
+    for name in ("take", "check", "serve", "settle"):
+        monkeypatch.setattr(recovery, name, note(name))
+    parts.operators.serve, parts.steps.end_overdue = (
+        note("serve"),
+        lambda now_s: note("end")(now_s) or [],
+    )
+    next_microbatch = parts.steps.next_microbatch
+    parts.steps.next_microbatch = lambda now_s: scheduled.append(now_s) or next_microbatch(now_s)
+    run(parts, [[make_request("a", [1, 2, 3], 4)], *WAIT, [SHUT_DOWN]], recovery)
+    assert len(turns) == len(WAIT) + 2 and {len(moments) for moments in turns} == {1}
+    first = [min(moments) for moments in turns]
+    assert first == sorted(first) and len(set(first)) == len(first)
+    # Two looks for a step in the first turn: one was there, and one was not.
+    assert first[0] < scheduled[0] < scheduled[1] < first[1]
+
+
+def test_every_message_of_a_worker_has_a_handler_but_those_that_the_launcher_keeps(parts):
+    tables: list[set[type]] = []
+    look = ControlRequest(lambda loop: tables.append(set(loop._from_worker)))
+    run(parts, [[look], [SHUT_DOWN]])
+    assert tables == [set(get_args(FromWorker)) - {StillLoading, WorkerFailed}]
+
+
+def test_a_worker_that_sends_an_order_is_to_blame(parts):
+    parts.stages.reports.append(PoolSize(3))
+    with pytest.raises(StageFailure, match="PoolSize"):
+        run(parts, [[]])
+    assert parts.stages.blamed == [(0, "a worker that serves sent PoolSize")]
+
+
+def test_a_message_of_no_known_type_is_logged_and_the_next_request_served(parts, caplog):
+    front = run(parts, [["hello", make_request("a", [1], 2)], *WAIT, [SHUT_DOWN]])
+    assert front.finished["a"] == FinishReason("length")
+    assert "could not be handled: 'hello'" in caplog.text
 
 
 def test_a_shutdown_answers_who_is_still_being_served(parts):

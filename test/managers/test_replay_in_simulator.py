@@ -19,6 +19,7 @@ import zmq
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.grammars.queue import NoGrammars
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
+from sgl_pipeline.managers.reports.reports import Reports
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
@@ -220,18 +221,14 @@ def run_the_loop(
             records=(),
             check=nothing,
             serve=nothing,
-            take_ended=list,
             settle=lambda now_s: None,
             is_within_bound=lambda now_s: True,
         ),
         NoGrammars("none here"),
         # Nobody asks, so it sleeps wherever the front would.
-        SimpleNamespace(socket=socket, serve=lambda now_s: None),
-        TraceFiles(),
-        SimpleNamespace(publish=lambda state: None),
-        None,
+        SimpleNamespace(socket=socket, serve=lambda now_s: None, on=lambda event: None),
+        Reports({}, "off", TraceFiles(), SimpleNamespace(publish=lambda state: None)),
         zmq.Poller(),
-        {},
     )
     front.end_loop = loop.shut_down
     loop.run()

@@ -12,7 +12,7 @@ from sgl_pipeline.errors import (
     RequestError,
 )
 from sgl_pipeline.pipeline.worker_roster import Addressed
-from sgl_pipeline.records.move_record import MoveOutcome
+from sgl_pipeline.records.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.scheduling import RecoveryLog
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.stage_messages import PoolSize, Regroup, StageAssignment
@@ -213,7 +213,8 @@ def test_a_move_that_is_wanted_meanwhile_is_abandoned_and_the_next_is_of_the_new
     server.regrouped(0, 2, incarnation=1)
     told = server.recovery.reform(0.0)
     assert [one.max_layers for _, one in told] == [8, 8]
-    (move,) = server.core.migration.take_ended()
+    (_, move) = server.core.take_events()
+    assert isinstance(move, MoveRecord)
     assert move.outcome is MoveOutcome.ABANDONED and "2 stages share" in move.reason
     rejoin(server, 0, 1)
     assert server.recovery.start_order(1.0) is not None

@@ -15,8 +15,11 @@ from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.pipeline.step_history import RECENT_STEPS, StepHistory
-from sgl_pipeline.records.move_record import MoveOutcome
+from sgl_pipeline.pipeline.throttle_control import ThrottleControl
+from sgl_pipeline.records.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.records.throttle_change import Author
+from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.requests import FinishReason
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
@@ -58,13 +61,14 @@ def test_a_step_goes_out_as_an_order_and_comes_back_as_events_and_a_record() -> 
     ((event, reason),) = [(event.token_ids, event.finish) for event in step.events]
     assert (event, reason) == ((7,), FinishReason("length"))
     step.schedule_ms, step.result_ms = 0.25, 0.5
-    (record,) = core.take_records()
+    (record,) = core.take_events()
+    assert isinstance(record, StepRecord)
     assert (record.step_id, record.prefill_tokens, record.samples) == (0, 3, 1)
     assert (record.scheduled_s, record.finished_s) == (10.0, 11.0)
     assert (record.schedule_ms, record.result_ms) == (0.25, 0.5)
     assert record.stages == (timing(0), timing(1))
     assert [request.request_id for request in record.ended] == ["a"]
-    assert core.take_records() == []
+    assert core.take_events() == []
 
 
 def test_the_last_stage_may_be_heard_before_the_first() -> None:
@@ -74,9 +78,9 @@ def test_the_last_stage_may_be_heard_before_the_first() -> None:
     assert core.take_report(report(1, 0, (7,)), 1.0) is not None
     # The tokens are there, so the next step goes out; the record waits for the first stage.
     assert core.next_step(1.0) is not None
-    assert core.take_records() == []
+    assert core.take_events() == []
     core.take_report(report(0, 0), 1.5)
-    assert [record.step_id for record in core.take_records()] == [0]
+    assert [event.label for event in core.take_events()] == ["step 0"]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +161,7 @@ def test_the_state_counts_what_waits_runs_and_was_done() -> None:
     core.next_step(5.0)
     core.take_report(report(0, 0), 6.0)
     core.take_report(report(1, 0, (7,)), 6.0)
-    core.take_records()
+    core.take_events()
     after = core.state(6.0)
     assert (after.waiting_requests, after.running_requests, after.decoding_tokens) == (0, 1, 4)
     assert (after.num_steps, after.prefill_tokens, after.decodes) == (1, 3, 0)
@@ -198,17 +202,34 @@ def test_a_state_keeps_what_a_move_was_and_knows_the_steps_of_its_plan() -> None
     assert before.current_move.outcome is MoveOutcome.PREPARING
 
 
-def test_the_begin_and_the_end_of_a_move_are_reported_once() -> None:
+def test_the_begin_and_the_end_of_a_move_are_events_once() -> None:
     core = movable_core(2, 2)
     record = core.migration.move_to((1, 3), 1.0)
-    assert (core.migration.take_begun(), core.migration.take_ended()) == ([record], [])
+    assert core.take_events() == [record]
     stages_get_ready(core, 2.0)
     stages_switch(core, 3.0)
-    assert (core.migration.take_begun(), core.migration.take_ended()) == ([], [record])
+    assert core.take_events() == [record] and record.is_over
     undo = core.migration.undo(4.0)
     stage_fails(core, 5.0)
-    assert (core.migration.take_begun(), core.migration.take_ended()) == ([undo], [undo])
-    assert (core.migration.take_begun(), core.migration.take_ended()) == ([], [])
+    begun, ended = core.take_events()
+    assert ended is undo and isinstance(begun, MoveRecord)
+    # As it began, whatever became of it since.
+    assert (begun.move, begun.outcome) == (undo.move, MoveOutcome.PREPARING)
+    assert (begun.is_over, ended.is_over) == (False, True)
+    assert core.take_events() == []
+
+
+def test_what_happened_is_one_list_in_its_order() -> None:
+    core = new_core()
+    throttle = ThrottleControl(core.scheduler, ThrottleArgs(), "radix", 8192)
+    core = PipelineCore(core.scheduler, core.plan, throttle=throttle)
+    core.scheduler.add(make_request("a", [1, 2, 3], 1))
+    throttle.change({"prefill_spread_steps": 2}, Author("none", ""), 1.0, revert_after_s=1.0)
+    core.next_step(2.0)
+    core.take_report(report(0, 0), 3.0)
+    core.take_report(report(1, 0, (7,)), 3.0)
+    labels = [event.label for event in core.take_events()]
+    assert labels == ["throttle change 0", "throttle change 1", "step 0"]
 
 
 def test_a_halted_core_decides_nothing_until_it_starts_over() -> None:
@@ -254,7 +275,7 @@ def test_a_stage_lost_before_the_switch_ends_the_move_and_the_old_plan_stands() 
     core.move_orders(1.0)
     core.halt([0], "stage 0 was killed", 2.0)
     assert (record.outcome, record.reason) == (MoveOutcome.ABANDONED, "stage 0 was killed")
-    assert core.migration.take_ended() == [record]
+    assert core.take_events()[-1] is record
     # What a stage said before it heard of that is late.
     core.migration.take(MoveReady(stage=1, move=record.move, load_ms=1.0), 2.5)
     assert core.move_orders(2.5) == []
@@ -331,6 +352,7 @@ def test_moments_of_a_stage_on_another_host_are_shifted_to_the_drivers_clock() -
     assert ahead.sent_s == timing(1).sent_s + 1000.0
     core.take_report(report(0, 0), 10.5)
     core.take_report(msgspec.structs.replace(report(1, 0, (7,)), timing=ahead), 11.0)
-    (record,) = core.take_records()
+    (record,) = core.take_events()
+    assert isinstance(record, StepRecord)
     for found, wanted in zip(record.stages, (timing(0), timing(1)), strict=True):
         assert msgspec.structs.astuple(found) == pytest.approx(msgspec.structs.astuple(wanted))

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,19 +20,23 @@ from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape, NeighborGone
 from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
 from sgl_pipeline.pp_runner.output.output_tail import Tail
+from sgl_pipeline.pp_runner.ready_stage import ReadyStage
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.pp_runner.stage_site import StageSite
 from sgl_pipeline.pp_runner.stage_worker import StageWorker, exit_code_of
 from sgl_pipeline.pp_runner.worker_hello import WorkerSite
+from sgl_pipeline.pp_runner.worker_inbox import WorkerInbox
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.stage_messages import (
+    MeasureCosts,
     PoolSize,
     ProfileReply,
     Regroup,
     Regrouped,
     Shutdown,
+    StageAssignment,
     StageReport,
     StartProfile,
     StillLoading,
@@ -40,7 +44,7 @@ from sgl_pipeline.wire.stage_messages import (
     ToWorker,
     WorkerFailed,
 )
-from sgl_pipeline.wire.stage_orders import OrderStream
+from sgl_pipeline.wire.stage_orders import OrderStream, SealedOrder, StageOrder
 from sgl_pipeline.wire.step_order import ChunkOrder, MirrorSnapshot, RequestOpen, StepOrder
 
 NEVER = 10**9  # looks until a result is there: it must be waited for
@@ -277,9 +281,30 @@ def test_a_step_that_fails_while_another_is_pending_is_told(
     assert "order 2" in capsys.readouterr().err
 
 
-def test_what_a_ready_stage_cannot_take_is_a_protocol_error() -> None:
+def test_a_message_that_a_ready_stage_cannot_take_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError, match="a ready stage received PoolSize"):
         late_stage([PoolSize(1)]).serve()
+    # An order counts only within the sealed stream.
+    loose: Any = step_plan(0)
+    with pytest.raises(ProtocolError, match="a ready stage received StepOrder"):
+        late_stage([loose]).serve()
+
+
+def test_every_order_of_the_sealed_stream_has_a_handler() -> None:
+    stage = late_stage([])
+    ready = ReadyStage(
+        0,
+        stage.channel,  # type: ignore[arg-type]
+        WorkerInbox(stage.channel),  # type: ignore[arg-type]
+        stage.runner,
+        stage.mover,
+        StageProfile(0, has_gpu=False),
+        lambda order: None,
+    )
+    assert set(ready._on_order) == set(get_args(StageOrder))
+    assert set(ready._on_message) | {MeasureCosts, StageAssignment, PoolSize, SealedOrder} == (
+        set(get_args(ToWorker)) - {Shutdown}
+    )
 
 
 def test_moments_of_overlapping_steps_are_in_order_and_leave_no_gap() -> None:

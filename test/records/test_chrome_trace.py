@@ -69,9 +69,9 @@ def test_each_stage_has_a_track_with_what_it_did_when(tmp_path: Path) -> None:
 def test_layer_moves_have_a_track_and_their_switch_crosses_all_tracks(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
     writer = ChromeTraceWriter(path)
-    writer.write_move(done_move())
+    writer.write(done_move())
     writer.write(step_record(0))
-    writer.write_move(abandoned_move())
+    writer.write(abandoned_move())
     writer.close()
     events = events_of(path)
     tracks = [e for e in events if e["name"] == "thread_name"]
@@ -99,7 +99,7 @@ def test_a_recovery_is_a_mark_across_all_tracks_and_a_span_on_its_own(tmp_path: 
     path = tmp_path / "steps.json"
     writer = ChromeTraceWriter(path)
     for _ in range(2):
-        writer.write_recovery(recovery_record())
+        writer.write(recovery_record())
     writer.close()
     events = events_of(path)
     assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["recoveries"]

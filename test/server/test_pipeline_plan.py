@@ -13,7 +13,8 @@ import pytest
 import requests
 from support.live_server import LiveServer, live_server, wait_until
 
-from sgl_pipeline.records.trace import read_moves, read_trace
+from sgl_pipeline.records.move_record import MoveRecord
+from sgl_pipeline.records.trace import read_events, read_trace
 from test.server.test_metrics_and_drain import Samples
 
 pytestmark = pytest.mark.multiproc
@@ -113,7 +114,8 @@ def test_every_report_follows_the_plan_in_use(server: LiveServer, traces: Path) 
 
     begun = f"layer move {made['move']} (operator): 8,8 to 7,9"
     assert server.text.count(f"{begun} begins") == server.text.count(f"{begun} done in") == 1
-    assert [one.move for one in read_moves(traces / "steps.jsonl")] == list(range(total))
+    moves = read_events(traces / "steps.jsonl", MoveRecord)
+    assert [one.move for one in moves] == list(range(total))
     assert {step.epoch for step in read_trace(traces / "steps.jsonl")} >= {0, made["epoch"]}
     names = [event["name"] for event in json.loads((traces / "steps.json").read_text())]
     assert names.count("switch to 7,9") == names.count("prepare 7,9") >= 1

@@ -12,7 +12,8 @@ import pytest
 import requests
 from support.live_server import LiveServer, live_server, wait_until, wait_until_idle
 
-from sgl_pipeline.records.trace import read_changes, read_trace
+from sgl_pipeline.records.throttle_change import ThrottleChange
+from sgl_pipeline.records.trace import read_events, read_trace
 from test.server.test_metrics_and_drain import Samples
 
 pytestmark = pytest.mark.multiproc
@@ -166,7 +167,7 @@ def test_a_knob_is_turned_under_load_and_no_token_changes(server: LiveServer, tr
     first_step = change["first_step"]
     carried = [one.prefill_tokens for one in read_trace(trace) if one.step_id >= first_step]
     assert 0 < max(carried) <= 64 + 16
-    changes = list(read_changes(trace))
+    changes = list(read_events(trace, ThrottleChange))
     assert [one.cause for one in changes] == ["operator", "operator", "undo"]
     assert changes[0].first_step == first_step
 

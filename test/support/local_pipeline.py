@@ -171,7 +171,7 @@ class LocalPipeline:
         for report in self._in_flight.popleft():
             step = self.core.take_report(report, 0.0)
             events += step.events if step is not None else []
-        self.core.take_records()
+        self.core.take_events()
         self.scheduler.check_invariants()
         return events
 

@@ -76,6 +76,13 @@ def stage_fails(core: PipelineCore, now_s: float) -> None:
     core.move_orders(now_s)
 
 
+def begun_move() -> MoveRecord:
+    """`done_move` as it began."""
+    return MoveRecord(
+        move=3, epoch=2, wanted_by="operator", before=(2, 2), after=(1, 3), began_s=10.0
+    )
+
+
 def done_move() -> MoveRecord:
     """A move that took half a second, half of that to get ready."""
     return MoveRecord(

@@ -120,7 +120,7 @@ class FakePipeline:
         )
         step = self.core.take_report(report, self.now_s)
         assert step is not None
-        self.core.take_records()
+        self.core.take_events()
         return step.events
 
     def take_back_steps(self) -> None:

@@ -7,6 +7,7 @@ from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.records.recovery_record import LostWorker, RecoveryRecord
 from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.records.throttle_change import Author, ThrottleChange
 from sgl_pipeline.records.trace import RequestRecord, StepRecord
 from sgl_pipeline.wire.stage_orders import SealedOrder
 
@@ -51,4 +52,18 @@ def recovery_record() -> RecoveryRecord:
         ended_s=12.5,
         num_requests=2,
         num_tokens=70,
+    )
+
+
+def throttle_change() -> ThrottleChange:
+    """Two knobs, for a minute."""
+    return ThrottleChange(
+        change=3,
+        cause="operator",
+        author=Author("admin", "10.0.0.1"),
+        changed_s=10.5,
+        first_step=7,
+        before={"prefill_spread_steps": 8, "max_prefill_tokens": None},
+        after={"prefill_spread_steps": 4, "max_prefill_tokens": 512},
+        revert_after_s=60.0,
     )

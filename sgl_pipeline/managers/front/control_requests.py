@@ -1,13 +1,11 @@
 """Answers to upstream's control messages: everything its scheduler takes that is no generation.
 
-`ControlReplies` is called by the scheduler process for each. An unanswered one would hang the HTTP
-route that sent it, so every type of upstream's dispatch table is here: served, or refused with the
-reply that its route waits for. What a reply cannot refuse, `entrance/route_guard.py`
-refuses before it.
+An unanswered message would hang the HTTP route that sent it, so every type of upstream's dispatch
+table is here: served, or refused with the reply that its route waits for. Where a reply has no room
+for a refusal, `entrance/route_guard.py` refuses the route.
 """
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -127,14 +125,14 @@ CONTROL_TYPES: tuple[type, ...] = (*_SERVED, *_REFUSALS, *_UNANSWERED)
 
 
 class Front(Protocol):
-    """How the desk answers (`sglang_io.SglangFront`)."""
+    """Where replies go (`sglang_io.SglangFront`)."""
 
     def reply(self, message: SglangMessage, to: SglangMessage) -> None: ...
     def forward_to_detokenizer(self, message: SglangMessage) -> None: ...
 
 
 class ControlledServer(Protocol):
-    """What the desk may ask of the scheduler process."""
+    """The part of the scheduler process that control messages reach."""
 
     def flush_cache(self) -> bool:
         """Empties the radix cache; False while requests are served (`StepScheduler`)."""
@@ -162,12 +160,12 @@ class ControlReplies:
         # A flush that waits for the server to become idle, and until when (monotonic seconds).
         self._waiting_flush: tuple[FlushMessage, float] | None = None
 
-    def answer(self, message: SglangMessage) -> None:
+    def answer(self, message: SglangMessage, now_s: float) -> None:
         """Answers `message`, at once or, for a flush with a timeout, from `poll`."""
         if (refusal := _REFUSALS.get(type(message))) is not None:
             self._front.reply(refusal(message), message)
         elif isinstance(message, io.FlushCacheReqInput):
-            self._flush(message)
+            self._flush(message, now_s)
         elif isinstance(message, io.PauseGenerationReqInput):
             self._pause(message)
         elif isinstance(message, io.ContinueGenerationReqInput):
@@ -179,7 +177,7 @@ class ControlReplies:
             state = self._server.describe()
             self._front.reply(io.GetInternalStateReqOutput(internal_state=state), message)
         elif isinstance(message, io.UpdateWeightVersionReqInput):
-            # A label that the front keeps; all that it wants is to know that it was heard.
+            # A label that the front keeps; it waits only for the acknowledgement.
             self._front.reply(io.UpdateWeightVersionReqOutput(), message)
         elif isinstance(message, io.FreezeGCReq):
             collect_at_leisure()
@@ -206,7 +204,7 @@ class ControlReplies:
         # with an AbortReq and never comes here.
         self._server.pause(retract=message.mode == "retract")
 
-    def _flush(self, message: FlushMessage) -> None:
+    def _flush(self, message: FlushMessage, now_s: float) -> None:
         if self._waiting_flush is not None:
             reply = io.FlushCacheReqOutput(success=False, message="another flush is waiting")
             self._front.reply(reply, message)
@@ -214,7 +212,7 @@ class ControlReplies:
         is_flushed = self._server.flush_cache()
         if not is_flushed and message.timeout_s and message.timeout_s > 0:
             wait_s = min(message.timeout_s, MAX_FLUSH_WAIT_S)
-            self._waiting_flush = (message, time.monotonic() + wait_s)
+            self._waiting_flush = (message, now_s + wait_s)
         else:
             self._report_flush(message, is_flushed)
 

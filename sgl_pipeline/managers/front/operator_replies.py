@@ -1,8 +1,8 @@
 """Answers operators' questions about the running pipeline, in the scheduler process.
 
-The HTTP routes are `entrance/pipeline_routes.py`, the messages `channels/operator_channel.py`.
-Decides nothing: what may move is `PipelineCore.migration`'s question. A question that goes wrong is
-answered, and never ends the loop.
+The HTTP routes are `entrance/pipeline_routes.py`, the messages `channels/operator_channel.py`. This
+file decides nothing: `PipelineCore.migration` knows which layers may move. A question that fails
+gets an error as its answer, and never ends the loop.
 """
 
 import logging
@@ -34,6 +34,7 @@ from sgl_pipeline.managers.reports.plan_report import (
 )
 from sgl_pipeline.managers.reports.throttle_report import describe_change, describe_throttle
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.records.event import Event
 from sgl_pipeline.records.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.records.throttle_change import ThrottleChange
 
@@ -47,7 +48,7 @@ MIN_TUNED_REQUESTS = 20
 
 
 class OperatorReplies:
-    """One question at a time; whoever wants layers to move hears of it when that is over.
+    """One question at a time. An operator who wants layers to move is answered when that is over.
 
     Args:
         grammars: knows the requests that are not in the queue yet.
@@ -65,7 +66,7 @@ class OperatorReplies:
         self._core = core
         self._grammars = grammars
         self._compile_seconds = compile_seconds
-        # Who waits for the end of a move, by its number.
+        # The operators who wait for the end of a move, by its number.
         self._askers: dict[int, bytes] = {}
 
     @property
@@ -95,12 +96,15 @@ class OperatorReplies:
             if answer is not None:
                 self._socket.answer(asker, answer)
 
-    def ended(self, record: MoveRecord, now_s: float) -> None:
-        """A move is over: answers whoever wanted it, if it was an operator."""
-        asker = self._askers.pop(record.move, None)
-        if asker is None:
-            return
-        move = describe_move(record, now_s)
+    def on(self, event: Event) -> None:
+        """Answers the operator who wanted a move that is over."""
+        if isinstance(event, MoveRecord) and event.ended_s is not None:
+            asker = self._askers.pop(event.move, None)
+            if asker is not None:
+                self._report_move(asker, event, event.ended_s)
+
+    def _report_move(self, asker: bytes, record: MoveRecord, ended_s: float) -> None:
+        move = describe_move(record, ended_s)
         if record.outcome is MoveOutcome.DONE:
             self._socket.answer(asker, answer_with({"move": move}))
         else:

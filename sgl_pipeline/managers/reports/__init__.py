@@ -1,1 +1,1 @@
-"""What the server says of itself: metrics, loads, traces, profiles, the status line."""
+"""The server's reports on itself: metrics, loads, traces, profiles, log lines, the live page."""

@@ -1,4 +1,4 @@
-"""The line that the log gets every ten seconds under load, from `pipeline_scheduler.py` alone."""
+"""The line that the log gets every ten seconds under load."""
 
 import logging
 
@@ -10,10 +10,10 @@ INTERVAL_S = 10.0
 
 
 class IntervalLine:
-    """Logs how things stand while requests are served, and nothing while the server is idle."""
+    """Logs the state while requests are served, and nothing while the server is idle."""
 
     def __init__(self) -> None:
-        # Where the interval that the next line covers began; None while idle.
+        # The state at the start of the interval that the next line covers; None while idle.
         self._since: PipelineState | None = None
 
     def report(self, state: PipelineState) -> None:

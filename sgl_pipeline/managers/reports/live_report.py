@@ -1,7 +1,7 @@
-"""Tells the live page how the pipeline is doing, some times a second and only while a page looks.
+"""Sends the pipeline's state to the live page, a few times a second and only while a page looks.
 
-Driven by `pipeline_scheduler.py`, from the `PipelineState` that is made anyway. Never waits, and
-never sends what a request says: ids, counts and times only.
+The `PipelineState` exists anyway. Nothing here waits, and no text of a request is sent: ids, counts
+and times only.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ _NEVER_S = float("-inf")
 
 
 class LiveReport:
-    """What the page gets.
+    """The scheduler process's end of the live page.
 
     Args:
         scheduler: asked why requests wait.
@@ -76,7 +76,7 @@ class LiveReport:
                 )
 
     def publish(self, state: PipelineState) -> None:
-        """Sends how things stand, if there are viewers and it is time."""
+        """Sends `state`, if there are viewers and it is time."""
         if self._socket.take_subscriptions():
             self._greet()
         if not self._socket.is_watched:
@@ -93,7 +93,7 @@ class LiveReport:
         self._socket.close()
 
     def _greet(self) -> None:
-        """Begins from the start: whoever has come knows nothing."""
+        """Begins from the start: a new viewer knows nothing."""
         self._socket.send(LiveHello(self._facts))
         self._last_tick_s = _NEVER_S
         self._next_queue_s = 0.0
@@ -114,7 +114,7 @@ class LiveReport:
             if request.state is RequestState.FINISHED:
                 del self._followed[request.request_id]
         if not self._socket.send(tick):
-            # The steps are sent with the next tick, as far as they are still known then.
+            # The next tick has these steps, as far as the state still has them then.
             self._num_missed += 1
             return
         self._num_missed, self._moves = 0, state.moves

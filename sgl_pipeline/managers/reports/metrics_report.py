@@ -1,10 +1,11 @@
-"""What `/metrics` reports of the scheduler (`--enable-metrics`): SGLang's names, and a few of ours.
+"""The scheduler's part of `/metrics` (`--enable-metrics`): SGLang's names, and a few of ours.
 
 Upstream's collector defines its names and labels; ours begin with `sgl_pipeline_`. The front's own
-process exports the latencies and token counts of requests. Written about once a second, from what
-is counted anyway: Prometheus asks less often, and no step waits for it.
+process exports the latencies and token counts of requests. Counts are written about once a second,
+from a state that exists anyway: Prometheus asks less often, and no step waits for it.
 """
 
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any, get_args
 
@@ -20,6 +21,7 @@ from sgl_pipeline.args import POLICIES
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.pipeline.step_history import RECENT_STEPS
 from sgl_pipeline.pipeline.throttle_control import ThrottleState
+from sgl_pipeline.records.event import Event
 from sgl_pipeline.records.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.records.stage_timing import BUBBLE_CAUSES
@@ -55,6 +57,11 @@ class MetricsReport:
         )
         self._counted: dict[Any, float] = {}
         self._next_report_s = 0.0
+        self._counted_events: dict[type, Callable[[Any], None]] = {
+            MoveRecord: self._count_move,
+            ThrottleChange: self._count_change,
+            RecoveryRecord: self._count_recovery,
+        }
         gauges = {
             self._upstream.max_total_num_tokens: num_pages * page_size,
             self._upstream.page_size: page_size,
@@ -69,8 +76,13 @@ class MetricsReport:
         for request in requests:
             self._upstream.observe_queue_time(request.queue_ms / 1e3)
 
-    def moved(self, record: MoveRecord) -> None:
-        """A layer move is over."""
+    def on(self, event: Event) -> None:
+        """Counts `event`, if it is over and its kind is counted."""
+        count = self._counted_events.get(type(event))
+        if count is not None and event.is_over:
+            count(event)
+
+    def _count_move(self, record: MoveRecord) -> None:
         assert record.ended_s is not None
         own, outcome = self._own, record.outcome.value
         own.moves.labels(**own.labels, outcome=outcome, wanted_by=record.wanted_by).inc()
@@ -82,12 +94,10 @@ class MetricsReport:
         if record.outcome is MoveOutcome.DONE:
             own.move_gap_s.set(record.gap_ms / 1e3)
 
-    def throttle_changed(self, change: ThrottleChange) -> None:
-        """A knob of the throttle has changed."""
+    def _count_change(self, change: ThrottleChange) -> None:
         self._own.throttle_changes.labels(**self._own.labels, cause=change.cause).inc()
 
-    def recovered(self, record: RecoveryRecord) -> None:
-        """Lost stages have been replaced, or one was handed over."""
+    def _count_recovery(self, record: RecoveryRecord) -> None:
         assert record.ended_s is not None
         own = self._own
         for lost in record.lost:

@@ -1,8 +1,7 @@
 """`/start_profile` and `/stop_profile`: a Chrome trace of each stage, named as upstream's, and one
 of the steps on all of them, beside those.
 
-Called by `control_requests.py` and, with the stages' replies, by `pipeline_scheduler.py`. A request
-is answered when all stages have answered (upstream:
+A request is answered when all stages have answered (upstream:
 `scheduler_components/profiler_manager.py`, whose words the replies use).
 """
 
@@ -95,8 +94,8 @@ class Profiles:
             self._finish(pending)
 
     def on_lost(self, stage: int) -> None:
-        """A stage was lost, and its recording with it; those of the others go on. A request that
-        waits for its word fails."""
+        """A stage was lost, and its recording with it; the other stages record on. A request that
+        waits for its reply fails."""
         is_awaited = self._pending is not None and stage in self._pending.waiting
         if is_awaited or stage in self._recording:
             self.on_reply(
@@ -175,7 +174,7 @@ def _path(message: ProfileMessage, name: str) -> str:
 
 
 def _problem(message: ProfileMessage) -> str | None:
-    """What of a start request cannot be done, if anything."""
+    """The part of a start request that cannot be done, if there is one."""
     for option in _UNSUPPORTED_OPTIONS:
         if getattr(message, option):
             return f"{option}: not supported by this server; every stage writes one trace"

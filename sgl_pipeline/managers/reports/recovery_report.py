@@ -1,4 +1,4 @@
-"""What the log says of recoveries, one line each: called by `stages/recovery_actions.py`."""
+"""The lines that the log gets of recoveries."""
 
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""The line that the log gets when a stage becomes slow, and the one when that is over.
-
-Written by `pipeline_scheduler.py` alone.
-"""
+"""The line that the log gets when a stage becomes slow, and the line when that is over."""
 
 import logging
 
@@ -27,10 +24,10 @@ class SlowStageLog:
         self._num_stages = 0
 
     def report(self, state: PipelineState) -> None:
-        """Logs what has changed since the last call."""
+        """Logs the changes since the last call."""
         slow = state.slow_stages
         if state.plan.num_stages != self._num_stages:
-            # What was a stage is none any more, or has other layers.
+            # The old stages are gone, or have other layers.
             self._num_stages, self._slow = state.plan.num_stages, {}
         for number, stage in slow.items():
             if number not in self._slow:

@@ -1,16 +1,10 @@
-"""What `GET /pipeline/throttle` says of the knobs, and the line that the log gets of a change.
+"""The reply of `GET /pipeline/throttle`. JSON types only."""
 
-Called by `front/operator_replies.py` and `pipeline_scheduler.py`. JSON types only.
-"""
-
-import logging
 from typing import Any
 
 from sgl_pipeline.managers.reports.plan_report import unix_s
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
-from sgl_pipeline.records.throttle_change import Knob, ThrottleChange
-
-logger = logging.getLogger(__name__)
+from sgl_pipeline.records.throttle_change import ThrottleChange
 
 
 def describe_throttle(control: ThrottleControl, now_s: float) -> dict[str, Any]:
@@ -45,21 +39,3 @@ def describe_change(change: ThrottleChange) -> dict[str, Any]:
         "after": change.after,
         "revert_after_s": change.revert_after_s,
     }
-
-
-def log_change(change: ThrottleChange) -> None:
-    """A change is in force."""
-    logger.info(
-        "throttle change %d (%s, key %s, client %s): %s, from step %d on%s",
-        change.change,
-        change.cause,
-        change.author.key,
-        change.author.client or "-",
-        ", ".join(_told(name, change.before[name], value) for name, value in change.after.items()),
-        change.first_step,
-        "" if change.revert_after_s is None else f", for {change.revert_after_s:g} s",
-    )
-
-
-def _told(name: str, before: Knob, after: Knob) -> str:
-    return f"{name} {before} to {after}"

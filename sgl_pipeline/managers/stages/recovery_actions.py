@@ -1,7 +1,7 @@
-"""The scheduler's hands in a recovery: who is asked for workers, who is given up, what is logged.
+"""Carries out a recovery: requests workers, gives workers up, logs.
 
-Called by `pipeline_scheduler.py` in each turn of its loop. What follows from a loss is decided by
-`pipeline/recovery.py`; this file carries it between that and the `StageLauncher`.
+`pipeline/recovery.py` decides what follows from a loss; this file carries messages between it and
+the `StageLauncher`.
 """
 
 import logging
@@ -21,7 +21,7 @@ from sgl_pipeline.wire.stage_messages import FromWorker, StageAssignment, Worker
 
 logger = logging.getLogger(__name__)
 
-# So long a stage that hangs may take to say where.
+# The time that a stage which hangs has to write its stacks.
 DUMP_GRACE_S = 1.0
 
 
@@ -29,8 +29,8 @@ class RecoveryActions:
     """Stages of one server that are replaced when they are lost.
 
     Args:
-        watch: says which stages hang; None: hangs go unnoticed.
-        on_lost: called with a stage that was lost, for who waits for its word.
+        watch: finds the stages that hang; None: hangs go unnoticed.
+        on_lost: called with a stage that was lost, because nobody need wait for its messages.
     """
 
     def __init__(
@@ -46,7 +46,6 @@ class RecoveryActions:
         # Workers that were asked for their stacks, and the step that they are silent in.
         self._dumps: dict[int, tuple[int, float]] = {}
         self.on_lost = on_lost
-        self._ended: list[RecoveryRecord] = []
 
     @property
     def current(self) -> RecoveryRecord | None:
@@ -65,13 +64,13 @@ class RecoveryActions:
         return (*self._recovery.history, *([] if current is None else [current]))
 
     def take(self, message: FromWorker, now_s: float, worker: int | None = None) -> None:
-        """Books what a worker says that is not about a step, and sends what follows from it."""
+        """Applies a worker's message that is not about a step, and sends what follows from it."""
         self._launcher.tell(self._recovery.take(message, now_s, worker))
         if isinstance(message, WorkerLeaves):
             log_leaver(self._launcher.roster.worker_stage(message.worker), message.worker)
 
     def check(self, now_s: float) -> None:
-        """Looks for workers that have ended or take too long; to be called now and then, and when
+        """Finds workers that have ended or take too long. To be called now and then, and when
         `StageLauncher.ends_descriptor` can be read.
 
         Raises StageFailure where a stage cannot be replaced, and PipelineLost as
@@ -92,7 +91,7 @@ class RecoveryActions:
             self._look_into(silence, now_s)
 
     def _look_into(self, silence: Silence, now_s: float) -> None:
-        """Asks a silent stage what it does, and replaces it when it says nothing for a while."""
+        """Asks a silent stage for its stacks, and replaces it when it stays silent for a while."""
         worker = self._launcher.roster.worker_of(silence.stage)
         if worker is None:
             return
@@ -124,8 +123,8 @@ class RecoveryActions:
         self._lose(worker, reason, now_s, was_silent=was_silent)
 
     def serve(self, now_s: float) -> None:
-        """Asks for workers, and has all stages begin anew when they are there, or those that are
-        left where no worker comes.
+        """Requests workers. When they are there, all stages begin anew; where none comes, the
+        stages that are left do.
 
         Raises PipelineLost where too few are left.
         """
@@ -136,13 +135,12 @@ class RecoveryActions:
             self._launcher.broadcast(order)
 
     def settle(self, now_s: float) -> None:
-        """Notes a recovery that is over; to be called after steps were decided."""
+        """Ends a recovery that is over; to be called after steps were decided."""
         if (record := self._recovery.settle(now_s)) is not None:
-            self._ended.append(record)
             log_ended(record, self._launcher.roster.workers_of_stages)
 
     def _reform(self, now_s: float) -> None:
-        """Tells the stages where there will be more or fewer of them, or one goes to another
+        """Tells the stages when there will be more or fewer of them, or when one goes to another
         worker."""
         before, record = self._launcher.stages, self._recovery.current
         told = self._recovery.reform(now_s)
@@ -167,11 +165,6 @@ class RecoveryActions:
         if self._watch is None or self._recovery.current is None:
             return None
         return max(self._watch.bound_s(stage) for stage in self._launcher.stages)
-
-    def take_ended(self) -> list[RecoveryRecord]:
-        """The recoveries that have ended since the last call."""
-        ended, self._ended = self._ended, []
-        return ended
 
     def _lose(self, worker: int, reason: str, now_s: float, *, was_silent: bool = False) -> None:
         stage = self._launcher.roster.worker_stage(worker)

@@ -58,6 +58,9 @@ class FakeFront:
         self.forwarded.append(message)
 
 
+NOW_S = 1000.0
+
+
 class FakeServer:
     def __init__(self) -> None:
         self.is_idle = True
@@ -96,7 +99,7 @@ class Desk:
     def ask(self, message: Any) -> Any:
         """The one reply to `message`, or None when there is none."""
         self.front.replies.clear()
-        self.desk.answer(message)
+        self.desk.answer(message, NOW_S)
         assert len(self.front.replies) <= 1
         return self.front.replies[0] if self.front.replies else None
 
@@ -188,17 +191,19 @@ def test_a_flush_with_a_timeout_waits_for_the_server_to_become_idle(desk: Desk) 
     assert desk.ask(io.FlushCacheReqInput(timeout_s=60)) is None
     assert not desk.ask(io.FlushCacheReqInput(timeout_s=60)).success  # one at a time
     desk.front.replies.clear()
-    desk.desk.poll(0.0)
+    desk.desk.poll(NOW_S + 59.0)
     assert desk.front.replies == []
     desk.server.is_idle = True
-    desk.desk.poll(0.0)
+    desk.desk.poll(NOW_S + 59.0)
     assert [reply.success for reply in desk.front.replies] == [True]
 
 
 def test_a_waiting_flush_fails_when_its_time_is_over(desk: Desk) -> None:
     desk.server.is_idle = False
     desk.ask(io.FlushCacheReqInput(timeout_s=60))
-    desk.desk.poll(float("inf"))
+    desk.desk.poll(NOW_S + 59.9)
+    assert desk.front.replies == []
+    desk.desk.poll(NOW_S + 60.0)
     assert [reply.success for reply in desk.front.replies] == [False]
     assert desk.server.num_flushes == 0
 

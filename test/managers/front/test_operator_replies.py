@@ -88,8 +88,8 @@ class Office:
         """One turn of the loop."""
         self.now_s += 0.125
         self.desk.serve(self.now_s)
-        for record in self.core.migration.take_ended():
-            self.desk.ended(record, self.now_s)
+        for event in self.core.take_events():
+            self.desk.on(event)
 
     def ask(self, question: Question, operator: int = 0) -> tuple[int, Any]:
         """Asks, and has it answered at once."""

@@ -84,13 +84,13 @@ def test_files_are_named_as_upstreams_and_lie_where_they_were_asked_for(
 def test_the_steps_that_end_while_a_stage_records_are_written_beside_its_trace(
     desk: Desk, tmp_path: Path
 ) -> None:
-    desk.traces.write([step_record(0)])
+    desk.traces.on(step_record(0))
     desk.start()
-    desk.traces.write([step_record(1)])
+    desk.traces.on(step_record(1))
     desk.stage_says(0, is_recording=False)
-    desk.traces.write([step_record(2)])
+    desk.traces.on(step_record(2))
     desk.stage_says(1, is_recording=False)
-    desk.traces.write([step_record(3)])
+    desk.traces.on(step_record(3))
     events = json.loads((tmp_path / "1-steps.trace.json").read_text())
     names = {event["name"] for event in events}
     assert {"step 1", "step 2"} <= names and not {"step 0", "step 3"} & names

@@ -1,0 +1,31 @@
+"""The base of everything that happens to a pipeline and that somebody wants to know of later.
+
+`PipelineCore` keeps one list of events, its driver drains it once a turn and gives each event to
+every sink: traces, metrics, the log, whoever waits for an answer. A sink has a table of the kinds
+that it handles and passes over all others, so a new kind needs its record, a line in the core and
+the sinks that care.
+"""
+
+from typing import ClassVar
+
+
+class Event:
+    """One event; each kind is a msgspec.Struct as well.
+
+    `trace_key` is the key under which a kind has its line in a trace file. It is empty for a step,
+    whose line is the record itself.
+    """
+
+    __slots__ = ()
+    trace_key: ClassVar[str] = ""
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return type(self).__name__
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this is the end of what happened. A layer move is in the list twice: as it begins
+        and when it is over."""
+        return True

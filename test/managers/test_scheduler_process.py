@@ -1,0 +1,112 @@
+"""The scheduler process closes what it has opened, in one order, wherever it fails."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_pipeline.managers import scheduler_process
+
+# As they are closed: first those that answer somebody, last what the answers leave through.
+CLOSED = ("front", "operators", "live", "loads", "grammars", "launcher", "traces", "context")
+
+
+class Parts:
+    """Stands for everything that `_serve` builds; building `broken` fails."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, broken: str | None) -> None:
+        self.closed: list[str] = []
+        self.was_ready = False
+        self.broken = broken
+        self._patch = patch
+        core: Any = SimpleNamespace(scheduler=None)
+        named: dict[str, Any] = {
+            "_read_model": SimpleNamespace(spec=None, limits=None, tokenizer=None),
+            "_saved_predictor": None,
+            "_open_traces": (),
+            "_log_start": {},
+            "_core": core,
+            "loads_path": "",
+            "desk_address": "",
+            "DeskSocket": None,
+            "_ready_message": None,
+            "postpone_full_collections": None,
+            "_recovery_actions": None,
+            "Reports": None,
+        }
+        for name, value in named.items():
+            patch.setattr(scheduler_process, name, lambda *_, value=value: value)
+        launcher = self._part("launcher", close="stop")
+        launcher.roster = SimpleNamespace(incarnation=0)
+        launcher.start = lambda: self._built("capacity", None)
+        grammars = self._part("grammars")
+        grammars.start = lambda: self._built("compiler", None)
+        self._makes("_grammars", "grammars", grammars)
+        self._makes("_launcher", "launcher", launcher)
+        for function, name in (
+            ("TraceFiles", "traces"),
+            ("LoadReport", "loads"),
+            ("_live_report", "live"),
+            ("OperatorReplies", "operators"),
+            ("_front", "front"),
+        ):
+            self._makes(function, name, self._part(name))
+        self._makes("_open_metrics", "metrics", None)
+        self._makes("PipelineScheduler", "loop", SimpleNamespace(run=lambda: None))
+        context = self._part("context", close="destroy")
+        patch.setattr(scheduler_process.zmq, "Context", lambda: self._built("context", context))
+
+    def serve(self) -> None:
+        def ready(message: object) -> None:
+            self.was_ready = True
+
+        args: Any = SimpleNamespace(
+            run_directory="",
+            scheduling=None,
+            grammars=SimpleNamespace(compile_seconds=1.0),
+            migration=SimpleNamespace(mode="off"),
+        )
+        pipe: Any = SimpleNamespace(send=ready)
+        scheduler_process._serve(args, [], None, None, None, pipe)  # type: ignore[arg-type]
+
+    def _makes(self, function: str, name: str, part: Any) -> None:
+        self._patch.setattr(scheduler_process, function, lambda *_: self._built(name, part))
+
+    def _built(self, name: str, part: Any) -> Any:
+        if name == self.broken:
+            raise RuntimeError(name)
+        return part
+
+    def _part(self, name: str, close: str = "close") -> Any:
+        return SimpleNamespace(**{close: lambda **_: self.closed.append(name)})
+
+
+def test_all_is_closed_in_one_order_when_the_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts(monkeypatch, broken=None)
+    parts.serve()
+    assert parts.was_ready and parts.closed == [*CLOSED]
+
+
+@pytest.mark.parametrize(
+    ("broken", "first_closed", "was_ready"),
+    [
+        ("traces", "context", False),
+        ("launcher", "traces", False),
+        ("capacity", "grammars", False),
+        ("loads", "grammars", False),
+        ("live", "loads", False),
+        ("metrics", "live", False),
+        ("operators", "live", False),
+        ("front", "operators", False),
+        ("compiler", "front", True),
+        ("loop", "front", True),
+    ],
+)
+def test_a_step_that_fails_closes_what_was_opened_before_it(
+    monkeypatch: pytest.MonkeyPatch, broken: str, first_closed: str, was_ready: bool
+) -> None:
+    parts = Parts(monkeypatch, broken)
+    with pytest.raises(RuntimeError, match=broken):
+        parts.serve()
+    assert parts.closed == [*CLOSED[CLOSED.index(first_closed) :]]
+    assert parts.was_ready is was_ready
