@@ -18,6 +18,14 @@ _PR_SET_PDEATHSIG = 1
 DUMP_SIGNAL = signal.SIGUSR1
 
 
+def child_environment(**variables: str) -> dict[str, str]:
+    """This process's environment with `variables`, for a child that imports this package: it finds
+    the same package first, in whatever directory it starts."""
+    root = str(Path(__file__).resolve().parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | variables | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 def die_with_parent(parent_pid: int | None = None) -> None:
     """Asks the kernel to kill this process when its parent ends; Ctrl-C is left to the parent.
 

@@ -11,11 +11,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from sgl_pipeline.managers.stages.nursery import Nursery
 from sgl_pipeline.pipeline.assignment import num_threads, split_cores, workers_of_host
+from sgl_pipeline.process_lifetime import child_environment
 
 # More are started only once the whole command line has been checked.
 _MOST_UNCHECKED_STAGES = 16
@@ -139,24 +139,19 @@ class StageProcesses:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 
     def _environment(self, threads: int) -> dict[str, str]:
-        """That of workers with so many compute threads."""
-        package_root = str(Path(__file__).resolve().parents[3])
-        environment = dict(os.environ)
+        """Of workers with `threads` compute threads."""
         # OpenMP reads these before torch can be told. Threads spin for the next kernel of a step, a
         # millisecond at most, as waking them takes long; then they sleep, for the neighbors' sake.
-        environment |= {
-            "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-        }
+        environment = child_environment(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE")
         environment.setdefault("GOMP_SPINCOUNT", "20000")
         # Weights in huge pages: a fifth off a step of few rows, which is bound by reading them.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
         # They would listen on every interface; without other hosts none but the loopback is used.
         interface = self.place.interface
-        environment |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
-        paths = [package_root, environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        return environment
+        return environment | {
+            "NCCL_SOCKET_IFNAME": f"={interface}",
+            "GLOO_SOCKET_IFNAME": interface,
+        }
 
     def _arguments(self, worker: int) -> list[str]:
         """Of `stage_process.py`, but for the parent."""
