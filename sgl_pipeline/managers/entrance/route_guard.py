@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_pipeline.managers.entrance.graceful_stop import SHUTTING_DOWN
-from sgl_pipeline.managers.entrance.ollama_errors import is_ollama, ollama_refusal
+from sgl_pipeline.managers.entrance.ollama_routes import is_ollama, ollama_refusal
 from sgl_pipeline.managers.entrance.retry_after import RetryAfter
 from sgl_pipeline.managers.upstream import openai_fields
 from sgl_pipeline.managers.upstream.request_checks import (
