@@ -1,4 +1,4 @@
-"""How the processes of one server end together.
+"""Ends the processes of one server together.
 
 Every process that the server starts calls `die_with_parent` first, so that none outlives its
 parent however that one ended, `kill -9` included; a `WatchedProcess` is how one notices the end of
@@ -81,7 +81,7 @@ class WatchedProcess:
             signal.pidfd_send_signal(self._descriptor, DUMP_SIGNAL)
 
     def state(self) -> str:
-        """What the kernel says that it does, such as `T (stopped)`."""
+        """Its state by the kernel's word, such as `T (stopped)`."""
         try:
             status = Path(f"/proc/{self._pid}/status").read_text(encoding="utf-8", errors="replace")
         except OSError:

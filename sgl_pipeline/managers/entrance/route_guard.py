@@ -1,4 +1,4 @@
-"""What is turned away at the door of the HTTP server, before upstream's handlers see it.
+"""Refuses requests at the door of the HTTP server, before upstream's handlers see them.
 
 `launch_server.py` adds it to upstream's application with what FastAPI offers for it: a middleware,
 for routes whose replies have no room for a refusal, bodies that are too large, fields that would be

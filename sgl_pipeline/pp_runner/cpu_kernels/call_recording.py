@@ -90,7 +90,7 @@ class RecordedCalls:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the intermediate results."""
+        """Bytes of the intermediate results."""
         return self._memory.nbytes
 
     def run(
@@ -194,7 +194,7 @@ class _HeardCalls(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing here is compiled by torch, and to keep its compiler out of `__torch_dispatch__`
-        torch would import it, for seconds, in the midst of a step."""
+        torch would import it, for seconds, in the middle of a step."""
         return False
 
     def hear(self, functions: CompiledFunctions, name: str, arguments: tuple[Any, ...]) -> None:

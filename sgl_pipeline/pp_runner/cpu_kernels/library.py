@@ -27,7 +27,7 @@ class Arithmetic(IntEnum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of queries, keys, values and outputs."""
+        """The dtype of queries, keys, values and outputs."""
         return torch.float32 if self is Arithmetic.FLOAT32_VECTORS else torch.bfloat16
 
 
