@@ -274,7 +274,7 @@ def _complete_app(
     from sgl_pipeline.managers.channels.span_channel import span_address
     from sgl_pipeline.managers.entrance.live_page import serve_page
     from sgl_pipeline.managers.entrance.live_routes import add_live_routes
-    from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
+    from sgl_pipeline.managers.entrance.ollama_routes import OllamaErrors
     from sgl_pipeline.managers.entrance.pipeline_routes import add_pipeline_routes
     from sgl_pipeline.managers.entrance.request_spans import open_request_spans
     from sgl_pipeline.managers.entrance.route_guard import guard_routes

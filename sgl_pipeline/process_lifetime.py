@@ -1,4 +1,4 @@
-"""How the processes of one server end together.
+"""Ends the processes of one server together.
 
 Every process that the server starts calls `die_with_parent` first, so that none outlives its
 parent however that one ended, `kill -9` included; a `WatchedProcess` is how one notices the end of
@@ -16,6 +16,14 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 # On it a worker writes the stacks of its threads to stderr.
 DUMP_SIGNAL = signal.SIGUSR1
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """This process's environment with `variables`, for a child that imports this package: it finds
+    the same package first, in whatever directory it starts."""
+    root = str(Path(__file__).resolve().parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | variables | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -73,7 +81,7 @@ class WatchedProcess:
             signal.pidfd_send_signal(self._descriptor, DUMP_SIGNAL)
 
     def state(self) -> str:
-        """What the kernel says that it does, such as `T (stopped)`."""
+        """Its state by the kernel's word, such as `T (stopped)`."""
         try:
             status = Path(f"/proc/{self._pid}/status").read_text(encoding="utf-8", errors="replace")
         except OSError:

@@ -5,10 +5,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from sgl_pipeline.process_lifetime import WatchedProcess
+import sgl_pipeline
+from sgl_pipeline.process_lifetime import WatchedProcess, child_environment
 
 # A parent that starts a child, which says its pid once it is bound to the parent's life.
 PARENT = """
@@ -128,3 +130,13 @@ def test_threads_that_have_no_core_have_waited() -> None:
             process.kill()
             process.wait()
     assert watched.core_waits_s() == {}
+
+
+def test_a_child_environment_has_this_package_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = str(Path(sgl_pipeline.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    environment = child_environment(OMP_NUM_THREADS="1")
+    assert environment["PYTHONPATH"] == f"{root}{os.pathsep}/elsewhere"
+    assert environment["OMP_NUM_THREADS"] == "1" and environment["HOME"] == os.environ["HOME"]
+    monkeypatch.delenv("PYTHONPATH")
+    assert child_environment()["PYTHONPATH"] == root

@@ -160,7 +160,7 @@ def test_a_collector_that_fails_costs_spans_and_no_answer(
 ) -> None:
     collecting.status = 400
     assert chat(traced).status_code == 200
-    wait_until(lambda: "the spans of 1 requests are lost so far" in traced.text)
+    wait_until(lambda: "Failed to export" in traced.text)
     collecting.status = 200
     assert chat(traced).status_code == 200
     whole_trace(collecting)

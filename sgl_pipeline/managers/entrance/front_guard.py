@@ -23,7 +23,7 @@ from starlette.background import BackgroundTask
 
 from sgl_pipeline.managers.entrance import quiet_start
 from sgl_pipeline.managers.entrance.graceful_stop import StopSignals, drain
-from sgl_pipeline.managers.entrance.ollama_streams import OLLAMA_ROUTES, ends_apart
+from sgl_pipeline.managers.entrance.ollama_routes import OLLAMA_ROUTES, ends_apart
 from sgl_pipeline.managers.entrance.sample_seeds import spread_seeds
 from sgl_pipeline.managers.upstream.request_checks import (
     MALFORMED,

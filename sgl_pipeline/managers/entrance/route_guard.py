@@ -1,4 +1,4 @@
-"""What is turned away at the door of the HTTP server, before upstream's handlers see it.
+"""Refuses requests at the door of the HTTP server, before upstream's handlers see them.
 
 `launch_server.py` adds it to upstream's application with what FastAPI offers for it: a middleware,
 for routes whose replies have no room for a refusal, bodies that are too large, fields that would be
@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_pipeline.managers.entrance.graceful_stop import SHUTTING_DOWN
-from sgl_pipeline.managers.entrance.ollama_errors import is_ollama, ollama_refusal
+from sgl_pipeline.managers.entrance.ollama_routes import is_ollama, ollama_refusal
 from sgl_pipeline.managers.entrance.retry_after import RetryAfter
 from sgl_pipeline.managers.upstream import openai_fields
 from sgl_pipeline.managers.upstream.request_checks import (

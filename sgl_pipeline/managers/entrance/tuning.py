@@ -1,15 +1,14 @@
 """`POST /pipeline/tune`: asks the scheduler process for its last minutes, and a process of its own
-what would have served them better.
+for the knobs that would have served them better.
 
-Used by `pipeline_routes.py`, in the HTTP server's process. One at a time. The simulator is never
-imported here: it runs as `python -m sgl_pipeline.simulator.tune_process`.
+One at a time. The simulator is never imported in the HTTP server's process: it runs as
+`python -m sgl_pipeline.simulator.tune_process`.
 """
 
 import asyncio
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -17,6 +16,7 @@ from msgspec import Meta
 
 from sgl_pipeline.args import POLICIES
 from sgl_pipeline.errors import RequestError
+from sgl_pipeline.process_lifetime import child_environment
 
 # For the start of the process, the run under the knobs in force, and the answer.
 GRACE_S = 60.0
@@ -113,13 +113,7 @@ class Tuner:
 
 
 def _start() -> "subprocess.Popen[bytes]":
-    root = str(Path(__file__).resolve().parents[3])
-    paths = [root, os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
+    environment = child_environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     command = [sys.executable, "-m", "sgl_pipeline.simulator.tune_process"]
     command += ["--parent", str(os.getpid())]
     pipe = subprocess.PIPE

@@ -1,7 +1,7 @@
 """The scheduler process's end of the grammar compiler process: starts it, asks it, reads answers.
 
-Used by `queue.py`. A compiler process that has died is noticed, everything it owed is
-reported as failed, and the next job starts another one. Nothing here waits.
+When a compiler process has died, its open jobs are reported as failed, and the next job starts
+another one. Nothing here waits.
 """
 
 import logging
@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import zmq
 
@@ -22,6 +21,7 @@ from sgl_pipeline.managers.grammars.channel import (
     MessageStream,
     ToCompiler,
 )
+from sgl_pipeline.process_lifetime import child_environment
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +48,7 @@ class GrammarCompilerClient:
         if self._process is not None:
             return
         ours, theirs = socket.socketpair()
-        package_root = str(Path(__file__).resolve().parents[2])
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        paths = [package_root, environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        environment = child_environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
         command = [sys.executable, "-m", "sgl_pipeline.managers.grammars.compiler"]
         command += ["--socket", str(theirs.fileno()), "--parent", str(os.getpid())]
         self._process = subprocess.Popen(

@@ -1,8 +1,8 @@
 """The stage worker processes, as the server's main process owns them: started, and surely ended.
 
-Used by `launch_server.py`, which starts them before it imports SGLang, so that torch is imported on
-the other cores meanwhile. They wait for the scheduler process, which binds the address that they
-connect to. Must import neither torch nor sglang.
+They start before the main process imports SGLang, so that torch is imported on other cores
+meanwhile. They wait for the scheduler process, which binds the address that they connect to. Must
+import neither torch nor sglang.
 """
 
 import argparse
@@ -11,18 +11,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from sgl_pipeline.managers.stages.nursery import Nursery
 from sgl_pipeline.pipeline.assignment import num_threads, split_cores, workers_of_host
+from sgl_pipeline.process_lifetime import child_environment
 
 # More are started only once the whole command line has been checked.
 _MOST_UNCHECKED_STAGES = 16
 
 
 class WorkerPlace(NamedTuple):
-    """Where a worker runs, if the pipeline has several hosts.
+    """The host of a worker, if the pipeline has several.
 
     `head_address` is the head's cluster port, empty on the head itself; `host_address` that of the
     worker's own host, on `interface`; `model_path` where this host has the model, if not where the
@@ -139,27 +139,22 @@ class StageProcesses:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 
     def _environment(self, threads: int) -> dict[str, str]:
-        """That of workers with so many compute threads."""
-        package_root = str(Path(__file__).resolve().parents[3])
-        environment = dict(os.environ)
+        """The environment of workers with `threads` compute threads."""
         # OpenMP reads these before torch can be told. Threads spin for the next kernel of a step, a
         # millisecond at most, as waking them takes long; then they sleep, for the neighbors' sake.
-        environment |= {
-            "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-        }
+        environment = child_environment(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE")
         environment.setdefault("GOMP_SPINCOUNT", "20000")
         # Weights in huge pages: a fifth off a step of few rows, which is bound by reading them.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
         # They would listen on every interface; without other hosts none but the loopback is used.
         interface = self.place.interface
-        environment |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
-        paths = [package_root, environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        return environment
+        return environment | {
+            "NCCL_SOCKET_IFNAME": f"={interface}",
+            "GLOO_SOCKET_IFNAME": interface,
+        }
 
     def _arguments(self, worker: int) -> list[str]:
-        """Of `stage_process.py`, but for the parent."""
+        """The arguments of `stage_process.py`, without the parent."""
         address = self.place.head_address or stage_address(self.run_directory)
         arguments = ["--address", address, "--worker", str(worker)]
         arguments += ["--run-directory", self.run_directory]
@@ -171,7 +166,7 @@ class StageProcesses:
 
 
 def stage_address(run_directory: str) -> str:
-    """Where the scheduler process meets the workers."""
+    """The address at which the scheduler process meets the workers."""
     return f"ipc://{run_directory}/stages"
 
 

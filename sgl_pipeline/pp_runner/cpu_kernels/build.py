@@ -1,7 +1,7 @@
 """Compiles C++ sources once for this machine and keeps the library in the user's cache.
 
-Called by `library.py` when a stage starts; several stages may call at once. Must never hand out
-a library that another user could have written, or one built for another CPU or compiler.
+Several stages may call at once when they start. Must never hand out a library that another user
+could have written, or one built for another CPU or compiler.
 """
 
 import fcntl
@@ -41,9 +41,8 @@ def build_library(
 ) -> Path:
     """The shared library `name` of `sources`, compiled now unless the cache holds it.
 
-    Its name carries a hash of the sources, the headers of ours that they include, the flags and the
-    compiler's predefined macros, which tell its version and the instruction sets that
-    -march=native stands for here.
+    Its name has a hash of the sources, our headers that they include, the flags and the compiler's
+    predefined macros, which contain its version and the instruction sets of -march=native here.
 
     Raises KernelBuildError when the compiler fails or the cache cannot be trusted or written.
     """
@@ -55,7 +54,7 @@ def build_library(
     try:
         make_private(cache_directory)  # code is loaded from it
         library = cache_directory / f"{name}-{hashed.hexdigest()[:24]}.so"
-        # Whoever comes second waits for the first one's library instead of compiling it again.
+        # A second caller waits for the first one's library instead of compiling it again.
         with open(cache_directory / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():

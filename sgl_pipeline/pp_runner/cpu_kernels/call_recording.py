@@ -1,9 +1,8 @@
 """Calls of compiled kernels, recorded as they are made, to be made again with nothing in between.
 
-Used by `pp_runner/recorded_layers.py` and the cost measurement. What a CUDA graph is to a GPU, for
-any number of rows: of short steps Python takes a share that can be seen, and each kernel by itself
-starts and ends a team of threads. Knows nothing of what is computed. Holds addresses, so whoever
-holds recorded calls must let go of them before the weights and pages that they read.
+The counterpart of a CUDA graph, for any number of rows. It saves Python's share of short steps and
+the start and end of a team of threads for each kernel. It knows nothing of the computation, and it
+holds addresses: drop recorded calls before the weights and pages that they read.
 """
 
 import ctypes
@@ -16,12 +15,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sgl_pipeline.pp_runner.cpu_kernels.functions import (
-    ARGUMENT_TYPES,
-    SIZE_PLACES,
-    CompiledFunctions,
-    heard_by,
-)
+from sgl_pipeline.pp_runner.cpu_kernels.functions import CompiledFunctions, heard_by
 
 _aten = torch.ops.aten
 _RESERVES_MEMORY = {
@@ -38,10 +32,10 @@ def record(
 ) -> tuple[torch.Tensor, "RecordedCalls | None"]:
     """The result of `compute`, and its calls of kernels, to be made again with other `inputs`.
 
-    `compute` must do the same to any number of rows and of chunks. None where it does anything else
-    with numbers than to call kernels, where an intermediate result or the last one has not
-    `num_rows`, where the last one is not of a kernel, where a kernel reads from the midst of an
-    input or such a result, or where two inputs have one address, as empty ones do.
+    `compute` must be independent of the number of rows and chunks. Returns no calls where it does
+    anything else with numbers than to call kernels, where an intermediate or the last result does
+    not have `num_rows`, where no kernel made the last one, where a kernel reads from the middle of
+    an input or of such a result, or where two inputs have one address, as empty ones do.
     """
     heard = _HeardCalls(num_rows)
     with heard_by(heard), heard:
@@ -63,7 +57,8 @@ def record(
 class RecordedCalls:
     """The calls of one computation. `run` makes them with other inputs.
 
-    Intermediate results lie in memory of its own, each where one lay that nobody reads any more.
+    Intermediate results share memory of its own: one takes the place of another that is no longer
+    read.
     """
 
     def __init__(
@@ -95,14 +90,14 @@ class RecordedCalls:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the intermediate results."""
+        """Bytes of the intermediate results."""
         return self._memory.nbytes
 
     def run(
         self, inputs: Sequence[torch.Tensor], num_rows: int, num_chunks: int, num_threads: int
     ) -> torch.Tensor:
-        """The result, a new tensor. `inputs` have the order and the dtypes of the recorded ones,
-        and the sizes that belong to so many rows and chunks."""
+        """The result, a new tensor. `inputs` have the order and dtypes of the recorded ones, and
+        sizes for `num_rows` and `num_chunks`."""
         if num_rows > self._most_rows:
             self._reserve(num_rows)
         output = self._row.new_empty(num_rows, *self._row.shape[1:])
@@ -154,8 +149,8 @@ class Lifetime:
 
 
 def share_memory(results: Sequence[Lifetime]) -> Sequence[Lifetime]:
-    """Gives each of `results` the lowest place that is free while it lives, those that live first
-    first."""
+    """Gives each of `results` the lowest place that is free during its life, in the order in which
+    their lives begin."""
     placed: list[Lifetime] = []
     for result in sorted(results, key=lambda one: one.first_call):
         for other in sorted(placed, key=lambda one: one.begin):
@@ -199,7 +194,7 @@ class _HeardCalls(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing here is compiled by torch, and to keep its compiler out of `__torch_dispatch__`
-        torch would import it, for seconds, in the midst of a step."""
+        torch would import it, for seconds, in the middle of a step."""
         return False
 
     def hear(self, functions: CompiledFunctions, name: str, arguments: tuple[Any, ...]) -> None:
@@ -210,7 +205,8 @@ class _HeardCalls(TorchDispatchMode):
         begin = len(self.words)
         self.numbers.append(number)
         self.begins.append(begin)
-        for argument, kind in zip(arguments, ARGUMENT_TYPES[name], strict=True):
+        signature = functions.signatures[name]
+        for argument, kind in zip(arguments, signature.parameters.values(), strict=True):
             word, is_address = _word(argument, kind), kind is ctypes.c_void_p
             result = self.result_at(word) if is_address else None
             if result is not None:
@@ -218,7 +214,7 @@ class _HeardCalls(TorchDispatchMode):
                 result.places.append(len(self.words))
             self.words.append(word)
             self.are_addresses.append(is_address)
-        size, place = SIZE_PLACES[name]
+        size, place = signature.size_place()
         self.size_places[size].append(begin + place)
 
     def __torch_dispatch__(

@@ -1,7 +1,4 @@
-"""The C functions of the compiled library, which take their arguments by position.
-
-Used by `library.py`, which gives every argument its name.
-"""
+"""The C functions of the compiled library. Signatures come from exports.h."""
 
 import ctypes
 import threading
@@ -14,53 +11,9 @@ from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from sgl_pipeline.errors import KernelBuildError
+from sgl_pipeline.pp_runner.cpu_kernels.signatures import PREFIX, Signature, read_signatures
 
-_INT, _INT64, _FLOAT, _POINTER = (
-    ctypes.c_int,
-    ctypes.c_int64,
-    ctypes.c_float,
-    ctypes.c_void_p,
-)
-# In the order of the definitions, to which a test holds them.
-ARGUMENT_TYPES: dict[str, list[Any]] = {
-    "has_arithmetic": [_INT],
-    "best_bf16_arithmetic": [],
-    "paged_attention": [_INT, _POINTER, _INT64, *7 * [_POINTER], *5 * [_INT], _FLOAT, *2 * [_INT]],
-    "rms_norm": [_INT, _INT64, _INT, *3 * [_POINTER], _FLOAT, *2 * [_POINTER], _INT],
-    "place_heads": [
-        *(_INT, _INT64, *6 * [_INT], *3 * [_POINTER], _FLOAT, *2 * [_POINTER]),
-        *(*4 * [_POINTER], _INT),
-    ],
-    "add": [_INT, _INT64, _INT, *3 * [_POINTER], _INT],
-    "gate": [_INT, _INT64, _INT, *2 * [_POINTER], _INT],
-    "reorder": [_INT64, _INT, *3 * [_POINTER], _INT],
-    "has_products": [],
-    "product": [*3 * [_INT64], _INT, *4 * [_POINTER], _INT],
-    "has_int8_products": [],
-    "int8_product": [*3 * [_INT64], _INT, *6 * [_POINTER], _INT],
-    "int4_product": [*3 * [_INT64], _INT, _INT64, *6 * [_POINTER], _INT],
-    "bind_threads": [_INT, _INT, _POINTER],
-    "kernel_number": [_POINTER],
-    "run_calls": [_INT64, *3 * [_POINTER], _INT],
-    "expanded_product": [_INT, *3 * [_INT64], _INT, *2 * [_INT64], *6 * [_POINTER], _INT],
-}
-_ANSWERS = {
-    *("has_arithmetic", "best_bf16_arithmetic", "has_products", "has_int8_products"),
-    *("bind_threads", "kernel_number"),
-}
-# Of each kernel that a step calls, the argument that says how long the step is, and its place.
-SIZE_PLACES = {
-    "paged_attention": ("num_chunks", 10),
-    "rms_norm": ("num_rows", 1),
-    "add": ("num_rows", 1),
-    "place_heads": ("num_rows", 1),
-    "gate": ("num_rows", 1),
-    "reorder": ("num_rows", 0),
-    "product": ("num_rows", 0),
-    "int8_product": ("num_rows", 0),
-    "int4_product": ("num_rows", 0),
-    "expanded_product": ("num_rows", 1),
-}
+HEADER = Path(__file__).with_name("exports.h")
 _thread = threading.local()
 
 
@@ -88,35 +41,72 @@ class CompiledFunctions:
     """
 
     def __init__(self, library: Path) -> None:
+        self.signatures = read_signatures(HEADER)
         try:
             # torch's OpenMP runtime is in the process already, so both share one pool of threads.
             loaded = ctypes.CDLL(str(library))
-            self._functions = {name: getattr(loaded, f"sglp_{name}") for name in ARGUMENT_TYPES}
+            self._functions = {name: loaded[f"{PREFIX}{name}"] for name in self.signatures}
         except (OSError, AttributeError) as error:
             raise KernelBuildError(
                 f"the compiled kernels in {library} do not load: {error}; delete the file"
             ) from error
-        for name, function in self._functions.items():
-            function.argtypes = ARGUMENT_TYPES[name]
-            function.restype = _INT if name in _ANSWERS else None
+        for name, signature in self.signatures.items():
+            self._functions[name].argtypes = list(signature.parameters.values())
+            self._functions[name].restype = signature.result
 
     def plain(self, name: str) -> Callable[..., Any]:
-        """The function `name`, which no profile shows."""
+        """The function `name`, which takes its arguments by position and which no profile shows."""
         function: Callable[..., Any] = self._functions[name]
         return function
 
     def kernel(self, name: str) -> Callable[..., None]:
-        """The function `name`, of which a `CallListener` hears, and which a running torch profiler
-        (`/start_profile`) sees. To be asked for before every call."""
-        function: Callable[..., None] = self._functions[name]
-        listener: CallListener | None = getattr(_thread, "listener", None)
-        if listener is None and not _profiler_enabled():  # 0.1 us; a record_function takes 6
-            return function
+        """The kernel `name` as a function of keywords, which have the names in the header.
 
-        def call(*arguments: Any) -> None:
+        A pointer takes a tensor, and None where the header allows null. A `CallListener` hears of
+        each call, and a running torch profiler (`/start_profile`) sees it.
+        """
+        function = self.plain(name)
+
+        def call_aloud(*arguments: Any) -> None:
+            listener: CallListener | None = getattr(_thread, "listener", None)
             if listener is not None:
                 listener.hear(self, name, arguments)
-            with record_function(f"sglp_{name}") if _profiler_enabled() else nullcontext():
+            with record_function(f"{PREFIX}{name}") if _profiler_enabled() else nullcontext():
                 function(*arguments)
 
-        return call
+        return _by_keywords(name, self.signatures[name], function, call_aloud)
+
+
+def _is_heard() -> bool:
+    return getattr(_thread, "listener", None) is not None or _profiler_enabled()  # 0.1 us
+
+
+def _by_keywords(
+    name: str,
+    signature: Signature,
+    call: Callable[..., None],
+    call_aloud: Callable[..., None],
+) -> Callable[..., None]:
+    """A function whose keywords are the parameters of `signature`. It passes numbers as they are
+    and addresses of tensors by position: to `call`, or where somebody hears it, to `call_aloud`.
+
+    It is compiled from text, as dataclasses are: a general function of `**arguments` takes several
+    microseconds longer for each call.
+    """
+    passed = [_as_argument(one, signature) for one in signature.parameters]
+    text = (
+        f"def {name}(*, {', '.join(signature.parameters)}):\n"
+        f"    (_call_aloud if _is_heard() else _call)({', '.join(passed)})\n"
+    )
+    scope: dict[str, Any] = {"_call": call, "_call_aloud": call_aloud, "_is_heard": _is_heard}
+    exec(compile(text, f"<{name} of {HEADER.name}>", "exec"), scope)
+    made: Callable[..., None] = scope[name]
+    return made
+
+
+def _as_argument(name: str, signature: Signature) -> str:
+    """The expression that passes the argument `name`."""
+    if signature.parameters[name] is not ctypes.c_void_p:
+        return name
+    address = f"{name}.data_ptr()"
+    return f"None if {name} is None else {address}" if name in signature.optional else address

@@ -1,7 +1,7 @@
 // Runs kernels one after the other, as they were called before, on one team of threads.
 //
-// Called from functions.py through ctypes. Between two kernels the threads wait for each other and
-// do nothing else: no team ends, and no Python runs.
+// Between two kernels the threads wait for each other and do nothing else: no team ends, and no
+// Python runs.
 
 #include <cstring>
 #include <type_traits>

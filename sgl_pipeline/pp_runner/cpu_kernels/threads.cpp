@@ -1,9 +1,9 @@
-// Where the threads run that share the work of a kernel.
-//
-// Called from library.py through ctypes, on the thread that calls the kernels.
+// Binds the threads that share a kernel's work to cores. The thread that calls the kernels calls this.
 
 #include <omp.h>
 #include <sched.h>
+
+#include "exports.h"
 
 // Keeps each of the `num_threads` threads on one of `cores`, the calling one on the first, or where
 // their number is another, each on all of them. Returns how many the system refused to keep there.

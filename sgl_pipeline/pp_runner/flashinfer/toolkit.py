@@ -16,6 +16,7 @@ from pathlib import Path
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.cpu_kernels.build import find_compiler
+from sgl_pipeline.user_cache import make_private
 
 _CUDA_MAJOR = 13  # what the pinned torch was built with, and loads the runtime library of
 _SYSTEM_TOOLKIT = Path("/usr/local/cuda")
@@ -95,7 +96,7 @@ def _pip_toolkit() -> Path | None:
 
 def _linked_toolkit(wheels: Path, cache_directory: Path) -> Path:
     """The folder of links to `wheels`, named after what it links to, so that it stays right."""
-    _make_private(cache_directory)
+    make_private(cache_directory)  # compilers are run from it
     libraries = sorted((wheels / "lib").iterdir())
     hashed = hashlib.sha256("\0".join(map(str, libraries)).encode()).hexdigest()
     toolkit = cache_directory / f"cuda-toolkit-{hashed[:24]}"
@@ -147,14 +148,3 @@ def _compile_stub(library: Path) -> None:
         raise ConfigurationError(f"{command[0]} cannot link a library: {message}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigurationError(f"{command[0]} could not run: {error}") from error
-
-
-def _make_private(directory: Path) -> None:
-    """Compilers are run from here: only this user may own it or write to it."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise ConfigurationError(
-            f"{directory} belongs to or is writable by others, so no compiler is run from it; "
-            f"run `chmod 700 {directory}`, or point FLASHINFER_WORKSPACE_BASE elsewhere"
-        )

@@ -1,6 +1,7 @@
 """Requests that have ended, from the scheduler process's end of the socket to a collector."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,15 +53,28 @@ LATENCIES = {
 
 
 class Exporter:
-    """Takes spans, or not."""
+    """Keeps the spans that it is given."""
 
-    def __init__(self, result: str = "SUCCESS") -> None:
-        self.result = SimpleNamespace(name=result)
+    def __init__(self) -> None:
         self.spans: list[Any] = []
 
-    def export(self, spans: list[Any]) -> Any:
+    def export(self, spans: Sequence[Any]) -> None:
         self.spans += spans
-        return self.result
+
+    def shutdown(self) -> None:
+        pass
+
+
+def exporting(address: str) -> tuple[RequestSpans, Exporter]:
+    """Started, with a provider as upstream's, which exports soon."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    exporter, provider = Exporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=10))
+    spans = RequestSpans(address, "m", provider)
+    spans.start()
+    return spans, exporter
 
 
 def message(rid: str, parent: bytes | None = PARENT) -> Any:
@@ -114,16 +128,14 @@ def test_a_request_that_never_ran_has_waited_only() -> None:
 def test_what_ends_is_exported_and_what_has_no_parent_is_not(
     sender: SpanSender, address: str
 ) -> None:
-    exporter = Exporter()
-    spans = RequestSpans(address, "m", exporter, resource=None)
-    spans.start()
+    spans, exporter = exporting(address)
     for rid, parent in (("a", PARENT), ("b", None)):
         sender.began(message(rid, parent))
         sender.ended(request(rid), STOP, now_s=2.0)
     sender.ended(request("a"), STOP, now_s=3.0)  # the id has been told of
-    wait_until(lambda: spans.num_exported == 1)
+    wait_until(lambda: len(exporter.spans) == 2)
     spans.close(5.0)
-    whole, queue = exporter.spans
+    queue, whole = exporter.spans
     assert [whole.name, queue.name] == ["text_completion m", "queue"]
     assert f"{whole.parent.trace_id:032x}-{whole.parent.span_id:016x}" in PARENT.decode()
     assert (queue.parent.trace_id, queue.parent.span_id) == (
@@ -134,25 +146,37 @@ def test_what_ends_is_exported_and_what_has_no_parent_is_not(
 
 @pytest.mark.usefixtures("opentelemetry")
 def test_moments_are_those_of_the_wall_clock(sender: SpanSender, address: str) -> None:
-    exporter = Exporter()
-    spans = RequestSpans(address, "m", exporter, resource=None)
-    spans.start()
+    spans, exporter = exporting(address)
     sender.began(message("a"))
     sender.ended(request("a"), STOP, now_s=time.monotonic())
     wait_until(lambda: bool(exporter.spans))
     spans.close(5.0)
-    assert abs(exporter.spans[0].end_time - time.time_ns()) < 20e9
+    assert abs(exporter.spans[-1].end_time - time.time_ns()) < 20e9
 
 
 @pytest.mark.usefixtures("opentelemetry")
-def test_what_a_collector_refuses_is_counted(sender: SpanSender, address: str) -> None:
-    spans = RequestSpans(address, "m", Exporter("FAILURE"), resource=None)
-    spans.start()
+def test_an_unreadable_message_costs_no_other_request(sender: SpanSender, address: str) -> None:
+    spans, exporter = exporting(address)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.connect(address)
+        stranger.send(b"\xc1")
+        sender.began(message("a"))
+        sender.ended(request("a"), STOP, now_s=2.0)
+        wait_until(lambda: len(exporter.spans) == 2)
+        spans.close(5.0)
+
+
+@pytest.mark.usefixtures("opentelemetry")
+def test_requests_without_spans_are_counted_in_the_log(
+    sender: SpanSender, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    spans, _ = exporting(address)
+    sender.num_dropped = 3
     sender.began(message("a"))
     sender.ended(request("a"), STOP, now_s=2.0)
-    wait_until(lambda: spans.num_failed == 1)
+    wait_until(lambda: spans.num_dropped == 3)
     spans.close(5.0)
-    assert spans.num_exported == 0
+    assert "3 requests" in caplog.text
 
 
 def test_a_full_queue_drops_and_counts_and_never_waits(

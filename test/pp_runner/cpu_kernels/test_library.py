@@ -1,32 +1,19 @@
 """The compiled library as Python sees it."""
 
 import ctypes
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sgl_pipeline.errors import KernelBuildError
-from sgl_pipeline.pp_runner import cpu_kernels
-from sgl_pipeline.pp_runner.cpu_kernels.functions import (
-    ARGUMENT_TYPES,
-    SIZE_PLACES,
-    CompiledFunctions,
-)
-from sgl_pipeline.pp_runner.cpu_kernels.library import (
-    Arithmetic,
-    CpuKernels,
-    KvFormat,
-    load_cpu_kernels,
-)
+from sgl_pipeline.pp_runner.cpu_kernels.functions import CompiledFunctions
+from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
+from sgl_pipeline.pp_runner.cpu_kernels.signatures import Signature, read_signatures
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import RmsNorm
-
-DIRECTORY = Path(cpu_kernels.__file__).parent
 
 
 def test_a_file_that_is_no_library_is_named(tmp_path: Path) -> None:
@@ -36,93 +23,96 @@ def test_a_file_that_is_no_library_is_named(tmp_path: Path) -> None:
         CompiledFunctions(broken)
 
 
-def definitions() -> dict[str, dict[str, str]]:
-    """Of each C function in the sources: the kinds of its parameters, by name and in order."""
-    found = {}
-    for source in DIRECTORY.glob("*.cpp"):
-        for name, text in re.findall(r'extern "C" \w+ sglp_(\w+)\(([^)]*)\) {', source.read_text()):
-            parameters = [part.strip().rsplit(maxsplit=1) for part in text.split(",") if part]
-            # Where a machine has no instructions for a function, another without names stands in.
-            if all(len(parameter) == 2 for parameter in parameters):
-                found[name] = {parameter: kind_of(written) for written, parameter in parameters}
-    return found
-
-
-C_TYPES = {
-    "int": ctypes.c_int,
-    "int64_t": ctypes.c_int64,
-    "float": ctypes.c_float,
-    "pointer": ctypes.c_void_p,
-}
-PYTHON_TYPES = {
-    "int": (bool, int, Arithmetic, KvFormat),
-    "int64_t": (int,),
-    "float": (float,),
-    "pointer": (torch.Tensor, torch.Tensor | None),
-}
-
-
-def kind_of(written: str) -> str:
-    return "pointer" if written.endswith("*") else written
-
-
-def test_the_argument_types_are_those_of_the_definitions() -> None:
-    assert {
-        name: [C_TYPES[kind] for kind in parameters.values()]
-        for name, parameters in definitions().items()
-    } == ARGUMENT_TYPES
-
-
-def test_the_size_of_a_step_is_where_the_definitions_have_it() -> None:
-    found = {
-        name: (size, list(parameters).index(size))
-        for name, parameters in definitions().items()
-        for size in ("num_rows", "num_chunks")
-        if size in parameters
+def test_signatures_are_read_from_a_header(tmp_path: Path) -> None:
+    header = tmp_path / "header.h"
+    header.write_text(
+        "// not a declaration: sglp_rows(num_rows)\n"
+        "int sglp_answer();\n"
+        "void sglp_rows(int kind, int64_t num_rows,\n"
+        "               const void* SGLP_OR_NULL added, float scale,\n"
+        "               const int64_t* order);\n"
+    )
+    integer, pointer = ctypes.c_int, ctypes.c_void_p
+    expected = {
+        "kind": integer,
+        "num_rows": ctypes.c_int64,
+        "added": pointer,
+        "scale": ctypes.c_float,
+        "order": pointer,
     }
-    assert found == SIZE_PLACES
+    found = read_signatures(header)
+    assert found == {
+        "answer": Signature(integer, {}, frozenset()),
+        "rows": Signature(None, expected, frozenset({"added"})),
+    }
+    assert list(found["rows"].parameters) == list(expected)  # in order
+    assert found["rows"].size_place() == ("num_rows", 1)
 
 
-class Recorder:
-    """In the place of `CompiledFunctions`: what the last function was given, by position."""
-
-    def __init__(self) -> None:
-        self.arguments: tuple[object, ...] = ()
-
-    def plain(self, name: str) -> Callable[..., int]:
-        def record(*arguments: object) -> int:
-            self.arguments = arguments
-            return 1
-
-        return record
-
-    kernel = plain
+def test_a_parameter_of_another_type_is_refused(tmp_path: Path) -> None:
+    header = tmp_path / "header.h"
+    header.write_text("void sglp_rows(double scale);")
+    with pytest.raises(KeyError, match="double"):
+        read_signatures(header)
 
 
+@pytest.fixture
+def gate() -> Callable[..., None]:
+    return load_cpu_kernels().gate
+
+
+GATE_UP = torch.ones(3, 64)
+GATED = torch.zeros(3, 32)
+ARGUMENTS = {
+    "is_bf16": False,
+    "num_rows": 3,
+    "size": 32,
+    "gate_up": GATE_UP,
+    "gated": GATED,
+    "num_threads": 1,
+}
+
+
+@pytest.mark.compiler
+def test_arguments_are_passed_by_name_in_any_order(gate: Callable[..., None]) -> None:
+    out = torch.zeros(3, 32)
+    gate(**dict(reversed((ARGUMENTS | {"gated": out}).items())))
+    assert torch.allclose(out, torch.nn.functional.silu(GATE_UP[:, :32]))
+
+
+@pytest.mark.compiler
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("paged_attention", "rms_norm", "add", "place_heads", "gate"),
-        *("reorder", "product", "int8_product", "int4_product", "expanded_product"),
-    ],
+    ("changed", "missing"),
+    [({"sise": 32}, "size"), ({"gated": None}, ""), ({"gated": 4096}, ""), ({"size": 0.5}, "")],
 )
-def test_every_named_argument_reaches_its_place_in_the_definition(name: str) -> None:
-    parameters, recorder = definitions()[name], Recorder()
-    function = getattr(CpuKernels(recorder), name)
-    hints = get_type_hints(function)
-    assert hints.pop("return") is type(None) and list(hints) == list(parameters)
-    for parameter, kind in parameters.items():
-        assert hints[parameter] in PYTHON_TYPES[kind]
-    tensors = {
-        parameter: torch.empty(1) for parameter, kind in parameters.items() if kind == "pointer"
+def test_wrong_arguments_are_refused_before_the_call(
+    gate: Callable[..., None], changed: dict[str, object], missing: str
+) -> None:
+    arguments = {name: one for name, one in (ARGUMENTS | changed).items() if name != missing}
+    with pytest.raises((TypeError, AttributeError, ctypes.ArgumentError)):
+        gate(**arguments)
+    assert not GATED.any()
+
+
+@pytest.mark.compiler
+def test_null_goes_only_where_the_header_allows_it() -> None:
+    rows, normed, kernels = torch.ones(3, 32), torch.zeros(3, 32), load_cpu_kernels()
+    arguments = {
+        "is_bf16": False,
+        "num_rows": 3,
+        "size": 32,
+        "rows": rows,
+        "added": None,
+        "weight": torch.ones(32),
+        "epsilon": 0.0,
+        "sums": None,
+        "normed": normed,
+        "num_threads": 1,
     }
-    numbers = {parameter: number for number, parameter in enumerate(parameters)}
-    function(**numbers | tensors)
-    addresses = {parameter: tensor.data_ptr() for parameter, tensor in tensors.items()}
-    assert recorder.arguments == tuple((numbers | addresses).values())
-    optional = [parameter for parameter in tensors if hints[parameter] == torch.Tensor | None]
-    function(**numbers | tensors | dict.fromkeys(optional))
-    assert recorder.arguments == tuple((numbers | addresses | dict.fromkeys(optional)).values())
+    kernels.rms_norm(**arguments)
+    assert torch.equal(normed, rows)
+    with pytest.raises(AttributeError):
+        kernels.rms_norm(**arguments | {"weight": None})
 
 
 @pytest.mark.compiler

@@ -1,11 +1,13 @@
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 
-from sgl_pipeline.managers.entrance.ollama_errors import OllamaErrors
+from sgl_pipeline.managers.entrance.ollama_routes import OllamaErrors, ends_apart
 from sgl_pipeline.managers.entrance.route_guard import answer_value_error
 
 
@@ -54,3 +56,34 @@ def test_an_error_behind_the_first_line_is_no_refusal(client: TestClient) -> Non
 def test_other_routes_keep_the_form_of_their_errors(client: TestClient) -> None:
     reply = client.get("/elsewhere")
     assert reply.json() == {"error": {"message": "temperature must not be negative"}}
+
+
+STOP = {"type": "stop"}
+
+
+def reply(text: str, finish: dict[str, str] | None = None) -> dict[str, Any]:
+    return {"text": text, "meta_info": {"id": "r", "finish_reason": finish}}
+
+
+def passed_on(*replies: dict[str, Any]) -> list[dict[str, Any]]:
+    async def upstream() -> AsyncGenerator[Any, None]:
+        for one in replies:
+            yield one
+
+    async def collect() -> list[dict[str, Any]]:
+        return [one async for one in ends_apart(upstream())]
+
+    return asyncio.run(collect())
+
+
+def test_the_last_words_come_before_the_end() -> None:
+    replies = passed_on(reply("4"), reply("42", STOP))
+    assert replies == [reply("4"), reply("42"), reply("42", STOP)]
+
+
+def test_an_answer_of_one_piece_is_sent_too() -> None:
+    assert passed_on(reply("42", STOP)) == [reply("42"), reply("42", STOP)]
+
+
+def test_an_end_without_news_is_sent_once() -> None:
+    assert passed_on(reply("42"), reply("42", STOP)) == [reply("42"), reply("42", STOP)]

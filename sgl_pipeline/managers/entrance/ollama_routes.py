@@ -1,13 +1,14 @@
-"""Ollama's routes answer a bad request with a 400 in Ollama's form.
+"""Completes upstream's routes of Ollama's API: errors in Ollama's form, and whole streams."""
 
-Installed by `launch_server.py`. Upstream's handlers of these routes let the ValueError of a refused
-request through, which would be a 500 without a word, or a 200 that breaks off.
-"""
-
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from http import HTTPStatus
+from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+OLLAMA_ROUTES = frozenset({"/api/chat", "/api/generate"})
 
 
 def is_ollama(path: str) -> bool:
@@ -21,7 +22,11 @@ def ollama_refusal(message: str) -> JSONResponse:
 
 
 class OllamaErrors:
-    """ASGI middleware: holds a reply's head back until its body begins, in case there is none."""
+    """ASGI middleware: answers a refused request of these routes with a 400 in Ollama's form.
+
+    Upstream's handlers let its ValueError through, which would be a 500 without a word, or a 200
+    that breaks off. So a reply's head waits until its body begins.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -52,3 +57,18 @@ class OllamaErrors:
             if has_begun or not isinstance(refused, ValueError):
                 raise
             await ollama_refusal(str(refused))(scope, receive, send)
+
+
+async def ends_apart(replies: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """`replies`, each with all text so far. The last one, if it has new text, is sent twice: as if
+    the answer went on, and as its end. Those routes write an empty text beside `done`, so the text
+    that came with the end would never be sent: at least the last token of every answer that
+    reached `num_predict`."""
+    sent = ""
+    async with aclosing(replies):
+        async for reply in replies:
+            text, meta = reply.get("text", ""), reply.get("meta_info", {})
+            if meta.get("finish_reason") is not None and text != sent:
+                yield reply | {"meta_info": meta | {"finish_reason": None}}
+            sent = text
+            yield reply
