@@ -1,7 +1,22 @@
 """The only decision maker: which tokens of which requests run in which step.
 
-Driven by `managers/` with real stages and by `simulator/` in virtual time. It does no I/O, reads no
-clock, draws no random number and sees no tensor; equal calls give equal steps.
+It does no I/O, reads no clock, draws no random number and sees no tensor; equal calls give equal
+steps. One step, from the arrival of its requests to its tokens:
+
+    add(request):     refuse a known id, a request that can never fit, a full queue
+                      queue it, register the pages that it wants in the radix tree
+    next_microbatch:  return None while paused, or while the pipeline is full
+                      retract requests that the head of the queue outranks by the threshold
+                      budget = policy(load: waiting tokens, decodes, free pages, steps in flight)
+                      chunks = decodes, then running prefills, then new requests, in order,
+                               while the budget lasts and their pages fit
+                      while chunks are empty, no step is in flight and several requests run:
+                               retract the last of them, decide again
+                      return chunks, released pages, and pages to compute again, as a Microbatch
+    on_result:        for each chunk of the oldest step:
+                               make a prefill's pages matchable; after its last chunk, and for a
+                               decode, append the token and apply the stop rules: the request
+                               ends and releases its pages, or is ready for its next decode
 """
 
 from collections.abc import Sequence
