@@ -1,7 +1,4 @@
-"""What made-up steps cost a worker, part by part.
-
-Measured by `pp_runner/`, sent in a `MeasuredCosts`, weighed by `migration/`.
-"""
+"""Measured costs of made-up steps on a worker, part by part."""
 
 from typing import NamedTuple
 
@@ -35,7 +32,7 @@ class MadeUpStep(NamedTuple):
 
     @property
     def work(self) -> StepWork:
-        """What its time depends on."""
+        """The work that determines its time."""
         return StepWork(
             tokens=self.decodes + self.prompt_tokens,
             decodes=self.decodes,
@@ -83,7 +80,8 @@ class PartSizes(msgspec.Struct, frozen=True, array_like=True):
         return total
 
     def num_pages(self, start: int, end: int, memory_bytes: int) -> int:
-        """How many pages fit beside the weights of that stage; below 0 where not even these do."""
+        """Number of pages that fit beside the stage's weights; negative where the weights do not
+        fit."""
         return (memory_bytes - self.weight_bytes(start, end)) // (
             max(1, end - start) * self.page_layer_bytes
         )

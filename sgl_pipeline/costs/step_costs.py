@@ -1,9 +1,8 @@
-"""What the parts of one model cost on one machine, as functions of a step's work.
+"""Costs of one model's parts on one machine, as functions of a step's work.
 
-Fitted by `migration/step_fit.py` from measurements or by `migration/online_fit.py` from steps,
-saved as JSON with the names of what they hold for, and evaluated by `migration/predictor.py`. The
-formulas are DynaPipe's (`T_layer = sum(phi1 n + phi2 n L + eps)`, `T_sample = alpha N + beta`),
-with curves where it has straight lines: on a CPU few rows cost as much as reading the weights.
+A file of them is JSON and names the model, dtype and device that they hold for. The formulas are
+DynaPipe's (`T_layer = sum(phi1 n + phi2 n L + eps)`, `T_sample = alpha N + beta`), with curves
+where it has straight lines: on a CPU few rows cost as much as reading the weights.
 """
 
 import msgspec
@@ -63,7 +62,7 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def file_name(self) -> str:
-        """Where it is saved, below the directory of such files."""
+        """Its file, relative to the directory of such files."""
         return cost_file_name(self.model, self.dtype, self.device, self.threads)
 
 
@@ -89,7 +88,7 @@ def decode_costs(
 ) -> CostFile:
     """The costs in the file `name`, if they are those of this model, dtype and device.
 
-    Raises ConfigurationError that names what differs, or what cannot be read.
+    Raises ConfigurationError, which names the difference or the unreadable field.
     """
     advice = f"run `python -m sgl_pipeline fit` for {model}, or name another file"
     try:
@@ -113,7 +112,7 @@ def decode_costs(
 
 
 def _check(costs: StepCosts, name: str) -> None:
-    """Raises ConfigurationError where the numbers are no times."""
+    """Raises ConfigurationError where a number cannot be a time."""
     layer = costs.layer
     for rows in (layer.rows, costs.embedding, costs.tail):
         is_ascending = all(a < b for a, b in zip(rows.rows, rows.rows[1:], strict=False))

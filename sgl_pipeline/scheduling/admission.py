@@ -1,7 +1,7 @@
 """Fills a `TokenBudget` with chunks: decodes, then running prefills, then new requests.
 
-Called by `StepScheduler` once a step. The budget says how much, the order of requests says who, the
-pages say whether; it never asks why the budget is what it is.
+The budget limits how much, the order of requests decides who is next, and the free pages decide
+whether a request fits. Admission does not depend on the reasons for the budget.
 """
 
 from sgl_pipeline.microbatch import Chunk

@@ -1,6 +1,6 @@
-"""Which requests have been somewhere for too long: only the oldest is looked at.
+"""Finds requests that have waited or run for too long, by looking at the oldest only.
 
-Used by `StepScheduler` as `RequestAges`. It reads no clock and ends nothing itself.
+It reads no clock and ends nothing itself.
 """
 
 from collections import OrderedDict
@@ -59,7 +59,7 @@ class AgeLimit:
 
 
 class RequestAges:
-    """How long each request has waited and run, against the limit of either, in seconds."""
+    """Waiting and running time of each request against its limits, in seconds."""
 
     def __init__(self, waiting_timeout_s: float | None, running_timeout_s: float | None) -> None:
         self._waiting = AgeLimit(waiting_timeout_s)
@@ -76,7 +76,7 @@ class RequestAges:
                 self._waiting.start(request, now_s)
 
     def scheduled(self, chunks: Sequence[Chunk], now_s: float) -> None:
-        """A step takes `chunks`: prefill comes last, and whoever was let in has some."""
+        """A step takes `chunks`: prefill comes last, and every newly admitted request has some."""
         for chunk in reversed(chunks):
             if chunk.is_decode:
                 break

@@ -1,6 +1,6 @@
-"""What becomes of a request that arrives: refused, queued, or queued in another one's place.
+"""Decides whether a request that arrives is refused, queued, or queued in place of another one.
 
-Used by `StepScheduler`. Ends nothing itself.
+It ends no request itself.
 """
 
 from sgl_pipeline.args import SchedulingArgs

@@ -1,7 +1,6 @@
 """The state of the whole system as the policies see it, made of the sums that its parts keep.
 
-Part of `StepScheduler`, which reads it once a step. It looks at no request by itself except those
-that are being prefilled, and changes nothing.
+It looks at individual requests only while they are being prefilled, and changes nothing.
 """
 
 from sgl_pipeline.args import Accounting

@@ -1,6 +1,6 @@
-"""The log-probabilities that a step yielded find their way to its requests.
+"""Assigns a step's log-probabilities to its requests.
 
-Called by `StepScheduler.on_result`; the rows themselves are bytes that are not read here.
+The rows are bytes, which are not decoded here.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """The ids of the KV pages that are not in use.
 
-One pool for the whole pipeline: a page id means the same place on every stage. Used by
-`RequestPages`; it never knows who holds a page, only that each is given out once.
+One pool for the whole pipeline: a page id means the same place on every stage. The pool does not
+know who holds a page, only that each is given out once.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ class PagePool:
         self.resize(num_pages)
 
     def resize(self, num_pages: int) -> None:
-        """Has so many pages from now on; all are free."""
+        """Changes the size to `num_pages`; all are free."""
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._is_free = bytearray(b"\x01") * num_pages

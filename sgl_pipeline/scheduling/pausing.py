@@ -1,6 +1,6 @@
-"""Whether steps start at all: operators pause the scheduler, and resume it.
+"""Pauses and resumes the start of steps, for operators.
 
-Part of `StepScheduler`, whose steps in flight finish in a pause. Requests come and go as ever.
+Steps in flight finish during a pause, and requests still come and go.
 """
 
 from sgl_pipeline.scheduling.preemption import Preemption

@@ -1,6 +1,6 @@
-"""How long the chunks of one step may be: by tokens, and where the budget limits time, by time.
+"""Limits the length of one step's chunks by tokens and, where the budget has a time limit, by time.
 
-Made by admission for each step, after its decodes. It sees no request and no page.
+It sees no request and no page.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ MAX_TAIL_TOKENS = 16
 
 
 class PrefillRoom:
-    """What is left of a step's budget, chunk by chunk.
+    """The rest of a step's budget, chunk by chunk.
 
     Args:
-        decodes: the chunks that the step has already.
+        decodes: the chunks that the step already has.
     """
 
     def __init__(self, budget: TokenBudget, decodes: Sequence[Chunk]) -> None:

@@ -1,4 +1,4 @@
-"""Which prefixes waiting and prefilling requests want, and how many tokens that leaves to compute.
+"""The prefixes that waiting and prefilling requests want, and the tokens that are left to compute.
 
 `WaitingQueue` registers what its requests want, so that one walk at arrival replaces matching the
 queue again and again: a request's hit is the cached part of its path, current at any time.

@@ -1,4 +1,4 @@
-"""The shape of the radix tree over token prefixes: which there are, and where they part.
+"""The shape of the radix tree over token prefixes: the prefixes, and where they part.
 
 `RadixDemand` and `RadixStorage` share one tree: one notes on its nodes which prefixes requests
 want, the other which have KV pages. It never counts tokens and never takes or returns a page.
@@ -124,7 +124,8 @@ class RadixTree:
             del node.parent.children[node.key]
 
     def _step_down(self, node: RadixNode, tokens: list[int], namespace: str) -> RadixNode | None:
-        """The child of `node` along `tokens`, cut to what they share; None where there is none."""
+        """The child of `node` along `tokens`, cut to their common prefix; None if there is no such
+        child."""
         child = self.child_along(node, tokens, namespace)
         if child is None:
             return None
@@ -141,9 +142,10 @@ class RadixTree:
         return (namespace, page) if parent is self.root else page
 
     def _shared_tokens(self, run: list[int], tokens: list[int], start: int) -> int:
-        """How many tokens `run` and `tokens[start:]` share, in whole pages; at least one page.
+        """Number of tokens that `run` and `tokens[start:]` share, in whole pages; at least one
+        page.
 
-        Compares slices, which costs a C loop, and halves the range where they differ.
+        Compares slices in a C loop, and halves the range in which they differ.
         """
         size = self.page_size
         same, limit = 1, min(len(run), len(tokens) - start) // size

@@ -1,10 +1,10 @@
-"""What lost stages must compute again before a step can read it, and what can be.
+"""The KV pages that replaced stages must recompute before a step reads them, and those that they
+can.
 
-Owned by `StepScheduler`. Every stage but the last keeps the rows that it has sent, by KV page
-(`pp_runner/boundary_log.py`). A stage that was replaced owes the keys and values of all pages that
-hold any. A step that reads a page which is owed has it computed again first, by the stage that owes
-it alone, from the rows that the stage before it has kept; stage 0 has the tokens. Pages that nobody
-asks for stay owed.
+Every stage but the last keeps the rows that it has sent, by KV page (`pp_runner/boundary_log.py`).
+A replaced stage owes the keys and values of every page that holds any. Before a step reads an owed
+page, the owing stage alone recomputes it, from the rows that the stage before it has kept; stage 0
+has the tokens. Pages that no step reads stay owed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ class RecoveryLog:
         self.use_stages(num_stages)
 
     def use_stages(self, num_stages: int) -> None:
-        """So many stages run the steps to come, whose pages and logs are empty."""
+        """`num_stages` stages with empty pages and logs run the next steps."""
         self.replayed_tokens += [0] * (num_stages - len(self.replayed_tokens))
         self._logged = LoggedPages(self.capacity)
         self._owed: list[set[int]] = [set() for _ in range(num_stages)]
@@ -42,7 +42,7 @@ class RecoveryLog:
         self._has_displaced_owed = False
 
     def use_capacity(self, capacity: int) -> None:
-        """Each stage's log has room for so many pages; if that is new, all logs are empty."""
+        """Each stage's log has room for `capacity` pages; if that is new, all logs are empty."""
         if capacity != self.capacity:
             assert not self._logged, "the logs hold pages"
             self.capacity = capacity
@@ -54,7 +54,7 @@ class RecoveryLog:
         return any(self._owed)
 
     def contents(self) -> LogContents:
-        """What every stage's log shall hold from now on."""
+        """The contents of every stage's log from now on."""
         return self._logged.contents()
 
     def lose(self, stages: Iterable[int], pages_in_use: Sequence[int]) -> None:
@@ -127,7 +127,7 @@ class RecoveryLog:
             owed -= pages
 
     def _settle(self, request: Request, end: int) -> list[Replay]:
-        """What is owed of the request's positions before `end`, in runs that end with a page."""
+        """The owed positions of the request before `end`, in runs that end with a page."""
         self._settled.add(request)
         size = self._page_size
         longest = max(1, REPLAY_TOKENS // size)
@@ -160,7 +160,7 @@ class RecoveryLog:
         return Replay(request, start, length, stages, tuple(run))
 
     def _enter(self, page: int) -> None:
-        """What the page held before is of no use any more."""
+        """Forgets the page's earlier contents."""
         _, left = self._logged.enter(page)
         for pages in (*self._owed, *self._unlogged):
             pages.discard(page)

@@ -1,8 +1,8 @@
-"""Which KV pages each running request holds, and how they pass to and from the radix cache.
+"""The KV pages that each running request holds, and their way to and from the radix cache.
 
-Used by admission, preemption and `StepScheduler`. A page that was given to a request stays the
-same until the request is released, because the stages are told of new pages only: where the cache
-already has an equal page, the request keeps its own and frees it at the end.
+A page that was given to a request stays the same until the request is released, because orders to
+the stages contain new pages only: where the cache already has an equal page, the request keeps its
+own and frees it at the end.
 """
 
 from collections.abc import Container
@@ -108,7 +108,7 @@ class RequestPages:
         return num_missing <= self.num_available - num_reserved
 
     def reachable_tokens(self, request: Request) -> int:
-        """How long the request could get if it took every available page."""
+        """Number of tokens that the request could hold if it took every available page."""
         return (len(request.pages) + self.num_available) * self._page_size
 
     def extend(self, request: Request, num_tokens: int) -> bool:
@@ -143,14 +143,15 @@ class RequestPages:
         holding.num_cached = num_full
 
     def end_prefill(self, request: Request) -> None:
-        """No more prompt pages will come from this request: whoever waits for them may go on."""
+        """No more prompt pages will come from this request: requests that wait for them may go
+        on."""
         holding = self._holdings[request]
         if holding.claimed_path is not None:
             self._demand.unclaim(holding.claimed_path)
             holding.claimed_path = None
 
     def release(self, request: Request) -> None:
-        """Takes everything back; the request has no step in flight."""
+        """Takes all its pages back; the request has no step in flight."""
         assert request.steps_in_flight == 0
         self.end_prefill(request)
         holding = self._holdings.pop(request)
@@ -178,7 +179,7 @@ class RequestPages:
         self._pool.free(self._storage.evict(self._storage.evictable_pages))
 
     def resize(self, num_pages: int) -> None:
-        """The pool has so many pages from now on; none is held or cached."""
+        """Changes the pool's size to `num_pages` pages; none is held or cached."""
         assert self._pool.num_free == self._pool.num_pages, "pages are in use"
         self._pool.resize(num_pages)
 

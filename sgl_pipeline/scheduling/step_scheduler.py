@@ -57,12 +57,12 @@ class StepScheduler:
     Steps are FIFO through every stage. A decoding request is in at most one step in flight, a
     prefilling one may have consecutive chunks in several. Pages of a step in flight are never freed
     or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under, and
-    `step_times` says what they take, as far as that is known. `pausing` keeps steps from starting.
-    `lost_pages` takes the news of stages that were lost, when no step is in flight.
+    `step_times` predicts their times once these are known. `pausing` keeps steps from starting.
+    `lost_pages` handles lost stages, when no step is in flight.
 
     Args:
-        log: what stages that are replaced may compute again by themselves; None: whatever is lost
-            is prefilled again.
+        log: the pages that replaced stages can recompute by themselves; None: all lost tokens are
+            prefilled again.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class StepScheduler:
             return None
         self._now_s = now_s
         load, budget, chunks = self._decide()
-        # Nothing moves although requests run: they hold the pages that they need from each other.
+        # No chunk fits although requests run: they hold the pages that they need from each other.
         while not chunks and not self._in_flight and len(self._running) > 1:
             self._preemption.retract_last()
             load, budget, chunks = self._decide()
@@ -272,23 +272,23 @@ class StepScheduler:
     # When stages are lost, or others
 
     def forget_in_flight(self) -> None:
-        """Takes back every step in flight, as if none had been decided: the stages that have it
-        are gone, or have been told to drop it."""
+        """Takes back every step in flight, as if none had been decided: its stages are gone, or
+        have orders to drop it."""
         self.lost_pages.take_back_steps(self._in_flight)
         self._in_flight.forget()
         self.pausing.retract_if_asked()
 
     def use_stages(self, num_stages: int, now_s: float) -> None:
-        """So many stages run the steps to come; none is in flight. All that pages held is lost, as
-        by `LostPages.lose_all`."""
+        """`num_stages` stages run the next steps; none is in flight. The contents of all pages are
+        lost, as by `LostPages.lose_all`."""
         assert not self._in_flight, "steps in flight are of other stages"
         self.lost_pages.use_stages(num_stages, now_s)
         self._in_flight.limit = num_stages + self.args.extra_steps_in_flight
         self._decode_reserve.pipeline_depth = self._in_flight.limit
 
     def use_pages(self, num_pages: int, log_pages: int) -> list[Request]:
-        """The stages have so many pages now, and their logs room for so many of these; if that is
-        new, none of them holds anything (`use_stages`).
+        """The stages now have `num_pages` pages, and their logs room for `log_pages` of them; if
+        the number of pages is new, all are empty (`use_stages`).
 
         Returns the requests that were ended because they would not fit even alone.
         """
@@ -310,15 +310,15 @@ class StepScheduler:
 
     @property
     def next_step_id(self) -> int:
-        """The id that the next step will have; those of all others are lower."""
+        """The id of the next step; all earlier ids are lower."""
         return self._in_flight.next_id
 
     def load(self, accounting: Accounting = ACCOUNTINGS["radix"]) -> PipelineLoad:
-        """The state of the whole system: as it is, or counted as a policy shall see it."""
+        """The state of the whole system: as it is, or as `accounting` counts it for a policy."""
         return self._meter.read(accounting, self._num_pages, self.step_times, self._now_s)
 
     def explain(self, request_id: str) -> Explanation | None:
-        """What the request waits for now; None if it is not (or no longer) served."""
+        """Explains what the request waits for now; None if it is not (or no longer) served."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -326,7 +326,7 @@ class StepScheduler:
         return self._explainer.explain(request, budget, is_paused=self.pausing.is_paused)
 
     def outlook(self, request_id: str) -> Outlook | None:
-        """Who is served before the request, and what that takes; None as `explain`."""
+        """The requests served before this one, and their demands; None as `explain`."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -338,7 +338,7 @@ class StepScheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens to prefill of all that wait, those that the cache will serve among them."""
+        """Tokens to prefill of all waiting requests, cached tokens included."""
         return self._waiting.num_tokens
 
     @property
@@ -347,7 +347,7 @@ class StepScheduler:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that are not in use; those of `load().free_pages` beyond them hold the cache."""
+        """Pages that are not in use; further pages of `load().free_pages` hold the cache."""
         return self._pages.num_free
 
     def pages_in_use(self) -> list[int]:
@@ -374,7 +374,7 @@ class StepScheduler:
         return self._preemption.num_retractions
 
     def explain_queue(self, num_requests: int) -> list[tuple[Request, Explanation]]:
-        """What the first waiting requests wait for, in order; looks at all that wait, once."""
+        """Explains the first waiting requests, in order; looks at the whole queue once."""
         budget = self._policy(self.load(self._accounting))
         return self._explainer.explain_first(num_requests, budget, is_paused=self.pausing.is_paused)
 

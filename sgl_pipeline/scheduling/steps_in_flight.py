@@ -1,7 +1,7 @@
 """The steps that the stages have and have not answered, oldest first.
 
-Part of `StepScheduler`. Steps are FIFO through every stage, so a result is that of the oldest one;
-whatever else arrives is refused here. It never changes a request.
+Steps are FIFO through every stage, so a result must belong to the oldest one; any other is refused
+here. It never changes a request.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ class StepsInFlight:
 
     @property
     def work(self) -> tuple[StepWork, ...]:
-        """What each computes."""
+        """The work of each step."""
         return tuple([one.work for one in self._steps])
 
     def add(self, microbatch: Microbatch) -> None:

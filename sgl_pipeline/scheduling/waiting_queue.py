@@ -1,8 +1,7 @@
-"""The requests that wait, best first, and how many tokens they still need.
+"""The waiting requests, best first, and the number of tokens that they still need.
 
-Used by admission, preemption and `StepScheduler`. What a request wants is registered in the radix
-tree when it arrives, so neither the count nor a hit needs a walk over the queue. It never decides
-whether a request fits.
+The prefix that a request wants is registered in the radix tree when it arrives, so neither the
+count nor a hit needs a walk over the queue. It never decides whether a request fits.
 """
 
 import heapq
@@ -21,7 +20,7 @@ class WaitingQueue:
     """Ordered by `Request.order`, except for requests that are parked.
 
     A request is parked while another one prefills pages that it needs too: they are computed once,
-    unless it is told not to park.
+    unless parking is switched off.
     """
 
     def __init__(self, demand: RadixDemand, *, parks: bool = True) -> None:
@@ -65,7 +64,7 @@ class WaitingQueue:
         return self.num_tokens
 
     def attended_to_compute(self, accounting: Accounting) -> int:
-        """What the tokens of `tokens_to_compute` attend to, those before them included."""
+        """Number of tokens that those of `tokens_to_compute` attend to, earlier tokens included."""
         if accounting.shared_once:
             return self._tail_attended + self._demand.pending_attended
         if accounting.hits:
@@ -82,7 +81,7 @@ class WaitingQueue:
         heapq.heappush(self._heap, (request.order, request))
 
     def discard(self, request: Request) -> None:
-        """Takes out a request that shall never run."""
+        """Removes a request that will never run."""
         self._demand.unwant(self._forget(request))
         self._parked.discard(request)
         if len(self._heap) > 2 * len(self._paths) + MAX_PARKED_PER_CALL:
@@ -111,11 +110,11 @@ class WaitingQueue:
         return max(self._paths, key=lambda request: request.order, default=None)
 
     def newest(self) -> Request | None:
-        """The request that joined the queue last, of those that wait."""
+        """The waiting request that joined the queue last."""
         return next(reversed(self._paths), None)
 
     def path_of(self, request: Request) -> RadixNode:
-        """Where the radix tree keeps what the request wants."""
+        """The nodes of the radix tree that the request wants."""
         return self._paths[request]
 
     def pop_head(self) -> None:
