@@ -94,7 +94,9 @@ def decode_costs(
     try:
         found = msgspec.json.decode(content, type=CostFile)
     except msgspec.DecodeError as error:  # a ValidationError is one
-        raise ConfigurationError(f"{name} is no file of step costs ({error}); {advice}") from None
+        raise ConfigurationError(
+            f"{name} is not a file of step costs ({error}); {advice}"
+        ) from None
     wanted = {"model": model, "dtype": dtype, "device": device, "threads": threads}
     for field, value in wanted.items():
         if getattr(found, field) != value:

@@ -1,8 +1,8 @@
-"""One layer move at a time, from the wish to the last stage's word that it is done.
+"""One layer move at a time, from the request to the last stage's report that it is done.
 
-A state machine without I/O and clock. It says which order goes out next and when a move is given
-up. Knows nothing of steps: that the switch lies between two of them is the order stream's doing,
-and which plan is a good one is `planner.py`'s question.
+A state machine without I/O and clock. It decides which order goes out next and when a move is given
+up. It does not depend on steps: the order stream puts the switch between two of them, and
+`planner.py` chooses the plan.
 """
 
 from array import array
@@ -119,12 +119,14 @@ class MoveCoordinator:
         return ended
 
     def take(self, report: MoveReport, now_s: float) -> None:
-        """Books a stage's word. One of an earlier move is late, and means nothing any more.
+        """Applies a stage's report. A report on an earlier move is late, and has no effect.
 
-        Raises ProtocolError for one that no stage could give now.
+        Raises ProtocolError for a report that no stage could send now.
         """
         if report.move >= self._next_move:
-            raise ProtocolError(f"stage {report.stage} speaks of move {report.move}, unknown")
+            raise ProtocolError(
+                f"stage {report.stage} reported on move {report.move}, which is not open"
+            )
         record = self._current
         if record is None or report.move < record.move:
             return
@@ -148,10 +150,10 @@ class MoveCoordinator:
                 self._end(MoveOutcome.DONE, now_s)
 
     def interrupt(self, reason: str, now_s: float) -> None:
-        """A stage is lost, and no stage will say anything more of the move under way.
+        """A stage is lost, and no stage will report on the move under way any more.
 
-        Before its switch it is abandoned. After it the new plan stands: every stage that is left
-        was ready for it, and no page of the old one is worth anything.
+        Before its switch it is abandoned. After it the new plan stands: every remaining stage was
+        ready for it, and no page of the old plan is of use.
         """
         record = self._current
         if record is None:
@@ -163,8 +165,8 @@ class MoveCoordinator:
     def next_order(
         self, now_s: float, pages_in_use: Callable[[], Sequence[int]]
     ) -> PrepareMove | SwitchPlan | AbandonMove | None:
-        """What must be sealed now, if anything, before any further step. To be asked until it is
-        None. With a SwitchPlan `plan` has changed: the next step is the first of its epoch."""
+        """The order to seal now, before any further step. Ask again until it is None. With a
+        SwitchPlan `plan` has changed: the next step is the first of its epoch."""
         record = self._current
         if record is None or record.outcome is not MoveOutcome.PREPARING:
             return None

@@ -1,9 +1,9 @@
 """The order of hosts and the layer split with which a pipeline over their links is fastest.
 
-Asked by `sgl_pipeline plan --hosts`. A pipeline ends a step in every *period*: the longest of what
-its slowest stage takes, what its busiest link takes, and the time of a round (all stages, all
-links, and the way of the results back to the head) shared by the steps in flight. Neither matters
-alone: a far host costs a round, a narrow link or a slow host each step.
+A pipeline ends a step in every *period*: the longest of its slowest stage's time, its busiest
+link's time, and the time of a round (all stages, all links, and the way of the results back to the
+head) shared by the steps in flight. Neither matters alone: a far host costs a round, a narrow link
+or a slow host each step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ from sgl_pipeline.costs.stage_costs import StageCosts
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.migration.split_search import Matrix
 
-# Up to so many hosts every order is weighed; of more, those that exchanges find.
+# Up to this many hosts, every order is weighed; beyond, only the orders that exchanges find.
 MOST_HOSTS_WEIGHED = 8
 _HALVINGS = 40
 _EQUAL = 1e-9
@@ -58,10 +58,10 @@ class RouteSearch:
 
     Args:
         costs: of a stage of each host.
-        stages: how many each host has.
+        stages: number of stages on each host.
         hops: `hops[a][b]` from a stage of host `a` to one of host `b`.
         fits: whether a stage of a host can hold layers [start, end).
-        steps_in_flight: at most so many are between the stages at once.
+        steps_in_flight: most steps that are between the stages at once.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class RouteSearch:
         return Route(tuple(order), counts, max(stage_ms), busiest_ms, round_ms, period_ms)
 
     def _links_ms(self, order: Sequence[int]) -> tuple[float, float]:
-        """What rows take the busiest link, and what a round takes on all of them."""
+        """Time of the rows on the busiest link, and of a round on all links."""
         hops = [self._hops[one][other] for one, other in pairwise(order)]
         back_ms = self._hops[order[-1]][order[0]].delay_ms
         busiest_ms = max((hop.busy_ms for hop in hops), default=0.0)
@@ -150,8 +150,8 @@ class RouteSearch:
         return counts
 
     def _run_times(self, host: int, is_first: bool, is_last: bool) -> Matrix:
-        """`[start, end]`: what layers [start, end) take a stage there; infinite where they do not
-        fit or are none."""
+        """`[start, end]`: time of layers [start, end) on a stage there; infinite where they do not
+        fit or the range is empty."""
         key = (host, is_first, is_last)
         if key not in self._times:
             costs, count = self._costs[host], self._num_layers
@@ -185,8 +185,8 @@ class RouteSearch:
         return sorted((self._floor_ms(order), order) for order in orders)
 
     def _exchanged(self) -> Iterable[tuple[float, tuple[int, ...]]]:
-        """The orders that stand at the end of exchanges: each time the nearest host next, or as
-        they were named, then runs of hosts turned round (Croes 1958, 2-opt) while that helps."""
+        """The orders at the end of exchanges: beginning with the nearest host next, or as named,
+        then runs of hosts are reversed (Croes 1958, 2-opt) while that helps."""
         starts = [tuple(range(len(self._costs))), self._nearest_next()]
         found = {self._turned(order) for order in starts}
         return sorted((self._floor_ms(order), order) for order in found)

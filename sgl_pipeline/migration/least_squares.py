@@ -1,7 +1,4 @@
-"""Least squares for times: no coefficient is negative, and shares of a time count, not seconds.
-
-Used by `step_fit.py` and by the simulator's calibration.
-"""
+"""Least squares for times: no coefficient is negative, and shares of a time count, not seconds."""
 
 import numpy as np
 

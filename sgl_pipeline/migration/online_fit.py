@@ -1,7 +1,7 @@
 """Fits the costs of a model's parts to the steps that a server runs, where no file has them.
 
-Kept by the planner. Holds a bounded number of steps; fits when twice as many have been seen as at
-the last time, so that a server's life has a dozen fits of a few milliseconds each.
+Holds a bounded number of steps; fits when twice as many have been seen as at the last time, so that
+a server's life has a dozen fits of a few milliseconds each.
 """
 
 from collections import deque

@@ -1,7 +1,4 @@
-"""The layer split whose slowest stage takes least, from the costs of the workers.
-
-Called by the worker roster for `--pp-layer-partition auto` and by `sgl_pipeline plan`.
-"""
+"""The layer split whose slowest stage takes least, from the costs of the workers."""
 
 from collections.abc import Callable, Sequence
 from math import inf

@@ -1,7 +1,7 @@
-"""Proposes a new layer split when the steps of late would run faster with it.
+"""Proposes a new layer split when recent steps would run faster with it.
 
-Owned by `MigrationControl`, told every step that has ended; asked between steps. Pure. Together
-with the forecast it costs under 50 us a step on average.
+Must be notified of every step that has ended, and is asked between steps. Pure. Together with the
+forecast it costs under 50 us a step on average.
 
 The default rule balances: among all splits that the stages may hold it finds the one whose slowest
 stage takes least in the window's steps, and proposes it once staying has cost more than the move.
@@ -23,7 +23,7 @@ class LayerPlanner:
     """Watches ended steps, proposes splits.
 
     Args:
-        forecast: says what the steps take; its owner tells it of steps and plans.
+        forecast: predicts step times; its owner passes it steps and plans.
         max_layers: the most layers that each stage may hold, old and new ones together while
             they move; None: any number. May be replaced at any time.
     """
@@ -103,8 +103,8 @@ class LayerPlanner:
         return proposal if self._lost_s >= proposal.price_s else None
 
     def preview(self, current: Sequence[int], layer_counts: Sequence[int]) -> MoveProposal | None:
-        """What moving from one split to any other would bring, worth it or not; None while nothing
-        is known."""
+        """The gain of moving from one split to any other, worth it or not; None while nothing is
+        known."""
         before_ms, after_ms = self.predict(current), self.predict(layer_counts)
         if before_ms is None or after_ms is None:
             return None
@@ -128,8 +128,8 @@ class LayerPlanner:
         return self._search_from(tuple(current)).is_allowed(layer_counts)
 
     def learn_price(self, layer_price_s: float) -> None:
-        """What a layer of the last move cost. Where the arguments let layers move for nothing, they
-        go on doing so: a rule without prices is not held back by the first move."""
+        """Learns the cost of a layer of the last move. Where the arguments make moves free, they
+        stay free: a rule without prices is not held back by the first move."""
         if self._args.layer_price_s > 0.0:
             self.layer_price_s = layer_price_s
 

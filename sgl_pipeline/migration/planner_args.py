@@ -1,4 +1,4 @@
-"""What the planner of layer moves is given, and what it answers: `planner.py`."""
+"""Arguments and results of the planner of layer moves, `planner.py`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,16 +8,16 @@ from sgl_pipeline.args import require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerArgs:
-    """When a move is worth it.
+    """The conditions under which a move is worth its cost.
 
     A move costs `move_price_s + moved layers * layer_price_s` seconds of the pipeline's time. The
     rule `balance` proposes it once the steps have lost as much by staying, counted while another
     split is at least `min_gain_share` of the slowest stage's time faster: whatever the load does
     next, moving has then cost no more than not moving had (ski rental).
 
-    The rule `dynapipe` is the paper's. `reading` is what it leaves open of its window: `unanimous`,
-    a plan is proposed when it was best at every position of the window; `accumulated`, when it is
-    best for the sum of the window's steps.
+    The rule `dynapipe` is the paper's. `reading` interprets its window, which it leaves open: with
+    `unanimous` a plan is proposed when it was best at every position of the window; with
+    `accumulated`, when it is best for the sum of the window's steps.
     """
 
     rule: Literal["balance", "dynapipe"] = "balance"

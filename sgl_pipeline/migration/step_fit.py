@@ -1,7 +1,7 @@
-"""Fits the costs of a model's parts to times of steps: `StepCosts` from what was measured.
+"""Fits the costs of a model's parts, `StepCosts`, to measured times of steps.
 
-Used by the fit command (`PartSample`s of made-up steps, each part by itself) and by `online_fit.py`
-(`StageSample`s of served steps, where a stage's layers and ends are one time).
+The times are `PartSample`s of made-up steps, each part by itself, or `StageSample`s of served
+steps, where a stage's layers and ends are one time.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ CURVE_ROWS = (1.0, 8.0, 9.0, 16.0, 17.0, 24.0, 25.0, 32.0, 33.0, 64.0, 128.0, 25
 
 
 class StageSample(NamedTuple):
-    """What a served step took a stage with `num_layers` layers. Stages between the ends have
+    """A served step's time on a stage with `num_layers` layers. Stages between the ends have
     neither embedding nor tail."""
 
     work: StepWork
@@ -90,8 +90,7 @@ def fit_stages(samples: Sequence[StageSample], num_layers: int, outlier_share: f
 
 
 def errors_on(costs: StepCosts, samples: Sequence[PartSample], kinds: Sequence[int]) -> FitErrors:
-    """How far the predictions for `samples` are from what was measured, on average over all kinds
-    of layers."""
+    """Relative error of the predictions for `samples`, averaged over all kinds of layers."""
     predictor = StepPredictor(costs)
     weights = {kind: costs.layer_weights[place] for place, kind in enumerate(kinds)}
     layer_errors, tail_errors = [], []
@@ -131,7 +130,7 @@ def _row_cost(rows: Sequence[int], measured: np.ndarray, curve_rows: tuple[float
 
 
 def _used_knots(rows: Sequence[int], curve_rows: tuple[float, ...]) -> tuple[float, ...]:
-    """Those of `curve_rows` below the most rows: what lies beyond is the last one's slope."""
+    """The knots of `curve_rows` below the most rows; beyond them the last slope continues."""
     return tuple(knot for knot in curve_rows if knot == 1.0 or knot < max(rows))
 
 

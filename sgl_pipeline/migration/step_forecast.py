@@ -1,7 +1,7 @@
-"""What steps take, as far as it is known: a predictor, fitted or given, and the stages' speeds.
+"""Predicts step times once they are known: a predictor, fitted or given, and the stages' speeds.
 
-Owned by `PipelineCore`, told every step that has ended; read by the planner of layer moves and,
-through `SlowestStage`, by policies that budget time. Pure.
+Must be notified of every step that has ended. It serves the planner of layer moves and, through
+`SlowestStage`, policies that budget time. Pure.
 """
 
 from sgl_pipeline.migration.online_fit import OnlineFit
@@ -15,14 +15,14 @@ _MOST_KNOWN_PLANS = 4
 
 
 class StepForecast:
-    """Learns from ended steps what the next ones will take.
+    """Learns from ended steps the times of the next ones.
 
     Args:
         plan: the one in use.
-        predictor: None: fitted from the first steps, and again as there are more; nothing is known
+        predictor: None: fitted from the first steps, and again as more are seen; nothing is known
             before that.
-        learns: whether the stages' timings are their computing. Those of a GPU's stages are its
-            host's, and say nothing of its speed.
+        learns: whether the stages' timings measure computation. On a GPU they measure its host, not
+            the GPU's speed.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class StepForecast:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """What each stage takes over what is predicted for it."""
+        """The ratio of each stage's measured to its predicted time."""
         return self._speeds.factors if self._speeds else (1.0,) * self._num_stages
 
     def start_over(self, plan: StagePlan) -> None:
@@ -83,7 +83,7 @@ class StepForecast:
         return parts
 
     def slowest(self, layer_counts: tuple[int, ...]) -> SlowestStage | None:
-        """What steps take the slowest stage of that split; None while nothing is known."""
+        """Step times on the slowest stage of that split; None while nothing is known."""
         if self.predictor is None:
             return None
         key = (self.predictor, layer_counts, self.speeds)

@@ -1,6 +1,6 @@
 """The last steps' part times and their sums, and proposals that have to last.
 
-Used by `planner.py`. Each step costs one addition and one subtraction.
+Each step costs one addition and one subtraction.
 """
 
 from collections import deque
@@ -60,7 +60,7 @@ class WorkWindow:
 
 
 class Unanimity(Generic[Proposed]):
-    """What every one of the last `num_positions` positions proposed, if it was the same."""
+    """The proposal of all of the last `num_positions` positions, if they agree."""
 
     def __init__(self, num_positions: int) -> None:
         self._needed = num_positions
@@ -68,7 +68,7 @@ class Unanimity(Generic[Proposed]):
         self._count = 0
 
     def note(self, proposed: Proposed) -> Proposed | None:
-        """What is agreed upon with this position's proposal; None while there is no such thing."""
+        """The agreed proposal, this position's included; None while there is none."""
         if proposed != self._proposed:
             self._proposed, self._count = proposed, 0
         self._count += 1

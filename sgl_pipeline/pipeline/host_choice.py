@@ -1,4 +1,4 @@
-"""Which host is asked for the next worker. Pure functions."""
+"""Chooses the host that is asked for the next worker. Pure functions."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

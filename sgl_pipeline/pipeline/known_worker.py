@@ -1,7 +1,4 @@
-"""One worker, as the roster knows it: who it is, which stage it fills, how far it has got there.
-
-Kept by `worker_roster.py`.
-"""
+"""One worker, as the roster knows it: its number, its stage, its progress."""
 
 from dataclasses import dataclass
 from enum import IntEnum, auto
@@ -20,8 +17,8 @@ from sgl_pipeline.wire.stage_messages import (
 
 
 class WorkerPhase(IntEnum):
-    """How far a worker has got. MEASURING leads back to GREETED; LOST may come at any time and is
-    the end."""
+    """A worker's progress. MEASURING leads back to GREETED; LOST may come at any time and is
+    final."""
 
     GREETED = auto()
     MEASURING = auto()
@@ -43,9 +40,9 @@ PHASE_OF_MESSAGE: dict[type, WorkerPhase] = {
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker. `stage` is None until it is assigned; `is_successor` says that another worker
-    fills it still. `incarnation` is the stream of orders that its links are for,
-    `asked_incarnation` that for which it was told to open some."""
+    """One worker. `stage` is None until it is assigned; with `is_successor` another worker still
+    fills it. `incarnation` is the stream of orders that its links are for, `asked_incarnation` the
+    stream for which it was ordered to open links."""
 
     hello: WorkerHello
     phase: WorkerPhase = WorkerPhase.GREETED
@@ -56,7 +53,7 @@ class Worker:
     incarnation: int = -1
     asked_incarnation: int = -1
     gpu: int | None = None  # where its weights are, once it has any
-    has_served: bool = False  # it was ready once, for whatever stage that it filled
+    has_served: bool = False  # it was ready once, for any stage
     is_successor: bool = False
 
     @property
@@ -100,7 +97,7 @@ class Worker:
     # What becomes of it
 
     def give_stage(self, assignment: StageAssignment, incarnation: int) -> None:
-        """It shall load the stage of `assignment`, with links of the stream `incarnation`."""
+        """It will load the stage of `assignment`, with links of the stream `incarnation`."""
         self.stage, self.phase = assignment.stage, WorkerPhase.ASSIGNED
         self.gpu = assignment.gpu
         self.loaded = self.ready = None

@@ -1,6 +1,6 @@
-"""Who may move layers, and when: the operator by hand, or the planner by what steps cost.
+"""Controls who moves layers, and when: the operator by hand, or the planner by step costs.
 
-Owned by `PipelineCore`. The move itself is `migration/coordinator.py`'s.
+`migration/coordinator.py` carries out the move itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,8 +61,8 @@ class MigrationControl:
 
     @property
     def proposal(self) -> MoveProposal | None:
-        """What the planner proposed last for the plan in use, by the steps that it has seen since,
-        if that is still worth the move."""
+        """The planner's latest proposal for the plan in use, by the steps that it has seen since,
+        if it is still worth the move."""
         if self.planner is None or self._proposed is None:
             return None
         return self.planner.worthwhile(self.coordinator.plan.layer_counts, self._proposed)
@@ -79,7 +79,7 @@ class MigrationControl:
         return current is not None and current.outcome is MoveOutcome.SWITCHING
 
     def preview(self, layer_counts: Sequence[int]) -> MoveProposal | None:
-        """What the move of `move_to` would bring; None before enough steps were measured.
+        """The gain of the move of `move_to`; None before enough steps were measured.
 
         Raises MoveRefused, with status 400, for a plan that `move_to` would refuse.
         """
@@ -92,7 +92,7 @@ class MigrationControl:
     def move_to(self, layer_counts: Sequence[int], now_s: float) -> MoveRecord:
         """Begins the move that an operator wants.
 
-        Raises MoveRefused: 400 for a plan that is none of this pipeline's, 409 while layers move or
+        Raises MoveRefused: 400 for a plan that does not fit this pipeline, 409 while layers move or
         a stage is handed over.
         """
         self._require_on()
@@ -126,12 +126,12 @@ class MigrationControl:
         return ended
 
     def take(self, report: MoveReport, now_s: float) -> None:
-        """Books what a stage says of the move under way."""
+        """Applies a stage's report on the move under way."""
         self.coordinator.take(report, now_s)
         self._note_ends()
 
     def interrupt(self, reason: str, now_s: float) -> None:
-        """A stage is lost, with whatever move is under way."""
+        """A stage is lost, and with it the move under way, if any."""
         self.coordinator.interrupt(reason, now_s)
         self._note_ends()
 
@@ -151,7 +151,7 @@ class MigrationControl:
     def next_order(
         self, now_s: float, pages_in_use: Callable[[], Sequence[int]]
     ) -> MoveOrder | None:
-        """What must be sealed now, if anything; to be asked until it is None."""
+        """The order to seal now; ask again until it is None."""
         order = self.coordinator.next_order(now_s, pages_in_use)
         self._note_ends()
         return order
@@ -171,8 +171,8 @@ class MigrationControl:
             self.coordinator.begin(proposal.layer_counts, "auto", now_s)
 
     def _note_ends(self) -> None:
-        """Tells the planner of moves that have ended, and what a layer of each cost: the time that
-        steps waited, and the stages' share of the time before that."""
+        """Passes ended moves to the planner, with the cost of a layer of each: the time that steps
+        waited, and the stages' share of the time before that."""
         for record in self.coordinator.take_ended():
             self._ended.append(record)
             self._proposed = None

@@ -1,7 +1,6 @@
 """A step between its decision and the last stage's report of it.
 
-Made by `PipelineCore`, which hands it to its driver twice: to send its order, and when its tokens
-are back.
+A driver gets it from `PipelineCore` twice: to send its order, and when its tokens are back.
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
-"""How long answers are going to be, by how long the recent ones were.
+"""Estimates the lengths of answers from the lengths of recent ones.
 
-Answers under way count too, as longer than what they have drawn: without
-them the short ones, which end first, would make all answers look short. The estimate of Kaplan and
-Meier (1958); beyond the longest answer that has ended, ends come as often as over all tokens.
+Answers under way count too, as longer than their present length: without them the short ones, which
+end first, would make all answers look short. The estimate of Kaplan and Meier (1958); beyond the
+longest answer that has ended, ends come as often as over all tokens.
 """
 
 import math
@@ -54,5 +54,6 @@ class OutputLengths:
         return min(max(1, round(length) - drawn), left)
 
     def _tail(self, share: float) -> float:
-        """What is drawn at most with probability `share` when ends come as often as over all."""
+        """Most tokens that are drawn with probability `share` when ends come as often as over all
+        tokens."""
         return -math.log1p(-min(share, 1.0 - 1e-9)) / self._ends_per_token

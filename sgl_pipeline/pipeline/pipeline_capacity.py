@@ -1,4 +1,4 @@
-"""What the ready pipeline has: given by `WorkerRoster.capacity`, read by who serves and reports."""
+"""The capacity of the ready pipeline: its plan, pages and memory."""
 
 from dataclasses import dataclass
 

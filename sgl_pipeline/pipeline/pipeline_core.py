@@ -1,8 +1,8 @@
 """The loop of the pipeline without its I/O: take, book, fill, encode.
 
-Driven by the server (`managers/pipeline_scheduler.py`), the simulator and the tests alike. Reports
-of stages go in, each with the moment of the driver's clock; steps come out, each with the sealed
-order that every stage must get, and later its token events. Reads no clock, sends nothing.
+Server, simulator and tests drive the same loop. Reports of stages go in, each with the time on the
+driver's clock; steps come out, each with the sealed order that every stage must get, and later its
+token events. Reads no clock, sends nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,12 +40,12 @@ class PipelineCore:
 
     Args:
         scheduler: decides; shared with no other core.
-        plan: which stage owns which layers, of the first epoch. It changes with the moves of
-            `migration`, and is that of the next step to be decided.
+        plan: the first epoch's. It changes with the moves of `migration`, and is always that of the
+            next step.
         migration: may move layers; None: never.
-        step_forecast: learns what steps take; None: a new one.
+        step_forecast: learns step times; None: a new one.
         throttle: changes the knobs of `scheduler`; None: they stay.
-        vocab_size: what token ids are below; None: any are taken.
+        vocab_size: token ids must be below it; None: any are accepted.
     """
 
     def __init__(
@@ -137,13 +137,13 @@ class PipelineCore:
     def start_over(
         self, incarnation: int, num_pages: int | None = None, log_pages: int = 0
     ) -> SealedOrder:
-        """Every stage is there again: the first order of the new stream, for all of them.
+        """Begins the new stream when all stages are back: returns its first order, for all of them.
 
-        The stages that were lost may still be heard: what they say of steps before this is late.
+        Messages of lost stages may still arrive: reports of earlier steps are late.
 
         Args:
-            num_pages: that the stages have now; None: as many as before, also in the logs.
-            log_pages: of how many of them each log has room.
+            num_pages: the stages' number of pages now; None: as before, also in the logs.
+            log_pages: number of pages that each log has room for.
         """
         if num_pages is not None:
             self._unfit += self.scheduler.use_pages(num_pages, log_pages)
@@ -159,8 +159,8 @@ class PipelineCore:
         return self._open.values()
 
     def move_orders(self, now_s: float) -> list[SealedOrder]:
-        """What the stages must know of layer moves before the next step. The driver must send each
-        to every stage before it asks for that."""
+        """Orders about layer moves that precede the next step. The driver must send each to every
+        stage before it asks for that step."""
         sealed: list[SealedOrder] = []
         if self._is_halted:
             return sealed
@@ -220,7 +220,7 @@ class PipelineCore:
         return step if is_last else None
 
     def _expected_step(self, report: StageReport) -> OpenStep:
-        """The step that its stage must report next, if `report` can be that one's."""
+        """The step that its stage must report next, if `report` can belong to it."""
         stage = report.stage
         name = f"stage {stage} of {self.plan.num_stages} reported step {report.step_id}"
         due = (one for one in self._open.values() if stage not in one.timings)
@@ -264,11 +264,13 @@ class PipelineCore:
         self.scheduler.step_times = self.step_forecast.slowest(self.plan.layer_counts)
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Why a request waits: which rule, which numbers, behind whom; None for an unknown one."""
+        """Explains why a request waits: the rule, its numbers, the request before it; None if it is
+        unknown."""
         return self.scheduler.explain(request_id)
 
     def forecast(self, outlook: Outlook, now_s: float) -> RequestForecast:
-        """When the request of `outlook` will run, by the pace of the recent steps of this plan."""
+        """Predicts when the request of `outlook` will run, by the pace of this plan's recent
+        steps."""
         if self.scheduler.pausing.is_paused and not outlook.request.steps_in_flight:
             return RequestForecast(reason="the scheduler is paused until an operator continues it")
         recent = [record for record in self.history.recent if record.epoch == self.plan.epoch]
@@ -307,8 +309,8 @@ class PipelineCore:
         compiling_requests: int = 0,
         recoveries: Sequence[RecoveryRecord] = (),
     ) -> PipelineState:
-        """How things stand; `compiling_requests` are those that the driver holds back for now,
-        `recoveries` those of its `StageRecovery`."""
+        """A snapshot; `compiling_requests` counts the requests that the driver holds back for now,
+        `recoveries` come from its `StageRecovery`."""
         scheduler, history = self.scheduler, self.history
         log = scheduler.lost_pages.log
         slowdowns = dict(enumerate(self.slow_stages.slowdowns))

@@ -1,22 +1,21 @@
 """From the loss of a worker to the first step that all stages run again: a state machine.
 
-Driven by `managers/stages/recovery_actions.py`, and in virtual time by `benchmark/fault_schedules`.
-Workers that end or are given up come in, and all that workers say on their way to readiness; what
-each must be told comes out, and in the end the order that begins a new stream. Does no I/O and
-reads no clock.
+The server and, in virtual time, `benchmark/fault_schedules` drive it. Its input is workers that end
+or are given up, and the messages of workers on their way to readiness; its output is the messages
+to each, and in the end the order that begins a new stream. Does no I/O and reads no clock.
 
-A stage that is left lets go of its steps and of its links, keeps its weights and pages, and opens
-links to its new neighbors. What the newcomers can compute again by themselves, they do
+A remaining stage drops its steps and its links, keeps its weights and pages, and opens links to its
+new neighbors. Newcomers recompute the pages that they can recompute by themselves
 (`scheduling/recovery_log.py`); the other requests are prefilled again, prompt and output. Because a
-token is a function of its request, what they go on with is what would have come.
+token is a function of its request, they continue with the tokens that would have come.
 
-Where no worker is available for a stage (`worker_supply.py`), those that are left share its layers
-and serve on as fewer stages, and as more again when a worker has come; then all pages are lost.
-Whoever serves is first told to regroup: when all have, none has anything to say any more under its
-old number.
+Where no worker is available for a stage (`worker_supply.py`), the remaining workers share its
+layers and serve on as fewer stages, and as more again when a worker has come; then all pages are
+lost. Serving workers are first ordered to regroup: when all have, no message under an old number is
+still to come.
 
 A worker that was asked to leave is replaced while it serves (`stage_handovers.py`); in the end all
-begin anew as after a loss, of which there was none.
+begin anew as after a loss, although nothing was lost.
 """
 
 from collections import deque
@@ -43,7 +42,7 @@ from sgl_pipeline.wire.stage_messages import (
 from sgl_pipeline.wire.stage_orders import SealedOrder
 
 KEPT_RECORDS = 64
-# So many workers of a stage may be given up, one after the other, without a step in between.
+# Most workers of a stage that may be given up one after the other, without a step in between.
 MOST_SILENT_IN_A_ROW = 3
 
 
@@ -82,7 +81,7 @@ class StageRecovery:
         return self._handovers.leavers
 
     def num_wanted_workers(self, now_s: float) -> int:
-        """How many more workers the source should be asked for now."""
+        """Number of workers that the source should be asked for now."""
         if self._args.mode == "off" or self._supply.rests(now_s):
             return 0
         missing = self._first_plan.num_stages - len(self._roster.workers_of_stages)
@@ -101,13 +100,14 @@ class StageRecovery:
     def lose(
         self, worker: int, reason: str, now_s: float, *, was_silent: bool = False
     ) -> list[Addressed]:
-        """A worker has ended, or was given up: nothing that it said will be heard any more.
+        """A worker has ended, or was given up: its messages no longer count.
 
         Args:
-            was_silent: it was given up in a step that took it too long.
+            was_silent: it was given up because a step took too long.
 
-        Returns what the others must be told. Raises StageFailure where the stage is not replaced:
-        recovery is off, too many were lost that had served, or one after the other was silent.
+        Returns the messages to the others. Raises StageFailure if the stage is not replaced:
+        recovery is off, too many workers that had served were lost, or one after the other was
+        silent.
         """
         stage = self._roster.lose(worker)
         self._handovers.forget(worker)
@@ -170,11 +170,11 @@ class StageRecovery:
         return [(worker, Shutdown())]
 
     def reform(self, now_s: float) -> list[Addressed]:
-        """Has fewer stages serve where no worker comes for one, and more where one has come, and
-        stages go from workers that leave to others; to be asked now and then. Returns what each
-        worker must be told.
+        """Makes fewer stages serve where no worker is available for one, and more where one has
+        come, and moves stages from leaving workers to others; to be called now and then. Returns
+        the messages to each worker.
 
-        Raises PipelineLost where the stages that are left are too few.
+        Raises PipelineLost if too few stages remain.
         """
         if self.current is None:
             told = [] if self.unsettled is not None else [*self._handovers.go_on(now_s)]
@@ -210,7 +210,7 @@ class StageRecovery:
         return [(leaver, Shutdown()), *self._roster.fill()]
 
     def _num_stages_now(self, now_s: float) -> int:
-        """How many stages can serve with the workers that there are."""
+        """Number of stages that can serve with the present workers."""
         roster, supply = self._roster, self._supply
         num_filled = len(roster.workers_of_stages)
         if not roster.vacant_stages:
@@ -229,7 +229,7 @@ class StageRecovery:
         return num_filled
 
     def _reassign(self, num_stages: int, now_s: float) -> list[Addressed]:
-        """Gives all layers to so many stages. Each starts over and keeps only its weights."""
+        """Gives all layers to `num_stages` stages. Each starts over and keeps only its weights."""
         assert self.current is not None
         old, first = self._core.plan, self._first_plan
         is_whole = num_stages == first.num_stages
@@ -238,7 +238,7 @@ class StageRecovery:
         incarnation = self._roster.next_incarnation()
         self._joining_since_s = now_s
         self.current.incarnation, self.current.num_stages = incarnation, num_stages
-        # None of them is left to any stage.
+        # No stage keeps any of them.
         self.current.num_tokens += sum(self._computed_tokens().values())
         self.current.num_replay_tokens = 0
         self._silent_in_a_row.clear()  # stages are numbered anew
@@ -247,7 +247,7 @@ class StageRecovery:
         return told
 
     def _computed_tokens(self) -> dict[Request, int]:
-        """How many tokens of each running request are computed."""
+        """Number of computed tokens of each running request."""
         requests = self._core.scheduler.requests()
         return {request: request.num_computed for request in requests if request.pages}
 
@@ -326,7 +326,7 @@ class StageRecovery:
         `computed` before are kept."""
         record = self.current
         assert record is not None
-        # Halted before, those that are left have been counted.
+        # Halted before: the remaining ones have been counted.
         record.num_requests = max(record.num_requests, len(computed))
         kept = sum(tokens for request, tokens in computed.items() if request.pages)
         record.num_tokens += sum(computed.values()) - kept
@@ -345,7 +345,7 @@ class StageRecovery:
             raise StageFailure(
                 stage,
                 last_step,
-                f"{count} workers in a row ran no step: {reason}; another one would fare no better "
+                f"{count} workers in a row ran no step: {reason}; another one would do no better "
                 "(the log has their stacks; --stage-silence-s gives a step more time)",
             )
 

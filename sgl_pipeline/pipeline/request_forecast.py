@@ -1,8 +1,9 @@
-"""When a request will run: its queue, served in advance by the policy at the pace of recent steps.
+"""Predicts when a request will run: the queue, served in advance by the policy at the pace of
+recent steps.
 
-Made by `PipelineCore.forecast` when an operator asks. The queue, the policy and the pages are those
-of the scheduler; who ends when is guessed from the lengths of answers that ended recently. Nobody
-no later arrival is in it, and no request is retracted. It reads no clock and changes nothing.
+It is made when an operator asks. The queue, the policy and the pages are the scheduler's; the ends
+of requests are guessed from the lengths of recent answers. It assumes no later arrival and no
+retraction. It reads no clock and changes nothing.
 """
 
 from collections import deque
@@ -26,10 +27,10 @@ _GOLDEN_RATIO = 0.6180339887498949
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestForecast:
     """Seconds from now: `runs_in_s` until the request's first chunk is scheduled (0: it runs),
-    `next_token_in_s` until its next token. None where it is unknown; `reason` says why.
+    `next_token_in_s` until its next token. None where it is unknown, for `reason`.
 
-    By `num_steps` recent steps and the lengths of `num_ended` recent answers. `is_extrapolated`:
-    the queue is so long that only its beginning was served in advance.
+    It is based on `num_steps` recent steps and the lengths of `num_ended` recent answers. With
+    `is_extrapolated` the queue is too long: only its beginning was served in advance.
     """
 
     runs_in_s: float | None = None
@@ -119,11 +120,13 @@ class Forecaster:
             if self._work > MAX_WORK:
                 return self._extrapolated()
             if not self._decide() and not self._skip_rounds() and not self._take_oldest():
-                return self._unknown("by the rules in force, nothing that runs makes room for it")
+                return self._unknown(
+                    "under the present rules, no running request makes room for it"
+                )
             if self._ran_s is None and self._has_guessed and not self._lengths.num_ended:
                 return self._unknown(
-                    "it needs a running request to end, and none has ended in the recent steps "
-                    "that would tell how long answers are"
+                    "it needs a running request to end, and none has ended in the recent steps, "
+                    "so the length of answers is unknown"
                 )
         assert self._ran_s is not None
         return self._result(self._ran_s - self._start_s, self._token_s - self._start_s)
@@ -256,8 +259,7 @@ class Forecaster:
             output_left = self._lengths.left(
                 len(demand.request.output_ids),
                 demand.request.stops.max_new_tokens,
-                # Spread evenly, whoever comes: if all were of middling length, the first would end
-                # much too late.
+                # Spread evenly: if all were of middling length, the first would end much too late.
                 (len(self._jobs) * _GOLDEN_RATIO + 0.5) % 1.0,
             )
             job = _Job(
@@ -274,7 +276,7 @@ class Forecaster:
         """The queue goes on as it began; the time before its first one got in says nothing."""
         served = self._num_waiting - len(self._waiting)
         if self._ran_s is not None or served < MIN_SERVED or self._first_ran_s is None:
-            return self._unknown(f"it is further away than {MAX_WORK} chunks of work")
+            return self._unknown(f"it is more than {MAX_WORK} chunks of work away")
         a_request_s = (self._now_s - self._first_ran_s) / (served - 1)
         ran_s = self._first_ran_s + a_request_s * (self._num_waiting - 1)
         return replace(self._result(ran_s - self._start_s, None), is_extrapolated=True)

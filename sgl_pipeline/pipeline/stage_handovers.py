@@ -1,10 +1,10 @@
-"""From the wish of a worker to go to the moment at which another one fills its stage.
+"""From a worker's request to leave to the moment at which another worker fills its stage.
 
-Part of `StageRecovery`, which carries out the last step. A worker that was asked to leave serves on
-while a spare, its successor, loads the same layers, and while the stage's pages are copied. Then no
-step is decided until those in flight are done and the rest of the pages has followed: that is the
-pause that clients see. Up to its end nothing is given up, so whatever goes wrong costs an attempt.
-Does no I/O and reads no clock.
+`StageRecovery` carries out the last step. A worker that was asked to leave serves on while a spare,
+its successor, loads the same layers, and while the stage's pages are copied. Then no step is
+decided until those in flight are done and the rest of the pages has followed: that is the pause
+that clients see. Nothing is given up before its end, so a failure costs only the attempt. Does no
+I/O and reads no clock.
 """
 
 from array import array
@@ -39,10 +39,10 @@ class Handover:
 
 
 class StageHandovers:
-    """Those of one pipeline, one after the other; successors load at the same time.
+    """The handovers of one pipeline, one after the other; successors load at the same time.
 
     Args:
-        core: decides no step while the rest of the pages is on its way.
+        core: is held, without new steps, while the rest of the pages is on its way.
         roster: of the same pipeline.
     """
 
@@ -66,7 +66,7 @@ class StageHandovers:
 
     @property
     def num_wanted_workers(self) -> int:
-        """How many leavers have no successor."""
+        """Number of leavers that have no successor."""
         return sum(self._successor_of(worker) is None for worker in self._asked_s)
 
     def leave(self, worker: int, now_s: float) -> None:
@@ -85,7 +85,7 @@ class StageHandovers:
             handover.is_taken = True
 
     def go_on(self, now_s: float) -> Iterator[Addressed]:
-        """What workers must be told now, while no recovery is under way."""
+        """The messages to workers now, while no recovery is under way."""
         if self._core.migration.is_moving:
             return
         for worker in self._asked_s:

@@ -1,6 +1,6 @@
-"""Which stage should have reported by now: silence is measured against the stage's own steps.
+"""Finds stages that should have reported by now: silence is measured against a stage's own steps.
 
-Asked a few times a second. Reads no clock and ends nothing.
+To be asked a few times a second. Reads no clock and ends no stage.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.pipeline.core_waits import CoreWaits, ThreadWaits, no_waits
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 
-# A step may take so many times as long as the stage's slowest of late did. A host that others use
-# as well stops a process for a while now and then.
+# A step may take this many times as long as the stage's slowest recent step. A shared host stops a
+# process for a while now and then.
 PATIENCE = 20.0
 # Of a stage that has run fewer steps little is known.
 FEWEST_STEPS = 16
@@ -72,9 +72,9 @@ class StageWatch:
         return found
 
     def bound_s(self, stage: int, microbatch: Microbatch | None = None) -> float:
-        """How long the stage may be silent in the step of `microbatch`; None: in any like those of
-        late. What a worker does once it has rehearsed; it may do as much again in its first step
-        and in the first of an epoch."""
+        """Seconds for which the stage may be silent in the step of `microbatch`; None: in any step
+        like the recent ones. In a worker's first step, and in the first of an epoch, the time of
+        its rehearsal counts as part of a slow step."""
         recent = self._core.history.recent
         if len(recent) < FEWEST_STEPS:
             return max(self._silence_s, FIRST_STEPS_S)

@@ -1,7 +1,4 @@
-"""What the steps of one server have carried, and what its stages spent on them.
-
-Kept by `PipelineCore`; `PipelineState` is made from it.
-"""
+"""The contents of one server's steps, and the time that its stages spent on them."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -33,7 +30,7 @@ class StepHistory:
         self.compute_ms = [0.0] * num_stages
 
     def start_over(self, num_stages: int) -> None:
-        """So many stages run the steps to come; those before do not compare with them."""
+        """`num_stages` stages run the next steps; earlier steps are not comparable."""
         self._num_stages = num_stages
         self.recent.clear()
         self.last_steps.clear()

@@ -1,4 +1,4 @@
-"""How long the next steps will take, by how long the recent ones took.
+"""Predicts the time of the next steps from the times of recent ones.
 
 A straight line over the tokens of a step for the slowest stage and for the
 whole trip, then one factor so that the recorded steps, run again by these lines, take together as
@@ -16,7 +16,7 @@ MIN_STEPS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Seconds of a step: a base, and so much a token. Neither is negative."""
+    """Seconds of a step: a base, and an amount for each token. Neither is negative."""
 
     base_s: float
     token_s: float
@@ -55,7 +55,8 @@ class StepPace:
             return None
         tokens = [record.prefill_tokens + record.decodes for record in records]
         stages_s = [[stage.compute_ms * 1e-3 for stage in one.stages] for one in records]
-        # Beyond the stages' work: the least of all, for the others had to wait on their way.
+        # Time beyond the stages' work: the least of all, because other steps had to wait on their
+        # way.
         outside_s = min(
             record.finished_s - record.scheduled_s - sum(stages)
             for record, stages in zip(records, stages_s, strict=True)
@@ -66,13 +67,13 @@ class StepPace:
         return cls(slowest, trip, pace._factor_of(records, tokens), len(records))
 
     def ends_s(self, scheduled_s: float, before_s: float, tokens: int) -> float:
-        """When a step ends that is decided at `scheduled_s` behind one that ends at `before_s`."""
+        """End of a step that is decided at `scheduled_s` behind one that ends at `before_s`."""
         behind_s = before_s + self.factor * self.slowest.seconds(tokens)
         return max(behind_s, scheduled_s + self.factor * self.trip.seconds(tokens))
 
     def round_s(self, num_steps: int, tokens: int) -> float:
-        """How long that many steps in flight, of so many tokens each, take to follow each other
-        once around."""
+        """Seconds that this many steps in flight, of this many tokens each, take to go once
+        around."""
         around_s = num_steps * self.slowest.seconds(tokens)
         return self.factor * max(around_s, self.trip.seconds(tokens))
 

@@ -1,7 +1,7 @@
 """The throttle's knobs while the server runs: checked, changed between two steps, taken back.
 
-Owned by `PipelineCore`, which asks before each step whether a change is to go back. The policy
-itself stays a pure function: a change puts another one in its place.
+Before each step the core asks whether a change is due to revert. The policy itself stays a pure
+function: a change puts another one in its place.
 """
 
 from collections import deque
@@ -27,8 +27,8 @@ CLOCK = Author("clock", "")
 
 class ThrottleState(msgspec.Struct, frozen=True, kw_only=True):
     """The knobs in force. `prefill_limit` is the most prefill tokens of a step, which the policy
-    names where `max_prefill_tokens` is None. `reverts_to` has the knobs that go back at
-    `reverts_at_s`, if any will. `history` holds the newest changes, oldest first."""
+    names where `max_prefill_tokens` is None. `reverts_to` has the knobs that revert at
+    `reverts_at_s`, if any. `history` holds the newest changes, oldest first."""
 
     knobs: dict[str, Knob]
     prefill_limit: int
@@ -85,7 +85,7 @@ class ThrottleControl:
         }
 
     def state(self) -> ThrottleState:
-        """How the knobs stand."""
+        """The current knobs."""
         reverts = self._revert_s is not None
         return ThrottleState(
             knobs=self.knobs,
@@ -105,9 +105,9 @@ class ThrottleControl:
     ) -> ThrottleChange | None:
         """Sets some knobs; None where all of them have these values already.
 
-        With `revert_after_s` all knobs go back after that time. Changes one after the other that
-        are to go back all go back to where the first began; one that is to stay keeps them all.
-        Raises RequestError (400), with the range, for a value that cannot be.
+        With `revert_after_s` all knobs revert after that time. Successive changes that are to
+        revert all go back to the values before the first; a change without it keeps them all.
+        Raises RequestError (400), with the range, for an invalid value.
         """
         if revert_after_s is not None and not 0.0 < revert_after_s <= MAX_REVERT_S:
             raise RequestError(
@@ -202,7 +202,7 @@ class ThrottleControl:
 
 
 def _changed(knobs: Mapping[str, Knob], others: Mapping[str, Knob]) -> dict[str, Knob]:
-    """Those of `knobs` that differ from the others."""
+    """The `knobs` that differ from the others."""
     return {name: value for name, value in knobs.items() if value != others[name]}
 
 

@@ -1,4 +1,4 @@
-"""Where workers come from, as the scheduler sees it: a source that can be asked for one."""
+"""The source of workers, as the scheduler sees it: it can be asked for one."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -40,7 +40,7 @@ class WorkerSource(Protocol):
         """Asks for a process that will greet as `worker`, a number not used before."""
 
     def started(self) -> Iterable[StartedWorker | RefusedWorker]:
-        """What has become of those that were asked for since the last call."""
+        """The outcomes since the last call for workers that were asked for."""
 
     def watch(self, started: StartedWorker) -> WorkerProcess:
         """The process of one of them. Raises ProcessLookupError where it has ended."""

@@ -1,9 +1,9 @@
-"""Whether workers are available: who was asked for, who came, when it is of no use to ask again.
+"""Tracks requested and arrived workers, and when to stop asking for more.
 
-Used by `recovery.py`. A source of workers fails a pipeline in one of these ways: it says that it
-has none (its process cannot be started), the worker ends or is given up before it was ready, or it
-does not come within the join limit. After one refusal, or `MOST_TRIES` workers in a row that did
-not get ready, no worker is available for `retry_s` seconds. Reads no clock.
+A source of workers fails a pipeline in one of these ways: it refuses (its process cannot be
+started), the worker ends or is given up before it was ready, or it does not come within the join
+limit. After one refusal, or `MOST_TRIES` workers in a row that did not get ready, no worker is
+available for `retry_s` seconds. Reads no clock.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _MOST_DOUBLINGS = 4
 
 
 class WorkerSupply:
-    """What is known of the source. Moments are seconds of the driver's clock."""
+    """The state of the source. Moments are seconds of the driver's clock."""
 
     def __init__(self, args: RecoveryArgs) -> None:
         self._args = args
@@ -63,7 +63,7 @@ class WorkerSupply:
             self._rests_until_s = now_s + longer * self._args.retry_s
 
     def try_again(self) -> None:
-        """A stage was lost: whatever was tried before, there may be a worker for it."""
+        """A stage was lost: in spite of earlier failures, there may be a worker for it."""
         self._num_failures = 0
         self._rests_until_s = None
 
