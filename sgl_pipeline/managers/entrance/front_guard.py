@@ -1,8 +1,8 @@
 """Upstream's TokenizerManager with checks before it and an end that has a time limit.
 
-Installed by `launch_server.py` through upstream's official door, because a few requests would hold
-or break upstream's own front; `route_guard.py` is the other door. Nothing of upstream is patched,
-and nothing that works is changed.
+Upstream's launcher takes it as an argument. It exists because a few requests would block or break
+upstream's own front; `route_guard.py` guards the routes. Nothing of upstream is patched, and
+nothing that works is changed.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class GuardedTokenizerManager(TokenizerManager):
             self.end_now(1)
         self._before_closing()
         if self.server_args.log_level != "debug":
-            quiet_start.begin()  # upstream has as much to say of its end
+            quiet_start.begin()  # upstream logs its end at length
         await super().sigterm_watchdog()
 
     async def get_loads(
@@ -146,7 +146,7 @@ class GuardedTokenizerManager(TokenizerManager):
         return await asyncio.to_thread(asyncio.run, tokenize)
 
     def create_abort_task(self, obj: Any) -> BackgroundTask:
-        """As upstream's, which cannot tell what a request refused at the entrance is."""
+        """As upstream's, which does not recognize a request that was refused at the entrance."""
         abort = super().create_abort_task(obj)
 
         async def abort_if_taken() -> None:
@@ -157,7 +157,7 @@ class GuardedTokenizerManager(TokenizerManager):
 
 
 def _trace_parent(state: Any) -> bytes | None:
-    """The W3C traceparent of a request's span; None where it has none or it is not sampled."""
+    """The W3C traceparent of a request's span; None if it has no span or is not sampled."""
     if state is None or not state.time_stats.trace_ctx.tracing_enable:
         return None
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

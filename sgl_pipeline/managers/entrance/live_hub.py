@@ -1,8 +1,8 @@
-"""Hands what the scheduler process sends to the live page to all viewers, event by event.
+"""Distributes the scheduler process's live messages to all viewers, event by event.
 
-Used by `live_routes.py`, in the HTTP server's event loop. However many look, the scheduler process
-is subscribed to once, and each message is put into words once; without viewers, not at all. A
-viewer who reads slowly loses events and learns how many; nothing waits for it.
+It runs in the HTTP server's event loop. For any number of viewers the scheduler process is
+subscribed to once, and each message is encoded once; without viewers, not at all. A viewer who
+reads slowly loses events and learns how many; nothing waits for it.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ MAX_BACKLOG_EVENTS = 32
 
 
 class Viewer:
-    """The events that one page has not got yet."""
+    """The events that one page has not received yet."""
 
     def __init__(self) -> None:
         self._replayed: list[bytes] = []
@@ -46,7 +46,7 @@ class Viewer:
         self._is_over = False
 
     def replay(self, events: list[bytes]) -> None:
-        """What it has to know first; counts for no backlog."""
+        """Events that it needs first; they do not count as backlog."""
         self._replayed += events
         self._has_news.set()
 
@@ -102,15 +102,16 @@ class LiveHub:
         return len(self._viewers)
 
     def join(self) -> Viewer:
-        """A new viewer, who gets what the others have got so far; `leave` must follow.
+        """A new viewer, which gets the events that the others have received so far; `leave` must
+        follow.
 
-        Raises RequestError, with status 503, when as many look as may, or after `close`.
+        Raises RequestError, with status 503, at the limit of viewers, or after `close`.
         """
         if self._is_closed:
             raise RequestError(SHUTTING_DOWN, status_code=503)
         if len(self._viewers) >= MAX_VIEWERS:
             raise RequestError(
-                f"{MAX_VIEWERS} pages are looking at this server, the limit; close one of them",
+                f"{MAX_VIEWERS} pages watch this server, which is the limit; close one of them",
                 status_code=503,
             )
         viewer = Viewer()

@@ -1,7 +1,7 @@
 """`GET /pipeline/events`: what the live page shows, as server-sent events.
 
-`launch_server.py` adds the route to upstream's application. It needs the API key where there is
-one, else the administrator's key where there is one. The page itself is `live_page.py`.
+The route needs the API key where there is one, else the administrator's key where there is one. The
+page itself is `live_page.py`.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from sgl_pipeline.managers.entrance.live_hub import LiveHub
 
 logger = logging.getLogger(__name__)
 
-# A viewer that takes nothing for so long gives its place to another.
+# A viewer that reads nothing for this long gives its place to another.
 SEND_TIMEOUT_S = 30.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -38,7 +38,7 @@ def add_live_routes(app: Any, run_directory: str, *, has_api_key: bool) -> LiveH
 
     @auth_level(AuthLevel.NORMAL if has_api_key else AuthLevel.ADMIN_OPTIONAL)
     async def live_events() -> Response:
-        """What the pipeline does, some times a second, for as long as the client listens."""
+        """The pipeline's events, a few times a second, for as long as the client listens."""
         return LiveResponse(hub)
 
     app.add_api_route("/pipeline/events", live_events, methods=["GET"], response_model=None)

@@ -1,7 +1,7 @@
 """Ollama's routes answer a bad request with a 400 in Ollama's form.
 
-Installed by `launch_server.py`. Upstream's handlers of these routes let the ValueError of a refused
-request through, which would be a 500 without a word, or a 200 that breaks off.
+Upstream's handlers of these routes let the ValueError of a refused request through, which would be
+a 500 without a word, or a 200 that breaks off.
 """
 
 from http import HTTPStatus

@@ -1,7 +1,7 @@
-"""Keeps the last words of Ollama's streams, which upstream's routes would lose.
+"""Keeps the last text of Ollama's streams, which upstream's routes would lose.
 
-Used by `front_guard.py`. Those routes write an empty text beside `done`, so what came together with
-the end, at least the last token of every answer that reached `num_predict`, would never be sent.
+Those routes write an empty text beside `done`, so text that came together with the end, at least
+the last token of every answer that reached `num_predict`, would never be sent.
 """
 
 from collections.abc import AsyncGenerator

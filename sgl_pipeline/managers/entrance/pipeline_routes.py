@@ -1,9 +1,9 @@
 """`/pipeline/...`: the HTTP routes by which operators look at the pipeline and change it.
 
-`launch_server.py` adds them to upstream's application. Bodies are checked here; what can be done is
-decided in the scheduler process (`front/operator_replies.py`). Who may call them is upstream's rule
-for its own administrative routes: with `--admin-api-key` that key, else with `--api-key` that one,
-else everybody. What explains a request takes the key that requests take.
+Bodies are checked here; the scheduler process decides what can be done
+(`front/operator_replies.py`). They need the key that upstream's administrative routes need:
+`--admin-api-key` where it is set, else `--api-key` where it is set. Explaining a request needs the
+key that requests need.
 """
 
 from typing import Annotated, Any
@@ -36,7 +36,7 @@ from sgl_pipeline.pipeline.recent_load import RecentWork
 from sgl_pipeline.records.throttle_change import Author
 
 ANSWER_TIMEOUT_S = 10.0
-# Beyond the time that stages have to get ready: what is behind the switch has no bound of its own.
+# Added to the time that stages have to get ready, because the work behind the switch has no bound.
 SWITCH_TIMEOUT_S = 30.0
 MAX_STAGES = 256
 _HOW_TO_ASK = (
@@ -59,7 +59,7 @@ class PlanChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preview: bool = False
 
     def question(self) -> MoveLayers | UndoMove:
-        """What is to be asked. Raises RequestError unless one of the two changes is named."""
+        """The question to ask. Raises RequestError unless one of the two changes is named."""
         if self.undo == (self.layer_counts is not None):
             both = "both" if self.undo else "neither"
             raise RequestError(f"{both} of layer_counts and undo is given; {_HOW_TO_ASK}")
@@ -94,7 +94,8 @@ def add_pipeline_routes(
         return await routes.change_plan(request)
 
     async def explain_request(rid: str) -> Response:
-        """Why a request waits: which rule, which numbers, behind whom, and when it gets on."""
+        """Explains why a request waits: the rule, its numbers, the request before it, and when it
+        will run."""
         return await routes.explain_request(rid)
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
@@ -141,7 +142,8 @@ def add_pipeline_routes(
 
 
 class _PipelineRoutes:
-    """What the routes do. A client that leaves changes nothing: a move that has begun goes on."""
+    """The handlers of the routes. A client that leaves changes nothing: a move that has begun goes
+    on."""
 
     def __init__(self, desk: DeskClient, move_timeout_s: float, keys: ServerKeys) -> None:
         self._desk = desk

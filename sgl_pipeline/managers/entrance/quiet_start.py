@@ -1,4 +1,4 @@
-"""Keeps upstream's account of its own start off the terminal, where ours is to be read.
+"""Keeps upstream's start messages off the terminal, where ours are.
 
 Upstream logs all of its arguments (7 KB), its phases, and warnings of kernels that are not used
 here. They are shown with `--log-level debug` only. Once the server is ready, all of upstream's

@@ -1,7 +1,7 @@
-"""Every 503 says when to ask again: the outermost wrapper around upstream's routes but one.
+"""Adds to every 503 the time after which to ask again: the second-outermost middleware.
 
-The server is full, stops, or cannot serve without a stage that it has lost: in each case another
-server can be asked at once, and this one, or the one that takes its place, after a while.
+The server is full, is stopping, or cannot serve without a stage that it has lost: in each case a
+client can ask another server at once, and this one, or its replacement, after a while.
 """
 
 from http import HTTPStatus

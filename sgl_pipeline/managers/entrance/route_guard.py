@@ -1,9 +1,9 @@
-"""What is turned away at the door of the HTTP server, before upstream's handlers see it.
+"""Refuses requests at the entrance of the HTTP server, before upstream's handlers see them.
 
-`launch_server.py` adds it to upstream's application with what FastAPI offers for it: a middleware,
-for routes whose replies have no room for a refusal, bodies that are too large, fields that would be
-ignored (`openai_fields.py`) and new work while the server is stopping; error handlers; and one
-replaced dependency. Nothing of upstream is patched, and nothing that works is changed.
+It is added to upstream's application by FastAPI's own means: a middleware, for routes whose replies
+have no room for a refusal, bodies that are too large, fields that would be ignored
+(`openai_fields.py`) and new work while the server is stopping; error handlers; and one replaced
+dependency. Nothing of upstream is patched, and nothing that works is changed.
 """
 
 import logging
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
 # Template, tools and field names, beside the text of a conversation.
 CONVERSATION_OVERHEAD_BYTES = 64 * 2**10
-# Routes that take many prompts, or ids, at once. Upstream tokenizes what the others take while
-# everybody waits, so that their bodies are bound to the context.
+# Routes that take many prompts, or ids, at once. Upstream tokenizes the bodies of all other routes
+# while every request waits, so these are limited by the context.
 BATCH_ROUTES = frozenset({"/generate", "/v1/completions", "/vertex_generate"})
 
 _MEMORY = "releasing memory at run time"

@@ -1,9 +1,9 @@
-"""Streamed tool calls do not depend on how many tokens share a chunk.
+"""Makes streamed tool calls independent of the number of tokens in a chunk.
 
-Installed by `launch_server.py`. Upstream's detectors of tool calls are written for a token at a
-time: of a chunk that holds the end of a text and the start of a call, or two calls, they drop a
-part. Chunks of several tokens are usual: `--stream-interval`, a stop string that was waited for, or
-a front that lags behind the stages.
+Upstream's detectors of tool calls are written for a token at a time: of a chunk that holds the end
+of a text and the start of a call, or two calls, they drop a part. Chunks of several tokens are
+usual: `--stream-interval`, a stop string that was waited for, or a front that lags behind the
+stages.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""`POST /pipeline/tune`: asks the scheduler process for its last minutes, and a process of its own
-what would have served them better.
+"""`POST /pipeline/tune`: gets the last minutes from the scheduler process, and has another process
+find knobs that would have served them better.
 
-Used by `pipeline_routes.py`, in the HTTP server's process. One at a time. The simulator is never
-imported here: it runs as `python -m sgl_pipeline.simulator.tune_process`.
+It runs in the HTTP server's process, one at a time. The simulator is never imported here: it runs
+as `python -m sgl_pipeline.simulator.tune_process`.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from sgl_pipeline.errors import RequestError
 # For the start of the process, the run under the knobs in force, and the answer.
 GRACE_S = 60.0
 HOW_TO_TUNE = (
-    'send {"ttft_ms": 1000, "tpot_ms": 50}, the latencies that requests shall have; "apply": true '
+    'send {"ttft_ms": 1000, "tpot_ms": 50}, the latencies that requests should have; "apply": true '
     "sets what is proposed"
 )
 _Milliseconds = Annotated[float, Meta(gt=0.0, le=1e7)]
@@ -43,7 +43,7 @@ class TuneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Raises RequestError for what no type says."""
         unknown = [one for one in self.policies or () if one not in POLICIES]
         if unknown:
-            raise RequestError(f"policies: {unknown[0]!r} is none of {', '.join(POLICIES)}")
+            raise RequestError(f"policies: {unknown[0]!r} is not one of {', '.join(POLICIES)}")
         if self.revert_after_s is not None and not self.apply:
             raise RequestError('revert_after_s needs "apply": true')
 

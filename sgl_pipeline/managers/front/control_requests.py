@@ -1,9 +1,9 @@
-"""Answers to upstream's control messages: everything its scheduler takes that is no generation.
+"""Answers upstream's control messages: all messages that its scheduler takes, except generations.
 
-`ControlReplies` is called by the scheduler process for each. An unanswered one would hang the HTTP
-route that sent it, so every type of upstream's dispatch table is here: served, or refused with the
-reply that its route waits for. What a reply cannot refuse, `entrance/route_guard.py`
-refuses before it.
+`ControlReplies` runs in the scheduler process. An unanswered message would hang the HTTP route that
+sent it, so every type of upstream's dispatch table is here: served, or refused with the reply that
+its route waits for. `entrance/route_guard.py` refuses the routes whose replies cannot express a
+refusal.
 """
 
 import logging
@@ -104,8 +104,8 @@ _REFUSALS: dict[type, Callable[[Any], SglangMessage]] = {
     io.ExpertDistributionReq: lambda request: io.ExpertDistributionReqOutput(),
 }
 
-# Nobody waits for an answer to these. Their routes are refused by `entrance/route_guard.py`, or,
-# for RpcReqInput, belong to upstream's offline Engine, which talks to a scheduler elsewhere.
+# No route waits for an answer to these. Their routes are refused by `entrance/route_guard.py`, or,
+# for RpcReqInput, belong to upstream's offline Engine, which has another scheduler.
 _UNANSWERED = (
     io.CloseSessionReqInput,
     io.RpcReqInput,
@@ -127,14 +127,14 @@ CONTROL_TYPES: tuple[type, ...] = (*_SERVED, *_REFUSALS, *_UNANSWERED)
 
 
 class Front(Protocol):
-    """How the desk answers (`sglang_io.SglangFront`)."""
+    """The channel for answers (`sglang_io.SglangFront`)."""
 
     def reply(self, message: SglangMessage, to: SglangMessage) -> None: ...
     def forward_to_detokenizer(self, message: SglangMessage) -> None: ...
 
 
 class ControlledServer(Protocol):
-    """What the desk may ask of the scheduler process."""
+    """The operations of the scheduler process that messages may request."""
 
     def flush_cache(self) -> bool:
         """Empties the radix cache; False while requests are served (`StepScheduler`)."""

@@ -1,8 +1,8 @@
 """Keeps Python's cyclic garbage collector from stopping every stage for a tenth of a second.
 
-Used by the scheduler process. A full collection looks at each token id of each waiting prompt:
-0.2 s with ten thousand of them. Nothing that `scheduling/` makes needs one, because it drops no
-cycles; what others drop can wait until the server is idle.
+In the scheduler process a full collection looks at each token id of each waiting prompt: 0.2 s with
+ten thousand prompts. No object of `scheduling/` needs one, because it drops no cycles; cycles that
+others drop can wait until the server is idle.
 """
 
 import gc

@@ -1,11 +1,10 @@
 """Log-probabilities in the twelve lists that upstream's output messages have for them.
 
-Used by `sglang_output.py`. The conventions are upstream's
-(`managers/scheduler_components/logprob_result_processor.py`): what describes the prompt begins at
-`logprob_start_len`; the first entry is None, also where a token stands before it; and all of it is
-sent at once, when the prompt has been computed. A request of no new tokens gets no entry for a
-drawn token, but the highest and the chosen ids of the position after its prompt, which `/v1/score`
-reads.
+The conventions are upstream's (`managers/scheduler_components/logprob_result_processor.py`):
+entries of the prompt begin at `logprob_start_len`; the first is None, even if a token precedes it;
+and all are sent at once, when the prompt has been computed. A request of no new tokens gets no
+entry for a drawn token, but the highest and the chosen ids of the position after its prompt, which
+`/v1/score` reads.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ FIELDS = tuple(
 
 
 class LogprobCursor:
-    """How much of a request's log-probabilities has been sent."""
+    """The number of a request's log-probabilities that have been sent."""
 
     def __init__(self, request: Request) -> None:
         spec = request.logprobs

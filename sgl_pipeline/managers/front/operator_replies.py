@@ -1,8 +1,8 @@
 """Answers operators' questions about the running pipeline, in the scheduler process.
 
 The HTTP routes are `entrance/pipeline_routes.py`, the messages `channels/operator_channel.py`.
-Decides nothing: what may move is `PipelineCore.migration`'s question. A question that goes wrong is
-answered, and never ends the loop.
+Decides nothing: `PipelineCore.migration` decides which layers may move. A question that fails is
+answered with the error, and never ends the loop.
 """
 
 import logging
@@ -40,13 +40,14 @@ logger = logging.getLogger(__name__)
 
 # Each costs up to a few milliseconds, in which no step is decided.
 MAX_QUESTIONS_PER_TURN = 4
-# Fewer steps cannot be fitted (`simulator/calibration.py`); fewer requests are no load.
+# Fewer steps cannot be fitted (`simulator/calibration.py`); fewer requests are not a load.
 MIN_TUNED_STEPS = 200
 MIN_TUNED_REQUESTS = 20
 
 
 class OperatorReplies:
-    """One question at a time; whoever wants layers to move hears of it when that is over.
+    """Answers one question at a time; a question that moves layers is answered when the move is
+    over.
 
     Args:
         grammars: knows the requests that are not in the queue yet.
@@ -95,7 +96,7 @@ class OperatorReplies:
                 self._socket.answer(asker, answer)
 
     def ended(self, record: MoveRecord, now_s: float) -> None:
-        """A move is over: answers whoever wanted it, if it was an operator."""
+        """A move is over: answers its operator, if one asked for it."""
         asker = self._askers.pop(record.move, None)
         if asker is None:
             return
@@ -107,14 +108,14 @@ class OperatorReplies:
             self._socket.answer(asker, refusal(message, 503, move=move))
 
     def close(self) -> None:
-        """Answers whoever still waits, and listens no more."""
+        """Answers the open questions, and takes no more."""
         for asker in self._askers.values():
             self._socket.answer(asker, refusal("the server is shutting down", 503))
         self._askers.clear()
         self._socket.close()
 
     def _answer(self, asker: bytes, question: Question, now_s: float) -> DeskAnswer | None:
-        """What can be answered now. Raises RequestError for what is refused."""
+        """The answer, if there is one now. Raises RequestError for a refusal."""
         migration = self._core.migration
         if isinstance(question, ShowPlan):
             return answer_with(describe_plan(self._core.state(now_s), migration))

@@ -1,8 +1,7 @@
-"""What the `priority` of a request means, by upstream's flags.
+"""The meaning of a request's `priority`, by upstream's flags.
 
-Used by `sglang_requests.py` for every request. Upstream's front has filled in
---default-priority-value and bounded the number before; a rule here never fails a request that
-upstream would serve.
+Upstream's front has filled in --default-priority-value and bounded the number before; a rule here
+never fails a request that upstream would serve.
 """
 
 from dataclasses import dataclass

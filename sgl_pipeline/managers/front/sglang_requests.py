@@ -1,8 +1,8 @@
 """Upstream's generate request, checked and turned into a `Request`.
 
-Called by `sglang_io.py` for every request that reaches the scheduler process. Whatever the HTTP
-layer did, every number is bounded here, and a feature that is not built is a 400 that names it: a
-field is never accepted and then ignored.
+It checks every request that reaches the scheduler process. Whatever the HTTP layer did, every
+number is bounded here, and a feature that is not built is a 400 that names it: a field is never
+accepted and then ignored.
 """
 
 import math
@@ -96,7 +96,7 @@ class RequestIntake:
         """
         for name in unbuilt_features(message):
             raise RequestError(f"{name}: not supported by this server yet")
-        assert message.rid is not None, "a message without an id has no one to answer"
+        assert message.rid is not None, "a message without an id cannot be answered"
         prompt_ids = self._prompt_ids(message.input_ids)
         sampling = message.sampling_params
         return Request(
@@ -173,8 +173,8 @@ class RequestIntake:
         num_numbers = (prompt_length - start) * (1 + num_top + len(token_ids))
         if num_numbers > MAX_PROMPT_LOGPROBS:
             raise RequestError(
-                f"{num_numbers} log-probabilities of the prompt are asked for, at most "
-                f"{MAX_PROMPT_LOGPROBS} are given; raise logprob_start_len or lower "
+                f"{num_numbers} log-probabilities of the prompt are asked for, the "
+                f"limit is {MAX_PROMPT_LOGPROBS}; raise logprob_start_len or lower "
                 "top_logprobs_num"
             )
         return LogprobSpec(start, num_top, token_ids)
@@ -189,7 +189,7 @@ class RequestIntake:
             try:
                 token_id = int(key)
             except (TypeError, ValueError):
-                raise RequestError(f"logit_bias: {key!r:.40} is no token id") from None
+                raise RequestError(f"logit_bias: {key!r:.40} is not a valid token id") from None
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
                     f"logit_bias: token id {key!s:.40} is outside the vocabulary [0, {vocab_size})"
@@ -199,8 +199,8 @@ class RequestIntake:
         return tuple((token_id, bias) for token_id, bias in biases.items() if bias)
 
     def _masked_token_ids(self, sampling: SamplingMessage) -> tuple[int, ...]:
-        """What may not be drawn before `min_new_tokens`. The EOS ids even where they are ignored,
-        as upstream has it (`penaltylib/min_new_tokens.py`)."""
+        """Tokens that may not be drawn before `min_new_tokens`: the EOS ids even where they are
+        ignored, as upstream has it (`penaltylib/min_new_tokens.py`)."""
         if not sampling.min_new_tokens:
             return ()
         stops = self._stop_token_ids(sampling) | self._limits.eos_token_ids

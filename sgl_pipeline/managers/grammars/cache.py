@@ -1,6 +1,6 @@
 """Compiled grammars by kind and text, the least recently used forgotten first.
 
-Used by `queue.py`. Also remembers why a grammar cannot be compiled, where that is certain.
+Also remembers why a grammar cannot be compiled, where that is certain.
 """
 
 from collections import OrderedDict
@@ -22,7 +22,7 @@ class GrammarCache:
         return len(self._outcomes)
 
     def get(self, key: tuple[str, str]) -> xgrammar.CompiledGrammar | str | None:
-        """The grammar, the reason why there is none, or None where nothing is known."""
+        """The grammar, the reason why there is none, or None if it is not known."""
         if key not in self._outcomes:
             return None
         self._outcomes.move_to_end(key)

@@ -1,7 +1,7 @@
 """The scheduler process's end of the grammar compiler process: starts it, asks it, reads answers.
 
-Used by `queue.py`. A compiler process that has died is noticed, everything it owed is
-reported as failed, and the next job starts another one. Nothing here waits.
+If the compiler process dies, its open jobs are reported as failed, and the next job starts another
+process. Nothing here waits.
 """
 
 import logging
@@ -71,7 +71,7 @@ class GrammarCompilerClient:
         return self._num_jobs
 
     def cancel(self, job_id: int) -> None:
-        """Nobody waits for this job any more; it is not answered."""
+        """Cancels a job, which is not answered then."""
         self._open_jobs.discard(job_id)
         self._send(CancelJob(job_id))
 

@@ -1,7 +1,7 @@
-"""Requests whose grammar is being compiled, and the grammars that have been.
+"""Requests whose grammar is being compiled, and compiled grammars.
 
-Asked by `PipelineScheduler` before a constrained request goes to the `StepScheduler`, where it
-would count as work that is ready. Equal grammars are compiled once. Never waits, never compiles.
+A constrained request comes here before it goes to the `StepScheduler`, where it would count as work
+that is ready. Equal grammars are compiled once. Never waits, never compiles.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ MAX_CACHE_BYTES = 256 * 2**20
 
 
 class Compiler(Protocol):
-    """What compiles (`client.GrammarCompilerClient`)."""
+    """The compiler (`client.GrammarCompilerClient`)."""
 
     def start(self) -> None: ...
     def compile(self, kind: str, text: str) -> int: ...
@@ -100,7 +100,8 @@ class GrammarQueue:
         return False
 
     def poll(self) -> Iterator[tuple[Request, RequestError | None]]:
-        """Who need not wait any longer: with a constraint, or with the error to be refused with."""
+        """The requests that need not wait any longer, each with a constraint or the error to refuse
+        it with."""
         for answer in self._compiler.poll():
             compile = self._compiles.pop(answer.job_id)
             outcome = self._outcome(compile.key, answer)
@@ -154,7 +155,7 @@ class GrammarQueue:
     def _settled(
         self, constrained: ConstrainedRequest, outcome: xgrammar.CompiledGrammar | RequestError
     ) -> RequestError | None:
-        """Gives a request its constraint; returns the error where there is none."""
+        """Gives a request its constraint; returns the error if there is none."""
         if isinstance(outcome, RequestError):
             return outcome
         try:

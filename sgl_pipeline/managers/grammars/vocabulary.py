@@ -1,7 +1,8 @@
-"""What grammars must know of the served model: its tokens as text, its EOS, and how it thinks.
+"""The facts about the served model that grammars need: its tokens as text, its EOS, and how it
+thinks.
 
-Used by the scheduler process at start. A tokenizer that xgrammar cannot read never stops the
-server: then each request with a grammar gets that error.
+They are read by the scheduler process at its start. A tokenizer that xgrammar cannot read never
+stops the server: then each request with a grammar gets that error.
 """
 
 from dataclasses import dataclass

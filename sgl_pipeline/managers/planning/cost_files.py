@@ -1,6 +1,6 @@
-"""Where fitted step costs lie on this machine, and which of them hold for a server.
+"""Finds fitted step costs on this machine, and those that hold for a server.
 
-Written by `fit_command.py`; read by `plan_command.py` and by the scheduler process, for `auto`
+The `fit` command writes them; `plan` reads them, and so does the scheduler process, for `auto`
 layer splits and for the planner of layer moves. A file holds for a model, dtype, device, number of
 threads and machine; `--quantization` and `--kv-cache-dtype` are part of the dtype's name.
 """
@@ -74,7 +74,7 @@ def read_costs(
 ) -> CostFile:
     """The costs in `path`.
 
-    Raises ConfigurationError where it cannot be read, or holds those of something else.
+    Raises ConfigurationError if it cannot be read, or holds other costs.
     """
     try:
         content = path.read_bytes()

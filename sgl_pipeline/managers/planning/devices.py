@@ -1,4 +1,4 @@
-"""What `--devices` says of the stages: where each runs, its memory and its speed."""
+"""Parses `--devices`: where each stage runs, its memory and its speed."""
 
 import re
 from dataclasses import dataclass
@@ -58,6 +58,6 @@ def parse_devices(
 
 def _unreadable(entry: str) -> ConfigurationError:
     return ConfigurationError(
-        f"--devices: {entry!r} is no device; write cpu or a memory size such as 80GiB, and after a "
-        "colon its speed beside the device that was measured, such as 24GiB:0.5"
+        f"--devices: {entry!r} is not a device; write cpu or a memory size such as 80GiB, and "
+        "after a colon its speed beside the device that was measured, such as 24GiB:0.5"
     )

@@ -1,7 +1,7 @@
 """Fits the costs of a model's parts on this machine: `python -m sgl_pipeline fit`.
 
 A stage worker times a few hundred made-up steps of random sizes, part by part; a fifth of them are
-held out and say how good the fit is. The result is a file that servers of this model, dtype, device
+held out to measure the fit's error. The result is a file that servers of this model, dtype, device
 and number of threads find by themselves (`cost_files.py`).
 """
 
@@ -116,7 +116,7 @@ def fit_costs(
 
 
 def stages_of(options: argparse.Namespace) -> tuple[StageArgs, ModelSpec]:
-    """The stages that the options of a command of this room speak of, and their model."""
+    """The stages that a command's options describe, and their model."""
     model_path = find_model(options.model, None, None)
     spec = read_model_spec(model_path, options.quantization)
     stages = StageArgs(

@@ -1,6 +1,6 @@
-"""What a pipeline over hosts and their links would reach: `sgl_pipeline plan --hosts FILE`.
+"""Forecasts a pipeline over hosts and their links: `sgl_pipeline plan --hosts FILE`.
 
-Pure arithmetic and text for `plan_command.py`.
+Pure arithmetic and text.
 """
 
 from collections.abc import Sequence
@@ -107,7 +107,7 @@ def describe_route(name: str, planner: HostPlanner, route: Route) -> list[str]:
 
 
 def bound_by(planner: HostPlanner, route: Route) -> Literal["round", "link", "stage"]:
-    """What keeps the period from being shorter."""
+    """The limit that keeps the period from being shorter."""
     if route.round_ms / planner.steps_in_flight > max(route.slowest_ms, route.busiest_ms):
         return "round"
     return "link" if route.busiest_ms > route.slowest_ms else "stage"

@@ -1,4 +1,5 @@
-"""Shows what a layer split would be like, and which is best: `python -m sgl_pipeline plan`.
+"""Shows the times, weights and pages of a layer split, and the best split: `python -m sgl_pipeline
+plan`.
 
 Times are of one made-up step, from the costs that `sgl-pipeline fit` has saved for this
 model, or else measured by a stage worker for a moment, as a server's start does. Memory and pages
@@ -117,7 +118,8 @@ def _splits(
 
 
 def _stages_here(options: argparse.Namespace, network: HostNetwork | None) -> int:
-    """How many stages share the machine that times are measured on: with hosts, as the head's."""
+    """Number of stages that share the machine on which times are measured; with hosts, the
+    head's."""
     if network is None:
         return 2 if options.pp is None else int(options.pp)
     for flag in ("--pp", "--devices", "--layer-counts"):

@@ -1,6 +1,6 @@
-"""What a layer split would be like: times, weights and pages of every stage, and the best split.
+"""Forecasts a layer split: times, weights and pages of every stage, and the best split.
 
-Pure arithmetic for `plan_command.py`.
+Pure arithmetic.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class SplitPlanner:
         self._memory_bytes = [device.memory_bytes for device in devices]
 
     def forecast(self, layer_counts: Sequence[int]) -> SplitForecast:
-        """What that split is like, whether it fits or not."""
+        """The forecast of that split, whether it fits or not."""
         times_ms = stage_times_ms(self._costs, layer_counts)
         stages = []
         ends = list(accumulate(layer_counts))
@@ -81,9 +81,9 @@ class SplitPlanner:
         return SplitForecast(tuple(layer_counts), tuple(stages), self._sizes.page_size)
 
     def fastest(self, num_tokens: int = 0) -> SplitForecast:
-        """The split whose slowest stage takes least, of those with pages for `num_tokens`.
+        """The split with the fastest slowest stage among those with pages for `num_tokens`.
 
-        Raises ConfigurationError where there is none.
+        Raises ConfigurationError if there is none.
         """
         fits = fits_in(self._sizes, self._memory_bytes, num_tokens)
         return self.forecast(balanced_layer_counts(self._costs, fits))

@@ -63,7 +63,7 @@ class MainProcessWorkers:
         return True
 
     def take_leavers(self) -> list[int]:
-        return []  # they say so themselves
+        return []  # they report it themselves
 
     def clock_offsets_s(self) -> Mapping[int, float]:
         return {}

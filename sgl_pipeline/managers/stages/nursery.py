@@ -1,7 +1,7 @@
 """The main process's end of the nursery, the process that forks workers (`worker_nursery.py`).
 
-Used by `stage_processes.py`. A worker that has to import torch takes seconds, more where others
-have the cores; a fork takes a hundredth of one.
+A worker that must import torch takes seconds to start, more on a busy machine; a fork takes a
+hundredth of a second.
 """
 
 import contextlib

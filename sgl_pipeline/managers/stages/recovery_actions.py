@@ -1,7 +1,7 @@
-"""The scheduler's hands in a recovery: who is asked for workers, who is given up, what is logged.
+"""Carries out a recovery: requests workers, gives workers up, writes the log.
 
-Called by `pipeline_scheduler.py` in each turn of its loop. What follows from a loss is decided by
-`pipeline/recovery.py`; this file carries it between that and the `StageLauncher`.
+It must be called in each turn of the scheduler's loop. `pipeline/recovery.py` decides what follows
+from a loss; this module connects it to the `StageLauncher`.
 """
 
 import logging
@@ -21,7 +21,7 @@ from sgl_pipeline.wire.stage_messages import FromWorker, StageAssignment, Worker
 
 logger = logging.getLogger(__name__)
 
-# So long a stage that hangs may take to say where.
+# Time that a hung stage has to write its stacks.
 DUMP_GRACE_S = 1.0
 
 
@@ -124,10 +124,10 @@ class RecoveryActions:
         self._lose(worker, reason, now_s, was_silent=was_silent)
 
     def serve(self, now_s: float) -> None:
-        """Asks for workers, and has all stages begin anew when they are there, or those that are
-        left where no worker comes.
+        """Requests workers, and makes all stages begin anew when they are there, or the remaining
+        ones if no worker comes.
 
-        Raises PipelineLost where too few are left.
+        Raises PipelineLost if too few are left.
         """
         for _ in range(self._recovery.num_wanted_workers(now_s)):
             self._recovery.asked(self._launcher.ask_for_worker(), now_s)
@@ -142,7 +142,7 @@ class RecoveryActions:
             log_ended(record, self._launcher.roster.workers_of_stages)
 
     def _reform(self, now_s: float) -> None:
-        """Tells the stages where there will be more or fewer of them, or one goes to another
+        """Sends the stages their orders when their number changes, or one goes to another
         worker."""
         before, record = self._launcher.stages, self._recovery.current
         told = self._recovery.reform(now_s)
@@ -163,7 +163,7 @@ class RecoveryActions:
 
     @property
     def _step_limit_s(self) -> float | None:
-        """How long a stage may take to be done with the step that it is in."""
+        """Seconds that a stage may take to finish its present step."""
         if self._watch is None or self._recovery.current is None:
             return None
         return max(self._watch.bound_s(stage) for stage in self._launcher.stages)

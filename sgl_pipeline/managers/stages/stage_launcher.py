@@ -1,7 +1,8 @@
-"""The scheduler's hands on its workers: their channel, their processes, who is asked for new ones.
+"""The scheduler's access to its workers: their channel, their processes, and the source of new
+ones.
 
-Called by the scheduler process. What is sent to a worker on its way to readiness is decided by
-`pipeline/worker_roster.py`; this file carries it, and notices when a worker ends.
+It runs in the scheduler process. `pipeline/worker_roster.py` decides the messages to a worker on
+its way to readiness; this module sends them, and notices when a worker ends.
 """
 
 import logging
@@ -77,7 +78,7 @@ class StageLauncher:
         self._processes: dict[int, WorkerProcess] = {
             worker: WatchedProcess(pid) for worker, pid in enumerate(pids)
         }
-        # Those of the first stages are numbered, on whatever host they are started.
+        # The first workers have the numbers of their stages, on every host.
         self._num_workers = max(len(pids), args.stages.num_stages)
         self._ends = select.epoll()
         for process in self._processes.values():
@@ -85,7 +86,7 @@ class StageLauncher:
         self._arrived: deque[tuple[int, FromWorker]] = deque()
         self._failures: dict[int, WorkerFailed] = {}
         self._lost: set[int] = set()
-        # Workers that were told to end, and until when they may take.
+        # Workers that were ordered to end, and their deadlines.
         self._dismissed: dict[int, tuple[WorkerProcess, float]] = {}
         self._asked: set[int] = set()
         self._refused: list[RefusedWorker] = []
@@ -219,7 +220,7 @@ class StageLauncher:
     def ask_for_worker(self) -> int:
         """Asks the source for a worker; returns the number that it will greet with.
 
-        Raises StageFailure where there is no source.
+        Raises StageFailure if there is no source.
         """
         worker = self._num_workers
         if self._source is None:
@@ -231,8 +232,8 @@ class StageLauncher:
         return worker
 
     def receive(self) -> Iterator[tuple[int, FromWorker]]:
-        """Messages that have arrived, each with its worker, without those of workers that are lost
-        or to blame. A WorkerFailed is kept as the reason for `take_lost`."""
+        """Messages that have arrived, each with its worker, except messages of lost or faulty
+        workers. A WorkerFailed is kept as the reason for `take_lost`."""
         self._gather()
         while self._arrived:
             worker, message = self._arrived.popleft()
@@ -300,7 +301,7 @@ class StageLauncher:
                 yield worker, reason
 
     def take_leavers(self) -> list[int]:
-        """Workers that shall go with their host, since the last call."""
+        """Workers that must leave with their host, since the last call."""
         leavers = [] if self._source is None else self._source.take_leavers()
         return [worker for worker in leavers if worker not in self._lost]
 

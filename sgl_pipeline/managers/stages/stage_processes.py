@@ -1,8 +1,8 @@
-"""The stage worker processes, as the server's main process owns them: started, and surely ended.
+"""Owns the stage worker processes for the main process: starts them, and makes sure that they end.
 
-Used by `launch_server.py`, which starts them before it imports SGLang, so that torch is imported on
-the other cores meanwhile. They wait for the scheduler process, which binds the address that they
-connect to. Must import neither torch nor sglang.
+The main process starts them before it imports SGLang, so that torch is imported on the other cores
+meanwhile. They wait for the scheduler process, which binds the address that they connect to. Must
+import neither torch nor sglang.
 """
 
 import argparse
@@ -22,11 +22,11 @@ _MOST_UNCHECKED_STAGES = 16
 
 
 class WorkerPlace(NamedTuple):
-    """Where a worker runs, if the pipeline has several hosts.
+    """The place of a worker, if the pipeline has several hosts.
 
     `head_address` is the head's cluster port, empty on the head itself; `host_address` that of the
-    worker's own host, on `interface`; `model_path` where this host has the model, if not where the
-    head has it.
+    worker's own host, on `interface`; `model_path` the model's path on this host, if it differs
+    from the head's.
     """
 
     head_address: str = ""
@@ -139,11 +139,12 @@ class StageProcesses:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 
     def _environment(self, threads: int) -> dict[str, str]:
-        """That of workers with so many compute threads."""
+        """The environment of workers with `threads` compute threads."""
         package_root = str(Path(__file__).resolve().parents[3])
         environment = dict(os.environ)
-        # OpenMP reads these before torch can be told. Threads spin for the next kernel of a step, a
-        # millisecond at most, as waking them takes long; then they sleep, for the neighbors' sake.
+        # OpenMP reads these before torch can be configured. Threads spin for the next kernel of a
+        # step, a millisecond at most, as waking them takes long; then they sleep, for the
+        # neighbors' sake.
         environment |= {
             "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "PASSIVE",
@@ -159,7 +160,7 @@ class StageProcesses:
         return environment
 
     def _arguments(self, worker: int) -> list[str]:
-        """Of `stage_process.py`, but for the parent."""
+        """Those of `stage_process.py`, except the parent."""
         address = self.place.head_address or stage_address(self.run_directory)
         arguments = ["--address", address, "--worker", str(worker)]
         arguments += ["--run-directory", self.run_directory]
@@ -171,7 +172,7 @@ class StageProcesses:
 
 
 def stage_address(run_directory: str) -> str:
-    """Where the scheduler process meets the workers."""
+    """The address at which the scheduler process meets the workers."""
     return f"ipc://{run_directory}/stages"
 
 

@@ -1,9 +1,8 @@
 """A process that has imported what a stage needs and forks workers: a new one is there at once.
 
-Started by `nursery.py` on CPUs; a GPU cannot be used by the fork of a process that
-may have touched it. Asks arrive on a socket, each a JSON list of `stage_process.py`'s arguments;
-each is answered with a process id. Starts no thread and runs no kernel, because a fork has neither.
-Never imports sglang.
+It exists on CPUs only: a fork cannot use a GPU that its parent may have touched. Requests arrive on
+a socket, each a JSON list of `stage_process.py`'s arguments; each is answered with a process id.
+Starts no thread and runs no kernel, because a fork has neither. Never imports sglang.
 """
 
 import argparse
