@@ -20,7 +20,7 @@ class RowCost(msgspec.Struct, frozen=True):
 
 
 class LayerCost(msgspec.Struct, frozen=True):
-    """One layer: its rows, what each decode adds, and each token that is attended to."""
+    """One layer: the cost of its rows, of each decode, and of each token that is attended to."""
 
     rows: RowCost
     decode_ms: float
@@ -31,7 +31,7 @@ class LayerCost(msgspec.Struct, frozen=True):
 class StepCosts(msgspec.Struct, frozen=True):
     """A model's parts. A layer costs `layer` times its entry in `layer_weights`, which has one for
     each layer of the model. The embedding goes by a step's tokens, the tail (final norm, head and
-    sampling) by its samples; without any it takes nothing."""
+    sampling) by its samples; without samples it takes no time."""
 
     layer: LayerCost
     embedding: RowCost
@@ -40,7 +40,7 @@ class StepCosts(msgspec.Struct, frozen=True):
 
 
 class FitErrors(msgspec.Struct, frozen=True):
-    """Mean absolute errors on shapes that were not fitted, as shares of what was measured."""
+    """Mean absolute errors on shapes that were not fitted, as shares of the measured times."""
 
     layer: float
     tail: float
@@ -72,7 +72,7 @@ def cost_file_name(model: str, dtype: str, device: str, threads: int) -> str:
 
 
 def encode_costs(costs: CostFile) -> bytes:
-    """As JSON that a person can read."""
+    """Readable JSON."""
     return msgspec.json.format(msgspec.json.encode(costs), indent=1) + b"\n"
 
 
@@ -86,7 +86,7 @@ def decode_costs(
     device: str,
     threads: int,
 ) -> CostFile:
-    """The costs in the file `name`, if they are those of this model, dtype and device.
+    """The costs in the file `name`, if they belong to this model, dtype and device.
 
     Raises ConfigurationError, which names the difference or the unreadable field.
     """

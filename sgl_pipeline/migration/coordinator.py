@@ -28,12 +28,12 @@ KEPT_RECORDS = 64
 
 
 class MoveCoordinator:
-    """`plan` is the plan of the steps to come. `history` holds the newest moves, oldest first.
+    """`plan` is the plan of the next steps. `history` holds the newest moves, oldest first.
 
     Args:
         plan: at the start.
         max_layers: the most layers that each stage may hold at once.
-        timeout_s: how long the stages may take to get ready.
+        timeout_s: seconds that the stages may take to get ready.
     """
 
     def __init__(self, plan: StagePlan, max_layers: Sequence[int], timeout_s: float) -> None:
@@ -51,7 +51,7 @@ class MoveCoordinator:
         self._ended: list[MoveRecord] = []
 
     def start_over(self, plan: StagePlan, max_layers: Sequence[int]) -> None:
-        """Other stages hold the layers from now on, as `plan` says; no move is under way."""
+        """Other stages hold the layers from now on, by `plan`; no move is under way."""
         assert self._current is None and len(max_layers) == plan.num_stages
         self.plan, self.max_layers = plan, tuple(max_layers)
 

@@ -23,10 +23,10 @@ def predicted_costs(predictor: StepPredictor, work: StepWork) -> StageCosts:
 
 
 def agreed_costs(measured: Sequence[StageCosts], *, are_alike: bool) -> tuple[StageCosts, ...]:
-    """The workers' costs with less noise: their medians, times how slow a worker's layers are
-    where that differs by more than `SPEED_TOLERANCE` from the median.
+    """The workers' costs with less noise: their medians, times the slowness of a worker's layers if
+    it differs by more than `SPEED_TOLERANCE` from the median.
 
-    Workers that `are_alike` count as equally fast whatever was measured: on a machine with
+    Workers that `are_alike` count as equally fast in spite of their measurements: on a machine with
     other tenants one core is often half as fast as the next, and not for long.
     """
     typical = StageCosts(

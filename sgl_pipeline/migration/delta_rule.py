@@ -21,7 +21,7 @@ def best_removal(
     tail_ms: float, layer_ms: float, num_stages: int, most_removed: int, least_removed: int = 0
 ) -> int:
     """The number of layers to take off the last stage that leaves the least `delta_ms`; of two
-    equal ones the smaller."""
+    equal numbers the smaller."""
     candidates = range(least_removed, most_removed + 1)
     return min(candidates, key=lambda k: delta_ms(tail_ms, layer_ms, k, num_stages))
 

@@ -20,7 +20,7 @@ from sgl_pipeline.migration.split_search import Matrix
 MOST_HOSTS_WEIGHED = 8
 _HALVINGS = 40
 _EQUAL = 1e-9
-# Of a split's sum of times: squares decide between equal sums alone.
+# In a split's sum of times: squares decide only between equal sums.
 _EVENNESS = 1e-6
 
 # Whether a stage of that host, the first or the last of the pipeline where so, can hold layers
@@ -30,7 +30,8 @@ HostFits = Callable[[int, int, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Between the stages of two hosts: what rows take the link, and from one end to the other."""
+    """Between the stages of two hosts: the time that rows occupy the link, and their time to the
+    other end."""
 
     busy_ms: float = 0.0
     transfer_ms: float = 0.0
@@ -39,7 +40,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An order of hosts (their places in what was asked) and a split, with what each step takes.
+    """An order of hosts (their places in the input) and a split, with the times of each step.
 
     `period_ms` is the longest of `slowest_ms`, `busiest_ms` (of any link) and `round_ms` over the
     steps in flight.
@@ -81,7 +82,7 @@ class RouteSearch:
         self._times: dict[tuple[int, bool, bool], Matrix] = {}
 
     def best(self) -> Route:
-        """The route of the shortest period. Raises ConfigurationError where nothing fits."""
+        """The route of the shortest period. Raises ConfigurationError if nothing fits."""
         routes = self._weighed() if len(self._costs) <= MOST_HOSTS_WEIGHED else self._exchanged()
         best: Route | None = None
         for floor_ms, order in routes:
@@ -98,7 +99,7 @@ class RouteSearch:
         return best
 
     def along(self, order: Sequence[int]) -> Route | None:
-        """The best split with the hosts in that order; None where none fits."""
+        """The best split with the hosts in that order; None if none fits."""
         hosts = [host for host in order for _ in range(self._stages[host])]
         times = [
             self._run_times(host, stage == 0, stage == len(hosts) - 1)
@@ -126,8 +127,8 @@ class RouteSearch:
     def _best_split(
         self, times: Sequence[Matrix], busiest_ms: float, links_ms: float
     ) -> tuple[int, ...] | None:
-        """Least slowest stage first; where the round is what takes longest, faster stages get more
-        layers than that for as long as it helps."""
+        """First the split with the fastest slowest stage; if the round takes longest, faster stages
+        then get more layers for as long as it helps."""
         least_ms = _least_slowest(times)
         if not np.isfinite(least_ms):
             return None
@@ -174,7 +175,7 @@ class RouteSearch:
         return max(busiest_ms, shared_ms)
 
     def _least_work_ms(self) -> float:
-        """All layers, wherever they are computed fastest."""
+        """Time of all layers where they are computed fastest."""
         by_layer = zip(*(own.layers_ms for own in self._costs), strict=True)
         return float(sum(min(times) for times in by_layer))
 
@@ -213,7 +214,7 @@ class RouteSearch:
             order = better
 
     def _weight(self, order: Sequence[int]) -> tuple[float, float]:
-        """Of two orders the one with the lesser weight is better, as far as links matter."""
+        """Of two orders the one with the smaller weight is better, as far as links matter."""
         return self._floor_ms(order), self._links_ms(order)[1]
 
 
@@ -225,8 +226,8 @@ def _least_slowest(times: Sequence[Matrix]) -> float:
 
 
 def _least_sum(times: Sequence[Matrix], limit_ms: float) -> tuple[tuple[int, ...], float]:
-    """The split of the least sum of times, of those whose stages all stay within the limit, which
-    there are; of equal sums the most even one. And the sum."""
+    """The split with the least sum of times among the splits within the limit, of which there must
+    be one; of equal sums the most even one. Returns the sum too."""
     within = [
         np.where(own <= limit_ms, own + _EVENNESS * own**2 / limit_ms, np.inf) for own in times
     ]

@@ -41,7 +41,7 @@ class PlannerArgs:
     def as_published(
         cls, window_steps: int = 25, reading: Literal["unanimous", "accumulated"] = "unanimous"
     ) -> "PlannerArgs":
-        """DynaPipe's planner: its rule and its window, and nothing that holds it back."""
+        """DynaPipe's planner: its rule and its window, without prices."""
         return cls(
             rule="dynapipe",
             reading=reading,
@@ -55,7 +55,8 @@ class PlannerArgs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveProposal:
     """A split that is worth moving to. Times are the mean predicted milliseconds of a step of the
-    window on each stage; `gain_share` is by how much of its time the slowest stage gets faster."""
+    window on each stage; `gain_share` is the share of its time by which the slowest stage gets
+    faster."""
 
     layer_counts: tuple[int, ...]
     before_ms: tuple[float, ...]

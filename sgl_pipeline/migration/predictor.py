@@ -92,10 +92,10 @@ class StepPredictor:
 
 
 class SlowestStage:
-    """A `StepTimes`: what a step takes the stage of a split that takes longest.
+    """A `StepTimes`: a step's time on the slowest stage of a split.
 
     Args:
-        speeds: by what each stage's times are multiplied.
+        speeds: factors of the stages' times.
     """
 
     __slots__ = ("_first", "_last", "_middle", "_predictor")

@@ -47,11 +47,11 @@ def can_stay_below(
 
 
 class SplitSearch:
-    """The splits that can follow `layer_counts`: which there are, and what each moves.
+    """The splits that can follow `layer_counts`, and the layers that each moves.
 
     Args:
         weight_ends: of n layers the n + 1 sums of their weights before each boundary.
-        layer_counts: of the split that is held now.
+        layer_counts: of the present split.
         max_layers: the most that each stage may hold at any moment of the move, layers that it
             loses and layers that it gets together; None: any number.
     """
@@ -69,8 +69,8 @@ class SplitSearch:
         weights = np.asarray(weight_ends, dtype=np.float64)
         of_runs = weights[None, :] - weights[:, None]
         ends = list(accumulate(layer_counts))
-        # By stage and run of layers [start, end): its weight (infinite where the stage may not have
-        # it), and how many of its layers the stage has not got now.
+        # By stage and run of layers [start, end): its weight (infinite if the stage may not have
+        # it), and the number of its layers that the stage does not have now.
         self._weights: list[Matrix] = []
         self._arriving: list[Matrix] = []
         for stage, (old_end, count) in enumerate(zip(ends, layer_counts, strict=True)):
@@ -83,9 +83,9 @@ class SplitSearch:
             self._arriving.append(arriving.astype(np.float64))
 
     def best(self, layer_ms: float, stages: Sequence[StageTerms]) -> tuple[int, ...] | None:
-        """The split of at least one layer a stage whose slowest stage takes least; of those within
-        `SLACK` of it the one that moves the fewest layers, then the most even one. None where no
-        split is within the limits."""
+        """The split, of at least one layer a stage, with the fastest slowest stage; of splits
+        within `SLACK` of it the one that moves the fewest layers, then the most even one. None if
+        no split is within the limits."""
         layer_ms = max(layer_ms, 1e-9)
         times = [
             weights * (layer_ms * term.speed) + term.extra_ms * term.speed
@@ -114,7 +114,7 @@ class SplitSearch:
         )
 
     def is_allowed(self, layer_counts: Sequence[int]) -> bool:
-        """Whether every stage may hold what that split gives it beside what it has."""
+        """Whether every stage may hold its layers of that split beside its present ones."""
         ends = [0, *accumulate(layer_counts)]
         return all(
             bool(np.isfinite(weights[start, end]))

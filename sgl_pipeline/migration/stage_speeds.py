@@ -15,8 +15,8 @@ TOLERANCE = 0.05
 
 
 class StageSpeeds:
-    """`factors[s]` multiplies what is predicted for stage `s`; 1.0 each until a block is full.
-    Holds `NUM_BLOCKS` numbers a stage."""
+    """`factors[s]` multiplies the predictions for stage `s`; 1.0 each until a block is full. Holds
+    `NUM_BLOCKS` numbers a stage."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages

@@ -48,7 +48,7 @@ def fit_parts(
         curve_rows: where times may bend, ascending; (1.0,) gives DynaPipe's straight lines.
     """
     means_ms = np.array([sample.kinds_ms for sample in samples]).mean(axis=0)
-    # The kind of most layers is what a weight of 1 is.
+    # A weight of 1 means the most common kind of layer.
     usual = max(set(kinds), key=list(kinds).count)
     layer_ms = np.array([sample.kinds_ms[usual] for sample in samples])
     works = [sample.work for sample in samples]
@@ -70,7 +70,7 @@ def fit_parts(
 
 
 def fit_stages(samples: Sequence[StageSample], num_layers: int, outlier_share: float) -> StepCosts:
-    """The costs of equal layers that come nearest to what whole stages took.
+    """The costs of equal layers that come nearest to the times of whole stages.
 
     Args:
         outlier_share: see `least_squares.relative_fit`.
@@ -135,7 +135,7 @@ def _used_knots(rows: Sequence[int], curve_rows: tuple[float, ...]) -> tuple[flo
 
 
 def _curve_features(rows: int, knots: Sequence[float]) -> list[float]:
-    """1 for the time of a single row, then how many rows lie between one knot and the next, so
+    """1 for the time of a single row, then the number of rows between one knot and the next, so
     that times rise with rows and their slope is free."""
     nexts = (*knots[1:], float("inf"))
     between = (
@@ -153,7 +153,7 @@ def _rising_rows(knots: tuple[float, ...], found: np.ndarray) -> RowCost:
 
 
 def _convex_rows(base_ms: float, slopes_ms: Sequence[float]) -> RowCost:
-    """Of slopes each of which adds to those before it."""
+    """The rows' costs from slopes, each of which adds to the slopes before it."""
     times_ms = [
         base_ms
         + sum(s * rows for s, rows in zip(slopes_ms, rows_beyond_knots(int(knot)), strict=True))

@@ -10,7 +10,7 @@ from sgl_pipeline.migration.stage_speeds import StageSpeeds
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.stage_plan import StagePlan
 
-# Plans whose steps may still come back: the one in use, the one before and one to come.
+# Plans whose steps may still come back: the present, the previous and the next one.
 _MOST_KNOWN_PLANS = 4
 
 
@@ -43,7 +43,7 @@ class StepForecast:
         return self._speeds.factors if self._speeds else (1.0,) * self._num_stages
 
     def start_over(self, plan: StagePlan) -> None:
-        """Other stages run the steps from now on: how fast they are is to be seen."""
+        """Other stages run the steps from now on: their speeds are unknown."""
         self._num_stages = plan.num_stages
         if self._speeds is not None:
             self._speeds = StageSpeeds(plan.num_stages)
@@ -59,11 +59,12 @@ class StepForecast:
         self._weights.clear()
 
     def note(self, record: StepRecord) -> PartTimes | None:
-        """A step has ended on all stages; one of a plan that is not known teaches nothing of the
-        stages' speeds. Returns its predicted times, None while nothing is known."""
+        """A step has ended on all stages; a step of an unknown plan has no effect on the stages'
+        speeds. Returns its predicted times, None while nothing is known."""
         work = record.work
         counts = self._plans.get(record.epoch)
-        # A fit over stages of which one is disturbed would make its layers' or ends' costs of that.
+        # A fit over a disturbed stage would attribute the disturbance to the costs of its layers or
+        # ends.
         is_even = len(set(self.speeds)) == 1
         if self._online is not None and counts is not None and is_even:
             costs = self._online.note(work, counts, [s.compute_ms for s in record.stages])

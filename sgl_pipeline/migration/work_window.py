@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from sgl_pipeline.migration.predictor import PartTimes
 
 Proposed = TypeVar("Proposed")
-# Sums that gain and lose numbers for ever drift; they are added up anew this often.
+# Sums to which numbers are added and subtracted for ever drift; they are recomputed this often.
 _FRESH_SUM_STEPS = 4096
 
 
@@ -49,7 +49,7 @@ class WorkWindow:
         )
 
     def mean(self) -> PartTimes:
-        """Of the steps that are there; at least one must be."""
+        """The mean of the present steps; there must be at least one."""
         count = len(self._parts)
         layer_ms, embedding_ms, tail_ms = self._sums
         return PartTimes(layer_ms / count, embedding_ms / count, max(0.0, tail_ms / count))

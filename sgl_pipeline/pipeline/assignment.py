@@ -80,7 +80,7 @@ def link_addresses(
     lacking = [hello for hello in hellos if hello.num_gpus < on_host[hello.host_key]]
     has_gpu_each = args.stages.device == "cuda" and not lacking
     if link == "auto":
-        # A pipeline that was put together again was never NCCL's, short enough as it may be.
+        # A regrouped pipeline never used NCCL, even if it is short enough now.
         link = "nccl" if has_gpu_each and not incarnation else "host"
     if link == "nccl":
         require(has_gpu_each, _no_gpu_each(lacking, on_host))
@@ -179,7 +179,7 @@ def num_threads(cores: Sequence[int], cpu_threads: int | None) -> int:
 
 
 def _place_on_host(stage: int, hellos: Sequence[WorkerHello]) -> tuple[int, int]:
-    """The stage's place among the stages of its host, and how many those are."""
+    """The stage's place among its host's stages, and their number."""
     host = hellos[stage].host_key
     stages = [other for other, hello in enumerate(hellos) if hello.host_key == host]
     return stages.index(stage), len(stages)
@@ -237,8 +237,8 @@ def _host_link(hellos: Sequence[WorkerHello], boundary: int, incarnation: int) -
 def _spare_layers(
     stage: int, plan: StagePlan, first_plan: StagePlan, args: PipelineArgs
 ) -> tuple[int, ...]:
-    """Those whose weights the stage loads beside its own: where weights are resident, all that it
-    has had in memory since the server's start."""
+    """Layers whose weights the stage loads beside its own: if weights are resident, all that it has
+    had in memory since the server's start."""
     spare = args.migration.layers_to_load(first_plan, stage)
     if not spare:
         return ()

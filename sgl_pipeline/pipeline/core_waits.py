@@ -6,7 +6,7 @@ This time does not count as silence. Reads no clock.
 
 from collections.abc import Callable, Mapping
 
-# For how long each thread of a worker has waited for a core since it began; empty where unknown.
+# Seconds for which each thread of a worker has waited for a core since its start; empty if unknown.
 ThreadWaits = Mapping[int, float]
 
 
@@ -35,5 +35,5 @@ class CoreWaits:
 
 
 def no_waits(worker: int) -> ThreadWaits:
-    """Nothing is known of any worker."""
+    """The waits of no worker are known."""
     return {}

@@ -25,9 +25,9 @@ class Debt(NamedTuple):
 
 class JoinWatch:
     """Args:
-    silence_s: seconds that every worker may be silent, however fast others were.
-    limit_s: the same where none has done this before.
-    waits_s: how long the threads of a worker have waited for a core.
+    silence_s: seconds that every worker may be silent, even if others were faster.
+    limit_s: the same if no worker has done this before.
+    waits_s: returns the core waits of a worker's threads.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class JoinWatch:
         self._waits.begin(worker)
 
     def heard(self, worker: int, now_s: float, is_done: bool) -> None:
-        """The worker has spoken; unless it `is_done`, it will again."""
+        """The worker has sent a message; unless it `is_done`, another will follow."""
         debt = self._debts.pop(worker, None)
         if debt is None:
             return

@@ -52,18 +52,18 @@ class Worker:
     ready: StageReady | None = None
     incarnation: int = -1
     asked_incarnation: int = -1
-    gpu: int | None = None  # where its weights are, once it has any
+    gpu: int | None = None  # the place of its weights, once it has any
     has_served: bool = False  # it was ready once, for any stage
     is_successor: bool = False
 
     @property
     def filled_stage(self) -> int | None:
-        """The stage that steps need it for."""
+        """The stage that it fills for steps."""
         return None if self.is_successor else self.stage
 
     @property
     def is_settled(self) -> bool:
-        """It owes no answer, and so can be given another stage."""
+        """It owes no answer, so it can be given another stage."""
         if self.phase is WorkerPhase.READY:
             return not self.is_joining
         return self.phase is WorkerPhase.LOADED
@@ -86,7 +86,7 @@ class Worker:
         self.incarnation = self.asked_incarnation
 
     def take_regrouped(self, message: Regrouped) -> None:
-        """Raises ProtocolError where it has joined a stream that it was not asked to join."""
+        """Raises ProtocolError if it has joined a stream that it was not asked to join."""
         if not self.incarnation < message.incarnation <= self.asked_incarnation:
             raise ProtocolError(
                 f"stage {message.stage} has joined stream {message.incarnation}, it was asked "
@@ -104,7 +104,7 @@ class Worker:
         self.asked_incarnation = incarnation
 
     def succeed(self) -> None:
-        """The stage that it was to take is its own from now on."""
+        """The stage that it succeeds to is its own from now on."""
         self.is_successor = False
         self.has_served = self.phase is WorkerPhase.READY
 
@@ -116,7 +116,7 @@ class Worker:
 
 
 def expect(worker: Worker | None, message: FromWorker) -> Worker:
-    """`worker`, whose next message may be `message`. Raises ProtocolError otherwise."""
+    """Returns `worker` if `message` may be its next message. Raises ProtocolError otherwise."""
     due = PHASE_OF_MESSAGE[type(message)]
     if worker is None or worker.phase is not due:
         found = "unknown" if worker is None else worker.phase.name.lower()

@@ -28,7 +28,7 @@ class MigrationControl:
         mode: `off`, `manual` or `auto` (`args.MIGRATION_MODES`).
         planner: learns from the steps; None: nothing is predicted or proposed.
 
-    While `is_held`, a stage goes to another worker with the layers that it has: no move begins.
+    While `is_held`, a stage is handed over to another worker with its layers: no move begins.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class MigrationControl:
     def of(
         cls, args: MigrationArgs, plan: StagePlan, planner: LayerPlanner | None = None
     ) -> "MigrationControl":
-        """That of a pipeline that starts with `plan`."""
+        """The control of a pipeline that starts with `plan`."""
         coordinator = MoveCoordinator(plan, args.max_layers(plan), args.timeout_s)
         return cls(args.mode, coordinator, planner)
 
     @classmethod
     def off(cls, plan: StagePlan) -> "MigrationControl":
-        """That of a pipeline whose layers stay where they are."""
+        """The control of a pipeline whose layers never move."""
         return cls.of(MigrationArgs(mode="off"), plan)
 
     @property
@@ -102,7 +102,7 @@ class MigrationControl:
     def undo(self, now_s: float) -> MoveRecord:
         """Begins the move back to the plan before the newest move.
 
-        Raises MoveRefused as `move_to`, and where nothing has moved.
+        Raises MoveRefused as `move_to`, and if nothing has moved.
         """
         counts = self.plan_before()
         self._require_free()
@@ -136,8 +136,8 @@ class MigrationControl:
         self._note_ends()
 
     def start_over(self, plan: StagePlan, max_layers: tuple[int, ...], now_s: float) -> None:
-        """Other stages hold the layers from now on, as `plan` says. A move that was wanted while
-        no step ran is abandoned.
+        """Other stages hold the layers from now on, by `plan`. A move that was requested while no
+        step ran is abandoned.
 
         Args:
             max_layers: the most layers that each of them may hold at once.

@@ -24,8 +24,8 @@ class OutputLengths:
         lengths += [(one, True) for one in running if one > 0]
         total_tokens = sum(length for length, _ in lengths)
         self._ends_per_token = self.num_ended / total_tokens if total_tokens else 0.0
-        # Where the share of answers that go on falls, and how far; the shares are kept negative,
-        # because they must rise to be searched.
+        # Lengths at which the share of continuing answers falls, and the new shares; these are kept
+        # negative, because a search needs ascending values.
         self._lengths, self._shares = [0], [-1.0]
         at_risk = len(lengths)
         for length, is_running in sorted(lengths):
@@ -37,7 +37,7 @@ class OutputLengths:
     def left(self, drawn: int, most: int, share: float) -> int:
         """Tokens that an answer of `drawn` tokens will still draw at most with probability `share`.
 
-        At least 1, at most up to `most` in all; that many where no answer has ended.
+        At least 1, at most up to `most` in all; up to `most` if no answer has ended.
         """
         left = max(1, most - drawn)
         if not self.num_ended:

@@ -66,7 +66,8 @@ class PipelineCore:
         self.history = StepHistory(plan.num_stages)
         self.slow_stages = SlowStages(plan.num_stages)
         self.recent_load = RecentLoad()
-        # Of stages on other hosts: what turns a moment of theirs into one of the driver's clock.
+        # For stages on other hosts: seconds to add to their moments, which gives the driver's
+        # clock.
         self.clock_offsets_s: Mapping[int, float] = {}
         self._encoder = StepOrderEncoder()
         self._orders = OrderStream()
@@ -97,8 +98,8 @@ class PipelineCore:
 
     def hand_over(self, stage: int, reason: str, now_s: float) -> None:
         """Another worker has the pages of `stage`, and fills it from `start_over` on; as `halt`,
-        but nothing is lost besides the rows that the stage has kept. No step is in flight, and no
-        layer moves."""
+        but only the rows that the stage has kept are lost. No step is in flight, and no layer
+        moves."""
         assert not self._open and not self.migration.is_moving
         self.scheduler.lost_pages.hand_over(stage, now_s)
         self._stop(reason, now_s)
@@ -165,7 +166,7 @@ class PipelineCore:
         if self._is_halted:
             return sealed
         if self.migration.is_moving:
-            # What a stage has not computed again yet, it cannot hand over.
+            # A stage cannot hand over pages that it still owes.
             self.scheduler.lost_pages.forget_owed(now_s)
         pages_in_use = self.scheduler.pages_in_use
         while (order := self.migration.next_order(now_s, pages_in_use)) is not None:
@@ -196,10 +197,11 @@ class PipelineCore:
         return step
 
     def take_report(self, report: StageReport, now_s: float) -> OpenStep | None:
-        """Books a stage's report. The last stage's brings the tokens: then the step, with `events`.
+        """Applies a stage's report. The last stage's brings the tokens: then returns the step, with
+        `events`.
 
-        A report of a step that was taken back is late, and means nothing any more. Raises
-        ProtocolError for a report that no stage could give now, of which nothing is booked then.
+        A report of a step that was taken back is late, and has no effect. Raises ProtocolError,
+        without any other effect, for a report that no stage could send now.
         """
         if report.step_id < self._first_step_id:
             return None
@@ -260,7 +262,7 @@ class PipelineCore:
         return records
 
     def _refresh_times(self) -> None:
-        """Policies budget by what is known now, of the plan that is in use now."""
+        """Policies budget by the present knowledge of the plan in use."""
         self.scheduler.step_times = self.step_forecast.slowest(self.plan.layer_counts)
 
     def explain(self, request_id: str) -> Explanation | None:
@@ -346,7 +348,7 @@ class PipelineCore:
                 )
                 for stage, (wait_ms, compute_ms, last_step) in enumerate(history.stage_totals())
             ),
-            # Copies: the record of what is under way still changes.
+            # Copies: records of open moves and recoveries still change.
             moves=tuple(map(copy, self.migration.history)),
             throttle=None if self.throttle is None else self.throttle.state(),
             recoveries=tuple(map(copy, recoveries)),

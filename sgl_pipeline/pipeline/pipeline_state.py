@@ -17,8 +17,8 @@ from sgl_pipeline.stage_plan import StagePlan
 
 class StageState(msgspec.Struct, frozen=True, kw_only=True):
     """One stage since the start: the milliseconds it waited for work and computed, and the last
-    step that it reported. `slowdown` is what its steps take over what is predicted for them, and
-    `slow_since_s` the moment since when that is too much, None where it is not (`slow_stages.py`).
+    step that it reported. `slowdown` is the ratio of measured to predicted time of its steps; the
+    stage has been slow since `slow_since_s`, None if it is not slow (`slow_stages.py`).
     """
 
     input_wait_ms: float

@@ -50,12 +50,12 @@ def counts_for_fewer(
     num_layers: int,
     predictor: StepPredictor | None,
 ) -> tuple[int, ...]:
-    """The split over `chosen`, one stage each, after a loss: by time where the first plan was made
-    so, otherwise even.
+    """The split over `chosen`, one stage each, after a loss: by time if the first plan was,
+    otherwise even.
 
     Args:
-        known: all workers that have ever greeted, lost ones too. One of `chosen` that has measured
-            nothing, as it came later, counts as one of its host that has, else as any that has.
+        known: all workers that have ever greeted, lost ones too. A worker of `chosen` that came
+            later and has measured nothing counts as one of its host that has, else as any that has.
         predictor: as in `plan_by_time`.
     """
     found_on: dict[str, PartCosts] = {}
@@ -72,7 +72,7 @@ def counts_for_fewer(
         fits = fits_in(found[0].sizes, [own.memory_bytes for own in found], 0)
         counts = balanced_layer_counts(costs, fits)
     except ConfigurationError:
-        # Those bytes were measured beside the workers that are lost: loading will show what fits.
+        # Those bytes were measured beside the lost workers: loading will show what fits.
         counts = balanced_layer_counts(costs)
     _predicted_ms(costs, counts)
     return counts

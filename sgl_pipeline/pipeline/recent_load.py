@@ -16,13 +16,13 @@ from sgl_pipeline.requests import Request
 
 MAX_REQUESTS = 4096
 MAX_STEPS = 1024
-# Of the newest answers, how many say how long the next ones will be.
+# Number of newest answers from which the lengths of the next ones are estimated.
 NUM_LENGTHS = 256
 
 
 class PastRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request as it came and as it was served; moments in seconds of the driver's clock. Of one
-    that has not ended, `output_tokens` is what it has drawn and `total_ms` None."""
+    """A request as it came and as it was served; moments in seconds of the driver's clock. If it
+    has not ended, `output_tokens` counts its tokens so far and `total_ms` is None."""
 
     arrival_s: float
     prompt_tokens: int
@@ -33,7 +33,7 @@ class PastRequest(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def live(cls, request: Request) -> "PastRequest":
-        """Of a request that waits or runs."""
+        """The entry of a request that waits or runs."""
         first_token_ms = None
         if request.first_token_s is not None:
             first_token_ms = (request.first_token_s - request.arrival_s) * 1e3

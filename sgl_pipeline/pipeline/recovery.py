@@ -67,17 +67,18 @@ class StageRecovery:
         self._handovers = StageHandovers(core, roster, args)
         self._first_plan = core.plan
         self._last_loss: tuple[str, float] | None = None
-        # Of each stage whose worker was given up as silent: its last step then, and how many were.
+        # For each stage whose worker was given up as silent: its last step then, and the number of
+        # such workers.
         self._silent_in_a_row: dict[int, tuple[int | None, int]] = {}
 
     @property
     def bound_s(self) -> float:
-        """Longer than this no recovery should take."""
+        """Longest time in seconds that a recovery should take."""
         return self._args.join_limit_s
 
     @property
     def leavers(self) -> tuple[int, ...]:
-        """The workers that were asked to leave and serve still, in the order of that."""
+        """The workers that were asked to leave and still serve, in order of these requests."""
         return self._handovers.leavers
 
     def num_wanted_workers(self, now_s: float) -> int:
@@ -90,7 +91,7 @@ class StageRecovery:
         return max(0, missing + self._args.spare_workers - spare)
 
     def asked(self, worker: int, now_s: float) -> None:
-        """The source was asked for a worker, who will greet with this number."""
+        """The source was asked for a worker, which will greet with this number."""
         self._supply.asked(worker, now_s)
 
     def refused(self, worker: int, reason: str, now_s: float) -> None:
@@ -132,7 +133,7 @@ class StageRecovery:
     def take(
         self, message: FromWorker, now_s: float, speaker: int | None = None
     ) -> list[Addressed]:
-        """Books what a worker says that is not about a step; returns what follows from it.
+        """Applies a worker's message that is not about a step; returns the messages that follow.
 
         Args:
             speaker: as in `WorkerRoster.take`.
@@ -193,7 +194,7 @@ class StageRecovery:
         return self._reassign(num_stages, now_s)
 
     def _hand_over(self, now_s: float) -> list[Addressed]:
-        """Puts the successor that has all pages in the place of its leaver, who ends."""
+        """Replaces a leaver, which ends, by its successor, which has all pages."""
         handover = self._handovers.take_done()
         if handover is None:
             return []
@@ -215,7 +216,7 @@ class StageRecovery:
         num_filled = len(roster.workers_of_stages)
         if not roster.vacant_stages:
             if supply.num_on_their_way:
-                return roster.num_stages  # one pause for all who come
+                return roster.num_stages  # one pause for all that come
             num_workers = num_filled + len(roster.spare_workers)
             return min(self._first_plan.num_stages, num_workers)
         if supply.num_on_their_way or not supply.rests(now_s):
@@ -283,9 +284,8 @@ class StageRecovery:
     def late_workers(
         self, now_s: float, step_limit_s: float | None = None
     ) -> Iterable[tuple[int, str]]:
-        """Workers that have not got as far as they should have, and what is said of each.
-
-        `step_limit_s` is the most that a stage which is left may need for the step that it is in.
+        """Workers that are late, and the reason to report for each. A remaining stage may need up
+        to `step_limit_s` for its present step.
         """
         yield from self._supply.late(now_s)
         yield from self._roster.unfit_workers
@@ -300,7 +300,7 @@ class StageRecovery:
                 yield worker, f"it did not {verb} within {limit_s:.1f} s"
 
     def _begin_record(self, now_s: float) -> RecoveryRecord:
-        """A new one, or that of the recovery which is not over."""
+        """A new record, or that of the recovery under way."""
         if self.unsettled is not None:
             record = self.history.pop()
             record.stream_s = None
@@ -311,7 +311,7 @@ class StageRecovery:
         )
 
     def _halt(self, reason: str, now_s: float, lost_stage: int | None = None) -> None:
-        """Takes the pipeline apart; may happen again before it is together again."""
+        """Halts the pipeline; may be called again before it has recovered."""
         assert self.current is not None
         computed, lost = self._computed_tokens(), {*self._roster.vacant_stages}
         if lost_stage is not None:  # its successor may fill it
@@ -322,8 +322,8 @@ class StageRecovery:
         self.current.num_replay_tokens = kept if lost else 0
 
     def _begin_anew(self, computed: dict[Request, int], now_s: float) -> int:
-        """Has all that are left join another stream. Returns how many of the tokens that were
-        `computed` before are kept."""
+        """Makes all remaining workers join another stream. Returns the number of `computed` tokens
+        that are kept."""
         record = self.current
         assert record is not None
         # Halted before: the remaining ones have been counted.
@@ -336,7 +336,7 @@ class StageRecovery:
         return kept
 
     def _count_silent(self, stage: int, reason: str) -> None:
-        """Raises StageFailure where one worker of the stage after the other runs no step."""
+        """Raises StageFailure if workers of the stage, one after the other, run no step."""
         last_step = self._core.history.last_steps.get(stage)
         step_before, count = self._silent_in_a_row.get(stage, (last_step, 0))
         count = count + 1 if step_before == last_step else 1
@@ -350,7 +350,7 @@ class StageRecovery:
             )
 
     def _count(self, stage: int, reason: str, now_s: float) -> None:
-        """Raises StageFailure where this loss is one too many."""
+        """Raises StageFailure if this loss is one too many."""
         last_step = self._core.history.last_steps.get(stage)
         if self._args.mode == "off":
             raise StageFailure(stage, last_step, reason)

@@ -16,11 +16,11 @@ from sgl_pipeline.pipeline.step_pace import StepPace
 from sgl_pipeline.requests import Request, RequestState
 from sgl_pipeline.scheduling import Demand, Outlook
 
-# Chunks to be looked at in one forecast: some milliseconds.
+# Most chunks that one forecast looks at: some milliseconds.
 MAX_WORK = 16_000
 # Of a queue, to say how fast it moves.
 MIN_SERVED = 4
-_STEP_WORK = 40  # what a step costs beside its chunks
+_STEP_WORK = 40  # the cost of a step beside its chunks
 _GOLDEN_RATIO = 0.6180339887498949
 
 
@@ -54,7 +54,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A step in flight: who draws a token in it, the tokens that it carries, when it ends."""
+    """A step in flight: the requests that draw a token in it, its number of tokens, its end."""
 
     drawing: tuple[_Job, ...]
     ends_s: float
@@ -66,8 +66,8 @@ class Forecaster:
     Args:
         pace: of the recent steps.
         lengths: of recent answers.
-        in_flight: the open steps, oldest first, each with the moment it was decided.
-        last_end_s: when the step before those ended.
+        in_flight: the open steps, oldest first, each with the moment of its decision.
+        last_end_s: end of the step before these.
         now_s: the clock of all moments.
     """
 
@@ -115,7 +115,7 @@ class Forecaster:
             self._send(drawing, scheduled_s, microbatch.num_tokens)
 
     def run(self) -> RequestForecast:
-        """Until the request's next token, or until that is unknown."""
+        """Runs until the request's next token, or until that is unknown."""
         while self._token_s is None:
             if self._work > MAX_WORK:
                 return self._extrapolated()
@@ -161,12 +161,12 @@ class Forecaster:
 
     @property
     def _free_pages(self) -> int:
-        """As the policy counts them, which may leave out the cached ones."""
+        """Free pages as the policy counts them, perhaps without cached ones."""
         outlook = self._outlook
         return outlook.load.free_pages + round(self._available) - outlook.available_pages
 
     def _prefill(self, left_tokens: int, drawing: list[_Job]) -> int:
-        """Takes chunks as `Admission.fill`; who ends its prompt joins `drawing`."""
+        """Takes chunks as `Admission.fill`; a job that ends its prompt joins `drawing`."""
         given = 0
         while left_tokens > given:
             if not self._prefilling and not self._admit():
@@ -182,7 +182,7 @@ class Forecaster:
         return given
 
     def _admit(self) -> bool:
-        """Lets in the head of the queue, if it may run and its prefill fits."""
+        """Admits the head of the queue, if it may run and its prefill fits."""
         num_running = len(self._running)
         if not self._waiting or num_running >= self._outlook.max_running_requests:
             return False
@@ -206,7 +206,7 @@ class Forecaster:
         self._work += _STEP_WORK + len(drawing)
 
     def _skip_rounds(self) -> bool:
-        """Goes on to where the next answer ends, while the queue waits for that alone.
+        """Skips to the end of the next answer, while the queue waits only for that.
 
         Without it, a long queue behind a few long answers would take too many steps to look at.
         """
@@ -273,7 +273,7 @@ class Forecaster:
         return job
 
     def _extrapolated(self) -> RequestForecast:
-        """The queue goes on as it began; the time before its first one got in says nothing."""
+        """The queue goes on as it began; the time before its first admission does not count."""
         served = self._num_waiting - len(self._waiting)
         if self._ran_s is not None or served < MIN_SERVED or self._first_ran_s is None:
             return self._unknown(f"it is more than {MAX_WORK} chunks of work away")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median_low
 from typing import NamedTuple
 
-# Far apart, so that a stage between the two stays what it is.
+# Far apart, so that a stage between the two keeps its state.
 SLOW_FROM = 2.0
 FINE_BELOW = 1.5
 # Seconds and steps for which a stage must be beyond a threshold before its state changes.
@@ -16,7 +16,7 @@ SETTLE_STEPS = 40
 
 
 class Spell(NamedTuple):
-    """A stage is beyond a threshold since `since_s`, for `steps` steps."""
+    """A stage has been beyond a threshold since `since_s`, for `steps` steps."""
 
     since_s: float
     steps: int
@@ -46,7 +46,7 @@ class SlowStages:
                 self._crossings.pop(stage, None)
 
     def interrupt(self) -> None:
-        """No step runs for a while: that time says nothing of any stage."""
+        """No step runs for a while: this time does not count for any stage."""
         self._crossings.clear()
 
     def _cross(self, stage: int, now_s: float) -> None:

@@ -26,7 +26,7 @@ from sgl_pipeline.wire.step_order import INT32
 
 @dataclass(slots=True)
 class Handover:
-    """Pages on their way from `leaver` to `successor`. No step is decided since `held_s`."""
+    """Pages on their way from `leaver` to `successor`. No step has been decided since `held_s`."""
 
     number: int
     stage: int
@@ -56,7 +56,7 @@ class StageHandovers:
 
     @property
     def leavers(self) -> tuple[int, ...]:
-        """The workers that were asked to go and have not gone, in the order of that."""
+        """The workers that were asked to go and have not gone, in order of these requests."""
         return tuple(self._asked_s)
 
     @property
@@ -70,12 +70,12 @@ class StageHandovers:
         return sum(self._successor_of(worker) is None for worker in self._asked_s)
 
     def leave(self, worker: int, now_s: float) -> None:
-        """The worker was asked to go. No layer begins to move any more before it has gone."""
+        """The worker was asked to go. No layer move begins before it has gone."""
         self._asked_s.setdefault(worker, now_s)
         self._core.migration.is_held = True
 
     def take(self, message: PagesCopied | PagesTaken) -> None:
-        """Books how far a handover is; of one that was given up it means nothing."""
+        """Applies a report on a handover; a report on an abandoned one has no effect."""
         handover = self._open
         if handover is None or message.handover != handover.number:
             return
@@ -113,12 +113,12 @@ class StageHandovers:
         return handover
 
     def interrupt(self) -> None:
-        """All stages begin anew: pages that were copied are worth nothing."""
+        """All stages begin anew: copied pages are of no use."""
         self._open = None
         self._core.is_held = False
 
     def forget(self, worker: int) -> None:
-        """A worker has gone, as a leaver or otherwise; if it had a part in the handover under way,
+        """A worker has gone, as a leaver or otherwise; if it took part in the handover under way,
         that is given up."""
         self._asked_s.pop(worker, None)
         self._core.migration.is_held = bool(self._asked_s)
@@ -126,8 +126,8 @@ class StageHandovers:
             self.interrupt()
 
     def late_workers(self, now_s: float, last_reason: str) -> Iterator[tuple[int, str]]:
-        """Workers that leave without a successor, and what is said of each; `last_reason` is why no
-        worker came."""
+        """Workers that leave without a successor, and the reason to report for each; `last_reason`
+        is why no worker came."""
         limit_s = self._args.join_limit_s
         for worker, asked_s in self._asked_s.items():
             if self._args.mode == "off":
@@ -145,7 +145,7 @@ class StageHandovers:
         return None if stage is None else self._roster.successor_of(stage)
 
     def _begin(self) -> Iterator[Addressed]:
-        """Has the pages of the first leaver copied whose successor is ready."""
+        """Starts to copy the pages of the first leaver whose successor is ready."""
         for worker in self._asked_s:
             stage, successor = self._roster.worker_stage(worker), self._successor_of(worker)
             if stage is None or successor is None or not self._roster.is_ready(successor):

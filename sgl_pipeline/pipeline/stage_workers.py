@@ -7,7 +7,7 @@ from sgl_pipeline.pipeline.known_worker import Worker, WorkerPhase
 
 
 class StageWorkers:
-    """`num_stages` is how many stages there are; workers are known by their numbers."""
+    """The workers, by number, of `num_stages` stages."""
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
@@ -87,7 +87,7 @@ class StageWorkers:
         return number if worker is None or worker.stage is None else worker.stage
 
     def successor_of(self, stage: int) -> int | None:
-        """The worker that is to take `stage` over from the one that fills it, if there is one."""
+        """The worker that will take `stage` over from its present one, if any."""
         return next(
             (n for n, one in self._workers.items() if one.is_successor and one.stage == stage), None
         )
@@ -105,6 +105,6 @@ class StageWorkers:
         ]
 
     def _gpu_of(self, stage: int) -> int | None:
-        """That of the worker that fills `stage`, if any does."""
+        """The GPU of the worker that fills `stage`, if any does."""
         worker = self._filling(stage)
         return None if worker is None else worker.gpu

@@ -14,9 +14,9 @@ class StepHistory:
     RECENT_STEPS.
 
     `prefill_tokens` and `decodes` count what was scheduled since the start, `input_wait_ms` and
-    `compute_ms` are totals for each position in the pipeline, also of one that is gone.
-    `last_steps` maps a stage to the last step that it reported, `heard_s` to the moment of that on
-    the driver's clock.
+    `compute_ms` are totals for each position in the pipeline, also for positions that no longer
+    exist. `last_steps` maps a stage to the last step that it reported, `heard_s` to the time of
+    that report on the driver's clock.
     """
 
     def __init__(self, num_stages: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sgl_pipeline.records.trace import StepRecord
 
-# Fewer say nothing about how time grows with tokens.
+# Fewer steps do not show how time grows with tokens.
 MIN_STEPS = 8
 
 
@@ -40,8 +40,8 @@ class _Line:
 
 @dataclass(frozen=True, slots=True)
 class StepPace:
-    """`slowest` is what the slowest stage needs for a step, `trip` the whole way of one that waits
-    for no other. `num_steps` were measured."""
+    """`slowest` is the slowest stage's time for a step, `trip` the time of a step that waits for no
+    other. `num_steps` were measured."""
 
     slowest: _Line
     trip: _Line
@@ -78,7 +78,8 @@ class StepPace:
         return self.factor * max(around_s, self.trip.seconds(tokens))
 
     def _factor_of(self, records: Sequence[StepRecord], tokens: Sequence[int]) -> float:
-        """The time of the recorded steps over what the lines say, both without idle time."""
+        """The ratio of the recorded steps' time to the lines' prediction, both without idle
+        time."""
         measured_s = predicted_s = 0.0
         for before, record, carried in zip(records, records[1:], tokens[1:], strict=False):
             began_s = max(before.finished_s, record.scheduled_s)

@@ -41,9 +41,9 @@ class ThrottleControl:
     """The knobs of one scheduler: the fields of `ThrottleArgs`, and `accounting`.
 
     Args:
-        throttle: that `scheduler` was made with.
-        accounting: the same.
-        most_prefill_tokens: of a step, by what the stages have memory for.
+        throttle: the arguments that `scheduler` was made with.
+        accounting: the accounting that it was made with.
+        most_prefill_tokens: of a step, limited by the stages' memory.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ThrottleControl:
         self._history: deque[ThrottleChange] = deque(maxlen=MAX_HISTORY)
         self._num_changes = 0
         self._news: list[ThrottleChange] = []
-        # Since which moment of the clock all knobs are to be as they were, and how that was.
+        # Time and values to which the knobs revert.
         self._revert_s: float | None = None
         self._revert_knobs = self._knobs
 
@@ -71,7 +71,7 @@ class ThrottleControl:
 
     @property
     def ranges(self) -> dict[str, list[Knob]]:
-        """For each knob the smallest and the largest value, or all of them where it has names."""
+        """For each knob the smallest and the largest value, or all its names."""
         return {
             "policy": list(POLICIES),
             "prefill_spread_steps": [1, MAX_SPREAD_STEPS],
@@ -126,7 +126,7 @@ class ThrottleControl:
     def undo(self, author: Author, now_s: float) -> ThrottleChange:
         """Goes back to the knobs before the newest change, which an `undo` may have been.
 
-        Raises RequestError (409) where nothing has changed.
+        Raises RequestError (409) if nothing has changed.
         """
         if not self._history:
             raise RequestError("no knob has changed: there is nothing to undo", status_code=409)
@@ -136,7 +136,7 @@ class ThrottleControl:
         return change
 
     def revert_if_due(self, now_s: float) -> None:
-        """Takes changes back whose time is over; to be asked before each step."""
+        """Reverts changes whose time is over; to be called before each step."""
         if self._revert_s is not None and now_s >= self._revert_s:
             self._revert_s = None
             self._set(self._revert_knobs, CLOCK, now_s, "revert", None)
@@ -147,7 +147,7 @@ class ThrottleControl:
         return news
 
     def _checked(self, values: Mapping[str, Knob]) -> dict[str, Knob]:
-        """All knobs with these values among them. Raises RequestError as `change`."""
+        """All knobs, with these values replaced. Raises RequestError as `change`."""
         ranges = self.ranges
         for name, value in values.items():
             if name not in ranges:
@@ -207,7 +207,7 @@ def _changed(knobs: Mapping[str, Knob], others: Mapping[str, Knob]) -> dict[str,
 
 
 def _throttle(knobs: Mapping[str, Knob]) -> ThrottleArgs:
-    """The arguments of the policy. Raises RequestError where two of them do not go together."""
+    """The arguments of the policy. Raises RequestError if two of them do not go together."""
     values = {name: value for name, value in knobs.items() if name != "accounting"}
     try:
         return replace(ThrottleArgs(), **values)  # type: ignore[arg-type]

@@ -38,10 +38,9 @@ Addressed = tuple[int, ToWorker]
 
 
 class WorkerRoster(StageWorkers):
-    """`plan`, `num_pages`, and `log_pages`, of how many of them the log of each stage has room, are
-    None until they are decided; they hold for later workers too, until the workers are given other
-    stages (`reassign`). `incarnation` is that of the stream of orders which stages join now,
-    `num_stages` how many there are.
+    """`plan`, `num_pages`, and `log_pages` (pages that fit into each stage's log) are None until
+    they are decided; they hold for later workers too, until the workers are given other stages
+    (`reassign`). Stages join the stream of `incarnation` now; there are `num_stages`.
 
     Args:
         num_layers: of the model.
@@ -64,7 +63,7 @@ class WorkerRoster(StageWorkers):
         self.incarnation = self._newest_incarnation = 0
         # Of these stages, before any layer moved between them.
         self._first_plan = self.plan
-        # Of the newest worker of each stage, also where that was lost.
+        # Of the newest worker of each stage, even if it was lost.
         self._hellos: dict[int, WorkerHello] = {}
         # Where workers were last asked to measure: host and index of the GPU.
         self._measures_on: dict[int, tuple[str, int]] = {}
@@ -114,12 +113,12 @@ class WorkerRoster(StageWorkers):
         return len(is_ready) == self.num_stages and all(is_ready) and self.has_regrouped
 
     def take(self, message: FromWorker, speaker: int | None = None) -> list[Addressed]:
-        """Books a worker's message of its way to readiness; returns what follows from it.
+        """Applies a worker's message on its way to readiness; returns the messages that follow.
 
         Args:
-            speaker: the worker; None: the one that fills the stage of which the message is.
+            speaker: the worker; None: the worker of the message's stage.
 
-        Raises ConfigurationError where the workers cannot run the pipeline as it was asked for, and
+        Raises ConfigurationError if the workers cannot run the requested pipeline, and
         ProtocolError for a message that is not the worker's next.
         """
         if isinstance(message, WorkerHello):
@@ -181,8 +180,8 @@ class WorkerRoster(StageWorkers):
         return page_links(self._args, hellos, 0)[1]
 
     def hand_over(self, stage: int) -> int:
-        """The successor fills `stage` from now on; returns the worker that did, which is not heard
-        any more."""
+        """The successor fills `stage` from now on; returns its former worker, whose messages no
+        longer count."""
         leaver = self.worker_of(stage)
         assert leaver is not None and self.successor_of(stage) is not None
         self.lose(leaver)
@@ -201,7 +200,7 @@ class WorkerRoster(StageWorkers):
     # All stages anew
 
     def next_incarnation(self) -> int:
-        """The number of a stream of orders that none has had."""
+        """The next unused number of a stream of orders."""
         self._newest_incarnation = max(self._newest_incarnation, self.incarnation) + 1
         return self._newest_incarnation
 
@@ -330,8 +329,8 @@ class WorkerRoster(StageWorkers):
         }
 
     def _fill_stages(self, plan: StagePlan) -> Iterator[Addressed]:
-        """Gives the stages without a worker to workers without a stage, the first to the first; not
-        before each stage has had one."""
+        """Gives vacant stages to workers without a stage, in order; not before each stage has had a
+        worker."""
         spares = {number: self._workers[number].hello for number in self.spare_workers}
         newcomers = place_newcomers(self.vacant_stages, spares, self._hellos)
         hellos = self._hellos | {stage: spares[number] for stage, number in newcomers.items()}
@@ -383,7 +382,8 @@ class WorkerRoster(StageWorkers):
                 yield number, Regroup(self.incarnation, self.plan, links, pages)
 
     def _size_pools(self) -> Iterator[Addressed]:
-        """Says how many pages all stages use, which the first full set of workers decides."""
+        """Sends the number of pages that all stages use, which the first full set of workers
+        decides."""
         loaded = self._loaded_workers()
         if self.num_pages is None:
             if len(loaded) < self.num_stages:

@@ -43,23 +43,23 @@ class WorkerSource(Protocol):
         """The outcomes since the last call for workers that were asked for."""
 
     def watch(self, started: StartedWorker) -> WorkerProcess:
-        """The process of one of them. Raises ProcessLookupError where it has ended."""
+        """The process of a started worker. Raises ProcessLookupError if it has ended."""
 
     def forget(self, worker: int, *, has_served: bool) -> None:
-        """A worker was given up: it counts no more, wherever it ran. One that never served may say
-        something of where it ran."""
+        """A worker was given up and no longer counts. If it never served, its host may be the
+        cause."""
 
     def is_lost_with_host(self, worker: int) -> bool:
         """Whether a worker was lost because its host was; also after `forget`."""
 
     def are_hosts_there(self) -> bool:
-        """Whether every host that workers come from is."""
+        """Whether every host that workers come from is present."""
 
     def take_leavers(self) -> list[int]:
         """Workers whose host was asked to go since the last call."""
 
     def clock_offsets_s(self) -> Mapping[int, float]:
-        """Of workers whose clock is not the scheduler's: what to add to their moments."""
+        """For workers on another clock than the scheduler's: seconds to add to their moments."""
 
     def hosts(self) -> list[dict[str, Any]]:
         """For `/server_info`: the hosts that workers come from; JSON types only."""

@@ -10,7 +10,7 @@ from itertools import takewhile
 from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.requests import FinishReason, Request, RequestState
 
-# Upstream's words (scheduler.py, _poll_timeout_aborts).
+# Upstream's messages (scheduler.py, _poll_timeout_aborts).
 WAITED_TOO_LONG = FinishReason("abort", message="Request waiting timeout reached.", status_code=503)
 RAN_TOO_LONG = FinishReason("abort", message="Request running timeout reached.", status_code=503)
 
@@ -31,7 +31,7 @@ class AgeLimit:
         """The time of `request` began at `now_s`, unless it runs already."""
         if self._limit_s is None or request in self._started_s:
             return
-        # Who was held up on the way here began before others that are here already.
+        # A request that was delayed on its way here may be older than others that are here already.
         younger = [
             other
             for other, _ in takewhile(

@@ -12,7 +12,7 @@ from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 # SGLang's `/health` sends requests whose ids begin like this; a full queue must not fail them.
 HEALTH_CHECK_PREFIX = "HEALTH_CHECK_"
 
-# Upstream's words (scheduler.py, _abort_on_queued_limit).
+# Upstream's message (scheduler.py, _abort_on_queued_limit).
 DISPLACED = FinishReason(
     "abort",
     message="The request is aborted by a higher priority request.",
@@ -21,7 +21,7 @@ DISPLACED = FinishReason(
 
 
 class Arrivals:
-    """The rules at the door of the queue."""
+    """The rules for entering the queue."""
 
     def __init__(self, args: SchedulingArgs, limits: RequestLimits, waiting: WaitingQueue) -> None:
         self.limits = limits

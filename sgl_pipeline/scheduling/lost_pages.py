@@ -17,8 +17,7 @@ from sgl_pipeline.scheduling.running_requests import RunningRequests
 
 
 class LostPages:
-    """Clocks are the caller's, in seconds: from then on, requests that return to the queue have
-    waited.
+    """Clocks are the caller's, in seconds: requests that return to the queue wait from that moment.
 
     Args:
         log: None: nothing is ever owed.
@@ -80,18 +79,18 @@ class LostPages:
 
     def hand_over(self, stage: int, now_s: float) -> None:
         """Another worker fills `stage`, and has its keys and values, but not the rows that it has
-        kept: what others cannot compute again without these is forgotten."""
+        kept: owed pages that cannot be recomputed without these rows are forgotten."""
         if self.log is not None:
             self.log.lose_rows(stage, self._pages.pages_in_use())
             self._forget(self.log.unreachable(), now_s)
 
     def forget_displaced(self, now_s: float) -> None:
-        """Forgets what is owed and has just become unreachable, if anything."""
+        """Forgets owed pages that have just become unreachable, if any."""
         if self.log is not None and self.log.has_displaced_owed:
             self._forget(self.log.unreachable(), now_s)
 
     def forget_owed(self, now_s: float) -> None:
-        """Forgets all that is owed: no stage lacks anything any more."""
+        """Forgets all owed pages: no stage lacks anything any more."""
         if self.log is not None and self.log.owes:
             self._forget(self.log.all_owed(), now_s)
 

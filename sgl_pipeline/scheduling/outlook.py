@@ -29,7 +29,7 @@ class Demand:
 
     @classmethod
     def in_flight(cls, request: Request, page_size: int) -> "Demand":
-        """That of a running request whose prompt has been scheduled."""
+        """The demand of a running request whose prompt has been scheduled."""
         return cls(request, 0, 0, len(request.pages) - request.cached_tokens // page_size)
 
 
@@ -55,7 +55,7 @@ class Outlook:
 
     @property
     def tokens_ahead(self) -> int:
-        """Prompt tokens to be scheduled before the first of `request`."""
+        """Prompt tokens to be scheduled before the first token of `request`."""
         demands = (*self.prefilling, *self.waiting)
         before = (one for one in demands if one.request.order < self.request.order)
         return sum(one.prefill_tokens for one in before)

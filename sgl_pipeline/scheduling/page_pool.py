@@ -24,11 +24,11 @@ class PagePool:
         return len(self._free)
 
     def pages_in_use(self) -> list[int]:
-        """All that are not free, ascending; looks at each."""
+        """All pages that are not free, ascending; looks at each."""
         return [page for page, is_free in enumerate(self._is_free) if not is_free]
 
     def allocate(self, count: int) -> list[int]:
-        """`count` page ids; the caller has seen to it that `num_free` suffices."""
+        """`count` page ids; the caller makes sure that `num_free` suffices."""
         assert 0 <= count <= len(self._free), f"{count} pages asked, {len(self._free)} are free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:

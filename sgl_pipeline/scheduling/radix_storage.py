@@ -19,7 +19,7 @@ from sgl_pipeline.scheduling.radix_tree import RadixNode, RadixTree
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """`node` ends the inserted prefix; `declined` are pages whose place was already taken."""
+    """`node` ends the inserted prefix; the places of `declined` pages were already taken."""
 
     node: RadixNode
     declined: list[int]
@@ -111,7 +111,8 @@ class RadixStorage:
             node = node.parent
 
     def unlock(self, node: RadixNode) -> None:
-        """Takes back one `lock`; its end counts as a use (its start need not: nothing could go)."""
+        """Takes back one `lock`; its end counts as a use (its start need not: nothing could be
+        evicted)."""
         use = self._tree.next_use()
         while node.parent is not None:
             run = node.run

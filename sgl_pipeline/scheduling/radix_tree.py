@@ -29,14 +29,14 @@ class RadixNode:
     tokens: list[int]
     end: int  # tokens from the root to this node's end
     children: dict[Hashable, "RadixNode"] = field(default_factory=dict)
-    # When a walk or the end of a lock last went through here, by `RadixTree.next_use`.
+    # The last walk or end of a lock through this node, by `RadixTree.next_use`.
     last_used: int = 0
     # Written by `RadixStorage`.
     run: PageRun | None = None
-    # Demand: written by `RadixDemand`. How many requests have a path through this node.
+    # Demand: written by `RadixDemand`. Number of requests that have a path through this node.
     num_waiting: int = 0
     num_prefilling: int = 0
-    # Waiting requests that hold still until a prefilling one has committed this node's pages.
+    # Waiting requests that are parked until a prefilling one has committed this node's pages.
     parked: list[Request] = field(default_factory=list)
 
     @property
@@ -46,7 +46,7 @@ class RadixNode:
 
 
 class RadixTree:
-    """All nodes, from a root without tokens. With `enabled=False` there is never another one."""
+    """All nodes, from a root without tokens. With `enabled=False` it stays the only one."""
 
     def __init__(self, page_size: int, *, enabled: bool = True) -> None:
         self.page_size = page_size

@@ -16,8 +16,8 @@ from sgl_pipeline.wire.logged_pages import LogContents, LoggedPages, begun_pages
 
 
 class RecoveryLog:
-    """`replayed_tokens` says how many tokens each stage was to compute again since the start, also
-    one that does not serve any more; `capacity`, of how many pages each log has room.
+    """`replayed_tokens` counts the tokens that each stage was ordered to compute again since the
+    start, also for stages that do not serve any more; each log has room for `capacity` pages.
 
     Args:
         capacity: pages that each stage's log has room for.
@@ -69,15 +69,15 @@ class RecoveryLog:
         self._unlogged[stage] = set(pages_in_use)
 
     def move(self, old: StagePlan, new: StagePlan, pages_in_use: Sequence[int]) -> None:
-        """The steps to come run under `new`: a stage that now ends with another layer has kept
-        rows that are of no use."""
+        """The next steps run under `new`: the kept rows of a stage that now ends with another layer
+        are of no use."""
         for stage in range(old.num_stages - 1):
             if old.layers_of(stage).stop != new.layers_of(stage).stop:
                 self._unlogged[stage] = set(pages_in_use)
 
     def take_up(self, chunks: Sequence[Chunk], released: Iterable[Request]) -> tuple[Replay, ...]:
-        """A step is about to be sent: what must be computed again before it; and its new pages
-        enter the log."""
+        """Prepares a step that is about to be sent: returns the recomputations before it, and
+        enters its new pages in the log."""
         replays: list[Replay] = []
         if self.owes:
             self._settled.difference_update(released)
@@ -99,8 +99,8 @@ class RecoveryLog:
                 self._unlogged[stage].update(replay.pages)
 
     def unreachable(self) -> set[int]:
-        """Pages that are owed and cannot be computed again by who owes them alone: the stage before
-        has not kept their rows."""
+        """Owed pages that the owing stage cannot recompute alone, because the stage before it has
+        not kept their rows."""
         self._has_displaced_owed = False
         found: set[int] = set()
         for stage in range(1, len(self._owed)):
@@ -114,7 +114,7 @@ class RecoveryLog:
 
     @property
     def has_displaced_owed(self) -> bool:
-        """Whether `unreachable` has become more, because a page that is owed left the log."""
+        """Whether `unreachable` has become more, because an owed page left the log."""
         return self._has_displaced_owed
 
     def all_owed(self) -> set[int]:
@@ -122,7 +122,7 @@ class RecoveryLog:
         return set().union(*self._owed)
 
     def forgive(self, pages: set[int]) -> None:
-        """Nothing reads what `pages` held any more."""
+        """Forgets debts on `pages`, which no step will read any more."""
         for owed in self._owed:
             owed -= pages
 
@@ -150,7 +150,7 @@ class RecoveryLog:
     def _replay(
         self, request: Request, end_index: int, run: list[int], stages: tuple[int, ...], end: int
     ) -> Replay:
-        """Of the pages `run`, which end before the request's page `end_index`."""
+        """The replay of the pages `run`, which end before the request's page `end_index`."""
         start = (end_index - len(run)) * self._page_size
         length = min(end_index * self._page_size, end) - start
         for stage in stages:

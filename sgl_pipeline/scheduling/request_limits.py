@@ -13,7 +13,7 @@ from sgl_pipeline.requests import FinishReason, Request
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """`context_length` in tokens is the model's bound, `pool_tokens` that of all KV pages.
-    `usual_pool_tokens` is that of the server as it was started, where it has fewer now."""
+    `usual_pool_tokens` is the number at the server's start, if it has fewer now."""
 
     context_length: int
     pool_tokens: int
@@ -34,8 +34,8 @@ class RequestLimits:
         return None
 
     def check(self, request: Request) -> None:
-        """Raises RequestError (400) when the request could not be served even alone; 503 where it
-        could be with the usual number of pages."""
+        """Raises RequestError (400) when the request could not be served even alone; 503 if it
+        could be served with the usual number of pages."""
         prompt_tokens = len(request.prompt_ids)
         new_tokens = request.stops.max_new_tokens
         if prompt_tokens == 0:

@@ -19,7 +19,7 @@ from sgl_pipeline.scheduling.radix_tree import RadixNode
 class _Holding:
     """`request.pages[:num_cached]` are the cache's, under the lock on `locked`; the rest its own.
 
-    `claimed_path` is what it prefills for others to wait for; None when that is over.
+    `claimed_path` is the prefix that it prefills and others may wait for; None when it is done.
     """
 
     locked: RadixNode
@@ -28,7 +28,7 @@ class _Holding:
 
 
 class RequestPages:
-    """The pool, the cache, and what running requests hold of them. Counts are in pages."""
+    """The pool, the cache, and the pages that running requests hold. Counts are in pages."""
 
     def __init__(self, pool: PagePool, storage: RadixStorage, demand: RadixDemand) -> None:
         self._pool = pool
@@ -45,12 +45,12 @@ class RequestPages:
 
     @property
     def num_free(self) -> int:
-        """Held by no request and not by the cache."""
+        """Pages held by no request and not by the cache."""
         return self._pool.num_free
 
     @property
     def num_available(self) -> int:
-        """Free, or cached and not locked."""
+        """Pages that are free, or cached and not locked."""
         return self._pool.num_free + self._storage.evictable_pages
 
     def pages_in_use(self) -> list[int]:
@@ -88,8 +88,9 @@ class RequestPages:
         """Gives a waiting request its cached prefix, if its whole prefill fits beside that.
 
         Args:
-            path: what the request wanted from the cache; claimed for it when it gets in.
-            num_reserved: available pages that are spoken for.
+            path: the prefix that the request wanted from the cache; claimed for it when it is
+                admitted.
+            num_reserved: available pages that are reserved.
         """
         match = self._storage.match(path)
         self._storage.lock(match)
@@ -125,7 +126,7 @@ class RequestPages:
     def commit(self, request: Request) -> None:
         """Makes the full pages matchable whose tokens every stage has computed.
 
-        Nothing happens where the cache has such pages from another request: to lock them beside the
+        If the cache has such pages from another request, nothing happens: locking them beside the
         request's own would take twice the room that the request was admitted for.
         """
         holding = self._holdings[request]

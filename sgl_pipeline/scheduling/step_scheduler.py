@@ -141,7 +141,7 @@ class StepScheduler:
         self._arrivals.check(request, num_held)
 
     def abort(self, request_id: str, reason: FinishReason) -> Request | None:
-        """Ends a request in whatever state it is; None if it is not (or no longer) served.
+        """Ends a request in any state; None if it is not (or no longer) served.
 
         It gets no more tokens. Its pages come back with the last of its steps in flight.
         """
@@ -209,11 +209,11 @@ class StepScheduler:
         now_s: float,
         logprobs: Sequence[LogprobRows] = (),
     ) -> list[TokenEvent]:
-        """Books the oldest step in flight: every stage has run it.
+        """Applies the result of the oldest step in flight: every stage has run it.
 
         Args:
-            step_id: which step it was.
-            token_ids: what the last stage drew, one for each chunk that samples, in chunk order.
+            step_id: the step.
+            token_ids: the last stage's tokens, one for each chunk that samples, in chunk order.
             now_s: the caller's clock in seconds.
             logprobs: the rows of each chunk whose request wants log-probabilities, in chunk order.
 
@@ -234,7 +234,8 @@ class StepScheduler:
         return events
 
     def _book(self, chunk: Chunk, new_ids: tuple[int, ...], now_s: float) -> TokenEvent | None:
-        """The commit fence: what `chunk` wrote is now on every stage, and what it drew is known."""
+        """The commit fence: the pages that `chunk` wrote are now on every stage, and its token is
+        known."""
         request = chunk.request
         request.steps_in_flight -= 1
         request.num_computed = chunk.end
@@ -306,7 +307,7 @@ class StepScheduler:
             self.abort(request.request_id, reason)
         return [request for request, _ in unfit]
 
-    # What others may ask
+    # Queries
 
     @property
     def next_step_id(self) -> int:
@@ -366,7 +367,7 @@ class StepScheduler:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens of all requests that were let in since the start."""
+        """Prompt tokens of all requests that were admitted since the start."""
         return self._admission.num_prompt_tokens
 
     @property
@@ -384,12 +385,12 @@ class StepScheduler:
         return not self._requests and not self._in_flight
 
     def requests(self) -> tuple[Request, ...]:
-        """All that wait or run, in order of arrival."""
+        """All waiting and running requests, in order of arrival."""
         return tuple(self._requests.values())
 
     def flush_cache(self) -> bool:
-        """Empties the radix cache; refused (False) while any request is served. In a pause those
-        that wait do not count: they hold no pages."""
+        """Empties the radix cache; refused (False) while any request is served. In a pause waiting
+        requests do not count: they hold no pages."""
         is_unused = not self._running and not self._in_flight
         if not is_unused or (self._waiting and not self.pausing.is_paused):
             return False

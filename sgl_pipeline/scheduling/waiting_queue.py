@@ -30,10 +30,10 @@ class WaitingQueue:
         self._parked: set[Request] = set()
         # Every waiting request that is not parked, and some that have left the queue.
         self._heap: list[tuple[tuple[int, int, int], Request]] = []
-        # Tokens that no page of a radix node will hold, and what they attend to.
+        # Tokens that no page of a radix node will hold, and the number that they attend to.
         self._tail_tokens = 0
         self._tail_attended = 0
-        # Tokens to prefill of all that wait, hits or not.
+        # Tokens to prefill of all waiting requests, hits or not.
         self.num_tokens = 0
         self._num_attended = 0
 
@@ -52,11 +52,12 @@ class WaitingQueue:
 
     def awaited_node(self, request: Request) -> RadixNode | None:
         """The node that another request prefills and `request` waits for, parked there or to be
-        parked when it comes to the front; None where it need not wait."""
+        parked when it comes to the front; None if it need not wait."""
         return self._demand.claimed_node(self._paths[request]) if self._parks else None
 
     def tokens_to_compute(self, accounting: Accounting) -> int:
-        """For all that wait, as `accounting` counts; each request counts for at least one token."""
+        """Tokens of all waiting requests, counted by `accounting`; each request counts for at least
+        one."""
         if accounting.shared_once:
             return self._tail_tokens + self._demand.pending_tokens
         if accounting.hits:
@@ -118,7 +119,8 @@ class WaitingQueue:
         return self._paths[request]
 
     def pop_head(self) -> None:
-        """Takes out what `head` gave last; its path in the tree now belongs to the caller."""
+        """Removes the request that `head` returned last; its path in the tree now belongs to the
+        caller."""
         _, request = heapq.heappop(self._heap)
         self._forget(request)
 
@@ -128,7 +130,7 @@ class WaitingQueue:
         return path
 
     def _count(self, request: Request, path: RadixNode, sign: int) -> None:
-        """Adds (`sign` 1) or takes off (-1) what `request` has to prefill."""
+        """Adds (`sign` 1) or subtracts (-1) the tokens that `request` has to prefill."""
         end = request.prefill_end
         self._tail_tokens += sign * (end - path.end)
         self._tail_attended += sign * attended_tokens(path.end, end)
