@@ -1,7 +1,6 @@
 """Records a stage's steps with torch's profiler and writes them down as a Chrome trace.
 
-Used by `stage_worker.py` between steps. Whatever goes wrong is reported in a `ProfileReply`
-and never ends the stage.
+It works between steps. A failure is reported in a `ProfileReply` and never ends the stage.
 """
 
 import os
@@ -32,7 +31,7 @@ class StageProfile:
             return self._reply("activities: there is no GPU; ask for CPU")
         try:
             os.makedirs(os.path.dirname(request.path), exist_ok=True)
-            # What cannot be written is refused now, not when it has been recorded.
+            # An unwritable path is refused now, not after the recording.
             with open(request.path, "wb"):
                 pass
             profiler = profile(
