@@ -48,7 +48,7 @@ class GuardedTokenizerManager(TokenizerManager):
 
     Args:
         loads_path: the file of `load_report.py`.
-        drain_timeout_s: how long running requests may go on after Ctrl-C or a SIGTERM.
+        drain_timeout_s: seconds that running requests may go on after Ctrl-C or a SIGTERM.
         on_interrupt: called when Ctrl-C stops the server.
         end_now: ends the whole server with an exit code; the rest is upstream's.
         before_listening: called when upstream's application is complete.
@@ -83,7 +83,7 @@ class GuardedTokenizerManager(TokenizerManager):
         self._before_listening()
 
     async def sigterm_watchdog(self) -> None:
-        """As upstream's, which goes on at once where no request is left."""
+        """As upstream's, which goes on at once if no request is left."""
         await self.stop_requested.wait()
         if not await drain(self, self.drain_timeout_s):
             self.end_now(1)
@@ -103,7 +103,7 @@ class GuardedTokenizerManager(TokenizerManager):
         return loads
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        """As upstream's. Raises RefusedRequestError, a ValueError, for what is turned away."""
+        """As upstream's. Raises RefusedRequestError, a ValueError, for a refused request."""
         is_health_check = request is not None and request.url.path in HEALTH_ROUTES
         check_inputs(obj, self.context_len, is_health_check)
         check_sequences(obj)
@@ -128,7 +128,7 @@ class GuardedTokenizerManager(TokenizerManager):
                 raise RefusedRequestError(message, HTTPStatus.BAD_REQUEST) from error
 
     def _dispatch_to_scheduler(self, obj: Any) -> None:
-        """As upstream's; with `--enable-trace` each request takes the name of its span along."""
+        """As upstream's; with `--enable-trace` each request carries the name of its span."""
         if self.enable_trace:
             for message in obj.batch if isinstance(obj, _GENERATE_MANY) else (obj,):
                 if isinstance(message, TokenizedGenerateReqInput):

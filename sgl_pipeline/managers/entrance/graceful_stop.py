@@ -21,7 +21,7 @@ from sglang.srt.managers.tokenizer_manager import SignalHandler
 logger = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "the server is shutting down"
-# How long the scheduler may take to end the requests that had no more time.
+# Seconds in which the scheduler must end the remaining requests.
 _ABORT_TIMEOUT_S = 5.0
 _POLL_S = 0.1
 

@@ -28,7 +28,7 @@ from sgl_pipeline.managers.reports.live_events import describe_tick, server_sent
 logger = logging.getLogger(__name__)
 
 MAX_VIEWERS = 8
-# A minute of ticks under load, as far as they fit.
+# At most a minute of ticks under load.
 MAX_RING_EVENTS = 300
 MAX_RING_BYTES = 4 * 2**20
 # Events that wait for a viewer; beyond, the oldest are dropped.
@@ -51,7 +51,7 @@ class Viewer:
         self._has_news.set()
 
     def add(self, event: bytes) -> None:
-        """Never waits: where too many are unread, the oldest is dropped."""
+        """Never waits: if too many are unread, the oldest is dropped."""
         if len(self._backlog) >= MAX_BACKLOG_EVENTS:
             self._backlog.popleft()
             self._num_dropped += 1
@@ -59,7 +59,7 @@ class Viewer:
         self._has_news.set()
 
     def end(self) -> None:
-        """It gets what is there, and no more."""
+        """The viewer gets the waiting events, and no more."""
         self._is_over = True
         self._has_news.set()
 
@@ -137,7 +137,7 @@ class LiveHub:
             viewer.end()
 
     async def _follow(self) -> None:
-        """Passes on what the scheduler process sends, until cancelled."""
+        """Passes on the scheduler process's messages, until cancelled."""
         socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
         try:
             socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_TICKS)

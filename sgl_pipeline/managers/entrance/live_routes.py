@@ -32,7 +32,7 @@ def add_live_routes(app: Any, run_directory: str, *, has_api_key: bool) -> LiveH
         run_directory: holds the scheduler process's socket.
         has_api_key: whether `--api-key` is set.
 
-    Returns what must be closed before the HTTP server waits for its connections.
+    Returns the hub, which must be closed before the HTTP server waits for its connections.
     """
     hub = LiveHub(live_address(run_directory), functools.partial(pipeline_routes_of, app))
 
@@ -46,13 +46,13 @@ def add_live_routes(app: Any, run_directory: str, *, has_api_key: bool) -> LiveH
 
 
 def pipeline_routes_of(app: Any) -> list[str]:
-    """The paths below /pipeline that this server has, for the page to show what they offer."""
+    """The paths below /pipeline that this server has, from which the page derives its controls."""
     paths = {getattr(route, "path", "") for route in app.routes}
     return sorted(path for path in paths if path.startswith("/pipeline/"))
 
 
 class LiveResponse(Response):
-    """The events of one viewer, who has left when the response ends in whatever way."""
+    """The events of one viewer, which leaves when the response ends."""
 
     def __init__(self, hub: LiveHub) -> None:
         super().__init__()

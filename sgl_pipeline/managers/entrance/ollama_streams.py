@@ -12,8 +12,8 @@ OLLAMA_ROUTES = frozenset({"/api/chat", "/api/generate"})
 
 
 async def ends_apart(replies: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """`replies`, each with all text so far, where a last one that brings text is sent twice: as if
-    the answer went on, and as its end."""
+    """`replies`, each with all text so far; repeats a last one that brings text, first as if the
+    answer went on, then as its end."""
     told = ""
     async with aclosing(replies):
         async for reply in replies:

@@ -77,20 +77,20 @@ def add_pipeline_routes(
     """Adds the routes to upstream's FastAPI application, before it is started.
 
     Args:
-        address: of the scheduler process's desk (`desk_channel.desk_address`).
-        move_timeout_s: how long stages may take to get ready for a move.
-        keys: that upstream will ask for; None: none.
+        address: of the scheduler process's socket (`operator_channel.desk_address`).
+        move_timeout_s: seconds that stages may take to get ready for a move.
+        keys: the keys that upstream will ask for; None: no key.
     """
     routes = _PipelineRoutes(DeskClient(address), move_timeout_s, keys or ServerKeys())
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def show_plan() -> Response:
-        """The layer split in use, what its stages spend their time on, and the moves so far."""
+        """The layer split in use, its stages' use of time, and the moves so far."""
         return await routes.show_plan()
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def change_plan(request: Request) -> Response:
-        """Moves layers between stages, or predicts what that would bring."""
+        """Moves layers between stages, or predicts the effect."""
         return await routes.change_plan(request)
 
     async def explain_request(rid: str) -> Response:
@@ -100,7 +100,7 @@ def add_pipeline_routes(
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def show_throttle() -> Response:
-        """The knobs of the throttle, their ranges, and what has been changed by whom."""
+        """The knobs of the throttle, their ranges, and past changes with their authors."""
         return await routes.show_throttle()
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
@@ -171,7 +171,7 @@ class _PipelineRoutes:
         return await self._ask(question, ANSWER_TIMEOUT_S)
 
     async def tune_throttle(self, request: Request) -> Response:
-        """Tuning goes on when the client leaves, and what it proposes is set if that was asked."""
+        """Tuning goes on when the client leaves, and its proposal is applied if that was asked."""
         author = self._keys.author_of(request)
         try:
             body = read_body(await request.body(), TuneBody, HOW_TO_TUNE)
@@ -189,7 +189,7 @@ class _PipelineRoutes:
             self._tuner.end()
 
     async def _tune(self, body: TuneBody, author: Author) -> Response:
-        """Raises RequestError where nothing can be proposed."""
+        """Raises RequestError if nothing can be proposed."""
         work = await self._desk.ask(ShowRecentWork(body.window_s), ANSWER_TIMEOUT_S)
         if work is None:
             return _no_answer(ANSWER_TIMEOUT_S)
@@ -229,7 +229,7 @@ class _PipelineRoutes:
 
 
 def read_plan_change(body: bytes) -> PlanChange:
-    """Reads the body of POST /pipeline/plan. Raises RequestError for any other."""
+    """Reads the body of POST /pipeline/plan. Raises RequestError for any other body."""
     try:
         return _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

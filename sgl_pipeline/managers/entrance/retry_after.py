@@ -9,12 +9,12 @@ from http import HTTPStatus
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# About what a start takes.
+# About the time of a start.
 RETRY_AFTER_S = 10
 
 
 class RetryAfter:
-    """ASGI middleware: adds `Retry-After` (RFC 9110, 10.2.3) where a route has not."""
+    """ASGI middleware: adds `Retry-After` (RFC 9110, 10.2.3) if a route has not."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

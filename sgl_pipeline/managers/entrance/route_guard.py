@@ -78,7 +78,7 @@ def guard_routes(
     features: openai_fields.ServedFeatures,
     is_stopping: Callable[[], bool],
 ) -> None:
-    """Adds to upstream's FastAPI application, before it is started, all that follows in this file.
+    """Adds all checks of this module to upstream's FastAPI application, before it is started.
 
     Args:
         context_length: of the model, in tokens.
@@ -113,13 +113,13 @@ async def answer_value_error(request: Request, error: Exception) -> JSONResponse
 
 
 async def answer_malformed(request: Request, error: Exception) -> JSONResponse:
-    """For upstream's routes that trip over a body of an unexpected form."""
+    """For upstream's routes that fail on a body of an unexpected form."""
     logger.error("a body that cannot be read was refused", exc_info=error)
     return _refusal(f"the request cannot be read: {error}")
 
 
 async def answer_crash(request: Request, error: Exception) -> JSONResponse:
-    """For an unexpected exception, and for a key that upstream's comparison trips over."""
+    """For an unexpected exception, and for a key on which upstream's comparison fails."""
     if "non-ASCII" in str(error):
         return JSONResponse({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
     return _refusal("internal error; see the server's log", HTTPStatus.INTERNAL_SERVER_ERROR)

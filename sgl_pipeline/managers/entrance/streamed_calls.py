@@ -28,7 +28,7 @@ def read_calls_piece_by_piece() -> None:
 
 
 class _PieceByPiece(BaseFormatDetector):
-    """Mixin before a detector of upstream's: hands it a chunk in pieces and joins what it says."""
+    """Mixin before a detector of upstream's: gives it a chunk in pieces and joins its results."""
 
     def parse_streaming_increment(self, new_text: str, tools: list[Tool]) -> StreamingParseResult:
         read = super().parse_streaming_increment

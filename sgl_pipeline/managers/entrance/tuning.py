@@ -40,7 +40,7 @@ class TuneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     policies: Annotated[tuple[str, ...], Meta(max_length=len(POLICIES))] | None = None
 
     def check(self) -> None:
-        """Raises RequestError for what no type says."""
+        """Raises RequestError for faults that the types do not exclude."""
         unknown = [one for one in self.policies or () if one not in POLICIES]
         if unknown:
             raise RequestError(f"policies: {unknown[0]!r} is not one of {', '.join(POLICIES)}")

@@ -159,7 +159,7 @@ class ControlReplies:
         self._front = front
         self._server = server
         self._profiles = profiles
-        # A flush that waits for the server to become idle, and until when (monotonic seconds).
+        # A flush that waits for the server to become idle, and its deadline (monotonic seconds).
         self._waiting_flush: tuple[FlushMessage, float] | None = None
 
     def answer(self, message: SglangMessage) -> None:

@@ -65,7 +65,7 @@ class OperatorReplies:
         self._core = core
         self._grammars = grammars
         self._compile_seconds = compile_seconds
-        # Who waits for the end of a move, by its number.
+        # The askers that wait for the end of a move, by its number.
         self._askers: dict[int, bytes] = {}
 
     @property

@@ -20,8 +20,8 @@ from sgl_pipeline.managers.upstream.upstream_messages import GenerateMessage
 class ReasoningMarks:
     """The token ids around reasoning in a model's output.
 
-    `end` closes it. `self_opened` is how a model opens it that was not asked to (empty: it never
-    does). A request may name one of `selectable_ends` instead of `end`.
+    `end` closes it. A model that was not asked to reason opens it with `self_opened` (empty: it
+    never does). A request may name one of `selectable_ends` instead of `end`.
     """
 
     end: tuple[int, ...] = ()

@@ -53,7 +53,7 @@ _REFUSED_TYPES = (_EMBED, _EMBED_MANY)
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """The front wants these live requests ended. `send_finish` each once it has been done."""
+    """The front wants these live requests ended. Call `send_finish` for each once it has ended."""
 
     requests: tuple[Request, ...]
     finish: FinishReason
@@ -123,7 +123,8 @@ class SglangFront:
         return [cursor.request for cursor in self._cursors.values()]
 
     def receive(self) -> list[Received]:
-        """All that has arrived. Requests that cannot be served have been answered already."""
+        """All messages that have arrived. Requests that cannot be served have been answered
+        already."""
         received: list[Received] = []
         refused: list[OutputRow] = []
         while True:
@@ -272,8 +273,8 @@ class SglangFront:
         return any(one.state is RequestState.RUNNING for one in self.live_requests)
 
     def _matching(self, message: AbortMessage) -> tuple[Request, ...]:
-        """The live requests that an AbortReq names. Upstream matches prefixes; the front names
-        only requests that it knows, so that an exact match is enough and cannot hit a stranger."""
+        """The live requests that an AbortReq names. Upstream matches prefixes; the front names only
+        requests that it knows, so that an exact match is enough and cannot hit another request."""
         if message.abort_all:
             return tuple(self.live_requests)
         cursor = self._cursors.get(message.rid or "")
@@ -301,7 +302,7 @@ def _abort_finish(reason: Mapping[str, Any]) -> FinishReason:
 
 
 def make_decoder() -> "msgspec.msgpack.Decoder[Any]":
-    """A decoder of what the front may send to a scheduler, and of nothing else.
+    """A decoder of the messages that the front may send to a scheduler, and of no others.
 
     Upstream's own also accepts pickles and shared-memory handles, at any depth.
     """

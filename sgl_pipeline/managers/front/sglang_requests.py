@@ -30,7 +30,7 @@ MAX_PROMPT_LOGPROBS = 2**20
 _SEED_MASK = 2**63 - 1
 _MAX_INT32 = 2**31 - 1
 
-# Fields of TokenizedGenerateReqInput that ask for something not built, and what to call it.
+# Fields of TokenizedGenerateReqInput that ask for something not built, and its name.
 _UNBUILT_FIELDS = {
     "return_sampling_mask": "return_sampling_mask",
     "return_hidden_states": "return_hidden_states",
@@ -54,7 +54,7 @@ _UNBUILT_FIELDS = {
     "kv_hints": "kv_hints",
 }
 
-# Fields of SamplingParams, the value that asks for nothing, and what to call the rest.
+# Fields of SamplingParams, the value that asks for nothing, and the name of the feature otherwise.
 _UNBUILT_SAMPLING: dict[str, tuple[object, str]] = {
     "watermark": (None, "watermarking"),
 }
@@ -66,10 +66,10 @@ class RequestIntake:
     Args:
         limits: of the model.
         pool_tokens: tokens that the KV pool holds; bounds a request that names no maximum.
-            What can be served at all is checked by `StepScheduler.add`.
+            `StepScheduler.add` checks whether a request can be served at all.
         tokenizer: decodes text for stop strings and expressions.
         random_seed: `--random-seed`: makes the seeds of requests without one reproducible.
-        priorities: what becomes of their `priority`.
+        priorities: the meaning of their `priority`.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class RequestIntake:
         """The request that `message`, a TokenizedGenerateReqInput, asks for, except its grammar
         (`grammars/spec.py`).
 
-        Raises RequestError (400, or 503 for a priority) when it is malformed or asks for what is
-        not built.
+        Raises RequestError (400, or 503 for a priority) when it is malformed or asks for a feature
+        that is not built.
         """
         for name in unbuilt_features(message):
             raise RequestError(f"{name}: not supported by this server yet")
@@ -128,8 +128,8 @@ class RequestIntake:
             # As many as there is room for; none at all is for `StepScheduler.add` to refuse.
             return max(1, min(self._limits.context_length, self.pool_tokens) - prompt_length)
         _check_range("max_new_tokens", asked, 0, _MAX_INT32)
-        # The front refuses what is asked beyond the context, and fills in 128 where nothing is
-        # asked; near the context's end that default is cut to what is left.
+        # The front refuses lengths beyond the context, and fills in 128 if none is asked for; near
+        # the context's end that default is cut to the remaining length.
         left = self._limits.context_length - prompt_length
         return min(asked, left) if left > 0 else asked
 
@@ -222,7 +222,7 @@ class RequestIntake:
 
 
 def unbuilt_features(message: GenerateMessage) -> Iterator[str]:
-    """The names of what `message` asks for that is not built yet."""
+    """The names of features that `message` asks for and that are not built yet."""
     for field, name in _UNBUILT_FIELDS.items():
         value = getattr(message, field)
         if value is not None and value is not False:

@@ -29,7 +29,7 @@ class GrammarCache:
         return self._outcomes[key][0]
 
     def put(self, key: tuple[str, str], outcome: xgrammar.CompiledGrammar | str) -> None:
-        """Remembers what became of `key`, which must not be here yet."""
+        """Remembers the outcome for `key`, which must not be here yet."""
         # A character of Python text takes at most four bytes.
         num_bytes = 4 * len(key[1])
         num_bytes += 4 * len(outcome) if isinstance(outcome, str) else outcome.memory_size_bytes

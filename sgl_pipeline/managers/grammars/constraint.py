@@ -17,7 +17,7 @@ from sgl_pipeline.requests import FinishReason, TokenConstraint
 
 logger = logging.getLogger(__name__)
 
-# What matching may cost beyond the limit per token, for a few expensive tokens among cheap ones.
+# CPU time of matching beyond the limit per token, for a few expensive tokens among cheap ones.
 ALLOWANCE_S = 0.25
 
 
@@ -25,7 +25,7 @@ class GrammarConstraint:
     """Follows the grammar from the first token that it is given.
 
     When the text is complete only stop tokens are allowed; the grammar's are the model's EOS ids,
-    as in SGLang, and one of them ends the request even where `ignore_eos` was asked.
+    as in SGLang, and one of them ends the request even with `ignore_eos`.
 
     Args:
         vocab_size: of the model's logits.

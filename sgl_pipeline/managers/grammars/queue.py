@@ -33,7 +33,7 @@ class Compiler(Protocol):
 
 @dataclass(slots=True)
 class _Compile:
-    """A grammar that is being compiled, and who waits for it, by request id."""
+    """A grammar that is being compiled, and the requests that wait for it, by id."""
 
     key: tuple[str, str]
     waiting: dict[str, ConstrainedRequest] = field(default_factory=dict)
@@ -117,7 +117,8 @@ class GrammarQueue:
                 self._compiler.cancel(job_id)
 
     def take_overdue(self, now_s: float) -> list[Request]:
-        """Forgets and returns who has waited here for too long; the clock of `arrival_s`."""
+        """Forgets and returns requests that have waited here for too long, by the clock of
+        `arrival_s`."""
         if self._waiting_timeout_s is None:
             return []
         overdue = [
@@ -177,7 +178,7 @@ class GrammarQueue:
 
 
 class NoGrammars:
-    """In place of a `GrammarQueue` where no grammar can be used: refuses each with the `reason`."""
+    """Replaces a `GrammarQueue` if no grammar can be used: refuses each with the `reason`."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

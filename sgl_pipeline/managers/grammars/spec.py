@@ -20,7 +20,7 @@ from sgl_pipeline.requests import Request
 
 MAX_GRAMMAR_CHARACTERS = 2**18
 MAX_NESTING = 64
-# What upstream takes in place of a schema for any JSON value.
+# Upstream's value in place of a schema, for any JSON value.
 _ANY_JSON = "$$ANY$$"
 
 # Field of upstream's SamplingParams -> kind of grammar.

@@ -56,7 +56,7 @@ def machine_name(device: str) -> str:
 def save_costs(costs: CostFile, path: Path | None = None) -> Path:
     """Writes `path`, or the file's own name in `cost_directory`; a reader sees all of it or none.
 
-    Raises ConfigurationError where it cannot be written.
+    Raises ConfigurationError if it cannot be written.
     """
     path = path or cost_directory() / costs.file_name
     draft = path.with_suffix(".part")
@@ -92,8 +92,8 @@ def read_costs(
 
 
 def find_costs(stages: StageArgs, num_layers: int) -> CostFile | None:
-    """The costs that hold for a server's stages, where there are any; a file that turns out to be
-    of another machine or model is passed over with a warning."""
+    """The costs that hold for a server's stages, if any; a file of another machine or model is
+    ignored with a warning."""
     threads = set(stage_threads(stages.num_stages, stages.cpu_threads))
     if len(threads) > 1:
         return None

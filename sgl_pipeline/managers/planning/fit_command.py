@@ -27,7 +27,7 @@ from sgl_pipeline.status_line import StatusLine, bar
 
 _HELD_OUT_SHARE = 0.2
 _STEPS_AT_ONCE = 8
-# Of the largest steps that are timed: rows by the server's defaults, and pages of 128 Ki tokens.
+# The largest steps that are timed: rows by the server's defaults, and pages of 128 Ki tokens.
 _MOST_DECODES, _MOST_PROMPT_TOKENS, _MOST_KEPT_TOKENS = 256, 2048, 2**17
 _MOST_CONTEXT = 4096
 
@@ -79,7 +79,7 @@ def measure_steps(
 
 
 def least(one: PartSample, other: PartSample) -> PartSample:
-    """The lesser times of two samples of the same step."""
+    """The shorter times of two samples of the same step."""
     return PartSample(
         one.work,
         tuple(map(min, one.kinds_ms, other.kinds_ms)),
@@ -91,7 +91,7 @@ def least(one: PartSample, other: PartSample) -> PartSample:
 def fit_costs(
     stages: StageArgs, spec: ModelSpec, num_steps: int, rounds: int, seed: int
 ) -> tuple[CostFile, list[PartSample]]:
-    """Measures and fits; the samples are returned too, those that were held out last.
+    """Measures and fits; returns the samples too, the held-out ones last.
 
     Raises ConfigurationError and StageFailure as `MeasuringWorker.measure`.
     """

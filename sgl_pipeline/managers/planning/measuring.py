@@ -1,4 +1,4 @@
-"""Has one stage worker time made-up steps, without a server around it.
+"""Lets one stage worker time made-up steps, without a server around it.
 
 The worker is a process like any stage's, with the cores and threads that the first of `--pp` stages
 would have.

@@ -88,7 +88,7 @@ def _report(options: argparse.Namespace) -> str:
 
 
 def _routes(planner: HostPlanner, network: HostNetwork) -> list[str]:
-    """The hosts as they are listed, where that is not best, and the best order and split."""
+    """The hosts in the listed order, if that is not the best, and the best order and split."""
     best, listed = planner.best(), planner.as_listed()
     lines = []
     if listed is not None and listed.order != best.order:
@@ -103,7 +103,7 @@ def _splits(
     spec: ModelSpec,
     asked: StagePlan | None,
 ) -> list[str]:
-    """The split that was asked for, the even one and the best ones, on one host."""
+    """The requested split, the even one and the best ones, on one host."""
     lines: list[str] = []
     even = even_layer_counts(spec.num_layers, options.pp)
     if asked is not None:
@@ -182,7 +182,7 @@ def _cost_file(path: Path | None, stages: StageArgs, spec: ModelSpec) -> CostFil
 def step_costs_here(
     stages: StageArgs, spec: ModelSpec, step: MadeUpStep, file: CostFile | None
 ) -> tuple[StageCosts, PartSizes, int]:
-    """Costs of the step, the parts' bytes, and what memory this machine has for them."""
+    """Costs of the step, the parts' bytes, and this machine's memory for them."""
     with measuring_worker(stages, spec.num_layers) as worker:
         found = worker.measure([] if file else [step])
     if file is None:

@@ -32,8 +32,8 @@ class Nursery:
         self._start()
 
     def fork(self, arguments: Sequence[str]) -> int | None:
-        """The process id of a new worker with these arguments; None where the nursery is not ready
-        yet or has ended, which is begun again then."""
+        """The process id of a new worker with these arguments; None if the nursery is not ready
+        yet, or has ended; then it is started again."""
         try:
             if not self._has_become_ready():
                 return None

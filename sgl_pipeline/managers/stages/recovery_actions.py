@@ -29,8 +29,8 @@ class RecoveryActions:
     """Stages of one server that are replaced when they are lost.
 
     Args:
-        watch: says which stages hang; None: hangs go unnoticed.
-        on_lost: called with a stage that was lost, for who waits for its word.
+        watch: finds stages that hang; None: hangs go unnoticed.
+        on_lost: called with a lost stage, for callers that wait for its reply.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class RecoveryActions:
         return (*self._recovery.history, *([] if current is None else [current]))
 
     def take(self, message: FromWorker, now_s: float, worker: int | None = None) -> None:
-        """Books what a worker says that is not about a step, and sends what follows from it."""
+        """Applies a worker's message that is not about a step, and sends the messages that
+        follow."""
         self._launcher.tell(self._recovery.take(message, now_s, worker))
         if isinstance(message, WorkerLeaves):
             log_leaver(self._launcher.roster.worker_stage(message.worker), message.worker)
@@ -74,7 +75,7 @@ class RecoveryActions:
         """Looks for workers that have ended or take too long; to be called now and then, and when
         `StageLauncher.ends_descriptor` can be read.
 
-        Raises StageFailure where a stage cannot be replaced, and PipelineLost as
+        Raises StageFailure if a stage cannot be replaced, and PipelineLost as
         `StageLauncher.take_lost`.
         """
         for worker, reason in self._launcher.take_lost():
@@ -92,7 +93,8 @@ class RecoveryActions:
             self._look_into(silence, now_s)
 
     def _look_into(self, silence: Silence, now_s: float) -> None:
-        """Asks a silent stage what it does, and replaces it when it says nothing for a while."""
+        """Asks a silent stage for its stacks, and replaces it when it does not answer for a
+        while."""
         worker = self._launcher.roster.worker_of(silence.stage)
         if worker is None:
             return
@@ -152,7 +154,7 @@ class RecoveryActions:
                 log_successor(message.stage, worker, roster.worker_of(message.stage))
         self._launcher.tell(told)
         if record is None and (record := self._recovery.current) is not None:
-            for stage in record.stages:  # its leaver is not heard any more
+            for stage in record.stages:  # messages of its leaver no longer count
                 self.on_lost(stage)
         if self._launcher.stages != before:
             record = self._recovery.current

@@ -56,8 +56,8 @@ class StageProcesses:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the workers that were started at first, by number, until others are. They
-        stay taken until then, also when one has ended."""
+        """Process ids of the first workers, by number. Until another worker is started they are not
+        reused, even if a worker has ended."""
         return tuple(process.pid for process in self._processes)
 
     def start(self, num_stages: int, cpu_threads: int | None) -> None:
@@ -74,8 +74,8 @@ class StageProcesses:
                 self._processes.append(self._spawn(worker, own_threads))
 
     def keep_nursery(self) -> None:
-        """Has a process import what workers need, so that those which are started later are its
-        forks and there at once. Not for stages on GPUs."""
+        """Makes a process import all modules that workers need, so that later workers are its forks
+        and start at once. Not for stages on GPUs."""
         with self._lock:
             if not self._is_closed:
                 self._nursery = Nursery(self._environment(max(self._threads, default=1)))
@@ -87,7 +87,7 @@ class StageProcesses:
         with self._lock:
             if self._is_closed:
                 return None
-            # How they ended has been read by now: others are started after that.
+            # Their ends have been noticed by now: others are started after that.
             self._processes = [one for one in self._processes if one.poll() is None]
             if self._nursery is not None and threads is None:
                 pid = self._nursery.fork(self._arguments(worker))
@@ -152,7 +152,7 @@ class StageProcesses:
         environment.setdefault("GOMP_SPINCOUNT", "20000")
         # Weights in huge pages: a fifth off a step of few rows, which is bound by reading them.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-        # They would listen on every interface; without other hosts none but the loopback is used.
+        # They would listen on every interface; without other hosts only the loopback is used.
         interface = self.place.interface
         environment |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
         paths = [package_root, environment.get("PYTHONPATH", "")]

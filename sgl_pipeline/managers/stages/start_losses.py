@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 class StartLosses:
     """Args:
-    limit_s: how long a lost host may take to come back.
+    limit_s: seconds that a lost host may take to come back.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -22,7 +22,7 @@ class StartLosses:
         self._since_s = 0.0
 
     def add(self, reason: str, now_s: float) -> None:
-        """A worker was lost with its host; `reason` names that."""
+        """A worker was lost with its host; `reason` names the host."""
         self._num_workers += 1
         if reason != self._reason:
             self._reason, self._since_s = reason, now_s
