@@ -13,8 +13,8 @@
     +-- StageFailure                a stage process died or could not run a step
     +-- PipelineLost                the stages that are left cannot serve, and no worker comes
 
-Used by every room. A message says what happened, the limit, and the knob that moves it; `assert`
-is for our own bugs and never appears here.
+A message says what happened, the limit, and the knob that moves it; `assert` is for our own bugs
+and never appears here.
 """
 
 

@@ -1,4 +1,4 @@
-"""What memory this host has to give. Read by stage workers and by the doctor."""
+"""The memory of this host that is available."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ from sgl_pipeline.errors import ConfigurationError
 
 
 def available_memory_bytes() -> int:
-    """What the kernel says is available without swapping (MemAvailable, proc(5))."""
+    """Bytes that are available without swapping, according to the kernel (MemAvailable,
+    proc(5))."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         name, _, amount = line.partition(":")
         if name == "MemAvailable":

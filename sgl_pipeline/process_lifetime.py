@@ -1,9 +1,9 @@
-"""How the processes of one server end together.
+"""Makes the processes of one server end together.
 
-Every process that the server starts calls `die_with_parent` first, so that none outlives its
-parent however that one ended, `kill -9` included; a `WatchedProcess` is how one notices the end of
-another that is not its child. Linux does the work (`prctl`, `pidfd`); nothing here cleans up files:
-that is `managers/channels/run_directory.py`.
+Every process that the server starts calls `die_with_parent` first, so that none outlives its parent
+after any end, `kill -9` included; a `WatchedProcess` notices the end of a process that is not a
+child. Linux does the work (`prctl`, `pidfd`); nothing here cleans up files: that is
+`managers/channels/run_directory.py`.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class WatchedProcess:
             signal.pidfd_send_signal(self._descriptor, DUMP_SIGNAL)
 
     def state(self) -> str:
-        """What the kernel says that it does, such as `T (stopped)`."""
+        """Its state according to the kernel, such as `T (stopped)`."""
         try:
             status = Path(f"/proc/{self._pid}/status").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -91,7 +91,7 @@ class WatchedProcess:
         return waits_s
 
     def end(self) -> str:
-        """How it ended, in words; to be asked after it did."""
+        """Its end in words; to be called after it has ended."""
         try:
             stat = Path(f"/proc/{self._pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:

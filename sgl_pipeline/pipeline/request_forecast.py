@@ -18,7 +18,7 @@ from sgl_pipeline.scheduling import Demand, Outlook
 
 # Most chunks that one forecast looks at: some milliseconds.
 MAX_WORK = 16_000
-# Of a queue, to say how fast it moves.
+# Fewest served requests of a queue from which its pace is taken.
 MIN_SERVED = 4
 _STEP_WORK = 40  # the cost of a step beside its chunks
 _GOLDEN_RATIO = 0.6180339887498949

@@ -11,7 +11,7 @@ from sgl_pipeline.wire.stage_messages import ProfileReply, StartProfile
 
 
 class StageProfile:
-    """At most one recording at a time, of one stage; `has_gpu` says whether it runs on one."""
+    """At most one recording at a time, of one stage; with `has_gpu` it runs on a GPU."""
 
     def __init__(self, stage: int, has_gpu: bool) -> None:
         self._stage = stage

@@ -90,6 +90,6 @@ class RequestAges:
         self._running.stop(request)
 
     def overdue(self, now_s: float) -> list[tuple[Request, FinishReason]]:
-        """Takes out the requests whose time is over, and says why each ends."""
+        """Removes and returns the requests whose time is over, each with its reason."""
         waited = [(request, WAITED_TOO_LONG) for request in self._waiting.overdue(now_s)]
         return waited + [(request, RAN_TOO_LONG) for request in self._running.overdue(now_s)]

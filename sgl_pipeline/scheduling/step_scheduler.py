@@ -156,7 +156,7 @@ class StepScheduler:
         return request
 
     def end_overdue(self, now_s: float) -> list[Request]:
-        """Ends the requests that have waited or run for too long; `Request.finish` says which.
+        """Ends the requests that have waited or run for too long; `Request.finish` has the reason.
 
         `now_s` is the clock of `Request.arrival_s`, in seconds.
         """

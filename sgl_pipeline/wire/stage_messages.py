@@ -100,7 +100,7 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class MeasureCosts(msgspec.Struct, frozen=True, tag=True):
-    """Time the parts of a model in `steps` before the stages are handed out; without steps, say
+    """Time the parts of a model in `steps` before the stages are handed out; without steps, report
     only how large the parts are. `assignment` is what the worker would get if all stages had
     equally many layers."""
 
@@ -196,7 +196,7 @@ class WorkerLeaves(msgspec.Struct, frozen=True, tag=True):
 
 class HandPagesOver(msgspec.Struct, frozen=True, tag=True):
     """Copy what `pages` hold of all layers of the stage to the worker that will fill it, at
-    `address`, beside the steps to come; then say `PagesCopied`.
+    `address`, beside the steps to come; then answer with `PagesCopied`.
 
     `handover` is unique for the life of the server, `address` as in `StageAssignment.links`,
     `pages` an int32 array. It takes the place of a handover before it.
@@ -208,7 +208,8 @@ class HandPagesOver(msgspec.Struct, frozen=True, tag=True):
 
 
 class TakePagesOver(msgspec.Struct, frozen=True, tag=True):
-    """Take up what comes at `address`, as in `HandPagesOver`, and say `PagesTaken` at the end."""
+    """Take the pages that come at `address`, as in `HandPagesOver`, and answer with `PagesTaken` at
+    the end."""
 
     handover: int
     address: str

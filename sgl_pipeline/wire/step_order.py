@@ -37,7 +37,8 @@ class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
     """One chunk: `length` tokens from position `start` of the request `handle`.
 
     `new_tokens` and `new_pages` are int32 arrays to append to what the stage already holds.
-    `token_mask` says which tokens may be drawn (`requests.TokenConstraint`), if the chunk samples.
+    `token_mask` selects the tokens that may be drawn (`requests.TokenConstraint`), if the chunk
+    samples.
     """
 
     handle: int

@@ -58,10 +58,9 @@ class Family:
     """The differences of an architecture from the plain decoder, and how to read its config.
 
     Attributes:
-        qkv_bias: queries, keys and values have biases, whatever the config says.
-        interleaved_rope: a rotated pair is two neighbors, not two halves of the head.
-        partial_rope: the config's `partial_rotary_factor` counts.
-        experts: layers may be mixtures of experts.
+        qkv_bias: queries, keys and values have biases, with any config. interleaved_rope: a rotated
+        pair is two neighbors, not two halves of the head. partial_rope: the config's
+        `partial_rotary_factor` counts. experts: layers may be mixtures of experts.
         has_window_switch: `sliding_window` counts only where `use_sliding_window` and `layer_types`
             say so.
         spellings: this config's names of fields that `model_spec` knows by other names. The
