@@ -1,4 +1,4 @@
-"""`sgl-pipeline completion bash`: what a shell needs to complete commands and flags.
+"""`sgl-pipeline completion bash`: prints the script by which a shell completes commands and flags.
 
 The scripts are shtab's, made from the commands' own parsers. Making them imports SGLang, whose
 flags `serve` has too; completing does not.

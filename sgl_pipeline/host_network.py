@@ -4,7 +4,7 @@
      "link": {"gbit_per_s": 10, "delay_ms": 0.1},
      "links": [{"between": ["a", "b"], "gbit_per_s": 1, "delay_ms": 1}]}
 
-The first host is the head (`--node-rank 0`). Read by `sgl_pipeline plan` and by the simulator.
+The first host is the head (`--node-rank 0`).
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ class NetworkLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     delay_ms: float
 
     def busy_ms(self, num_bytes: int) -> float:
-        """How long so many bytes take the link."""
+        """Milliseconds that `num_bytes` bytes occupy the link."""
         return num_bytes * 8e-6 / self.gbit_per_s
 
     def transfer_ms(self, num_bytes: int) -> float:
@@ -38,8 +38,8 @@ class HostPair(NetworkLink, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class PaperHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A host with so many stages, each on a device as `plan --devices` names them: `speed` beside
-    the one that was measured, and `memory` such as 24GiB (None: as much as a stage has here)."""
+    """A host with `stages` stages, each on a device as in `plan --devices`: `speed` relative to the
+    measured one, and `memory` such as 24GiB (None: as much as a stage has here)."""
 
     name: str
     stages: int = 1
@@ -65,7 +65,7 @@ class HostNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def stage_slowness(self) -> tuple[float, ...]:
-        """What the times of each stage are multiplied by."""
+        """Factors of each stage's times."""
         return tuple(1.0 / self.hosts[place].speed for place in self.host_of_stage)
 
     def between(self, one: int, other: int) -> NetworkLink | None:
@@ -82,7 +82,7 @@ class HostNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def read_host_network(path: Path) -> HostNetwork:
-    """What the file says. Raises ConfigurationError that names what is wrong with it."""
+    """Reads the file. Raises ConfigurationError, which names the fault."""
     try:
         network = decode(msgspec.json.Decoder(HostNetwork), path.read_bytes())
     except OSError as error:
@@ -95,7 +95,7 @@ def read_host_network(path: Path) -> HostNetwork:
 
 
 def _fault(network: HostNetwork) -> str:
-    """What the types do not say, as one clause; "" where all is well."""
+    """A fault that the types do not exclude, as one clause; "" if there is none."""
     names = [host.name for host in network.hosts]
     if not names or len({*names}) < len(names):
         return "hosts need to be one or more, each with a name of its own"

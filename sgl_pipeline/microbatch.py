@@ -1,7 +1,7 @@
-"""What one step carries: the chunks that the scheduler put together.
+"""The contents of one step: the chunks that the scheduler put together.
 
-Made by `StepScheduler.next_microbatch`, encoded for the stages by `StepOrderEncoder`, and kept
-until the step's result comes back. Frozen: the state of a step lives here and not on the request.
+A Microbatch is kept until the step's result comes back. Frozen: the state of a step lives here and
+not on the request.
 """
 
 from dataclasses import dataclass, field
@@ -88,7 +88,7 @@ class Microbatch:
 
     @property
     def num_replay_tokens(self) -> int:
-        """Those that some stage computes again."""
+        """Number of tokens that some stage computes again."""
         return sum(replay.length for replay in self.replays)
 
     @property

@@ -1,6 +1,6 @@
-"""What a model directory in Hugging Face format holds: its JSON files, and which file has a tensor.
+"""Reads a model directory in Hugging Face format: its JSON files, and the file of each tensor.
 
-Read by stage workers and by what looks at a model without torch.
+It needs no torch.
 """
 
 import json
@@ -27,10 +27,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def indexed_files(directory: Path) -> dict[str, str] | None:
-    """The file of each tensor as the index of a sharded model says; None where there is no index,
-    so that all tensors are in `SINGLE_FILE`.
+    """The file of each tensor in the index of a sharded model; None if there is no index, so that
+    all tensors are in `SINGLE_FILE`.
 
-    Raises CheckpointError where the index is unreadable or leads out of the directory.
+    Raises CheckpointError if the index is unreadable or leads out of the directory.
     """
     index_path = directory / INDEX_FILE
     if not index_path.exists():

@@ -1,4 +1,4 @@
-"""What a policy sees and what it answers: both halves of the door between scheduling and throttle.
+"""A policy's input and output: the interface between scheduling and throttle.
 
 On the ground floor because each `Microbatch` carries the two that it was decided from; other rooms
 take them from `throttle`. `StepScheduler` takes a `PipelineLoad` before each admission; a policy
@@ -22,17 +22,17 @@ Target = Literal["TPOT", "TTFT"]
 class PipelineLoad:
     """A snapshot of the whole system, taken before admission.
 
-    `waiting_tokens` are prompt tokens that must still be computed: radix hits and chunks in flight
-    are not among them (gLLM #WP); `prompts` counts the requests they belong to. `running_decodes`
-    counts decoding requests, in flight or not (gLLM #RD); `ready_decodes` those that are not in
-    flight. `free_pages` are free or evictable; `reserved_pages` of them the running decodes are
-    expected to need before they end. `args.Accounting` can switch single counts off.
+    `waiting_tokens` are prompt tokens that must still be computed, without radix hits and chunks in
+    flight (gLLM #WP); `prompts` counts the requests they belong to. `running_decodes` counts
+    decoding requests, in flight or not (gLLM #RD); `ready_decodes` the decodes that are not in
+    flight. `free_pages` are free or evictable; the running decodes are expected to need
+    `reserved_pages` of them before they end. `args.Accounting` can switch single counts off.
 
     For policies that budget time: `waiting_attended_tokens` are the pairs of a row and a token that
-    it attends to, of the waiting tokens; `decode_attended_tokens` those of one more token of each
-    running decode; `step_times` says what a step takes, None while that is not known, and
-    `work_in_flight` what the steps in flight hold. `newest_wait_ms` is for how long
-    the request has been there that arrived last, of those whose prompt is not computed.
+    it attends to, of the waiting tokens; `decode_attended_tokens` the pairs of one more token of
+    each running decode; `step_times` predicts step times, None while they are not known;
+    `work_in_flight` is the work of the steps in flight. `newest_wait_ms` is the age of the newest
+    request whose prompt is not computed.
     """
 
     step_id: int
@@ -58,8 +58,8 @@ class PipelineLoad:
 
     @property
     def in_flight_ms(self) -> float:
-        """What the longest of the steps in flight takes, 0 while that is not known. Predicted when
-        a policy asks: others pay nothing for it."""
+        """Time of the longest step in flight, 0 while it is not known. Predicted on demand, so that
+        other policies pay nothing."""
         if self.step_times is None:
             return 0.0
         return max(map(self.step_times.step_ms, self.work_in_flight), default=0.0)
@@ -82,8 +82,8 @@ class DecodeShare:
 
 @dataclass(frozen=True, slots=True)
 class TimeLimit:
-    """What a step may take, by `times`: prefill fills what its decodes leave of `step_ms`, and gets
-    `least_prefill_tokens` of one prompt whatever they leave. `decodes` None: by count alone."""
+    """The time limit of a step, by `times`: prefill fills the rest of `step_ms` after its decodes,
+    and gets `least_prefill_tokens` of one prompt in any case. `decodes` None: by count alone."""
 
     step_ms: float
     least_prefill_tokens: int
@@ -94,8 +94,8 @@ class TimeLimit:
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
     """Upper bounds for one microbatch; less is used where pages or requests run out. `bound_by` is
-    what made the prefill budget what it is: `prefill_tokens`, or where there is one, `time`.
-    `missed` is the target that cannot be met as things stand."""
+    the term that decided the prefill budget: of `prefill_tokens`, or of `time` if there is a limit.
+    `missed` is the target that cannot be met now."""
 
     prefill_tokens: int
     decodes: int
@@ -105,7 +105,7 @@ class TokenBudget:
 
     @property
     def prefill_text(self) -> str:
-        """What a step may prefill, in words."""
+        """The prefill budget of a step, in words."""
         if self.time is None:
             return f"{self.prefill_tokens} prompt tokens (bound by {self.bound_by})"
         return f"what its decodes leave of {self.time.step_ms:.1f} ms (bound by {self.bound_by})"

@@ -1,9 +1,9 @@
 """Ends the processes of one server together.
 
-Every process that the server starts calls `die_with_parent` first, so that none outlives its
-parent however that one ended, `kill -9` included; a `WatchedProcess` is how one notices the end of
-another that is not its child. Linux does the work (`prctl`, `pidfd`); nothing here cleans up files:
-that is `managers/channels/run_directory.py`.
+Every process that the server starts calls `die_with_parent` first, so that none outlives its parent
+after any end, `kill -9` included; a `WatchedProcess` notices the end of a process that is not a
+child. Linux does the work (`prctl`, `pidfd`); nothing here cleans up files: that is
+`managers/channels/run_directory.py`.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ class WatchedProcess:
         return waits_s
 
     def end(self) -> str:
-        """How it ended, in words; to be asked after it did."""
+        """Its end in words; to be called after it has ended."""
         try:
             stat = Path(f"/proc/{self._pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:

@@ -1,7 +1,7 @@
-"""What one user asked for, and how far it has got.
+"""One user's request, and its progress.
 
-Built by `managers/` (or the simulator), owned and changed by `scheduling/` alone. A `Request` never
-leaves the scheduler process; only its `SamplingSpec` and `LogprobSpec` travel to the stages.
+Only `scheduling/` changes a `Request`, which never leaves the scheduler process; only its
+`SamplingSpec` and `LogprobSpec` travel to the stages.
 """
 
 from dataclasses import dataclass, field
@@ -15,15 +15,16 @@ MIN_TEMPERATURE = 1e-6
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
-    """How the next token is drawn. Travels to the last stage, so it is a Struct.
+    """The parameters by which the next token is drawn. Travels to the last stage, so it is a
+    Struct.
 
     `top_k == 0` means the whole vocabulary. The random number of a position is a hash of
     (seed, position), so a token does not depend on the microbatch that it shared.
 
-    The penalties look at the output tokens alone, as SGLang's do. `logit_bias` holds pairs of token
-    id and what is added to its logit, each id once. `masked_token_ids` cannot be drawn before there
-    are `min_new_tokens` output tokens. All ids are of the vocabulary, and how many there may be is
-    bounded where the spec is made (`managers/front/sglang_requests.py`).
+    The penalties look at the output tokens alone, as SGLang's do. `logit_bias` holds pairs of a
+    token id and the number added to its logit, each id once. `masked_token_ids` cannot be drawn
+    before there are `min_new_tokens` output tokens. All ids are of the vocabulary, and their number
+    is bounded where the spec is made (`managers/front/sglang_requests.py`).
     """
 
     temperature: float = 1.0
@@ -58,13 +59,13 @@ MAX_TOP_LOGPROBS = 128
 
 
 class LogprobSpec(msgspec.Struct, frozen=True, array_like=True):
-    """Which log-probabilities a request wants. Travels to the last stage, so it is a Struct.
+    """The log-probabilities that a request wants. Travels to the last stage, so it is a Struct.
 
     The logits of position p describe the token at p + 1. A row describes one position: the
     log-probability of the token that follows, the `num_top` highest, and those of `token_ids`. Each
-    position from `prompt_start` on gives one, and in any case the prompt's last, which tells of the
-    first output token: for the output alone `prompt_start` is the prompt's length. All ids are of
-    the vocabulary, and the counts are bounded where the spec is made
+    position from `prompt_start` on gives one, and so does always the prompt's last, whose row is
+    about the first output token: for the output alone `prompt_start` is the prompt's length. All
+    ids are of the vocabulary, and the counts are bounded where the spec is made
     (`managers/front/sglang_requests.py`).
     """
 
@@ -88,7 +89,7 @@ class LogprobRows(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class FinishReason:
-    """Why a request ended. `matched` is the stop token id or stop string, where there was one."""
+    """The reason why a request ended. `matched` is the stop token id or stop string, if any."""
 
     kind: Literal["stop", "length", "abort"]
     matched: int | str | None = None
@@ -120,7 +121,8 @@ class TokenConstraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """When a request ends. `stop_token_ids` already holds the EOS ids, unless they are ignored."""
+    """The conditions under which a request ends. `stop_token_ids` already holds the EOS ids, unless
+    they are ignored."""
 
     max_new_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
@@ -128,7 +130,7 @@ class StopRules:
 
 
 class RequestState(Enum):
-    """Where a request is. WAITING holds no pages; RUNNING does; FINISHED never comes back."""
+    """The state of a request. WAITING holds no pages; RUNNING does; FINISHED never comes back."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -197,7 +199,7 @@ class Request:
 
     @property
     def first_logits_position(self) -> int:
-        """Where the logits begin that are still wanted of a request: a hit in the prefix cache must
+        """The first position whose logits the request still needs: a hit in the prefix cache must
         end there. Without log-probabilities it is the last token to prefill."""
         if self.logprobs is None:
             return self.prefill_end - 1
@@ -212,7 +214,7 @@ class Request:
 
 
 class TokenEvent(msgspec.Struct, frozen=True):
-    """News of one request: its new output tokens, and why it ended if it did."""
+    """New output tokens of one request, and the reason for its end if it ended."""
 
     request: Request
     token_ids: tuple[int, ...]

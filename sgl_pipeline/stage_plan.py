@@ -1,8 +1,7 @@
-"""Which stage owns which layers.
+"""The assignment of layers to stages.
 
-Built at start-up from `--pp-layer-partition`, later by `migration/`; read by everybody. Layers keep
-their model-wide index for ever; a stage owns one contiguous run of them, which may be empty only
-between two moves.
+Layers keep their model-wide index for ever; a stage owns one contiguous run of them, which may be
+empty only between two moves.
 """
 
 import msgspec

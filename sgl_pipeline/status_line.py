@@ -1,7 +1,6 @@
-"""One line of a terminal, written again and again to say how far something is.
+"""One line of a terminal, rewritten to show progress.
 
-Used by commands and by the scheduler process while stages load. Writes nothing where standard error
-is no terminal: a log is no place for it.
+Writes nothing if standard error is not a terminal: the line does not belong in a log.
 """
 
 import shutil
@@ -33,7 +32,7 @@ class StatusLine:
             self._stream.flush()
 
     def clear(self) -> None:
-        """Leaves the line empty, for whatever is printed next."""
+        """Leaves the line empty for the next output."""
         if self._is_on and self._shown_s is not None:
             self._shown_s = None
             self._stream.write(_ERASE)
@@ -41,6 +40,6 @@ class StatusLine:
 
 
 def bar(done: int, total: int) -> str:
-    """How much of `total` is done, as a picture and in numbers."""
+    """The share of `total` that is done, as a bar and in numbers."""
     filled = _BAR_WIDTH * min(done, total) // max(total, 1)
     return f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {done} of {total}"

@@ -1,4 +1,4 @@
-"""What the time of a step depends on, in five numbers.
+"""The work of a step: the five numbers that its time depends on.
 
 `Microbatch.work` of a step that was decided, `StepRecord.work` of one that has ended; the predictor
 in `migration/` turns it into milliseconds.
@@ -8,12 +8,12 @@ from typing import NamedTuple, Protocol
 
 
 class StepWork(NamedTuple):
-    """`tokens` are all rows of the step, `decodes` those of them that continue an output, `samples`
-    those that go through the head.
+    """`tokens` are all rows of the step, `decodes` the rows that continue an output, `samples` the
+    rows that go through the head.
 
-    What is attended to counts apart: a decode reads keys that no other row shares, the rows of a
-    prompt read theirs together. On one core of an AMD EPYC the former took ten times as long a pair
-    of row and token (0.27 B model, bf16: 0.11 against 0.011 us a layer).
+    Attended tokens are counted separately: a decode reads keys that no other row shares, the rows
+    of a prompt read theirs together. On one core of an AMD EPYC the former took ten times as long a
+    pair of row and token (0.27 B model, bf16: 0.11 against 0.011 us a layer).
     """
 
     tokens: int
@@ -24,7 +24,7 @@ class StepWork(NamedTuple):
 
 
 class StepTimes(Protocol):
-    """Says what steps take, as far as it is known just now. Never changes."""
+    """Predicts step times by present knowledge. Never changes."""
 
     def step_ms(self, work: StepWork) -> float:
         """Predicted milliseconds of the stage that takes longest. More work never takes less."""

@@ -1,4 +1,4 @@
-"""The folder in which this user's processes keep what they need not make again."""
+"""The folder in which this user's processes keep files for later starts."""
 
 import os
 from pathlib import Path

@@ -16,8 +16,10 @@ PAGES = [
     *(RESULTS / f"{name}.md" for name in ("README", "CLAIMS")),
     ROOT / "benchmark" / "README.md",
     *DOCS.glob("*.md"),
+    *DOCS.glob("design/*.md"),
 ]
 MAX_README_LINES = 150
+MAX_DESIGN_WORDS = 2300  # ten minutes at 230 words a minute
 
 # Words that make a native reader stop, and what to write instead.
 AVOIDED = {
@@ -85,10 +87,20 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
 
 
+def test_design_is_read_in_ten_minutes() -> None:
+    assert len((ROOT / "DESIGN.md").read_text().split()) <= MAX_DESIGN_WORDS
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (DOCS / "README.md").read_text()
-    missing = [page.name for page in DOCS.glob("*.md") if f"({page.name})" not in index]
-    assert missing == ["README.md"]
+    pages = [page.relative_to(DOCS).as_posix() for page in PAGES if DOCS in page.parents]
+    assert [page for page in pages if f"({page})" not in index] == ["README.md"]
+
+
+def test_design_leads_to_every_chapter() -> None:
+    design = (ROOT / "DESIGN.md").read_text()
+    chapters = [page.name for page in DOCS.glob("design/*.md")]
+    assert [name for name in chapters if f"(docs/design/{name})" not in design] == []
 
 
 def test_every_flag_of_ours_is_explained() -> None:

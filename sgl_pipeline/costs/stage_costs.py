@@ -1,7 +1,4 @@
-"""What made-up steps cost a worker, part by part.
-
-Measured by `pp_runner/`, sent in a `MeasuredCosts`, weighed by `migration/`.
-"""
+"""Measured costs of made-up steps on a worker, part by part."""
 
 from typing import NamedTuple
 
@@ -23,7 +20,7 @@ class MadeUpStep(NamedTuple):
         return f"{self.decodes} decodes and {self.prompt_tokens} prompt tokens"
 
     def within(self, context_length: int) -> "MadeUpStep":
-        """The same, of requests no longer than a model allows."""
+        """The same step, with requests no longer than a model allows."""
         most = context_length - 1
         prompt_tokens = min(self.prompt_tokens, most)
         return MadeUpStep(
@@ -35,7 +32,7 @@ class MadeUpStep(NamedTuple):
 
     @property
     def work(self) -> StepWork:
-        """What its time depends on."""
+        """The work that determines its time."""
         return StepWork(
             tokens=self.decodes + self.prompt_tokens,
             decodes=self.decodes,
@@ -74,7 +71,7 @@ class PartSizes(msgspec.Struct, frozen=True, array_like=True):
     page_size: int
 
     def weight_bytes(self, start: int, end: int) -> int:
-        """Of a stage with layers [start, end), and with the model's ends where these are its."""
+        """Bytes of a stage with layers [start, end), and with the model's ends if it has them."""
         total = sum(self.layers_bytes[start:end])
         if start == 0:
             total += self.embedding_bytes
@@ -83,15 +80,16 @@ class PartSizes(msgspec.Struct, frozen=True, array_like=True):
         return total
 
     def num_pages(self, start: int, end: int, memory_bytes: int) -> int:
-        """How many pages fit beside the weights of that stage; below 0 where not even these do."""
+        """Number of pages that fit beside the stage's weights; negative where the weights do not
+        fit."""
         return (memory_bytes - self.weight_bytes(start, end)) // (
             max(1, end - start) * self.page_layer_bytes
         )
 
 
 class PartCosts(msgspec.Struct, frozen=True, array_like=True):
-    """A model's parts as one worker found them. `kinds[l]` is the place of layer `l`'s kind in the
-    times of `samples`; `memory_bytes` is what the worker may fill with weights and pages."""
+    """A model's parts as one worker measured them. `kinds[l]` is the place of layer `l`'s kind in
+    the times of `samples`; the worker may fill `memory_bytes` with weights and pages."""
 
     kinds: tuple[int, ...]
     samples: tuple[PartSample, ...]
@@ -100,8 +98,8 @@ class PartCosts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageCosts(msgspec.Struct, frozen=True, array_like=True):
-    """Milliseconds that a `TYPICAL_STEP` takes one worker: in each layer of the model, in the
-    embedding, and in the head with the sampler."""
+    """Milliseconds of a `TYPICAL_STEP` on one worker: in each layer of the model, in the embedding,
+    and in the head with the sampler."""
 
     layers_ms: tuple[float, ...]
     embedding_ms: float
@@ -115,7 +113,7 @@ class StageCosts(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def scaled(self, factor: float) -> "StageCosts":
-        """The costs of a worker that takes `factor` as long."""
+        """The costs of a worker that takes `factor` times as long."""
         return StageCosts(
             tuple(factor * layer_ms for layer_ms in self.layers_ms),
             factor * self.embedding_ms,

@@ -1,9 +1,8 @@
-"""What the parts of one model cost on one machine, as functions of a step's work.
+"""Costs of one model's parts on one machine, as functions of a step's work.
 
-Fitted by `migration/step_fit.py` from measurements or by `migration/online_fit.py` from steps,
-saved as JSON with the names of what they hold for, and evaluated by `migration/predictor.py`. The
-formulas are DynaPipe's (`T_layer = sum(phi1 n + phi2 n L + eps)`, `T_sample = alpha N + beta`),
-with curves where it has straight lines: on a CPU few rows cost as much as reading the weights.
+A file of them is JSON and names the model, dtype and device that they hold for. The formulas are
+DynaPipe's (`T_layer = sum(phi1 n + phi2 n L + eps)`, `T_sample = alpha N + beta`), with curves
+where it has straight lines: on a CPU few rows cost as much as reading the weights.
 """
 
 import msgspec
@@ -22,7 +21,7 @@ class RowCost(msgspec.Struct, frozen=True):
 
 
 class LayerCost(msgspec.Struct, frozen=True):
-    """One layer: its rows, what each decode adds, and each token that is attended to."""
+    """One layer: the cost of its rows, of each decode, and of each token that is attended to."""
 
     rows: RowCost
     decode_ms: float
@@ -33,7 +32,7 @@ class LayerCost(msgspec.Struct, frozen=True):
 class StepCosts(msgspec.Struct, frozen=True):
     """A model's parts. A layer costs `layer` times its entry in `layer_weights`, which has one for
     each layer of the model. The embedding goes by a step's tokens, the tail (final norm, head and
-    sampling) by its samples; without any it takes nothing."""
+    sampling) by its samples; without samples it takes no time."""
 
     layer: LayerCost
     embedding: RowCost
@@ -42,7 +41,7 @@ class StepCosts(msgspec.Struct, frozen=True):
 
 
 class FitErrors(msgspec.Struct, frozen=True):
-    """Mean absolute errors on shapes that were not fitted, as shares of what was measured."""
+    """Mean absolute errors on shapes that were not fitted, as shares of the measured times."""
 
     layer: float
     tail: float
@@ -64,7 +63,7 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def file_name(self) -> str:
-        """Where it is saved, below the directory of such files."""
+        """Its file, relative to the directory of such files."""
         return cost_file_name(self.model, self.dtype, self.device, self.threads)
 
 
@@ -74,7 +73,7 @@ def cost_file_name(model: str, dtype: str, device: str, threads: int) -> str:
 
 
 def encode_costs(costs: CostFile) -> bytes:
-    """As JSON that a person can read."""
+    """Readable JSON."""
     return msgspec.json.format(msgspec.json.encode(costs), indent=1) + b"\n"
 
 
@@ -88,9 +87,9 @@ def decode_costs(
     device: str,
     threads: int,
 ) -> CostFile:
-    """The costs in the file `name`, if they are those of this model, dtype and device.
+    """The costs in the file `name`, if they belong to this model, dtype and device.
 
-    Raises ConfigurationError that names what differs, or what cannot be read.
+    Raises ConfigurationError, which names the difference or the unreadable field.
     """
     advice = f"run `python -m sgl_pipeline fit` for {model}, or name another file"
     try:
@@ -116,7 +115,7 @@ def decode_costs(
 
 
 def _check(costs: StepCosts, name: str) -> None:
-    """Raises ConfigurationError where the numbers are no times."""
+    """Raises ConfigurationError where a number cannot be a time."""
     layer = costs.layer
     for rows in (layer.rows, costs.embedding, costs.tail):
         is_ascending = all(a < b for a, b in zip(rows.rows, rows.rows[1:], strict=False))

@@ -1,7 +1,7 @@
-"""What upstream's child processes run first: ours in the place of its own functions.
+"""Entry functions of upstream's child processes, in place of its own.
 
-Given to upstream by `launch_server.py`. Imports neither sglang nor torch at its top: a spawned
-child imports this module before it asks to be killed with its parent.
+Imports neither sglang nor torch at its top: a spawned child imports this module before it asks to
+be killed with its parent.
 """
 
 import os

@@ -1,9 +1,8 @@
 """Starts upstream's scheduler and detokenizer processes as forks of the main process.
 
-Used by `launch_server.py`. Upstream starts them afresh, and each imports SGLang again: eight
-seconds of a core and half a gigabyte, both of which a fork shares. Must never be used while this
-process has a thread that could hold a lock, nor where it may have touched a GPU, which a fork could
-not go on using.
+Upstream starts them afresh, and each imports SGLang again: eight seconds of a core and half a
+gigabyte, both of which a fork shares. Must never be used while this process has a thread that could
+hold a lock, nor where it may have touched a GPU, which a fork could not go on using.
 """
 
 import multiprocessing

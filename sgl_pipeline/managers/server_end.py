@@ -1,7 +1,7 @@
-"""How the server's main process ends: first its children, then itself.
+"""Ends the server's main process: first its children, then itself.
 
-Called by `launch_server.py` when the server or its start ends, and by a Ctrl-C that lets nothing
-finish (`entrance/graceful_stop.py`). Imports neither sglang nor torch.
+The server or its start may end, or a Ctrl-C that lets no request finish
+(`entrance/graceful_stop.py`). Imports neither sglang nor torch.
 """
 
 import logging

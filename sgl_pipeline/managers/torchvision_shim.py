@@ -1,8 +1,8 @@
 """Lets `import torchvision` succeed beside a CPU build of torch.
 
 `import sglang` imports torchvision, whose registry wheel is compiled for CUDA: its operators cannot
-load next to a CPU torch, and its Python half then refuses to import. Called in every process that
-imports sglang, before it does; it must never touch an installation whose operators load.
+load next to a CPU torch, and its Python half then refuses to import. Every process that imports
+sglang must call it before; it must never touch an installation whose operators load.
 """
 
 import importlib.machinery
@@ -22,7 +22,7 @@ _EXTENSIONS = ("_C", "_C_stable")
 def install_torchvision_shim() -> bool:
     """Defines bare operator schemas where torchvision's own cannot load; idempotent.
 
-    Returns whether they stand in now. A call of one still fails: they have no kernel.
+    Returns whether the replacements are in use. A call of one still fails: they have no kernel.
     """
     package = importlib.util.find_spec("torchvision")
     if package is None or _loads_own_operators(package):

@@ -1,1 +1,1 @@
-"""Which worker should own which layers, from what they cost: a cost model and a planner."""
+"""Decides which worker should own which layers, from their costs: a cost model and a planner."""

@@ -28,12 +28,12 @@ KEPT_RECORDS = 64
 
 
 class MoveCoordinator:
-    """`plan` is the plan of the steps to come. `history` holds the newest moves, oldest first.
+    """`plan` is the plan of the next steps. `history` holds the newest moves, oldest first.
 
     Args:
         plan: at the start.
         max_layers: the most layers that each stage may hold at once.
-        timeout_s: how long the stages may take to get ready.
+        timeout_s: seconds that the stages may take to get ready.
     """
 
     def __init__(self, plan: StagePlan, max_layers: Sequence[int], timeout_s: float) -> None:
@@ -49,7 +49,7 @@ class MoveCoordinator:
         self._give_up: str | None = None
 
     def start_over(self, plan: StagePlan, max_layers: Sequence[int]) -> None:
-        """Other stages hold the layers from now on, as `plan` says; no move is under way."""
+        """Other stages hold the layers from now on, by `plan`; no move is under way."""
         assert self._current is None and len(max_layers) == plan.num_stages
         self.plan, self.max_layers = plan, tuple(max_layers)
 
@@ -137,10 +137,10 @@ class MoveCoordinator:
                 self._end(MoveOutcome.DONE, now_s)
 
     def interrupt(self, reason: str, now_s: float) -> None:
-        """A stage is lost, and no stage will say anything more of the move under way.
+        """A stage is lost, and no stage will report on the move under way any more.
 
-        Before its switch it is abandoned. After it the new plan stands: every stage that is left
-        was ready for it, and no page of the old one is worth anything.
+        Before its switch it is abandoned. After it the new plan stands: every remaining stage was
+        ready for it, and no page of the old plan is of use.
         """
         record = self._current
         if record is None:
@@ -152,8 +152,8 @@ class MoveCoordinator:
     def next_order(
         self, now_s: float, pages_in_use: Callable[[], Sequence[int]]
     ) -> PrepareMove | SwitchPlan | AbandonMove | None:
-        """What must be sealed now, if anything, before any further step. To be asked until it is
-        None. With a SwitchPlan `plan` has changed: the next step is the first of its epoch."""
+        """The order to seal now, before any further step. Ask again until it is None. With a
+        SwitchPlan `plan` has changed: the next step is the first of its epoch."""
         record = self._current
         if record is None or record.outcome is not MoveOutcome.PREPARING:
             return None

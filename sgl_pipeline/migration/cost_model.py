@@ -1,7 +1,6 @@
-"""The workers' costs without their noise, and how long each stage takes under a split.
+"""The workers' costs without their noise, and each stage's time under a split.
 
-Called by the worker roster, by `sgl_pipeline plan` and by `partition.py`. Measures nothing: that is
-`pp_runner/`'s job.
+Measures nothing: that is `pp_runner/`'s job.
 """
 
 from collections.abc import Sequence
@@ -17,17 +16,17 @@ SPEED_TOLERANCE = 0.15
 
 
 def predicted_costs(predictor: StepPredictor, work: StepWork) -> StageCosts:
-    """What a step of that work takes the parts of the predictor's model, layer by layer."""
+    """Time of each part of the predictor's model in a step of that work, layer by layer."""
     parts = predictor.parts_ms(work)
     layers_ms = tuple(weight * parts.layer_ms for weight in predictor.costs.layer_weights)
     return StageCosts(layers_ms, parts.embedding_ms, parts.tail_ms)
 
 
 def agreed_costs(measured: Sequence[StageCosts], *, are_alike: bool) -> tuple[StageCosts, ...]:
-    """The workers' costs with less noise: their medians, times how slow a worker's layers are
-    where that differs by more than `SPEED_TOLERANCE` from the median.
+    """The workers' costs with less noise: their medians, times the slowness of a worker's layers if
+    it differs by more than `SPEED_TOLERANCE` from the median.
 
-    Workers that `are_alike` count as equally fast whatever was measured: on a machine with
+    Workers that `are_alike` count as equally fast in spite of their measurements: on a machine with
     other tenants one core is often half as fast as the next, and not for long.
     """
     typical = StageCosts(
@@ -46,7 +45,7 @@ def agreed_costs(measured: Sequence[StageCosts], *, are_alike: bool) -> tuple[St
 def costs_by_host(
     measured: Sequence[StageCosts], hosts: Sequence[str], *, are_alike: bool
 ) -> tuple[StageCosts, ...]:
-    """`agreed_costs` of workers of which `hosts[i]` is the host: only those of one host may be
+    """`agreed_costs` of workers on `hosts`, one entry per worker: only workers of one host may be
     alike."""
     if len({*hosts}) == 1:
         return agreed_costs(measured, are_alike=are_alike)
@@ -63,7 +62,7 @@ def costs_by_host(
 
 
 def stage_times_ms(costs: Sequence[StageCosts], layer_counts: Sequence[int]) -> tuple[float, ...]:
-    """What a step takes each stage, of the worker with the same place in `costs`."""
+    """Each stage's time in a step, by the costs of the worker at the same place in `costs`."""
     ends = list(accumulate(layer_counts))
     return tuple(
         run_ms(costs, stage, end - count, end)

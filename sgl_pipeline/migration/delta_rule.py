@@ -1,7 +1,7 @@
 """DynaPipe's own rule: how many layers leave the last stage, from the times of one layer and of
 sampling (NeurIPS 2025; the formula and its check are in the paper's planner section).
 
-Chosen by `PlannerArgs.rule`; the simulator compares it with the planner's balance.
+`PlannerArgs.rule` selects it; the simulator compares it with the planner's balance.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from sgl_pipeline.layer_partition import even_layer_counts
 
 
 def delta_ms(tail_ms: float, layer_ms: float, removed: int, num_stages: int) -> float:
-    """`|T_sample - k T_layer - (k / m) T_layer|` with `m = min(k, stages - 1)`: what the last
-    stage still has more (or less) than the others when `removed` of its layers are theirs."""
+    """`|T_sample - k T_layer - (k / m) T_layer|` with `m = min(k, stages - 1)`: the last stage's
+    remaining surplus (or deficit) over the others when `removed` of its layers are theirs."""
     receivers = min(removed, num_stages - 1)
     received = removed / receivers if receivers else 0.0
     return abs(tail_ms - (removed + received) * layer_ms)
@@ -21,7 +21,7 @@ def best_removal(
     tail_ms: float, layer_ms: float, num_stages: int, most_removed: int, least_removed: int = 0
 ) -> int:
     """The number of layers to take off the last stage that leaves the least `delta_ms`; of two
-    equal ones the smaller."""
+    equal numbers the smaller."""
     candidates = range(least_removed, most_removed + 1)
     return min(candidates, key=lambda k: delta_ms(tail_ms, layer_ms, k, num_stages))
 

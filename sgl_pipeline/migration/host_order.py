@@ -1,9 +1,9 @@
 """The order of hosts and the layer split with which a pipeline over their links is fastest.
 
-Asked by `sgl_pipeline plan --hosts`. A pipeline ends a step in every *period*: the longest of what
-its slowest stage takes, what its busiest link takes, and the time of a round (all stages, all
-links, and the way of the results back to the head) shared by the steps in flight. Neither matters
-alone: a far host costs a round, a narrow link or a slow host each step.
+A pipeline ends a step in every *period*: the longest of its slowest stage's time, its busiest
+link's time, and the time of a round (all stages, all links, and the way of the results back to the
+head) shared by the steps in flight. Neither matters alone: a far host costs a round, a narrow link
+or a slow host each step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,11 +16,11 @@ from sgl_pipeline.costs.stage_costs import StageCosts
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.migration.split_search import Matrix
 
-# Up to so many hosts every order is weighed; of more, those that exchanges find.
+# Up to this many hosts, every order is weighed; beyond, only the orders that exchanges find.
 MOST_HOSTS_WEIGHED = 8
 _HALVINGS = 40
 _EQUAL = 1e-9
-# Of a split's sum of times: squares decide between equal sums alone.
+# In a split's sum of times: squares decide only between equal sums.
 _EVENNESS = 1e-6
 
 # Whether a stage of that host, the first or the last of the pipeline where so, can hold layers
@@ -30,7 +30,8 @@ HostFits = Callable[[int, int, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Between the stages of two hosts: what rows take the link, and from one end to the other."""
+    """Between the stages of two hosts: the time that rows occupy the link, and their time to the
+    other end."""
 
     busy_ms: float = 0.0
     transfer_ms: float = 0.0
@@ -39,7 +40,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An order of hosts (their places in what was asked) and a split, with what each step takes.
+    """An order of hosts (their places in the input) and a split, with the times of each step.
 
     `period_ms` is the longest of `slowest_ms`, `busiest_ms` (of any link) and `round_ms` over the
     steps in flight.
@@ -58,10 +59,10 @@ class RouteSearch:
 
     Args:
         costs: of a stage of each host.
-        stages: how many each host has.
+        stages: number of stages on each host.
         hops: `hops[a][b]` from a stage of host `a` to one of host `b`.
         fits: whether a stage of a host can hold layers [start, end).
-        steps_in_flight: at most so many are between the stages at once.
+        steps_in_flight: most steps that are between the stages at once.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class RouteSearch:
         self._times: dict[tuple[int, bool, bool], Matrix] = {}
 
     def best(self) -> Route:
-        """The route of the shortest period. Raises ConfigurationError where nothing fits."""
+        """The route of the shortest period. Raises ConfigurationError if nothing fits."""
         routes = self._weighed() if len(self._costs) <= MOST_HOSTS_WEIGHED else self._exchanged()
         best: Route | None = None
         for floor_ms, order in routes:
@@ -98,7 +99,7 @@ class RouteSearch:
         return best
 
     def along(self, order: Sequence[int]) -> Route | None:
-        """The best split with the hosts in that order; None where none fits."""
+        """The best split with the hosts in that order; None if none fits."""
         hosts = [host for host in order for _ in range(self._stages[host])]
         times = [
             self._run_times(host, stage == 0, stage == len(hosts) - 1)
@@ -117,7 +118,7 @@ class RouteSearch:
         return Route(tuple(order), counts, max(stage_ms), busiest_ms, round_ms, period_ms)
 
     def _links_ms(self, order: Sequence[int]) -> tuple[float, float]:
-        """What rows take the busiest link, and what a round takes on all of them."""
+        """Time of the rows on the busiest link, and of a round on all links."""
         hops = [self._hops[one][other] for one, other in pairwise(order)]
         back_ms = self._hops[order[-1]][order[0]].delay_ms
         busiest_ms = max((hop.busy_ms for hop in hops), default=0.0)
@@ -126,8 +127,8 @@ class RouteSearch:
     def _best_split(
         self, times: Sequence[Matrix], busiest_ms: float, links_ms: float
     ) -> tuple[int, ...] | None:
-        """Least slowest stage first; where the round is what takes longest, faster stages get more
-        layers than that for as long as it helps."""
+        """First the split with the fastest slowest stage; if the round takes longest, faster stages
+        then get more layers for as long as it helps."""
         least_ms = _least_slowest(times)
         if not np.isfinite(least_ms):
             return None
@@ -150,8 +151,8 @@ class RouteSearch:
         return counts
 
     def _run_times(self, host: int, is_first: bool, is_last: bool) -> Matrix:
-        """`[start, end]`: what layers [start, end) take a stage there; infinite where they do not
-        fit or are none."""
+        """`[start, end]`: time of layers [start, end) on a stage there; infinite where they do not
+        fit or the range is empty."""
         key = (host, is_first, is_last)
         if key not in self._times:
             costs, count = self._costs[host], self._num_layers
@@ -174,7 +175,7 @@ class RouteSearch:
         return max(busiest_ms, shared_ms)
 
     def _least_work_ms(self) -> float:
-        """All layers, wherever they are computed fastest."""
+        """Time of all layers where they are computed fastest."""
         by_layer = zip(*(own.layers_ms for own in self._costs), strict=True)
         return float(sum(min(times) for times in by_layer))
 
@@ -185,8 +186,8 @@ class RouteSearch:
         return sorted((self._floor_ms(order), order) for order in orders)
 
     def _exchanged(self) -> Iterable[tuple[float, tuple[int, ...]]]:
-        """The orders that stand at the end of exchanges: each time the nearest host next, or as
-        they were named, then runs of hosts turned round (Croes 1958, 2-opt) while that helps."""
+        """The orders at the end of exchanges: beginning with the nearest host next, or as named,
+        then runs of hosts are reversed (Croes 1958, 2-opt) while that helps."""
         starts = [tuple(range(len(self._costs))), self._nearest_next()]
         found = {self._turned(order) for order in starts}
         return sorted((self._floor_ms(order), order) for order in found)
@@ -213,7 +214,7 @@ class RouteSearch:
             order = better
 
     def _weight(self, order: Sequence[int]) -> tuple[float, float]:
-        """Of two orders the one with the lesser weight is better, as far as links matter."""
+        """Of two orders the one with the smaller weight is better, as far as links matter."""
         return self._floor_ms(order), self._links_ms(order)[1]
 
 
@@ -225,8 +226,8 @@ def _least_slowest(times: Sequence[Matrix]) -> float:
 
 
 def _least_sum(times: Sequence[Matrix], limit_ms: float) -> tuple[tuple[int, ...], float]:
-    """The split of the least sum of times, of those whose stages all stay within the limit, which
-    there are; of equal sums the most even one. And the sum."""
+    """The split with the least sum of times among the splits within the limit, of which there must
+    be one; of equal sums the most even one. Returns the sum too."""
     within = [
         np.where(own <= limit_ms, own + _EVENNESS * own**2 / limit_ms, np.inf) for own in times
     ]

@@ -1,12 +1,10 @@
-"""Least squares for times: no coefficient is negative, and shares of a time count, not seconds.
-
-Used by `step_fit.py` and by the simulator's calibration.
-"""
+"""Least squares for times: no coefficient is negative, and shares of a time count, not seconds."""
 
 import numpy as np
 
-# Reading the weights bounds few rows, computing bounds many: a row more never costs less than the
-# last one did. So the slope may only grow at these, and goes on beyond the largest step.
+# Reading the weights limits few rows, computing limits many: an additional row never costs less
+# than the last one. So the slope may only grow at these knots, and continues beyond the largest
+# step.
 KNOT_TOKENS = (1.0, 8.0, 32.0, 128.0, 512.0)
 FIT_PASSES = 4
 
@@ -22,8 +20,8 @@ def relative_fit(
     """Coefficients of the columns of `features` [rows, columns] whose sums come nearest to
     `measured` [rows], in shares of it.
 
-    What slows a step grows with it; the first pass gives the values to weigh by. It also makes the
-    mean of measured over fitted 1.
+    Disturbances grow with a step; the first pass gives the weights. It also makes the mean of
+    measured over fitted 1.
 
     Args:
         outlier_share: rows that are off by more than this share of their fit pull no harder than if

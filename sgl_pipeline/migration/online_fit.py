@@ -1,7 +1,7 @@
-"""Fits the costs of a model's parts to the steps that a server runs, where no file has them.
+"""Fits the costs of a model's parts to the steps that a server runs, if no file has them.
 
-Kept by the planner. Holds a bounded number of steps; fits when twice as many have been seen as at
-the last time, so that a server's life has a dozen fits of a few milliseconds each.
+Holds a bounded number of steps; fits when twice as many have been seen as at the last time, so that
+a server's life has a dozen fits of a few milliseconds each.
 """
 
 from collections import deque
@@ -12,9 +12,9 @@ from sgl_pipeline.migration.step_fit import StageSample, fit_stages
 from sgl_pipeline.step_work import StepWork
 
 FIRST_FIT_STEPS = 256
-# Of the newest steps; noise, not their number, bounds how good a fit is.
+# Number of newest steps; noise, not their number, limits the quality of a fit.
 _MOST_KEPT_STEPS = 256
-# A step that took half as long again as its like was disturbed.
+# A step that took 1.5 times as long as similar ones was disturbed.
 _OUTLIER_SHARE = 0.5
 
 

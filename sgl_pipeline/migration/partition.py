@@ -1,7 +1,4 @@
-"""The layer split whose slowest stage takes least, from the costs of the workers.
-
-Called by the worker roster for `--pp-layer-partition auto` and by `sgl_pipeline plan`.
-"""
+"""The layer split whose slowest stage takes least, from the costs of the workers."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -24,11 +21,11 @@ def fits_in(sizes: PartSizes, memory_bytes: Sequence[int], num_tokens: int) -> F
 def balanced_layer_counts(
     costs: Sequence[StageCosts], fits: Fits = lambda stage, start, end: True
 ) -> tuple[int, ...]:
-    """The split, of at least one layer a stage that it can hold, whose slowest stage takes least;
-    of several such, the most even one (the least sum of squares of the stages' times), then longer
+    """The split, of at least one layer a stage that it can hold, with the fastest slowest stage; of
+    several such, the most even one (the least sum of squares of the stages' times), then longer
     runs first.
 
-    Raises ConfigurationError where the stages cannot hold the model, however it is split.
+    Raises ConfigurationError if the stages cannot hold the model in any split.
     """
     fastest = _cheapest_split(costs, max, fits)
     if fastest is None:
@@ -48,10 +45,10 @@ def balanced_layer_counts(
 def _cheapest_split(
     costs: Sequence[StageCosts], add: Callable[[float, float], float], fits: Fits
 ) -> tuple[int, ...] | None:
-    """The linear partition problem, by dynamic programming: `add(total, stage_ms)` is what the
-    stages up to one cost together, when those before it cost `total`. None where nothing fits."""
+    """The linear partition problem, by dynamic programming: `add(total, stage_ms)` is the cost of
+    the stages up to one, when the stages before it cost `total`. None if nothing fits."""
     num_layers, num_stages = len(costs[0].layers_ms), len(costs)
-    # The end of the runs so far: what they cost, and their lengths.
+    # The end of the runs so far: their cost, and their lengths.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(num_stages):
         most = num_layers - (num_stages - 1 - stage)

@@ -1,7 +1,7 @@
-"""Proposes a new layer split when the steps of late would run faster with it.
+"""Proposes a new layer split when recent steps would run faster with it.
 
-Owned by `MigrationControl`, told every step that has ended; asked between steps. Pure. Together
-with the forecast it costs under 50 us a step on average.
+Must be notified of every step that has ended, and is asked between steps. Pure. Together with the
+forecast it costs under 50 us a step on average.
 
 The default rule balances: among all splits that the stages may hold it finds the one whose slowest
 stage takes least in the window's steps, and proposes it once staying has cost more than the move.
@@ -23,7 +23,7 @@ class LayerPlanner:
     """Watches ended steps, proposes splits.
 
     Args:
-        forecast: says what the steps take; its owner tells it of steps and plans.
+        forecast: predicts step times; its owner passes it steps and plans.
         max_layers: the most layers that each stage may hold, old and new ones together while
             they move; None: any number. May be replaced at any time.
     """
@@ -50,7 +50,7 @@ class LayerPlanner:
         self._search: tuple[object, SplitSearch] | None = None
 
     def start_over(self, plan: StagePlan, max_layers: tuple[int, ...] | None = None) -> None:
-        """Other stages hold the layers from now on; how many they are may have changed."""
+        """Other stages hold the layers from now on; their number may have changed."""
         self._num_stages = plan.num_stages
         self.max_layers = max_layers
         self._window.clear()
@@ -60,7 +60,7 @@ class LayerPlanner:
     def note(self, parts: PartTimes) -> None:
         """A step of these predicted times has ended."""
         if self.forecast.predictor is not self._predictor:
-            # Parts of another predictor's making do not compare.
+            # Parts by another predictor are not comparable.
             self._predictor = self.forecast.predictor
             self._window.clear()
             self._search = None
@@ -70,8 +70,8 @@ class LayerPlanner:
             self._note_removal(parts)
 
     def predict(self, layer_counts: Sequence[int]) -> tuple[float, ...] | None:
-        """Milliseconds that a step of the window takes each stage of that split, on average; None
-        while nothing is known."""
+        """Mean milliseconds of the window's steps on each stage of that split; None while nothing
+        is known."""
         if self._predictor is None or not len(self._window):
             return None
         return self._stage_times(layer_counts, self._window.mean())
@@ -95,7 +95,7 @@ class LayerPlanner:
         if proposal is None:
             self._lost_s = 0.0
             if split is not None:
-                # A search that led to nothing: no other before all steps of the window are new.
+                # After a search without result no other, before all steps of the window are new.
                 self._steps_to_evaluation = self._args.window_steps
             return None
         lost_ms_per_step = max(proposal.before_ms) - max(proposal.after_ms)
@@ -103,8 +103,8 @@ class LayerPlanner:
         return proposal if self._lost_s >= proposal.price_s else None
 
     def preview(self, current: Sequence[int], layer_counts: Sequence[int]) -> MoveProposal | None:
-        """What moving from one split to any other would bring, worth it or not; None while nothing
-        is known."""
+        """The gain of moving from one split to any other, worth it or not; None while nothing is
+        known."""
         before_ms, after_ms = self.predict(current), self.predict(layer_counts)
         if before_ms is None or after_ms is None:
             return None
@@ -119,7 +119,7 @@ class LayerPlanner:
         )
 
     def worthwhile(self, current: tuple[int, ...], split: tuple[int, ...]) -> MoveProposal | None:
-        """The move to `split`, if it is one and gains enough."""
+        """The move to `split`, if it differs and gains enough."""
         preview = None if split == current else self.preview(current, split)
         return preview if preview and preview.gain_share >= self._args.min_gain_share else None
 
@@ -128,8 +128,8 @@ class LayerPlanner:
         return self._search_from(tuple(current)).is_allowed(layer_counts)
 
     def learn_price(self, layer_price_s: float) -> None:
-        """What a layer of the last move cost. Where the arguments let layers move for nothing, they
-        go on doing so: a rule without prices is not held back by the first move."""
+        """Learns the cost of a layer of the last move. Where the arguments make moves free, they
+        stay free: a rule without prices is not held back by the first move."""
         if self._args.layer_price_s > 0.0:
             self.layer_price_s = layer_price_s
 
@@ -144,7 +144,7 @@ class LayerPlanner:
         return self._predictor.stage_times_ms(parts, layer_counts, self.forecast.speeds)
 
     def _balanced_split(self, current: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The best split for the window; None where none is enough better than `current`."""
+        """The best split for the window; None if none is enough better than `current`."""
         assert self._predictor is not None
         parts, weight_ends = self._window.mean(), self._predictor.weight_ends
         extras_ms = [0.0] * self._num_stages

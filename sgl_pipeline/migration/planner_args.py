@@ -1,4 +1,4 @@
-"""What the planner of layer moves is given, and what it answers: `planner.py`."""
+"""Arguments and results of the planner of layer moves, `planner.py`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,16 +8,16 @@ from sgl_pipeline.args import require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerArgs:
-    """When a move is worth it.
+    """The conditions under which a move is worth its cost.
 
     A move costs `move_price_s + moved layers * layer_price_s` seconds of the pipeline's time. The
     rule `balance` proposes it once the steps have lost as much by staying, counted while another
     split is at least `min_gain_share` of the slowest stage's time faster: whatever the load does
     next, moving has then cost no more than not moving had (ski rental).
 
-    The rule `dynapipe` is the paper's. `reading` is what it leaves open of its window: `unanimous`,
-    a plan is proposed when it was best at every position of the window; `accumulated`, when it is
-    best for the sum of the window's steps.
+    The rule `dynapipe` is the paper's. `reading` interprets its window, which it leaves open: with
+    `unanimous` a plan is proposed when it was best at every position of the window; with
+    `accumulated`, when it is best for the sum of the window's steps.
     """
 
     rule: Literal["balance", "dynapipe"] = "balance"
@@ -41,7 +41,7 @@ class PlannerArgs:
     def as_published(
         cls, window_steps: int = 25, reading: Literal["unanimous", "accumulated"] = "unanimous"
     ) -> "PlannerArgs":
-        """DynaPipe's planner: its rule and its window, and nothing that holds it back."""
+        """DynaPipe's planner: its rule and its window, without prices."""
         return cls(
             rule="dynapipe",
             reading=reading,
@@ -55,7 +55,8 @@ class PlannerArgs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveProposal:
     """A split that is worth moving to. Times are the mean predicted milliseconds of a step of the
-    window on each stage; `gain_share` is by how much of its time the slowest stage gets faster."""
+    window on each stage; `gain_share` is the share of its time by which the slowest stage gets
+    faster."""
 
     layer_counts: tuple[int, ...]
     before_ms: tuple[float, ...]

@@ -1,7 +1,6 @@
-"""Predicts what a step takes each part of the model, in about a microsecond.
+"""Predicts a step's time in each part of the model, in about a microsecond.
 
-Asked by the planner for every step, by `partition.py` and by `sgl_pipeline plan`. Pure; the numbers
-are those of a `StepCosts`.
+Pure; the numbers come from a `StepCosts`.
 """
 
 from bisect import bisect_right
@@ -48,7 +47,7 @@ class StepPredictor:
         self._prefill_attended_ms = costs.layer.prefill_attended_ms
 
     def parts_ms(self, work: StepWork) -> PartTimes:
-        """What a step of this work takes each part."""
+        """Time of each part in a step of this work."""
         tokens, decodes, by_decodes, by_prefill, samples = work
         # Written out: three calls would take as long again.
         rows, starts_ms, slopes_ms = self._layer
@@ -79,10 +78,10 @@ class StepPredictor:
     def stage_times_ms(
         self, parts: PartTimes, layer_counts: Sequence[int], speeds: Sequence[float] = ()
     ) -> tuple[float, ...]:
-        """What a step of these part times takes each stage of a split.
+        """Time of each stage of a split, from a step's part times.
 
         Args:
-            speeds: by what each stage's times are multiplied; none: all by 1.
+            speeds: factors of the stages' times; empty: all are 1.
         """
         times = [weight * parts.layer_ms for weight in self.stage_weights(layer_counts)]
         times[0] += parts.embedding_ms
@@ -93,10 +92,10 @@ class StepPredictor:
 
 
 class SlowestStage:
-    """A `StepTimes`: what a step takes the stage of a split that takes longest.
+    """A `StepTimes`: a step's time on the slowest stage of a split.
 
     Args:
-        speeds: by what each stage's times are multiplied.
+        speeds: factors of the stages' times.
     """
 
     __slots__ = ("_first", "_last", "_middle", "_predictor")

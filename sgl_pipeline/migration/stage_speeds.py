@@ -1,6 +1,6 @@
-"""How fast each stage is just now: what its steps took over what was predicted.
+"""Each stage's current speed factor: the measured over the predicted time of its steps.
 
-Kept by the planner from the stages' own timings. A factor is the median over blocks of steps, so a
+It is computed from the stages' own timings. A factor is the median over blocks of steps, so a
 slower stage shows within about forty steps, and a step that something else disturbed not at all.
 """
 
@@ -15,8 +15,8 @@ TOLERANCE = 0.05
 
 
 class StageSpeeds:
-    """`factors[s]` multiplies what is predicted for stage `s`; 1.0 each until a block is full.
-    Holds `NUM_BLOCKS` numbers a stage."""
+    """`factors[s]` multiplies the predictions for stage `s`; 1.0 each until a block is full. Holds
+    `NUM_BLOCKS` numbers a stage."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
@@ -27,7 +27,7 @@ class StageSpeeds:
         self.forget()
 
     def forget(self) -> None:
-        """What was predicted so far counts no more; the factors stay until a new block is full."""
+        """Drops the predictions so far; the factors stay until a new block is full."""
         self._blocks: list[deque[float]] = [
             deque(maxlen=NUM_BLOCKS) for _ in range(self._num_stages)
         ]

@@ -1,7 +1,7 @@
-"""Fits the costs of a model's parts to times of steps: `StepCosts` from what was measured.
+"""Fits the costs of a model's parts, `StepCosts`, to measured times of steps.
 
-Used by the fit command (`PartSample`s of made-up steps, each part by itself) and by `online_fit.py`
-(`StageSample`s of served steps, where a stage's layers and ends are one time).
+The times are `PartSample`s of made-up steps, each part by itself, or `StageSample`s of served
+steps, where a stage's layers and ends are one time.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ CURVE_ROWS = (1.0, 8.0, 9.0, 16.0, 17.0, 24.0, 25.0, 32.0, 33.0, 64.0, 128.0, 25
 
 
 class StageSample(NamedTuple):
-    """What a served step took a stage with `num_layers` layers. Stages between the ends have
+    """A served step's time on a stage with `num_layers` layers. Stages between the ends have
     neither embedding nor tail."""
 
     work: StepWork
@@ -48,7 +48,7 @@ def fit_parts(
         curve_rows: where times may bend, ascending; (1.0,) gives DynaPipe's straight lines.
     """
     means_ms = np.array([sample.kinds_ms for sample in samples]).mean(axis=0)
-    # The kind of most layers is what a weight of 1 is.
+    # A weight of 1 means the most common kind of layer.
     usual = max(set(kinds), key=list(kinds).count)
     layer_ms = np.array([sample.kinds_ms[usual] for sample in samples])
     works = [sample.work for sample in samples]
@@ -70,7 +70,7 @@ def fit_parts(
 
 
 def fit_stages(samples: Sequence[StageSample], num_layers: int, outlier_share: float) -> StepCosts:
-    """The costs of equal layers that come nearest to what whole stages took.
+    """The costs of equal layers that come nearest to the times of whole stages.
 
     Args:
         outlier_share: see `least_squares.relative_fit`.
@@ -90,8 +90,7 @@ def fit_stages(samples: Sequence[StageSample], num_layers: int, outlier_share: f
 
 
 def errors_on(costs: StepCosts, samples: Sequence[PartSample], kinds: Sequence[int]) -> FitErrors:
-    """How far the predictions for `samples` are from what was measured, on average over all kinds
-    of layers."""
+    """Relative error of the predictions for `samples`, averaged over all kinds of layers."""
     predictor = StepPredictor(costs)
     weights = {kind: costs.layer_weights[place] for place, kind in enumerate(kinds)}
     layer_errors, tail_errors = [], []
@@ -131,12 +130,12 @@ def _row_cost(rows: Sequence[int], measured: np.ndarray, curve_rows: tuple[float
 
 
 def _used_knots(rows: Sequence[int], curve_rows: tuple[float, ...]) -> tuple[float, ...]:
-    """Those of `curve_rows` below the most rows: what lies beyond is the last one's slope."""
+    """The knots of `curve_rows` below the most rows; beyond them the last slope continues."""
     return tuple(knot for knot in curve_rows if knot == 1.0 or knot < max(rows))
 
 
 def _curve_features(rows: int, knots: Sequence[float]) -> list[float]:
-    """1 for the time of a single row, then how many rows lie between one knot and the next, so
+    """1 for the time of a single row, then the number of rows between one knot and the next, so
     that times rise with rows and their slope is free."""
     nexts = (*knots[1:], float("inf"))
     between = (
@@ -154,7 +153,7 @@ def _rising_rows(knots: tuple[float, ...], found: np.ndarray) -> RowCost:
 
 
 def _convex_rows(base_ms: float, slopes_ms: Sequence[float]) -> RowCost:
-    """Of slopes each of which adds to those before it."""
+    """The rows' costs from slopes, each of which adds to the slopes before it."""
     times_ms = [
         base_ms
         + sum(s * rows for s, rows in zip(slopes_ms, rows_beyond_knots(int(knot)), strict=True))

@@ -1,7 +1,7 @@
-"""What steps take, as far as it is known: a predictor, fitted or given, and the stages' speeds.
+"""Predicts step times once they are known: a predictor, fitted or given, and the stages' speeds.
 
-Owned by `PipelineCore`, told every step that has ended; read by the planner of layer moves and,
-through `SlowestStage`, by policies that budget time. Pure.
+Must be notified of every step that has ended. It serves the planner of layer moves and, through
+`SlowestStage`, policies that budget time. Pure.
 """
 
 from sgl_pipeline.migration.online_fit import OnlineFit
@@ -10,19 +10,19 @@ from sgl_pipeline.migration.stage_speeds import StageSpeeds
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.stage_plan import StagePlan
 
-# Plans whose steps may still come back: the one in use, the one before and one to come.
+# Plans whose steps may still come back: the present, the previous and the next one.
 _MOST_KNOWN_PLANS = 4
 
 
 class StepForecast:
-    """Learns from ended steps what the next ones will take.
+    """Learns from ended steps the times of the next ones.
 
     Args:
         plan: the one in use.
-        predictor: None: fitted from the first steps, and again as there are more; nothing is known
+        predictor: None: fitted from the first steps, and again as more are seen; nothing is known
             before that.
-        learns: whether the stages' timings are their computing. Those of a GPU's stages are its
-            host's, and say nothing of its speed.
+        learns: whether the stages' timings measure computation. On a GPU they measure its host, not
+            the GPU's speed.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class StepForecast:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """What each stage takes over what is predicted for it."""
+        """The ratio of each stage's measured to its predicted time."""
         return self._speeds.factors if self._speeds else (1.0,) * self._num_stages
 
     def start_over(self, plan: StagePlan) -> None:
-        """Other stages run the steps from now on: how fast they are is to be seen."""
+        """Other stages run the steps from now on: their speeds are unknown."""
         self._num_stages = plan.num_stages
         if self._speeds is not None:
             self._speeds = StageSpeeds(plan.num_stages)
@@ -59,11 +59,12 @@ class StepForecast:
         self._weights.clear()
 
     def note(self, record: StepRecord) -> PartTimes | None:
-        """A step has ended on all stages; one of a plan that is not known teaches nothing of the
-        stages' speeds. Returns its predicted times, None while nothing is known."""
+        """A step has ended on all stages; a step of an unknown plan has no effect on the stages'
+        speeds. Returns its predicted times, None while nothing is known."""
         work = record.work
         counts = self._plans.get(record.epoch)
-        # A fit over stages of which one is disturbed would make its layers' or ends' costs of that.
+        # A fit over a disturbed stage would attribute the disturbance to the costs of its layers or
+        # ends.
         is_even = len(set(self.speeds)) == 1
         if self._online is not None and counts is not None and is_even:
             costs = self._online.note(work, counts, [s.compute_ms for s in record.stages])
@@ -83,7 +84,7 @@ class StepForecast:
         return parts
 
     def slowest(self, layer_counts: tuple[int, ...]) -> SlowestStage | None:
-        """What steps take the slowest stage of that split; None while nothing is known."""
+        """Step times on the slowest stage of that split; None while nothing is known."""
         if self.predictor is None:
             return None
         key = (self.predictor, layer_counts, self.speeds)

@@ -1,6 +1,6 @@
 """The last steps' part times and their sums, and proposals that have to last.
 
-Used by `planner.py`. Each step costs one addition and one subtraction.
+Each step costs one addition and one subtraction.
 """
 
 from collections import deque
@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from sgl_pipeline.migration.predictor import PartTimes
 
 Proposed = TypeVar("Proposed")
-# Sums that gain and lose numbers for ever drift; they are added up anew this often.
+# Sums to which numbers are added and subtracted for ever drift; they are recomputed this often.
 _FRESH_SUM_STEPS = 4096
 
 
@@ -49,7 +49,7 @@ class WorkWindow:
         )
 
     def mean(self) -> PartTimes:
-        """Of the steps that are there; at least one must be."""
+        """The mean of the present steps; there must be at least one."""
         count = len(self._parts)
         layer_ms, embedding_ms, tail_ms = self._sums
         return PartTimes(layer_ms / count, embedding_ms / count, max(0.0, tail_ms / count))
@@ -60,7 +60,7 @@ class WorkWindow:
 
 
 class Unanimity(Generic[Proposed]):
-    """What every one of the last `num_positions` positions proposed, if it was the same."""
+    """The proposal of all of the last `num_positions` positions, if they agree."""
 
     def __init__(self, num_positions: int) -> None:
         self._needed = num_positions
@@ -68,7 +68,7 @@ class Unanimity(Generic[Proposed]):
         self._count = 0
 
     def note(self, proposed: Proposed) -> Proposed | None:
-        """What is agreed upon with this position's proposal; None while there is no such thing."""
+        """The agreed proposal, this position's included; None while there is none."""
         if proposed != self._proposed:
             self._proposed, self._count = proposed, 0
         self._count += 1

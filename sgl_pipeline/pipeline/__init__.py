@@ -1,1 +1,1 @@
-"""What becomes of requests, steps and workers, without I/O and clock: one loop for all drivers."""
+"""Manages requests, steps and workers without I/O or a clock: one loop for all drivers."""

@@ -1,6 +1,6 @@
-"""Who does what: from what the workers said of themselves to what each of them is told.
+"""Assigns stages, cores, GPUs and links to workers, from the facts in their greetings.
 
-Pure functions, used by `worker_roster.py`. The workers of a host share its cores and its GPUs.
+Pure functions. The workers of a host share its cores and its GPUs.
 """
 
 from collections import Counter
@@ -25,12 +25,12 @@ def assign(
     fewer_pages_do: bool = False,
     gpus: Sequence[int | None] = (),
 ) -> tuple[StageAssignment, ...]:
-    """What the worker of each stage is told; that of `hellos[s]` fills stage `s` of `plan`.
+    """The assignment of each stage's worker; the worker of `hellos[s]` fills stage `s` of `plan`.
 
-    `first_plan` is that of the server's start, where layers have moved since: it says how many a
-    stage may hold. `incarnation` is that of the stream of orders to come. `fewer_pages_do`: where
-    memory does not hold as many pages as `args` ask for, those that it holds are enough. `gpus` are
-    those that the workers have already, None of one that has none.
+    `first_plan` is the plan of the server's start, if layers have moved since: it limits the layers
+    that a stage may hold. `incarnation` is that of the next stream of orders. `fewer_pages_do`:
+    where memory does not hold as many pages as `args` ask for, fewer are enough. `gpus` are the
+    workers' present GPUs, None for a worker without one.
 
     Raises ConfigurationError where the GPUs do not allow the link that `--stage-link` asks for.
     """
@@ -50,8 +50,8 @@ def assign(
 
 
 def _choose_gpus(hellos: Sequence[WorkerHello], gpus: Sequence[int | None]) -> list[int]:
-    """The GPU of each stage's worker: the one of `gpus` that it has, or, of a newcomer (None), the
-    first of those of its host that the fewest stages have. 0 where there is no GPU."""
+    """The GPU of each stage's worker: its entry of `gpus`, or for a newcomer (None) the first of
+    its host's GPUs that the fewest stages use. 0 where there is no GPU."""
     shared = Counter(
         (hello.host_key, gpu) for hello, gpu in zip(hellos, gpus, strict=True) if gpu is not None
     )
@@ -68,8 +68,8 @@ def _choose_gpus(hellos: Sequence[WorkerHello], gpus: Sequence[int | None]) -> l
 def link_addresses(
     args: PipelineArgs, hellos: Sequence[WorkerHello], incarnation: int = 0
 ) -> tuple[str, ...]:
-    """One address for each boundary between the stages of `hellos`, of the link that
-    `--stage-link` means; those of two incarnations have nothing in common.
+    """One address for each boundary between the stages of `hellos`, of the link that `--stage-link`
+    means; addresses of two incarnations never coincide.
 
     Raises ConfigurationError where the GPUs do not allow it.
     """
@@ -80,7 +80,7 @@ def link_addresses(
     lacking = [hello for hello in hellos if hello.num_gpus < on_host[hello.host_key]]
     has_gpu_each = args.stages.device == "cuda" and not lacking
     if link == "auto":
-        # A pipeline that was put together again was never NCCL's, short enough as it may be.
+        # A regrouped pipeline never used NCCL, even if it is short enough now.
         link = "nccl" if has_gpu_each and not incarnation else "host"
     if link == "nccl":
         require(has_gpu_each, _no_gpu_each(lacking, on_host))
@@ -92,7 +92,7 @@ def link_addresses(
 
 
 def _no_gpu_each(lacking: Sequence[WorkerHello], on_host: Mapping[str, int]) -> str:
-    """Why stages cannot be joined by NCCL; "" where none lacks a GPU."""
+    """The reason why stages cannot be joined by NCCL; "" if every stage has a GPU."""
     if not lacking:
         return ""
     hello = lacking[0]
@@ -105,10 +105,10 @@ def _no_gpu_each(lacking: Sequence[WorkerHello], on_host: Mapping[str, int]) -> 
 
 
 def _rendezvous(args: PipelineArgs, hellos: Sequence[WorkerHello], num_hosts: int) -> str:
-    """Where torch.distributed of the stages meets: a file on one host; of several, the port after
-    the cluster port on the host of stage 0.
+    """The meeting point of the stages' torch.distributed: a file on one host; with several, the
+    port after the cluster port on the host of stage 0.
 
-    Raises ConfigurationError where there is no such port.
+    Raises ConfigurationError if there is no such port.
     """
     if num_hosts == 1:
         return f"{args.run_directory}/rendezvous"
@@ -121,7 +121,7 @@ def _rendezvous(args: PipelineArgs, hellos: Sequence[WorkerHello], num_hosts: in
 
 
 def page_links(args: PipelineArgs, hellos: Sequence[WorkerHello], stage: int) -> tuple[str, ...]:
-    """Where `stage` meets each of the stages of `hellos` to hand over KV pages."""
+    """The addresses at which `stage` meets each stage of `hellos` to hand over KV pages."""
     own = hellos[stage]
     return tuple(
         f"unix:{own.run_directory or args.run_directory}"
@@ -136,11 +136,11 @@ def place_newcomers(
     spares: Mapping[int, WorkerHello],
     hellos: Mapping[int, WorkerHello],
 ) -> dict[int, int]:
-    """Which worker of `spares`, by number, fills which of the `vacant` stages, as far as they go.
+    """Assigns workers of `spares`, by number, to `vacant` stages, as far as they go.
 
-    `hellos` are those of the newest worker of each stage, lost ones too. A stage gets the worker
-    that lies on its neighbors' hosts, so that few links lead from host to host; of equals one on
-    the host where the stage was, then the one with the least number.
+    `hellos` belong to the newest worker of each stage, lost workers included. A stage gets a worker
+    on its neighbors' hosts, so that few links lead from host to host; among equals one on the host
+    where the stage was, then the worker with the lowest number.
     """
     hosts = {stage: hello.host_key for stage, hello in hellos.items() if stage not in vacant}
     placed: dict[int, int] = {}
@@ -179,7 +179,7 @@ def num_threads(cores: Sequence[int], cpu_threads: int | None) -> int:
 
 
 def _place_on_host(stage: int, hellos: Sequence[WorkerHello]) -> tuple[int, int]:
-    """The stage's place among the stages of its host, and how many those are."""
+    """The stage's place among its host's stages, and their number."""
     host = hellos[stage].host_key
     stages = [other for other, hello in enumerate(hellos) if hello.host_key == host]
     return stages.index(stage), len(stages)
@@ -237,8 +237,8 @@ def _host_link(hellos: Sequence[WorkerHello], boundary: int, incarnation: int) -
 def _spare_layers(
     stage: int, plan: StagePlan, first_plan: StagePlan, args: PipelineArgs
 ) -> tuple[int, ...]:
-    """Those whose weights the stage loads beside its own: where weights are resident, all that it
-    has had in memory since the server's start."""
+    """Layers whose weights the stage loads beside its own: if weights are resident, all that it has
+    had in memory since the server's start."""
     spare = args.migration.layers_to_load(first_plan, stage)
     if not spare:
         return ()

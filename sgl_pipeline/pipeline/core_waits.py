@@ -1,17 +1,18 @@
-"""How long a worker that is silent had no core to run on: others took them, and it does not hang.
+"""The time in which a silent worker had no core to run on: other processes had them, and it does
+not hang.
 
-Asked by `stage_watch.py` and `join_watch.py`, which count that time as no silence. Reads no clock.
+This time does not count as silence. Reads no clock.
 """
 
 from collections.abc import Callable, Mapping
 
-# For how long each thread of a worker has waited for a core since it began; empty where unknown.
+# Seconds for which each thread of a worker has waited for a core since its start; empty if unknown.
 ThreadWaits = Mapping[int, float]
 
 
 class CoreWaits:
     """Args:
-    waits_s: those of a worker's threads now, by thread.
+    waits_s: the waiting times of a worker's threads now, by thread.
     """
 
     def __init__(self, waits_s: Callable[[int], ThreadWaits]) -> None:
@@ -19,12 +20,12 @@ class CoreWaits:
         self._before: dict[int, ThreadWaits] = {}
 
     def begin(self, worker: int) -> None:
-        """What `since_s` tells of the worker counts from now on."""
+        """`since_s` counts the worker's waits from now on."""
         self._before[worker] = self._waits_s(worker)
 
     def since_s(self, worker: int) -> float:
-        """How long the thread that waited longest has waited for a core; a step waits for each of
-        them. From the worker's start where `begin` was not called."""
+        """Seconds for which the thread that waited longest has waited for a core; a step waits for
+        all threads. From the worker's start where `begin` was not called."""
         before = self._before.get(worker, {})
         now = self._waits_s(worker)
         return max((waited_s - before.get(one, 0.0) for one, waited_s in now.items()), default=0.0)
@@ -34,5 +35,5 @@ class CoreWaits:
 
 
 def no_waits(worker: int) -> ThreadWaits:
-    """Nothing is known of any worker."""
+    """The waits of no worker are known."""
     return {}

@@ -1,12 +1,12 @@
-"""Which host is asked for the next worker. Pure functions."""
+"""Chooses the host that is asked for the next worker. Pure functions."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class HostLoad(NamedTuple):
-    """A host that is there: how many workers it starts with, and how many it has or was asked
-    for."""
+    """A present host: the number of workers that it starts with, and of those that it has or was
+    asked for."""
 
     rank: int
     share: int
@@ -14,6 +14,6 @@ class HostLoad(NamedTuple):
 
 
 def choose_host(hosts: Sequence[HostLoad]) -> int:
-    """The rank of the host that lacks most of its share; where none lacks any, the one that has
+    """The rank of the host that lacks most of its share; if none lacks any, of the host with the
     least beyond it. The first of equals."""
     return max(hosts, key=lambda host: (host.share - host.num_workers, -host.rank)).rank

@@ -1,7 +1,6 @@
-"""Which worker that joins has been silent for too long, measured against those that joined before.
+"""Finds joining workers that have been silent for too long, measured against earlier ones.
 
-Told by `managers/stages/stage_launcher.py` what workers are asked for and when they speak. Reads no
-clock and ends nothing. A stage that runs steps is `stage_watch.py`'s.
+Reads no clock and ends no worker. Stages that run steps are watched by `stage_watch.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,16 +8,16 @@ from typing import Literal, NamedTuple
 
 from sgl_pipeline.pipeline.core_waits import CoreWaits, ThreadWaits, no_waits
 
-# A silence may last so many times as long as the longest that came to an end. Others may start at
-# the same time, on the same cores.
+# A silence may last this many times as long as the longest that has ended. Other workers may start
+# at the same time, on the same cores.
 PATIENCE = 5.0
 
-# To come up and greet; to load weights, or whatever else it was asked for.
+# To come up and greet; to load weights, or to do anything else that it was asked for.
 Task = Literal["start", "load"]
 
 
 class Debt(NamedTuple):
-    """A worker has been busy with `task`, and has last been told or heard at `since_s`."""
+    """A worker is busy with `task`; its last message was sent or received at `since_s`."""
 
     task: Task
     since_s: float
@@ -26,9 +25,9 @@ class Debt(NamedTuple):
 
 class JoinWatch:
     """Args:
-    silence_s: seconds that every worker may be silent, however fast others were.
-    limit_s: the same where none has done this before.
-    waits_s: how long the threads of a worker have waited for a core.
+    silence_s: seconds that every worker may be silent, even if others were faster.
+    limit_s: the same if no worker has done this before.
+    waits_s: returns the core waits of a worker's threads.
     """
 
     def __init__(
@@ -44,12 +43,12 @@ class JoinWatch:
         self._longest_s: dict[Task, float] = {}
 
     def asked(self, worker: int, task: Task, now_s: float) -> None:
-        """The worker is to do this, and to say so when it is done."""
+        """The worker must do this, and report when it is done."""
         self._debts[worker] = Debt(task, now_s)
         self._waits.begin(worker)
 
     def heard(self, worker: int, now_s: float, is_done: bool) -> None:
-        """The worker has spoken; unless it `is_done`, it will again."""
+        """The worker has sent a message; unless it `is_done`, another will follow."""
         debt = self._debts.pop(worker, None)
         if debt is None:
             return
@@ -64,14 +63,14 @@ class JoinWatch:
         self._waits.forget(worker)
 
     def bound_s(self, task: Task) -> float:
-        """How long a worker may be silent meanwhile."""
+        """Longest silence that a worker is allowed meanwhile, in seconds."""
         longest_s = self._longest_s.get(task)
         if longest_s is None:
             return self._limit_s
         return min(self._limit_s, max(self._silence_s, PATIENCE * longest_s))
 
     def silent_workers(self, now_s: float) -> Iterator[tuple[int, str]]:
-        """Those that have been silent for too long, and what is said of each."""
+        """The workers that have been silent for too long, and the reason to report for each."""
         for worker, debt in self._debts.items():
             bound_s, silent_s = self.bound_s(debt.task), now_s - debt.since_s
             if silent_s <= bound_s:

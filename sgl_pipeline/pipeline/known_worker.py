@@ -1,7 +1,4 @@
-"""One worker, as the roster knows it: who it is, which stage it fills, how far it has got there.
-
-Kept by `worker_roster.py`.
-"""
+"""One worker, as the roster knows it: its number, its stage, its progress."""
 
 from dataclasses import dataclass
 from enum import IntEnum, auto
@@ -20,8 +17,8 @@ from sgl_pipeline.wire.stage_messages import (
 
 
 class WorkerPhase(IntEnum):
-    """How far a worker has got. MEASURING leads back to GREETED; LOST may come at any time and is
-    the end."""
+    """A worker's progress. MEASURING leads back to GREETED; LOST may come at any time and is
+    final."""
 
     GREETED = auto()
     MEASURING = auto()
@@ -43,9 +40,9 @@ PHASE_OF_MESSAGE: dict[type, WorkerPhase] = {
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker. `stage` is None until it is assigned; `is_successor` says that another worker
-    fills it still. `incarnation` is the stream of orders that its links are for,
-    `asked_incarnation` that for which it was told to open some."""
+    """One worker. `stage` is None until it is assigned; with `is_successor` another worker still
+    fills it. `incarnation` is the stream of orders that its links are for, `asked_incarnation` the
+    stream for which it was ordered to open links."""
 
     hello: WorkerHello
     phase: WorkerPhase = WorkerPhase.GREETED
@@ -55,18 +52,18 @@ class Worker:
     ready: StageReady | None = None
     incarnation: int = -1
     asked_incarnation: int = -1
-    gpu: int | None = None  # where its weights are, once it has any
-    has_served: bool = False  # it was ready once, for whatever stage that it filled
+    gpu: int | None = None  # the place of its weights, once it has any
+    has_served: bool = False  # it was ready once, for any stage
     is_successor: bool = False
 
     @property
     def filled_stage(self) -> int | None:
-        """The stage that steps need it for."""
+        """The stage that it fills for steps."""
         return None if self.is_successor else self.stage
 
     @property
     def is_settled(self) -> bool:
-        """It owes no answer, and so can be given another stage."""
+        """It owes no answer, so it can be given another stage."""
         if self.phase is WorkerPhase.READY:
             return not self.is_joining
         return self.phase is WorkerPhase.LOADED
@@ -89,7 +86,7 @@ class Worker:
         self.incarnation = self.asked_incarnation
 
     def take_regrouped(self, message: Regrouped) -> None:
-        """Raises ProtocolError where it has joined a stream that it was not asked to join."""
+        """Raises ProtocolError if it has joined a stream that it was not asked to join."""
         if not self.incarnation < message.incarnation <= self.asked_incarnation:
             raise ProtocolError(
                 f"stage {message.stage} has joined stream {message.incarnation}, it was asked "
@@ -100,14 +97,14 @@ class Worker:
     # What becomes of it
 
     def give_stage(self, assignment: StageAssignment, incarnation: int) -> None:
-        """It shall load the stage of `assignment`, with links of the stream `incarnation`."""
+        """It will load the stage of `assignment`, with links of the stream `incarnation`."""
         self.stage, self.phase = assignment.stage, WorkerPhase.ASSIGNED
         self.gpu = assignment.gpu
         self.loaded = self.ready = None
         self.asked_incarnation = incarnation
 
     def succeed(self) -> None:
-        """The stage that it was to take is its own from now on."""
+        """The stage that it succeeds to is its own from now on."""
         self.is_successor = False
         self.has_served = self.phase is WorkerPhase.READY
 
@@ -119,7 +116,7 @@ class Worker:
 
 
 def expect(worker: Worker | None, message: FromWorker) -> Worker:
-    """`worker`, whose next message may be `message`. Raises ProtocolError otherwise."""
+    """Returns `worker` if `message` may be its next message. Raises ProtocolError otherwise."""
     due = PHASE_OF_MESSAGE[type(message)]
     if worker is None or worker.phase is not due:
         found = "unknown" if worker is None else worker.phase.name.lower()

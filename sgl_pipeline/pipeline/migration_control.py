@@ -1,4 +1,4 @@
-"""Who may move layers, and when: the operator by hand, or the planner by what steps cost.
+"""Controls who moves layers, and when: the operator by hand, or the planner by step costs.
 
 `migration/coordinator.py` carries out the move itself.
 """
@@ -49,13 +49,13 @@ class MigrationControl:
     def of(
         cls, args: MigrationArgs, plan: StagePlan, planner: LayerPlanner | None = None
     ) -> "MigrationControl":
-        """That of a pipeline that starts with `plan`."""
+        """The control of a pipeline that starts with `plan`."""
         coordinator = MoveCoordinator(plan, args.max_layers(plan), args.timeout_s)
         return cls(args.mode, coordinator, planner)
 
     @classmethod
     def off(cls, plan: StagePlan) -> "MigrationControl":
-        """That of a pipeline whose layers stay where they are."""
+        """The control of a pipeline whose layers never move."""
         return cls.of(MigrationArgs(mode="off"), plan)
 
     @property
@@ -106,7 +106,7 @@ class MigrationControl:
     def undo(self, now_s: float) -> MoveRecord:
         """Begins the move back to the plan before the newest move.
 
-        Raises MoveRefused as `move_to`, and where nothing has moved.
+        Raises MoveRefused as `move_to`, and if nothing has moved.
         """
         counts = self.plan_before()
         self._require_free()
@@ -134,8 +134,8 @@ class MigrationControl:
         self._note_end(current)
 
     def start_over(self, plan: StagePlan, max_layers: tuple[int, ...], now_s: float) -> None:
-        """Other stages hold the layers from now on, as `plan` says. A move that was wanted while
-        no step ran is abandoned.
+        """Other stages hold the layers from now on, by `plan`. A move that was requested while no
+        step ran is abandoned.
 
         Args:
             max_layers: the most layers that each of them may hold at once.

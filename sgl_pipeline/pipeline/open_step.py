@@ -1,7 +1,6 @@
 """A step between its decision and the last stage's report of it.
 
-Made by `PipelineCore`, which hands it to its driver twice: to send its order, and when its tokens
-are back.
+A driver gets it from `PipelineCore` twice: to send its order, and when its tokens are back.
 """
 
 from dataclasses import dataclass, field
@@ -15,11 +14,11 @@ from sgl_pipeline.wire.stage_orders import SealedOrder
 
 @dataclass(slots=True, eq=False)
 class OpenStep:
-    """One step: what was decided, what came back, what each stage spent.
+    """One step: the decision, the results, and each stage's times.
 
-    `order` is for every stage. `events` and `finished_s` are there once the tokens are. The driver
-    adds `schedule_ms` and `result_ms`, what its host spent on deciding the step and on its result:
-    the core reads no clock. Moments are seconds of the driver's clock.
+    `order` is for every stage. `events` and `finished_s` are set once the tokens are there. The
+    driver adds `schedule_ms` and `result_ms`, its host's time for deciding the step and for its
+    result: the core reads no clock. Moments are seconds of the driver's clock.
     """
 
     microbatch: Microbatch

@@ -1,8 +1,8 @@
-"""How long answers are going to be, by how long the recent ones were.
+"""Estimates the lengths of answers from the lengths of recent ones.
 
-Answers under way count too, as longer than what they have drawn: without
-them the short ones, which end first, would make all answers look short. The estimate of Kaplan and
-Meier (1958); beyond the longest answer that has ended, ends come as often as over all tokens.
+Answers under way count too, as longer than their present length: without them the short ones, which
+end first, would make all answers look short. The estimate of Kaplan and Meier (1958); beyond the
+longest answer that has ended, ends come as often as over all tokens.
 """
 
 import math
@@ -24,8 +24,8 @@ class OutputLengths:
         lengths += [(one, True) for one in running if one > 0]
         total_tokens = sum(length for length, _ in lengths)
         self._ends_per_token = self.num_ended / total_tokens if total_tokens else 0.0
-        # Where the share of answers that go on falls, and how far; the shares are kept negative,
-        # because they must rise to be searched.
+        # Lengths at which the share of continuing answers falls, and the new shares; these are kept
+        # negative, because a search needs ascending values.
         self._lengths, self._shares = [0], [-1.0]
         at_risk = len(lengths)
         for length, is_running in sorted(lengths):
@@ -37,7 +37,7 @@ class OutputLengths:
     def left(self, drawn: int, most: int, share: float) -> int:
         """Tokens that an answer of `drawn` tokens will still draw at most with probability `share`.
 
-        At least 1, at most up to `most` in all; that many where no answer has ended.
+        At least 1, at most up to `most` in all; up to `most` if no answer has ended.
         """
         left = max(1, most - drawn)
         if not self.num_ended:
@@ -54,5 +54,6 @@ class OutputLengths:
         return min(max(1, round(length) - drawn), left)
 
     def _tail(self, share: float) -> float:
-        """What is drawn at most with probability `share` when ends come as often as over all."""
+        """Most tokens that are drawn with probability `share` when ends come as often as over all
+        tokens."""
         return -math.log1p(-min(share, 1.0 - 1e-9)) / self._ends_per_token

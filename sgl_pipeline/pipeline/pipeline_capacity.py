@@ -1,4 +1,4 @@
-"""What the ready pipeline has: given by `WorkerRoster.capacity`, read by who serves and reports."""
+"""The capacity of the ready pipeline: its plan, pages and memory."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ from sgl_pipeline.wire.stage_messages import StageLoaded
 @dataclass(frozen=True, slots=True)
 class PipelineCapacity:
     """Its plan, pages (the minimum over stages) and each stage's report of its load. `predicted_ms`
-    is what a typical step takes each stage, where that was measured; `layer_page_bytes` the bytes
-    of a page in one layer; `log_pages` of how many pages each boundary log has room."""
+    is each stage's time in a typical step, if it was measured; `layer_page_bytes` the bytes of a
+    page in one layer; each boundary log has room for `log_pages` pages."""
 
     plan: StagePlan
     predicted_ms: tuple[float, ...] | None

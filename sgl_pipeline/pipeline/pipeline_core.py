@@ -44,12 +44,12 @@ class PipelineCore:
 
     Args:
         scheduler: decides; shared with no other core.
-        plan: which stage owns which layers, of the first epoch. It changes with the moves of
-            `migration`, and is that of the next step to be decided.
+        plan: the first epoch's. It changes with the moves of `migration`, and is always that of the
+            next step.
         migration: may move layers; None: never.
-        step_forecast: learns what steps take; None: a new one.
+        step_forecast: learns step times; None: a new one.
         throttle: changes the knobs of `scheduler`; None: they stay.
-        vocab_size: what token ids are below; None: any are taken.
+        vocab_size: token ids must be below it; None: any are accepted.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class PipelineCore:
         self.history = StepHistory(plan.num_stages)
         self.slow_stages = SlowStages(plan.num_stages)
         self.recent_load = RecentLoad()
-        # Of stages on other hosts: what turns a moment of theirs into one of the driver's clock.
+        # For stages on other hosts: seconds to add to their moments, which gives the driver's
+        # clock.
         self.clock_offsets_s: Mapping[int, float] = {}
         self._encoder = StepOrderEncoder()
         self._orders = OrderStream()
@@ -105,8 +106,8 @@ class PipelineCore:
 
     def hand_over(self, stage: int, reason: str, now_s: float) -> None:
         """Another worker has the pages of `stage`, and fills it from `start_over` on; as `halt`,
-        but nothing is lost besides the rows that the stage has kept. No step is in flight, and no
-        layer moves."""
+        but only the rows that the stage has kept are lost. No step is in flight, and no layer
+        moves."""
         assert not self._open and not self.migration.is_moving
         self.scheduler.lost_pages.hand_over(stage, now_s)
         self._stop(reason, now_s)
@@ -145,13 +146,13 @@ class PipelineCore:
     def start_over(
         self, incarnation: int, num_pages: int | None = None, log_pages: int = 0
     ) -> SealedOrder:
-        """Every stage is there again: the first order of the new stream, for all of them.
+        """Begins the new stream when all stages are back: returns its first order, for all of them.
 
-        The stages that were lost may still be heard: what they say of steps before this is late.
+        Messages of lost stages may still arrive: reports of earlier steps are late.
 
         Args:
-            num_pages: that the stages have now; None: as many as before, also in the logs.
-            log_pages: of how many of them each log has room.
+            num_pages: the stages' number of pages now; None: as before, also in the logs.
+            log_pages: number of pages that each log has room for.
         """
         if num_pages is not None:
             self._unfit += self.scheduler.use_pages(num_pages, log_pages)
@@ -167,13 +168,13 @@ class PipelineCore:
         return self._open.values()
 
     def move_orders(self, now_s: float) -> list[SealedOrder]:
-        """What the stages must know of layer moves before the next step. The driver must send each
-        to every stage before it asks for that."""
+        """Orders about layer moves that precede the next step. The driver must send each to every
+        stage before it asks for that step."""
         sealed: list[SealedOrder] = []
         if self._is_halted:
             return sealed
         if self.migration.is_moving:
-            # What a stage has not computed again yet, it cannot hand over.
+            # A stage cannot hand over pages that it still owes.
             self.scheduler.lost_pages.forget_owed(now_s)
         pages_in_use = self.scheduler.pages_in_use
         while (order := self.migration.next_order(now_s, pages_in_use)) is not None:
@@ -204,10 +205,11 @@ class PipelineCore:
         return step
 
     def take_report(self, report: StageReport, now_s: float) -> OpenStep | None:
-        """Books a stage's report. The last stage's brings the tokens: then the step, with `events`.
+        """Applies a stage's report. The last stage's brings the tokens: then returns the step, with
+        `events`.
 
-        A report of a step that was taken back is late, and means nothing any more. Raises
-        ProtocolError for a report that no stage could give now, of which nothing is booked then.
+        A report of a step that was taken back is late, and has no effect. Raises ProtocolError,
+        without any other effect, for a report that no stage could send now.
         """
         if report.step_id < self._first_step_id:
             return None
@@ -228,7 +230,7 @@ class PipelineCore:
         return step if is_last else None
 
     def _expected_step(self, report: StageReport) -> OpenStep:
-        """The step that its stage must report next, if `report` can be that one's."""
+        """The step that its stage must report next, if `report` can belong to it."""
         stage = report.stage
         name = f"stage {stage} of {self.plan.num_stages} reported step {report.step_id}"
         due = (one for one in self._open.values() if stage not in one.timings)
@@ -278,15 +280,17 @@ class PipelineCore:
             self.migration.note(parts, record.finished_s)
 
     def _refresh_times(self) -> None:
-        """Policies budget by what is known now, of the plan that is in use now."""
+        """Policies budget by the present knowledge of the plan in use."""
         self.scheduler.step_times = self.step_forecast.slowest(self.plan.layer_counts)
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Why a request waits: which rule, which numbers, behind whom; None for an unknown one."""
+        """Explains why a request waits: the rule, its numbers, the request before it; None if it is
+        unknown."""
         return self.scheduler.explain(request_id)
 
     def forecast(self, outlook: Outlook, now_s: float) -> RequestForecast:
-        """When the request of `outlook` will run, by the pace of the recent steps of this plan."""
+        """Predicts when the request of `outlook` will run, by the pace of this plan's recent
+        steps."""
         if self.scheduler.pausing.is_paused and not outlook.request.steps_in_flight:
             return RequestForecast(reason="the scheduler is paused until an operator continues it")
         recent = [record for record in self.history.recent if record.epoch == self.plan.epoch]
@@ -325,8 +329,8 @@ class PipelineCore:
         compiling_requests: int = 0,
         recoveries: Sequence[RecoveryRecord] = (),
     ) -> PipelineState:
-        """How things stand; `compiling_requests` are those that the driver holds back for now,
-        `recoveries` those of its `StageRecovery`."""
+        """A snapshot; `compiling_requests` counts the requests that the driver holds back for now,
+        `recoveries` come from its `StageRecovery`."""
         scheduler, history = self.scheduler, self.history
         log = scheduler.lost_pages.log
         slowdowns = dict(enumerate(self.slow_stages.slowdowns))
@@ -362,7 +366,7 @@ class PipelineCore:
                 )
                 for stage, (wait_ms, compute_ms, last_step) in enumerate(history.stage_totals())
             ),
-            # Copies: the record of what is under way still changes.
+            # Copies: records of open moves and recoveries still change.
             moves=tuple(map(copy, self.migration.history)),
             throttle=None if self.throttle is None else self.throttle.state(),
             recoveries=tuple(map(copy, recoveries)),

@@ -1,8 +1,7 @@
-"""How things stand: the one snapshot that metrics, `/v1/loads`, `/server_info` and the status line
-are written from.
+"""The one snapshot of the pipeline, from which metrics, `/v1/loads`, `/server_info` and the status
+line are written.
 
-Made by `PipelineCore.state`, about ten times a second, between steps. Nothing here looks at waiting
-requests one by one.
+It is made about ten times a second, between steps. No field needs a look at each waiting request.
 """
 
 import msgspec
@@ -18,8 +17,8 @@ from sgl_pipeline.stage_plan import StagePlan
 
 class StageState(msgspec.Struct, frozen=True, kw_only=True):
     """One stage since the start: the milliseconds it waited for work and computed, and the last
-    step that it reported. `slowdown` is what its steps take over what is predicted for them, and
-    `slow_since_s` the moment since when that is too much, None where it is not (`slow_stages.py`).
+    step that it reported. `slowdown` is the ratio of measured to predicted time of its steps; the
+    stage has been slow since `slow_since_s`, None if it is not slow (`slow_stages.py`).
     """
 
     input_wait_ms: float
@@ -30,20 +29,20 @@ class StageState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
-    """One moment, `now_s` on the driver's monotonic clock. The stages of `plan` serve;
-    `configured_stages` is how many the server was started with.
+    """One moment, `now_s` on the driver's monotonic clock. The stages of `plan` serve; the server
+    was started with `configured_stages`.
 
     `load` counts exactly, `naive_load` whole prompts and free pages without the cached ones. Of the
-    pages of `load`, `unused_pages` hold nothing, the other free ones cached prefixes.
+    free pages of `load`, `unused_pages` hold nothing, the others cached prefixes.
     `waiting_requests` are in the queue, `compiling_requests` wait for their grammar before it.
     `queued_tokens` are all prompt tokens of the queue, cached or not, `decoding_tokens` all tokens
     of decoding requests. The totals since the start: tokens scheduled (`prefill_tokens`,
     `decodes`), prompt tokens served from the cache and admitted, retractions. `recent_steps` are
     the newest that all stages have reported, oldest first (`step_history.RECENT_STEPS`). `moves`
     are the newest layer moves, `recoveries` the newest recoveries, oldest first, those under way
-    among them. `replayed_tokens` are those that each stage alone has computed again since the
-    start, empty without a recovery log, which has room for `log_pages`. `throttle` has the knobs of
-    the policy, where they can be changed.
+    included. `replayed_tokens` counts the tokens that each stage alone has computed again since the
+    start; it is empty without a recovery log, which has room for `log_pages`. `throttle` has the
+    knobs of the policy, if they can be changed.
     """
 
     now_s: float
@@ -78,13 +77,13 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def current_recovery(self) -> RecoveryRecord | None:
-        """The recovery under way: no step runs meanwhile."""
+        """The recovery under way, during which no step runs."""
         newest = self.recoveries[-1] if self.recoveries else None
         return None if newest is None or newest.is_over else newest
 
     @property
     def missing_stages(self) -> int:
-        """How many stages fewer serve than the server was started with."""
+        """Number of stages that the server was started with and that do not serve."""
         return self.configured_stages - self.plan.num_stages
 
     @property
@@ -109,7 +108,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def steps_of_plan(self) -> tuple[StepRecord, ...]:
-        """Those of the recent steps that ran under the plan in use."""
+        """The recent steps that ran under the plan in use."""
         return tuple(step for step in self.recent_steps if step.epoch == self.plan.epoch)
 
     def showing(
@@ -119,5 +118,5 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, recent_steps=steps, moves=moves)
 
     def bubble_shares(self) -> tuple[BubbleShares, ...]:
-        """What each stage spent its time on in the recent steps; costs a millisecond."""
+        """Each stage's time in the recent steps, by its use; costs a millisecond."""
         return bubble_shares(self.recent_steps)

@@ -1,7 +1,7 @@
-"""Layer splits by what the workers have measured of the model's parts: of the first stages, and of
+"""Layer splits by the workers' measurements of the model's parts: for the first stages, and for
 fewer.
 
-Called by `worker_roster.py`, and says in the log what it expects of the split.
+Logs the times that it expects of the split.
 """
 
 import logging
@@ -26,13 +26,13 @@ def plan_by_time(
     stages: StageArgs,
     predictor: StepPredictor | None,
 ) -> tuple[StagePlan, tuple[float, ...]]:
-    """The plan whose slowest stage takes least, of those that fit the stages' memory, and what a
-    typical step should take each stage, in ms.
+    """The plan with the fastest slowest stage among those that fit the stages' memory, and each
+    stage's expected time in a typical step, in ms.
 
     Args:
-        found: by each worker, of as many as there are stages.
-        hosts: of the same workers; on CPUs those of one host count as alike.
-        predictor: of the parts' times; None: those of `found` count.
+        found: measurements of as many workers as there are stages.
+        hosts: of the same workers; on CPUs the workers of one host count as alike.
+        predictor: of the parts' times; None: the times of `found` count.
 
     Raises ConfigurationError where no split fits.
     """
@@ -50,12 +50,12 @@ def counts_for_fewer(
     num_layers: int,
     predictor: StepPredictor | None,
 ) -> tuple[int, ...]:
-    """The split over `chosen`, one stage each, after a loss: by time where the first plan was made
-    so, otherwise even.
+    """The split over `chosen`, one stage each, after a loss: by time if the first plan was,
+    otherwise even.
 
     Args:
-        known: all workers that have ever greeted, lost ones too. One of `chosen` that has measured
-            nothing, as it came later, counts as one of its host that has, else as any that has.
+        known: all workers that have ever greeted, lost ones too. A worker of `chosen` that came
+            later and has measured nothing counts as one of its host that has, else as any that has.
         predictor: as in `plan_by_time`.
     """
     found_on: dict[str, PartCosts] = {}
@@ -72,7 +72,7 @@ def counts_for_fewer(
         fits = fits_in(found[0].sizes, [own.memory_bytes for own in found], 0)
         counts = balanced_layer_counts(costs, fits)
     except ConfigurationError:
-        # Those bytes were measured beside the workers that are lost: loading will show what fits.
+        # Those bytes were measured beside the lost workers: loading will show what fits.
         counts = balanced_layer_counts(costs)
     _predicted_ms(costs, counts)
     return counts
@@ -81,7 +81,7 @@ def counts_for_fewer(
 def _stage_costs(
     found: Sequence[PartCosts], hosts: Sequence[str], device: str, predictor: StepPredictor | None
 ) -> tuple[StageCosts, ...]:
-    """What a typical step takes each worker, part by part."""
+    """Each worker's time in a typical step, part by part."""
     if predictor is not None:
         return (predicted_costs(predictor, TYPICAL_STEP.work),) * len(found)
     measured = [StageCosts.of(own.kinds, own.samples[0]) for own in found]
@@ -89,7 +89,7 @@ def _stage_costs(
 
 
 def _predicted_ms(costs: Sequence[StageCosts], counts: Sequence[int]) -> tuple[float, ...]:
-    """What a typical step should take each stage; the log says it too."""
+    """Each stage's expected time in a typical step, which is logged too."""
     predicted_ms = stage_times_ms(costs, counts)
     even = even_layer_counts(sum(counts), len(counts))
     logger.info(

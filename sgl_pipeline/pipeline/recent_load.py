@@ -1,8 +1,8 @@
 """The last minutes of real work: the requests that ended, and the steps with their times.
 
-Kept by `PipelineCore` for what asks about the past: forecasts take the lengths of answers from it,
-`POST /pipeline/tune` runs the simulator on it. Two bounded rings; an entry costs less than a
-microsecond, after the next steps are on their way. No text and no token.
+Forecasts take the lengths of answers from it, and `POST /pipeline/tune` runs the simulator on it.
+Two bounded rings; an entry costs less than a microsecond, after the next steps are on their way. No
+text and no token.
 """
 
 from collections import deque
@@ -16,13 +16,13 @@ from sgl_pipeline.requests import Request
 
 MAX_REQUESTS = 4096
 MAX_STEPS = 1024
-# Of the newest answers, how many say how long the next ones will be.
+# Number of newest answers from which the lengths of the next ones are estimated.
 NUM_LENGTHS = 256
 
 
 class PastRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request as it came and as it was served; moments in seconds of the driver's clock. Of one
-    that has not ended, `output_tokens` is what it has drawn and `total_ms` None."""
+    """A request as it came and as it was served; moments in seconds of the driver's clock. If it
+    has not ended, `output_tokens` counts its tokens so far and `total_ms` is None."""
 
     arrival_s: float
     prompt_tokens: int
@@ -33,7 +33,7 @@ class PastRequest(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def live(cls, request: Request) -> "PastRequest":
-        """Of a request that waits or runs."""
+        """The entry of a request that waits or runs."""
         first_token_ms = None
         if request.first_token_s is not None:
             first_token_ms = (request.first_token_s - request.arrival_s) * 1e3
@@ -47,7 +47,7 @@ class PastRequest(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def tpot_ms(self) -> float | None:
-        """Mean time of its output tokens after the first; None where there is none yet."""
+        """Mean time of its output tokens after the first; None before there is one."""
         if self.total_ms is None or self.first_token_ms is None or self.output_tokens < 2:
             return None
         return (self.total_ms - self.first_token_ms) / (self.output_tokens - 1)
@@ -77,7 +77,7 @@ class RecentLoad:
             )
 
     def since(self, moment_s: float, live: Iterable[Request]) -> list[PastRequest]:
-        """The requests that came at `moment_s` or later, those of `live` among them, by arrival."""
+        """The requests that came at `moment_s` or later, `live` ones included, by arrival."""
         past = [*self.requests, *map(PastRequest.live, live)]
         return sorted(
             (one for one in past if one.arrival_s >= moment_s), key=lambda one: one.arrival_s
@@ -89,9 +89,9 @@ class RecentLoad:
 
 
 class RecentWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What `POST /pipeline/tune` hands to the simulator: the load of a window and the pipeline that
-    served it. `requests` by arrival, those that have not ended among them; `steps` of the plan in
-    use. `knobs` are the throttle's, `scheduling` the fields of `SchedulingArgs`."""
+    """The simulator's input from `POST /pipeline/tune`: the load of a window and the pipeline that
+    served it. `requests` are sorted by arrival and include unfinished ones; `steps` ran under the
+    plan in use. `knobs` are the throttle's, `scheduling` the fields of `SchedulingArgs`."""
 
     requests: list[PastRequest]
     steps: list[StepRecord]

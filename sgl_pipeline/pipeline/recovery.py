@@ -67,21 +67,22 @@ class StageRecovery:
         self._handovers = StageHandovers(core, roster, args)
         self._first_plan = core.plan
         self._last_loss: tuple[str, float] | None = None
-        # Of each stage whose worker was given up as silent: its last step then, and how many were.
+        # For each stage whose worker was given up as silent: its last step then, and the number of
+        # such workers.
         self._silent_in_a_row: dict[int, tuple[int | None, int]] = {}
 
     @property
     def bound_s(self) -> float:
-        """Longer than this no recovery should take."""
+        """Longest time in seconds that a recovery should take."""
         return self._args.join_limit_s
 
     @property
     def leavers(self) -> tuple[int, ...]:
-        """The workers that were asked to leave and serve still, in the order of that."""
+        """The workers that were asked to leave and still serve, in order of these requests."""
         return self._handovers.leavers
 
     def num_wanted_workers(self, now_s: float) -> int:
-        """How many more workers the source should be asked for now."""
+        """Number of workers that the source should be asked for now."""
         if self._args.mode == "off" or self._supply.rests(now_s):
             return 0
         missing = self._first_plan.num_stages - len(self._roster.workers_of_stages)
@@ -103,7 +104,7 @@ class StageRecovery:
         """A worker has ended, or was given up: its messages are dropped from now on.
 
         Args:
-            was_silent: it was given up in a step that took it too long.
+            was_silent: it was given up because a step took too long.
 
         Returns the messages for the other workers. Raises StageFailure where the stage is not
         replaced: recovery is off, too many workers that had served were lost, or one after the
@@ -170,11 +171,11 @@ class StageRecovery:
         return [(worker, Shutdown())]
 
     def reform(self, now_s: float) -> list[Addressed]:
-        """Has fewer stages serve where no worker comes for one, and more where one has come, and
-        stages go from workers that leave to others; to be asked now and then. Returns what each
-        worker must be told.
+        """Makes fewer stages serve where no worker is available for one, and more where one has
+        come, and moves stages from leaving workers to others; to be called now and then. Returns
+        the messages to each worker.
 
-        Raises PipelineLost where the stages that are left are too few.
+        Raises PipelineLost if too few stages remain.
         """
         if self.current is None:
             told = [] if self.unsettled is not None else [*self._handovers.go_on(now_s)]
@@ -193,7 +194,7 @@ class StageRecovery:
         return self._reassign(num_stages, now_s)
 
     def _hand_over(self, now_s: float) -> list[Addressed]:
-        """Puts the successor that has all pages in the place of its leaver, who ends."""
+        """Replaces a leaver, which ends, by its successor, which has all pages."""
         handover = self._handovers.take_done()
         if handover is None:
             return []
@@ -210,12 +211,12 @@ class StageRecovery:
         return [(leaver, Shutdown()), *self._roster.fill()]
 
     def _num_stages_now(self, now_s: float) -> int:
-        """How many stages can serve with the workers that there are."""
+        """Number of stages that can serve with the present workers."""
         roster, supply = self._roster, self._supply
         num_filled = len(roster.workers_of_stages)
         if not roster.vacant_stages:
             if supply.num_on_their_way:
-                return roster.num_stages  # one pause for all who come
+                return roster.num_stages  # one pause for all that come
             num_workers = num_filled + len(roster.spare_workers)
             return min(self._first_plan.num_stages, num_workers)
         if supply.num_on_their_way or not supply.rests(now_s):
@@ -229,7 +230,7 @@ class StageRecovery:
         return num_filled
 
     def _reassign(self, num_stages: int, now_s: float) -> list[Addressed]:
-        """Gives all layers to so many stages. Each starts over and keeps only its weights."""
+        """Gives all layers to `num_stages` stages. Each starts over and keeps only its weights."""
         assert self.current is not None
         old, first = self._core.plan, self._first_plan
         is_whole = num_stages == first.num_stages
@@ -238,7 +239,7 @@ class StageRecovery:
         incarnation = self._roster.next_incarnation()
         self._joining_since_s = now_s
         self.current.incarnation, self.current.num_stages = incarnation, num_stages
-        # None of them is left to any stage.
+        # No stage keeps any of them.
         self.current.num_tokens += sum(self._computed_tokens().values())
         self.current.num_replay_tokens = 0
         self._silent_in_a_row.clear()  # stages are numbered anew
@@ -247,7 +248,7 @@ class StageRecovery:
         return told
 
     def _computed_tokens(self) -> dict[Request, int]:
-        """How many tokens of each running request are computed."""
+        """Number of computed tokens of each running request."""
         requests = self._core.scheduler.requests()
         return {request: request.num_computed for request in requests if request.pages}
 
@@ -285,9 +286,8 @@ class StageRecovery:
     def late_workers(
         self, now_s: float, step_limit_s: float | None = None
     ) -> Iterable[tuple[int, str]]:
-        """Workers that have not got as far as they should have, and what is said of each.
-
-        `step_limit_s` is the most that a stage which is left may need for the step that it is in.
+        """Workers that are late, and the reason to report for each. A remaining stage may need up
+        to `step_limit_s` for its present step.
         """
         yield from self._supply.late(now_s)
         yield from self._roster.unfit_workers
@@ -302,7 +302,7 @@ class StageRecovery:
                 yield worker, f"it did not {verb} within {limit_s:.1f} s"
 
     def _begin_record(self, now_s: float) -> RecoveryRecord:
-        """A new one, or that of the recovery which is not over."""
+        """A new record, or that of the recovery under way."""
         if self.unsettled is not None:
             record = self.history.pop()
             record.stream_s = None
@@ -313,7 +313,7 @@ class StageRecovery:
         )
 
     def _halt(self, reason: str, now_s: float, lost_stage: int | None = None) -> None:
-        """Takes the pipeline apart; may happen again before it is together again."""
+        """Halts the pipeline; may be called again before it has recovered."""
         assert self.current is not None
         computed, lost = self._computed_tokens(), {*self._roster.vacant_stages}
         if lost_stage is not None:  # its successor may fill it
@@ -324,11 +324,11 @@ class StageRecovery:
         self.current.num_replay_tokens = kept if lost else 0
 
     def _begin_anew(self, computed: dict[Request, int], now_s: float) -> int:
-        """Has all that are left join another stream. Returns how many of the tokens that were
-        `computed` before are kept."""
+        """Makes all remaining workers join another stream. Returns the number of `computed` tokens
+        that are kept."""
         record = self.current
         assert record is not None
-        # Halted before, those that are left have been counted.
+        # Halted before: the remaining ones have been counted.
         record.num_requests = max(record.num_requests, len(computed))
         kept = sum(tokens for request, tokens in computed.items() if request.pages)
         record.num_tokens += sum(computed.values()) - kept
@@ -338,7 +338,7 @@ class StageRecovery:
         return kept
 
     def _count_silent(self, stage: int, reason: str) -> None:
-        """Raises StageFailure where one worker of the stage after the other runs no step."""
+        """Raises StageFailure if workers of the stage, one after the other, run no step."""
         last_step = self._core.history.last_steps.get(stage)
         step_before, count = self._silent_in_a_row.get(stage, (last_step, 0))
         count = count + 1 if step_before == last_step else 1
@@ -347,12 +347,12 @@ class StageRecovery:
             raise StageFailure(
                 stage,
                 last_step,
-                f"{count} workers in a row ran no step: {reason}; another one would fare no better "
+                f"{count} workers in a row ran no step: {reason}; another one would do no better "
                 "(the log has their stacks; --stage-silence-s gives a step more time)",
             )
 
     def _count(self, stage: int, reason: str, now_s: float) -> None:
-        """Raises StageFailure where this loss is one too many."""
+        """Raises StageFailure if this loss is one too many."""
         last_step = self._core.history.last_steps.get(stage)
         if self._args.mode == "off":
             raise StageFailure(stage, last_step, reason)

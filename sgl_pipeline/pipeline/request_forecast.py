@@ -1,8 +1,9 @@
-"""When a request will run: its queue, served in advance by the policy at the pace of recent steps.
+"""Predicts when a request will run: the queue, served in advance by the policy at the pace of
+recent steps.
 
-Made by `PipelineCore.forecast` when an operator asks. The queue, the policy and the pages are those
-of the scheduler; who ends when is guessed from the lengths of answers that ended recently. Nobody
-no later arrival is in it, and no request is retracted. It reads no clock and changes nothing.
+It is made when an operator asks. The queue, the policy and the pages are the scheduler's; the ends
+of requests are guessed from the lengths of recent answers. It assumes no later arrival and no
+retraction. It reads no clock and changes nothing.
 """
 
 from collections import deque
@@ -15,21 +16,21 @@ from sgl_pipeline.pipeline.step_pace import StepPace
 from sgl_pipeline.requests import Request, RequestState
 from sgl_pipeline.scheduling import Demand, Outlook
 
-# Chunks to be looked at in one forecast: some milliseconds.
+# Most chunks that one forecast looks at: some milliseconds.
 MAX_WORK = 16_000
-# Of a queue, to say how fast it moves.
+# Fewest served requests of a queue from which its pace is taken.
 MIN_SERVED = 4
-_STEP_WORK = 40  # what a step costs beside its chunks
+_STEP_WORK = 40  # the cost of a step beside its chunks
 _GOLDEN_RATIO = 0.6180339887498949
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestForecast:
     """Seconds from now: `runs_in_s` until the request's first chunk is scheduled (0: it runs),
-    `next_token_in_s` until its next token. None where it is unknown; `reason` says why.
+    `next_token_in_s` until its next token. None where it is unknown, for `reason`.
 
-    By `num_steps` recent steps and the lengths of `num_ended` recent answers. `is_extrapolated`:
-    the queue is so long that only its beginning was served in advance.
+    It is based on `num_steps` recent steps and the lengths of `num_ended` recent answers. With
+    `is_extrapolated` the queue is too long: only its beginning was served in advance.
     """
 
     runs_in_s: float | None = None
@@ -53,7 +54,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A step in flight: who draws a token in it, the tokens that it carries, when it ends."""
+    """A step in flight: the requests that draw a token in it, its number of tokens, its end."""
 
     drawing: tuple[_Job, ...]
     ends_s: float
@@ -65,8 +66,8 @@ class Forecaster:
     Args:
         pace: of the recent steps.
         lengths: of recent answers.
-        in_flight: the open steps, oldest first, each with the moment it was decided.
-        last_end_s: when the step before those ended.
+        in_flight: the open steps, oldest first, each with the moment of its decision.
+        last_end_s: end of the step before these.
         now_s: the clock of all moments.
     """
 
@@ -114,16 +115,18 @@ class Forecaster:
             self._send(drawing, scheduled_s, microbatch.num_tokens)
 
     def run(self) -> RequestForecast:
-        """Until the request's next token, or until that is unknown."""
+        """Runs until the request's next token, or until that is unknown."""
         while self._token_s is None:
             if self._work > MAX_WORK:
                 return self._extrapolated()
             if not self._decide() and not self._skip_rounds() and not self._take_oldest():
-                return self._unknown("by the rules in force, nothing that runs makes room for it")
+                return self._unknown(
+                    "under the present rules, no running request makes room for it"
+                )
             if self._ran_s is None and self._has_guessed and not self._lengths.num_ended:
                 return self._unknown(
-                    "it needs a running request to end, and none has ended in the recent steps "
-                    "that would tell how long answers are"
+                    "it needs a running request to end, and none has ended in the recent steps, "
+                    "so the length of answers is unknown"
                 )
         assert self._ran_s is not None
         return self._result(self._ran_s - self._start_s, self._token_s - self._start_s)
@@ -158,12 +161,12 @@ class Forecaster:
 
     @property
     def _free_pages(self) -> int:
-        """As the policy counts them, which may leave out the cached ones."""
+        """Free pages as the policy counts them, perhaps without cached ones."""
         outlook = self._outlook
         return outlook.load.free_pages + round(self._available) - outlook.available_pages
 
     def _prefill(self, left_tokens: int, drawing: list[_Job]) -> int:
-        """Takes chunks as `Admission.fill`; who ends its prompt joins `drawing`."""
+        """Takes chunks as `Admission.fill`; a job that ends its prompt joins `drawing`."""
         given = 0
         while left_tokens > given:
             if not self._prefilling and not self._admit():
@@ -179,7 +182,7 @@ class Forecaster:
         return given
 
     def _admit(self) -> bool:
-        """Lets in the head of the queue, if it may run and its prefill fits."""
+        """Admits the head of the queue, if it may run and its prefill fits."""
         num_running = len(self._running)
         if not self._waiting or num_running >= self._outlook.max_running_requests:
             return False
@@ -203,7 +206,7 @@ class Forecaster:
         self._work += _STEP_WORK + len(drawing)
 
     def _skip_rounds(self) -> bool:
-        """Goes on to where the next answer ends, while the queue waits for that alone.
+        """Skips to the end of the next answer, while the queue waits only for that.
 
         Without it, a long queue behind a few long answers would take too many steps to look at.
         """
@@ -256,8 +259,7 @@ class Forecaster:
             output_left = self._lengths.left(
                 len(demand.request.output_ids),
                 demand.request.stops.max_new_tokens,
-                # Spread evenly, whoever comes: if all were of middling length, the first would end
-                # much too late.
+                # Spread evenly: if all were of middling length, the first would end much too late.
                 (len(self._jobs) * _GOLDEN_RATIO + 0.5) % 1.0,
             )
             job = _Job(
@@ -271,10 +273,10 @@ class Forecaster:
         return job
 
     def _extrapolated(self) -> RequestForecast:
-        """The queue goes on as it began; the time before its first one got in says nothing."""
+        """The queue goes on as it began; the time before its first admission does not count."""
         served = self._num_waiting - len(self._waiting)
         if self._ran_s is not None or served < MIN_SERVED or self._first_ran_s is None:
-            return self._unknown(f"it is further away than {MAX_WORK} chunks of work")
+            return self._unknown(f"it is more than {MAX_WORK} chunks of work away")
         a_request_s = (self._now_s - self._first_ran_s) / (served - 1)
         ran_s = self._first_ran_s + a_request_s * (self._num_waiting - 1)
         return replace(self._result(ran_s - self._start_s, None), is_extrapolated=True)

@@ -1,32 +1,31 @@
-"""Which stages are slow: for a while, their steps take a multiple of what is predicted for them.
+"""Finds slow stages: for a while, their steps take a multiple of the predicted time.
 
-Owned by `PipelineCore`, told the stages' speeds after every step; read by `PipelineState`. Pure.
-A stage that hangs is `stage_watch.py`'s.
+Must be given the stages' speeds after every step. Pure. `stage_watch.py` finds stages that hang.
 """
 
 from collections.abc import Sequence
 from statistics import median_low
 from typing import NamedTuple
 
-# Far apart, so that a stage between the two stays what it is.
+# Far apart, so that a stage between the two keeps its state.
 SLOW_FROM = 2.0
 FINE_BELOW = 1.5
-# So long, and for so many steps, a stage must be on the other side before it counts as that.
+# Seconds and steps for which a stage must be beyond a threshold before its state changes.
 SETTLE_S = 5.0
 SETTLE_STEPS = 40
 
 
 class Spell(NamedTuple):
-    """A stage is beyond a threshold since `since_s`, for `steps` steps."""
+    """A stage has been beyond a threshold since `since_s`, for `steps` steps."""
 
     since_s: float
     steps: int
 
 
 class SlowStages:
-    """`slowdowns[s]` is by how much stage `s` is slower than predicted, where the others are not:
-    if all are, it is the prediction, or the host. `since_s` maps the stages that are slow to the
-    moment when they became so."""
+    """`slowdowns[s]` is the factor by which stage `s` is slower than predicted, relative to the
+    others: if all are, the prediction or the host is the cause. `since_s` maps slow stages to the
+    moment when they became slow."""
 
     def __init__(self, num_stages: int) -> None:
         self.slowdowns = (1.0,) * num_stages
@@ -35,7 +34,7 @@ class SlowStages:
         self._crossings: dict[int, Spell] = {}
 
     def note(self, speeds: Sequence[float], now_s: float) -> None:
-        """A step has ended; `speeds` are those of `StepForecast`."""
+        """A step has ended; `speeds` come from `StepForecast`."""
         if speeds != self._speeds:
             self._speeds = speeds
             self.slowdowns = tuple(_slowdown(speeds, stage) for stage in range(len(speeds)))
@@ -47,7 +46,7 @@ class SlowStages:
                 self._crossings.pop(stage, None)
 
     def interrupt(self) -> None:
-        """No step runs for a while: that time says nothing of any stage."""
+        """No step runs for a while: this time does not count for any stage."""
         self._crossings.clear()
 
     def _cross(self, stage: int, now_s: float) -> None:

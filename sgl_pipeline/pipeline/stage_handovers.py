@@ -1,10 +1,10 @@
-"""From the wish of a worker to go to the moment at which another one fills its stage.
+"""From a worker's request to leave to the moment at which another worker fills its stage.
 
-Part of `StageRecovery`, which carries out the last step. A worker that was asked to leave serves on
-while a spare, its successor, loads the same layers, and while the stage's pages are copied. Then no
-step is decided until those in flight are done and the rest of the pages has followed: that is the
-pause that clients see. Up to its end nothing is given up, so whatever goes wrong costs an attempt.
-Does no I/O and reads no clock.
+`StageRecovery` carries out the last step. A worker that was asked to leave serves on while a spare,
+its successor, loads the same layers, and while the stage's pages are copied. Then no step is
+decided until those in flight are done and the rest of the pages has followed: that is the pause
+that clients see. Nothing is given up before its end, so a failure costs only the attempt. Does no
+I/O and reads no clock.
 """
 
 from array import array
@@ -26,7 +26,7 @@ from sgl_pipeline.wire.step_order import INT32
 
 @dataclass(slots=True)
 class Handover:
-    """Pages on their way from `leaver` to `successor`. No step is decided since `held_s`."""
+    """Pages on their way from `leaver` to `successor`. No step has been decided since `held_s`."""
 
     number: int
     stage: int
@@ -39,10 +39,10 @@ class Handover:
 
 
 class StageHandovers:
-    """Those of one pipeline, one after the other; successors load at the same time.
+    """The handovers of one pipeline, one after the other; successors load at the same time.
 
     Args:
-        core: decides no step while the rest of the pages is on its way.
+        core: is held, without new steps, while the rest of the pages is on its way.
         roster: of the same pipeline.
     """
 
@@ -56,7 +56,7 @@ class StageHandovers:
 
     @property
     def leavers(self) -> tuple[int, ...]:
-        """The workers that were asked to go and have not gone, in the order of that."""
+        """The workers that were asked to go and have not gone, in order of these requests."""
         return tuple(self._asked_s)
 
     @property
@@ -66,16 +66,16 @@ class StageHandovers:
 
     @property
     def num_wanted_workers(self) -> int:
-        """How many leavers have no successor."""
+        """Number of leavers that have no successor."""
         return sum(self._successor_of(worker) is None for worker in self._asked_s)
 
     def leave(self, worker: int, now_s: float) -> None:
-        """The worker was asked to go. No layer begins to move any more before it has gone."""
+        """The worker was asked to go. No layer move begins before it has gone."""
         self._asked_s.setdefault(worker, now_s)
         self._core.migration.is_held = True
 
     def take(self, message: PagesCopied | PagesTaken) -> None:
-        """Books how far a handover is; of one that was given up it means nothing."""
+        """Applies a report on a handover; a report on an abandoned one has no effect."""
         handover = self._open
         if handover is None or message.handover != handover.number:
             return
@@ -85,7 +85,7 @@ class StageHandovers:
             handover.is_taken = True
 
     def go_on(self, now_s: float) -> Iterator[Addressed]:
-        """What workers must be told now, while no recovery is under way."""
+        """The messages to workers now, while no recovery is under way."""
         if self._core.migration.is_moving:
             return
         for worker in self._asked_s:
@@ -113,12 +113,12 @@ class StageHandovers:
         return handover
 
     def interrupt(self) -> None:
-        """All stages begin anew: pages that were copied are worth nothing."""
+        """All stages begin anew: copied pages are of no use."""
         self._open = None
         self._core.is_held = False
 
     def forget(self, worker: int) -> None:
-        """A worker has gone, as a leaver or otherwise; if it had a part in the handover under way,
+        """A worker has gone, as a leaver or otherwise; if it took part in the handover under way,
         that is given up."""
         self._asked_s.pop(worker, None)
         self._core.migration.is_held = bool(self._asked_s)
@@ -126,8 +126,8 @@ class StageHandovers:
             self.interrupt()
 
     def late_workers(self, now_s: float, last_reason: str) -> Iterator[tuple[int, str]]:
-        """Workers that leave without a successor, and what is said of each; `last_reason` is why no
-        worker came."""
+        """Workers that leave without a successor, and the reason to report for each; `last_reason`
+        is why no worker came."""
         limit_s = self._args.join_limit_s
         for worker, asked_s in self._asked_s.items():
             if self._args.mode == "off":
@@ -145,7 +145,7 @@ class StageHandovers:
         return None if stage is None else self._roster.successor_of(stage)
 
     def _begin(self) -> Iterator[Addressed]:
-        """Has the pages of the first leaver copied whose successor is ready."""
+        """Starts to copy the pages of the first leaver whose successor is ready."""
         for worker in self._asked_s:
             stage, successor = self._roster.worker_stage(worker), self._successor_of(worker)
             if stage is None or successor is None or not self._roster.is_ready(successor):

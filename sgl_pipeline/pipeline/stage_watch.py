@@ -1,6 +1,6 @@
-"""Which stage should have reported by now: silence is measured against the stage's own steps.
+"""Finds stages that should have reported by now: silence is measured against a stage's own steps.
 
-Asked a few times a second. Reads no clock and ends nothing.
+To be asked a few times a second. Reads no clock and ends no stage.
 """
 
 from collections.abc import Callable
@@ -10,19 +10,19 @@ from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.pipeline.core_waits import CoreWaits, ThreadWaits, no_waits
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 
-# A step may take so many times as long as the stage's slowest of late did. A host that others use
-# as well stops a process for a while now and then.
+# A step may take this many times as long as the stage's slowest recent step. A shared host stops a
+# process for a while now and then.
 PATIENCE = 20.0
-# Of a stage that has run fewer steps little is known.
+# Fewer steps of a stage are not enough to judge it.
 FEWEST_STEPS = 16
 FIRST_STEPS_S = 120.0
-# Of the silence that every stage is allowed: from then on its waits for a core are looked at.
+# Share of every stage's allowed silence after which its core waits are read.
 _LOOK_SHARE = 0.1
 
 
 class Silence(NamedTuple):
-    """`stage` has had all it needs for the step of `microbatch` since `since_s`, for `waited_s` of
-    which it had no core, and should have reported it within `bound_s` besides."""
+    """`stage` has had all inputs for the step of `microbatch` since `since_s`, `waited_s` of this
+    time without a core, and should have reported it within `bound_s` besides."""
 
     stage: int
     microbatch: Microbatch
@@ -35,9 +35,10 @@ class StageWatch:
     """Watches the stages of `core`.
 
     Args:
-        silence_s: seconds that every stage may be silent, however fast its steps are.
-        rehearsal_s: what the rehearsal took a stage's worker, which was its first time.
-        waits_s: how long the threads of a stage's worker have waited for a core.
+        silence_s: seconds that every stage may be silent, even if its steps are fast.
+        rehearsal_s: returns the seconds of a stage's rehearsal, when it ran everything for the
+            first time.
+        waits_s: returns the core waits of the threads of a stage's worker.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class StageWatch:
         self._looked_at: dict[int, int] = {}  # the step that `_waits` of a stage began in
 
     def silent_stages(self, now_s: float) -> list[Silence]:
-        """The stages that have been silent for too long. One that waits for another is not."""
+        """The stages that have been silent for too long. A stage that waits for another does not
+        count."""
         found = []
         for stage in range(self._core.plan.num_stages):
             due = self._due_step(stage)
@@ -72,9 +74,9 @@ class StageWatch:
         return found
 
     def bound_s(self, stage: int, microbatch: Microbatch | None = None) -> float:
-        """How long the stage may be silent in the step of `microbatch`; None: in any like those of
-        late. What a worker does once it has rehearsed; it may do as much again in its first step
-        and in the first of an epoch."""
+        """Seconds for which the stage may be silent in the step of `microbatch`; None: in any step
+        like the recent ones. In a worker's first step, and in the first of an epoch, the time of
+        its rehearsal counts as part of a slow step."""
         recent = self._core.history.recent
         if len(recent) < FEWEST_STEPS:
             return max(self._silence_s, FIRST_STEPS_S)
@@ -94,7 +96,7 @@ class StageWatch:
         return max(self._silence_s, PATIENCE * slowest_s)
 
     def _due_step(self, stage: int) -> tuple[Microbatch, float] | None:
-        """The step that the stage should be at, and since when it has had what it needs for it."""
+        """The step that the stage should be at, and the moment since when it has had all inputs."""
         for step in self._core.open_steps:
             if stage in step.timings:
                 continue

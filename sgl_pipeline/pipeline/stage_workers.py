@@ -1,13 +1,13 @@
-"""Which worker fills which stage, and which is to take one over: the questions to a roster.
+"""Queries of a roster: which worker fills which stage, and which worker will take one over.
 
-The base of `worker_roster.WorkerRoster`, which changes what is asked for here.
+The base of `worker_roster.WorkerRoster`, which changes this state.
 """
 
 from sgl_pipeline.pipeline.known_worker import Worker, WorkerPhase
 
 
 class StageWorkers:
-    """`num_stages` is how many stages there are; workers are known by their numbers."""
+    """The workers, by number, of `num_stages` stages."""
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
@@ -48,7 +48,7 @@ class StageWorkers:
 
     @property
     def vacant_stages(self) -> list[int]:
-        """Those that no worker fills."""
+        """The stages that no worker fills."""
         return [stage for stage in range(self.num_stages) if self._filling(stage) is None]
 
     @property
@@ -59,35 +59,35 @@ class StageWorkers:
 
     @property
     def late_workers(self) -> list[int]:
-        """Those that have been told to join a stage's neighbors and have not done so."""
+        """The workers that were ordered to join a stage's neighbors and have not done so."""
         return [number for number, worker in self._workers.items() if worker.is_joining]
 
     def is_ready(self, number: int) -> bool:
-        """Whether a worker is ready to take orders, of whatever stream."""
+        """Whether a worker is ready to take orders, of any stream."""
         worker = self._workers.get(number)
         return worker is not None and worker.phase is WorkerPhase.READY
 
     def has_served(self, number: int) -> bool:
-        """Whether a worker was ready once, for whatever stage."""
+        """Whether a worker was ready once, for any stage."""
         worker = self._workers.get(number)
         return worker is not None and worker.has_served
 
     def rehearsal_s(self, stage: int) -> float:
-        """What the rehearsal took the worker that fills `stage`; 0 before it is ready."""
+        """Seconds that the rehearsal of the worker of `stage` took; 0 before it is ready."""
         worker = self._filling(stage)
         return 0.0 if worker is None or worker.ready is None else worker.ready.rehearsal_s
 
     def has_greeted(self, number: int) -> bool:
-        """Whether a worker has said hello, whatever became of it."""
+        """Whether a worker has ever greeted."""
         return number in self._workers
 
     def stage_of(self, number: int) -> int:
-        """The stage that a worker fills; its own number where it has none yet."""
+        """The stage that a worker fills; its own number before it has one."""
         worker = self._workers.get(number)
         return number if worker is None or worker.stage is None else worker.stage
 
     def successor_of(self, stage: int) -> int | None:
-        """The worker that is to take `stage` over from the one that fills it, if there is one."""
+        """The worker that will take `stage` over from its present one, if any."""
         return next(
             (n for n, one in self._workers.items() if one.is_successor and one.stage == stage), None
         )
@@ -97,7 +97,7 @@ class StageWorkers:
         return next((one for one in self._workers.values() if one.filled_stage == stage), None)
 
     def _loaded_workers(self) -> list[tuple[int, Worker]]:
-        """Those that are to be told how many pages there are."""
+        """The workers that wait for the number of pages."""
         return [
             (number, worker)
             for number, worker in self._workers.items()
@@ -105,6 +105,6 @@ class StageWorkers:
         ]
 
     def _gpu_of(self, stage: int) -> int | None:
-        """That of the worker that fills `stage`, if any does."""
+        """The GPU of the worker that fills `stage`, if any does."""
         worker = self._filling(stage)
         return None if worker is None else worker.gpu

@@ -1,7 +1,4 @@
-"""What the steps of one server have carried, and what its stages spent on them.
-
-Kept by `PipelineCore`; `PipelineState` is made from it.
-"""
+"""The contents of one server's steps, and the time that its stages spent on them."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -17,9 +14,9 @@ class StepHistory:
     RECENT_STEPS.
 
     `prefill_tokens` and `decodes` count what was scheduled since the start, `input_wait_ms` and
-    `compute_ms` are totals for each position in the pipeline, also of one that is gone.
-    `last_steps` maps a stage to the last step that it reported, `heard_s` to the moment of that on
-    the driver's clock.
+    `compute_ms` are totals for each position in the pipeline, also for positions that no longer
+    exist. `last_steps` maps a stage to the last step that it reported, `heard_s` to the time of
+    that report on the driver's clock.
     """
 
     def __init__(self, num_stages: int) -> None:
@@ -33,7 +30,7 @@ class StepHistory:
         self.compute_ms = [0.0] * num_stages
 
     def start_over(self, num_stages: int) -> None:
-        """So many stages run the steps to come; those before do not compare with them."""
+        """`num_stages` stages run the next steps; earlier steps are not comparable."""
         self._num_stages = num_stages
         self.recent.clear()
         self.last_steps.clear()

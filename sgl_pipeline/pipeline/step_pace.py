@@ -1,4 +1,4 @@
-"""How long the next steps will take, by how long the recent ones took.
+"""Predicts the time of the next steps from the times of recent ones.
 
 A straight line over the tokens of a step for the slowest stage and for the
 whole trip, then one factor so that the recorded steps, run again by these lines, take together as
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from sgl_pipeline.records.trace import StepRecord
 
-# Fewer say nothing about how time grows with tokens.
+# Fewer steps do not show how time grows with tokens.
 MIN_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Seconds of a step: a base, and so much a token. Neither is negative."""
+    """Seconds of a step: a base, and an amount for each token. Neither is negative."""
 
     base_s: float
     token_s: float
@@ -40,8 +40,8 @@ class _Line:
 
 @dataclass(frozen=True, slots=True)
 class StepPace:
-    """`slowest` is what the slowest stage needs for a step, `trip` the whole way of one that waits
-    for no other. `num_steps` were measured."""
+    """`slowest` is the slowest stage's time for a step, `trip` the time of a step that waits for no
+    other. `num_steps` were measured."""
 
     slowest: _Line
     trip: _Line
@@ -55,7 +55,8 @@ class StepPace:
             return None
         tokens = [record.prefill_tokens + record.decodes for record in records]
         stages_s = [[stage.compute_ms * 1e-3 for stage in one.stages] for one in records]
-        # Beyond the stages' work: the least of all, for the others had to wait on their way.
+        # Time beyond the stages' work: the least of all, because other steps had to wait on their
+        # way.
         outside_s = min(
             record.finished_s - record.scheduled_s - sum(stages)
             for record, stages in zip(records, stages_s, strict=True)
@@ -66,18 +67,19 @@ class StepPace:
         return cls(slowest, trip, pace._factor_of(records, tokens), len(records))
 
     def ends_s(self, scheduled_s: float, before_s: float, tokens: int) -> float:
-        """When a step ends that is decided at `scheduled_s` behind one that ends at `before_s`."""
+        """End of a step that is decided at `scheduled_s` behind one that ends at `before_s`."""
         behind_s = before_s + self.factor * self.slowest.seconds(tokens)
         return max(behind_s, scheduled_s + self.factor * self.trip.seconds(tokens))
 
     def round_s(self, num_steps: int, tokens: int) -> float:
-        """How long that many steps in flight, of so many tokens each, take to follow each other
-        once around."""
+        """Seconds that this many steps in flight, of this many tokens each, take to go once
+        around."""
         around_s = num_steps * self.slowest.seconds(tokens)
         return self.factor * max(around_s, self.trip.seconds(tokens))
 
     def _factor_of(self, records: Sequence[StepRecord], tokens: Sequence[int]) -> float:
-        """The time of the recorded steps over what the lines say, both without idle time."""
+        """The ratio of the recorded steps' time to the lines' prediction, both without idle
+        time."""
         measured_s = predicted_s = 0.0
         for before, record, carried in zip(records, records[1:], tokens[1:], strict=False):
             began_s = max(before.finished_s, record.scheduled_s)

@@ -28,8 +28,8 @@ CLOCK = Author("clock", "")
 
 class ThrottleState(msgspec.Struct, frozen=True, kw_only=True):
     """The knobs in force. `prefill_limit` is the most prefill tokens of a step, which the policy
-    names where `max_prefill_tokens` is None. `reverts_to` has the knobs that go back at
-    `reverts_at_s`, if any will. `history` holds the newest changes, oldest first."""
+    names where `max_prefill_tokens` is None. `reverts_to` has the knobs that revert at
+    `reverts_at_s`, if any. `history` holds the newest changes, oldest first."""
 
     knobs: dict[str, Knob]
     prefill_limit: int
@@ -73,7 +73,7 @@ class ThrottleControl:
 
     @property
     def ranges(self) -> dict[str, list[Knob]]:
-        """For each knob the smallest and the largest value, or all of them where it has names."""
+        """For each knob the smallest and the largest value, or all its names."""
         return {
             "policy": list(POLICIES),
             "prefill_spread_steps": [1, MAX_SPREAD_STEPS],
@@ -87,7 +87,7 @@ class ThrottleControl:
         }
 
     def state(self) -> ThrottleState:
-        """How the knobs stand."""
+        """The current knobs."""
         reverts = self._revert_s is not None
         return ThrottleState(
             knobs=self.knobs,
@@ -128,7 +128,7 @@ class ThrottleControl:
     def undo(self, author: Author, now_s: float) -> ThrottleChange:
         """Goes back to the knobs before the newest change, which an `undo` may have been.
 
-        Raises RequestError (409) where nothing has changed.
+        Raises RequestError (409) if nothing has changed.
         """
         if not self._history:
             raise RequestError("no knob has changed: there is nothing to undo", status_code=409)
@@ -138,13 +138,13 @@ class ThrottleControl:
         return change
 
     def revert_if_due(self, now_s: float) -> None:
-        """Takes changes back whose time is over; to be asked before each step."""
+        """Reverts changes whose time is over; to be called before each step."""
         if self._revert_s is not None and now_s >= self._revert_s:
             self._revert_s = None
             self._set(self._revert_knobs, CLOCK, now_s, "revert", None)
 
     def _checked(self, values: Mapping[str, Knob]) -> dict[str, Knob]:
-        """All knobs with these values among them. Raises RequestError as `change`."""
+        """All knobs, with these values replaced. Raises RequestError as `change`."""
         ranges = self.ranges
         for name, value in values.items():
             if name not in ranges:
@@ -199,12 +199,12 @@ class ThrottleControl:
 
 
 def _changed(knobs: Mapping[str, Knob], others: Mapping[str, Knob]) -> dict[str, Knob]:
-    """Those of `knobs` that differ from the others."""
+    """The `knobs` that differ from the others."""
     return {name: value for name, value in knobs.items() if value != others[name]}
 
 
 def _throttle(knobs: Mapping[str, Knob]) -> ThrottleArgs:
-    """The arguments of the policy. Raises RequestError where two of them do not go together."""
+    """The arguments of the policy. Raises RequestError if two of them do not go together."""
     values = {name: value for name, value in knobs.items() if name != "accounting"}
     try:
         return replace(ThrottleArgs(), **values)  # type: ignore[arg-type]

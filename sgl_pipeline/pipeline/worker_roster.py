@@ -1,8 +1,7 @@
-"""The workers of one pipeline: who has come, which stage each fills, how far it has got.
+"""The workers of one pipeline: their stages and their progress.
 
-Driven by `managers/stages/stage_launcher.py`, which brings the workers' messages and sends what
-this answers. A worker may come at any time, and each goes its own way: greeted, measured where
-layers are split by time, assigned, loaded, ready. Does no I/O.
+The workers' messages come in, and the answers go out. A worker may come at any time, and each goes
+its own way: greeted, measured where layers are split by time, assigned, loaded, ready. Does no I/O.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -39,10 +38,9 @@ Addressed = tuple[int, ToWorker]
 
 
 class WorkerRoster(StageWorkers):
-    """`plan`, `num_pages`, and `log_pages`, of how many of them the log of each stage has room, are
-    None until they are decided; they hold for later workers too, until the workers are given other
-    stages (`reassign`). `incarnation` is that of the stream of orders which stages join now,
-    `num_stages` how many there are.
+    """`plan`, `num_pages`, and `log_pages` (pages that fit into each stage's log) are None until
+    they are decided; they hold for later workers too, until the workers are given other stages
+    (`reassign`). Stages join the stream of `incarnation` now; there are `num_stages`.
 
     Args:
         num_layers: of the model.
@@ -65,7 +63,7 @@ class WorkerRoster(StageWorkers):
         self.incarnation = self._newest_incarnation = 0
         # Of these stages, before any layer moved between them.
         self._first_plan = self.plan
-        # Of the newest worker of each stage, also where that was lost.
+        # Of the newest worker of each stage, even if it was lost.
         self._hellos: dict[int, WorkerHello] = {}
         # Where workers were last asked to measure: host and index of the GPU.
         self._measures_on: dict[int, tuple[str, int]] = {}
@@ -84,8 +82,8 @@ class WorkerRoster(StageWorkers):
 
     @property
     def unfit_workers(self) -> list[tuple[int, str]]:
-        """Workers that have loaded and have no room for as many pages as the others use, and what
-        is said of each."""
+        """Workers that have loaded and have less room than the pages that the others use, and the
+        reason to report for each."""
         return [
             (
                 number,
@@ -115,12 +113,12 @@ class WorkerRoster(StageWorkers):
         return len(is_ready) == self.num_stages and all(is_ready) and self.has_regrouped
 
     def take(self, message: FromWorker, speaker: int | None = None) -> list[Addressed]:
-        """Books a worker's message of its way to readiness; returns what follows from it.
+        """Applies a worker's message on its way to readiness; returns the messages that follow.
 
         Args:
-            speaker: the worker; None: the one that fills the stage of which the message is.
+            speaker: the worker; None: the worker of the message's stage.
 
-        Raises ConfigurationError where the workers cannot run the pipeline as it was asked for, and
+        Raises ConfigurationError if the workers cannot run the requested pipeline, and
         ProtocolError for a message that is not the worker's next.
         """
         if isinstance(message, WorkerHello):
@@ -140,7 +138,7 @@ class WorkerRoster(StageWorkers):
         return list(self._what_follows())
 
     def _expect(self, speaker: int | None, message: StageLoaded | StageReady | Regrouped) -> Worker:
-        """Who says `message`, which is due. Raises ProtocolError otherwise."""
+        """The sender of `message`, which is due. Raises ProtocolError otherwise."""
         filling = self._filling(message.stage)
         return expect(filling if speaker is None else self._workers.get(speaker), message)
 
@@ -158,9 +156,9 @@ class WorkerRoster(StageWorkers):
     # A stage whose worker leaves
 
     def give_successor(self, stage: int, plan: StagePlan) -> list[Addressed]:
-        """Has a spare load `stage`, whose layers are those of `plan`, while another worker fills
-        it; returns what it must be told, nothing where there is no spare. Its links are of a stream
-        that nobody else joins: it regroups with the others when it takes over."""
+        """Makes a spare load `stage`, with its layers in `plan`, while another worker fills it;
+        returns the messages to it, none if there is no spare. Its links are of a stream that no
+        other worker joins: it regroups with the others when it takes over."""
         spares = {number: self._workers[number].hello for number in self.spare_workers}
         number = place_newcomers([stage], spares, self._hellos).get(stage)
         if number is None:
@@ -174,15 +172,16 @@ class WorkerRoster(StageWorkers):
         return [(number, assignment)]
 
     def page_link(self, stage: int) -> str:
-        """Where the worker of `stage` and its successor meet to hand over KV pages."""
+        """The address at which the worker of `stage` and its successor meet to hand over KV
+        pages."""
         successor = self.successor_of(stage)
         assert successor is not None
         hellos = [self._hellos[stage], self._workers[successor].hello]
         return page_links(self._args, hellos, 0)[1]
 
     def hand_over(self, stage: int) -> int:
-        """The successor fills `stage` from now on; returns the worker that did, which is not heard
-        any more."""
+        """The successor fills `stage` from now on; returns its former worker, whose messages no
+        longer count."""
         leaver = self.worker_of(stage)
         assert leaver is not None and self.successor_of(stage) is not None
         self.lose(leaver)
@@ -201,27 +200,27 @@ class WorkerRoster(StageWorkers):
     # All stages anew
 
     def next_incarnation(self) -> int:
-        """The number of a stream of orders that none has had."""
+        """The next unused number of a stream of orders."""
         self._newest_incarnation = max(self._newest_incarnation, self.incarnation) + 1
         return self._newest_incarnation
 
     def regroup(self, plan: StagePlan, incarnation: int) -> None:
-        """The stages shall join each other anew, under `plan`, for the stream of `incarnation`:
-        `fill` says what each must be told."""
+        """The stages must join each other anew, under `plan`, for the stream of `incarnation`:
+        `fill` returns the messages to each."""
         self.plan, self.incarnation = plan, incarnation
 
     def layer_counts(self, num_stages: int) -> tuple[int, ...]:
-        """The split over those whom `reassign` would give so many stages."""
+        """The split over the workers to which `reassign` would give `num_stages` stages."""
         chosen = [self._workers[number] for number in self._candidates[:num_stages]]
         device, known = self._args.stages.device, self._workers.values()
         return counts_for_fewer(chosen, known, device, self._num_layers, self._predictor)
 
     def reassign(self, plan: StagePlan, incarnation: int) -> list[Addressed]:
-        """Gives the stages of `plan`, more or fewer than before, to those that fill one, in their
-        order, and then to spares; returns what each must be told. All have settled.
+        """Gives the stages of `plan`, more or fewer than before, to the workers that fill one, in
+        their order, and then to spares; returns the messages to each. All have settled.
 
-        A worker that fills a stage keeps the weights of layers that it has of the new one too. How
-        many pages there are is decided anew. Successors end: what they have loaded is of no stage.
+        A worker that fills a stage keeps the weights of layers that the new one has too. The number
+        of pages is decided anew. Successors end: the stages that they have loaded no longer exist.
         """
         assert self.is_settled and plan.num_stages <= len(self._candidates)
         dismissed = [*self._dismiss_successors()]
@@ -245,11 +244,11 @@ class WorkerRoster(StageWorkers):
 
     @property
     def _candidates(self) -> list[int]:
-        """Who can be given a stage."""
+        """The workers that can be given a stage."""
         return [*self.workers_of_stages, *sorted(self.spare_workers)]
 
     def fill(self) -> list[Addressed]:
-        """What workers must be told now, beyond the answers to what they said."""
+        """The messages to workers now, besides answers to theirs."""
         return [*self._regroup_ready(), *self._what_follows()]
 
     def capacity(self) -> PipelineCapacity | None:
@@ -271,7 +270,7 @@ class WorkerRoster(StageWorkers):
         )
 
     def notices(self) -> Iterable[str]:
-        """What the stages want the user to know, each thing once."""
+        """The stages' notices to the user, each once."""
         ready = (worker.ready for worker in self._workers.values() if worker.ready)
         return dict.fromkeys(notice for stage in ready for notice in stage.notices)
 
@@ -293,8 +292,8 @@ class WorkerRoster(StageWorkers):
             yield from self._size_pools()
 
     def _measure_or_plan(self) -> Iterator[Addressed]:
-        """Asks the first workers, as many as there are stages, for costs; plans by them. Those that
-        share a GPU are asked in turn: each would measure the others' kernels too."""
+        """Asks the first workers, as many as there are stages, for costs, and plans by them.
+        Workers that share a GPU are asked in turn: each would measure the others' kernels too."""
         alive = (n for n, worker in self._workers.items() if worker.phase is not WorkerPhase.LOST)
         first = sorted(alive)[: self.num_stages]
         if len(first) < self.num_stages:
@@ -330,15 +329,15 @@ class WorkerRoster(StageWorkers):
         }
 
     def _fill_stages(self, plan: StagePlan) -> Iterator[Addressed]:
-        """Gives the stages without a worker to workers without a stage, the first to the first; not
-        before each stage has had one."""
+        """Gives vacant stages to workers without a stage, in order; not before each stage has had a
+        worker."""
         spares = {number: self._workers[number].hello for number in self.spare_workers}
         newcomers = place_newcomers(self.vacant_stages, spares, self._hellos)
         hellos = self._hellos | {stage: spares[number] for stage, number in newcomers.items()}
         if not newcomers or len(hellos) < self.num_stages:
             return
         if any(self._hellos[s].host_key != hellos[s].host_key for s in self._hellos):
-            # Others have been told to meet that stage on another host.
+            # Other workers have addresses of that stage on another host.
             self.incarnation = self.next_incarnation()
         self._hellos = hellos
         self._first_plan = self._first_plan or plan
@@ -354,7 +353,7 @@ class WorkerRoster(StageWorkers):
         incarnation: int,
         newcomers: Container[int],
     ) -> tuple[StageAssignment, ...]:
-        """What the worker of each stage would be told. The stages `newcomers` get theirs now."""
+        """The assignment of each stage's worker. The stages `newcomers` get theirs now."""
         stages = range(self.num_stages)
         return assign(
             [hellos[stage] for stage in stages],
@@ -367,8 +366,9 @@ class WorkerRoster(StageWorkers):
         )
 
     def _regroup_ready(self) -> Iterator[Addressed]:
-        """Tells ready workers to join the stream of `incarnation`, each once. One that is still to
-        get ready is told when it is: its links are of the stream that it was assigned for."""
+        """Orders ready workers to join the stream of `incarnation`, each once. A worker that is not
+        ready yet gets the order when it is: its links are of the stream that it was assigned
+        for."""
         if self.plan is None:
             return
         hellos = [self._hellos[stage] for stage in sorted(self._hellos)]
@@ -382,7 +382,8 @@ class WorkerRoster(StageWorkers):
                 yield number, Regroup(self.incarnation, self.plan, links, pages)
 
     def _size_pools(self) -> Iterator[Addressed]:
-        """Says how many pages all stages use, which the first full set of workers decides."""
+        """Sends the number of pages that all stages use, which the first full set of workers
+        decides."""
         loaded = self._loaded_workers()
         if self.num_pages is None:
             if len(loaded) < self.num_stages:

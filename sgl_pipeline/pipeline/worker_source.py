@@ -1,4 +1,4 @@
-"""Where workers come from, as the scheduler sees it: a source that can be asked for one."""
+"""The source of workers, as the scheduler sees it: it can be asked for one."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -40,26 +40,26 @@ class WorkerSource(Protocol):
         """Asks for a process that will greet as `worker`, a number not used before."""
 
     def started(self) -> Iterable[StartedWorker | RefusedWorker]:
-        """What has become of those that were asked for since the last call."""
+        """The outcomes since the last call for workers that were asked for."""
 
     def watch(self, started: StartedWorker) -> WorkerProcess:
-        """The process of one of them. Raises ProcessLookupError where it has ended."""
+        """The process of a started worker. Raises ProcessLookupError if it has ended."""
 
     def forget(self, worker: int, *, has_served: bool) -> None:
-        """A worker was given up: it counts no more, wherever it ran. One that never served may say
-        something of where it ran."""
+        """A worker was given up and no longer counts. If it never served, its host may be the
+        cause."""
 
     def is_lost_with_host(self, worker: int) -> bool:
         """Whether a worker was lost because its host was; also after `forget`."""
 
     def are_hosts_there(self) -> bool:
-        """Whether every host that workers come from is."""
+        """Whether every host that workers come from is present."""
 
     def take_leavers(self) -> list[int]:
         """Workers whose host was asked to go since the last call."""
 
     def clock_offsets_s(self) -> Mapping[int, float]:
-        """Of workers whose clock is not the scheduler's: what to add to their moments."""
+        """For workers on another clock than the scheduler's: seconds to add to their moments."""
 
     def hosts(self) -> list[dict[str, Any]]:
         """For `/server_info`: the hosts that workers come from; JSON types only."""

@@ -1,16 +1,16 @@
-"""Whether workers are available: who was asked for, who came, when it is of no use to ask again.
+"""Tracks requested and arrived workers, and when to stop asking for more.
 
-Used by `recovery.py`. A source of workers fails a pipeline in one of these ways: it says that it
-has none (its process cannot be started), the worker ends or is given up before it was ready, or it
-does not come within the join limit. After one refusal, or `MOST_TRIES` workers in a row that did
-not get ready, no worker is available for `retry_s` seconds. Reads no clock.
+A source of workers fails a pipeline in one of these ways: it refuses (its process cannot be
+started), the worker ends or is given up before it was ready, or it does not come within the join
+limit. After one refusal, or `MOST_TRIES` workers in a row that did not get ready, no worker is
+available for `retry_s` seconds. Reads no clock.
 """
 
 from collections.abc import Iterator
 
 from sgl_pipeline.args import RecoveryArgs
 
-# One may have met a passing trouble; two in a row have met one that stays for a while.
+# One failure may be accidental; after two in a row the cause probably remains.
 MOST_TRIES = 2
 # A worker that comes and ends again stops the stages for a while: each time, the next rest is twice
 # as long, up to 16 times the first.
@@ -18,11 +18,11 @@ _MOST_DOUBLINGS = 4
 
 
 class WorkerSupply:
-    """What is known of the source. Moments are seconds of the driver's clock."""
+    """The state of the source. Moments are seconds of the driver's clock."""
 
     def __init__(self, args: RecoveryArgs) -> None:
         self._args = args
-        # Workers that were asked for and have not greeted, and since when.
+        # Workers that were asked for and have not greeted, and the moment of each request.
         self._asked_s: dict[int, float] = {}
         self._num_failures = 0
         self._num_rests = 0
@@ -35,11 +35,11 @@ class WorkerSupply:
         return len(self._asked_s)
 
     def asked(self, worker: int, now_s: float) -> None:
-        """The source was asked for a worker, who will greet with this number."""
+        """The source was asked for a worker, which will greet with this number."""
         self._asked_s[worker] = now_s
 
     def greeted(self, worker: int) -> None:
-        """A worker has said hello, asked for or not."""
+        """A worker has greeted, asked for or not."""
         self._asked_s.pop(worker, None)
 
     def forget(self, worker: int) -> None:
@@ -47,7 +47,7 @@ class WorkerSupply:
         self._asked_s.pop(worker, None)
 
     def got_ready(self) -> None:
-        """A newcomer fills its stage: the next trouble is another one."""
+        """A newcomer fills its stage: earlier failures no longer count."""
         self._num_failures = self._num_rests = 0
 
     def failed(self, worker: int, reason: str, now_s: float, *, is_refusal: bool = False) -> None:
@@ -63,16 +63,16 @@ class WorkerSupply:
             self._rests_until_s = now_s + longer * self._args.retry_s
 
     def try_again(self) -> None:
-        """A stage was lost: whatever was tried before, there may be a worker for it."""
+        """A stage was lost: in spite of earlier failures, there may be a worker for it."""
         self._num_failures = 0
         self._rests_until_s = None
 
     def rests(self, now_s: float) -> bool:
-        """Whether it is of no use to ask for a worker now."""
+        """Whether no worker should be asked for now."""
         return self._rests_until_s is not None and now_s < self._rests_until_s
 
     def late(self, now_s: float) -> Iterator[tuple[int, str]]:
-        """Workers that should have greeted, and what is said of each."""
+        """Workers that should have greeted, and the reason to report for each."""
         for worker, asked_s in self._asked_s.items():
             if now_s - asked_s > self._args.join_limit_s:
                 yield worker, f"it did not come within {self._args.join_limit_s:g} s"

@@ -1,7 +1,7 @@
-"""Whether a worker may say what it says: for itself, and for the stage that it fills.
+"""Checks that a message is one that its sender may send, for itself and for its stage.
 
-Asked by `managers/stages/stage_launcher.py` for every message. What a message may say of steps,
-moves and readiness is checked where it is booked.
+To be called for every message. Contents about steps, moves and readiness are checked where they are
+applied.
 """
 
 from sgl_pipeline.errors import WorkerFault
@@ -20,9 +20,9 @@ from sgl_pipeline.wire.stage_messages import (
 
 
 def check_speaker(roster: WorkerRoster, number: int, message: FromWorker) -> None:
-    """Raises WorkerFault where worker `number` speaks for another one, or for another stage than
-    its own. Until a worker that has served joins the newest stream, what it says of its work may be
-    of the stage that it had before."""
+    """Raises WorkerFault if worker `number` reports as another worker, or for a stage other than
+    its own. Until a worker that has served joins the newest stream, its reports may be about the
+    stage that it had before."""
     name = type(message).__name__
     if isinstance(
         message, WorkerHello | MeasuredCosts | StillLoading | WorkerLeaves | WorkerFailed

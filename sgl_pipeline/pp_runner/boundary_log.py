@@ -1,8 +1,8 @@
 """The rows that a stage has sent to the next one, kept as long as the log has room for their pages.
 
-Owned by `StageRunner`; every stage but the last has one, on a CPU. When the next stage is replaced,
-it computes its keys and values again from these rows, by itself. A row is kept where its token's
-keys and values are, by page and offset: like those, it is good until the page is written anew.
+Every stage but the last has one, on a CPU. When the next stage is replaced, it computes its keys
+and values again from these rows, by itself. A row is kept at the place of its token's keys and
+values, by page and offset: like them, it is valid until the page is written anew.
 """
 
 from collections.abc import Iterable
@@ -32,11 +32,11 @@ class BoundaryLog:
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows that there is room for."""
+        """Bytes of all rows that there is room for."""
         return self._rows.nbytes
 
     def begin(self, chunks: Iterable[MirroredChunk]) -> None:
-        """Takes up the pages that the chunks of a step write to first."""
+        """Enters the pages that the chunks of a step are the first to write to."""
         for chunk in chunks:
             end = chunk.start + chunk.length
             for page in begun_pages(chunk.request.pages, chunk.start, end, self._page_size):
@@ -47,8 +47,8 @@ class BoundaryLog:
                     self._slots[page] = slot
 
     def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Keeps `rows` [T, H] of the tokens at `slots` [T] (`StepInputs.slots`), as far as their
-        pages are in the log."""
+        """Keeps `rows` [T, H] of the tokens at `slots` [T] (`StepInputs.slots`), if their pages are
+        in the log."""
         places, is_logged = self._places(slots)
         if not is_logged.all():
             places, rows = places[is_logged], rows[torch.from_numpy(is_logged)]
@@ -57,12 +57,14 @@ class BoundaryLog:
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """The rows [T, H] of the tokens at `slots` [T].
 
-        Raises ProtocolError where one was not kept.
+        Raises ProtocolError if one was not kept.
         """
         places, is_logged = self._places(slots)
         if not is_logged.all():
             page = int(slots[int(np.argmin(is_logged))]) // self._page_size
-            raise ProtocolError(f"the rows of page {page} are wanted, which this stage has not")
+            raise ProtocolError(
+                f"the rows of page {page} were requested, which this stage does not have"
+            )
         return self._rows[torch.from_numpy(places)]
 
     def restore(self, contents: LogContents) -> None:
@@ -73,7 +75,7 @@ class BoundaryLog:
             self._slots[page] = slot
 
     def _places(self, slots: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Where the rows of `slots` are in the log [T], and which are there at all [T]."""
+        """The places of the rows of `slots` in the log [T], and whether each is there [T]."""
         pages, offsets = np.divmod(slots.numpy(), self._page_size)
         own = self._slots[pages]
         return own * self._page_size + offsets, own >= 0

@@ -1,7 +1,7 @@
 """Times the parts of a model on this worker: a layer of each kind, the embedding and the head.
 
-Called by the stage worker before it knows its stage, for `--pp-layer-partition auto`. The weights
-are made up: no product's time depends on them. Decides nothing: `migration/` does.
+It runs in a stage worker before the worker knows its stage, for `--pp-layer-partition auto`. The
+weights are made up: no product's time depends on them. `migration/` decides with the times.
 """
 
 import math
@@ -44,7 +44,8 @@ from sgl_pipeline.wire.stage_messages import StageAssignment
 from sgl_pipeline.wire.step_order import MirroredChunk, MirroredRequest
 
 # On a CPU the head of a large vocabulary is timed on a part of its table, which no cache holds
-# either, and on a part of that part: the difference is what rows cost, without what a call costs.
+# either, and on a part of that part: the difference is the cost of rows, without the cost of a
+# call.
 _MOST_TABLE_BYTES = 64 * 2**20
 _SMALLER_TABLE_SHARE = 4
 # Odd, so that the rows of a matrix (of a router, say) differ although they repeat it.
@@ -61,14 +62,14 @@ def measure_part_costs(assignment: StageAssignment, steps: Sequence[MadeUpStep])
     device = open_device(assignment.device, assignment.gpu)
     stopwatch, most_table_bytes = _stopwatch(assignment, device), _most_table_bytes(device)
     costs = _measure(assignment, device, stopwatch, most_table_bytes, steps)
-    release_memory(device)  # of what was made up; the weights need the room
+    release_memory(device)  # of the made-up tensors; the weights need the room
     return costs
 
 
 def _stopwatch(assignment: StageAssignment, device: torch.device) -> Stopwatch:
     if device.type == "cuda":
         return KernelStopwatch(CudaTimeline(device))
-    # CPU time, where it can be taken: the neighbors on the same core take nothing from it.
+    # CPU time, where available: other work on the same core does not count.
     return HostStopwatch(time.thread_time if assignment.cpu_threads == 1 else time.perf_counter)
 
 
@@ -111,8 +112,8 @@ def _measure(
 class _MadeUpModel:
     """A layer of each kind, the embedding and the head, ready to be timed.
 
-    `kinds[l]` is the kind of layer `l`, by the order in which they appear; `kind_bytes` are the
-    weights of a layer of each, `head_bytes` those of the head with its norm.
+    `kinds[l]` is the kind of layer `l`, in order of appearance; a layer of each kind has
+    `kind_bytes` of weights, the head with its norm `head_bytes`.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class _MadeUpModel:
         self._heads = [OutputHead(norm, matrix, self._kernels) for matrix in matrices]
 
     def _head_matrix(self, num_rows: int) -> Matrix:
-        """As many rows of the head's, quantized where the model's is."""
+        """As many rows of the head's, quantized if the model's is."""
         table, quantization = self._table[:num_rows], self._spec.quantization
         scheme = quantization.scheme_of(self._spec.names.head) if quantization else None
         return table if scheme is None else scheme.quantize(table)
@@ -201,12 +202,12 @@ class _MadeUpModel:
     def _head_call(self, head: OutputHead, inputs: StepInputs) -> Callable[[], object]:
         sampler = Sampler()
         rows = self._weights.read("", (len(inputs.sampling), self._spec.hidden_size))
-        # Without the copy of the token ids to the host, which is none of the GPU's time.
+        # Without the copy of the token ids to the host, which takes no GPU time.
         return lambda: sampler.draw(head(rows), inputs.sampling, inputs.sample_positions)
 
 
 def _table_sizes(spec: ModelSpec, itemsize: int, most_bytes: int | None) -> list[int]:
-    """How many rows the head has each time that it is timed, ascending."""
+    """Row counts at which the head is timed, ascending."""
     row_bytes = spec.hidden_size * itemsize
     if most_bytes is None or spec.vocab_size * row_bytes <= most_bytes:
         return [spec.vocab_size]
@@ -217,7 +218,7 @@ def _table_sizes(spec: ModelSpec, itemsize: int, most_bytes: int | None) -> list
 def _head_ms(table_sizes: list[int], times_ms: list[float], vocab_size: int) -> float:
     """The head's time with all rows, by a line through its times with `table_sizes` rows.
 
-    Noise may not make a row cost less than nothing, nor more than if there were no fixed cost.
+    In spite of noise, a row's cost is not negative, and not above the cost without a fixed part.
     """
     most_rows, most_ms = table_sizes[-1], times_ms[-1]
     if most_rows == vocab_size:

@@ -1,7 +1,6 @@
-"""The machine's part of a stage: its device, how inputs reach it and outputs leave.
+"""The device of a stage, and the transport of inputs to it and outputs from it.
 
-Called by the stage worker and its runner. What runs on the device is `kernel_choice.py`'s, what
-fits on it `kv_capacity.py`'s.
+`kernel_choice.py` chooses the kernels on the device, `kv_capacity.py` measures its room.
 """
 
 from collections.abc import Callable
@@ -39,13 +38,13 @@ def count_gpus() -> int:
 
 
 def release_memory(device: torch.device) -> None:
-    """Gives back what torch keeps of a GPU's memory for tensors that are gone."""
+    """Gives back GPU memory that torch keeps for tensors that are gone."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def make_upload(device: torch.device) -> Upload | None:
-    """How a step's index tensors come to `device`; None where they need not move."""
+    """The transport of a step's index tensors to `device`; None if they need not move."""
     return InputStaging(CopyBesideKernels(device)) if device.type == "cuda" else None
 
 
@@ -55,5 +54,5 @@ def make_copy(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def make_download(device: torch.device) -> Download:
-    """How what a step has drawn comes from `device` to the host."""
+    """The transport of a step's results from `device` to the host."""
     return DownloadBesideKernels(device) if device.type == "cuda" else NoDownload()

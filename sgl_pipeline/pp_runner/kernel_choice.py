@@ -1,8 +1,7 @@
-"""Which kernels a stage computes with: attention, layers, CUDA graphs.
+"""Chooses the kernels that a stage computes with: attention, layers, CUDA graphs.
 
-Called by the stage worker, its runner and the cost measurement. What flags name is either had or
-refused; `auto` says with a notice when it had to take the slower one. Never changes what the model
-computes.
+A flag that names a kernel gets that kernel or an error; `auto` issues a notice if it had to take a
+slower one. The choice never changes what the model computes.
 """
 
 import logging
@@ -45,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """Kernels by name; `notice` says to the user why they are not the fast ones, if so."""
+    """Kernels by name; `notice` explains to the user why they are not the fast ones, if so."""
 
     name: str
     notice: str = ""
@@ -53,16 +52,16 @@ class BackendChoice:
 
 @dataclass(frozen=True, slots=True)
 class GraphChoice:
-    """Whether steps run from CUDA graphs; `notice` says why not where they might be expected."""
+    """Whether steps run from CUDA graphs; `notice` explains why not, if they might be expected."""
 
     is_on: bool
     notice: str = ""
 
 
 def choose_attention_backend(name: str, shape: AttentionShape) -> BackendChoice:
-    """The backend that `--stage-attention-backend name` means for `shape`.
+    """The backend of `--stage-attention-backend name` for `shape`.
 
-    `auto` is flashinfer on a GPU, and on a CPU the compiled kernels, or with a notice `torch` where
+    `auto` is flashinfer on a GPU, and on a CPU the compiled kernels, or with a notice `torch` if
     they cannot be built. Raises ConfigurationError for a backend that cannot run there.
     """
     device, dtype = shape.device.type, shape.dtype
@@ -105,7 +104,7 @@ def make_attention_backend(
     Args:
         prefill_kernels: as `--stage-prefill-kernels`.
 
-    Raises ConfigurationError when this machine has not got the backend or the prefill kernels.
+    Raises ConfigurationError when this machine does not have the backend or the prefill kernels.
     """
     if prefill_kernels != "auto" and choice.name != "flashinfer":
         raise ConfigurationError(
@@ -129,10 +128,10 @@ def choose_graphs(
     has_experts: bool,
     capability_of: Callable[[torch.device], tuple[int, int]] = torch.cuda.get_device_capability,
 ) -> GraphChoice:
-    """What `--stage-graphs name` means for a stage with this attention.
+    """The graphs of `--stage-graphs name` for a stage with this attention.
 
-    A graph holds no other attention than FlashInfer's, and no copy to the host, which experts make
-    on some GPUs: for them `auto` is off, with a notice.
+    A graph can hold only FlashInfer's attention, and no copy to the host, which experts make on
+    some GPUs: for them `auto` is off, with a notice.
 
     Args:
         has_experts: whether the stage has mixture-of-experts layers.
@@ -161,8 +160,8 @@ def make_step_layers(
     attention: AttentionBackend,
     shape: AttentionShape,
 ) -> StepLayers:
-    """How steps run `held_layers`, prepared for those of `epoch`, which run `layers`. With graphs
-    the pool must have a padding page."""
+    """The way in which steps run `held_layers`, prepared for steps of `epoch`, which run `layers`.
+    With graphs the pool must have a padding page."""
     if isinstance(attention, CpuAttention):
         return RecordedLayers(held_layers, attention)
     if not with_graphs:
@@ -185,10 +184,10 @@ def choose_layer_kernels(
     quantization: Quantization | None = None,
     capability_of: Callable[[torch.device], tuple[int, int]] = torch.cuda.get_device_capability,
 ) -> BackendChoice:
-    """The layer kernels that `--stage-kernels name` means for a model of `dtype` on `device`, whose
-    weights are quantized so.
+    """The layer kernels of `--stage-kernels name` for a model of `dtype` on `device`, with weights
+    quantized by `quantization`.
 
-    `auto` is `cpu` on a CPU, or with a notice `torch` where that cannot be built; on a GPU it is
+    `auto` is `cpu` on a CPU, or with a notice `torch` if those cannot be built; on a GPU it is
     `flashinfer`, or `torch` for a dtype that has no kernel there. On a GPU quantized weights are
     multiplied in plain torch only where `torch` is named. Raises ConfigurationError for kernels
     that cannot run there.
@@ -234,9 +233,9 @@ def make_layer_kernels(choice: BackendChoice, shape: AttentionShape | None = Non
     """The kernels that `choose_layer_kernels` chose.
 
     Args:
-        shape: of the keys and values that a GPU's kernels are to write, where it is known.
+        shape: of the keys and values that a GPU's kernels write, if known.
 
-    Raises ConfigurationError when they cannot be had on this machine.
+    Raises ConfigurationError when this machine does not have them.
     """
     if choice.name == "cpu":
         return CompiledKernels(load_cpu_kernels())
@@ -251,7 +250,7 @@ def make_layer_kernels(choice: BackendChoice, shape: AttentionShape | None = Non
 def quantization_notice(
     choice: BackendChoice, quantization: Quantization | None, dtype: torch.dtype
 ) -> str:
-    """Why products with weights quantized so are slow, if they are."""
+    """The reason why products with such quantized weights are slow, if they are."""
     if quantization is None:
         return ""
     slow = f"products with weights of {quantization.method} run in plain torch, which is slow: "

@@ -1,7 +1,4 @@
-"""How many KV pages a stage has room for.
-
-Called by the stage worker when the stage's weights are loaded.
-"""
+"""The number of KV pages that a stage has room for, once its weights are loaded."""
 
 import logging
 from collections.abc import Callable
@@ -36,7 +33,7 @@ DEFAULT_CPU_KV_TOKENS = 32_768
 
 @dataclass(frozen=True, slots=True)
 class KvCapacity:
-    """How many pages a stage can hold, and the bytes of one (all layers of the stage)."""
+    """Number of pages that a stage can hold, and the bytes of one (all layers of the stage)."""
 
     num_pages: int
     page_bytes: int
@@ -45,7 +42,7 @@ class KvCapacity:
 def measure_card(device: torch.device) -> CardMemory:
     """The memory of a GPU.
 
-    Gives back first what torch keeps of tensors that are gone: loading leaves such memory behind.
+    First gives back memory that torch keeps for tensors that are gone: loading leaves such memory.
     """
     release_memory(device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -53,8 +50,8 @@ def measure_card(device: torch.device) -> CardMemory:
 
 
 def usable_memory_bytes(assignment: StageAssignment, device: torch.device) -> int:
-    """What a stage may fill with weights and pages, before it has any: of a GPU its share, on a CPU
-    all that is available, as its stages take from the same memory."""
+    """Bytes that a stage may fill with weights and pages, before it has any: on a GPU its share, on
+    a CPU all available memory, from which all of the host's stages take."""
     if device.type == "cuda":
         card = measure_card(device)
         share_bytes = int(card.total_bytes * assignment.memory_fraction) // assignment.stages_on_gpu
@@ -71,14 +68,14 @@ def kv_page_capacity(
     *,
     layer_bytes: int = 0,
 ) -> KvCapacity:
-    """How many KV pages this stage can hold, with as many layers as it may ever hold at once. To be
-    called when its weights are loaded.
+    """Number of KV pages that this stage can hold, with as many layers as it may ever hold at once.
+    To be called when its weights are loaded.
 
-    With `max_total_tokens` it is that many tokens, rounded down to pages; without it is a fixed
-    number on a CPU, and on a GPU all that `gpu_memory.kv_room` leaves.
+    With `max_total_tokens` they hold this many tokens, rounded down to pages; without it their
+    number is fixed on a CPU, and on a GPU they fill the room of `gpu_memory.kv_room`.
 
     Args:
-        layer_bytes: of the weights of a layer that may come.
+        layer_bytes: bytes of the weights of a layer that may come.
 
     Raises ConfigurationError when memory does not hold that, or not a single page.
     """
@@ -91,8 +88,8 @@ def kv_page_capacity(
         reserved_bytes = max(0, num_layers - weights_here) * layer_bytes
         room = _gpu_room(assignment, spec, shape, measure, num_layers, reserved_bytes)
     else:
-        # All stages measure before any allocates, and all take from the same memory.
-        # Whoever has the layers, their pages are the same memory.
+        # All stages measure before any allocates, and all take from the same memory. Pages of a
+        # layer take the same memory on any stage.
         share_bytes = available_memory_bytes() * num_layers // assignment.plan.num_layers
         room = KvRoom(share_bytes, has_more=False)
     pages_that_fit = room.num_bytes // page_bytes
@@ -139,7 +136,7 @@ def _gpu_room(
     num_layers: int,
     reserved_bytes: int,
 ) -> KvRoom:
-    """The room for the pages of `num_layers` layers, `reserved_bytes` of weights to come aside."""
+    """The room for the pages of `num_layers` layers, beside `reserved_bytes` of future weights."""
     stage, plan = assignment.stage, assignment.plan
     layers = plan.layers_of(stage)
     attention = choose_attention_backend(assignment.attention_backend, shape)

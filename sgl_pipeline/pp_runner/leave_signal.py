@@ -1,7 +1,8 @@
-"""SIGTERM as a wish: a worker that serves a stage goes on until another one has taken it over.
+"""SIGTERM as a request to leave: a worker that serves a stage goes on until another one has taken
+it over.
 
-Used by `stage_worker.py`. Before its first stage runs a worker has nothing to hand over, and a
-SIGTERM ends it as it ends any process; so does a second one.
+Before its first stage runs, a worker has nothing to hand over, and a SIGTERM ends it as it ends any
+process; so does a second one.
 """
 
 import signal
@@ -22,11 +23,11 @@ class LeaveSignal:
             signal.signal(signal.SIGTERM, self._note)
 
     def take(self) -> bool:
-        """Whether it has come; True once."""
+        """Whether the signal has come; True once."""
         has_come, self._has_come = self._has_come, False
         return has_come
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Runs between any two instructions of the worker: it may send nothing."""
+        """Runs between any two instructions of the worker, so it must not send."""
         self._has_come = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,8 +1,8 @@
 """Steps that were launched and not yet reported.
 
-Made by `StageRunner.launch`, reported in the order of the steps by `stage_worker.py`. Only the last
-stage on a GPU has any that are not ready: the next step is launched while their token ids are on
-the way to the host. Never starts anything.
+They are reported in the order of the steps. Only the last stage on a GPU has reports that are not
+ready: the next step is launched while their token ids are on the way to the host. Never starts
+anything.
 """
 
 import time
@@ -20,8 +20,8 @@ from sgl_pipeline.wire.step_order import MirroredChunk
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedStep:
-    """A step of `chunks` that has all but its activations, and runs `layers`. Before it the stage
-    has computed `replayed` again. The moments are those of `StageTiming`."""
+    """A step of `chunks` that has everything except its activations, and runs `layers`. Before it
+    the stage has computed `replayed` again. The moments are defined by `StageTiming`."""
 
     step_id: int
     epoch: int
@@ -35,12 +35,13 @@ class PreparedStep:
 
 @dataclass(slots=True)
 class StepClock:
-    """Since when a stage is done with the last step that it reported: `StageTiming.free_s`."""
+    """The moment at which a stage finished the last step that it reported: `StageTiming.free_s`."""
 
     free_s: float
 
     def timing(self, *moments: float) -> StageTiming:
-        """That of the next step; see `StageTiming` for a step that was launched before that."""
+        """The timing of the next step; see `StageTiming` for a step that was launched before
+        that."""
         timing = StageTiming(self.free_s, *[max(self.free_s, moment) for moment in moments])
         self.free_s = timing.sent_s
         return timing
@@ -50,8 +51,8 @@ class StepClock:
 class PendingReport:
     """The report of a launched step.
 
-    `moments` are those up to `layers_s`; `sent_s` is when the step was launched, on all but the
-    last stage with its rows in the link. `outputs` are the last stage's.
+    `moments` end with `layers_s`; `sent_s` is when the step was launched, on all but the last stage
+    with its rows in the link. `outputs` are the last stage's.
     """
 
     clock: StepClock
@@ -66,7 +67,7 @@ class PendingReport:
         return self.outputs is None or self.outputs.is_ready()
 
     def report(self) -> StageReport:
-        """To be called once, after those of the steps before; waits for the device."""
+        """To be called once, after the reports of earlier steps; waits for the device."""
         token_ids: tuple[int, ...] | None = None
         logprobs: tuple[LogprobRows, ...] = ()
         done_s, sent_s = self.moments[-1], self.sent_s
@@ -84,7 +85,7 @@ class PendingReport:
 
 
 class PendingReports:
-    """Those of a stage, oldest first; `send` takes each when it is there, in order."""
+    """The reports of a stage, oldest first; `send` takes each when it is ready, in order."""
 
     def __init__(self, send: Callable[[StageReport], None]) -> None:
         self._send = send
@@ -94,12 +95,12 @@ class PendingReports:
         return len(self._pending)
 
     def add(self, pending: PendingReport) -> None:
-        """Takes the next step's, and sends it at once if it and all before it are ready."""
+        """Takes the next step's report, and sends it at once if it and all before it are ready."""
         self._pending.append(pending)
         self.send_ready()
 
     def send_ready(self) -> None:
-        """Sends what is ready; never waits."""
+        """Sends the ready reports; never waits."""
         while self._pending and self._pending[0].is_ready():
             self._send_oldest()
 

@@ -1,7 +1,6 @@
 """Runs a CPU stage's layers from the recorded calls of an earlier step.
 
-Made by `kernel_choice.py`. What is recorded is `StageModel`'s own pass through the layers, so the
-bits are the same.
+The stage's own pass through its layers is recorded, so the bits are the same.
 """
 
 import logging
@@ -18,7 +17,7 @@ from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 
 logger = logging.getLogger(__name__)
 
-# Of longer steps Python takes no share to speak of, and their results would be kept.
+# In longer steps Python's overhead is negligible, and their results would be kept.
 MOST_ROWS = 1024
 
 
@@ -99,7 +98,7 @@ class RecordedLayers:
 def step_variables(
     inputs: StepInputs, stream: torch.Tensor, rotation: Rotation
 ) -> Sequence[torch.Tensor]:
-    """What differs from step to step, in one order."""
+    """The values that differ from step to step, in one order."""
     layout = inputs.layout
     return (
         stream,

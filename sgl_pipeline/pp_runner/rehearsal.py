@@ -1,8 +1,7 @@
-"""The steps that a stage runs before it is ready, so that no request pays for what happens once.
+"""The steps that a stage runs before it is ready, so that no request pays for one-time work.
 
-Run by `StageRunner.rehearse`: imports, recording, the compiling of products, the first touch of
-memory. Their requests are made up and their pages are the pool's first ones, which belong to nobody
-yet.
+This work is imports, recording, the compiling of products, and the first touch of memory. The
+requests are made up, and their pages are the pool's first ones, which belong to no request yet.
 """
 
 from array import array
@@ -12,7 +11,7 @@ from sgl_pipeline.requests import GREEDY, LogprobSpec, SamplingSpec
 from sgl_pipeline.wire.step_order import INT32, MirroredChunk, MirroredRequest
 
 _PROMPT_TOKENS = 33  # more than a page of the usual size, and no multiple of one
-# What a user may ask for, as far as it takes code of its own.
+# Sampling options that run code of their own.
 _SAMPLINGS = (
     GREEDY,
     SamplingSpec(top_p=0.9, top_k=4, min_p=0.01, frequency_penalty=0.1, logit_bias=((0, 1.0),)),
@@ -40,7 +39,7 @@ def rehearsed_steps(
 
 
 def _made_up_request(number: int, num_tokens: int, page_size: int) -> MirroredRequest:
-    """The request `number`, of so many tokens on pages of its own."""
+    """The request `number`, with `num_tokens` tokens on pages of its own."""
     pages_each = -(-num_tokens // page_size)
     first_page = number * pages_each
     return MirroredRequest(

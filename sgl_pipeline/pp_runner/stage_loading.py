@@ -1,8 +1,7 @@
-"""What a stage worker has of its stage before it knows how many pages there are: weights, a device.
+"""Loads a worker's stage as far as it can before the number of pages is known: weights, a device.
 
-Called by `stage_worker.py`, when the worker gets its stage, and again when it is given another one:
-then the weights of the layers that it has already stay where they are, and the others come from the
-checkpoint.
+A worker loads when it gets its stage, and again when it is given another one: then weights of
+layers that it already has stay in place, and the others come from the checkpoint.
 """
 
 import gc
@@ -35,8 +34,8 @@ from sgl_pipeline.wire.stage_messages import StageAssignment
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
     """The weights of a stage, with those of `spare` layers, and the pages that fit beside them.
-    `rows` is what a link to a neighbor carries, `shape` what a page holds; `notice`, if any, is for
-    the user."""
+    `rows` is the shape of rows on the links, `shape` that of a page's contents; `notice`, if any,
+    is for the user."""
 
     model: StageModel
     spare: Sequence[LoadedLayer]
@@ -60,8 +59,8 @@ def load_stage(
     """Loads the stage of `assignment`.
 
     Args:
-        before: what the worker has of another stage, whose pages are gone; it is not to be used
-            any more.
+        before: the worker's parts of another stage, whose pages are gone; must not be used
+            afterwards.
         on_read: called before each tensor is read.
         on_layer: called when a layer of the stage has been read.
 
@@ -75,7 +74,7 @@ def load_stage(
     shape = spec.attention_shape(assignment.page_size, dtype, device, assignment.kv_cache_dtype)
     bind_compute_threads(kernels.name, dtype, assignment.cpu_threads, assignment.cpu_cores)
     if before is None:
-        # What a layer takes is known when one has been read: the others have to fit then.
+        # The first layer's size is known after reading it; check that the rest fit.
         model = StageModel.load(
             spec,
             assignment.model_path,
@@ -114,9 +113,8 @@ def _take_over(
     *,
     is_fresh: bool,
 ) -> None:
-    """Has `model` hold the layers of its stage and the ends that go with them, if they fit.
-
-    On a CPU that is looked at before each part: other stages of the host may load at the same time.
+    """Makes `model` hold the layers of its stage and the ends that go with them, if they fit. On a
+    CPU this is checked before each part: other stages of the host may load at the same time.
     """
     stage, plan = assignment.stage, assignment.plan
     layers, is_first, is_last = plan.layers_of(stage), stage == 0, stage == plan.num_stages - 1
@@ -141,8 +139,8 @@ def _take_over(
                 "end what else takes its memory"
             )
 
-    # A host that is full has a process killed. A GPU that is full raises an error, and a share of
-    # what other stages have left of it says nothing of what one may take that comes with them.
+    # On a full host a process is killed. A full GPU raises an error, and its share left by other
+    # stages does not limit a stage that loads with them.
     is_on_host = device.type == "cpu"
     if not is_fresh:
         gc.collect()  # the runner of before, with its pages

@@ -1,8 +1,8 @@
 """The entry of a stage worker: `python -m sgl_pipeline.pp_runner.stage_process`.
 
-Started by `managers/stages/stage_processes.py`, at the very start of a server. Binds its life to
-the parent's before it imports torch, which takes seconds in which Ctrl-C or a wrong flag may end
-the server; hence nothing heavy at the top. What a worker does is `stage_worker.py`.
+It starts at the very start of a server. It binds its life to the parent's before it imports torch,
+which takes seconds in which Ctrl-C or a wrong flag may end the server; hence nothing heavy at the
+top. A worker's work is `stage_worker.py`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.parent is not None:
         die_with_parent(options.parent)
-    # What the scheduler asks a stage that is silent for: where its threads are, on stderr.
+    # The scheduler asks a silent stage for the stacks of its threads, which go to stderr.
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     from sgl_pipeline.pp_runner.stage_worker import run_worker
     from sgl_pipeline.pp_runner.worker_hello import WorkerSite

@@ -1,7 +1,6 @@
 """Records a stage's steps with torch's profiler and writes them down as a Chrome trace.
 
-Used by `stage_worker.py` between steps. Whatever goes wrong is reported in a `ProfileReply`
-and never ends the stage.
+It works between steps. A failure is reported in a `ProfileReply` and never ends the stage.
 """
 
 import os
@@ -12,7 +11,7 @@ from sgl_pipeline.wire.stage_messages import ProfileReply, StartProfile
 
 
 class StageProfile:
-    """At most one recording at a time, of one stage; `has_gpu` says whether it runs on one."""
+    """At most one recording at a time, of one stage; with `has_gpu` it runs on a GPU."""
 
     def __init__(self, stage: int, has_gpu: bool) -> None:
         self._stage = stage
@@ -32,7 +31,7 @@ class StageProfile:
             return self._reply("activities: there is no GPU; ask for CPU")
         try:
             os.makedirs(os.path.dirname(request.path), exist_ok=True)
-            # What cannot be written is refused now, not when it has been recorded.
+            # An unwritable path is refused now, not after the recording.
             with open(request.path, "wb"):
                 pass
             profiler = profile(

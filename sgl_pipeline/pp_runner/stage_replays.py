@@ -1,7 +1,7 @@
-"""What a stage does before a step for stages that were replaced: it computes again, or hands on.
+"""A stage's work before a step for replaced stages: it computes again, or sends kept rows.
 
-Used by `StageRunner`. The stage that lacks keys and values runs its layers on the rows that came in
-when they were first computed; the stage before it has these in its log. No other stage has a part.
+The stage that lacks keys and values runs its layers on the rows that they were first computed from;
+the stage before it has these in its log. No other stage has a part.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,21 +15,21 @@ from sgl_pipeline.pp_runner.links.activation_link import ActivationLink
 from sgl_pipeline.pp_runner.step_layers import StepLayers
 from sgl_pipeline.wire.step_order import MirroredChunk, StepOrder
 
-# So long a stage listens to the scheduler before it looks for rows again.
+# Time for which a stage reads the scheduler's messages before it looks for rows again.
 LOOK_S = 0.5e-3
 
-# Listens to the scheduler for some seconds; raises what the stage is to drop the step for.
+# Reads the scheduler's messages for some seconds; raises the reason to drop the step.
 Attend = Callable[[float], None]
 
 
 def attend_idle(timeout_s: float) -> None:
-    """For stages that share a thread: none of them waits."""
+    """For stages that share a thread, where no stage waits."""
     assert timeout_s == 0.0, "a stage waits for another one, which shares its thread"
 
 
 @dataclass(frozen=True, slots=True)
 class StageReplays:
-    """Those of one stage. `log` is None where it keeps no rows."""
+    """The replays of one stage. `log` is None if it keeps no rows."""
 
     stage: int
     shape: AttentionShape
@@ -47,7 +47,7 @@ class StageReplays:
         """Does this stage's part of `replays` (`RequestMirror.replays`), which come before the
         chunks of `plan`.
 
-        Raises what `ActivationLink.receive` does, and ProtocolError for rows that were not kept.
+        Raises as `ActivationLink.receive`, and ProtocolError for rows that were not kept.
         """
         for stages, chunks in replays:
             computes, feeds = self.stage in stages, self.stage + 1 in stages

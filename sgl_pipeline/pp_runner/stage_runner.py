@@ -1,9 +1,8 @@
 """One stage with its weights, pages and links: launches one step after the other.
 
-Driven by `stage_worker.py` in a process of its own, and by tests with several stages in one
-process. On a CPU a step has run when it was launched; the last stage on a GPU knows its tokens
-later, which is why a step gives a `PendingReport`. It never schedules or matches prefixes, and
-reads a clock only for the moments it reports.
+In tests several runners share one process. On a CPU a step has run when it was launched; the last
+stage on a GPU gets its tokens later, which is why a step returns a `PendingReport`. It never
+schedules or matches prefixes, and reads a clock only for the moments it reports.
 """
 
 import time
@@ -39,12 +38,12 @@ class StageRunner:
     """Owns the layers that the stage holds and its view of the open requests.
 
     Args:
-        tail: for tests, in place of the last stage's own.
+        tail: for tests, replaces the last stage's own.
         log: keeps the rows that the stage sends; None: they are not kept.
 
-    `stage` is its position, `attention_backend` and `graphs` say what is in use, `shape` what a
-    page holds. `held_layers` may change between two steps; which of them a step runs is up to the
-    plan of its epoch.
+    `stage` is its position, `attention_backend` and `graphs` name those in use, `shape` is that of
+    a page's contents. `held_layers` may change between two steps; the plan of a step's epoch
+    selects the layers that it runs.
     """
 
     def __init__(
@@ -101,13 +100,13 @@ class StageRunner:
         self._clock = StepClock(time.monotonic())
 
     def know_plan(self, plan: StagePlan) -> None:
-        """Makes ready for steps of the epoch of `plan`, newer than all that are known.
+        """Prepares for steps of the epoch of `plan`, which is newer than all known ones.
 
         On a GPU that epoch's graphs are recorded as its steps need them, and steps of an older one
         run without graphs from here on.
 
         Raises ProtocolError when the epoch is not newer, when the plan is not of this pipeline, or
-        when the stage does not hold its layers of it.
+        when the stage does not hold its layers.
         """
         newest = self._plans[max(self._plans)]
         if plan.epoch <= newest.epoch:
@@ -131,15 +130,15 @@ class StageRunner:
             self._log.restore(snapshot.log)
 
     def run_step(self, plan: StepOrder) -> PendingReport:
-        """`launch` of what `prepare` made of `plan`."""
+        """`prepare` and `launch` of `plan`."""
         return self.launch(self.prepare(plan))
 
     def prepare(self, plan: StepOrder, attend: Attend = attend_idle) -> PreparedStep:
-        """Applies `plan` and does all that the step needs no activations for, and before that what
-        lost stages must compute again.
+        """Applies `plan`, runs the recomputations for lost stages, and does all work of the step
+        that needs no activations.
 
         Raises ProtocolError when the stage does not know the step's epoch or does not hold the
-        layers that it runs, and what `StageReplays.run` raises.
+        layers that it runs, and as `StageReplays.run`.
         """
         layers = self._layers_of(plan)
         chunks = self._mirror.apply(plan)
@@ -172,8 +171,8 @@ class StageRunner:
         return self._link.descriptor
 
     def regroup(self, link: ActivationLink) -> None:
-        """Lets go of all requests and of the link to neighbors of which one was lost, for `link`.
-        A step that was prepared is never launched."""
+        """Drops all requests and the link to neighbors, one of which was lost, for `link`. A step
+        that was prepared is never launched."""
         self._link.close()
         self._link = link
         self._mirror = RequestMirror()
@@ -183,11 +182,11 @@ class StageRunner:
         return self._is_first or self._link.has_rows()
 
     def launch(self, step: PreparedStep) -> PendingReport:
-        """Waits for the activations of the step that was prepared last, runs the layers, passes the
+        """Waits for the activations of the step that was prepared last, runs the layers, sends the
         result on.
 
-        Raises ProtocolError when the activations are not those of the step, and NeighborGone when
-        they will never come.
+        Raises ProtocolError when the activations belong to another step, and NeighborGone when they
+        will never come.
         """
         hidden = None
         if not self._is_first:
@@ -212,8 +211,8 @@ class StageRunner:
         return self._layers.run(step.inputs, hidden)
 
     def rehearse(self, on_step: Callable[[], None] = lambda: None) -> None:
-        """Runs made-up steps as real ones will be run, up to the links. To be called before the
-        first order; nothing is left of it: the pages are zeros again.
+        """Runs made-up steps like real ones, except the links. To be called before the first order;
+        leaves no trace: the pages are zeros again.
 
         Args:
             on_step: called before each step.

@@ -1,6 +1,6 @@
 """A stage worker's layers, as a layer move sees them: a `MoveSite` over `StageRunner`.
 
-Weights that come are spare ones, or are read in a thread of their own. Those of layers that have
+Arriving weights are spare ones, or are read in a thread of their own. Weights of layers that have
 left stay as spare ones while the stage has room for them: loads swing back.
 """
 
@@ -18,9 +18,10 @@ from sgl_pipeline.pp_runner.layer_moves.page_rows import PageRows
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.stage_plan import StagePlan
 
-# On a CPU to copy so much takes a fraction of a millisecond, and a cache holds it until it is read.
+# Copying this much on a CPU takes a fraction of a millisecond, and a cache holds it until it is
+# read.
 PARCEL_BYTES = 512 * 1024
-# From and to a GPU each parcel costs launches, and so much crosses in half a millisecond.
+# From and to a GPU each parcel costs launches, and this much crosses in half a millisecond.
 GPU_PARCEL_BYTES = 16 * 2**20
 
 
@@ -43,8 +44,8 @@ class StageSite:
 
     Args:
         resident: layers whose weights stay for ever.
-        max_layers: the most layers whose weights are here, resident ones that have left aside.
-        attend: listens to the scheduler for some seconds (`MoveSite.attend`).
+        max_layers: the most layers whose weights are here, except resident ones that have left.
+        attend: reads the scheduler's messages for some seconds (`MoveSite.attend`).
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class StageSite:
 
     @property
     def row_bytes(self) -> int:
-        """Of a page on its way."""
+        """Bytes of a page on its way."""
         return self._rows.row_bytes
 
     @property

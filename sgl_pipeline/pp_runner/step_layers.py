@@ -1,8 +1,7 @@
-"""How a stage's layers are run on a step: one kernel after the other, or as they were recorded.
+"""Runs a stage's layers on a step: one kernel after the other, or as they were recorded.
 
-Chosen in `kernel_choice.py`, driven by `StageRunner`; recorded calls of CPUs are in
-`recorded_layers.py`, graphs of GPUs in `cuda/graphed_layers.py`.
-What is computed is `HeldLayers.forward` either way.
+Recorded calls of CPUs are in `recorded_layers.py`, graphs of GPUs in `cuda/graphed_layers.py`. Both
+compute `HeldLayers.forward`.
 """
 
 from typing import Protocol
@@ -37,7 +36,7 @@ class EagerLayers:
         self._planned = range(0)
 
     def prepare(self, epoch: int, layers: range) -> None:
-        """They always are ready."""
+        """Nothing to prepare."""
 
     def plan(self, epoch: int, layers: range, inputs: StepInputs) -> None:
         self._attention.plan(inputs.layout)

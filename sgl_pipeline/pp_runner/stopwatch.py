@@ -1,7 +1,4 @@
-"""Times calls on a CPU, in turns; `cuda/kernel_stopwatch.py` times kernels on a GPU.
-
-Used by `stage_costs.py`, which decides what to call.
-"""
+"""Times calls on a CPU, in turns; `cuda/kernel_stopwatch.py` times kernels on a GPU."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -29,14 +26,14 @@ class HostStopwatch:
     """The `Stopwatch` of a CPU. The first round is not counted.
 
     Args:
-        clock: seconds from any moment on.
+        clock: seconds since any fixed moment.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
 
     def least_ms(self, calls: Mapping[Name, Callable[[], object]]) -> dict[Name, float]:
-        """See `Stopwatch`. Takes about 0.3 s, or three rounds where they take longer."""
+        """See `Stopwatch`. Takes about 0.3 s, or three rounds if they take longer."""
         others = torch.ones(_CACHE_BYTES // 4)
         times_ms: dict[Name, list[float]] = {name: [] for name in calls}
         started_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a worker says of itself and its host when it greets."""
+"""The facts about a worker and its host with which it greets."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ from sgl_pipeline.wire.stage_messages import WorkerHello
 
 
 class WorkerSite(NamedTuple):
-    """What a worker knows of its host from its start; see `WorkerHello`."""
+    """A worker's facts about its host, from its start; see `WorkerHello`."""
 
     run_directory: str
     host_address: str = ""

@@ -1,8 +1,8 @@
 """The scheduler's messages as a stage takes them: in order, and one that cannot wait for a step.
 
-Used by `stage_worker.py`. While a step waits for rows or pages, which may never come, the stage
-listens here: when another stage was lost, the scheduler says `Regroup`. A worker is given another
-stage only when it has regrouped, and waits for nothing.
+While a step waits for rows or pages, which may never come, the stage reads messages here: when
+another stage was lost, the scheduler sends `Regroup`. A worker is given another stage only when it
+has regrouped, and waits for nothing.
 """
 
 from collections import deque
@@ -15,11 +15,11 @@ from sgl_pipeline.wire.stage_orders import SealedOrder
 
 
 class RegroupDue(Exception):
-    """The stage is to drop the step that it waits in; the inbox has the message that says so."""
+    """The stage must drop the step that it waits in; the inbox has the message with this order."""
 
 
 class WorkerInbox:
-    """What has come through `channel` and was not taken up yet."""
+    """Messages that came through `channel` and were not taken yet."""
 
     def __init__(self, channel: WorkerEnd) -> None:
         self._channel = channel
@@ -32,15 +32,14 @@ class WorkerInbox:
         return self._channel.receive(timeout_ms)
 
     def attend(self) -> None:
-        """Looks whether the scheduler wants the stage to drop the step that it waits in.
-
+        """Checks whether the scheduler has ordered the stage to drop the step that it waits in.
         Raises RegroupDue if so. Orders that came before are dropped here.
         """
         while (message := self._channel.receive(timeout_ms=0)) is not None:
             self._take(message, urgent=Regroup)
 
     def attend_for(self, seconds: float) -> None:
-        """`attend` to what arrives within so many seconds."""
+        """`attend` to messages that arrive within `seconds`."""
         self._channel.wait(None, seconds)
         self.attend()
 
@@ -49,8 +48,8 @@ class WorkerInbox:
         self._channel.wait(descriptor)
 
     def wait_for_the_end(self) -> NoReturn:
-        """For a step that cannot go on: raises RegroupDue when it was given up, or when the stage
-        is to leave."""
+        """For a step that cannot go on: raises RegroupDue when the step was given up, or when the
+        stage must leave."""
         while True:
             message = self._channel.receive()
             assert message is not None

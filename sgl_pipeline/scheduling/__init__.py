@@ -1,6 +1,6 @@
-"""Who runs next: the scheduler core, without I/O, clock, randomness or tensors.
+"""The scheduler core, which decides who runs next, without I/O, clock, randomness or tensors.
 
-`pipeline/` drives a `StepScheduler` and sees nothing else of this room.
+A `StepScheduler` is the only entry; the other modules are its parts.
 """
 
 from sgl_pipeline.requests import TokenEvent

@@ -1,7 +1,7 @@
 """Fills a `TokenBudget` with chunks: decodes, then running prefills, then new requests.
 
-Called by `StepScheduler` once a step. The budget says how much, the order of requests says who, the
-pages say whether; it never asks why the budget is what it is.
+The budget limits how much, the order of requests decides who is next, and the free pages decide
+whether a request fits. Admission does not depend on the reasons for the budget.
 """
 
 from sgl_pipeline.microbatch import Chunk
@@ -55,11 +55,11 @@ class Admission:
                 break
             if share is not None:
                 own_ms = share.row_ms + share.attended_ms * request.num_tokens
-                # To the nearest number of them, and one at least.
+                # To the nearest number of decodes, and at least one.
                 if chunks and taken_ms + own_ms / 2 > share.share_ms:
                     break
                 taken_ms += own_ms
-            # One further up may have retracted it.
+            # An earlier decode may have retracted it.
             if request in ready and self._preemption.extend(request, request.num_scheduled + 1):
                 start = request.num_scheduled
                 request.num_scheduled = start + 1
@@ -81,7 +81,7 @@ class Admission:
         request.steps_in_flight += 1
         if not request.is_prefilling:
             self._running.start_last_prefill(request)
-        # Where no token is asked for, the log-probabilities of the next one may be: it is drawn
+        # A request for no tokens may ask for the log-probabilities of the next one: it is drawn
         # with them and dropped.
         draws = request.stops.max_new_tokens > 0 or request.logprobs is not None
         samples = end == request.num_tokens and draws
@@ -90,9 +90,9 @@ class Admission:
 
     def make_room_for_head(self) -> None:
         """Retracts requests that the head of the queue outranks by more than the threshold, the
-        last first, until it could be let in (upstream: schedule_policy.py, preempt_to_schedule).
+        last first, until it could be admitted (upstream: schedule_policy.py, preempt_to_schedule).
 
-        Called before the budget is set: a budget is a share of what waits and what decodes, and
+        Must run before the budget is set: a budget is a share of waiting and decoding requests, and
         this changes both.
         """
         threshold = self._preemption_threshold
@@ -112,7 +112,7 @@ class Admission:
         )
 
     def _admit_next(self) -> Request | None:
-        """Lets in the head of the queue if its whole prefill fits, else no request.
+        """Admits the head of the queue if its whole prefill fits, else no request.
 
         One page for each running request stays out of reach: without it, decodes that are about to
         need their next page would retract the newcomer at once.

@@ -1,6 +1,6 @@
-"""Which requests have been somewhere for too long: only the oldest is looked at.
+"""Finds requests that have waited or run for too long, by looking at the oldest only.
 
-Used by `StepScheduler` as `RequestAges`. It reads no clock and ends nothing itself.
+It reads no clock and ends nothing itself.
 """
 
 from collections import OrderedDict
@@ -10,7 +10,7 @@ from itertools import takewhile
 from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.requests import FinishReason, Request, RequestState
 
-# Upstream's words (scheduler.py, _poll_timeout_aborts).
+# Upstream's messages (scheduler.py, _poll_timeout_aborts).
 WAITED_TOO_LONG = FinishReason("abort", message="Request waiting timeout reached.", status_code=503)
 RAN_TOO_LONG = FinishReason("abort", message="Request running timeout reached.", status_code=503)
 
@@ -31,7 +31,7 @@ class AgeLimit:
         """The time of `request` began at `now_s`, unless it runs already."""
         if self._limit_s is None or request in self._started_s:
             return
-        # Who was held up on the way here began before others that are here already.
+        # A request that was delayed on its way here may be older than others that are here already.
         younger = [
             other
             for other, _ in takewhile(
@@ -59,7 +59,7 @@ class AgeLimit:
 
 
 class RequestAges:
-    """How long each request has waited and run, against the limit of either, in seconds."""
+    """Waiting and running time of each request against its limits, in seconds."""
 
     def __init__(self, waiting_timeout_s: float | None, running_timeout_s: float | None) -> None:
         self._waiting = AgeLimit(waiting_timeout_s)
@@ -76,7 +76,7 @@ class RequestAges:
                 self._waiting.start(request, now_s)
 
     def scheduled(self, chunks: Sequence[Chunk], now_s: float) -> None:
-        """A step takes `chunks`: prefill comes last, and whoever was let in has some."""
+        """A step takes `chunks`: prefill comes last, and every newly admitted request has some."""
         for chunk in reversed(chunks):
             if chunk.is_decode:
                 break
@@ -90,6 +90,6 @@ class RequestAges:
         self._running.stop(request)
 
     def overdue(self, now_s: float) -> list[tuple[Request, FinishReason]]:
-        """Takes out the requests whose time is over, and says why each ends."""
+        """Removes and returns the requests whose time is over, each with its reason."""
         waited = [(request, WAITED_TOO_LONG) for request in self._waiting.overdue(now_s)]
         return waited + [(request, RAN_TOO_LONG) for request in self._running.overdue(now_s)]

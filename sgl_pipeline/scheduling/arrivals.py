@@ -1,6 +1,6 @@
-"""What becomes of a request that arrives: refused, queued, or queued in another one's place.
+"""Decides whether a request that arrives is refused, queued, or queued in place of another one.
 
-Used by `StepScheduler`. Ends nothing itself.
+It ends no request itself.
 """
 
 from sgl_pipeline.args import SchedulingArgs
@@ -12,7 +12,7 @@ from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 # SGLang's `/health` sends requests whose ids begin like this; a full queue must not fail them.
 HEALTH_CHECK_PREFIX = "HEALTH_CHECK_"
 
-# Upstream's words (scheduler.py, _abort_on_queued_limit).
+# Upstream's message (scheduler.py, _abort_on_queued_limit).
 DISPLACED = FinishReason(
     "abort",
     message="The request is aborted by a higher priority request.",
@@ -21,7 +21,7 @@ DISPLACED = FinishReason(
 
 
 class Arrivals:
-    """The rules at the door of the queue."""
+    """The rules for entering the queue."""
 
     def __init__(self, args: SchedulingArgs, limits: RequestLimits, waiting: WaitingQueue) -> None:
         self.limits = limits

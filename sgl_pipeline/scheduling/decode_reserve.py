@@ -1,8 +1,7 @@
-"""How many pages the running decodes are expected to need, learned from how often that was wrong.
+"""Pages that running decodes are expected to need, an estimate corrected by each retraction.
 
-Used by `StepScheduler` for its load; the policy `throttle-adaptive` keeps that many pages from
-prefill. It changes with steps and retractions only, never with how often it is read, so that
-runtime and simulator agree.
+The policy `throttle-adaptive` keeps this number of pages from prefill. The estimate changes with
+steps and retractions only, never with how often it is read, so that runtime and simulator agree.
 
 After gLLM's code of 2026 (`Scheduler._decode_reserve_pages`) and the tracker of SGLang that it
 follows. They round each request up to pages and take off what its last page still holds, which on

@@ -1,7 +1,7 @@
-"""Why one request is where it is: the rule that holds it, its numbers, and behind whom it waits.
+"""Explains one request's state: the rule that holds it, its numbers, and the request before it.
 
-Asked for now and then, about one request: it may look at all that wait, which a decision never
-does. It follows the rules of `Admission.fill` in their order, and changes nothing.
+An explanation is rare and about one request, so it may look at the whole queue, which a decision
+never does. It follows the rules of `Admission.fill` in their order, and changes nothing.
 """
 
 from dataclasses import dataclass
@@ -23,15 +23,16 @@ Rule = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What one request waits for.
+    """The condition that one request waits for.
 
     `rule` is what holds it: its step is in the pipeline (`in-flight`), the scheduler is paused
     (`pause`), another request prefills its prefix (`shared-prefix`), others come first (`order`),
-    as many run as may (`running-limit`), its prefill does not fit (`pages`), the prefill budget is
-    used up (`budget`), other decodes have been ready for longer (`turn`).
+    the maximum number of requests runs (`running-limit`), its prefill does not fit (`pages`), the
+    prefill budget is used up (`budget`), other decodes have been ready for longer (`turn`).
 
     `behind` is the request that it waits for: the next before it in the queue, or the one that
-    prefills its prefix. `num_ahead` are those before it in the queue. `text` says it all in words.
+    prefills its prefix. `num_ahead` counts the requests before it in the queue. `text` is the
+    explanation in words.
     """
 
     request_id: str
@@ -59,7 +60,7 @@ class RequestExplainer:
         self._pages = pages
 
     def explain(self, request: Request, budget: TokenBudget, *, is_paused: bool) -> Explanation:
-        """What `request`, which waits or runs, waits for when `budget` is what a step may carry."""
+        """Explains why `request`, which waits or runs, waits under a step's `budget`."""
         if request.steps_in_flight:
             text = f"{request.steps_in_flight} steps of it are in the pipeline"
             return _explanation(request, "in-flight", text)
@@ -82,7 +83,7 @@ class RequestExplainer:
         return _explanation(request, "turn", text)
 
     def outlook(self, request: Request, load: PipelineLoad, policy: Policy) -> Outlook:
-        """Who is served before `request`, when `policy` sees `load`."""
+        """The requests served before `request`, when `policy` sees `load`."""
         return look_ahead(
             request,
             self._waiting,

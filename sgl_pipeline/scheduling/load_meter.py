@@ -1,7 +1,6 @@
 """The state of the whole system as the policies see it, made of the sums that its parts keep.
 
-Part of `StepScheduler`, which reads it once a step. It looks at no request by itself except those
-that are being prefilled, and changes nothing.
+It looks at individual requests only while they are being prefilled, and changes nothing.
 """
 
 from sgl_pipeline.args import Accounting
@@ -34,7 +33,7 @@ class LoadMeter:
     def read(
         self, accounting: Accounting, total_pages: int, step_times: StepTimes | None, now_s: float
     ) -> PipelineLoad:
-        """The load now, its tokens and pages counted as `accounting` says; `now_s` is the clock of
+        """The load now, its tokens and pages counted by `accounting`; `now_s` is the clock of
         `Request.arrival_s`, in seconds."""
         running, pages = self._running, self._pages
         unscheduled = sum(request.remaining_prefill for request in running.prefilling)
@@ -62,7 +61,8 @@ class LoadMeter:
         )
 
     def _newest_arrival_s(self, now_s: float) -> float:
-        """Of the requests whose prompt is not scheduled whole; now where there are none."""
+        """The newest arrival among requests whose prompt is not scheduled whole; now if there are
+        none."""
         newest = self._waiting.newest()
         if newest is None:
             newest = next(reversed(self._running.prefilling), None)

@@ -1,6 +1,6 @@
-"""The log-probabilities that a step yielded find their way to its requests.
+"""Assigns a step's log-probabilities to its requests.
 
-Called by `StepScheduler.on_result`; the rows themselves are bytes that are not read here.
+The rows are bytes, which are not decoded here.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ _NUMBER_BYTES = 4
 
 
 def check_logprobs(chunks: Iterable[Chunk], logprobs: Iterable[LogprobRows]) -> None:
-    """Raises ProtocolError where the rows of a chunk are not as many as are due, or not as long.
+    """Raises ProtocolError if a chunk has a wrong number or length of rows.
 
     Args:
         logprobs: of each chunk whose request wants any.
@@ -32,7 +32,7 @@ def check_logprobs(chunks: Iterable[Chunk], logprobs: Iterable[LogprobRows]) -> 
 
 
 def keep_logprobs(chunk: Chunk, rows: LogprobRows) -> None:
-    """Adds what a chunk yielded to what its request has."""
+    """Appends a chunk's rows to its request's."""
     if num_due := _rows_due(chunk):
         chunk.request.logprob_runs.append(rows)
         chunk.request.num_logprob_rows += num_due
@@ -47,6 +47,6 @@ def _lengths(rows: LogprobRows) -> list[int]:
 
 
 def _row_bytes(spec: LogprobSpec) -> list[int]:
-    """Of one position in each array of `LogprobRows`."""
+    """Bytes of one position in each array of `LogprobRows`."""
     numbers = (1, spec.num_top, spec.num_top, len(spec.token_ids))
     return [_NUMBER_BYTES * number for number in numbers]

@@ -1,8 +1,8 @@
-"""What becomes of requests and of the cache when steps or pages are lost with a stage.
+"""Takes back steps, and drops or owes pages, when they are lost with a stage.
 
-Part of `StepScheduler`. What the stages that are replaced can compute again by themselves is owed
-(`recovery_log.py`); whatever else was lost is forgotten. Callers make sure that no request whose
-pages are lost has a step in flight.
+Pages that the replaced stages can recompute from the log are owed (`recovery_log.py`); all other
+lost pages are forgotten. Callers make sure that no request whose pages are lost has a step in
+flight.
 """
 
 from collections.abc import Iterable
@@ -17,8 +17,7 @@ from sgl_pipeline.scheduling.running_requests import RunningRequests
 
 
 class LostPages:
-    """Clocks are the caller's, in seconds: from then on, requests that return to the queue have
-    waited.
+    """Clocks are the caller's, in seconds: requests that return to the queue wait from that moment.
 
     Args:
         log: None: nothing is ever owed.
@@ -39,7 +38,7 @@ class LostPages:
         self._ages = ages
 
     def take_back_steps(self, steps: Iterable[Microbatch]) -> None:
-        """None of `steps`, all that are in flight, will be run by all stages.
+        """Takes back `steps`, all that are in flight: not every stage will run them.
 
         Requests are where their last committed step left them. They keep their pages, also those
         that such a step was to write first, and a request that has ended gives its own back.
@@ -64,14 +63,14 @@ class LostPages:
         self._drop(tuple(self._running), lost, now_s)
 
     def use_stages(self, num_stages: int, now_s: float) -> None:
-        """So many stages begin anew, with logs that are empty: all is lost, nothing is owed."""
+        """`num_stages` stages begin anew, with empty logs: all pages are lost, none is owed."""
         self.lose_all(now_s)
         if self.log is not None:
             self.log.use_stages(num_stages)
 
     def lose_stages(self, stages: Iterable[int], now_s: float) -> None:
-        """The keys and values of `stages` are lost, those of the others are not: what these stages
-        cannot compute again by themselves is forgotten, the rest is owed."""
+        """The keys and values of `stages` are lost, and of no others. Pages that these stages
+        cannot recompute by themselves are forgotten; the rest is owed."""
         if self.log is None:
             self.lose_all(now_s)
             return
@@ -80,23 +79,23 @@ class LostPages:
 
     def hand_over(self, stage: int, now_s: float) -> None:
         """Another worker fills `stage`, and has its keys and values, but not the rows that it has
-        kept: what others cannot compute again without these is forgotten."""
+        kept: owed pages that cannot be recomputed without these rows are forgotten."""
         if self.log is not None:
             self.log.lose_rows(stage, self._pages.pages_in_use())
             self._forget(self.log.unreachable(), now_s)
 
     def forget_displaced(self, now_s: float) -> None:
-        """Forgets what is owed and has just become unreachable, if anything."""
+        """Forgets owed pages that have just become unreachable, if any."""
         if self.log is not None and self.log.has_displaced_owed:
             self._forget(self.log.unreachable(), now_s)
 
     def forget_owed(self, now_s: float) -> None:
-        """Forgets all that is owed: no stage lacks anything any more."""
+        """Forgets all owed pages: no stage lacks anything any more."""
         if self.log is not None and self.log.owes:
             self._forget(self.log.all_owed(), now_s)
 
     def _forget(self, lost: set[int], now_s: float) -> None:
-        """What the pages `lost` hold is worth nothing."""
+        """Forgets what the pages `lost` hold."""
         concerned = [one for one in self._running if not lost.isdisjoint(self._written_pages(one))]
         self._drop(concerned, lost, now_s)
 

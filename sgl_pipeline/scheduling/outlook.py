@@ -1,7 +1,7 @@
-"""What stands between one request and its next token: who is served before it, and what that takes.
+"""The work ahead of one request's next token: the requests before it, and what each needs.
 
-Made by `StepScheduler.outlook`; `pipeline/request_forecast.py` says how long it takes. Asked now
-and then, about one request: it may look at all that wait or run, and changes nothing.
+An outlook is rare and about one request, so it may look at all requests. It changes nothing;
+`pipeline/request_forecast.py` estimates the time.
 """
 
 from collections.abc import Iterable
@@ -18,9 +18,9 @@ from sgl_pipeline.throttle import Policy
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one request needs. `prefill_tokens` are not scheduled yet, without those of the cache
-    and without those that a request before it computes too. `new_pages` is what they take,
-    `held_pages` what comes back when the request ends, as far as no other request uses it now."""
+    """The work that one request needs. `prefill_tokens` are not scheduled yet; they exclude cached
+    tokens and those that a request before it computes. They need `new_pages`; `held_pages` come
+    back when the request ends, except pages that another request uses now."""
 
     request: Request
     prefill_tokens: int
@@ -29,7 +29,7 @@ class Demand:
 
     @classmethod
     def in_flight(cls, request: Request, page_size: int) -> "Demand":
-        """That of a running request whose prompt has been scheduled."""
+        """The demand of a running request whose prompt has been scheduled."""
         return cls(request, 0, 0, len(request.pages) - request.cached_tokens // page_size)
 
 
@@ -37,9 +37,9 @@ class Demand:
 class Outlook:
     """The requests that are served before `request` ends its wait, each list in order of service.
 
-    `waiting` ends with `request` where that waits. `decoding` has all decodes, those that are ready
-    first and in their turn; a request whose last chunk of the prompt is in flight is in none.
-    `load` is what `policy` sees. `available_pages` are free or evictable.
+    `waiting` ends with `request` if it waits. `decoding` has all decodes, the ready ones first and
+    in their turn; a request whose last prefill chunk is in flight is in neither list. `policy` sees
+    `load`. `available_pages` are free or evictable.
     """
 
     request: Request
@@ -55,14 +55,14 @@ class Outlook:
 
     @property
     def tokens_ahead(self) -> int:
-        """Prompt tokens to be scheduled before the first of `request`."""
+        """Prompt tokens to be scheduled before the first token of `request`."""
         demands = (*self.prefilling, *self.waiting)
         before = (one for one in demands if one.request.order < self.request.order)
         return sum(one.prefill_tokens for one in before)
 
     @property
     def own(self) -> Demand:
-        """What `request` itself needs; nothing where its last chunk is in flight."""
+        """The work that `request` itself needs; none if its last chunk is in flight."""
         demands = (*self.waiting, *self.prefilling, *self.decoding)
         found = (one for one in demands if one.request is self.request)
         return next(found, Demand.in_flight(self.request, self.page_size))
@@ -100,7 +100,7 @@ def look_ahead(
 def _queued(
     requests: Iterable[Request], waiting: WaitingQueue, pages: RequestPages
 ) -> list[Demand]:
-    """What each of these takes when all before it have been served."""
+    """The demand of each of these after all before it have been served."""
     counted: set[RadixNode] = set()
     demands = []
     for request in requests:
@@ -109,7 +109,7 @@ def _queued(
         node: RadixNode | None = path
         while node is not None and not node.is_cached and node not in counted:
             counted.add(node)
-            # What a running request prefills is that one's.
+            # Tokens that a running request prefills count as its own.
             tokens += 0 if node.num_prefilling else len(node.tokens)
             node = node.parent
         new_pages = pages.pages_for(tokens)

@@ -1,7 +1,7 @@
 """The ids of the KV pages that are not in use.
 
-One pool for the whole pipeline: a page id means the same place on every stage. Used by
-`RequestPages`; it never knows who holds a page, only that each is given out once.
+One pool for the whole pipeline: a page id means the same place on every stage. The pool does not
+know who holds a page, only that each is given out once.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ class PagePool:
         self.resize(num_pages)
 
     def resize(self, num_pages: int) -> None:
-        """Has so many pages from now on; all are free."""
+        """Changes the size to `num_pages`; all are free."""
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._is_free = bytearray(b"\x01") * num_pages
@@ -24,11 +24,11 @@ class PagePool:
         return len(self._free)
 
     def pages_in_use(self) -> list[int]:
-        """All that are not free, ascending; looks at each."""
+        """All pages that are not free, ascending; looks at each."""
         return [page for page, is_free in enumerate(self._is_free) if not is_free]
 
     def allocate(self, count: int) -> list[int]:
-        """`count` page ids; the caller has seen to it that `num_free` suffices."""
+        """`count` page ids; the caller makes sure that `num_free` suffices."""
         assert 0 <= count <= len(self._free), f"{count} pages asked, {len(self._free)} are free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:

@@ -1,7 +1,7 @@
 """The KV pages of one node of the radix tree, and where they lie.
 
-`RadixStorage` makes a run and keeps it on a `RadixNode`. It knows neither tokens nor nodes, so the
-tree can split a node without asking where its pages lie.
+A run is stored on a `RadixNode`. It contains neither tokens nor nodes, so the tree can split a node
+without asking where its pages lie.
 """
 
 from dataclasses import dataclass

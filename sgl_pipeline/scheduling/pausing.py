@@ -1,6 +1,6 @@
-"""Whether steps start at all: operators pause the scheduler, and resume it.
+"""Pauses and resumes the start of steps, for operators.
 
-Part of `StepScheduler`, whose steps in flight finish in a pause. Requests come and go as ever.
+Steps in flight finish during a pause, and requests still come and go.
 """
 
 from sgl_pipeline.scheduling.preemption import Preemption
@@ -17,10 +17,10 @@ class Pausing:
         self._preemption = preemption
 
     def pause(self, *, retract: bool) -> None:
-        """Starts no step until `resume`; those in flight finish.
+        """Starts no step until `resume`; steps in flight finish.
 
         With `retract`, running requests return to the queue, each with the last of its steps in
-        flight: then the cache can be flushed, and what was computed is computed again.
+        flight: then the cache can be flushed, and their tokens are computed again.
         """
         self.is_paused = True
         self._retracts_running = self._retracts_running or retract

@@ -1,9 +1,9 @@
 """Takes pages from the requests that are served last, when one before them needs some.
 
-Used by admission, for decodes and for requests of much higher priority, and by `StepScheduler` when
-everything stands still. A request is only ever retracted for one before it in `Request.order`, so
-the first one always gets on: no deadlock, no livelock. It never touches a request with a step in
-flight.
+Pages are taken for decodes, for requests of much higher priority, and when running requests hold
+the pages that they need from each other. A request is retracted only for one before it in
+`Request.order`, so the first request always makes progress: no deadlock, no livelock. It never
+touches a request with a step in flight.
 """
 
 from sgl_pipeline.requests import Request, RequestState
@@ -22,7 +22,7 @@ class Preemption:
         self._waiting = waiting
         self._pages = pages
         self.num_retractions = 0
-        # Retractions because pages ran out; the others made way for a higher priority.
+        # Retractions because pages ran out; other retractions made room for a higher priority.
         self.num_shortages = 0
         self._retracted: list[Request] = []
 

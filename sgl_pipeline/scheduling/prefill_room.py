@@ -1,6 +1,6 @@
-"""How long the chunks of one step may be: by tokens, and where the budget limits time, by time.
+"""Limits the length of one step's chunks by tokens and, where the budget has a time limit, by time.
 
-Made by admission for each step, after its decodes. It sees no request and no page.
+It sees no request and no page.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ MAX_TAIL_TOKENS = 16
 
 
 class PrefillRoom:
-    """What is left of a step's budget, chunk by chunk.
+    """The rest of a step's budget, chunk by chunk.
 
     Args:
-        decodes: the chunks that the step has already.
+        decodes: the chunks that the step already has.
     """
 
     def __init__(self, budget: TokenBudget, decodes: Sequence[Chunk]) -> None:
@@ -44,8 +44,9 @@ class PrefillRoom:
         """The longest chunk from position `start` of a prompt of which `remaining` tokens are left;
         0 where there is no room. A tiny rest rides along.
 
-        Where time cuts a prompt, the step is full, and it has no part of it below the least prefill
-        tokens beside other prompts: further and tiny chunks would cost more than they fill.
+        If the time limit cuts a prompt, the step is full. Beside other prompts a cut one has at
+        least the least prefill tokens, or none: further and tiny chunks would cost more than they
+        fill.
         """
         if not self.is_open:
             return 0
@@ -58,7 +59,7 @@ class PrefillRoom:
         return with_tiny_tail(length, remaining)
 
     def take(self, start: int, length: int, samples: bool) -> None:
-        """That chunk is in the step."""
+        """Counts a chunk of the step."""
         self._left_tokens -= length
         self._least_tokens = 0
         if self._limit is not None:

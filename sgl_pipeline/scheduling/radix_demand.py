@@ -1,4 +1,4 @@
-"""Which prefixes waiting and prefilling requests want, and how many tokens that leaves to compute.
+"""The prefixes that waiting and prefilling requests want, and the tokens that are left to compute.
 
 `WaitingQueue` registers what its requests want, so that one walk at arrival replaces matching the
 queue again and again: a request's hit is the cached part of its path, current at any time.
@@ -66,7 +66,7 @@ class RadixDemand:
         unparked, self._unparked = self._unparked, []
         return unparked
 
-    # What the storage reports
+    # Reports of the storage
 
     def on_cached(self, node: RadixNode) -> None:
         """`node` has just been cached."""
@@ -78,7 +78,7 @@ class RadixDemand:
         self._count(node, 1)
 
     def _change(self, path: RadixNode, waiting: int = 0, prefilling: int = 0) -> None:
-        """Changes how many requests want `path`, and with it every node above."""
+        """Changes the number of requests that want `path`, and with it every node above."""
         node = path
         while (parent := node.parent) is not None:
             if node.is_cached:
@@ -95,7 +95,7 @@ class RadixDemand:
             node = parent
 
     def _count(self, node: RadixNode, sign: int) -> None:
-        """Adds (`sign` 1) or takes off (-1) what `node` counts for while it is not cached."""
+        """Adds (`sign` 1) or subtracts (-1) the counts of `node` while it is not cached."""
         if not node.num_waiting:
             return
         tokens = sign * len(node.tokens)

@@ -1,4 +1,4 @@
-"""Which prefixes have KV pages, which of these may be evicted, and in which order.
+"""The prefixes that have KV pages, and the order in which they may be evicted.
 
 `RequestPages` finds hits here, locks what it uses, hands over computed pages and asks for room.
 Only this file and `page_run.py` know where pages lie: all are in the stages' pool. It never frees a
@@ -19,7 +19,7 @@ from sgl_pipeline.scheduling.radix_tree import RadixNode, RadixTree
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """`node` ends the inserted prefix; `declined` are pages whose place was already taken."""
+    """`node` ends the inserted prefix; the places of `declined` pages were already taken."""
 
     node: RadixNode
     declined: list[int]
@@ -64,9 +64,10 @@ class RadixStorage:
         return [page for pages in reversed(runs) for page in pages]
 
     def accepts(self, below: RadixNode, tokens: list[int], namespace: str = "") -> bool:
-        """Whether there is a page of `tokens` after `below`, and `insert` would decline none.
+        """Whether there is a page of `tokens` after `below`, and `insert` would decline none of
+        them.
 
-        The first page tells: where it is not cached, nothing behind it is.
+        The first page decides: if it is not cached, no page behind it is.
         """
         if not self._tree.enabled or len(tokens) < below.end + self.page_size:
             return False
@@ -110,7 +111,8 @@ class RadixStorage:
             node = node.parent
 
     def unlock(self, node: RadixNode) -> None:
-        """Takes back one `lock`; its end counts as a use (its start need not: nothing could go)."""
+        """Takes back one `lock`; its end counts as a use (its start need not: nothing could be
+        evicted)."""
         use = self._tree.next_use()
         while node.parent is not None:
             run = node.run
@@ -146,7 +148,7 @@ class RadixStorage:
         return evicted
 
     def drop(self, lost: Container[int]) -> list[int]:
-        """Drops each cached prefix from its first page in `lost` on; none of that is locked.
+        """Drops each cached prefix from its first page in `lost` on; none of these pages is locked.
 
         Returns the page ids.
         """

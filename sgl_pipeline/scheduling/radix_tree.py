@@ -1,4 +1,4 @@
-"""The shape of the radix tree over token prefixes: which there are, and where they part.
+"""The shape of the radix tree over token prefixes: the prefixes, and where they part.
 
 `RadixDemand` and `RadixStorage` share one tree: one notes on its nodes which prefixes requests
 want, the other which have KV pages. It never counts tokens and never takes or returns a page.
@@ -29,14 +29,14 @@ class RadixNode:
     tokens: list[int]
     end: int  # tokens from the root to this node's end
     children: dict[Hashable, "RadixNode"] = field(default_factory=dict)
-    # When a walk or the end of a lock last went through here, by `RadixTree.next_use`.
+    # The last walk or end of a lock through this node, by `RadixTree.next_use`.
     last_used: int = 0
     # Written by `RadixStorage`.
     run: PageRun | None = None
-    # Demand: written by `RadixDemand`. How many requests have a path through this node.
+    # Demand: written by `RadixDemand`. Number of requests that have a path through this node.
     num_waiting: int = 0
     num_prefilling: int = 0
-    # Waiting requests that hold still until a prefilling one has committed this node's pages.
+    # Waiting requests that are parked until a prefilling one has committed this node's pages.
     parked: list[Request] = field(default_factory=list)
 
     @property
@@ -46,7 +46,7 @@ class RadixNode:
 
 
 class RadixTree:
-    """All nodes, from a root without tokens. With `enabled=False` there is never another one."""
+    """All nodes, from a root without tokens. With `enabled=False` it stays the only one."""
 
     def __init__(self, page_size: int, *, enabled: bool = True) -> None:
         self.page_size = page_size
@@ -124,7 +124,8 @@ class RadixTree:
             del node.parent.children[node.key]
 
     def _step_down(self, node: RadixNode, tokens: list[int], namespace: str) -> RadixNode | None:
-        """The child of `node` along `tokens`, cut to what they share; None where there is none."""
+        """The child of `node` along `tokens`, cut to their common prefix; None if there is no such
+        child."""
         child = self.child_along(node, tokens, namespace)
         if child is None:
             return None
@@ -141,9 +142,10 @@ class RadixTree:
         return (namespace, page) if parent is self.root else page
 
     def _shared_tokens(self, run: list[int], tokens: list[int], start: int) -> int:
-        """How many tokens `run` and `tokens[start:]` share, in whole pages; at least one page.
+        """Number of tokens that `run` and `tokens[start:]` share, in whole pages; at least one
+        page.
 
-        Compares slices, which costs a C loop, and halves the range where they differ.
+        Compares slices in a C loop, and halves the range in which they differ.
         """
         size = self.page_size
         same, limit = 1, min(len(run), len(tokens) - start) // size

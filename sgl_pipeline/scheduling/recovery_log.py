@@ -1,10 +1,10 @@
-"""What lost stages must compute again before a step can read it, and what can be.
+"""The KV pages that replaced stages must recompute before a step reads them, and those that they
+can.
 
-Owned by `StepScheduler`. Every stage but the last keeps the rows that it has sent, by KV page
-(`pp_runner/boundary_log.py`). A stage that was replaced owes the keys and values of all pages that
-hold any. A step that reads a page which is owed has it computed again first, by the stage that owes
-it alone, from the rows that the stage before it has kept; stage 0 has the tokens. Pages that nobody
-asks for stay owed.
+Every stage but the last keeps the rows that it has sent, by KV page (`pp_runner/boundary_log.py`).
+A replaced stage owes the keys and values of every page that holds any. Before a step reads an owed
+page, the owing stage alone recomputes it, from the rows that the stage before it has kept; stage 0
+has the tokens. Pages that no step reads stay owed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,8 @@ from sgl_pipeline.wire.logged_pages import LogContents, LoggedPages, begun_pages
 
 
 class RecoveryLog:
-    """`replayed_tokens` says how many tokens each stage was to compute again since the start, also
-    one that does not serve any more; `capacity`, of how many pages each log has room.
+    """`replayed_tokens` counts the tokens that each stage was ordered to compute again since the
+    start, also for stages that do not serve any more; each log has room for `capacity` pages.
 
     Args:
         capacity: pages that each stage's log has room for.
@@ -30,7 +30,7 @@ class RecoveryLog:
         self.use_stages(num_stages)
 
     def use_stages(self, num_stages: int) -> None:
-        """So many stages run the steps to come, whose pages and logs are empty."""
+        """`num_stages` stages with empty pages and logs run the next steps."""
         self.replayed_tokens += [0] * (num_stages - len(self.replayed_tokens))
         self._logged = LoggedPages(self.capacity)
         self._owed: list[set[int]] = [set() for _ in range(num_stages)]
@@ -42,7 +42,7 @@ class RecoveryLog:
         self._has_displaced_owed = False
 
     def use_capacity(self, capacity: int) -> None:
-        """Each stage's log has room for so many pages; if that is new, all logs are empty."""
+        """Each stage's log has room for `capacity` pages; if that is new, all logs are empty."""
         if capacity != self.capacity:
             assert not self._logged, "the logs hold pages"
             self.capacity = capacity
@@ -54,7 +54,7 @@ class RecoveryLog:
         return any(self._owed)
 
     def contents(self) -> LogContents:
-        """What every stage's log shall hold from now on."""
+        """The contents of every stage's log from now on."""
         return self._logged.contents()
 
     def lose(self, stages: Iterable[int], pages_in_use: Sequence[int]) -> None:
@@ -69,15 +69,15 @@ class RecoveryLog:
         self._unlogged[stage] = set(pages_in_use)
 
     def move(self, old: StagePlan, new: StagePlan, pages_in_use: Sequence[int]) -> None:
-        """The steps to come run under `new`: a stage that now ends with another layer has kept
-        rows that are of no use."""
+        """The next steps run under `new`: the kept rows of a stage that now ends with another layer
+        are of no use."""
         for stage in range(old.num_stages - 1):
             if old.layers_of(stage).stop != new.layers_of(stage).stop:
                 self._unlogged[stage] = set(pages_in_use)
 
     def take_up(self, chunks: Sequence[Chunk], released: Iterable[Request]) -> tuple[Replay, ...]:
-        """A step is about to be sent: what must be computed again before it; and its new pages
-        enter the log."""
+        """Prepares a step that is about to be sent: returns the recomputations before it, and
+        enters its new pages in the log."""
         replays: list[Replay] = []
         if self.owes:
             self._settled.difference_update(released)
@@ -99,8 +99,8 @@ class RecoveryLog:
                 self._unlogged[stage].update(replay.pages)
 
     def unreachable(self) -> set[int]:
-        """Pages that are owed and cannot be computed again by who owes them alone: the stage before
-        has not kept their rows."""
+        """Owed pages that the owing stage cannot recompute alone, because the stage before it has
+        not kept their rows."""
         self._has_displaced_owed = False
         found: set[int] = set()
         for stage in range(1, len(self._owed)):
@@ -114,7 +114,7 @@ class RecoveryLog:
 
     @property
     def has_displaced_owed(self) -> bool:
-        """Whether `unreachable` has become more, because a page that is owed left the log."""
+        """Whether `unreachable` has become more, because an owed page left the log."""
         return self._has_displaced_owed
 
     def all_owed(self) -> set[int]:
@@ -122,12 +122,12 @@ class RecoveryLog:
         return set().union(*self._owed)
 
     def forgive(self, pages: set[int]) -> None:
-        """Nothing reads what `pages` held any more."""
+        """Forgets debts on `pages`, which no step will read any more."""
         for owed in self._owed:
             owed -= pages
 
     def _settle(self, request: Request, end: int) -> list[Replay]:
-        """What is owed of the request's positions before `end`, in runs that end with a page."""
+        """The owed positions of the request before `end`, in runs that end with a page."""
         self._settled.add(request)
         size = self._page_size
         longest = max(1, REPLAY_TOKENS // size)
@@ -150,7 +150,7 @@ class RecoveryLog:
     def _replay(
         self, request: Request, end_index: int, run: list[int], stages: tuple[int, ...], end: int
     ) -> Replay:
-        """Of the pages `run`, which end before the request's page `end_index`."""
+        """The replay of the pages `run`, which end before the request's page `end_index`."""
         start = (end_index - len(run)) * self._page_size
         length = min(end_index * self._page_size, end) - start
         for stage in stages:
@@ -160,7 +160,7 @@ class RecoveryLog:
         return Replay(request, start, length, stages, tuple(run))
 
     def _enter(self, page: int) -> None:
-        """What the page held before is of no use any more."""
+        """Forgets the page's earlier contents."""
         _, left = self._logged.enter(page)
         for pages in (*self._owed, *self._unlogged):
             pages.discard(page)

@@ -1,7 +1,7 @@
-"""Which requests can be served at all.
+"""Refuses requests that can never be served.
 
-Asked by `StepScheduler.add` before anything else knows the request. It never refuses for lack of
-room at the moment: what fits an empty server is accepted and waits.
+It does not refuse for a momentary lack of room: a request that fits an empty server is accepted and
+waits.
 """
 
 from dataclasses import dataclass, replace
@@ -13,19 +13,20 @@ from sgl_pipeline.requests import FinishReason, Request
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """`context_length` in tokens is the model's bound, `pool_tokens` that of all KV pages.
-    `usual_pool_tokens` is that of the server as it was started, where it has fewer now."""
+    `usual_pool_tokens` is the number at the server's start, if it has fewer now."""
 
     context_length: int
     pool_tokens: int
     usual_pool_tokens: int = 0
 
     def with_pool(self, pool_tokens: int) -> "RequestLimits":
-        """These limits with a pool of so many tokens; the largest so far is the usual one."""
+        """These limits with a pool of `pool_tokens` tokens; the largest pool so far counts as the
+        usual one."""
         usual = max(self.usual_pool_tokens, self.pool_tokens)
         return replace(self, pool_tokens=pool_tokens, usual_pool_tokens=usual)
 
     def refusal(self, request: Request) -> FinishReason | None:
-        """How a request ends that is served already and that `check` raises for; else None."""
+        """The end of a request that is already served and that `check` raises for; else None."""
         try:
             self.check(request)
         except RequestError as error:
@@ -33,8 +34,8 @@ class RequestLimits:
         return None
 
     def check(self, request: Request) -> None:
-        """Raises RequestError (400) when the request could not be served even alone; 503 where it
-        could be with the usual number of pages."""
+        """Raises RequestError (400) when the request could not be served even alone; 503 if it
+        could be served with the usual number of pages."""
         prompt_tokens = len(request.prompt_ids)
         new_tokens = request.stops.max_new_tokens
         if prompt_tokens == 0:

@@ -1,8 +1,8 @@
-"""Which KV pages each running request holds, and how they pass to and from the radix cache.
+"""The KV pages that each running request holds, and their way to and from the radix cache.
 
-Used by admission, preemption and `StepScheduler`. A page that was given to a request stays the
-same until the request is released, because the stages are told of new pages only: where the cache
-already has an equal page, the request keeps its own and frees it at the end.
+A page that was given to a request stays the same until the request is released, because orders to
+the stages contain new pages only: where the cache already has an equal page, the request keeps its
+own and frees it at the end.
 """
 
 from collections.abc import Container
@@ -19,7 +19,7 @@ from sgl_pipeline.scheduling.radix_tree import RadixNode
 class _Holding:
     """`request.pages[:num_cached]` are the cache's, under the lock on `locked`; the rest its own.
 
-    `claimed_path` is what it prefills for others to wait for; None when that is over.
+    `claimed_path` is the prefix that it prefills and others may wait for; None when it is done.
     """
 
     locked: RadixNode
@@ -28,7 +28,7 @@ class _Holding:
 
 
 class RequestPages:
-    """The pool, the cache, and what running requests hold of them. Counts are in pages."""
+    """The pool, the cache, and the pages that running requests hold. Counts are in pages."""
 
     def __init__(self, pool: PagePool, storage: RadixStorage, demand: RadixDemand) -> None:
         self._pool = pool
@@ -45,12 +45,12 @@ class RequestPages:
 
     @property
     def num_free(self) -> int:
-        """Held by no request and not by the cache."""
+        """Pages held by no request and not by the cache."""
         return self._pool.num_free
 
     @property
     def num_available(self) -> int:
-        """Free, or cached and not locked."""
+        """Pages that are free, or cached and not locked."""
         return self._pool.num_free + self._storage.evictable_pages
 
     def pages_in_use(self) -> list[int]:
@@ -88,8 +88,9 @@ class RequestPages:
         """Gives a waiting request its cached prefix, if its whole prefill fits beside that.
 
         Args:
-            path: what the request wanted from the cache; claimed for it when it gets in.
-            num_reserved: available pages that are spoken for.
+            path: the prefix that the request wanted from the cache; claimed for it when it is
+                admitted.
+            num_reserved: available pages that are reserved.
         """
         match = self._storage.match(path)
         self._storage.lock(match)
@@ -108,7 +109,7 @@ class RequestPages:
         return num_missing <= self.num_available - num_reserved
 
     def reachable_tokens(self, request: Request) -> int:
-        """How long the request could get if it took every available page."""
+        """Number of tokens that the request could hold if it took every available page."""
         return (len(request.pages) + self.num_available) * self._page_size
 
     def extend(self, request: Request, num_tokens: int) -> bool:
@@ -125,7 +126,7 @@ class RequestPages:
     def commit(self, request: Request) -> None:
         """Makes the full pages matchable whose tokens every stage has computed.
 
-        Nothing happens where the cache has such pages from another request: to lock them beside the
+        If the cache has such pages from another request, nothing happens: locking them beside the
         request's own would take twice the room that the request was admitted for.
         """
         holding = self._holdings[request]
@@ -143,14 +144,15 @@ class RequestPages:
         holding.num_cached = num_full
 
     def end_prefill(self, request: Request) -> None:
-        """No more prompt pages will come from this request: whoever waits for them may go on."""
+        """No more prompt pages will come from this request: requests that wait for them may go
+        on."""
         holding = self._holdings[request]
         if holding.claimed_path is not None:
             self._demand.unclaim(holding.claimed_path)
             holding.claimed_path = None
 
     def release(self, request: Request) -> None:
-        """Takes everything back; the request has no step in flight."""
+        """Takes all its pages back; the request has no step in flight."""
         assert request.steps_in_flight == 0
         self.end_prefill(request)
         holding = self._holdings.pop(request)
@@ -178,7 +180,7 @@ class RequestPages:
         self._pool.free(self._storage.evict(self._storage.evictable_pages))
 
     def resize(self, num_pages: int) -> None:
-        """The pool has so many pages from now on; none is held or cached."""
+        """Changes the pool's size to `num_pages` pages; none is held or cached."""
         assert self._pool.num_free == self._pool.num_pages, "pages are in use"
         self._pool.resize(num_pages)
 

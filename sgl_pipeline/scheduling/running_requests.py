@@ -1,7 +1,6 @@
 """The admitted requests, sorted by what the next step can do with them.
 
-Shared by admission, preemption and `StepScheduler`: they read its sets, and only its methods change
-them. It never changes a request.
+Others read its sets; only its methods change them. It never changes a request.
 """
 
 from collections.abc import Iterator
@@ -13,9 +12,9 @@ class RunningRequests:
     """Ordered sets (dicts without values, so that every order is deterministic).
 
     `prefilling`: some of the prompt is not scheduled yet. `decoding`: prompt computed, in flight or
-    not, with the output tokens that it may still draw and what its next token attends to. `ready`:
-    decoding and not in flight, the longest ready first. A request whose last prefill chunk is in
-    flight is in none of them.
+    not, with the number of output tokens that it may still draw and of tokens that the next one
+    attends to. `ready`: decoding and not in flight, the longest ready first. A request whose last
+    prefill chunk is in flight is in none of these sets.
     """
 
     def __init__(self) -> None:
@@ -57,7 +56,7 @@ class RunningRequests:
         del self.ready[request]
 
     def take_back(self, request: Request) -> None:
-        """What the steps in flight took of the request, none of them did."""
+        """Undoes what the steps in flight took of the request."""
         members = self.ready if request in self.decoding else self.prefilling
         members[request] = None
 

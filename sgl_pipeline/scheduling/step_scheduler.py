@@ -1,7 +1,22 @@
 """The only decision maker: which tokens of which requests run in which step.
 
-Driven by `managers/` with real stages and by `simulator/` in virtual time. It does no I/O, reads no
-clock, draws no random number and sees no tensor; equal calls give equal steps.
+It does no I/O, reads no clock, draws no random number and sees no tensor; equal calls give equal
+steps. One step, from the arrival of its requests to its tokens:
+
+    add(request):     refuse a known id, a request that can never fit, a full queue
+                      queue it, register the pages that it wants in the radix tree
+    next_microbatch:  return None while paused, or while the pipeline is full
+                      retract requests that the head of the queue outranks by the threshold
+                      budget = policy(load: waiting tokens, decodes, free pages, steps in flight)
+                      chunks = decodes, then running prefills, then new requests, in order,
+                               while the budget lasts and their pages fit
+                      while chunks are empty, no step is in flight and several requests run:
+                               retract the last of them, decide again
+                      return chunks, released pages, and pages to compute again, as a Microbatch
+    on_result:        for each chunk of the oldest step:
+                               make a prefill's pages matchable; after its last chunk, and for a
+                               decode, append the token and apply the stop rules: the request
+                               ends and releases its pages, or is ready for its next decode
 """
 
 from collections.abc import Sequence
@@ -42,12 +57,12 @@ class StepScheduler:
     Steps are FIFO through every stage. A decoding request is in at most one step in flight, a
     prefilling one may have consecutive chunks in several. Pages of a step in flight are never freed
     or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under, and
-    `step_times` says what they take, as far as that is known. `pausing` keeps steps from starting.
-    `lost_pages` takes the news of stages that were lost, when no step is in flight.
+    `step_times` predicts their times once these are known. `pausing` keeps steps from starting.
+    `lost_pages` handles lost stages, when no step is in flight.
 
     Args:
-        log: what stages that are replaced may compute again by themselves; None: whatever is lost
-            is prefilled again.
+        log: the pages that replaced stages can recompute by themselves; None: all lost tokens are
+            prefilled again.
     """
 
     def __init__(
@@ -126,7 +141,7 @@ class StepScheduler:
         self._arrivals.check(request, num_held)
 
     def abort(self, request_id: str, reason: FinishReason) -> Request | None:
-        """Ends a request in whatever state it is; None if it is not (or no longer) served.
+        """Ends a request in any state; None if it is not (or no longer) served.
 
         It gets no more tokens. Its pages come back with the last of its steps in flight.
         """
@@ -141,7 +156,7 @@ class StepScheduler:
         return request
 
     def end_overdue(self, now_s: float) -> list[Request]:
-        """Ends the requests that have waited or run for too long; `Request.finish` says which.
+        """Ends the requests that have waited or run for too long; `Request.finish` has the reason.
 
         `now_s` is the clock of `Request.arrival_s`, in seconds.
         """
@@ -162,7 +177,7 @@ class StepScheduler:
             return None
         self._now_s = now_s
         load, budget, chunks = self._decide()
-        # Nothing moves although requests run: they hold the pages that they need from each other.
+        # No chunk fits although requests run: they hold the pages that they need from each other.
         while not chunks and not self._in_flight and len(self._running) > 1:
             self._preemption.retract_last()
             load, budget, chunks = self._decide()
@@ -194,11 +209,11 @@ class StepScheduler:
         now_s: float,
         logprobs: Sequence[LogprobRows] = (),
     ) -> list[TokenEvent]:
-        """Books the oldest step in flight: every stage has run it.
+        """Applies the result of the oldest step in flight: every stage has run it.
 
         Args:
-            step_id: which step it was.
-            token_ids: what the last stage drew, one for each chunk that samples, in chunk order.
+            step_id: the step.
+            token_ids: the last stage's tokens, one for each chunk that samples, in chunk order.
             now_s: the caller's clock in seconds.
             logprobs: the rows of each chunk whose request wants log-probabilities, in chunk order.
 
@@ -219,7 +234,8 @@ class StepScheduler:
         return events
 
     def _book(self, chunk: Chunk, new_ids: tuple[int, ...], now_s: float) -> TokenEvent | None:
-        """The commit fence: what `chunk` wrote is now on every stage, and what it drew is known."""
+        """The commit fence: the pages that `chunk` wrote are now on every stage, and its token is
+        known."""
         request = chunk.request
         request.steps_in_flight -= 1
         request.num_computed = chunk.end
@@ -257,23 +273,23 @@ class StepScheduler:
     # When stages are lost, or others
 
     def forget_in_flight(self) -> None:
-        """Takes back every step in flight, as if none had been decided: the stages that have it
-        are gone, or have been told to drop it."""
+        """Takes back every step in flight, as if none had been decided: its stages are gone, or
+        have orders to drop it."""
         self.lost_pages.take_back_steps(self._in_flight)
         self._in_flight.forget()
         self.pausing.retract_if_asked()
 
     def use_stages(self, num_stages: int, now_s: float) -> None:
-        """So many stages run the steps to come; none is in flight. All that pages held is lost, as
-        by `LostPages.lose_all`."""
+        """`num_stages` stages run the next steps; none is in flight. The contents of all pages are
+        lost, as by `LostPages.lose_all`."""
         assert not self._in_flight, "steps in flight are of other stages"
         self.lost_pages.use_stages(num_stages, now_s)
         self._in_flight.limit = num_stages + self.args.extra_steps_in_flight
         self._decode_reserve.pipeline_depth = self._in_flight.limit
 
     def use_pages(self, num_pages: int, log_pages: int) -> list[Request]:
-        """The stages have so many pages now, and their logs room for so many of these; if that is
-        new, none of them holds anything (`use_stages`).
+        """The stages now have `num_pages` pages, and their logs room for `log_pages` of them; if
+        the number of pages is new, all are empty (`use_stages`).
 
         Returns the requests that were ended because they would not fit even alone.
         """
@@ -291,19 +307,19 @@ class StepScheduler:
             self.abort(request.request_id, reason)
         return [request for request, _ in unfit]
 
-    # What others may ask
+    # Queries
 
     @property
     def next_step_id(self) -> int:
-        """The id that the next step will have; those of all others are lower."""
+        """The id of the next step; all earlier ids are lower."""
         return self._in_flight.next_id
 
     def load(self, accounting: Accounting = ACCOUNTINGS["radix"]) -> PipelineLoad:
-        """The state of the whole system: as it is, or counted as a policy shall see it."""
+        """The state of the whole system: as it is, or as `accounting` counts it for a policy."""
         return self._meter.read(accounting, self._num_pages, self.step_times, self._now_s)
 
     def explain(self, request_id: str) -> Explanation | None:
-        """What the request waits for now; None if it is not (or no longer) served."""
+        """Explains what the request waits for now; None if it is not (or no longer) served."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -311,7 +327,7 @@ class StepScheduler:
         return self._explainer.explain(request, budget, is_paused=self.pausing.is_paused)
 
     def outlook(self, request_id: str) -> Outlook | None:
-        """Who is served before the request, and what that takes; None as `explain`."""
+        """The requests served before this one, and their demands; None as `explain`."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -323,7 +339,7 @@ class StepScheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens to prefill of all that wait, those that the cache will serve among them."""
+        """Tokens to prefill of all waiting requests, cached tokens included."""
         return self._waiting.num_tokens
 
     @property
@@ -332,7 +348,7 @@ class StepScheduler:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that are not in use; those of `load().free_pages` beyond them hold the cache."""
+        """Pages that are not in use; further pages of `load().free_pages` hold the cache."""
         return self._pages.num_free
 
     def pages_in_use(self) -> list[int]:
@@ -351,7 +367,7 @@ class StepScheduler:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens of all requests that were let in since the start."""
+        """Prompt tokens of all requests that were admitted since the start."""
         return self._admission.num_prompt_tokens
 
     @property
@@ -359,7 +375,7 @@ class StepScheduler:
         return self._preemption.num_retractions
 
     def explain_queue(self, num_requests: int) -> list[tuple[Request, Explanation]]:
-        """What the first waiting requests wait for, in order; looks at all that wait, once."""
+        """Explains the first waiting requests, in order; looks at the whole queue once."""
         budget = self._policy(self.load(self._accounting))
         return self._explainer.explain_first(num_requests, budget, is_paused=self.pausing.is_paused)
 
@@ -369,12 +385,12 @@ class StepScheduler:
         return not self._requests and not self._in_flight
 
     def requests(self) -> tuple[Request, ...]:
-        """All that wait or run, in order of arrival."""
+        """All waiting and running requests, in order of arrival."""
         return tuple(self._requests.values())
 
     def flush_cache(self) -> bool:
-        """Empties the radix cache; refused (False) while any request is served. In a pause those
-        that wait do not count: they hold no pages."""
+        """Empties the radix cache; refused (False) while any request is served. In a pause waiting
+        requests do not count: they hold no pages."""
         is_unused = not self._running and not self._in_flight
         if not is_unused or (self._waiting and not self.pausing.is_paused):
             return False

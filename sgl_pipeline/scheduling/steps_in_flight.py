@@ -1,7 +1,7 @@
-"""The steps that the stages have and have not answered, oldest first.
+"""The steps that were sent to the stages and not answered yet, oldest first.
 
-Part of `StepScheduler`. Steps are FIFO through every stage, so a result is that of the oldest one;
-whatever else arrives is refused here. It never changes a request.
+Steps are FIFO through every stage, so a result must belong to the oldest one; any other is refused
+here. It never changes a request.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from sgl_pipeline.step_work import StepWork
 
 
 class StepsInFlight:
-    """At most `limit` steps. Ids count up from 0; `next_id` is that of the step to come."""
+    """At most `limit` steps. Ids count up from 0; `next_id` is the next step's."""
 
     def __init__(self, limit: int) -> None:
         # Also the depth over which decodes are shared out: that many steps wait for each other.
@@ -35,7 +35,7 @@ class StepsInFlight:
 
     @property
     def work(self) -> tuple[StepWork, ...]:
-        """What each computes."""
+        """The work of each step."""
         return tuple([one.work for one in self._steps])
 
     def add(self, microbatch: Microbatch) -> None:
@@ -68,5 +68,5 @@ class StepsInFlight:
         return self._steps.popleft()
 
     def forget(self) -> None:
-        """None is in flight any more. Their ids are not used again."""
+        """Forgets all steps. Their ids are not used again."""
         self._steps.clear()

@@ -1,7 +1,6 @@
-"""Whether a request ends with the token that it just got.
+"""Decides whether a request ends with its newest token.
 
-Called by `StepScheduler.on_result`. Never changes the request, except its constraint, which takes
-the token.
+It never changes the request, except its constraint, which takes the token.
 """
 
 from sgl_pipeline.requests import FinishReason, Request
@@ -10,11 +9,11 @@ LENGTH = FinishReason("length")
 
 
 def finish_reason(request: Request) -> FinishReason | None:
-    """Why the request ends now, or None. In SGLang's order: constraint that cannot go on, stop
-    string, stop token, length, constraint that is complete.
+    """The reason why the request ends now, or None. In SGLang's order: a constraint that cannot go
+    on, stop string, stop token, length, a constraint that is complete.
 
-    Called once after each new output token, and after the prefill of a request that wants none. A
-    stop check that raises ends its own request with status 500.
+    Called once after each new output token, and after the prefill of a request that wants no
+    tokens. A stop check that raises ends its own request with status 500.
     """
     stops, output_ids = request.stops, request.output_ids
     constrained = None

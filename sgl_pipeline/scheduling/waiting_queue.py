@@ -1,8 +1,7 @@
-"""The requests that wait, best first, and how many tokens they still need.
+"""The waiting requests, best first, and the number of tokens that they still need.
 
-Used by admission, preemption and `StepScheduler`. What a request wants is registered in the radix
-tree when it arrives, so neither the count nor a hit needs a walk over the queue. It never decides
-whether a request fits.
+The prefix that a request wants is registered in the radix tree when it arrives, so neither the
+count nor a hit needs a walk over the queue. It never decides whether a request fits.
 """
 
 import heapq
@@ -21,7 +20,7 @@ class WaitingQueue:
     """Ordered by `Request.order`, except for requests that are parked.
 
     A request is parked while another one prefills pages that it needs too: they are computed once,
-    unless it is told not to park.
+    unless parking is switched off.
     """
 
     def __init__(self, demand: RadixDemand, *, parks: bool = True) -> None:
@@ -31,10 +30,10 @@ class WaitingQueue:
         self._parked: set[Request] = set()
         # Every waiting request that is not parked, and some that have left the queue.
         self._heap: list[tuple[tuple[int, int, int], Request]] = []
-        # Tokens that no page of a radix node will hold, and what they attend to.
+        # Tokens that no page of a radix node will hold, and the number that they attend to.
         self._tail_tokens = 0
         self._tail_attended = 0
-        # Tokens to prefill of all that wait, hits or not.
+        # Tokens to prefill of all waiting requests, hits or not.
         self.num_tokens = 0
         self._num_attended = 0
 
@@ -53,11 +52,12 @@ class WaitingQueue:
 
     def awaited_node(self, request: Request) -> RadixNode | None:
         """The node that another request prefills and `request` waits for, parked there or to be
-        parked when it comes to the front; None where it need not wait."""
+        parked when it comes to the front; None if it need not wait."""
         return self._demand.claimed_node(self._paths[request]) if self._parks else None
 
     def tokens_to_compute(self, accounting: Accounting) -> int:
-        """For all that wait, as `accounting` counts; each request counts for at least one token."""
+        """Tokens of all waiting requests, counted by `accounting`; each request counts for at least
+        one."""
         if accounting.shared_once:
             return self._tail_tokens + self._demand.pending_tokens
         if accounting.hits:
@@ -65,7 +65,7 @@ class WaitingQueue:
         return self.num_tokens
 
     def attended_to_compute(self, accounting: Accounting) -> int:
-        """What the tokens of `tokens_to_compute` attend to, those before them included."""
+        """Number of tokens that those of `tokens_to_compute` attend to, earlier tokens included."""
         if accounting.shared_once:
             return self._tail_attended + self._demand.pending_attended
         if accounting.hits:
@@ -82,7 +82,7 @@ class WaitingQueue:
         heapq.heappush(self._heap, (request.order, request))
 
     def discard(self, request: Request) -> None:
-        """Takes out a request that shall never run."""
+        """Removes a request that will never run."""
         self._demand.unwant(self._forget(request))
         self._parked.discard(request)
         if len(self._heap) > 2 * len(self._paths) + MAX_PARKED_PER_CALL:
@@ -111,15 +111,16 @@ class WaitingQueue:
         return max(self._paths, key=lambda request: request.order, default=None)
 
     def newest(self) -> Request | None:
-        """The request that joined the queue last, of those that wait."""
+        """The waiting request that joined the queue last."""
         return next(reversed(self._paths), None)
 
     def path_of(self, request: Request) -> RadixNode:
-        """Where the radix tree keeps what the request wants."""
+        """The nodes of the radix tree that the request wants."""
         return self._paths[request]
 
     def pop_head(self) -> None:
-        """Takes out what `head` gave last; its path in the tree now belongs to the caller."""
+        """Removes the request that `head` returned last; its path in the tree now belongs to the
+        caller."""
         _, request = heapq.heappop(self._heap)
         self._forget(request)
 
@@ -129,7 +130,7 @@ class WaitingQueue:
         return path
 
     def _count(self, request: Request, path: RadixNode, sign: int) -> None:
-        """Adds (`sign` 1) or takes off (-1) what `request` has to prefill."""
+        """Adds (`sign` 1) or subtracts (-1) the tokens that `request` has to prefill."""
         end = request.prefill_end
         self._tail_tokens += sign * (end - path.end)
         self._tail_attended += sign * attended_tokens(path.end, end)

@@ -1,1 +1,1 @@
-"""What scheduler and stages send each other."""
+"""The messages and orders between scheduler and stages."""

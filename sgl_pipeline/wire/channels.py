@@ -23,7 +23,7 @@ _PREFIX = b"worker-"
 
 
 class _Channel:
-    """What both ends share: a socket that is closed with the block it was opened for."""
+    """The common part of both ends: a socket that is closed with the block it was opened for."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> None:
         self.socket = context.socket(kind)
@@ -98,11 +98,11 @@ class SchedulerChannel(_Channel):
 
     @property
     def readable(self) -> list["zmq.Socket[bytes] | int"]:
-        """What can be read, in ZeroMQ's sense, when `receive` may have something."""
+        """The sockets that are readable, in ZeroMQ's sense, when `receive` may have something."""
         return [self.socket] if self._others is None else [self.socket, self._others.fileno()]
 
     def wait(self, timeout_ms: int) -> bool:
-        """Whether something arrives within so many milliseconds."""
+        """Whether something arrives within `timeout_ms` milliseconds."""
         return any(zmq.select(self.readable, [], [], timeout_ms * 1e-3))
 
     def receive(self) -> tuple[int, FromWorker] | None:

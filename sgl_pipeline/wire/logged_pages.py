@@ -1,4 +1,5 @@
-"""Which KV pages' rows the boundary logs hold, and where: kept alike by scheduler and stages.
+"""The KV pages whose rows the boundary logs hold, and their slots: kept alike by scheduler and
+stages.
 
 A stage keeps the rows that it sends (`pp_runner/boundary_log.py`) in slots of a page each. All
 apply the same steps in the same sequence, so that all know the same pages; after a loss the
@@ -17,7 +18,7 @@ _INT32 = "i"
 
 
 class LogContents(msgspec.Struct, frozen=True, array_like=True):
-    """The pages, those that came first first, and the slot of each, as int32 arrays."""
+    """The pages, oldest first, and the slot of each, as int32 arrays."""
 
     pages: bytes
     slots: bytes
@@ -80,10 +81,10 @@ class LoggedPages:
 
 def begun_pages(pages: Sequence[int], start: int, end: int, page_size: int) -> Sequence[int]:
     """The pages whose first rows are among the positions `start` to `end` (exclusive) of the
-    request that has `pages`: those that enter the log when these positions are written."""
+    request that has `pages`: they enter the log when these positions are written."""
     return pages[-(-start // page_size) : -(-end // page_size)]
 
 
 def log_page_capacity(log_mib: int, num_pages: int, page_size: int, row_bytes: int) -> int:
-    """How many pages' rows fit into `log_mib` MiB; no more than there are."""
+    """Number of pages whose rows fit into `log_mib` MiB; no more than there are."""
     return min(num_pages, (log_mib << 20) // (page_size * row_bytes))

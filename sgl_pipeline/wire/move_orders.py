@@ -1,4 +1,4 @@
-"""What scheduler and stages say of layers that move from one stage to another.
+"""The orders and reports about layers that move from one stage to another.
 
 A move has three places in the stream of orders. `PrepareMove`: from here on the stages load the
 weights and copy the keys and values of the layers that will change hands, while the old plan's
@@ -14,7 +14,8 @@ import msgspec
 
 from sgl_pipeline.stage_plan import StagePlan
 
-# A stage that always has a step to run gives so much of its time to a move that is prepared.
+# The share of its time that a stage which always has a step to run gives to the preparation of a
+# move.
 MOVE_SHARE = 0.1
 
 
@@ -52,8 +53,8 @@ MoveOrder = PrepareMove | SwitchPlan | AbandonMove
 
 
 class MoveReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The stage has the weights of the layers that come, and has sent once the pages of those that
-    go. `load_ms` is how long the weights took, 0 where the stage had them."""
+    """The stage has the weights of the arriving layers, and has sent the pages of the leaving
+    layers once. Loading the weights took `load_ms`, 0 if the stage had them."""
 
     stage: int
     move: int
@@ -61,10 +62,10 @@ class MoveReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class MoveDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The stage runs under the new plan and has all that belongs to its layers.
+    """The stage runs under the new plan and has all weights and pages of its layers.
 
-    `copied_bytes` were sent before the switch, `patched_bytes` after it, in `patch_ms`; `wait_ms`
-    is how long a step waited for those of another stage.
+    `copied_bytes` were sent before the switch, `patched_bytes` after it, in `patch_ms`; a step
+    waited `wait_ms` for the bytes of another stage.
     """
 
     stage: int
@@ -104,8 +105,8 @@ def layer_moves(old: StagePlan, new: StagePlan) -> tuple[LayerMove, ...]:
 
 
 def most_layers_held(old: StagePlan, new: StagePlan) -> tuple[int, ...]:
-    """How many layers each stage holds at most on the way from `old` to `new`: those that come are
-    there before those that go have left."""
+    """Most layers that each stage holds on the way from `old` to `new`: arriving layers are there
+    before leaving ones have left."""
     return tuple(
         len({*old.layers_of(stage), *new.layers_of(stage)}) for stage in range(old.num_stages)
     )

@@ -1,18 +1,18 @@
-"""What travels between the scheduler and a stage worker, besides the orders of `stage_orders.py`.
+"""The messages between the scheduler and a stage worker, besides the orders of `stage_orders.py`.
 
-A worker's life: it connects and says `WorkerHello`; answers each `MeasureCosts`, which comes where
-the layers are to be split by time, with `MeasuredCosts`; gets a `StageAssignment`; loads its
-weights, with a `StillLoading` now and then, and says `StageLoaded`; gets a `PoolSize`, the smallest
-capacity of all stages; allocates, opens its links, rehearses steps and says `StageReady`. Then come
-the `SealedOrder`s, with a `StageReport` for every step in them and the reports of `move_orders.py`
-for every layer move, and a `ProfileReply` for `StartProfile` and `StopProfile`, until `Shutdown` or
-a `WorkerFailed`. Where another stage is lost, a `Regroup` comes in between, which is answered with
-`Regrouped`; where more or fewer stages shall serve, another `StageAssignment`, with which the
-worker starts over and keeps only its weights. A worker that serves and is asked to go says
-`WorkerLeaves` and goes on, until another one is ready for its stage: then it gets `HandPagesOver`
-and the other `TakePagesOver`, which it answers with `PagesCopied`; `FinishHandover`, between two
-steps, brings the `PagesTaken` of the other, and the leaver its `Shutdown`. Frozen, tagged structs;
-never pickled.
+A worker's life: it connects and sends `WorkerHello`; answers each `MeasureCosts`, which comes if
+the layers are split by time, with `MeasuredCosts`; gets a `StageAssignment`; loads its weights,
+with a `StillLoading` now and then, and sends `StageLoaded`; gets a `PoolSize`, the smallest
+capacity of all stages; allocates, opens its links, rehearses steps and sends `StageReady`. Then
+come the `SealedOrder`s, with a `StageReport` for every step in them and the reports of
+`move_orders.py` for every layer move, and a `ProfileReply` for `StartProfile` and `StopProfile`,
+until `Shutdown` or a `WorkerFailed`. When another stage is lost, a `Regroup` comes in between,
+which is answered with `Regrouped`; when the number of stages changes, another `StageAssignment`,
+with which the worker starts over and keeps only its weights. A serving worker that is asked to go
+sends `WorkerLeaves` and continues, until another worker is ready for its stage: then it gets
+`HandPagesOver` and the other `TakePagesOver`, which it answers with `PagesCopied`;
+`FinishHandover`, between two steps, brings the `PagesTaken` of the other, and the leaver its
+`Shutdown`. Frozen, tagged structs; never pickled.
 """
 
 from typing import Annotated
@@ -30,12 +30,12 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class WorkerHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A worker is up and waits to be told which position it fills.
+    """A worker is up and waits for its position.
 
     It may use the CPU `cores` of `host`; `num_gpus` and `memory_bytes` are the whole host's.
     `version` is that of its sgl_pipeline. Its host's sockets are in `run_directory`, the model is
     at `model_path` (empty: where the scheduler has it). `host_address` is the host's cluster port,
-    where other hosts reach it; empty where there are none.
+    where other hosts reach it; empty where there are no other hosts.
     """
 
     worker: int
@@ -50,7 +50,7 @@ class WorkerHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @property
     def host_key(self) -> str:
-        """What the workers of one host have in common, and no others."""
+        """A key that all workers of one host share, and no worker of another."""
         return self.host_address or self.host
 
 
@@ -100,7 +100,7 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class MeasureCosts(msgspec.Struct, frozen=True, tag=True):
-    """Time the parts of a model in `steps` before the stages are handed out; without steps, say
+    """Time the parts of a model in `steps` before the stages are handed out; without steps, report
     only how large the parts are. `assignment` is what the worker would get if all stages had
     equally many layers."""
 
@@ -109,7 +109,7 @@ class MeasureCosts(msgspec.Struct, frozen=True, tag=True):
 
 
 class MeasuredCosts(msgspec.Struct, frozen=True, tag=True):
-    """What the steps would take this worker, one sample for each."""
+    """The times of the steps on this worker, one sample for each."""
 
     worker: int
     costs: PartCosts
@@ -196,7 +196,7 @@ class WorkerLeaves(msgspec.Struct, frozen=True, tag=True):
 
 class HandPagesOver(msgspec.Struct, frozen=True, tag=True):
     """Copy what `pages` hold of all layers of the stage to the worker that will fill it, at
-    `address`, beside the steps to come; then say `PagesCopied`.
+    `address`, beside the steps to come; then answer with `PagesCopied`.
 
     `handover` is unique for the life of the server, `address` as in `StageAssignment.links`,
     `pages` an int32 array. It takes the place of a handover before it.
@@ -208,7 +208,8 @@ class HandPagesOver(msgspec.Struct, frozen=True, tag=True):
 
 
 class TakePagesOver(msgspec.Struct, frozen=True, tag=True):
-    """Take up what comes at `address`, as in `HandPagesOver`, and say `PagesTaken` at the end."""
+    """Take the pages that come at `address`, as in `HandPagesOver`, and answer with `PagesTaken` at
+    the end."""
 
     handover: int
     address: str
@@ -253,8 +254,8 @@ class StopProfile(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProfileReply(msgspec.Struct, frozen=True, tag=True):
-    """A recording was started or ended, by request or after its last step. `error` says what went
-    wrong: the stage goes on without it."""
+    """A recording was started or ended, by request or after its last step. `error` describes a
+    failure: the stage goes on without the recording."""
 
     stage: int
     is_recording: bool

@@ -1,11 +1,11 @@
 """The one stream of orders from the scheduler to the stages, both ends of it.
 
-Whatever changes what a stage knows or holds is a `StageOrder`. `OrderStream` (scheduler process)
-encodes an order once and seals it with its number and a checksum over the bytes of all orders so
-far; every stage gets every order, in the same sequence, and acts on what concerns it. So "between
-step 7 and step 8" is a place in the stream, and no stage waits for another one to get there.
-`OrderReader` (stage process) gives the orders back. A lost, repeated or altered order, whatever
-fields it has, is a `ProtocolError`.
+Anything that changes what a stage knows or holds is a `StageOrder`. `OrderStream` (scheduler
+process) encodes an order once and seals it with its number and a checksum over the bytes of all
+orders so far; every stage gets every order, in the same sequence, and acts on what concerns it. So
+"between step 7 and step 8" is a place in the stream, and no stage waits for another one to get
+there. `OrderReader` (stage process) gives the orders back. A lost, repeated or altered order,
+whatever fields it has, is a `ProtocolError`.
 """
 
 import zlib

@@ -37,7 +37,8 @@ class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
     """One chunk: `length` tokens from position `start` of the request `handle`.
 
     `new_tokens` and `new_pages` are int32 arrays to append to what the stage already holds.
-    `token_mask` says which tokens may be drawn (`requests.TokenConstraint`), if the chunk samples.
+    `token_mask` selects the tokens that may be drawn (`requests.TokenConstraint`), if the chunk
+    samples.
     """
 
     handle: int
@@ -51,7 +52,7 @@ class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
 
 class ReplayPlan(msgspec.Struct, frozen=True, array_like=True):
     """`length` tokens from position `start` of the request `handle`, which `stages` compute again:
-    the others have not lost what they know of them."""
+    the other stages have not lost their keys and values."""
 
     handle: int
     start: int
@@ -60,7 +61,7 @@ class ReplayPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOrder(msgspec.Struct, frozen=True, tag=True):
-    """What every stage needs to know of one step. Applied as: closes, opens, chunks; run as:
+    """The data that every stage needs for one step. Applied as: closes, opens, chunks; run as:
     replays, chunks."""
 
     step_id: int
@@ -74,8 +75,8 @@ class StepOrder(msgspec.Struct, frozen=True, tag=True):
 class MirrorSnapshot(msgspec.Struct, frozen=True, tag=True):
     """The whole state of a mirror, for a stage that joins or restarts.
 
-    Each chunk has length 0 and carries all tokens and pages of its request. `log` says what the
-    boundary logs hold; None where there are none.
+    Each chunk has length 0 and carries all tokens and pages of its request. `log` is the contents
+    of the boundary logs; None where there are no logs.
     """
 
     opens: tuple[RequestOpen, ...]
@@ -85,7 +86,7 @@ class MirrorSnapshot(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(slots=True)
 class _SentState:
-    """How much of a request the stages know."""
+    """The part of a request that the stages know."""
 
     handle: int
     num_tokens: int = 0
@@ -129,7 +130,7 @@ class StepOrderEncoder:
         return MirrorSnapshot(tuple(opens), tuple(contents), log)
 
     def forget(self) -> None:
-        """The stages have forgotten all requests; those that go on are described anew."""
+        """The stages have forgotten all requests; requests that go on are described anew."""
         self._sent.clear()
 
     def _open(self, request: Request) -> RequestOpen:
@@ -202,8 +203,8 @@ class RequestMirror:
         return [self._extend(chunk) for chunk in plan.chunks]
 
     def replays(self, plan: StepOrder) -> Iterator[tuple[tuple[int, ...], list[MirroredChunk]]]:
-        """What is to be computed again before the chunks of `plan`, which was applied: stages, and
-        chunks for one run of their layers, of which none samples."""
+        """The recomputations before the chunks of `plan`, which was applied: stages, and chunks for
+        one run of their layers; no chunk samples."""
         for stages, replays in groupby(plan.replays, lambda replay: replay.stages):
             batch: list[MirroredChunk] = []
             num_tokens = 0

@@ -44,7 +44,7 @@ REFUSED = {
     ),
     "a schema that is no JSON": (
         {"text": "x", "sampling_params": {"json_schema": "INVALID"}},
-        ["json_schema is no valid JSON"],
+        ["json_schema is not valid JSON"],
     ),
     "more candidates than there may be": (
         {"text": "x", "return_logprob": True, "top_logprobs_num": 400},

@@ -22,7 +22,7 @@ _BOTH = {
     "data_parallel_rank": ({"data_parallel_rank": 1}, "routed_dp_rank"),
 }
 _COMPLETIONS = _BOTH | {
-    "a wrong json_schema": ({"json_schema": "{"}, "json_schema is no valid JSON"),
+    "a wrong json_schema": ({"json_schema": "{"}, "json_schema is not valid JSON"),
 }
 _CHAT = _BOTH | {
     "return_sampling_mask": (

@@ -1,8 +1,8 @@
 """Upstream's TokenizerManager with checks before it and an end that has a time limit.
 
-Installed by `launch_server.py` through upstream's official door, because a few requests would hold
-or break upstream's own front; `route_guard.py` is the other door. Nothing of upstream is patched,
-and nothing that works is changed.
+Upstream's launcher takes it as an argument. It exists because a few requests would block or break
+upstream's own front; `route_guard.py` guards the routes. Nothing of upstream is patched, and
+nothing that works is changed.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class GuardedTokenizerManager(TokenizerManager):
 
     Args:
         loads_path: the file of `load_report.py`.
-        drain_timeout_s: how long running requests may go on after Ctrl-C or a SIGTERM.
+        drain_timeout_s: seconds that running requests may go on after Ctrl-C or a SIGTERM.
         on_interrupt: called when Ctrl-C stops the server.
         end_now: ends the whole server with an exit code; the rest is upstream's.
         before_listening: called when upstream's application is complete.
@@ -83,13 +83,13 @@ class GuardedTokenizerManager(TokenizerManager):
         self._before_listening()
 
     async def sigterm_watchdog(self) -> None:
-        """As upstream's, which goes on at once where no request is left."""
+        """As upstream's, which goes on at once if no request is left."""
         await self.stop_requested.wait()
         if not await drain(self, self.drain_timeout_s):
             self.end_now(1)
         self._before_closing()
         if self.server_args.log_level != "debug":
-            quiet_start.begin()  # upstream has as much to say of its end
+            quiet_start.begin()  # upstream logs its end at length
         await super().sigterm_watchdog()
 
     async def get_loads(
@@ -103,7 +103,7 @@ class GuardedTokenizerManager(TokenizerManager):
         return loads
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        """As upstream's. Raises RefusedRequestError, a ValueError, for what is turned away."""
+        """As upstream's. Raises RefusedRequestError, a ValueError, for a refused request."""
         is_health_check = request is not None and request.url.path in HEALTH_ROUTES
         check_inputs(obj, self.context_len, is_health_check)
         check_sequences(obj)
@@ -128,7 +128,7 @@ class GuardedTokenizerManager(TokenizerManager):
                 raise RefusedRequestError(message, HTTPStatus.BAD_REQUEST) from error
 
     def _dispatch_to_scheduler(self, obj: Any) -> None:
-        """As upstream's; with `--enable-trace` each request takes the name of its span along."""
+        """As upstream's; with `--enable-trace` each request carries the name of its span."""
         if self.enable_trace:
             for message in obj.batch if isinstance(obj, _GENERATE_MANY) else (obj,):
                 if isinstance(message, TokenizedGenerateReqInput):
@@ -146,7 +146,7 @@ class GuardedTokenizerManager(TokenizerManager):
         return await asyncio.to_thread(asyncio.run, tokenize)
 
     def create_abort_task(self, obj: Any) -> BackgroundTask:
-        """As upstream's, which cannot tell what a request refused at the entrance is."""
+        """As upstream's, which does not recognize a request that was refused at the entrance."""
         abort = super().create_abort_task(obj)
 
         async def abort_if_taken() -> None:
@@ -157,7 +157,7 @@ class GuardedTokenizerManager(TokenizerManager):
 
 
 def _trace_parent(state: Any) -> bytes | None:
-    """The W3C traceparent of a request's span; None where it has none or it is not sampled."""
+    """The W3C traceparent of a request's span; None if it has no span or is not sampled."""
     if state is None or not state.time_stats.trace_ctx.tracing_enable:
         return None
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

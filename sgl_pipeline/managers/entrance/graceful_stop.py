@@ -1,8 +1,8 @@
-"""How a server stops: Ctrl-C and SIGTERM let running requests finish, a second one does not.
+"""Stops the server: Ctrl-C and SIGTERM let running requests finish, a second one does not.
 
 Upstream's TokenizerManager waits for its requests after a SIGTERM, for ever, and takes new ones
-meanwhile. Used by `front_guard.py`, in the main process; what is done once nothing runs any more is
-upstream's (`tokenizer_manager.py::sigterm_watchdog`).
+meanwhile. This runs in the main process; once no request runs, upstream ends the server
+(`tokenizer_manager.py::sigterm_watchdog`).
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from sglang.srt.managers.tokenizer_manager import SignalHandler
 logger = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "the server is shutting down"
-# How long the scheduler may take to end the requests that had no more time.
+# Seconds in which the scheduler must end the remaining requests.
 _ABORT_TIMEOUT_S = 5.0
 _POLL_S = 0.1
 
 
 class StopSignals(SignalHandler):  # type: ignore[misc]
-    """What signals do once the server is up. Created in the event loop, by upstream.
+    """Signal handlers once the server is up. Upstream creates them in the event loop.
 
     Its manager has the attributes of `GuardedTokenizerManager`.
     """
@@ -65,7 +65,7 @@ class StopSignals(SignalHandler):  # type: ignore[misc]
         print(line, file=sys.stderr, flush=True)
 
     def _stop_at_once(self, number: int, frame: Any = None) -> None:
-        """A signal handler, so it may interrupt whatever writes or logs in this thread."""
+        """A signal handler, so it may interrupt any write or log call of this thread."""
         num_lost = len(self.tokenizer_manager.rid_to_state)
         lost = f"{num_lost} running request{'s' * (num_lost > 1)} lost" if num_lost else "idle"
         os.write(2, f"sgl_pipeline: ended at once, {lost}\n".encode())
@@ -73,7 +73,7 @@ class StopSignals(SignalHandler):  # type: ignore[misc]
 
 
 async def drain(manager: Any, timeout_s: float) -> bool:
-    """Waits for all requests to end; those that have not after `timeout_s` get a 503.
+    """Waits for all requests to end; requests still running after `timeout_s` get a 503.
 
     Returns whether all have ended: False when the scheduler does not answer any more.
     """

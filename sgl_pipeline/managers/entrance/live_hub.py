@@ -1,8 +1,8 @@
-"""Hands what the scheduler process sends to the live page to all viewers, event by event.
+"""Distributes the scheduler process's live messages to all viewers, event by event.
 
-Used by `live_routes.py`, in the HTTP server's event loop. However many look, the scheduler process
-is subscribed to once, and each message is put into words once; without viewers, not at all. A
-viewer who reads slowly loses events and learns how many; nothing waits for it.
+It runs in the HTTP server's event loop. For any number of viewers the scheduler process is
+subscribed to once, and each message is encoded once; without viewers, not at all. A viewer who
+reads slowly loses events and learns how many; nothing waits for it.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from sgl_pipeline.managers.reports.live_events import describe_tick, server_sent
 logger = logging.getLogger(__name__)
 
 MAX_VIEWERS = 8
-# A minute of ticks under load, as far as they fit.
+# At most a minute of ticks under load.
 MAX_RING_EVENTS = 300
 MAX_RING_BYTES = 4 * 2**20
 # Events that wait for a viewer; beyond, the oldest are dropped.
@@ -36,7 +36,7 @@ MAX_BACKLOG_EVENTS = 32
 
 
 class Viewer:
-    """The events that one page has not got yet."""
+    """The events that one page has not received yet."""
 
     def __init__(self) -> None:
         self._replayed: list[bytes] = []
@@ -46,12 +46,12 @@ class Viewer:
         self._is_over = False
 
     def replay(self, events: list[bytes]) -> None:
-        """What it has to know first; counts for no backlog."""
+        """Events that it needs first; they do not count as backlog."""
         self._replayed += events
         self._has_news.set()
 
     def add(self, event: bytes) -> None:
-        """Never waits: where too many are unread, the oldest is dropped."""
+        """Never waits: if too many are unread, the oldest is dropped."""
         if len(self._backlog) >= MAX_BACKLOG_EVENTS:
             self._backlog.popleft()
             self._num_dropped += 1
@@ -59,7 +59,7 @@ class Viewer:
         self._has_news.set()
 
     def end(self) -> None:
-        """It gets what is there, and no more."""
+        """The viewer gets the waiting events, and no more."""
         self._is_over = True
         self._has_news.set()
 
@@ -102,15 +102,16 @@ class LiveHub:
         return len(self._viewers)
 
     def join(self) -> Viewer:
-        """A new viewer, who gets what the others have got so far; `leave` must follow.
+        """A new viewer, which gets the events that the others have received so far; `leave` must
+        follow.
 
-        Raises RequestError, with status 503, when as many look as may, or after `close`.
+        Raises RequestError, with status 503, at the limit of viewers, or after `close`.
         """
         if self._is_closed:
             raise RequestError(SHUTTING_DOWN, status_code=503)
         if len(self._viewers) >= MAX_VIEWERS:
             raise RequestError(
-                f"{MAX_VIEWERS} pages are looking at this server, the limit; close one of them",
+                f"{MAX_VIEWERS} pages watch this server, which is the limit; close one of them",
                 status_code=503,
             )
         viewer = Viewer()
@@ -136,7 +137,7 @@ class LiveHub:
             viewer.end()
 
     async def _follow(self) -> None:
-        """Passes on what the scheduler process sends, until cancelled."""
+        """Passes on the scheduler process's messages, until cancelled."""
         socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
         try:
             socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_TICKS)

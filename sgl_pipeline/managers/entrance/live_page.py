@@ -70,7 +70,7 @@ def serve_page(app: Any) -> None:
 
 
 class LivePage:
-    """ASGI middleware; whatever is not the page's goes on to the application."""
+    """ASGI middleware; requests for anything but the page go on to the application."""
 
     def __init__(self, app: ASGIApp, files: dict[str, PageFile]) -> None:
         self._app = app

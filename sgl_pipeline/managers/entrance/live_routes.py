@@ -1,7 +1,7 @@
 """`GET /pipeline/events`: what the live page shows, as server-sent events.
 
-`launch_server.py` adds the route to upstream's application. It needs the API key where there is
-one, else the administrator's key where there is one. The page itself is `live_page.py`.
+The route needs the API key where there is one, else the administrator's key where there is one. The
+page itself is `live_page.py`.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from sgl_pipeline.managers.entrance.live_hub import LiveHub
 
 logger = logging.getLogger(__name__)
 
-# A viewer that takes nothing for so long gives its place to another.
+# A viewer that reads nothing for this long gives its place to another.
 SEND_TIMEOUT_S = 30.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -32,13 +32,13 @@ def add_live_routes(app: Any, run_directory: str, *, has_api_key: bool) -> LiveH
         run_directory: holds the scheduler process's socket.
         has_api_key: whether `--api-key` is set.
 
-    Returns what must be closed before the HTTP server waits for its connections.
+    Returns the hub, which must be closed before the HTTP server waits for its connections.
     """
     hub = LiveHub(live_address(run_directory), functools.partial(pipeline_routes_of, app))
 
     @auth_level(AuthLevel.NORMAL if has_api_key else AuthLevel.ADMIN_OPTIONAL)
     async def live_events() -> Response:
-        """What the pipeline does, some times a second, for as long as the client listens."""
+        """The pipeline's events, a few times a second, for as long as the client listens."""
         return LiveResponse(hub)
 
     app.add_api_route("/pipeline/events", live_events, methods=["GET"], response_model=None)
@@ -46,13 +46,13 @@ def add_live_routes(app: Any, run_directory: str, *, has_api_key: bool) -> LiveH
 
 
 def pipeline_routes_of(app: Any) -> list[str]:
-    """The paths below /pipeline that this server has, for the page to show what they offer."""
+    """The paths below /pipeline that this server has, from which the page derives its controls."""
     paths = {getattr(route, "path", "") for route in app.routes}
     return sorted(path for path in paths if path.startswith("/pipeline/"))
 
 
 class LiveResponse(Response):
-    """The events of one viewer, who has left when the response ends in whatever way."""
+    """The events of one viewer, which leaves when the response ends."""
 
     def __init__(self, hub: LiveHub) -> None:
         super().__init__()

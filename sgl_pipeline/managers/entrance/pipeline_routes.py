@@ -1,9 +1,9 @@
 """`/pipeline/...`: the HTTP routes by which operators look at the pipeline and change it.
 
-`launch_server.py` adds them to upstream's application. Bodies are checked here; what can be done is
-decided in the scheduler process (`front/operator_replies.py`). Who may call them is upstream's rule
-for its own administrative routes: with `--admin-api-key` that key, else with `--api-key` that one,
-else everybody. What explains a request takes the key that requests take.
+Bodies are checked here; the scheduler process decides what can be done
+(`front/operator_replies.py`). They need the key that upstream's administrative routes need:
+`--admin-api-key` where it is set, else `--api-key` where it is set. Explaining a request needs the
+key that requests need.
 """
 
 from typing import Annotated, Any
@@ -37,7 +37,7 @@ from sgl_pipeline.pipeline.recent_load import RecentWork
 from sgl_pipeline.records.throttle_change import Author
 
 ANSWER_TIMEOUT_S = 10.0
-# Beyond the time that stages have to get ready: what is behind the switch has no bound of its own.
+# Added to the time that stages have to get ready, because the work behind the switch has no bound.
 SWITCH_TIMEOUT_S = 30.0
 MAX_STAGES = 256
 _HOW_TO_ASK = (
@@ -60,7 +60,7 @@ class PlanChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preview: bool = False
 
     def question(self) -> MoveLayers | UndoMove:
-        """What is to be asked. Raises RequestError unless one of the two changes is named."""
+        """The question to ask. Raises RequestError unless one of the two changes is named."""
         if self.undo == (self.layer_counts is not None):
             both = "both" if self.undo else "neither"
             raise RequestError(f"{both} of layer_counts and undo is given; {_HOW_TO_ASK}")
@@ -78,29 +78,30 @@ def add_pipeline_routes(
     """Adds the routes to upstream's FastAPI application, before it is started.
 
     Args:
-        address: of the scheduler process's desk (`desk_channel.desk_address`).
-        move_timeout_s: how long stages may take to get ready for a move.
-        keys: that upstream will ask for; None: none.
+        address: of the scheduler process's socket (`operator_channel.desk_address`).
+        move_timeout_s: seconds that stages may take to get ready for a move.
+        keys: the keys that upstream will ask for; None: no key.
     """
     routes = _PipelineRoutes(DeskClient(address), move_timeout_s, keys or ServerKeys())
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def show_plan() -> Response:
-        """The layer split in use, what its stages spend their time on, and the moves so far."""
+        """The layer split in use, its stages' use of time, and the moves so far."""
         return await routes.show_plan()
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def change_plan(request: Request) -> Response:
-        """Moves layers between stages, or predicts what that would bring."""
+        """Moves layers between stages, or predicts the effect."""
         return await routes.change_plan(request)
 
     async def explain_request(rid: str) -> Response:
-        """Why a request waits: which rule, which numbers, behind whom, and when it gets on."""
+        """Explains why a request waits: the rule, its numbers, the request before it, and when it
+        will run."""
         return await routes.explain_request(rid)
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def show_throttle() -> Response:
-        """The knobs of the throttle, their ranges, and what has been changed by whom."""
+        """The knobs of the throttle, their ranges, and past changes with their authors."""
         return await routes.show_throttle()
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
@@ -142,7 +143,8 @@ def add_pipeline_routes(
 
 
 class _PipelineRoutes:
-    """What the routes do. A client that leaves changes nothing: a move that has begun goes on."""
+    """The handlers of the routes. A client that leaves changes nothing: a move that has begun goes
+    on."""
 
     def __init__(self, desk: DeskClient, move_timeout_s: float, keys: ServerKeys) -> None:
         self._desk = desk
@@ -170,7 +172,7 @@ class _PipelineRoutes:
         return await self._ask(question, ANSWER_TIMEOUT_S)
 
     async def tune_throttle(self, request: Request) -> Response:
-        """Tuning goes on when the client leaves, and what it proposes is set if that was asked."""
+        """Tuning goes on when the client leaves, and its proposal is applied if that was asked."""
         author = self._keys.author_of(request)
         try:
             body = read_body(await request.body(), TuneBody, HOW_TO_TUNE)
@@ -188,7 +190,7 @@ class _PipelineRoutes:
             self._tuner.end()
 
     async def _tune(self, body: TuneBody, author: Author) -> Response:
-        """Raises RequestError where nothing can be proposed."""
+        """Raises RequestError if nothing can be proposed."""
         work = await self._desk.ask(ShowRecentWork(body.window_s), ANSWER_TIMEOUT_S)
         if work is None:
             return _no_answer(ANSWER_TIMEOUT_S)
@@ -228,7 +230,7 @@ class _PipelineRoutes:
 
 
 def read_plan_change(body: bytes) -> PlanChange:
-    """Reads the body of POST /pipeline/plan. Raises RequestError for any other."""
+    """Reads the body of POST /pipeline/plan. Raises RequestError for any other body."""
     try:
         return decode(_decoder, body)
     except MalformedData as error:

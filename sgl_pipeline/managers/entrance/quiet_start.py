@@ -1,4 +1,4 @@
-"""Keeps upstream's account of its own start off the terminal, where ours is to be read.
+"""Keeps upstream's start messages off the terminal, where ours are.
 
 Upstream logs all of its arguments (7 KB), its phases, and warnings of kernels that are not used
 here. They are shown with `--log-level debug` only. Once the server is ready, all of upstream's
@@ -7,7 +7,7 @@ messages are shown.
 
 import logging
 
-# Upstream's warnings that do not matter here, by the logger that gives them.
+# Upstream's warnings that do not matter here, by their logger.
 _IRRELEVANT = {
     "sglang.srt.arg_groups.overrides": "does not support Intel AMX",  # for upstream's own kernels
     "sglang.srt.utils.common": "Fail to set RLIMIT_NOFILE",  # the limit stays as the user set it
@@ -36,7 +36,8 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Upstream speaks again: the server is ready, or `--log-level debug` asks for everything."""
+    """Shows upstream's messages again: the server is ready, or `--log-level debug` asks for
+    everything."""
     logging.getLogger(_UPSTREAM).setLevel(logging.NOTSET)
     for name in _SERVER_LOGGERS:
         logging.getLogger(name).removeFilter(_is_warning)

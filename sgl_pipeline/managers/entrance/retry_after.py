@@ -1,7 +1,7 @@
-"""Every 503 says when to ask again: the outermost wrapper around upstream's routes but one.
+"""Adds to every 503 the time after which to ask again: the second-outermost middleware.
 
-The server is full, stops, or cannot serve without a stage that it has lost: in each case another
-server can be asked at once, and this one, or the one that takes its place, after a while.
+The server is full, is stopping, or cannot serve without a stage that it has lost: in each case a
+client can ask another server at once, and this one, or its replacement, after a while.
 """
 
 from http import HTTPStatus
@@ -9,12 +9,12 @@ from http import HTTPStatus
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# About what a start takes.
+# About the time of a start.
 RETRY_AFTER_S = 10
 
 
 class RetryAfter:
-    """ASGI middleware: adds `Retry-After` (RFC 9110, 10.2.3) where a route has not."""
+    """ASGI middleware: adds `Retry-After` (RFC 9110, 10.2.3) if a route has not."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,9 +1,9 @@
 """Refuses requests at the door of the HTTP server, before upstream's handlers see them.
 
-`launch_server.py` adds it to upstream's application with what FastAPI offers for it: a middleware,
-for routes whose replies have no room for a refusal, bodies that are too large, fields that would be
-ignored (`openai_fields.py`) and new work while the server is stopping; error handlers; and one
-replaced dependency. Nothing of upstream is patched, and nothing that works is changed.
+It is added to upstream's application by FastAPI's own means: a middleware, for routes whose replies
+have no room for a refusal, bodies that are too large, fields that would be ignored
+(`openai_fields.py`) and new work while the server is stopping; error handlers; and one replaced
+dependency. Nothing of upstream is patched, and nothing that works is changed.
 """
 
 import logging
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
 # Template, tools and field names, beside the text of a conversation.
 CONVERSATION_OVERHEAD_BYTES = 64 * 2**10
-# Routes that take many prompts, or ids, at once. Upstream tokenizes what the others take while
-# everybody waits, so that their bodies are bound to the context.
+# Routes that take many prompts, or ids, at once. Upstream tokenizes the bodies of all other routes
+# while every request waits, so these are limited by the context.
 BATCH_ROUTES = frozenset({"/generate", "/v1/completions", "/vertex_generate"})
 
 _MEMORY = "releasing memory at run time"
@@ -78,7 +78,7 @@ def guard_routes(
     features: openai_fields.ServedFeatures,
     is_stopping: Callable[[], bool],
 ) -> None:
-    """Adds to upstream's FastAPI application, before it is started, all that follows in this file.
+    """Adds all checks of this module to upstream's FastAPI application, before it is started.
 
     Args:
         context_length: of the model, in tokens.
@@ -113,13 +113,13 @@ async def answer_value_error(request: Request, error: Exception) -> JSONResponse
 
 
 async def answer_malformed(request: Request, error: Exception) -> JSONResponse:
-    """For upstream's routes that trip over a body of an unexpected form."""
+    """For upstream's routes that fail on a body of an unexpected form."""
     logger.error("a body that cannot be read was refused", exc_info=error)
     return _refusal(f"the request cannot be read: {error}")
 
 
 async def answer_crash(request: Request, error: Exception) -> JSONResponse:
-    """For an unexpected exception, and for a key that upstream's comparison trips over."""
+    """For an unexpected exception, and for a key on which upstream's comparison fails."""
     if "non-ASCII" in str(error):
         return JSONResponse({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
     return _refusal("internal error; see the server's log", HTTPStatus.INTERNAL_SERVER_ERROR)

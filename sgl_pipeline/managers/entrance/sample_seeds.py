@@ -1,7 +1,7 @@
 """A seed of its own for each of the `n` samples of a prompt, where the user gave one seed.
 
-Called by `front_guard.py` before upstream fans the request out, which would hand the same seed to
-every sample: here a token is a function of its seed and place, so all samples would be the same.
+It must run before upstream fans the request out, which would give the same seed to every sample:
+here a token is a function of its seed and place, so all samples would be the same.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
-"""Streamed tool calls do not depend on how many tokens share a chunk.
+"""Makes streamed tool calls independent of the number of tokens in a chunk.
 
-Installed by `launch_server.py`. Upstream's detectors of tool calls are written for a token at a
-time: of a chunk that holds the end of a text and the start of a call, or two calls, they drop a
-part. Chunks of several tokens are usual: `--stream-interval`, a stop string that was waited for, or
-a front that lags behind the stages.
+Upstream's detectors of tool calls are written for a token at a time: of a chunk that holds the end
+of a text and the start of a call, or two calls, they drop a part. Chunks of several tokens are
+usual: `--stream-interval`, a stop string that was waited for, or a front that lags behind the
+stages.
 """
 
 import re
@@ -28,7 +28,7 @@ def read_calls_piece_by_piece() -> None:
 
 
 class _PieceByPiece(BaseFormatDetector):
-    """Mixin before a detector of upstream's: hands it a chunk in pieces and joins what it says."""
+    """Mixin before a detector of upstream's: gives it a chunk in pieces and joins its results."""
 
     def parse_streaming_increment(self, new_text: str, tools: list[Tool]) -> StreamingParseResult:
         read = super().parse_streaming_increment

@@ -1,7 +1,6 @@
-"""Bodies of `PATCH /pipeline/throttle` and `POST /pipeline/tune`: read strictly, and who sent them.
+"""Bodies of `PATCH /pipeline/throttle` and `POST /pipeline/tune`, read strictly, and their authors.
 
-Used by `pipeline_routes.py`. Types are checked here, ranges where the knobs are
-(`pipeline/throttle_control.py`).
+Types are checked here, ranges where the knobs are (`pipeline/throttle_control.py`).
 """
 
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from sgl_pipeline.managers.channels.operator_channel import ChangeThrottle, Undo
 from sgl_pipeline.records.throttle_change import Author, Knob
 
 _HOW_TO_CHANGE = (
-    'send knobs such as {"prefill_spread_steps": 4}, with "revert_after_s" if they are to go back, '
+    'send knobs such as {"prefill_spread_steps": 4}, with "revert_after_s" if they should revert, '
     'or {"undo": true}; GET /pipeline/throttle shows knobs and ranges'
 )
 Body = TypeVar("Body")
@@ -40,12 +39,12 @@ class ThrottleBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def knobs(self) -> dict[str, Knob]:
-        """Those that are named."""
+        """The knobs that are named."""
         named = ((name, getattr(self, name)) for name in KNOBS)
         return {name: value for name, value in named if value is not UNSET}
 
     def question(self, author: Author) -> ChangeThrottle | UndoThrottle:
-        """What is to be asked. Raises RequestError unless knobs or `undo` are named."""
+        """The question to ask. Raises RequestError unless knobs or `undo` are named."""
         if self.undo:
             if self.knobs or self.revert_after_s is not None:
                 raise RequestError(f"undo stands alone; {_HOW_TO_CHANGE}")
@@ -78,7 +77,7 @@ class ServerKeys:
     admin_api_key: str | None = None
 
     def author_of(self, request: Request) -> Author:
-        """Who sent a request that was let through."""
+        """The author of an accepted request."""
         client = request.client.host if request.client is not None else ""
         # Upstream's order for administrative routes.
         if self.admin_api_key:

@@ -21,7 +21,7 @@ from sgl_pipeline.process_lifetime import child_environment
 # For the start of the process, the run under the knobs in force, and the answer.
 GRACE_S = 60.0
 HOW_TO_TUNE = (
-    'send {"ttft_ms": 1000, "tpot_ms": 50}, the latencies that requests shall have; "apply": true '
+    'send {"ttft_ms": 1000, "tpot_ms": 50}, the latencies that requests should have; "apply": true '
     "sets what is proposed"
 )
 _Milliseconds = Annotated[float, Meta(gt=0.0, le=1e7)]
@@ -40,10 +40,10 @@ class TuneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     policies: Annotated[tuple[str, ...], Meta(max_length=len(POLICIES))] | None = None
 
     def check(self) -> None:
-        """Raises RequestError for what no type says."""
+        """Raises RequestError for faults that the types do not exclude."""
         unknown = [one for one in self.policies or () if one not in POLICIES]
         if unknown:
-            raise RequestError(f"policies: {unknown[0]!r} is none of {', '.join(POLICIES)}")
+            raise RequestError(f"policies: {unknown[0]!r} is not one of {', '.join(POLICIES)}")
         if self.revert_after_s is not None and not self.apply:
             raise RequestError('revert_after_s needs "apply": true')
 

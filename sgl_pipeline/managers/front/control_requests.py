@@ -1,4 +1,4 @@
-"""Answers to upstream's control messages: everything its scheduler takes that is no generation.
+"""Answers upstream's control messages: all messages that its scheduler takes, except generations.
 
 An unanswered message would hang the HTTP route that sent it, so every type of upstream's dispatch
 table is here: served, or refused with the reply that its route waits for. Where a reply has no room
@@ -102,8 +102,8 @@ _REFUSALS: dict[type, Callable[[Any], SglangMessage]] = {
     io.ExpertDistributionReq: lambda request: io.ExpertDistributionReqOutput(),
 }
 
-# Nobody waits for an answer to these. Their routes are refused by `entrance/route_guard.py`, or,
-# for RpcReqInput, belong to upstream's offline Engine, which talks to a scheduler elsewhere.
+# No route waits for an answer to these. Their routes are refused by `entrance/route_guard.py`, or,
+# for RpcReqInput, belong to upstream's offline Engine, which has another scheduler.
 _UNANSWERED = (
     io.CloseSessionReqInput,
     io.RpcReqInput,
@@ -157,7 +157,7 @@ class ControlReplies:
         self._front = front
         self._server = server
         self._profiles = profiles
-        # A flush that waits for the server to become idle, and until when (monotonic seconds).
+        # A flush that waits for the server to become idle, and its deadline (monotonic seconds).
         self._waiting_flush: tuple[FlushMessage, float] | None = None
 
     def answer(self, message: SglangMessage, now_s: float) -> None:

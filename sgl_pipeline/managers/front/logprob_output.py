@@ -1,11 +1,10 @@
 """Log-probabilities in the twelve lists that upstream's output messages have for them.
 
-Used by `sglang_output.py`. The conventions are upstream's
-(`managers/scheduler_components/logprob_result_processor.py`): what describes the prompt begins at
-`logprob_start_len`; the first entry is None, also where a token stands before it; and all of it is
-sent at once, when the prompt has been computed. A request of no new tokens gets no entry for a
-drawn token, but the highest and the chosen ids of the position after its prompt, which `/v1/score`
-reads.
+The conventions are upstream's (`managers/scheduler_components/logprob_result_processor.py`):
+entries of the prompt begin at `logprob_start_len`; the first is None, even if a token precedes it;
+and all are sent at once, when the prompt has been computed. A request of no new tokens gets no
+entry for a drawn token, but the highest and the chosen ids of the position after its prompt, which
+`/v1/score` reads.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import numpy as np
 
 from sgl_pipeline.requests import LogprobRows, LogprobSpec, Request
 
-# A row's part of an output message: the fields that it has anything for.
+# A row's part of an output message: the fields for which it has values.
 LogprobFields = dict[str, list[Any]]
 
 FIELDS = tuple(
@@ -27,7 +26,7 @@ FIELDS = tuple(
 
 
 class LogprobCursor:
-    """How much of a request's log-probabilities has been sent."""
+    """The number of a request's log-probabilities that have been sent."""
 
     def __init__(self, request: Request) -> None:
         spec = request.logprobs
@@ -38,13 +37,13 @@ class LogprobCursor:
         self._num_runs_sent = 0
 
     def next_fields(self, new_ids: Sequence[int]) -> LogprobFields:
-        """All that was not sent before; nothing while some of the prompt is missing.
+        """All values that were not sent before; none while some of the prompt is missing.
 
         Args:
-            new_ids: the output tokens that go along.
+            new_ids: the output tokens of the same message.
         """
         request, spec = self._request, self._spec
-        # The last chunk of a prompt brings one row more: of the first output token.
+        # The last chunk of a prompt brings one more row: the first output token's.
         if request.num_logprob_rows <= self._num_prompt_rows:
             return {}
         is_first = self._num_runs_sent == 0
@@ -52,7 +51,7 @@ class LogprobCursor:
         self._num_runs_sent += len(runs)
         num_prompt = self._num_prompt_rows if is_first else 0
         columns = _columns(runs, spec)
-        # The token that follows each row, as far as there is one.
+        # The token that follows each row, if there is one.
         next_ids = request.prompt_ids[-num_prompt:] if num_prompt else []
         next_ids += new_ids
         columns["token"] = (columns["token"][0][: len(next_ids)], next_ids)
@@ -68,7 +67,7 @@ class LogprobCursor:
 
 
 def logprob_columns(rows: Sequence[LogprobFields | None]) -> dict[str, list[Any] | None]:
-    """The twelve lists of a message, an entry per row in each; None where no row has any."""
+    """The twelve lists of a message, an entry per row in each; None if no row has values."""
     if all(row is None for row in rows):
         return dict.fromkeys(FIELDS)
     return {field: [(row or {}).get(field, []) for row in rows] for field in FIELDS}

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 # Each costs up to a few milliseconds, in which no step is decided.
 MAX_QUESTIONS_PER_TURN = 4
-# Fewer steps cannot be fitted (`simulator/calibration.py`); fewer requests are no load.
+# Fewer steps cannot be fitted (`simulator/calibration.py`); fewer requests are not a load.
 MIN_TUNED_STEPS = 200
 MIN_TUNED_REQUESTS = 20
 
@@ -112,14 +112,14 @@ class OperatorReplies:
             self._socket.answer(asker, refusal(message, 503, move=move))
 
     def close(self) -> None:
-        """Answers whoever still waits, and listens no more."""
+        """Answers the open questions, and takes no more."""
         for asker in self._askers.values():
             self._socket.answer(asker, refusal("the server is shutting down", 503))
         self._askers.clear()
         self._socket.close()
 
     def _answer(self, asker: bytes, question: Question, now_s: float) -> DeskAnswer | None:
-        """What can be answered now. Raises RequestError for what is refused."""
+        """The answer, if there is one now. Raises RequestError for a refusal."""
         migration = self._core.migration
         if isinstance(question, ShowPlan):
             return answer_with(describe_plan(self._core.state(now_s), migration))

@@ -1,8 +1,7 @@
-"""What the `priority` of a request means, by upstream's flags.
+"""The meaning of a request's `priority`, by upstream's flags.
 
-Used by `sglang_requests.py` for every request. Upstream's front has filled in
---default-priority-value and bounded the number before; a rule here never fails a request that
-upstream would serve.
+Upstream's front has filled in --default-priority-value and bounded the number before; a rule here
+never fails a request that upstream would serve.
 """
 
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ class PriorityRules:
     abort_on_priority_when_disabled: bool = False
 
     def priority(self, asked: int | None) -> int:
-        """`Request.priority`, of which the larger goes first, for what the user asked.
+        """`Request.priority`, of which the larger goes first, from the user's value.
 
-        Raises RequestError (503) where priorities are refused (upstream: scheduler.py,
+        Raises RequestError (503) if priorities are refused (upstream: scheduler.py,
         _set_or_validate_priority).
         """
         if not self.enable_priority_scheduling:

@@ -1,8 +1,8 @@
-"""How many of a request's output tokens are reasoning, for the usage numbers of its answer.
+"""Counts a request's reasoning tokens, for the usage numbers of its answer.
 
-Used by `sglang_io.py` and `sglang_output.py`. The rules are upstream's
-(`managers/schedule_batch.py`, `Req.update_reasoning_tokens` and its neighbor; the marks:
-`managers/scheduler.py`): what the user sees of the reasoning is cut out elsewhere, by text.
+The rules are upstream's (`managers/schedule_batch.py`, `Req.update_reasoning_tokens` and its
+neighbor; the marks: `managers/scheduler.py`): the user's view of the reasoning is cut out
+elsewhere, by text.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from sgl_pipeline.managers.upstream.upstream_messages import GenerateMessage
 class ReasoningMarks:
     """The token ids around reasoning in a model's output.
 
-    `end` closes it. `self_opened` is how a model opens it that was not asked to (empty: it never
-    does). A request may name one of `selectable_ends` instead of `end`.
+    `end` closes it. A model that was not asked to reason opens it with `self_opened` (empty: it
+    never does). A request may name one of `selectable_ends` instead of `end`.
     """
 
     end: tuple[int, ...] = ()
@@ -30,7 +30,7 @@ class ReasoningMarks:
 
     @classmethod
     def of_parser(cls, name: str | None, tokenizer: Any) -> "ReasoningMarks":
-        """Those of `--reasoning-parser name`; without one nothing counts as reasoning."""
+        """The marks of `--reasoning-parser name`; without a parser nothing counts as reasoning."""
         if name is None:
             return cls()
         detector = ReasoningParser(name, stream_reasoning=False, tokenizer=tokenizer).detector

@@ -1,9 +1,8 @@
 """The scheduler process's sockets to upstream's front: requests in, tokens and replies out.
 
-Used by `pipeline_scheduler.py`. With `sglang_requests.py`, `sglang_output.py` and
-`control_requests.py` the only place that reads upstream's message fields, as typed in
-`upstream_messages.py`. Nothing that arrives here is unpickled, and a message that cannot be read
-ends one request, never the loop.
+With `sglang_requests.py`, `sglang_output.py` and `control_requests.py` it is the only place that
+reads upstream's message fields, as typed in `upstream_messages.py`. Nothing that arrives here is
+unpickled, and a message that cannot be read ends one request, never the loop.
 """
 
 import logging
@@ -55,7 +54,7 @@ _REFUSED_TYPES = (_EMBED, _EMBED_MANY)
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """The front wants these live requests ended. `send_finish` each once it has been done."""
+    """The front wants these live requests ended. Call `send_finish` for each once it has ended."""
 
     requests: tuple[Request, ...]
     finish: FinishReason
@@ -80,8 +79,8 @@ class SglangFront:
         limits: of the model.
         pool_tokens: tokens that the KV pool holds.
         tokenizer: see `model_files.load_tokenizer`.
-        reasoning: what is counted as reasoning.
-        spans: is told of every request that ends; None without `--enable-trace`.
+        reasoning: the marks of reasoning tokens.
+        spans: gets every request that ends; None without `--enable-trace`.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class SglangFront:
         self._decoder = make_decoder()
 
     def set_pool_tokens(self, pool_tokens: int) -> None:
-        """The KV pool holds so many tokens from now on."""
+        """The KV pool holds `pool_tokens` tokens from now on."""
         self._intake.pool_tokens = pool_tokens
 
     @property
@@ -125,7 +124,8 @@ class SglangFront:
         return [cursor.request for cursor in self._cursors.values()]
 
     def receive(self) -> list[Received]:
-        """All that has arrived. Requests that cannot be served have been answered already."""
+        """All messages that have arrived. Requests that cannot be served have been answered
+        already."""
         received: list[Received] = []
         refused: list[OutputRow] = []
         while True:
@@ -274,8 +274,8 @@ class SglangFront:
         return any(one.state is RequestState.RUNNING for one in self.live_requests)
 
     def _matching(self, message: AbortMessage) -> tuple[Request, ...]:
-        """The live requests that an AbortReq names. Upstream matches prefixes; the front names
-        only requests that it knows, so that an exact match is enough and cannot hit a stranger."""
+        """The live requests that an AbortReq names. Upstream matches prefixes; the front names only
+        requests that it knows, so that an exact match is enough and cannot hit another request."""
         if message.abort_all:
             return tuple(self.live_requests)
         cursor = self._cursors.get(message.rid or "")
@@ -297,13 +297,13 @@ class SglangFront:
 
 
 def _abort_finish(reason: Mapping[str, Any]) -> FinishReason:
-    """Why an AbortReq ends requests: for its own reason, or because the client went away."""
+    """The reason for which an AbortReq ends requests: its own, or that the client went away."""
     message = reason.get("message") or "aborted by the client"
     return FinishReason("abort", message=message, status_code=reason.get("status_code"))
 
 
 def make_decoder() -> "msgspec.msgpack.Decoder[Any]":
-    """A decoder of what the front may send to a scheduler, and of nothing else.
+    """A decoder of the messages that the front may send to a scheduler, and of no others.
 
     Upstream's own also accepts pickles and shared-memory handles, at any depth.
     """
@@ -329,14 +329,14 @@ def _arrays_only(code: int, data: memoryview) -> "array[int]":
 
 
 class _Head(msgspec.Struct, array_like=True):
-    """How a message about one request begins."""
+    """The first fields of a message about one request."""
 
     tag: str
     rid: str | None = None
 
 
 class _ManyHead(msgspec.Struct, array_like=True):
-    """How a message about several requests begins."""
+    """The first fields of a message about several requests."""
 
     tag: str
     rids: list[str] | None = None

@@ -1,8 +1,8 @@
 """Tokens and endings of requests, in the form that upstream's Detokenizer takes.
 
-Used by `sglang_io.py`. A malformed output message ends the TokenizerManager and the server with
-it, so messages are built here from whole rows only: every list has one entry per row, and no
-request has two rows in one message.
+A malformed output message ends the TokenizerManager and the server with it, so messages are built
+here from whole rows only: every list has one entry per row, and no request has two rows in one
+message.
 """
 
 from array import array
@@ -20,8 +20,8 @@ from sgl_pipeline.requests import FinishReason, Request
 # Prompt tokens that are decoded with the first output tokens, for spaces and split characters
 # (upstream: schedule_batch.py, INIT_INCREMENTAL_DETOKENIZATION_OFFSET).
 _CONTEXT_TOKENS = 5
-# A request that does not stream still shows that it lives, every so many tokens
-# (upstream: SGLANG_FORCE_STREAM_INTERVAL); the front counts on it for /health.
+# A request that does not stream still reports progress, each time after this many tokens (upstream:
+# SGLANG_FORCE_STREAM_INTERVAL); the front counts on it for /health.
 _SILENT_INTERVAL_TOKENS = 50
 _TOKEN_IDS = "q"  # array typecode that upstream's decoder expects
 
@@ -47,7 +47,7 @@ class OutputRow:
 
 
 class OutputCursor:
-    """How much of a request's output has been sent, and how its user wants it sent."""
+    """The part of a request's output that has been sent, and how its user wants it sent."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class OutputCursor:
         self._has_sent = False
 
     def next_row(self, finish: FinishReason | None) -> OutputRow | None:
-        """What to send now; None when it is better to wait for more tokens."""
+        """The row to send now; None when it is better to wait for more tokens."""
         if finish is None and not self._is_due():
             return None
         request = self.request

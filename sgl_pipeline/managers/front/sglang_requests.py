@@ -1,8 +1,8 @@
 """Upstream's generate request, checked and turned into a `Request`.
 
-Called by `sglang_io.py` for every request that reaches the scheduler process. Whatever the HTTP
-layer did, every number is bounded here, and a feature that is not built is a 400 that names it: a
-field is never accepted and then ignored.
+It checks every request that reaches the scheduler process. Whatever the HTTP layer did, every
+number is bounded here, and a feature that is not built is a 400 that names it: a field is never
+accepted and then ignored.
 """
 
 import math
@@ -30,7 +30,7 @@ MAX_PROMPT_LOGPROBS = 2**20
 _SEED_MASK = 2**63 - 1
 _MAX_INT32 = 2**31 - 1
 
-# Fields of TokenizedGenerateReqInput that ask for something not built, and what to call it.
+# Fields of TokenizedGenerateReqInput that ask for something not built, and its name.
 _UNBUILT_FIELDS = {
     "return_sampling_mask": "return_sampling_mask",
     "return_hidden_states": "return_hidden_states",
@@ -54,7 +54,7 @@ _UNBUILT_FIELDS = {
     "kv_hints": "kv_hints",
 }
 
-# Fields of SamplingParams, the value that asks for nothing, and what to call the rest.
+# Fields of SamplingParams, the value that asks for nothing, and the name of the feature otherwise.
 _UNBUILT_SAMPLING: dict[str, tuple[object, str]] = {
     "watermark": (None, "watermarking"),
 }
@@ -66,10 +66,10 @@ class RequestIntake:
     Args:
         limits: of the model.
         pool_tokens: tokens that the KV pool holds; bounds a request that names no maximum.
-            What can be served at all is checked by `StepScheduler.add`.
+            `StepScheduler.add` checks whether a request can be served at all.
         tokenizer: decodes text for stop strings and expressions.
         random_seed: `--random-seed`: makes the seeds of requests without one reproducible.
-        priorities: what becomes of their `priority`.
+        priorities: the meaning of their `priority`.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class RequestIntake:
         """The request that `message`, a TokenizedGenerateReqInput, asks for, except its grammar
         (`grammars/spec.py`).
 
-        Raises RequestError (400, or 503 for a priority) when it is malformed or asks for what is
-        not built.
+        Raises RequestError (400, or 503 for a priority) when it is malformed or asks for a feature
+        that is not built.
         """
         for name in unbuilt_features(message):
             raise RequestError(f"{name}: not supported by this server yet")
-        assert message.rid is not None, "a message without an id has no one to answer"
+        assert message.rid is not None, "a message without an id cannot be answered"
         prompt_ids = self._prompt_ids(message.input_ids)
         sampling = message.sampling_params
         return Request(
@@ -128,8 +128,8 @@ class RequestIntake:
             # As many as there is room for; none at all is for `StepScheduler.add` to refuse.
             return max(1, min(self._limits.context_length, self.pool_tokens) - prompt_length)
         _check_range("max_new_tokens", asked, 0, _MAX_INT32)
-        # The front refuses what is asked beyond the context, and fills in 128 where nothing is
-        # asked; near the context's end that default is cut to what is left.
+        # The front refuses lengths beyond the context, and fills in 128 if none is asked for; near
+        # the context's end that default is cut to the remaining length.
         left = self._limits.context_length - prompt_length
         return min(asked, left) if left > 0 else asked
 
@@ -173,8 +173,8 @@ class RequestIntake:
         num_numbers = (prompt_length - start) * (1 + num_top + len(token_ids))
         if num_numbers > MAX_PROMPT_LOGPROBS:
             raise RequestError(
-                f"{num_numbers} log-probabilities of the prompt are asked for, at most "
-                f"{MAX_PROMPT_LOGPROBS} are given; raise logprob_start_len or lower "
+                f"{num_numbers} log-probabilities of the prompt are asked for, the "
+                f"limit is {MAX_PROMPT_LOGPROBS}; raise logprob_start_len or lower "
                 "top_logprobs_num"
             )
         return LogprobSpec(start, num_top, token_ids)
@@ -189,7 +189,7 @@ class RequestIntake:
             try:
                 token_id = int(key)
             except (TypeError, ValueError):
-                raise RequestError(f"logit_bias: {key!r:.40} is no token id") from None
+                raise RequestError(f"logit_bias: {key!r:.40} is not a valid token id") from None
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
                     f"logit_bias: token id {key!s:.40} is outside the vocabulary [0, {vocab_size})"
@@ -199,8 +199,8 @@ class RequestIntake:
         return tuple((token_id, bias) for token_id, bias in biases.items() if bias)
 
     def _masked_token_ids(self, sampling: SamplingMessage) -> tuple[int, ...]:
-        """What may not be drawn before `min_new_tokens`. The EOS ids even where they are ignored,
-        as upstream has it (`penaltylib/min_new_tokens.py`)."""
+        """Tokens that may not be drawn before `min_new_tokens`: the EOS ids even where they are
+        ignored, as upstream has it (`penaltylib/min_new_tokens.py`)."""
         if not sampling.min_new_tokens:
             return ()
         stops = self._stop_token_ids(sampling) | self._limits.eos_token_ids
@@ -222,7 +222,7 @@ class RequestIntake:
 
 
 def unbuilt_features(message: GenerateMessage) -> Iterator[str]:
-    """The names of what `message` asks for that is not built yet."""
+    """The names of features that `message` asks for and that are not built yet."""
     for field, name in _UNBUILT_FIELDS.items():
         value = getattr(message, field)
         if value is not None and value is not False:

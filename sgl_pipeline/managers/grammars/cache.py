@@ -1,6 +1,6 @@
 """Compiled grammars by kind and text, the least recently used forgotten first.
 
-Used by `queue.py`. Also remembers why a grammar cannot be compiled, where that is certain.
+Also remembers why a grammar cannot be compiled, where that is certain.
 """
 
 from collections import OrderedDict
@@ -22,14 +22,14 @@ class GrammarCache:
         return len(self._outcomes)
 
     def get(self, key: tuple[str, str]) -> xgrammar.CompiledGrammar | str | None:
-        """The grammar, the reason why there is none, or None where nothing is known."""
+        """The grammar, the reason why there is none, or None if it is not known."""
         if key not in self._outcomes:
             return None
         self._outcomes.move_to_end(key)
         return self._outcomes[key][0]
 
     def put(self, key: tuple[str, str], outcome: xgrammar.CompiledGrammar | str) -> None:
-        """Remembers what became of `key`, which must not be here yet."""
+        """Remembers the outcome for `key`, which must not be here yet."""
         # A character of Python text takes at most four bytes.
         num_bytes = 4 * len(key[1])
         num_bytes += 4 * len(outcome) if isinstance(outcome, str) else outcome.memory_size_bytes

@@ -68,7 +68,7 @@ class GrammarCompilerClient:
         return self._num_jobs
 
     def cancel(self, job_id: int) -> None:
-        """Nobody waits for this job any more; it is not answered."""
+        """Cancels a job, which is not answered then."""
         self._open_jobs.discard(job_id)
         self._send(CancelJob(job_id))
 

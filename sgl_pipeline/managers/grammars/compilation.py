@@ -1,7 +1,7 @@
 """One compile, as the child that `compiler.py` forks for it does it.
 
-Compiles, tries the result out, and serializes it. May take long, allocate much or crash: whoever
-forked bounds all that. Imports xgrammar, never sglang.
+Compiles, tries the result out, and serializes it. May take long, allocate much or crash: the
+process that forked limits all that. Imports xgrammar, never sglang.
 """
 
 import re
@@ -30,7 +30,7 @@ _SOURCE_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 
 class Compilation:
-    """How grammars are compiled for one vocabulary."""
+    """Compiles grammars for one vocabulary."""
 
     def __init__(self, setup: CompilerSetup) -> None:
         vocabulary = xgrammar.TokenizerInfo.deserialize_json(setup.vocabulary)
@@ -56,7 +56,7 @@ class Compilation:
         }
 
     def run(self, job: CompileJob) -> FromCompiler:
-        """The compiled grammar, or why there is none."""
+        """The compiled grammar, or the reason why there is none."""
 
         def failed(message: str, *, is_final: bool = True) -> FailedJob:
             return FailedJob(job.job_id, message, is_final)
@@ -78,16 +78,16 @@ class Compilation:
             return failed(f"Failed to compile {job.kind} grammar: {message}")
         if len(serialized) > MAX_SERIALISED_BYTES:
             return failed(
-                f"the compiled grammar has {len(serialized)} bytes, at most "
-                f"{MAX_SERIALISED_BYTES} are taken; simplify it"
+                f"the compiled grammar has {len(serialized)} bytes, the limit "
+                f"is {MAX_SERIALISED_BYTES}; simplify it"
             )
         return CompiledJob(job.job_id, serialized)
 
     def rehearse(self, compiled: xgrammar.CompiledGrammar) -> None:
         """Matches a few tokens, always the longest that is allowed, as the scheduler would.
 
-        An ambiguous grammar can need seconds for a token, which no one can interrupt there. Raises
-        _TooSlowError for a grammar that shows it here.
+        An ambiguous grammar can need seconds for a token, which cannot be interrupted there. Raises
+        _TooSlowError for such a grammar.
         """
         matcher = xgrammar.GrammarMatcher(compiled)
         mask = np.zeros((1, self._num_mask_words), np.int32)
@@ -101,8 +101,8 @@ class Compilation:
             step_s = time.thread_time() - started_s
             if step_s > MAX_REHEARSAL_STEP_S:
                 raise _TooSlowError(
-                    f"matching the grammar takes {step_s * 1e3:.0f} ms for a token, at most "
-                    f"{MAX_REHEARSAL_STEP_S * 1e3:.0f} ms are given; make it less ambiguous"
+                    f"matching the grammar takes {step_s * 1e3:.0f} ms for a token, the "
+                    f"limit is {MAX_REHEARSAL_STEP_S * 1e3:.0f} ms; make it less ambiguous"
                 )
             if is_over or matcher.is_terminated():
                 return

@@ -1,9 +1,8 @@
 """The grammar compiler process: compiles each grammar in a child of its own, which can be killed.
 
-Started by `client.py` as `python -m`; it imports xgrammar once (seconds: torch comes
-along), has a single thread, and forks for every compile, so that one which takes too long, too much
-memory or crashes ends alone and costs the next one nothing. It never sees a request, and no user's
-step waits for it.
+A process that imports xgrammar once (seconds: torch comes along), has a single thread, and forks
+for every compile, so that a compile which takes too long or too much memory, or crashes, ends alone
+and costs the next one nothing. It never sees a request, and no user's step waits for it.
 """
 
 import argparse
@@ -190,7 +189,7 @@ def main() -> None:
             compiler.take(job)
         compiler.run()
     except (EOFError, ConnectionError):
-        pass  # The scheduler process has no more use for this one.
+        pass  # The scheduler process no longer needs this process.
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How a compiled grammar holds back the tokens of one request: the `TokenConstraint`s.
+"""`TokenConstraint`s by compiled grammars, which restrict the tokens of one request.
 
-Made by `GrammarQueue` when a grammar is there, then called by the step plan's encoder and the stop
-rules, in the scheduler's loop. No compile happens here, and what matching costs is counted: a
-grammar that is too slow ends its request, and nothing raises.
+They run in the scheduler's loop: the step's encoder asks for masks, the stop rules pass on drawn
+tokens. No compile happens here, and the cost of matching is counted: a grammar that is too slow
+ends its request, and nothing raises.
 """
 
 import logging
@@ -17,7 +17,7 @@ from sgl_pipeline.requests import FinishReason, TokenConstraint
 
 logger = logging.getLogger(__name__)
 
-# What matching may cost beyond the limit per token, for a few expensive tokens among cheap ones.
+# CPU time of matching beyond the limit per token, for a few expensive tokens among cheap ones.
 ALLOWANCE_S = 0.25
 
 
@@ -25,7 +25,7 @@ class GrammarConstraint:
     """Follows the grammar from the first token that it is given.
 
     When the text is complete only stop tokens are allowed; the grammar's are the model's EOS ids,
-    as in SGLang, and one of them ends the request even where `ignore_eos` was asked.
+    as in SGLang, and one of them ends the request even with `ignore_eos`.
 
     Args:
         vocab_size: of the model's logits.
@@ -88,8 +88,8 @@ class GrammarConstraint:
         if self._spent_s > ALLOWANCE_S + self._num_tokens * self._ms_per_token / 1e3:
             self._fail(
                 f"matching the grammar took {self._spent_s * 1e3:.0f} ms for {self._num_tokens} "
-                f"tokens, {self._ms_per_token:g} ms each and {ALLOWANCE_S * 1e3:.0f} ms are given; "
-                "make it less ambiguous or raise --grammar-match-ms-per-token",
+                f"tokens, the limit is {ALLOWANCE_S * 1e3:.0f} ms and {self._ms_per_token:g} ms "
+                "each; make it less ambiguous or raise --grammar-match-ms-per-token",
                 400,
             )
 

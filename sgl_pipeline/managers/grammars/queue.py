@@ -1,7 +1,7 @@
-"""Requests whose grammar is being compiled, and the grammars that have been.
+"""Requests whose grammar is being compiled, and compiled grammars.
 
-Asked by `PipelineScheduler` before a constrained request goes to the `StepScheduler`, where it
-would count as work that is ready. Equal grammars are compiled once. Never waits, never compiles.
+A constrained request comes here before it goes to the `StepScheduler`, where it would count as work
+that is ready. Equal grammars are compiled once. Never waits, never compiles.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ MAX_CACHE_BYTES = 256 * 2**20
 
 
 class Compiler(Protocol):
-    """What compiles (`client.GrammarCompilerClient`)."""
+    """The compiler (`client.GrammarCompilerClient`)."""
 
     def start(self) -> None: ...
     def compile(self, kind: str, text: str) -> int: ...
@@ -33,7 +33,7 @@ class Compiler(Protocol):
 
 @dataclass(slots=True)
 class _Compile:
-    """A grammar that is being compiled, and who waits for it, by request id."""
+    """A grammar that is being compiled, and the requests that wait for it, by id."""
 
     key: tuple[str, str]
     waiting: dict[str, ConstrainedRequest] = field(default_factory=dict)
@@ -100,7 +100,8 @@ class GrammarQueue:
         return False
 
     def poll(self) -> Iterator[tuple[Request, RequestError | None]]:
-        """Who need not wait any longer: with a constraint, or with the error to be refused with."""
+        """The requests that need not wait any longer, each with a constraint or the error to refuse
+        it with."""
         for answer in self._compiler.poll():
             compile = self._compiles.pop(answer.job_id)
             outcome = self._outcome(compile.key, answer)
@@ -116,7 +117,8 @@ class GrammarQueue:
                 self._compiler.cancel(job_id)
 
     def take_overdue(self, now_s: float) -> list[Request]:
-        """Forgets and returns who has waited here for too long; the clock of `arrival_s`."""
+        """Forgets and returns requests that have waited here for too long, by the clock of
+        `arrival_s`."""
         if self._waiting_timeout_s is None:
             return []
         overdue = [
@@ -154,7 +156,7 @@ class GrammarQueue:
     def _settled(
         self, constrained: ConstrainedRequest, outcome: xgrammar.CompiledGrammar | RequestError
     ) -> RequestError | None:
-        """Gives a request its constraint; returns the error where there is none."""
+        """Gives a request its constraint; returns the error if there is none."""
         if isinstance(outcome, RequestError):
             return outcome
         try:
@@ -176,7 +178,7 @@ class GrammarQueue:
 
 
 class NoGrammars:
-    """In place of a `GrammarQueue` where no grammar can be used: refuses each with the `reason`."""
+    """Replaces a `GrammarQueue` if no grammar can be used: refuses each with the `reason`."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

@@ -1,7 +1,7 @@
 """The grammar that a request asks for, checked as far as that is cheap.
 
-Used by `sglang_io.py` for every request that names one. What only a compile can find is left to the
-compiler process (`compiler.py`); nothing here takes more than a walk over the text.
+Errors that only a compile can find are left to the compiler process (`compiler.py`); nothing here
+takes more than a walk over the text.
 """
 
 import json
@@ -20,7 +20,7 @@ from sgl_pipeline.requests import Request
 
 MAX_GRAMMAR_CHARACTERS = 2**18
 MAX_NESTING = 64
-# What upstream takes in place of a schema for any JSON value.
+# Upstream's value in place of a schema, for any JSON value.
 _ANY_JSON = "$$ANY$$"
 
 # Field of upstream's SamplingParams -> kind of grammar.
@@ -34,8 +34,8 @@ KIND_OF_FIELD = {
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """`kind` is one of those that `compilation.py` knows; equal kinds and texts are one
-    grammar. Where the model thinks first, it holds from the end of that: `after_reasoning`."""
+    """`kind` is a kind that `compilation.py` knows; equal kinds and texts are one grammar. With
+    `after_reasoning` the model thinks first, and the grammar holds from the end of that."""
 
     kind: str
     text: str
@@ -57,7 +57,7 @@ class ConstrainedRequest:
 def grammar_of(message: GenerateMessage) -> GrammarSpec | None:
     """The grammar that `message`, a TokenizedGenerateReqInput, asks for; None if it does not.
 
-    Raises RequestError (400) for two of them, one that is too large, or one that is no JSON where
+    Raises RequestError (400) for two grammars, one that is too large, or one that is not JSON where
     it must be. Normalizes as upstream does (`xgrammar_backend.py`, dispatch_*).
     """
     sampling = message.sampling_params
@@ -71,7 +71,7 @@ def grammar_of(message: GenerateMessage) -> GrammarSpec | None:
         raise RequestError(f"{field} must be a string, got {type(text).__name__}")
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise RequestError(
-            f"{field} has {len(text)} characters, at most {MAX_GRAMMAR_CHARACTERS} are compiled"
+            f"{field} has {len(text)} characters, the limit is {MAX_GRAMMAR_CHARACTERS}"
         )
     kind = KIND_OF_FIELD[field]
     if field == "json_schema" and text == _ANY_JSON:
@@ -90,7 +90,7 @@ def _parsed(field: str, text: str) -> Any:
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{field} is no valid JSON: {error}") from None
+        raise RequestError(f"{field} is not valid JSON: {error}") from None
     level, depth = [parsed], 0
     while level:
         depth += 1

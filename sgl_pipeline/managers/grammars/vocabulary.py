@@ -1,7 +1,8 @@
-"""What grammars must know of the served model: its tokens as text, its EOS, and how it thinks.
+"""The facts about the served model that grammars need: its tokens as text, its EOS, and how it
+thinks.
 
-Used by the scheduler process at start. A tokenizer that xgrammar cannot read never stops the
-server: then each request with a grammar gets that error.
+They are read by the scheduler process at its start. A tokenizer that xgrammar cannot read never
+stops the server: then each request with a grammar gets that error.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from sgl_pipeline.managers.command_line.model_files import ModelLimits
 
 @dataclass(frozen=True, slots=True)
 class GrammarVocabulary:
-    """`size` is that of the model's logits, of which the tokenizer may leave some without text:
-    these are never allowed. `think_end_ids`: the tokens that end the model's thinking, or none."""
+    """`size` is that of the model's logits. Tokens without text in the tokenizer are never allowed.
+    `think_end_ids`: the tokens that end the model's thinking, or none."""
 
     tokenizer_info: xgrammar.TokenizerInfo
     size: int
@@ -24,7 +25,7 @@ class GrammarVocabulary:
 
 
 class NoGrammarsError(Exception):
-    """Raised when no grammar can be used with this model or these flags; says why."""
+    """Raised, with the reason, when no grammar can be used with this model or these flags."""
 
 
 def read_vocabulary(

@@ -1,6 +1,6 @@
-"""Where fitted step costs lie on this machine, and which of them hold for a server.
+"""Finds fitted step costs on this machine, and those that hold for a server.
 
-Written by `fit_command.py`; read by `plan_command.py` and by the scheduler process, for `auto`
+The `fit` command writes them; `plan` reads them, and so does the scheduler process, for `auto`
 layer splits and for the planner of layer moves. A file holds for a model, dtype, device, number of
 threads and machine; `--quantization` and `--kv-cache-dtype` are part of the dtype's name.
 """
@@ -56,7 +56,7 @@ def machine_name(device: str) -> str:
 def save_costs(costs: CostFile, path: Path | None = None) -> Path:
     """Writes `path`, or the file's own name in `cost_directory`; a reader sees all of it or none.
 
-    Raises ConfigurationError where it cannot be written.
+    Raises ConfigurationError if it cannot be written.
     """
     path = path or cost_directory() / costs.file_name
     draft = path.with_suffix(".part")
@@ -74,7 +74,7 @@ def read_costs(
 ) -> CostFile:
     """The costs in `path`.
 
-    Raises ConfigurationError where it cannot be read, or holds those of something else.
+    Raises ConfigurationError if it cannot be read, or holds other costs.
     """
     try:
         content = path.read_bytes()
@@ -92,8 +92,8 @@ def read_costs(
 
 
 def find_costs(stages: StageArgs, num_layers: int) -> CostFile | None:
-    """The costs that hold for a server's stages, where there are any; a file that turns out to be
-    of another machine or model is passed over with a warning."""
+    """The costs that hold for a server's stages, if any; a file of another machine or model is
+    ignored with a warning."""
     threads = set(stage_threads(stages.num_stages, stages.cpu_threads))
     if len(threads) > 1:
         return None

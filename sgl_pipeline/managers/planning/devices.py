@@ -1,4 +1,4 @@
-"""What `--devices` says of the stages: where each runs, its memory and its speed."""
+"""Parses `--devices`: where each stage runs, its memory and its speed."""
 
 import re
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ def parse_devices(
     """The device of each stage, from a list such as `cpu,cpu:0.5` or `80GiB,24GiB:0.4`.
 
     Args:
-        text: None: the CPU of this machine for all of them.
+        text: None: the CPU of this machine for all stages.
         host_bytes: of this machine's memory, of which all stages on its CPU have equal shares.
         memory_fraction: of a size that was named, for weights and pages.
 
-    Raises ConfigurationError that names what it cannot read.
+    Raises ConfigurationError, which names the unreadable entry.
     """
     entries = text.split(",") if text is not None else ["cpu"] * num_stages
     if len(entries) != num_stages:
@@ -58,6 +58,6 @@ def parse_devices(
 
 def _unreadable(entry: str) -> ConfigurationError:
     return ConfigurationError(
-        f"--devices: {entry!r} is no device; write cpu or a memory size such as 80GiB, and after a "
-        "colon its speed beside the device that was measured, such as 24GiB:0.5"
+        f"--devices: {entry!r} is not a device; write cpu or a memory size such as 80GiB, and "
+        "after a colon its speed beside the device that was measured, such as 24GiB:0.5"
     )

@@ -1,7 +1,7 @@
 """Fits the costs of a model's parts on this machine: `python -m sgl_pipeline fit`.
 
 A stage worker times a few hundred made-up steps of random sizes, part by part; a fifth of them are
-held out and say how good the fit is. The result is a file that servers of this model, dtype, device
+held out to measure the fit's error. The result is a file that servers of this model, dtype, device
 and number of threads find by themselves (`cost_files.py`).
 """
 
@@ -27,7 +27,7 @@ from sgl_pipeline.status_line import StatusLine, bar
 
 _HELD_OUT_SHARE = 0.2
 _STEPS_AT_ONCE = 8
-# Of the largest steps that are timed: rows by the server's defaults, and pages of 128 Ki tokens.
+# The largest steps that are timed: rows by the server's defaults, and pages of 128 Ki tokens.
 _MOST_DECODES, _MOST_PROMPT_TOKENS, _MOST_KEPT_TOKENS = 256, 2048, 2**17
 _MOST_CONTEXT = 4096
 
@@ -79,7 +79,7 @@ def measure_steps(
 
 
 def least(one: PartSample, other: PartSample) -> PartSample:
-    """The lesser times of two samples of the same step."""
+    """The shorter times of two samples of the same step."""
     return PartSample(
         one.work,
         tuple(map(min, one.kinds_ms, other.kinds_ms)),
@@ -91,7 +91,7 @@ def least(one: PartSample, other: PartSample) -> PartSample:
 def fit_costs(
     stages: StageArgs, spec: ModelSpec, num_steps: int, rounds: int, seed: int
 ) -> tuple[CostFile, list[PartSample]]:
-    """Measures and fits; the samples are returned too, those that were held out last.
+    """Measures and fits; returns the samples too, the held-out ones last.
 
     Raises ConfigurationError and StageFailure as `MeasuringWorker.measure`.
     """
@@ -116,7 +116,7 @@ def fit_costs(
 
 
 def stages_of(options: argparse.Namespace) -> tuple[StageArgs, ModelSpec]:
-    """The stages that the options of a command of this room speak of, and their model."""
+    """The stages that a command's options describe, and their model."""
     model_path = find_model(options.model, None, None)
     spec = read_model_spec(model_path, options.quantization)
     stages = StageArgs(

@@ -1,6 +1,6 @@
-"""What a pipeline over hosts and their links would reach: `sgl_pipeline plan --hosts FILE`.
+"""Forecasts a pipeline over hosts and their links: `sgl_pipeline plan --hosts FILE`.
 
-Pure arithmetic and text for `plan_command.py`.
+Pure arithmetic and text.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class HostPlanner:
     """Orders and splits of one model over given hosts.
 
     Args:
-        costs: of the device that was measured; hosts say how much faster theirs are.
-        step_bytes: what a stage hands over in a step.
-        memory_bytes: of this machine, which every host that names no memory is taken to be like.
+        costs: of the measured device; hosts have speeds relative to it.
+        step_bytes: bytes that a stage sends in a step.
+        memory_bytes: of this machine, assumed for every host that names no memory.
         memory_fraction: of a memory that is named, for weights and pages.
         num_tokens: every stage has pages for them.
         extra_steps: in flight, beyond one a stage.
@@ -42,7 +42,7 @@ class HostPlanner:
         num_tokens: int,
         extra_steps: int,
     ) -> None:
-        SchedulingArgs(extra_steps_in_flight=extra_steps)  # raises for what a server refuses
+        SchedulingArgs(extra_steps_in_flight=extra_steps)  # raises for values that a server refuses
         self.network = network
         self.steps_in_flight = network.num_stages + extra_steps
         self.step_bytes = step_bytes
@@ -77,7 +77,7 @@ class HostPlanner:
         return Hop(link.busy_ms(self.step_bytes), link.transfer_ms(self.step_bytes), link.delay_ms)
 
     def best(self) -> Route:
-        """The order and split of the shortest period. Raises ConfigurationError where none fits."""
+        """The order and split of the shortest period. Raises ConfigurationError if none fits."""
         return self._search.best()
 
     def as_listed(self) -> Route | None:
@@ -107,14 +107,14 @@ def describe_route(name: str, planner: HostPlanner, route: Route) -> list[str]:
 
 
 def bound_by(planner: HostPlanner, route: Route) -> Literal["round", "link", "stage"]:
-    """What keeps the period from being shorter."""
+    """The limit that keeps the period from being shorter."""
     if route.round_ms / planner.steps_in_flight > max(route.slowest_ms, route.busiest_ms):
         return "round"
     return "link" if route.busiest_ms > route.slowest_ms else "stage"
 
 
 def _bound(planner: HostPlanner, route: Route) -> str:
-    """The same in words, and what would change it."""
+    """The limit in words, and the flag that would change it."""
     bound = bound_by(planner, route)
     if bound == "stage":
         return f"bound by the slowest stage, {route.slowest_ms:.2f} ms"
@@ -130,7 +130,7 @@ def _bound(planner: HostPlanner, route: Route) -> str:
 
 
 def start_lines(network: HostNetwork, route: Route) -> Sequence[str]:
-    """The flags of each host that has the server run as the route says."""
+    """The flags with which each host starts a server with this route."""
     hosts = network.ordered(route.order).hosts
     if len({host.stages for host in hosts}) > 1:
         return ["a server has as many stages on every host: it cannot be started on these yet"]

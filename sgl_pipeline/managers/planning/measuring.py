@@ -1,7 +1,7 @@
-"""Has one stage worker time made-up steps, without a server around it.
+"""Lets one stage worker time made-up steps, without a server around it.
 
-Used by the commands of this folder. The worker is a process like any stage's, with the cores and
-threads that the first of `--pp` stages would have.
+The worker is a process like any stage's, with the cores and threads that the first of `--pp` stages
+would have.
 """
 
 import tempfile
@@ -45,7 +45,7 @@ class MeasuringWorker:
         self._assignment: StageAssignment | None = None
 
     def greet(self, stages: StageArgs, num_layers: int, run_directory: str) -> None:
-        """Waits for the worker, and settles what it is told of its place."""
+        """Waits for the worker, and determines its place."""
         hello = self._receive()
         assert isinstance(hello, WorkerHello)
         args = PipelineArgs(stages=stages, run_directory=run_directory)
@@ -53,7 +53,7 @@ class MeasuringWorker:
         self._assignment = assign([hello] * stages.num_stages, plan, args)[0]
 
     def measure(self, steps: Sequence[MadeUpStep]) -> PartCosts:
-        """Times `steps`; none of them: only weighs the model's parts.
+        """Times `steps`; if empty, only measures the memory of the model's parts.
 
         Raises ConfigurationError for what a flag can fix, StageFailure when the worker ends.
         """

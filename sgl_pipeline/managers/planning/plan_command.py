@@ -1,4 +1,5 @@
-"""Shows what a layer split would be like, and which is best: `python -m sgl_pipeline plan`.
+"""Shows the times, weights and pages of a layer split, and the best split: `python -m sgl_pipeline
+plan`.
 
 Times are of one made-up step, from the costs that `sgl-pipeline fit` has saved for this
 model, or else measured by a stage worker for a moment, as a server's start does. Memory and pages
@@ -87,7 +88,7 @@ def _report(options: argparse.Namespace) -> str:
 
 
 def _routes(planner: HostPlanner, network: HostNetwork) -> list[str]:
-    """The hosts as they are listed, where that is not best, and the best order and split."""
+    """The hosts in the listed order, if that is not the best, and the best order and split."""
     best, listed = planner.best(), planner.as_listed()
     lines = []
     if listed is not None and listed.order != best.order:
@@ -102,7 +103,7 @@ def _splits(
     spec: ModelSpec,
     asked: StagePlan | None,
 ) -> list[str]:
-    """The split that was asked for, the even one and the best ones, on one host."""
+    """The requested split, the even one and the best ones, on one host."""
     lines: list[str] = []
     even = even_layer_counts(spec.num_layers, options.pp)
     if asked is not None:
@@ -117,7 +118,8 @@ def _splits(
 
 
 def _stages_here(options: argparse.Namespace, network: HostNetwork | None) -> int:
-    """How many stages share the machine that times are measured on: with hosts, as the head's."""
+    """Number of stages that share the machine on which times are measured; with hosts, the
+    head's."""
     if network is None:
         return 2 if options.pp is None else int(options.pp)
     for flag in ("--pp", "--devices", "--layer-counts"):
@@ -180,7 +182,7 @@ def _cost_file(path: Path | None, stages: StageArgs, spec: ModelSpec) -> CostFil
 def step_costs_here(
     stages: StageArgs, spec: ModelSpec, step: MadeUpStep, file: CostFile | None
 ) -> tuple[StageCosts, PartSizes, int]:
-    """Costs of the step, the parts' bytes, and what memory this machine has for them."""
+    """Costs of the step, the parts' bytes, and this machine's memory for them."""
     with measuring_worker(stages, spec.num_layers) as worker:
         found = worker.measure([] if file else [step])
     if file is None:

@@ -1,6 +1,6 @@
-"""What a layer split would be like: times, weights and pages of every stage, and the best split.
+"""Forecasts a layer split: times, weights and pages of every stage, and the best split.
 
-Pure arithmetic for `plan_command.py`.
+Pure arithmetic.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from sgl_pipeline.managers.planning.devices import StageDevice
 from sgl_pipeline.migration.cost_model import stage_times_ms
 from sgl_pipeline.migration.partition import balanced_layer_counts, fits_in
 
-# By how much the slowest stage may be slower where that leaves more room for pages.
+# Share by which the slowest stage may be slower if that leaves more room for pages.
 ROOM_SHARE = 0.02
 _SEARCH_STEPS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class StageForecast:
-    """`num_pages` is what fits beside its weights, below 0 where these do not fit."""
+    """`num_pages` fit beside its weights; negative if these do not fit."""
 
     layers: range
     time_ms: float
@@ -54,7 +54,7 @@ class SplitPlanner:
     """Splits of one model over given devices.
 
     Args:
-        costs: of the device that was measured; `devices` say how much faster each is.
+        costs: of the measured device; `devices` have speeds relative to it.
     """
 
     def __init__(self, costs: StageCosts, sizes: PartSizes, devices: Sequence[StageDevice]) -> None:
@@ -63,7 +63,7 @@ class SplitPlanner:
         self._memory_bytes = [device.memory_bytes for device in devices]
 
     def forecast(self, layer_counts: Sequence[int]) -> SplitForecast:
-        """What that split is like, whether it fits or not."""
+        """The forecast of that split, whether it fits or not."""
         times_ms = stage_times_ms(self._costs, layer_counts)
         stages = []
         ends = list(accumulate(layer_counts))
@@ -81,9 +81,9 @@ class SplitPlanner:
         return SplitForecast(tuple(layer_counts), tuple(stages), self._sizes.page_size)
 
     def fastest(self, num_tokens: int = 0) -> SplitForecast:
-        """The split whose slowest stage takes least, of those with pages for `num_tokens`.
+        """The split with the fastest slowest stage among those with pages for `num_tokens`.
 
-        Raises ConfigurationError where there is none.
+        Raises ConfigurationError if there is none.
         """
         fits = fits_in(self._sizes, self._memory_bytes, num_tokens)
         return self.forecast(balanced_layer_counts(self._costs, fits))
@@ -93,7 +93,7 @@ class SplitPlanner:
         than that of the fastest."""
         best = self.fastest(num_tokens)
         limit_ms = best.slowest_ms * (1.0 + ROOM_SHARE)
-        # All memory for pages bounds them from above.
+        # An upper bound: all memory is used for pages.
         fewest, most = best.num_tokens, sum(self._memory_bytes) // self._sizes.page_layer_bytes
         most *= self._sizes.page_size
         for _ in range(_SEARCH_STEPS):

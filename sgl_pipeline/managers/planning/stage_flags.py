@@ -6,7 +6,7 @@ from sgl_pipeline.args import KV_CACHE_DTYPES
 
 
 def add_stage_flags(parser: argparse.ArgumentParser) -> None:
-    """What `fit_command.stages_of` reads, except model, device and depth."""
+    """Adds the flags that `fit_command.stages_of` reads, except model, device and depth."""
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", help="as of the server: w8a8_int8, w4a8_int8 or fp8")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")

@@ -1,1 +1,1 @@
-"""The workers of this server: their processes, their channel, where new ones come from."""
+"""The workers of this server: their processes, their channel, and the source of new ones."""

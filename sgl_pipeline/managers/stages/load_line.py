@@ -1,6 +1,6 @@
-"""How far the stages are with their weights, on one line of the terminal.
+"""The progress of the stages' weights, on one line of the terminal.
 
-Kept by `stage_launcher.py` during the start; nothing is written where there is no terminal.
+Nothing is written if there is no terminal.
 """
 
 from sgl_pipeline.status_line import StatusLine, bar
@@ -15,7 +15,7 @@ class LoadLine:
         self._read: dict[int, int] = {}
 
     def heard(self, stage: int, num_layers: int) -> None:
-        """The stage has read so many of its layers."""
+        """The stage has read `num_layers` of its layers."""
         self._read[stage] = num_layers
         stages = ", ".join(f"{one}: {count}" for one, count in sorted(self._read.items()))
         whole = bar(sum(self._read.values()), self._num_layers)

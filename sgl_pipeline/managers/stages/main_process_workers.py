@@ -1,4 +1,4 @@
-"""New workers from the server's main process: both ends of the pipe on which they are asked for.
+"""New workers from the server's main process: both ends of the pipe on which they are requested.
 
 The main process has started the first workers (`stage_processes.py`), and children of the scheduler
 process would have no parent that outlives it; so it starts the later ones too. The pipe carries
@@ -54,7 +54,7 @@ class MainProcessWorkers:
         return WatchedProcess(started.pid)
 
     def forget(self, worker: int, *, has_served: bool) -> None:
-        """Its process is the launcher's to end."""
+        """The launcher ends its process."""
 
     def is_lost_with_host(self, worker: int) -> bool:
         return False
@@ -63,7 +63,7 @@ class MainProcessWorkers:
         return True
 
     def take_leavers(self) -> list[int]:
-        return []  # they say so themselves
+        return []  # they report it themselves
 
     def clock_offsets_s(self) -> Mapping[int, float]:
         return {}
@@ -75,7 +75,7 @@ class MainProcessWorkers:
 def serve_worker_requests(
     pipe: "Connection[bytes, bytes]", processes: StageProcesses
 ) -> threading.Thread:
-    """The main process's end: starts what is asked for, until the scheduler's end is closed.
+    """The main process's end: starts requested workers, until the scheduler's end is closed.
 
     Must be called when upstream has forked its children: a fork must not meet this thread. The
     thread lives as long as the process, since a worker ends with the thread that started it.

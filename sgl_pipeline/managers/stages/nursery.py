@@ -1,7 +1,7 @@
 """The main process's end of the nursery, the process that forks workers (`worker_nursery.py`).
 
-Used by `stage_processes.py`. A worker that has to import torch takes seconds, more where others
-have the cores; a fork takes a hundredth of one.
+A worker that must import torch takes seconds to start, more on a busy machine; a fork takes a
+hundredth of a second.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ class Nursery:
         self._start()
 
     def fork(self, arguments: Sequence[str]) -> int | None:
-        """The process id of a new worker with these arguments; None where the nursery is not ready
-        yet or has ended, which is begun again then."""
+        """The process id of a new worker with these arguments; None if the nursery is not ready
+        yet, or has ended; then it is started again."""
         try:
             if not self._has_become_ready():
                 return None

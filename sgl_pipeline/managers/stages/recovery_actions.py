@@ -73,7 +73,7 @@ class RecoveryActions:
         """Finds workers that have ended or take too long. To be called now and then, and when
         `StageLauncher.ends_descriptor` can be read.
 
-        Raises StageFailure where a stage cannot be replaced, and PipelineLost as
+        Raises StageFailure if a stage cannot be replaced, and PipelineLost as
         `StageLauncher.take_lost`.
         """
         for worker, reason in self._launcher.take_lost():
@@ -126,7 +126,7 @@ class RecoveryActions:
         """Requests workers. When they are there, all stages begin anew; where none comes, the
         stages that are left do.
 
-        Raises PipelineLost where too few are left.
+        Raises PipelineLost if too few are left.
         """
         for _ in range(self._recovery.num_wanted_workers(now_s)):
             self._recovery.asked(self._launcher.ask_for_worker(), now_s)
@@ -150,7 +150,7 @@ class RecoveryActions:
                 log_successor(message.stage, worker, roster.worker_of(message.stage))
         self._launcher.tell(told)
         if record is None and (record := self._recovery.current) is not None:
-            for stage in record.stages:  # its leaver is not heard any more
+            for stage in record.stages:  # messages of its leaver no longer count
                 self.on_lost(stage)
         if self._launcher.stages != before:
             record = self._recovery.current
@@ -161,7 +161,7 @@ class RecoveryActions:
 
     @property
     def _step_limit_s(self) -> float | None:
-        """How long a stage may take to be done with the step that it is in."""
+        """Seconds that a stage may take to finish its present step."""
         if self._watch is None or self._recovery.current is None:
             return None
         return max(self._watch.bound_s(stage) for stage in self._launcher.stages)

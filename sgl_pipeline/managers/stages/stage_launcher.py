@@ -1,7 +1,8 @@
-"""The scheduler's hands on its workers: their channel, their processes, who is asked for new ones.
+"""The scheduler's access to its workers: their channel, their processes, and the source of new
+ones.
 
-Called by the scheduler process. What is sent to a worker on its way to readiness is decided by
-`pipeline/worker_roster.py`; this file carries it, and notices when a worker ends.
+It runs in the scheduler process. `pipeline/worker_roster.py` decides the messages to a worker on
+its way to readiness; this module sends them, and notices when a worker ends.
 """
 
 import logging
@@ -51,9 +52,9 @@ class StageLauncher:
     Args:
         num_layers: of the model.
         pids: of the workers that have been started, by number.
-        source: who can be asked for more; None: no source.
-        predictor: of the parts' times on each worker, where that is known.
-        others: workers of other hosts, where there are some.
+        source: the source of more workers; None: no source.
+        predictor: of the parts' times on each worker, if known.
+        others: workers of other hosts, if any.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class StageLauncher:
         self._processes: dict[int, WorkerProcess] = {
             worker: WatchedProcess(pid) for worker, pid in enumerate(pids)
         }
-        # Those of the first stages are numbered, on whatever host they are started.
+        # The first workers have the numbers of their stages, on every host.
         self._num_workers = max(len(pids), args.stages.num_stages)
         self._ends = select.epoll()
         for process in self._processes.values():
@@ -85,7 +86,7 @@ class StageLauncher:
         self._arrived: deque[tuple[int, FromWorker]] = deque()
         self._failures: dict[int, WorkerFailed] = {}
         self._lost: set[int] = set()
-        # Workers that were told to end, and until when they may take.
+        # Workers that were ordered to end, and their deadlines.
         self._dismissed: dict[int, tuple[WorkerProcess, float]] = {}
         self._asked: set[int] = set()
         self._refused: list[RefusedWorker] = []
@@ -97,7 +98,7 @@ class StageLauncher:
         return range(self.roster.num_stages)
 
     def start(self) -> PipelineCapacity:
-        """Returns once a worker that is ready to take orders fills every stage. Where workers were
+        """Returns once a worker that is ready to take orders fills every stage. If workers were
         lost with their host and have been replaced, the roster's incarnation is not the first.
 
         Raises ConfigurationError for what a flag can fix, StageFailure for anything else.
@@ -128,10 +129,9 @@ class StageLauncher:
         return capacity
 
     def _check_start(self, losses: StartLosses) -> None:
-        """Has workers replaced that were lost with their host, once that is back.
-
-        Raises StageFailure for any other loss, and where the stages' links are joined for life,
-        and ConfigurationError as `take_lost` and where a host does not come back.
+        """Requests replacements for workers lost with their host once the host returns. Raises
+        StageFailure for any other loss, and if the stages' links cannot be rejoined, and
+        ConfigurationError as `take_lost` and if a host does not come back.
         """
         now_s = time.monotonic()
         lost_stages: list[tuple[int, str]] = []
@@ -155,14 +155,14 @@ class StageLauncher:
             self.ask_for_worker()
 
     def take(self, message: FromWorker) -> None:
-        """Books what a worker says on its way to readiness, and sends what follows from it.
+        """Applies a worker's message on its way to readiness, and sends the messages that follow.
 
         Raises ProtocolError and ConfigurationError as `WorkerRoster.take`.
         """
         self.tell(self.roster.take(message))
 
     def tell(self, messages: Iterable[Addressed]) -> None:
-        """Sends what each worker must know on its way to readiness, or when it is to end."""
+        """Sends each worker its messages on the way to readiness, or the order to end."""
         for worker, message in messages:
             if isinstance(message, Shutdown):
                 self._dismiss(worker)
@@ -172,7 +172,7 @@ class StageLauncher:
             self.channel.send(worker, message)
 
     def silent_newcomers(self, now_s: float) -> list[tuple[int, str]]:
-        """Workers that come up or load, and have said nothing for too long."""
+        """Workers that start or load, and have been silent for too long."""
         return [*self._joins.silent_workers(now_s)]
 
     def send(self, stage: int, message: ToWorker) -> None:
@@ -192,7 +192,7 @@ class StageLauncher:
 
     @property
     def stage_pids(self) -> list[int | None]:
-        """The process of each stage; None where it is to be replaced."""
+        """The process of each stage; None if it will be replaced."""
         workers = map(self.roster.worker_of, self.stages)
         processes = [None if worker is None else self._processes.get(worker) for worker in workers]
         return [None if process is None else process.pid for process in processes]
@@ -207,19 +207,19 @@ class StageLauncher:
         return {} if process is None else process.core_waits_s()
 
     def clock_offsets_s(self) -> dict[int, float]:
-        """Of stages whose clock is not this host's: what to add to their moments."""
+        """For stages on another clock than this host's: seconds to add to their moments."""
         offsets_s = {} if self._source is None else self._source.clock_offsets_s()
         stages = ((self.roster.worker_stage(worker), worker) for worker in offsets_s)
         return {stage: offsets_s[worker] for stage, worker in stages if stage is not None}
 
     def hosts(self) -> list[dict[str, Any]]:
-        """The hosts that workers come from, where there are several; JSON types only."""
+        """The hosts that workers come from, if there are several; JSON types only."""
         return [] if self._source is None else self._source.hosts()
 
     def ask_for_worker(self) -> int:
         """Asks the source for a worker; returns the number that it will greet with.
 
-        Raises StageFailure where there is no source.
+        Raises StageFailure if there is no source.
         """
         worker = self._num_workers
         if self._source is None:
@@ -231,8 +231,8 @@ class StageLauncher:
         return worker
 
     def receive(self) -> Iterator[tuple[int, FromWorker]]:
-        """Messages that have arrived, each with its worker, without those of workers that are lost
-        or to blame. A WorkerFailed is kept as the reason for `take_lost`."""
+        """Messages that have arrived, each with its worker, except messages of lost or faulty
+        workers. A WorkerFailed is kept as the reason for `take_lost`."""
         self._gather()
         while self._arrived:
             worker, message = self._arrived.popleft()
@@ -250,7 +250,8 @@ class StageLauncher:
                 yield worker, message
 
     def _show_progress(self, worker: int, message: FromWorker) -> None:
-        """Of the first workers alone: while the server runs the terminal is not ours."""
+        """Shows the progress of the first workers only: while the server runs the terminal is not
+        ours."""
         stage = self.roster.worker_stage(worker)
         if self._has_started or stage is None or self.roster.plan is None:
             return
@@ -260,7 +261,7 @@ class StageLauncher:
             self._load_line.heard(stage, self.roster.plan.layer_counts[stage])
 
     def blame(self, worker: int, reason: str) -> None:
-        """A worker has said what it may not: `take_lost` will have it."""
+        """A worker has sent an invalid message: `take_lost` will return it."""
         self._failures.setdefault(worker, WorkerFailed(worker, reason, False))
 
     def check(self, last_steps: Mapping[int, int]) -> None:
@@ -275,18 +276,16 @@ class StageLauncher:
             raise StageFailure(stage, last_steps.get(stage), reason)
 
     def take_lost(self) -> Iterator[tuple[int, str]]:
-        """The workers that have failed or ended since the last call, and what is known of the
-        cause. They are ended for certain, and what they said is forgotten.
-
-        Raises ConfigurationError where the user can fix it, and PipelineLost where a stage cannot
-        take over what others have left.
+        """The workers that have failed or ended since the last call, and the known cause. Their
+        processes are certainly ended, and their messages forgotten. Raises ConfigurationError if
+        the user can fix it, and PipelineLost if a stage cannot take over the layers of others.
         """
         self._take_started()
         self._end_dismissed()
         ended = [worker for worker, process in self._processes.items() if process.wait(0)]
         if ended:
-            # What a worker said before it ended explains more than its exit code. Otherwise what
-            # has arrived stays in the channel, whose socket wakes the loop.
+            # A worker's last message explains more than its exit code. Otherwise messages that have
+            # arrived stay in the channel, whose socket wakes the loop.
             self._gather()
         for worker, reason in self._others.take_broken().items() if self._others else ():
             self._failures.setdefault(worker, WorkerFailed(worker, reason, False))
@@ -300,7 +299,7 @@ class StageLauncher:
                 yield worker, reason
 
     def take_leavers(self) -> list[int]:
-        """Workers that shall go with their host, since the last call."""
+        """Workers that must leave with their host, since the last call."""
         leavers = [] if self._source is None else self._source.take_leavers()
         return [worker for worker in leavers if worker not in self._lost]
 
@@ -332,7 +331,8 @@ class StageLauncher:
             self._ends.register(process, select.EPOLLIN)
 
     def _require_one_of_many(self, worker: int, message: str) -> None:
-        """A newcomer that does not fit may be followed by one that does; others may not."""
+        """A newcomer that does not fit may be followed by one that does; the first workers may
+        not."""
         text = f"stage {self.roster.stage_of(worker)}: {message}"
         if not self._has_started:
             raise ConfigurationError(text)
@@ -345,8 +345,8 @@ class StageLauncher:
         return self._ends.fileno()
 
     def ask_for_dump(self, worker: int) -> str:
-        """Has a worker write the stacks of its threads into the log, if it can; returns what the
-        kernel says that it does."""
+        """Makes a worker write the stacks of its threads into the log, if it can; returns its state
+        according to the kernel."""
         process = self._processes.get(worker)
         if process is None:
             return "gone"
@@ -354,7 +354,7 @@ class StageLauncher:
         return process.state()
 
     def give_up(self, worker: int) -> None:
-        """Ends a worker, wherever it is: nothing that it says will be heard any more."""
+        """Ends a worker on any host: its messages no longer count."""
         self._lost.add(worker)
         self._joins.forget(worker)
         if self._others is not None:
@@ -367,7 +367,7 @@ class StageLauncher:
             process.close()
 
     def _dismiss(self, worker: int) -> None:
-        """Lets a worker end that is of no use any more; nothing that it says will be heard."""
+        """Lets a worker end that is not needed any more; its messages no longer count."""
         self.channel.send(worker, Shutdown())
         self._lost.add(worker)
         self._joins.forget(worker)
@@ -384,7 +384,7 @@ class StageLauncher:
                 self.give_up(worker)
 
     def _gather(self) -> None:
-        """Takes what has arrived from the channel."""
+        """Takes the messages that have arrived from the channel."""
         while True:
             try:
                 received = self.channel.receive()

@@ -1,4 +1,4 @@
-"""The stage worker processes, as the server's main process owns them: started, and surely ended.
+"""Owns the stage worker processes for the main process: starts them, and makes sure that they end.
 
 They start before the main process imports SGLang, so that torch is imported on other cores
 meanwhile. They wait for the scheduler process, which binds the address that they connect to. Must
@@ -25,8 +25,8 @@ class WorkerPlace(NamedTuple):
     """The host of a worker, if the pipeline has several.
 
     `head_address` is the head's cluster port, empty on the head itself; `host_address` that of the
-    worker's own host, on `interface`; `model_path` where this host has the model, if not where the
-    head has it.
+    worker's own host, on `interface`; `model_path` the model's path on this host, if it differs
+    from the head's.
     """
 
     head_address: str = ""
@@ -56,8 +56,8 @@ class StageProcesses:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the workers that were started at first, by number, until others are. They
-        stay taken until then, also when one has ended."""
+        """Process ids of the first workers, by number. Until another worker is started they are not
+        reused, even if a worker has ended."""
         return tuple(process.pid for process in self._processes)
 
     def start(self, num_stages: int, cpu_threads: int | None) -> None:
@@ -74,8 +74,8 @@ class StageProcesses:
                 self._processes.append(self._spawn(worker, own_threads))
 
     def keep_nursery(self) -> None:
-        """Has a process import what workers need, so that those which are started later are its
-        forks and there at once. Not for stages on GPUs."""
+        """Makes a process import all modules that workers need, so that later workers are its forks
+        and start at once. Not for stages on GPUs."""
         with self._lock:
             if not self._is_closed:
                 self._nursery = Nursery(self._environment(max(self._threads, default=1)))
@@ -87,7 +87,7 @@ class StageProcesses:
         with self._lock:
             if self._is_closed:
                 return None
-            # How they ended has been read by now: others are started after that.
+            # Their ends have been noticed by now: others are started after that.
             self._processes = [one for one in self._processes if one.poll() is None]
             if self._nursery is not None and threads is None:
                 pid = self._nursery.fork(self._arguments(worker))
@@ -146,7 +146,7 @@ class StageProcesses:
         environment.setdefault("GOMP_SPINCOUNT", "20000")
         # Weights in huge pages: a fifth off a step of few rows, which is bound by reading them.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-        # They would listen on every interface; without other hosts none but the loopback is used.
+        # They would listen on every interface; without other hosts only the loopback is used.
         interface = self.place.interface
         return environment | {
             "NCCL_SOCKET_IFNAME": f"={interface}",

@@ -1,6 +1,6 @@
 """Workers that were lost with their host before the server was ready: the start waits for the host.
 
-Kept by `stage_launcher.py`, which asks for as many again once all hosts are there. Reads no clock.
+As many workers are requested again once all hosts are there. Reads no clock.
 """
 
 import logging
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 class StartLosses:
     """Args:
-    limit_s: how long a lost host may take to come back.
+    limit_s: seconds that a lost host may take to come back.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -22,7 +22,7 @@ class StartLosses:
         self._since_s = 0.0
 
     def add(self, reason: str, now_s: float) -> None:
-        """A worker was lost with its host; `reason` names that."""
+        """A worker was lost with its host; `reason` names the host."""
         self._num_workers += 1
         if reason != self._reason:
             self._reason, self._since_s = reason, now_s
@@ -34,9 +34,9 @@ class StartLosses:
             )
 
     def num_wanted(self, are_hosts_there: bool, now_s: float) -> int:
-        """How many workers to ask for now; they count as asked for from then on.
+        """Number of workers to request now; they count as requested from then on.
 
-        Raises ConfigurationError where a host has not come back in time.
+        Raises ConfigurationError if a host has not come back in time.
         """
         if not self._num_workers:
             return 0

@@ -1,9 +1,8 @@
 """A process that has imported what a stage needs and forks workers: a new one is there at once.
 
-Started by `nursery.py` on CPUs; a GPU cannot be used by the fork of a process that
-may have touched it. Asks arrive on a socket, each a JSON list of `stage_process.py`'s arguments;
-each is answered with a process id. Starts no thread and runs no kernel, because a fork has neither.
-Never imports sglang.
+It exists on CPUs only: a fork cannot use a GPU that its parent may have touched. Requests arrive on
+a socket, each a JSON list of `stage_process.py`'s arguments; each is answered with a process id.
+Starts no thread and runs no kernel, because a fork has neither. Never imports sglang.
 """
 
 import argparse
@@ -28,8 +27,8 @@ def main() -> int:
     parser.add_argument("--socket", required=True, type=int, help="descriptor that asks come from")
     options = parser.parse_args()
     die_with_parent(options.parent)
-    # Who asks all processes of a server to go means its end, which is the parent's to bring about.
-    # It stays blocked, so that none which comes to a fork at once is lost.
+    # A SIGTERM to all processes of a server asks for its end, which the parent brings about. The
+    # signal stays blocked, so that one to a new fork is not lost.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
     from setproctitle import setproctitle
@@ -56,7 +55,7 @@ def main() -> int:
 
 
 def _reap() -> None:
-    """Lets go of forks that have ended. How they did has been read: others are asked for after
+    """Reaps forks that have ended. Their ends have been noticed: others are requested after
     that."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:

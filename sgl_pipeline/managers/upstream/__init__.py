@@ -1,1 +1,1 @@
-"""What is known of SGLang's flags, fields, messages and environment."""
+"""Our tables and checks of SGLang's flags, fields, messages and environment."""

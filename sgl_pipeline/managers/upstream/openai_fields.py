@@ -1,9 +1,9 @@
 """Fields of OpenAI's requests that upstream's front would accept and then ignore: refused by name.
 
-Used by `front_guard.py`, which sees a body before upstream does. What later stations refuse
-themselves (`sglang_requests.py`, upstream's own checks) is not repeated here, and what the API
-defines as a hint or a label (`user`, `service_tier`, ...) is let through. A test walks the fields
-of upstream's request models and of the openai client: none may be unheard of.
+Bodies are checked before upstream reads them. Later checks (`sglang_requests.py`, upstream's own)
+are not repeated here, and fields that the API defines as hints or labels (`user`, `service_tier`,
+...) are accepted. A test walks the fields of upstream's request models and of the openai client:
+each must be known here.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,13 +18,13 @@ from sgl_pipeline.errors import MalformedData
 
 @dataclass(frozen=True, slots=True)
 class ServedFeatures:
-    """What the command line switched on that decides about a field."""
+    """Features of the command line on which the effect of a field depends."""
 
     parses_tool_calls: bool
     has_completion_template: bool
 
 
-# A decoded body with the fields that some rule looks at; absent ones are None.
+# A decoded body with the fields that the rules read; absent ones are None.
 Body = Any
 
 
@@ -207,7 +207,8 @@ _DECODERS = {path: _decoder(rules) for path, rules in RULES.items()}
 
 
 def refusal(path: str, body: bytes | bytearray, features: ServedFeatures) -> str | None:
-    """Why a request to `path` is turned away; None when it is not, or for upstream to read."""
+    """The reason to refuse a request to `path`; None if there is none, or if upstream must read
+    it."""
     try:
         fields = decode(_DECODERS[path], body)
     except (KeyError, MalformedData):

@@ -1,7 +1,7 @@
-"""What of a generate request is checked before upstream's front reads it.
+"""Checks of a generate request before upstream's front reads it.
 
-Called by `front_guard.GuardedTokenizerManager`. Only what would hold the front, break it, or be
-lost on the way is checked here; all else is left to upstream and to `sglang_requests.py`.
+Only values that would block the front, break it, or be lost on the way are checked here; upstream
+and `sglang_requests.py` check the rest.
 """
 
 import functools
@@ -31,7 +31,7 @@ MAX_REQUEST_ID_LENGTH = 512
 # with every character escaped in JSON.
 MAX_CHARACTERS_PER_CONTEXT_TOKEN = 16
 
-# Fields that upstream drops or trips over where a model has no use for them.
+# Fields that upstream drops or fails on if a model does not use them.
 _UNBUILT_INPUTS = {
     "image_data": "image, audio and video input",
     "video_data": "image, audio and video input",
@@ -47,7 +47,7 @@ _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class RefusedRequestError(ValueError):
-    """What upstream's handlers turn into an error reply of this status."""
+    """Upstream's handlers turn it into an error reply of this status."""
 
     def __init__(self, message: str, status_code: HTTPStatus) -> None:
         super().__init__(message)
@@ -151,7 +151,7 @@ def _is_several(prompts: Any) -> bool:
 
 
 def _checked_samples(one: dict[str, Any]) -> int:
-    """How many samples these sampling parameters ask for. Raises when they cannot be read."""
+    """Number of samples that these sampling parameters ask for. Raises when they cannot be read."""
     samples = 1 if one.get("n") is None else one["n"]
     if not isinstance(samples, int) or not 1 <= samples <= MAX_SAMPLES_PER_PROMPT:
         raise _refused(f"n must be between 1 and {MAX_SAMPLES_PER_PROMPT}, got {samples!r}")

@@ -1,8 +1,8 @@
-"""Stop strings and stop expressions: noticing that the text generated so far holds one.
+"""Finds stop strings and stop expressions in the text generated so far.
 
-A `StopTextCheck` rides on the `StopRules` of a request and is called by the scheduler for every
-token. The Detokenizer, not this file, trims the reply. Each call decodes and searches a bounded
-tail, never the whole output.
+A `StopTextCheck` is part of a request's `StopRules` and runs in the scheduler for every token. The
+Detokenizer, not this module, trims the reply. Each call decodes and searches a bounded tail, never
+the whole output.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ _UNFINISHED = "\ufffd"
 def check_stop_strings(asked: Any) -> tuple[str, ...]:
     """The stop strings of a request that asks for `asked`, one or several.
 
-    Raises RequestError (400) when they are no text, empty, too many or too long.
+    Raises RequestError (400) when they are not text, empty, too many or too long.
     """
     stops = [asked] if isinstance(asked, str) else asked
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):

@@ -1,7 +1,7 @@
-"""What our processes read of upstream's resolved arguments.
+"""The upstream arguments that our processes read, after upstream has resolved them.
 
-As `upstream_messages.py` for messages, and held to upstream's classes by the same test. What
-becomes of each argument that is not read is in `upstream_fields.py`.
+As `upstream_messages.py` for messages, and held to upstream's classes by the same test.
+`upstream_fields.py` lists the treatment of all other arguments.
 """
 
 from typing import Protocol
@@ -37,7 +37,7 @@ class SglangServerArgs(Protocol):
     extra_metric_labels: dict[str, str] | None
 
     def url(self) -> str:
-        """Where clients reach the server."""
+        """The address at which clients reach the server."""
 
 
 class SglangPortArgs(Protocol):

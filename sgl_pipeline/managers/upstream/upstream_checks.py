@@ -1,4 +1,4 @@
-"""Acts on the table of `upstream_fields.py`: notes what has no effect, refuses what remains."""
+"""Applies the table of `upstream_fields.py`: notes arguments without effect, refuses the rest."""
 
 import argparse
 import logging

@@ -1,7 +1,7 @@
 """SGLang's environment variables for pipelines: one is honored, the others are named.
 
-Asked by `server_args.py`, with the flags parsed. The variables of other subjects are read where
-they belong (`_timeout_s`, `cluster/interfaces.py`).
+They are checked once the flags are parsed. Variables of other subjects are read where they belong
+(`_timeout_s`, `cluster/interfaces.py`).
 """
 
 import logging
@@ -15,8 +15,9 @@ _SMOOTH_FACTOR = "SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR"
 
 
 def layer_partition_of(flag: str | None, num_stages: int) -> tuple[str | None, str]:
-    """The layer split that was asked for, and by which name: `--pp-layer-partition`, whose value is
-    `flag`, before SGLang's variable. As in SGLang, that one is for two stages or more."""
+    """The requested layer split, and the name that requested it: `--pp-layer-partition`, whose
+    value is `flag`, before SGLang's variable. As in SGLang, the variable is for two stages or
+    more."""
     value = os.environ.get(LAYER_PARTITION)
     if value is None:
         return flag, "--pp-layer-partition"

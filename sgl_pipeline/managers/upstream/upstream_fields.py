@@ -1,9 +1,9 @@
-"""What becomes of every one of SGLang's server arguments: a table, and nothing but the table.
+"""The treatment of each of SGLang's server arguments: a table, and nothing but the table.
 
-Read by `server_args.py`, `upstream_checks.py` and the test that walks upstream's fields: each is
-HONORED by our own processes, handed to the FRONT (upstream's HTTP server, TokenizerManager or
-Detokenizer, where it keeps its meaning), NOTED by a line that says what holds here in its place, or
-refused at start when it differs from its default. None may be ignored without a word.
+A test walks upstream's fields: each is HONORED by our own processes, handed to the FRONT
+(upstream's HTTP server, TokenizerManager or Detokenizer, where it keeps its meaning), NOTED by a
+line about its replacement here, or refused at start when it differs from its default. None may be
+ignored without a word.
 """
 
 from dataclasses import dataclass
@@ -57,8 +57,8 @@ FRONT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """`text` is what holds here whatever the value; `values` may be given, None: any. Upstream gets
-    its default. Only for what can change no answer and no promise."""
+    """`text` describes the behavior here for any value; `values` are accepted, None: any. Upstream
+    gets its default. Only for arguments that can change no answer and no guarantee."""
 
     text: str
     values: frozenset[Any] | None = None
@@ -213,7 +213,7 @@ _REFUSED_TEXT = {
 # Field name -> why a value other than the default is refused.
 REFUSED_FIELDS = {name: reason for reason, names in _REFUSED_TEXT.items() for name in names.split()}
 
-# What upstream itself gets, whatever the user asked. It resolves and runs its front as a CPU
+# Values that upstream itself gets, for any command line. It resolves and runs its front as a CPU
 # server without a pipeline; it never sees the two sizes that only our scheduler uses (it would
 # demand that one divides the other); it looks for no kernels for quantized weights, keys or values;
 # and usage always reports cached tokens.
@@ -235,8 +235,8 @@ UPSTREAM_VALUES = {
 
 
 def refusal(name: str, namespace: str) -> str | None:
-    """Why field `name` of upstream's `namespace` must keep its default; None when it need not.
-    Of a NOTED one with `values`: why it must have one of those."""
+    """The reason why field `name` of upstream's `namespace` must keep its default, or None; for a
+    NOTED field with `values`, why it must have one of them."""
     if name in HONORED or name in FRONT or (name in NOTED and NOTED[name].values is None):
         return None
     return REFUSED_FIELDS.get(name) or REFUSED_NAMESPACES.get(namespace)

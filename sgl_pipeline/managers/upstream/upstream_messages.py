@@ -1,9 +1,9 @@
-"""What our processes read of upstream's messages: a protocol for each, with these fields alone.
+"""The fields of upstream's messages that our processes read: a protocol for each message.
 
 Upstream's classes are untyped for mypy, which sees a misspelt field of these. A field read for the
 first time is added here, and test/managers/upstream/test_upstream_messages.py compares all of them
-with upstream's classes. Fields are as upstream means them; what they may hold is checked where they
-are read.
+with upstream's classes. Fields have upstream's meaning; their values are checked where they are
+read.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class SglangMessage(Protocol):
 
 
 class SamplingMessage(Protocol):
-    """How a request wants its tokens drawn and shown (upstream: `SamplingParams`)."""
+    """A request's parameters of sampling and output (upstream: `SamplingParams`)."""
 
     max_new_tokens: int | None
     min_new_tokens: int

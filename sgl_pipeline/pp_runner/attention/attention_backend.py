@@ -1,8 +1,8 @@
-"""What every attention backend offers to the decoder layers.
+"""The interface of attention backends for the decoder layers.
 
-Implemented by `torch_attention`, `cpu_attention` and `flashinfer_attention`; chosen in
-`pp_runner/kernel_choice.py`. Shapes: T rows, Hq query heads, Hkv key/value heads, D head dim, N
-pages, S page size, W elements of a row in a page: D, or more where pages hold codes (kv_format.py).
+`pp_runner/kernel_choice.py` chooses between them. Shapes: T rows, Hq query heads, Hkv key/value
+heads, D head dim, N pages, S page size, W elements of a row in a page: D, or more where pages hold
+codes (kv_format.py).
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class AttentionShape:
 
     @property
     def page_dtype(self) -> torch.dtype:
-        """Of what pages hold."""
+        """The dtype of a page's elements."""
         return self.coded_dtype or self.dtype
 
     @property

@@ -1,7 +1,7 @@
 """Paged attention on CPU cores, by the compiled kernels of `cpu_kernels/attention.cpp`.
 
-Chosen by `pp_runner/kernel_choice.py`, which turns a KernelBuildError into the torch path. Hands
-raw pointers to C++, so it must never pass a tensor on whose shape, type or layout was not checked.
+If the kernels cannot be built, `pp_runner/kernel_choice.py` falls back to torch. Hands raw pointers
+to C++, so it must never pass a tensor on whose shape, type or layout was not checked.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class CpuAttention:
     same type or in codes of 8 bits.
 
     Computes with `arithmetic`, which `kernels` must have for the shape's dtype, by default with the
-    fastest, on `torch.get_num_threads()` threads. A row's result depends on nothing but its own
-    query, keys and values: bitwise the same decoded, in one chunk or in many, in any microbatch.
+    fastest, on `torch.get_num_threads()` threads. A row's result depends only on its own query,
+    keys and values: bitwise the same decoded, in one chunk or in many, in any microbatch.
     """
 
     shape: AttentionShape

@@ -1,7 +1,7 @@
 """The keys and values of a stage's layers, in pages that all stages number alike.
 
-Owned by the stage's `HeldLayers`, written by the layer kernels, read by the attention backends.
-Knows nothing of requests: which page belongs to whom is the scheduler's business alone.
+The layer kernels write the pages, the attention backends read them. The pool does not know
+requests: only the scheduler knows to which request a page belongs.
 """
 
 from collections.abc import Iterable
@@ -27,10 +27,10 @@ class KvPool:
         layers: model-wide ids of the layers that have pages from the start.
         shape: of the keys and values, and of a page.
         num_pages: pages of each layer, the same for all.
-        has_padding_page: whether each layer has one page more, `padding_page`, which belongs to no
-            request: rows that only fill up a step write there.
-        max_layers: memory for so many is taken now and kept. To touch it for the first time takes
-            as long as several steps do.
+        has_padding_page: whether each layer has one additional page, `padding_page`, which belongs
+            to no request: rows that only fill up a step write there.
+        max_layers: memory for this many layers is taken now and kept. Touching it for the first
+            time takes as long as several steps.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class KvPool:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all pages of all layers here, and of those that may come."""
+        """Bytes of all pages of all present layers, and of layers that may come."""
         every = (*self._pages.values(), *self._spare)
         return sum(keys.nbytes + values.nbytes for keys, values in every)
 

@@ -1,6 +1,6 @@
-"""The reference attention backend: plain torch on any device, what the others are tested against.
+"""The reference attention backend: plain torch on any device. The others are tested against it.
 
-Chosen with `--stage-attention-backend torch`, or where nothing faster is available. Gathers every
+It serves `--stage-attention-backend torch`, or machines without a faster one. It gathers every
 visible page into a contiguous copy for each layer, so it is clear rather than fast. Must never let
 one request's keys or values touch another's rows.
 """
@@ -41,7 +41,7 @@ class TorchAttention:
         self._groups: list[_ChunkGroup] = []
 
     def plan(self, layout: PagedLayout) -> None:
-        """Groups the chunks and works out which row sees which key."""
+        """Groups the chunks and computes which keys each row sees."""
         self._groups = []
         if layout.num_decodes:
             self._groups.append(self._group(layout, 0, layout.num_decodes))
@@ -60,7 +60,7 @@ class TorchAttention:
                 decode(pages[group.pages], query.dtype).flatten(1, 2).transpose(1, 2).float()
                 for pages in (key_pages, value_pages)
             )
-            # What lies there may be another request's, and weight 0 does not silence a NaN.
+            # These keys may belong to another request, and weight 0 does not remove a NaN.
             keys.masked_fill_(~group.has_key, 0.0)
             values.masked_fill_(~group.has_key, 0.0)
             attended = F.scaled_dot_product_attention(
@@ -82,7 +82,7 @@ class TorchAttention:
         kv_lengths = layout.kv_lengths[first:end].long()
         first_row, end_row = layout.query_indptr[[first, end]].tolist()
         num_rows = (end_row - first_row) // (end - first)
-        # Row q of a chunk is that many keys short of the chunk's last row.
+        # Row q of a chunk sees this many keys fewer than the chunk's last row.
         visible_keys = kv_lengths[:, None] - torch.arange(num_rows - 1, -1, -1)  # [C, Q]
         key_positions = torch.arange(pages.shape[1] * layout.page_size)
         device = self._shape.device

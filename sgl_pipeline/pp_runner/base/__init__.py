@@ -1,1 +1,1 @@
-"""What the rooms of a stage share: inputs of a step, KV formats, copies to the host, threads."""
+"""Shared parts of a stage's rooms: inputs of a step, KV formats, copies to the host, threads."""

@@ -1,7 +1,6 @@
-"""The cores of a CPU stage, and which of them its threads compute on.
+"""The cores of a CPU stage, and their assignment to its threads.
 
-Called by the stage worker, the loading of its stage and the cost measurement, and by each thread
-that a stage starts beside those that compute.
+It must also be called by each thread that a stage starts beside its compute threads.
 """
 
 import logging
@@ -15,14 +14,14 @@ from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
 
 logger = logging.getLogger(__name__)
 
-_cores: Sequence[int] = ()  # of this process, as `pin_threads` was told
+_cores: Sequence[int] = ()  # of this process, as given to `pin_threads`
 
 
 def pin_threads(num_threads: int, cores: Sequence[int]) -> None:
-    """Keeps this thread, and those that it starts, on `cores` (all when empty), with `num_threads`
-    compute threads.
+    """Keeps this thread, and threads that it starts, on `cores` (all when empty), with
+    `num_threads` compute threads.
 
-    Raises ConfigurationError when the system has not got the cores.
+    Raises ConfigurationError when the system does not have the cores.
     """
     global _cores
     if cores:
@@ -40,11 +39,11 @@ def bind_compute_threads(
     kernels_name: str, dtype: torch.dtype, num_threads: int, cores: Sequence[int]
 ) -> None:
     """Keeps each compute thread on a core of its own, where the stage has as many cores as threads,
-    and the layer kernels of that name have compiled products for `dtype`.
+    and the layer kernels of this name have compiled products for `dtype`.
 
     The system moves a thread when something else runs on its core for a moment; two on one core
-    take turns, 4 ms each. Where it refuses, they go on so, with a warning. torch's own products end
-    threads that they do not need: those that came later would all be on this thread's core.
+    take turns, 4 ms each. If it refuses, threads stay unbound, with a warning. torch's own products
+    end threads that they do not need: later threads would all be on this thread's core.
     """
     if kernels_name != "cpu" or dtype != torch.bfloat16 or num_threads == 1 or not cores:
         return

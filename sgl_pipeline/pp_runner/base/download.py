@@ -1,7 +1,6 @@
-"""The way of what a step has computed from the stage's device to the host.
+"""Brings a step's results from the stage's device to the host.
 
-Used by `output_tail.py`, chosen in `device.py`. On a CPU there is no way to go; that of a GPU is
-`cuda/output_staging.py`.
+On a CPU there is nothing to copy; for a GPU see `cuda/output_staging.py`.
 """
 
 import contextlib
@@ -14,13 +13,13 @@ import torch
 
 
 class HostCopy(Protocol):
-    """Tensors on their way."""
+    """Tensors on their way to the host."""
 
     def is_ready(self) -> bool:
-        """Whether they have arrived."""
+        """Whether the tensors have arrived."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """They, on the host; waits for them."""
+        """The tensors on the host; waits for them."""
 
 
 class Download(Protocol):
@@ -30,8 +29,8 @@ class Download(Protocol):
         """Starts the copy, behind all that computes `tensors`."""
 
     def beside_kernels(self, *read: torch.Tensor) -> AbstractContextManager[None]:
-        """What is asked of the device inside does not wait for steps that were launched since the
-        last call; it may read `read`, which that call was behind."""
+        """Device work inside does not wait for steps that were launched since the last call; it may
+        read `read`, which that call came after."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

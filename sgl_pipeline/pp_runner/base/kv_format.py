@@ -1,13 +1,12 @@
-"""What pages hold of a key or value: the numbers themselves, or codes of 8 bits.
+"""The contents of KV pages: numbers, or codes of 8 bits.
 
-The dtype of the pages says which. `int8`: a row (a head's key or value of one token) is D codes and
-the scale of them all, 4 bytes of fp32 behind them. `float8_e4m3fn`: the nearest numbers of that
-format, without a scale, and its largest for those beyond. Any other dtype: the numbers.
+The dtype of the pages decides which. `int8`: a row (a head's key or value of one token) is D codes
+and the scale of them all, 4 bytes of fp32 behind them. `float8_e4m3fn`: the nearest numbers of that
+format, without a scale, and its largest for numbers beyond. Any other dtype: the numbers.
 
-The definition of the codes, in plain torch: used by the torch leaves of `attention/` and
-`layer_kernels/`, and by `kv_pool.py` for sizes. `cpu_kernels/kv_codes.h` does the same bit for bit.
-A code depends on its own row alone, and what is decoded is rounded to the model's dtype, so a row
-of the model has the same bits in any microbatch.
+The definition of the codes is in plain torch; `cpu_kernels/kv_codes.h` does the same bit for bit. A
+code depends on its own row alone, and decoded numbers are rounded to the model's dtype, so a row of
+the model has the same bits in any microbatch.
 """
 
 import torch

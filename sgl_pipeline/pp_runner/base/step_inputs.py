@@ -1,7 +1,7 @@
 """Turns a step's chunks into the index tensors that the layers, the attention and the sampler read.
 
-Built by the stage worker from the plan alone, before the activations arrive. Never looks at model
-state. Shapes: T tokens (rows) of the step, C chunks, P page references, S sampled rows.
+They follow from the plan alone, before the activations arrive, and never from model state. Shapes:
+T tokens (rows) of the step, C chunks, P page references, S sampled rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ from sgl_pipeline.wire.step_order import MirroredChunk
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedLayout:
-    """Where the step's queries and their keys lie, as FlashInfer's paged wrappers want it.
+    """The places of the step's queries and keys, in the form of FlashInfer's paged wrappers.
 
     All on the host, int32: the planners read them there. Query rows of chunk `c` are
-    `query_indptr[c]:query_indptr[c + 1]`, its pages
-    `page_indices[page_indptr[c]:page_indptr[c + 1]]`, of which the last holds
-    `last_page_lengths[c]` tokens, so that `kv_lengths[c]` keys are visible to the chunk's last row
-    (and one fewer to each row before it). The first `num_decodes` chunks have one row each.
+    `query_indptr[c]:query_indptr[c + 1]`, its pages `page_indices[page_indptr[c]:page_indptr[c +
+    1]]`, the last of which holds `last_page_lengths[c]` tokens, so that `kv_lengths[c]` keys are
+    visible to the chunk's last row (and one fewer to each row before it). The first `num_decodes`
+    chunks have one row each.
     """
 
     page_size: int
@@ -72,7 +72,7 @@ def build_step_inputs(
     """The inputs of a step with at least one chunk, rows in chunk order.
 
     Args:
-        upload: brings the tensors to `device`; by default each for itself.
+        upload: brings the tensors to `device`; by default each separately.
     """
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     lengths = np.array([chunk.length for chunk in chunks], np.int64)

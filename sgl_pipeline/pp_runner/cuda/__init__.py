@@ -1,1 +1,1 @@
-"""What only a stage on an NVIDIA GPU needs: graphs, staging of its inputs, builds of kernels."""
+"""Parts that only a stage on an NVIDIA GPU needs: graphs, and staging of its inputs and outputs."""

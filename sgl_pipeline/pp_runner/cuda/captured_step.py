@@ -1,8 +1,7 @@
 """The layers of a step as graphs, and the buffers that they read and write.
 
-Made and replayed by `graphed_layers.py`. A step of decodes is one graph. In a step with prefill the
-graphs end where attention begins: how it splits the work is up to the step's layout, all else only
-to the number of rows.
+A step of decodes is one graph. In a step with prefill the graphs end where attention begins: its
+split of the work depends on the step's layout, all else only on the number of rows.
 
 Shapes: R rows of the graph, of which the step uses the first T; H hidden size, Hq query heads, D
 head dim.
@@ -45,8 +44,8 @@ class AttendInto(Protocol):
 class StepBuffers:
     """One set for all graphs, which never run at the same time, as long as the largest of them.
 
-    `hidden` is what comes from the stage before; None on the first. `query` goes into attention and
-    `attended` comes out of it, where it is not in the graph.
+    `hidden` is the previous stage's output; None on the first. `query` goes into attention and
+    `attended` comes out of it, if it is not in the graph.
     """
 
     token_ids: torch.Tensor  # [R] int64, like the two below
@@ -76,8 +75,8 @@ class StepBuffers:
     def fill(
         self, inputs: StepInputs, hidden: torch.Tensor | None, num_rows: int, padding_slot: int
     ) -> None:
-        """The step's rows; those from T to `num_rows` write to `padding_slot`, and what else they
-        hold is of an earlier step, harmless and never looked at."""
+        """Copies the step's rows; rows from T to `num_rows` write to `padding_slot`. Their other
+        contents are of an earlier step, harmless and never read."""
         used = inputs.num_tokens
         self.token_ids[:used].copy_(inputs.token_ids)
         self.positions[:used].copy_(inputs.positions)
@@ -88,7 +87,7 @@ class StepBuffers:
             self.hidden[:used].copy_(hidden)
 
     def step_inputs(self, num_rows: int, layout: PagedLayout) -> StepInputs:
-        """What `HeldLayers.forward` reads, as views of the buffers."""
+        """The inputs of `HeldLayers.forward`, as views of the buffers."""
         return StepInputs(
             token_ids=self.token_ids[:num_rows],
             positions=self.positions[:num_rows],
@@ -111,7 +110,7 @@ class CapturedStep:
     output: torch.Tensor
 
     def replay(self, buffers: StepBuffers, num_tokens: int, attend_into: AttendInto) -> None:
-        """Runs the layers on what `buffers` hold; `attend_into` serves the step's T rows."""
+        """Runs the layers on the contents of `buffers`; `attend_into` serves the step's T rows."""
         self.graphs[0].replay()
         query, attended = buffers.query[:num_tokens], buffers.attended[:num_tokens]
         for pages, graph in zip(self.pages, self.graphs[1:], strict=True):
@@ -121,7 +120,7 @@ class CapturedStep:
 
 @dataclass(slots=True, eq=False)
 class _CuttingAttention:
-    """Stands in for attention while a step is recorded: ends a graph and begins the next.
+    """Replaces attention while a step is recorded: ends a graph and begins the next.
 
     Before the recording, `recorder` is None and it does nothing but move the rows.
     """

@@ -1,7 +1,7 @@
 """Calls every FlashInfer kernel of a stage once, so that all are compiled when the stage starts.
 
-Called by `kernel_choice.py`. Without it a missing compiler would end the server at the first
-request, and the first prompts would wait for minutes.
+Without it a missing compiler would end the server at the first request, and the first prompts would
+wait for minutes.
 """
 
 import torch
@@ -10,7 +10,7 @@ from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend,
 from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels, RmsNorm, Rotation
 
-# Where it is not known what the stage's pages hold.
+# If the contents of the stage's pages are not known.
 ONE_HEAD = AttentionShape(
     num_query_heads=1,
     num_kv_heads=1,

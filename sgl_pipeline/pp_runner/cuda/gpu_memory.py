@@ -1,7 +1,6 @@
-"""What a stage on a GPU needs beside its weights and KV pages, and what is left for the pages.
+"""Estimates a GPU stage's memory besides its weights and KV pages, and the rest for the pages.
 
-Used by `kv_capacity.py`. Arithmetic only: it asks no device. What was estimated and never measured
-is a constant with a name.
+Arithmetic only: it asks no device. An estimate that was never measured is a constant with a name.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ CONTEXT_BYTES = 512 * 2**20
 # Buffers of one NCCL communicator, by default settings.
 _COMMUNICATOR_BYTES = 256 * 2**20
 # The largest step: prompt tokens by the default of --chunked-prefill-size, and decodes by that of
-# --max-running-requests. More of either takes from what --mem-fraction-static leaves aside.
+# --max-running-requests. More of either uses memory that --mem-fraction-static leaves free.
 _STEP_DECODES = 256
 _STEP_ROWS = 2048 + _STEP_DECODES
 _FP32_BYTES = 4
@@ -28,7 +27,7 @@ ROUNDED_INPUT_BYTES, EXACT_SUM_BYTES = 1, 4 + 4
 class CardMemory(NamedTuple):
     """The memory of one GPU when a stage's weights have been loaded.
 
-    `reserved_bytes` is what torch holds of it for this process, hence the weights.
+    torch holds `reserved_bytes` of it for this process, which includes the weights.
     """
 
     total_bytes: int
@@ -52,7 +51,7 @@ class StageNeeds:
 
 @dataclass(frozen=True, slots=True)
 class KvRoom:
-    """Bytes for KV pages. `has_more` says that a higher --mem-fraction-static would give more."""
+    """Bytes for KV pages. With `has_more` a higher --mem-fraction-static would give more."""
 
     num_bytes: int
     has_more: bool
@@ -73,7 +72,7 @@ def stage_needs(
         has_nccl: whether its links are NCCL's.
     """
     num_boundaries = (stage > 0) + (stage < num_stages - 1)
-    # One step's rows arrive or leave while those of another are computed.
+    # One step's rows arrive or leave while another's are computed.
     link_bytes = num_boundaries * 2 * _STEP_ROWS * spec.hidden_size * itemsize
     if has_nccl:
         # One communicator of all stages, and one for each boundary.
@@ -88,7 +87,7 @@ def stage_needs(
 
 
 def layer_row_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """The most that one row of a step keeps alive within a layer, from above."""
+    """An upper bound of the memory that one row of a step keeps alive within a layer."""
     heads = (2 * spec.num_query_heads + 2 * spec.num_kv_heads) * spec.head_dim
     row_bytes = (6 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size) * itemsize
     if spec.quantization is not None:
@@ -108,16 +107,17 @@ def kv_room(
 ) -> KvRoom:
     """The room for KV pages of one of `num_sharing` stages with the same GPU.
 
-    Weights and pages take at most `memory_fraction` of it, as upstream's --mem-fraction-static
-    says, and never what the stage needs besides or what other programs hold.
+    Weights and pages take at most `memory_fraction` of it, as with upstream's
+    --mem-fraction-static, and never the stage's other needs or the memory of other programs.
     """
     share_bytes = card.total_bytes // num_sharing
     used_bytes = card.total_bytes - card.free_bytes
     if num_sharing == 1:
         outside_bytes = used_bytes - card.reserved_bytes
     else:
-        # Which of the others have loaded their weights is not known: they are taken to be as large
-        # as this stage's. Where this errs, a stage with larger weights sets the size of the pool.
+        # It is not known which other stages have loaded their weights: they are assumed to be as
+        # large as this stage's. If this is wrong, a stage with larger weights sets the size of the
+        # pool.
         own_bytes = card.reserved_bytes + CONTEXT_BYTES
         of_others_bytes = max(0, used_bytes - num_sharing * own_bytes)
         outside_bytes = CONTEXT_BYTES + -(-of_others_bytes // num_sharing)
@@ -127,9 +127,9 @@ def kv_room(
 
 
 def _head_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """Logits as the product gives them and in fp32, what is drawn from them, and their
-    log-probabilities with a copy; besides the logits of the step before, whose tokens are on their
-    way, and what it takes to draw some of them again."""
+    """Logits as the product gives them and in fp32, the drawn tokens, and the log-probabilities
+    with a copy; also the logits of the previous step, whose tokens are on their way, and the memory
+    to draw some of them again."""
     num_logits = _STEP_DECODES * spec.vocab_size
     logits_bytes = num_logits * (itemsize + 4 * _FP32_BYTES)
     sampler_bytes = sampler_memory_bytes(spec.vocab_size, _STEP_DECODES)

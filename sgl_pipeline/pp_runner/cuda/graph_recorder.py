@@ -1,7 +1,6 @@
 """Records the kernels that a piece of code launches, to launch them all at once later.
 
-Used by `captured_step.py`. The only file that touches CUDA graphs; tests put an emulation in its
-place. Untested on hardware.
+The only file that touches CUDA graphs; tests put an emulation in its place. Untested on hardware.
 """
 
 from collections.abc import Iterator
@@ -15,7 +14,8 @@ class Graph(Protocol):
     """Recorded kernels."""
 
     def replay(self) -> None:
-        """Launches them on the current stream, on the memory that they were recorded with."""
+        """Launches the kernels on the current stream, on the memory that they were recorded
+        with."""
 
 
 class GraphRecorder(Protocol):
@@ -30,16 +30,16 @@ class GraphRecorder(Protocol):
         """From here on kernels are recorded and do not run."""
 
     def end(self) -> Graph:
-        """Up to here; the graph of what was launched since `begin`."""
+        """Ends the recording; returns the graph of the launches since `begin`."""
 
 
 class CudaGraphRecorder:
     """The recorder of a GPU.
 
     All graphs take their memory from one pool, which is right as long as they never run at the same
-    time. The recorder keeps the pool: one that is only its graphs' is freed with the last of them,
-    and torch ends a later recording into it with an internal error. Other threads may allocate
-    during a recording (NCCL has one that does).
+    time. The recorder keeps the pool: a pool owned by its graphs alone is freed with the last of
+    them, and torch ends a later recording into it with an internal error. Other threads may
+    allocate during a recording (NCCL has one that does).
     """
 
     def __init__(self, device: torch.device) -> None:

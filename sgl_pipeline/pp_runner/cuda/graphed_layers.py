@@ -1,11 +1,11 @@
 """Runs a stage's layers from CUDA graphs where a step fits one, and one kernel at a time elsewhere.
 
 A graph launches all its kernels at once; one by one, their launching takes longer than their work
-in steps of few rows. A step is filled up to the next number of rows that has a graph. Graphs are
-those of one epoch, the newest: its plan's drops the older ones, and a step of an older epoch runs
-kernel by kernel. A graph holds addresses, so none may outlive a layer that it runs. Made
-by `kernel_choice.py`. It must never let a row of padding write where a request's keys are. What the
-graphs are fed is tested on a CPU; untested on hardware.
+in steps of few rows. A step is filled up to the next number of rows that has a graph. Graphs belong
+to one epoch, the newest: its plan drops the older ones, and a step of an older epoch runs kernel by
+kernel. A graph holds addresses, so none may outlive a layer that it runs. It must never let a row
+of padding write where a request's keys are. The inputs of the graphs are tested on a CPU; untested
+on hardware.
 """
 
 import logging
@@ -36,7 +36,7 @@ from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-# Filling up costs little: a step of so few rows takes as long as reading the weights.
+# Filling up costs little: a step of this few rows takes as long as reading the weights.
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, MAX_GRAPH_DECODES)
 # Steps with prefill; with more rows the kernels take longer than launching them.
 MIXED_ROWS = (64, 128, 192, 256, 320, 384, 448, 512)
@@ -52,8 +52,8 @@ class GraphedLayers:
     """The `StepLayers` of a CUDA stage.
 
     Args:
-        held_layers: whose pool has a padding page.
-        decode_rows, mixed_rows: for which numbers of rows there are graphs, ascending.
+        held_layers: whose pool has a padding page. decode_rows, mixed_rows: numbers of rows with
+            graphs, ascending.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class GraphedLayers:
         held_layers.before_drop(self._forget)
 
     def prepare(self, epoch: int, layers: range) -> None:
-        """Drops the graphs of older epochs; those of `epoch` are recorded when a step needs one, or
-        by `record_all`.
+        """Drops the graphs of older epochs; graphs of `epoch` are recorded when a step needs one,
+        or by `record_all`.
 
-        At the switch of a layer move the pipeline would stand still for all of them, and most
-        numbers of rows may never come. The memory that the older ones had is there for them.
+        At the switch of a layer move the pipeline would wait for all of them, and most numbers of
+        rows may never come. They reuse the memory of the older ones.
         """
         self._drop_graphs()
         self._epoch, self._recorded = epoch, layers
@@ -151,14 +151,14 @@ class GraphedLayers:
             self._drop_graphs()
 
     def _drop_graphs(self) -> None:
-        """When the device runs none of them."""
+        """Drops the graphs when the device runs none of them."""
         self._planned = None
         if self._captured:
             with self._recorder.session():
                 self._captured.clear()
 
     def _decode_attention(self, layout: PagedLayout) -> GraphDecodeAttention | None:
-        """That of the graph which the step of `layout` fits, if it is one of decodes only."""
+        """The attention of the graph that fits the step of `layout`, if it has decodes only."""
         rows = _next(tuple(self._decodes), layout.num_chunks)
         if rows is None or not self._decodes[rows].fits(layout):
             return None
@@ -203,10 +203,11 @@ class GraphedLayers:
 
 
 def graph_memory_bytes(shape: AttentionShape, spec: ModelSpec, num_layers: int) -> int:
-    """What graphs and FlashInfer's wrappers take of the GPU, to be kept free beside the KV pool.
+    """GPU memory of graphs and FlashInfer's wrappers, to be kept free beside the KV pool.
 
     An estimate from above, never measured: the wrappers' workspaces, the activations of the largest
-    graph, and what the driver keeps for each recorded kernel. `make_step_layers` logs what it was.
+    graph, and what the driver keeps for each recorded kernel. `make_step_layers` logs the actual
+    size.
     """
     wrappers = workspace_bytes(shape) + (2 + len(DECODE_ROWS)) * _WRAPPER_BYTES
     activations = max(*DECODE_ROWS, *MIXED_ROWS) * layer_row_bytes(spec, shape.dtype.itemsize)

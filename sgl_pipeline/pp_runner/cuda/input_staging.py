@@ -1,10 +1,9 @@
 """Brings a step's index tensors to the GPU in one copy, beside the kernels of the step before.
 
-Used by `StageRunner` through `build_step_inputs`, and the copy by layer moves. Must never let a
-kernel read before the copy is done, nor a page-locked buffer be filled again while it is still
-being read: torch's allocator of page-locked memory does the latter: it makes as many buffers as
-there are copies under way.
-The packing is tested on CPU; the copy is untested on hardware.
+Layer moves use its copy too. It must never let a kernel read before the copy is done, nor a
+page-locked buffer be filled again while it is still being read: torch's allocator of page-locked
+memory ensures the latter: it makes as many buffers as there are copies under way. The packing is
+tested on CPU; the copy is untested on hardware.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ class InputStaging:
     """Copies int64 arrays to the device together.
 
     Args:
-        copy: copies one array, and has what is launched from then on wait for it.
+        copy: copies one array, and makes later launches wait for it.
     """
 
     def __init__(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -44,7 +43,7 @@ class CopyBesideKernels:
         with torch.cuda.stream(self._stream):
             copied = locked.to(self._device, non_blocking=True)
         computing.wait_stream(self._stream)
-        # It was taken from the copying stream's memory: not before the kernels are done may the
-        # next copy have it.
+        # It is memory of the copying stream: the next copy may use it only when the kernels are
+        # done.
         copied.record_stream(computing)
         return copied

@@ -1,9 +1,9 @@
 """Times the kernels of calls on a GPU apart from their launching, which graphs and steps in flight
 hide.
 
-Used by `stage_costs.py`. The GPU is kept busy while the host launches a whole round of calls, so
-that their kernels then follow each other without a gap; events between them give the times. The
-order of work is tested on a CPU with a simulated device; untested on hardware.
+The GPU is kept busy while the host launches a whole round of calls, so that their kernels then
+follow each other without a gap; events between them give the times. The order of work is tested on
+a CPU with a simulated device; untested on hardware.
 """
 
 import logging
@@ -15,7 +15,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 _ROUNDS = 7
-# The GPU is kept busy for longer, up to so many times as long, where the host did not keep ahead.
+# The GPU is kept busy for longer, up to this many times as long, if the host did not keep ahead.
 _MOST_OCCUPATIONS = 16
 # Read before each call: more than the cache of any GPU holds.
 _CACHE_BYTES = 256 * 2**20
@@ -28,7 +28,7 @@ class Moment(Protocol):
     """A place in the work that a device has queued."""
 
     def has_passed(self) -> bool:
-        """Whether the device has come so far. Does not wait."""
+        """Whether the device has reached this point. Does not wait."""
 
     def ms_until(self, later: Self) -> float:
         """Milliseconds between two moments that have passed."""
@@ -38,7 +38,7 @@ class Timeline(Protocol):
     """The work that a device has queued; tests simulate one."""
 
     def occupy(self, times: int) -> None:
-        """Queues `times` as much work as takes it a millisecond or more."""
+        """Queues `times` as much work as takes the device a millisecond or more."""
 
     def empty_caches(self) -> None:
         """Queues the reading of more memory than its caches hold."""
@@ -46,7 +46,7 @@ class Timeline(Protocol):
     def mark(self) -> Moment: ...
 
     def wait(self) -> None:
-        """Returns when all that was queued is done."""
+        """Returns when all queued work is done."""
 
 
 class KernelStopwatch:
@@ -60,7 +60,7 @@ class KernelStopwatch:
     def least_ms(self, calls: Mapping[Name, Callable[[], object]]) -> dict[Name, float]:
         """See `Stopwatch`."""
         for call in calls.values():
-            call()  # compiles and loads what it needs
+            call()  # compiles and loads its kernels
         self._timeline.wait()
         rounds = [self._round_ms(calls) for _ in range(_ROUNDS)]
         return {name: min(times_ms[name] for times_ms in rounds) for name in calls}

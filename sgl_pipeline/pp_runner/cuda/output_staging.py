@@ -1,9 +1,8 @@
-"""Brings what a step has drawn from the GPU to the host, beside the kernels of the next step.
+"""Brings a step's results from the GPU to the host, beside the kernels of the next step.
 
-Made by `device.make_download` for the last stage. Must never let a tensor's memory be used again
-before the copy has read it, nor page-locked memory before the host has: torch's two allocators see
-to that, the one for each stream that a tensor is recorded on, the other for each copy. Untested on
-hardware.
+For the last stage. It must never let a tensor's memory be used again before the copy has read it,
+nor page-locked memory before the host has: torch's two allocators ensure that, one for each stream
+that a tensor is recorded on, the other for each copy. Untested on hardware.
 """
 
 import contextlib

@@ -1,1 +1,1 @@
-"""FlashInfer's kernels: which are compiled, attention, and a graph's plan."""
+"""FlashInfer's kernels: their builds, attention, layer kernels, and a graph's plan."""

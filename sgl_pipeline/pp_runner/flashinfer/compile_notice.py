@@ -1,7 +1,7 @@
 """Says in one line that FlashInfer compiles, which takes minutes at the first start on a machine.
 
-Used by `kernel_builds.py`. FlashInfer runs ninja also where there is nothing to compile; ninja then
-ends in milliseconds. So only a ninja that is seen twice compiles. Nothing of FlashInfer is touched.
+FlashInfer runs ninja even if there is nothing to compile; ninja then ends in milliseconds. So only
+a ninja that is seen twice compiles. Nothing of FlashInfer is changed.
 """
 
 import os

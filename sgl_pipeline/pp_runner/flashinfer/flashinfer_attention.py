@@ -1,8 +1,8 @@
 """Paged attention on an NVIDIA GPU, by FlashInfer's wrappers (arXiv 2501.01005).
 
-Chosen by `pp_runner/kernel_choice.py`. Must never run ahead of the copies of an earlier plan.
-Written against the sources of flashinfer-python 0.6.18 and 0.7.2; what the wrappers are fed is
-tested on CPU, the kernels themselves are untested on hardware.
+It must never run ahead of the copies of an earlier plan. Written against the sources of
+flashinfer-python 0.6.18 and 0.7.2; the inputs of the wrappers are tested on CPU, the kernels
+themselves are untested on hardware.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def open_flashinfer(
     for decodes; None: as the heads are grouped.
 
     Raises ConfigurationError when flashinfer or the compilers that it needs are missing, or for fa3
-    on a GPU that is no Hopper.
+    on a GPU that is not a Hopper.
     """
     with building_kernels():
         import flashinfer
@@ -86,8 +86,9 @@ def _require_hopper(device: torch.device) -> None:
 
 
 def workspace_bytes(shape: AttentionShape) -> int:
-    """What the wrappers share. A decode graph on tensor cores always splits the keys, and reserves
-    fp32 results for whole tiles of 16 or 64 rows, the query heads of one KV head being rows."""
+    """Bytes of the workspace that the wrappers share. A decode graph on tensor cores always splits
+    the keys, and reserves fp32 results for whole tiles of 16 or 64 rows, the query heads of one KV
+    head being rows."""
     group = shape.num_query_heads // shape.num_kv_heads
     tile_rows = 16 if group <= 16 else 64
     num_tiles = -(-MAX_GRAPH_DECODES * group // tile_rows) + MAX_GRAPH_DECODES
@@ -109,7 +110,7 @@ class FlashInferAttention:
         open_parts: makes the wrappers.
 
     Raises ConfigurationError for a dtype or head dim without a kernel, for prefill kernels that the
-    GPU has not, or without flashinfer.
+    GPU does not have, or without flashinfer.
     """
 
     def __init__(
@@ -126,8 +127,8 @@ class FlashInferAttention:
             )
         if prefill_kernels == "fa3" and shape.coded_dtype is not None:
             raise ConfigurationError(
-                f"--stage-prefill-kernels fa3 reads no {shape.coded_dtype} keys and values beside "
-                f"{shape.dtype} queries; choose fa2 or auto"
+                f"--stage-prefill-kernels fa3 cannot read {shape.coded_dtype} keys and values "
+                f"beside {shape.dtype} queries; choose fa2 or auto"
             )
         self._shape = shape
         self._parts = open_parts(shape, prefill_kernels)
@@ -142,8 +143,8 @@ class FlashInferAttention:
 
         Args:
             padding_page: read by the rows that a step lacks.
-            indices: [any] int32 on the device, for the page references of a step; all that are
-                made may share it, for their plans follow each other.
+            indices: [any] int32 on the device, for the page references of a step; all such graphs
+                may share it, because their plans follow each other.
         """
         return GraphDecodeAttention(
             self._shape,

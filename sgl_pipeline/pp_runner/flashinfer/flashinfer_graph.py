@@ -1,6 +1,5 @@
 """FlashInfer's decode attention as a part of a CUDA graph, for one number of rows.
 
-Made by `FlashInferAttention.decode_for_graph`, planned and recorded by `cuda/graphed_layers.py`.
 The graph is recorded with the wrapper's buffers, which each plan fills anew. Untested on hardware.
 """
 
@@ -14,8 +13,8 @@ from sgl_pipeline.pp_runner.flashinfer.flashinfer_parts import Event, Wrapper, p
 class GraphDecodeAttention:
     """The `AttentionBackend` of steps of up to `num_rows` decodes and nothing else.
 
-    Missing rows are filled up with decodes that see one key, in `padding_page`, which belongs to
-    nobody.
+    Missing rows are filled up with decodes that see one key, in `padding_page`, which belongs to no
+    request.
 
     Args:
         wrapper: a decode wrapper in CUDA-graph mode, for `num_rows` rows.
@@ -39,8 +38,8 @@ class GraphDecodeAttention:
         self._max_page_references = max_page_references
 
     def fits(self, layout: PagedLayout) -> bool:
-        """Whether the buffers hold the step; requests may share pages, so the pool does not bound
-        how often they are named."""
+        """Whether the buffers hold the step; requests may share pages, so the pool does not limit
+        the number of references."""
         missing = self.num_rows - layout.num_chunks
         is_decode = layout.num_decodes == layout.num_chunks
         references = layout.page_indices.numel() + missing

@@ -1,9 +1,8 @@
 """The layer kernels of an NVIDIA GPU: FlashInfer's norm, rotary embedding, KV append and gate.
 
-Chosen by `pp_runner/kernel_choice.py`. Queries and keys take four kernels on their way to the
-attention where plain torch takes twenty. Written against the sources of flashinfer-python 0.6.18
-and 0.7.2; what the functions are given is tested on CPU, the kernels themselves are untested on
-hardware.
+Queries and keys take four kernels on their way to the attention where plain torch takes twenty.
+Written against the sources of flashinfer-python 0.6.18 and 0.7.2; the arguments of the functions
+are tested on CPU, the kernels themselves are untested on hardware.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ Pages = tuple[torch.Tensor, torch.Tensor]
 
 
 class FlashInferFunctions(Protocol):
-    """What we use of the library; tests put definitions in torch in its place."""
+    """The functions that we use; tests replace them by definitions in torch."""
 
     def rmsnorm(self, input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """[T, H], or [T, heads, D] with any strides; weight [H] or [D]."""
@@ -75,7 +74,8 @@ class FlashInferFunctions(Protocol):
 
 
 def open_functions() -> FlashInferFunctions:
-    """Returns the library's. Raises ConfigurationError when it or a compiler is missing."""
+    """Returns the library's functions. Raises ConfigurationError when it or a compiler is
+    missing."""
     with building_kernels():
         import flashinfer
     functions: FlashInferFunctions = flashinfer
@@ -88,7 +88,7 @@ def _open_gpu_rounding() -> RowRounding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _StepTables:
-    """What all layers of a step give FlashInfer alike, made by the first of them.
+    """The arguments that are the same for all layers of a step, made by the first of them.
 
     The pool is described as one request with all pages in order: then a slot is a position.
     """
@@ -110,7 +110,8 @@ class _StepTables:
             return torch.arange(number, dtype=torch.int32, device=slots.device)
 
         num_rows, pairs = rotation.cosine.shape
-        # One row more: for neighbors FlashInfer reads, and ignores, what lies behind the last one.
+        # One additional row: for neighbors FlashInfer reads, and ignores, the memory behind the
+        # last one.
         table = rotation.cosine.new_empty(num_rows + 1, 2 * pairs)
         torch.cat((rotation.cosine, rotation.sine), dim=1, out=table[:num_rows])
         return cls(
@@ -154,7 +155,7 @@ class FlashInferKernels:
         return GatedLinear(self.linear(weight, bias), self.gate)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
-        # A step that samples nothing asks for the norm of no rows, which is no kernel.
+        # A step that samples nothing asks for the norm of no rows, for which there is no kernel.
         return self._library.rmsnorm(rows, norm.weight, norm.epsilon) if len(rows) else rows
 
     def add_norm(
@@ -166,7 +167,7 @@ class FlashInferKernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not len(stream):
             return stream, added
-        # Where `stream` is another's, a copy: no other kernel would round as this one does.
+        # If `stream` belongs to another stage, a copy: no other kernel would round like this one.
         stream = stream if may_overwrite else stream.clone()
         self._library.fused_add_rmsnorm(added, stream, norm.weight, norm.epsilon)
         return stream, added

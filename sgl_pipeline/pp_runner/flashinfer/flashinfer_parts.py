@@ -1,7 +1,7 @@
-"""What we use of FlashInfer: its wrappers' calls, and how a step is described to them.
+"""The parts of FlashInfer that we use: its wrappers' calls, and a step's description for them.
 
-Shared by `flashinfer_attention.py`, which imports the library, and `flashinfer_graph.py`. Written
-against the sources of flashinfer-python 0.6.18 and 0.7.2.
+This module does not import the library. Written against the sources of flashinfer-python 0.6.18 and
+0.7.2.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 
 
 class Wrapper(Protocol):
-    """What we use of FlashInfer's two paged wrappers."""
+    """The methods of FlashInfer's two paged wrappers that we use."""
 
     def plan(self, *args: torch.Tensor | int, **options: Any) -> None:
         """Takes the host arrays of a step and copies them to the device."""
@@ -30,7 +30,7 @@ class Wrapper(Protocol):
 
 
 class Event(Protocol):
-    """What we use of torch.cuda.Event."""
+    """The methods of torch.cuda.Event that we use."""
 
     def record(self) -> None:
         """Marks this point of the current stream."""
@@ -41,10 +41,10 @@ class Event(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FlashInferParts:
-    """The objects that touch the GPU; tests put recorders in their place.
+    """The objects that use the GPU; tests replace them by recorders.
 
-    `open_graph_decode(rows, indices)` gives a decode wrapper for CUDA graphs of so many rows, which
-    keeps page indices in `indices` (int32, on the device).
+    `open_graph_decode(rows, indices)` returns a decode wrapper for CUDA graphs of `rows` rows,
+    which keeps page indices in `indices` (int32, on the device).
     """
 
     prefill: Wrapper
@@ -60,7 +60,7 @@ def plan_decodes(
     page_indices: torch.Tensor,
     last_page_lengths: torch.Tensor,
 ) -> None:
-    """Tells a decode wrapper a step of C decodes.
+    """Plans a step of C decodes on a decode wrapper.
 
     Args:
         page_indptr: [C + 1] int32 on the host, where the planner reads it.

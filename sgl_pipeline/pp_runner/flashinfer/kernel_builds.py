@@ -1,4 +1,4 @@
-"""Lets FlashInfer compile its kernels on this machine, and says in one line why it cannot.
+"""Lets FlashInfer compile its kernels on this machine, or explains in one line why it cannot.
 
 Wrapped around FlashInfer's import and the first call of each kernel: that is when a kernel is
 compiled, for minutes in all; afterwards it is in the user's cache.
@@ -29,7 +29,7 @@ _notice = CompileNotice()
 @contextmanager
 def building_kernels() -> Iterator[None]:
     """Prepares this process's environment for FlashInfer, and explains errors of the code inside.
-    Where that compiles, one line on stderr says so.
+    If that compiles, one line on stderr announces it.
 
     Raises ConfigurationError, one line, when a compiler is missing, or when FlashInfer cannot be
     imported or cannot compile, load or run a kernel.
@@ -50,7 +50,7 @@ def building_kernels() -> Iterator[None]:
 
 
 def _prepare_environment() -> None:
-    """Sets what FlashInfer reads when it is imported or first compiles."""
+    """Sets the variables that FlashInfer reads when it is imported or first compiles."""
     # Without it the norm's kernel depends on whether nvidia-cutlass-dsl happens to be installed,
     # and the kernel that was tested is not the one that serves.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
@@ -66,7 +66,7 @@ def _require_compiler() -> None:
     for variable, default in (("CXX", "c++"), ("CC", "gcc")):
         command = shlex.split(os.environ.get(variable, "")) or [default]
         if shutil.which(command[0]) is None:
-            raise ConfigurationError(f"there is no C++ compiler ({command[0]}); install g++")
+            raise ConfigurationError(f"no C++ compiler was found ({command[0]}); install g++")
 
 
 def _put_ninja_on_path() -> None:
@@ -75,7 +75,7 @@ def _put_ninja_on_path() -> None:
     scripts = sysconfig.get_path("scripts")
     if shutil.which("ninja") is None:
         if shutil.which("ninja", path=scripts) is None:
-            raise ConfigurationError("there is no ninja; install it (pip install ninja)")
+            raise ConfigurationError("ninja was not found; install it (pip install ninja)")
         os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH"), scripts)))
 
 

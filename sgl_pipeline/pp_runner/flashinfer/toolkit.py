@@ -18,7 +18,9 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.cpu_kernels.build import find_compiler
 from sgl_pipeline.user_cache import make_private
 
-_CUDA_MAJOR = 13  # what the pinned torch was built with, and loads the runtime library of
+_CUDA_MAJOR = (
+    13  # the version that the pinned torch was built with, and whose runtime library it loads
+)
 _SYSTEM_TOOLKIT = Path("/usr/local/cuda")
 _PIP_TOOLKIT = Path("nvidia/cu13")  # in site-packages; the wheels of CUDA 13 share it
 _COMPILE_SECONDS = 60
@@ -47,7 +49,7 @@ def find_toolkit(cache_directory: Path, system_toolkit: Path = _SYSTEM_TOOLKIT) 
     wheels = _pip_toolkit()
     if wheels is None:
         raise ConfigurationError(
-            f"there is no CUDA {_CUDA_MAJOR} toolkit with nvcc ({', '.join(reasons)}, and pip has "
+            f"no CUDA {_CUDA_MAJOR} toolkit with nvcc ({', '.join(reasons)}, and pip has "
             "not installed nvidia-cuda-nvcc); set CUDA_HOME to one, or install "
             "requirements/cuda.txt"
         )
@@ -61,7 +63,7 @@ def find_toolkit(cache_directory: Path, system_toolkit: Path = _SYSTEM_TOOLKIT) 
 
 
 def link_pip_toolkit(cache_directory: Path) -> Path | None:
-    """Returns the toolkit of pip's wheels, whatever else the machine has, or None without them.
+    """Returns the toolkit of pip's wheels, even if the machine has another, or None without them.
 
     It is a folder of links in `cache_directory`, as in `find_toolkit`. Raises OSError when the
     links cannot be made.
@@ -71,7 +73,7 @@ def link_pip_toolkit(cache_directory: Path) -> Path | None:
 
 
 def _why_unfit(root: Path) -> str | None:
-    """Why FlashInfer's kernels cannot be compiled with the toolkit of `root`; None when they can.
+    """The reason why FlashInfer's kernels cannot be compiled with the toolkit of `root`, or None.
 
     A found nvcc is not yet a toolkit: it may be a wrapper, and images with CUDA's runtime have the
     folder without a compiler.

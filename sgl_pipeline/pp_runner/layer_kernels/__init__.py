@@ -1,1 +1,1 @@
-"""What a layer does between its products: one protocol, one file for each backend."""
+"""The work of a layer except attention: one protocol, one file for each backend."""

@@ -1,7 +1,7 @@
 """The layer kernels on CPU cores, compiled from `cpu_kernels/`.
 
-Chosen by `pp_runner/kernel_choice.py`. Hands raw pointers to C++, so it must never pass a tensor on
-whose shape, type or layout was not checked.
+It hands raw pointers to C++, so it must never pass a tensor on whose shape, type or layout was not
+checked.
 """
 
 import torch
@@ -37,7 +37,7 @@ class CompiledKernels:
         self._kernels = kernels
 
     def linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
-        """By our own product in bf16 where the machine has the instructions, else by torch's."""
+        """By our own product in bf16 if the machine has the instructions, else by torch's."""
         return self._compiled(weight, bias) or torch_linear(weight, bias)
 
     def gated_linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:

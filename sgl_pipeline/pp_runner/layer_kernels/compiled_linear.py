@@ -1,8 +1,7 @@
 """Matrix products in bf16 on CPU cores, compiled from `cpu_kernels/products.cpp`.
 
-Built by `CompiledKernels` where the machine has instructions for them. Hands raw pointers to C++,
-so it must never pass a tensor on whose shape, type or layout was not checked. Never keeps two
-copies of a weight.
+They need special instructions of the CPU. This module hands raw pointers to C++, so it must never
+pass a tensor on whose shape, type or layout was not checked. Never keeps two copies of a weight.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """Matrix products with quantized weights on CPU cores, compiled from `cpu_kernels/`.
 
-Built by `CompiledKernels` where the machine has instructions for them. Hands raw pointers to C++,
-so it must never pass a tensor on whose shape, type or layout was not checked. Never keeps two
-copies of a weight.
+They need special instructions of the CPU. This module hands raw pointers to C++, so it must never
+pass a tensor on whose shape, type or layout was not checked. Never keeps two copies of a weight.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ _MOST_TILES = 16  # of a group, as they are computed with at once
 
 
 class _QuantizedLinear:
-    """What the products here share: their shape, their bias, and rows that are checked."""
+    """The common part of the products: their shape, their bias, and the check of rows."""
 
     def __init__(
         self,
@@ -79,10 +78,10 @@ class _QuantizedLinear:
 
 
 class CompiledInt8Linear(_QuantizedLinear):
-    """`x @ weight.T + bias` for bf16 rows that are rounded to 8 bits; the bits of the result are
-    those of `TorchQuantizedLinear`, gated of `LayerKernels.gated_linear` near them.
-    At 1, 4, 16, 64 and 256 rows it takes 0.51, 0.55, 0.55, 0.55 and 0.55 of the time of bf16
-    (`CompiledLinear`): one core of an EPYC with AVX-512 VNNI, the matrices of the 0.27b preset, by
+    """`x @ weight.T + bias` for bf16 rows that are rounded to 8 bits; the result has the bits of
+    `TorchQuantizedLinear`; gated, it is close to `LayerKernels.gated_linear`. At 1, 4, 16, 64 and
+    256 rows it takes 0.51, 0.55, 0.55, 0.55 and 0.55 of the time of bf16 (`CompiledLinear`): one
+    core of an EPYC with AVX-512 VNNI, the matrices of the 0.27b preset, by
     `benchmark/kernels/kernels_cpu.py --quantized`.
 
     Args:
@@ -218,8 +217,8 @@ class CompiledExpandedLinear(_QuantizedLinear):
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """How the products go through the inputs of a weight: groups of `tiles`, in parts of
-    `part_tiles`, of which there are `num_parts` in all."""
+    """The order in which products go through a weight's inputs: groups of `tiles`, in `num_parts`
+    parts of `part_tiles`."""
 
     tiles: int
     part_tiles: int

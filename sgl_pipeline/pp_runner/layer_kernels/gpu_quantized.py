@@ -1,9 +1,9 @@
 """Matrix products with quantized weights on an NVIDIA GPU, by torch's kernels for 8 bits.
 
-Built by `FlashInferKernels`; `kernel_choice.py` asks `why_without_kernel` first. A product in FP8
-is two kernels: rows are rounded (`row_rounding.py`), then multiplied. Nothing waits for the GPU, so
-CUDA graphs can hold it. Written against torch 2.13, whose own checks of dtypes, shapes and strides
-run in the tests; the kernels are untested on hardware.
+`why_without_kernel` must be asked first. A product in FP8 is two kernels: rows are rounded
+(`row_rounding.py`), then multiplied. Nothing waits for the GPU, so CUDA graphs can hold it. Written
+against torch 2.13, whose own checks of dtypes, shapes and strides run in the tests; the kernels are
+untested on hardware.
 """
 
 import logging
@@ -32,12 +32,12 @@ _BLOCK_INPUTS = 128  # that share a scale, in the only block-wise kernel (cuBLAS
 _BLOCK_ROWS = 16
 _FEWEST_INT8_ROWS = 32  # `torch._int_mm` takes no fewer than 17
 _FP8_MULTIPLE, _INT8_MULTIPLE = 16, 8  # of inputs and outputs
-_NOT_SUPPORTED = "CUBLAS_STATUS_NOT_SUPPORTED"  # in the words of torch's error
+_NOT_SUPPORTED = "CUBLAS_STATUS_NOT_SUPPORTED"  # in torch's error message
 
 
 def why_without_kernel(scheme: Scheme, dtype: torch.dtype, capability: Capability) -> str:
-    """Why a GPU of this compute capability has no kernel for weights in `scheme` and rows in
-    `dtype`; empty where it has one."""
+    """The reason why a GPU of this compute capability has no kernel for weights in `scheme` and
+    rows in `dtype`; empty if it has one."""
     if isinstance(scheme, Int4Scheme):
         return "weights of 4 bits are multiplied on CPUs only"
     if dtype != torch.bfloat16:
@@ -59,9 +59,9 @@ class GpuProducts:
     """The products with quantized weights of a stage.
 
     Args:
-        open_rounding: called before the first of them.
-        tried_rows: with so many rows each product is computed when a layer is loaded: what is
-            compiled for it or refused comes to light then, and not in a request.
+        open_rounding: called before the first product.
+        tried_rows: numbers of rows with which each product is tried when a layer is loaded, so that
+            compiling and refusals happen then, not in a request.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class GpuProducts:
 
     @cached_property
     def rounding(self) -> RowRounding:
-        """Raises ConfigurationError where this machine has not got it."""
+        """Raises ConfigurationError if this machine does not have it."""
         return self._open_rounding()
 
     def linear(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Linear:
         """The product with `weight` [out, in], of a scheme that has a kernel on this GPU.
 
-        Raises ConfigurationError for sizes that the kernels do not take.
+        Raises ConfigurationError for sizes that the kernels do not support.
         """
         linear: Linear
         if isinstance(weight, Int8Weight):
@@ -100,8 +100,8 @@ class GpuProducts:
 
 class Refusals:
     """The numbers of rows with which cuBLAS has no FP8 product, with a scale for each row, by
-    matrices of a shape. On Hopper there are such, with few rows and many inputs (reported of an
-    H100 in torchao's issue 4582)."""
+    matrices of a shape. They occur on Hopper with few rows and many inputs (reported for an H100 in
+    torchao's issue 4582)."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -129,7 +129,7 @@ class GpuFp8Linear:
         weight: [out, in], multiples of 16, with a scale for each output or, where `in` is a
             multiple of 128, for each output and 128 inputs.
         bias: [out] bf16, or None.
-        refusals: what is known of matrices of this shape.
+        refusals: known refusals for matrices of this shape.
     """
 
     def __init__(
@@ -235,5 +235,5 @@ def _require_multiples(weight: QuantizedWeight, multiple: int) -> None:
     if outputs % multiple or inputs % multiple:
         raise ConfigurationError(
             f"no GPU kernel multiplies a quantized matrix of {outputs} outputs and {inputs} "
-            f"inputs, which are no multiples of {multiple}; use --stage-kernels torch"
+            f"inputs, which are not multiples of {multiple}; use --stage-kernels torch"
         )

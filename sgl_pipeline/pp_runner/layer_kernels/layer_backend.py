@@ -1,9 +1,8 @@
-"""What every backend offers to the decoder layers: all of their work but the attention.
+"""The interface of backends for the decoder layers: all of their work except attention.
 
-Implemented by `torch_kernels`, `compiled_kernels` and `flashinfer_kernels`; chosen in
-`pp_runner/kernel_choice.py`. Shapes: T rows of the step, H hidden size, F feed-forward size, Hq
-query heads, Hkv key/value heads, D head dim, of which R are rotated, N pages, S page size, W width
-of a row in a page.
+`pp_runner/kernel_choice.py` chooses between them. Shapes: T rows of the step, H hidden size, F
+feed-forward size, Hq query heads, Hkv key/value heads, D head dim, of which R are rotated, N pages,
+S page size, W width of a row in a page.
 """
 
 from collections.abc import Callable
@@ -47,8 +46,8 @@ class Linear(Protocol):
 
 
 class GatedLinear:
-    """`gate` of what `linear` gives: the `LayerKernels.gated_linear` of leaves that compute the two
-    one after the other."""
+    """`gate` of the result of `linear`: the `LayerKernels.gated_linear` of leaves that compute the
+    two one after the other."""
 
     def __init__(self, linear: Linear, gate: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._linear = linear
@@ -62,7 +61,7 @@ class LayerKernels(Protocol):
     """Products, norms, heads and the gate of a layer. Tensors are in the model's dtype and
     contiguous.
 
-    No argument is written to but the pages, and what `add_norm` is given to write over.
+    Only the pages are written to, and the arguments that `add_norm` may overwrite.
     """
 
     def linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
@@ -72,8 +71,8 @@ class LayerKernels(Protocol):
         """
 
     def gated_linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
-        """What `gate` makes of the product with `weight` [2 F, in] and `bias` [2 F], gate first: to
-        [T, F]. As for `linear`, the caller drops its reference."""
+        """`gate` of the product with `weight` [2 F, in] and `bias` [2 F], gate first: [T, F]. As
+        for `linear`, the caller drops its reference."""
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         """The normed `rows` [T, H]."""
@@ -91,7 +90,7 @@ class LayerKernels(Protocol):
         do the same in every layer, or tokens would depend on where stages are cut.
 
         Args:
-            added: the backend's to write over.
+            added: the backend may overwrite it.
             may_overwrite: whether `stream` is, too. Changes no bit of the results.
         """
 

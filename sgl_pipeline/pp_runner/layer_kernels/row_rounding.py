@@ -1,7 +1,7 @@
-"""How rows become codes of 8 bits on a GPU: for products with quantized weights, and for pages.
+"""Rounds rows to codes of 8 bits on a GPU: for products with quantized weights, and for pages.
 
-Called by `gpu_quantized.py` and `flashinfer_kernels.py`. Triton's kernels (`triton_rounding.py`)
-round with one kernel a call, where plain torch takes six to eleven.
+Triton's kernels (`triton_rounding.py`) round with one kernel a call, where plain torch takes six to
+eleven.
 """
 
 from typing import Protocol
@@ -20,7 +20,7 @@ Pages = tuple[torch.Tensor, torch.Tensor]
 
 
 class RowRounding(Protocol):
-    """Rows are filled up with rows of zeros to as many as a product takes."""
+    """Rounds rows, filled up with rows of zeros to a number that a product supports."""
 
     def to_fp8(
         self, x: torch.Tensor, group_size: int, num_rows: int
@@ -60,8 +60,8 @@ class TorchRowRounding:
 def open_row_rounding(device: torch.device) -> RowRounding:
     """The kernels of `device`, a GPU's tried once.
 
-    Raises ConfigurationError where Triton is missing or compiles nothing. Plain torch is no
-    substitute: it takes longer than 8 bits save.
+    Raises ConfigurationError if Triton is missing or compiles nothing. Plain torch does not replace
+    it: it takes longer than 8 bits save.
     """
     if device.type != "cuda":
         return TorchRowRounding()
@@ -70,7 +70,7 @@ def open_row_rounding(device: torch.device) -> RowRounding:
 
         rounding = TritonRowRounding()
         rounding.to_int8(torch.zeros(1, 16, dtype=torch.bfloat16, device=device), 1)
-    # Whatever its compilers raise: a missing C compiler is a RuntimeError, others are its own.
+    # Any error of its compilers: a missing C compiler is a RuntimeError, others are its own.
     except Exception as error:
         line = next(iter(str(error).splitlines()), "")
         raise ConfigurationError(

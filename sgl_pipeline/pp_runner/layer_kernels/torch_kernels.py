@@ -1,7 +1,7 @@
-"""The reference layer kernels: plain torch on any device, what the others are tested against.
+"""The reference layer kernels: plain torch on any device. The others are tested against them.
 
-Chosen with `--stage-kernels torch`, or where nothing faster is available. Rounds to the model's
-dtype where transformers does.
+They serve `--stage-kernels torch`, or machines without faster ones. They round to the model's dtype
+where transformers does.
 """
 
 import torch

@@ -1,7 +1,6 @@
 """Matrix products by torch, on a CPU with the weight in oneDNN's blocked layout.
 
-Built by the layers when their weights arrive and called once per step and layer. Must never keep
-two copies of a weight.
+Must never keep two copies of a weight.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Products with quantized weights in plain torch: what the compiled ones are tested against, and
-what machines without their instructions compute with.
+"""Products with quantized weights in plain torch, for machines without the compiled ones'
+instructions, and for tests of those.
 
-Slow, because the weight is converted anew at each call, some outputs at a time; right, because
-nothing is rounded but what the format rounds. On a CPU a row has the same bits in any microbatch.
+Slow, because the weight is converted anew at each call, some outputs at a time; exact, because only
+the format's own rounding happens. On a CPU a row has the same bits in any microbatch.
 """
 
 import torch
@@ -97,11 +97,12 @@ def round_rows_to_fp8(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, t
 
 
 def expand_rows(values: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
-    """The rows [T, in] fp32 that values and scales of `round_rows_to_fp8` stand for."""
+    """The rows [T, in] fp32 that values and scales of `round_rows_to_fp8` represent."""
     return values.float() * scales.repeat_interleave(group_size, dim=1)[:, : values.shape[1]]
 
 
 def _factors(largest: torch.Tensor, most: float) -> torch.Tensor:
-    """What makes `most` of the largest numbers; 0 where these are too small to be divided by."""
+    """Factors that turn the largest numbers into `most`; 0 where these are too small for a
+    divisor."""
     quotients = torch.full_like(largest, most) / largest  # a plain number would be rounded twice
     return torch.where(largest > _SMALLEST_ROW, quotients, 0.0)

@@ -1,11 +1,11 @@
 """Rounding to 8 bits on a GPU, one kernel for each call, in Triton.
 
-Opened by `row_rounding.py`; the only file that imports triton. The codes and scales have the bits
-of `torch_quantized.py` and `kv_format.py`, which tests hold by Triton's interpreter on a CPU. e4m3
-is made by arithmetic on bits: that interpreter rounds otherwise, and cards before 8.9 have no
-instruction for it. Compiled for cards in the tests; untested on hardware.
+The only file that imports triton. The codes and scales have the bits of `torch_quantized.py` and
+`kv_format.py`, which tests hold by Triton's interpreter on a CPU. e4m3 is made by arithmetic on
+bits: that interpreter rounds differently, and cards before 8.9 have no instruction for it. Compiled
+for cards in the tests; untested on hardware.
 
-Types of what a launch gives a kernel are quoted, because Triton's compiler reads annotations too. A
+Types of a kernel's arguments are quoted, because Triton's compiler reads annotations too. A
 multiplication and an addition are never one instruction here (`FUSES`): a product that was not
 rounded would give other codes.
 """
@@ -40,7 +40,7 @@ def _e4m3(numbers: "Any") -> "Any":
     is_nan = magnitude > 0x7F800000
     magnitude = tl.minimum(magnitude, 0x43E00000)  # 448
     even = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 the codes count in steps of 2^-9, those of the fp32 numbers from 2^14 on.
+    # Below 2^-6 the codes count in steps of 2^-9, the steps of fp32 numbers from 2^14 on.
     steps = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
     codes = tl.where(magnitude < 0x3C800000, steps - 0x46800000, even)
     return tl.where(is_nan, 0x7F, codes) | sign

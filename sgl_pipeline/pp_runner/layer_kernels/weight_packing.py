@@ -1,6 +1,6 @@
 """The layouts in which the compiled products read their weights (`cpu_kernels/product_panels.h`).
 
-Called once for each weight when it arrives. Computes nothing but the order and the padding.
+For each weight once, when it arrives. Computes only the order and the padding.
 """
 
 import torch
@@ -13,8 +13,8 @@ _UNITS = {2: torch.int16, 4: torch.int32}
 
 
 def in_blocks(rows: torch.Tensor, is_gated: bool) -> torch.Tensor:
-    """What stands beside each output, `rows` [O, ...], as [blocks, 16, ...], padded with zeros;
-    gated, where the gates are the first half of O, with blocks of gates and of ups in turns."""
+    """Per-output values (bias, scale), `rows` [O, ...], as [blocks, 16, ...], padded with zeros; if
+    gated, where the gates are the first half of O, with alternating blocks of gates and of ups."""
     parts = []
     for part in rows.chunk(2) if is_gated else (rows,):
         missing = -len(part) % BLOCK_OUTPUTS
@@ -58,7 +58,7 @@ def in_half_bytes(numbers: torch.Tensor, is_gated: bool) -> torch.Tensor:
 
 
 def beside_groups(numbers: torch.Tensor, repeats: int, count: int, is_gated: bool) -> torch.Tensor:
-    """What stands beside each output and group, `numbers` [O, G], as [blocks, `count`, 16]: each
-    group `repeats` times, and no more than `count` in all."""
+    """Values of each output and group, `numbers` [O, G], as [blocks, `count`, 16]: each group
+    `repeats` times, and at most `count` in all."""
     spread = numbers.repeat_interleave(repeats, dim=1)[:, :count]
     return in_blocks(spread, is_gated).transpose(1, 2).contiguous()

@@ -1,7 +1,7 @@
 """The layers that come from one other stage: their pages arrive while the old plan's steps run.
 
-Part of `LayerMover`. After the switch a step that reaches one of the layers waits for the last
-parcel, and for nothing before that.
+After the switch a step that reaches one of the layers waits for the last parcel; no step before it
+waits.
 """
 
 import time
@@ -10,12 +10,12 @@ from typing import Generic
 
 from sgl_pipeline.pp_runner.layer_moves.move_site import MoveSite, PageReceiver, R, StageGone
 
-# How long one look for a parcel lasts in a step that waits.
+# Seconds of one look for a parcel in a step that waits.
 _WAIT_S = 0.2
 
 
 class IncomingLayers(Generic[R]):
-    """`has_all` once the last parcel was written; `wait_s` is how long a step waited for it."""
+    """`has_all` once the last parcel was written; a step waited `wait_s` for it."""
 
     def __init__(self, layers: Sequence[int], site: MoveSite[R], receiver: PageReceiver[R]) -> None:
         self.layers = tuple(layers)
@@ -26,7 +26,7 @@ class IncomingLayers(Generic[R]):
         self._is_gone = False
 
     def work(self, timeout_s: float = 0.0) -> bool:
-        """Takes up one parcel, if there is one within `timeout_s`. The layers are held."""
+        """Takes one parcel, if there is one within `timeout_s`. The layers are held."""
         if self.has_all or self._is_gone:
             return False
         try:

@@ -1,8 +1,8 @@
-"""Weights that are read while steps run: a thread that works little and rests much.
+"""Reads weights while steps run, in a thread that works little and rests much.
 
-Used by `stage_site.py`. It rests after each tensor, three times as long as that took. A low
-priority would not do: between two tensors the thread holds Python's lock, and with it the steps,
-and would get no core from the server's other processes meanwhile.
+It rests after each tensor, three times as long as that took. A low priority would not do: between
+two tensors the thread holds Python's lock, and with it the steps, and would get no core from the
+server's other processes meanwhile.
 """
 
 import threading
@@ -17,12 +17,12 @@ from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer
 # Of the thread's time.
 _REST_PER_WORK = 3.0
 
-# Reads the weights of a layer, and calls what it is given before each tensor.
+# Reads the weights of a layer, and calls its argument before each tensor.
 ReadLayer = Callable[[int, Callable[[], None]], LoadedLayer]
 
 
 class LayerLoading:
-    """Reads `layers` one after the other, from now on, by `read` in a thread of its own."""
+    """Reads `layers` one after the other, from now on, with `read` in a thread of its own."""
 
     def __init__(self, layers: Iterable[int], read: ReadLayer) -> None:
         self._layers = tuple(layers)
@@ -37,7 +37,7 @@ class LayerLoading:
     def take(self) -> list[LoadedLayer] | None:
         """The layers, once, when all are there; None until then.
 
-        Raises what reading them raised.
+        Raises the error of reading them.
         """
         if self._thread.is_alive():
             return None
@@ -47,7 +47,7 @@ class LayerLoading:
         return loaded
 
     def abandon(self) -> None:
-        """Reads no further layer, and forgets those that were read."""
+        """Reads no further layer, and forgets the layers that were read."""
         self._is_abandoned.set()
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """This stage's part in one layer move after the other: a state machine that takes the orders.
 
-Driven by `stage_worker.py` between steps, and in virtual time by `benchmark/fault_schedules`. It
-works a parcel at a time, when it is asked to, in the thread of the steps: so no page is read while
-it is written, and a stage decides itself how much of its time a move gets.
+The stage worker drives it between steps, `benchmark/fault_schedules` in virtual time. It works a
+parcel at a time, on request, in the thread of the steps: so no page is read while it is written,
+and a stage decides itself how much of its time a move gets.
 """
 
 from array import array
@@ -49,18 +49,18 @@ class _OpenMove(Generic[R]):
     is_loading: bool
     load_ms: float = 0.0
     patch_ms: float = 0.0
-    is_ready: bool = False  # and has said so
+    is_ready: bool = False  # and has reported it
     is_switched: bool = False
     has_failed: bool = False
     new_layers: list[int] = field(default_factory=list)
 
 
 class LayerMover(Generic[R]):
-    """`plan` is that of the newest steps.
+    """`plan` belongs to the newest steps.
 
     Args:
-        report: takes what the stage says of its moves.
-        clock: for the times in it.
+        report: takes the stage's reports on its moves.
+        clock: for the times in the reports.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class LayerMover(Generic[R]):
         self._report = report
         self._clock = clock
         self._open: _OpenMove[R] | None = None
-        # Links of the last move. A socket that is closed with unread words in it (what the target
-        # gave back) may be reset, and what the target has not read yet be lost.
+        # Links of the last move. A socket that is closed with unread messages in it (buffers that
+        # the target gave back) may be reset, and data that the target has not read yet may be lost.
         self._used: list[OutgoingLayers[R]] = []
         self._handover = PageHandover(stage, site, links, report)
 
@@ -90,7 +90,7 @@ class LayerMover(Generic[R]):
         return self._open is not None or self._handover.is_open
 
     def obey(self, order: HandoverOrder) -> None:
-        """Has a part in the handover of all pages of this stage to another worker.
+        """Takes part in the handover of all pages of this stage to another worker.
 
         Raises ProtocolError as `PageHandover.obey`.
         """
@@ -126,16 +126,15 @@ class LayerMover(Generic[R]):
         self._look_whether_ready()
 
     def abandon(self, order: AbandonMove) -> None:
-        """Lets go of all that was prepared."""
+        """Drops all that was prepared."""
         if self._open is not None and self._open.order.move == order.move:
             self._let_go(self._open)
             self._open = None
 
     def regroup(self, plan: StagePlan) -> None:
-        """A stage was lost: ends the move under way, and holds what `plan` gives this stage.
-
-        That is the plan of before, or, where the scheduler has sealed the switch, that of the move,
-        for which this stage was ready. What pages hold means nothing any more.
+        """A stage was lost: ends the move under way, and holds the layers that `plan` gives this
+        stage. It is the previous plan or, if the scheduler has sealed the switch, the move's, for
+        which this stage was ready. The contents of pages have no meaning any more.
         """
         self._close_used()
         self._handover.close()
@@ -153,18 +152,18 @@ class LayerMover(Generic[R]):
             self.plan = plan
         if self.plan != plan:
             raise ProtocolError(
-                f"stage {self._stage} is to regroup under plan {plan.epoch}, it knows that of "
-                f"epoch {self.plan.epoch} and was ready for no other"
+                f"stage {self._stage} was ordered to regroup under plan {plan.epoch}, it knows "
+                f"that of epoch {self.plan.epoch} and was ready for no other"
             )
 
     def switch(self, order: SwitchPlan) -> None:
-        """All steps of the old plan have run here: sends what the targets lack, and is ready for
-        the steps of the new one."""
+        """All steps of the old plan have run here: sends the pages that the targets lack, and is
+        ready for the steps of the new one."""
         move = self._open
         if move is None or move.order.move != order.move or not move.is_ready:
             raise ProtocolError(
-                f"stage {self._stage} is to switch to {list(order.plan.layer_counts)}, for which "
-                "it is not ready"
+                f"stage {self._stage} was ordered to switch to {list(order.plan.layer_counts)}, "
+                "for which it is not ready"
             )
         started_s = self._clock()
         for outgoing in move.outgoing:
@@ -187,8 +186,8 @@ class LayerMover(Generic[R]):
                 outgoing.wrote(pages)
 
     def work(self) -> bool:
-        """Does the next small thing that there is to do for the move or the handover; False:
-        nothing, for now."""
+        """Does the next small piece of work for the move or the handover; False: there is none
+        now."""
         move = self._open
         if move is None or move.has_failed:
             return self._handover.work()
@@ -206,7 +205,7 @@ class LayerMover(Generic[R]):
         return did_work
 
     def work_for(self, seconds: float) -> None:
-        """Works until so much time has passed, or there is nothing to do."""
+        """Works until `seconds` have passed, or there is nothing to do."""
         end_s = self._clock() + seconds
         while self._clock() < end_s and self.work():
             pass
@@ -228,7 +227,7 @@ class LayerMover(Generic[R]):
             self._open.is_loading = False
 
     def _try(self, prepare: Callable[[], None]) -> None:
-        """Whatever goes wrong before the switch costs the move and nothing else."""
+        """Runs `work`; a failure before the switch costs the move and nothing else."""
         assert self._open is not None
         try:
             prepare()

@@ -1,8 +1,8 @@
-"""What a layer move needs of the stage and of its links to other stages.
+"""The interface of a stage and its links to other stages for a layer move.
 
-`stage_site.py` and `links/page_link.py` offer it in a worker, fakes in virtual time. Neither this
-file nor the state machines on it (`outgoing_layers`, `incoming_layers`, `layer_mover`) know
-tensors.
+It has implementations in a worker (`stage_site.py`, `links/page_link.py`) and in virtual time.
+Neither this module nor the state machines on it (`outgoing_layers`, `incoming_layers`,
+`layer_mover`) use tensors.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,8 +14,8 @@ R = TypeVar("R")
 
 
 class Parcel(NamedTuple, Generic[R]):
-    """Pages of one layer on their way; `rows` are as `MoveSite.read_pages` gave them, None where
-    the parcel only says that it `is_last`."""
+    """Pages of one layer on their way; `rows` come from `MoveSite.read_pages`; None if the parcel
+    only marks the end (`is_last`)."""
 
     rows: R | None
     num_bytes: int
@@ -23,33 +23,33 @@ class Parcel(NamedTuple, Generic[R]):
 
 
 class LeavingPages(Protocol[R]):
-    """Pages that are being read: those of a GPU come to the host beside its kernels."""
+    """Pages that are being read: a GPU's pages come to the host beside its kernels."""
 
     def is_read(self) -> bool:
         """Whether `parcel` would not wait."""
 
     def parcel(self) -> Parcel[R]:
-        """They, as steps that were launched before had written them."""
+        """The pages as written by the steps that were launched before."""
 
 
 class PageSender(Protocol[R]):
-    """The source's end of the way to one target."""
+    """The source's end of the link to one target."""
 
     def can_send(self) -> bool:
-        """Whether the target listens and has taken up most of what was sent."""
+        """Whether the target listens and has taken most of the parcels."""
 
     def send(self, parcel: Parcel[R]) -> None:
-        """Sends without waiting for the target, whatever `can_send` says."""
+        """Sends without waiting for the target, even if `can_send` is false."""
 
     def close(self) -> None: ...
 
 
 class PageReceiver(Protocol[R]):
-    """The target's end of the way from one source."""
+    """The target's end of the link from one source."""
 
     def receive(self, timeout_s: float) -> Parcel[R] | None:
-        """The next parcel, waited for at most `timeout_s`; its rows are valid until the next call.
-        None when there is none.
+        """The next parcel, after at most `timeout_s`; its rows are valid until the next call. None
+        if none came.
 
         Raises StageGone when the source has closed its end.
         """
@@ -58,7 +58,7 @@ class PageReceiver(Protocol[R]):
 
 
 class PageLinks(Protocol[R]):
-    """Ways between any two stages, one for each move and direction, and, by its address, between
+    """Links between any two stages, one for each move and direction, and, by an address, between
     two workers of one stage."""
 
     def sender(self, move: int, target: int) -> PageSender[R]: ...
@@ -72,41 +72,41 @@ class MoveSite(Protocol[R]):
 
     @property
     def pages_per_parcel(self) -> int:
-        """How many pages of a layer make a good parcel."""
+        """A good number of pages of a layer for a parcel."""
 
     def begin_loading(self, layers: Sequence[int]) -> None:
         """Loads the weights of `layers` beside the steps."""
 
     def has_loaded(self) -> bool:
-        """Whether the layers of `begin_loading` can be held now. Raises what loading raised."""
+        """Whether the layers of `begin_loading` can be held now. Raises the error of loading."""
 
     def hold(self, layers: Iterable[int]) -> None:
-        """Takes over what was loaded and gives the layers pages."""
+        """Takes over the loaded weights and gives the layers pages."""
 
     def drop(self, layers: Iterable[int]) -> None:
-        """Lets go of layers and of what was loaded for them, as far as there is any of it."""
+        """Drops layers and their loaded weights, if any."""
 
     def read_pages(self, layer: int, pages: Sequence[int]) -> LeavingPages[R]:
         """Begins to read the keys and values of `pages`."""
 
     def write_pages(self, rows: R) -> None:
-        """Puts pages of another stage where they belong."""
+        """Writes pages of another stage to their places."""
 
     def know_plan(self, plan: StagePlan) -> None:
         """Makes ready for steps of the plan, whose layers are held."""
 
     def close(self) -> None:
-        """Ends what `begin_loading` began."""
+        """Ends the loading of `begin_loading`."""
 
     def wait_before(self, layers: Iterable[int], incoming: "Awaited") -> None:
-        """Has `incoming.wait` called before a step runs the first of `layers`."""
+        """Makes a step call `incoming.wait` before it runs the first of `layers`."""
 
     def stop_waiting(self) -> None:
-        """Has nothing called of what `wait_before` was given."""
+        """Drops the waits of `wait_before`."""
 
     def attend(self, timeout_s: float) -> None:
-        """Listens to the scheduler for so long, while a step waits for pages. Raises what ends the
-        step where they will never come."""
+        """Reads the scheduler's messages for this long, while a step waits for pages. Raises the
+        error that ends the step if they will never come."""
 
 
 class Awaited(Protocol):

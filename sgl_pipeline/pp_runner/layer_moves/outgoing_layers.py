@@ -1,10 +1,9 @@
 """The layers that go to one other stage: their pages are copied while steps go on writing them.
 
 In rounds, as virtual machines are moved (pre-copy): the first sends all pages that hold anything,
-each later one what was written meanwhile, until that is little. What is left is sent when the plan
-has switched. Part of `LayerMover`; never starts a thread: it reads and sends a parcel when it is
-asked to. Parcels are sent in the order in which they were read, so that a page that was written
-meanwhile comes after its older self.
+each later one the pages written since, until these are few. The rest is sent when the plan has
+switched. It never starts a thread: it reads and sends a parcel on request. Parcels are sent in the
+order in which they were read, so that a page that was written again comes after its older version.
 """
 
 from collections import deque
@@ -19,7 +18,7 @@ from sgl_pipeline.pp_runner.layer_moves.move_site import (
     R,
 )
 
-# A patch of so many pages of each layer is little: to copy them takes less than a step.
+# A patch of this many pages of each layer is small: copying them takes less than a step.
 SMALL_PATCH_PAGES = 64
 # More rounds would not end either: steps write as fast as pages are copied.
 MAX_ROUNDS = 4
@@ -31,8 +30,8 @@ class OutgoingLayers(Generic[R]):
     """`copied_bytes` were sent before the switch, `patched_bytes` after it.
 
     Args:
-        layers: those that go to the stage at the other end of `sender`.
-        pages: that hold anything.
+        layers: the layers that go to the stage at the other end of `sender`.
+        pages: the pages that hold anything.
     """
 
     def __init__(
@@ -50,7 +49,8 @@ class OutgoingLayers(Generic[R]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether all pages were sent once, and what was written since is little or stays much."""
+        """Whether all pages were sent once, and the pages written since are few, or would never
+        become few."""
         is_small = len(self._written) <= SMALL_PATCH_PAGES
         is_sent = not self._queue and not self._reading
         return is_sent and (is_small or self._rounds >= MAX_ROUNDS)
@@ -60,8 +60,8 @@ class OutgoingLayers(Generic[R]):
         self._written.update(pages)
 
     def work(self) -> bool:
-        """Sends what was read and begins to read one parcel, if there is one to send and the target
-        keeps up. False: there is nothing to do, for now."""
+        """Sends parcels that were read, and begins to read one, if there is one to send and the
+        target keeps up. False: there is nothing to do now."""
         did_send = self._send_read()
         if not self._queue and len(self._written) > SMALL_PATCH_PAGES:
             if self._rounds >= MAX_ROUNDS:
@@ -77,7 +77,7 @@ class OutgoingLayers(Generic[R]):
         return True
 
     def finish(self) -> None:
-        """Sends all that the target lacks; no step runs these layers here any more."""
+        """Sends all pages that the target lacks; no step runs these layers here any more."""
         unsent = {page for _, pages in self._queue for page in pages}
         for layer, pages in self._parcels(sorted(self._written | unsent)):
             self._reading.append(self._site.read_pages(layer, pages))
@@ -91,7 +91,7 @@ class OutgoingLayers(Generic[R]):
         self._sender.close()
 
     def _send_read(self) -> bool:
-        """Whether any was."""
+        """Sends parcels that were read; returns whether there was one."""
         did_send = False
         while self._reading and self._reading[0].is_read():
             self.copied_bytes += self._send_next()
@@ -99,13 +99,13 @@ class OutgoingLayers(Generic[R]):
         return did_send
 
     def _send_next(self) -> int:
-        """Returns its bytes."""
+        """Sends the next parcel; returns its bytes."""
         parcel = self._reading.popleft().parcel()
         self._sender.send(parcel)
         return parcel.num_bytes
 
     def _parcels(self, pages: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
-        """What to read for each parcel."""
+        """The pages to read for each parcel."""
         count = self._site.pages_per_parcel
         return [
             (layer, pages[start : start + count])

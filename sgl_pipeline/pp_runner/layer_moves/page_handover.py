@@ -1,8 +1,7 @@
 """All pages of a stage, on their way from the worker that leaves it to the one that takes it over.
 
-Part of `LayerMover`, at either end: what a layer move does with some layers of a stage, this does
-with all of them. The plan stays, and the leaver gives nothing up: it can serve on as if nothing had
-been sent.
+It does with all layers of a stage what a layer move does with some. The plan stays, and the leaver
+gives nothing up: it can serve on as if nothing had been sent.
 """
 
 from array import array
@@ -27,10 +26,10 @@ HandoverReport = PagesCopied | PagesTaken
 
 
 class PageHandover(Generic[R]):
-    """The newest handover in which the worker has a part; none at first.
+    """The newest handover that the worker takes part in; at first there is none.
 
     Args:
-        report: takes what the worker says of it.
+        report: takes the worker's reports on it.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class PageHandover(Generic[R]):
         self._sender: PageSender[R] | None = None
         self._outgoing: OutgoingLayers[R] | None = None
         self._incoming: IncomingLayers[R] | None = None
-        self._has_copied = False  # and has said so
+        self._has_copied = False  # and has reported it
 
     @property
     def is_open(self) -> bool:
@@ -56,15 +55,15 @@ class PageHandover(Generic[R]):
         return self._outgoing is not None or self._incoming is not None
 
     def obey(self, order: HandoverOrder, layers: Sequence[int]) -> None:
-        """Takes an order of the scheduler; `layers` are those of the stage.
+        """Takes an order of the scheduler; `layers` are the stage's.
 
         Raises ProtocolError for the end of a handover that is not under way.
         """
         if isinstance(order, FinishHandover):
             if self._outgoing is None or order.handover != self._handover:
                 raise ProtocolError(
-                    f"stage {self._stage} is to finish handover {order.handover}, it has part in "
-                    f"{self._handover}"
+                    f"stage {self._stage} was ordered to finish handover {order.handover}, "
+                    f"it takes part in {self._handover}"
                 )
             self._outgoing.finish()
             return
@@ -85,7 +84,7 @@ class PageHandover(Generic[R]):
             self._outgoing.wrote(pages)
 
     def work(self) -> bool:
-        """Does the next small thing that there is to do; False: nothing, for now."""
+        """Does the next small piece of work; False: there is none now."""
         did_work = False
         if self._outgoing is not None:
             did_work |= self._outgoing.work()
@@ -95,7 +94,7 @@ class PageHandover(Generic[R]):
         return did_work
 
     def close(self) -> None:
-        """Lets go of the handover, however far it is."""
+        """Drops the handover at any point."""
         if self._outgoing is not None:
             self._outgoing.close()
         if self._incoming is not None:
@@ -108,7 +107,7 @@ class PageHandover(Generic[R]):
             self._report(PagesTaken(self._stage, self._handover))
         if self._outgoing is None or self._sender is None or self._has_copied:
             return
-        # What is sent to a worker that does not listen yet is lost.
+        # A parcel to a worker that does not listen yet is lost.
         if self._outgoing.is_ready and self._sender.can_send():
             self._has_copied = True
             self._report(PagesCopied(self._stage, self._handover))

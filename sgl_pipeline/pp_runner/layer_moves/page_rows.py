@@ -1,9 +1,9 @@
-"""Pages of a layer as rows of bytes, for the way between two stages.
+"""Pages of a layer as rows of bytes, for the transport between two stages.
 
 A row is one page: the layer and the page's id (int64 each), its keys, its values, and zeros up to a
-multiple of 16 bytes. The rows of a parcel are of one layer. On a GPU they are gathered and put in
-place by kernels in the order of the steps, and cross beside them: nothing waits for a step, and no
-page is read while it is written. Untested on hardware.
+multiple of 16 bytes. All rows of a parcel belong to one layer. On a GPU they are gathered and put
+in place by kernels in the order of the steps, and cross beside them: nothing waits for a step, and
+no page is read while it is written. Untested on hardware.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,13 +60,13 @@ class PageRows:
             _bytes(of_layer)[ids] = half
 
     def _halves(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the keys and the values are in `rows`."""
+        """The parts of `rows` with the keys and the values."""
         middle = _HEADER_BYTES + self._half_bytes
         return rows[:, _HEADER_BYTES:middle], rows[:, middle : middle + self._half_bytes]
 
 
 def _bytes(pages: torch.Tensor) -> torch.Tensor:
-    """The memory of `pages` [N, S, Hkv, W] as bytes, those of one page in a row."""
+    """The memory of `pages` [N, S, Hkv, W] as bytes, one page in a row."""
     return pages.flatten(1).view(torch.uint8)
 
 

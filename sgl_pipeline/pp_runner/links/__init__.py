@@ -1,1 +1,1 @@
-"""The ways of the residual stream from one stage to the next."""
+"""The links that carry the residual stream from one stage to the next."""

@@ -1,13 +1,13 @@
-"""Rows in buffers that two stages of one host both have open, and news of them through a socket.
+"""Rows in buffers that two stages of one host both have open, announced through a socket.
 
-What `host_link` and `page_link` have in common: who owns a buffer, when it is free
-again, what crosses the socket. The stage upstream puts rows into a free buffer and tells its number
-and a tag, of activations the step id; the stage downstream reads them where they lie, and gives the
-buffer back when it asks for the next rows. What a buffer is, and how it becomes known on the other
-side, is a `Buffers`'.
+The common part of `host_link` and `page_link`: who owns a buffer, when it is free again, what
+crosses the socket. The stage upstream puts rows into a free buffer and sends its number and a tag
+(for activations the step id); the stage downstream reads them in place, and gives the buffer back
+when it asks for the next rows. A `Buffers` defines a buffer and its announcement to the other side.
 
-The downstream end listens, and the upstream end connects with its first rows. A neighbor that is
-gone is the launcher's to notice: what is sent to it is dropped, and who waits for it is told.
+The downstream end listens, and the upstream end connects with its first rows. The launcher notices
+a neighbor that is gone: rows sent to it are dropped, and a receiver that waits for it gets an
+error.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class Buffers(Protocol):
     """Memory that both ends have open; a buffer of it is [capacity, hidden]."""
 
     def make(self, num_rows: int) -> tuple[torch.Tensor, int]:
-        """Upstream: a buffer of that many rows, and the file descriptor by which the other end
+        """Upstream: a buffer of this many rows, and the file descriptor by which the other end
         opens it. The caller closes that."""
 
     def open(self, descriptor: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ class RowOutbox(Protocol):
 
 
 class RowLink:
-    """Rows of the residual stream, from one end to another, each of whatever kind."""
+    """Rows of the residual stream between two ends, each of any kind."""
 
     def __init__(self, inbox: RowInbox | None, outbox: RowOutbox | None) -> None:
         self._inbox = inbox
@@ -77,10 +77,10 @@ class RowLink:
         assert self._outbox is not None, "the last stage has no stage to send to"
         with contextlib.suppress(OSError):
             return self._outbox.num_unread() < MAX_UNREAD
-        return True  # what is sent to a neighbor that is gone is dropped
+        return True  # rows for a neighbor that is gone are dropped
 
     def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
-        """The rows are to be read only, and by nothing that is asked for after the next one."""
+        """The rows must not be written to, and must not be used after the next call."""
         assert self._inbox is not None, "the first stage has no stage to receive from"
         received = self._inbox.take()
         if received is None:
@@ -161,7 +161,7 @@ class Outbox:
         return self._socket
 
     def _take_back(self, neighbor: socket.socket) -> None:
-        """Frees the buffers that the neighbor has done with."""
+        """Frees the buffers that the neighbor has given back."""
         with contextlib.suppress(BlockingIOError):
             while returned := neighbor.recv(_RETURN.size, socket.MSG_DONTWAIT):
                 self._free.append(*_RETURN.unpack(returned))
@@ -231,7 +231,7 @@ class Inbox:
         return _is_readable(self._socket, timeout_s)
 
     def _give_back(self, neighbor: socket.socket) -> None:
-        """All that reads the last step's rows has been done or launched."""
+        """All readers of the last step's rows have run or were launched."""
         if self._in_use is None:
             return
         with contextlib.suppress(ConnectionError):

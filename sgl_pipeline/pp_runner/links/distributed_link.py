@@ -1,9 +1,9 @@
 """The activation link between stages that each have a GPU of their own: torch.distributed.
 
-Opened by `open_link.py`. Point-to-point sends and receives in step order, over NCCL (gloo in
-tests). Each boundary is a process group of its two stages: within one group NCCL runs all sends and
-receives on one stream, where a stage's next rows would wait until its neighbor has taken the last.
-Untested on hardware with NCCL.
+Point-to-point sends and receives in step order, over NCCL (gloo in tests). Each boundary is a
+process group of its two stages: within one group NCCL runs all sends and receives on one stream,
+where a stage's next rows would wait until its neighbor has taken the last. Untested on hardware
+with NCCL.
 """
 
 import socket
@@ -59,7 +59,7 @@ class DistributedLink:
         self._downstream = groups[stage] if stage < num_stages - 1 else None
         self._shape = shape
         self._stage = stage
-        # Whoever sends keeps the buffer until the send has completed.
+        # The sender keeps the buffer until the send has completed.
         self._sending: deque[tuple[torch.distributed.Work, torch.Tensor]] = deque()
 
     def send(self, step_id: int, hidden: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class DistributedLink:
         return hidden
 
     def has_rows(self) -> bool:
-        """On a GPU to receive is to launch; with gloo, which only tests use, it waits."""
+        """On a GPU receiving is a launch; with gloo, which only tests use, it waits."""
         return True
 
     @property
@@ -99,7 +99,7 @@ class DistributedLink:
 def _open_store(
     rendezvous: str, stage: int, num_stages: int, timeout: timedelta
 ) -> torch.distributed.Store:
-    """Where the stages learn of each other's addresses; nothing else of theirs goes through it."""
+    """The store through which the stages exchange their addresses, and nothing else."""
     if not rendezvous.startswith(TCP_RENDEZVOUS):
         return torch.distributed.FileStore(rendezvous, num_stages)
     host, port = split_address(rendezvous.removeprefix(TCP_RENDEZVOUS))

@@ -1,9 +1,9 @@
 """The activation link between stages of one host: buffers in shared memory.
 
-Opened by `open_link.py`, for CPU stages and for several stages on one GPU. To copy and to tell are
-system calls of the stage's own thread: a thread between the two would have to wait for its turn
-where all cores compute. A buffer is anonymous memory whose file descriptor goes through the socket
-once, so nothing of it outlives the processes.
+For CPU stages and for several stages on one GPU. Copying and announcing are system calls of the
+stage's own thread: a thread between the two would have to wait for its turn where all cores
+compute. A buffer is anonymous memory whose file descriptor goes through the socket once, so nothing
+of it outlives the processes.
 """
 
 import mmap

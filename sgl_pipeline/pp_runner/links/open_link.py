@@ -1,4 +1,4 @@
-"""Which activation link a stage gets: its addresses in `StageAssignment.links` say so."""
+"""Opens the activation link of a stage, by its addresses in `StageAssignment.links`."""
 
 from sgl_pipeline.pp_runner.links.activation_link import ActivationLink, ActivationShape
 from sgl_pipeline.pp_runner.links.buffered_link import (

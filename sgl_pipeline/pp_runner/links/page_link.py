@@ -1,9 +1,9 @@
-"""The way of KV pages from any stage to any other, for layers that move.
+"""The link that carries KV pages from any stage to any other, for layers that move.
 
-Opened by the stages of a move, for that move. Pages travel as the rows of activations do, through
-shared memory or to another host (`open_link.py`), but no stage waits for them: the source looks
-whether the target keeps up, the target whether there is anything. What a row holds is up to both
-ends (`layer_moves/page_rows.py`).
+The stages of a move open it for that move. Pages travel as the rows of activations do, through
+shared memory or to another host (`open_link.py`), but no stage waits for them: the source checks
+whether the target keeps up, the target whether there is anything. Both ends agree on the contents
+of a row (`layer_moves/page_rows.py`).
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.buffered_link import RowInbox, RowOutbox
 from sgl_pipeline.pp_runner.links.open_link import open_inbox, open_outbox
 
-# Parcels under way at most, before the switch: enough for what a busy source sends after a step,
-# and little for a target that has to take them up before it can run the layers.
+# Parcels under way at most, before the switch: enough for a busy source after a step, and few for a
+# target that must take them before it can run the layers.
 MAX_UNREAD = 16
 # Tags of parcels.
 _MORE, _LAST = 0, 1
@@ -26,7 +26,7 @@ class StagePageLinks:
     """The page links of one stage.
 
     Args:
-        places: where it meets each stage, as in `StageAssignment.page_links`; they may be changed
+        places: its address to each stage, as in `StageAssignment.page_links`; they may be changed
             while no link is open.
         row_bytes: of one page.
         run_directory: of this host.
@@ -70,7 +70,7 @@ class StagePageSender:
             return False  # the target does not listen yet, or no more
 
     def send(self, parcel: Parcel[torch.Tensor]) -> None:
-        """What is sent to a target that has gone is dropped: its end is noticed elsewhere."""
+        """A parcel for a target that has gone is dropped: its end is noticed elsewhere."""
         rows = self._no_rows if parcel.rows is None else parcel.rows
         with contextlib.suppress(OSError):
             self._outbox.send(_LAST if parcel.is_last else _MORE, rows)

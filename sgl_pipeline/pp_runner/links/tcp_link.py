@@ -1,9 +1,9 @@
-"""Rows on their way to a stage of another host: both ends of a stream of them.
+"""Both ends of a stream of rows to a stage of another host.
 
-Made by `open_link.py` and `page_link.py`, where `buffered_link.py` serves stages of one host. The
-downstream end has a door at its host's cluster port (`cluster/doors.py`), and the upstream end
-dials with its first rows. Neither end ever makes its stage wait: what the network does not take at
-once is written by a thread, and rows are read, as they arrive, into buffers that stay.
+Within a host, `buffered_link.py` takes its place. The downstream end has a door at its host's
+cluster port (`cluster/doors.py`), and the upstream end dials with its first rows. Neither end ever
+makes its stage wait: a thread writes the bytes that the network does not take at once, and rows are
+read, as they arrive, into buffers that stay.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _NEWS = struct.Struct("<qqq")  # tag, rows, bytes of a row; then the rows
 _FEWEST_ROWS = 64  # of a buffer; all hold a power of two, so that steps share them
 REDIAL_S = 0.05
 HANDSHAKE_TIMEOUT_S = 5.0
-# How long what was sent may take to leave the host after the last send.
+# Seconds in which sent messages may leave the host after the last send.
 LINGER_S = 5.0
 
 
@@ -57,7 +57,7 @@ class TcpOutbox:
         self._stream: SecureStream | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = self._is_gone = False
-        # Of the stream, the count and the free buffers; never held while anything is waited for.
+        # Guards the stream, the count and the free buffers; never held during a wait.
         self._lock = threading.Lock()
 
     def send(self, tag: int, rows: torch.Tensor) -> None:
@@ -77,15 +77,15 @@ class TcpOutbox:
         self._waiting.put(outgoing)
 
     def num_unread(self) -> int:
-        """How many messages have not left this host. Raises ConnectionError while the other end
-        does not listen, and when it is gone."""
+        """Number of messages that have not left this host. Raises ConnectionError while the other
+        end does not listen, and when it is gone."""
         self._start_thread()
         if self._is_gone or self._stream is None:
             raise ConnectionError
         return self._num_waiting
 
     def close(self) -> None:
-        """What was sent still has `LINGER_S` to leave this host, if the other end listens."""
+        """Sent messages still have `LINGER_S` to leave this host, if the other end listens."""
         self._is_closed = True
         self._waiting.put(None)
 
@@ -101,7 +101,7 @@ class TcpOutbox:
         return _Outgoing(buffer, data, 0)
 
     def _buffer_of(self, num_bytes: int) -> torch.Tensor:
-        """A free buffer of that size or more."""
+        """A free buffer of this size or more."""
         with self._lock:
             for place, buffer in enumerate(self._free):
                 if buffer.numel() >= num_bytes:
@@ -110,7 +110,8 @@ class TcpOutbox:
         return torch.empty(1 << (least - 1).bit_length(), dtype=torch.uint8)
 
     def _write(self, stream: SecureStream, outgoing: _Outgoing) -> _Outgoing:
-        """Writes what the network takes now. Raises ConnectionError when the other end is gone."""
+        """Writes as much as the network takes now. Raises ConnectionError when the other end is
+        gone."""
         buffer, data, num_written = outgoing
         try:
             num_written += stream.write(data[num_written:])
@@ -125,7 +126,7 @@ class TcpOutbox:
             self._thread.start()
 
     def _run(self) -> None:
-        """Connects, and writes what could not be written at once."""
+        """Connects, and writes the rest of the messages."""
         use_every_core()
         stream = self._connect()
         if stream is None:
@@ -184,7 +185,7 @@ class TcpInbox:
         self._door = Door(run_directory, door)
         self._ready = select.epoll()
         self._ready.register(self._door, select.EPOLLIN)
-        # Connections whose handshake is under way, and since when. The first to be one of ours is
+        # Connections whose handshake is under way, and its start. The first that completes it is
         # the stage upstream.
         self._strangers: list[tuple[SecureStream, float]] = []
         self._stream: SecureStream | None = None
@@ -245,7 +246,7 @@ class TcpInbox:
             return True
 
     def _meet(self) -> SecureStream | None:
-        """Takes in who has come; the stage upstream, once it has shown that it is one of us."""
+        """Accepts new connections, and the stage upstream once it has authenticated."""
         now_s = time.monotonic()
         while (accepted := self._door.accept()) is not None:
             stream = SecureStream(accepted[0], self._run_directory, is_server=True)
@@ -288,7 +289,7 @@ class TcpInbox:
 
 
 def _bytes_of(buffer: torch.Tensor) -> memoryview:
-    """What a buffer (uint8) holds, where it lies."""
+    """The bytes of a buffer (uint8), in place."""
     return memoryview(buffer.numpy().data)
 
 

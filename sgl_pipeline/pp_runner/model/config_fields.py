@@ -1,7 +1,6 @@
-"""The fields of a model's config.json, whatever a family calls them.
+"""The fields of a model's config.json, under the names of all families.
 
-Made by `model_spec.py` for one config. Checks what kind of value a field holds, never what it
-means.
+Checks the type of a field's value, never its meaning.
 """
 
 from collections.abc import Mapping
@@ -22,16 +21,16 @@ class ConfigFields:
     spellings: Mapping[str, str]
 
     def spelt(self, name: str) -> str:
-        """What this config calls the field `name`."""
+        """This config's name for the field `name`."""
         own = self.spellings.get(name, name)
         return own if own in self.raw else name
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of `name`, or `default` where the config does not have it."""
+        """The value of `name`, or `default` if the config does not have it."""
         return self.raw.get(self.spelt(name), default)
 
     def positive(self, name: str, default: int | None = None) -> int:
-        """The positive integer `name`; raises ConfigurationError where it is none."""
+        """The positive integer `name`; raises ConfigurationError if it is not one."""
         value = self.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -41,7 +40,7 @@ class ConfigFields:
         return value
 
     def number(self, name: str, default: float) -> float:
-        """The number above zero `name`; raises ConfigurationError where it is none."""
+        """The number above zero `name`; raises ConfigurationError if it is not one."""
         value = self.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:

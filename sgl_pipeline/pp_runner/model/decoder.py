@@ -1,8 +1,7 @@
 """The decoder layer that all supported families share.
 
-Built from a `WeightSource` by `StageModel`, run once a step for each layer. Holds weights only:
-keys and values live in the `KvPool`, and what leaves a layer is one tensor, the residual stream in
-the model's dtype, so that a stage boundary may lie between any two layers.
+It holds weights only: keys and values live in the `KvPool`, and a layer's output is one tensor, the
+residual stream in the model's dtype, so that a stage boundary may lie between any two layers.
 
 Shapes: T rows of the step, H hidden size, Hq query heads, Hkv key/value
 heads, D head dim.
@@ -32,10 +31,10 @@ class DecoderLayer:
     """Attention and MLP, each behind an RMS norm and added to the residual stream.
 
     Args:
-        spec: the model; says which biases and norms there are, and what the MLP is.
+        spec: the model's, with its biases, norms and kind of MLP.
         layer: model-wide id, which is also the number in the checkpoint's names.
         weights: gives the layer's tensors.
-        kernels: compute all but the attention.
+        kernels: compute everything except attention.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class DecoderLayer:
         )
         self._attention_norm = load_norm(spec, tensors, names.attention_norm)
         scales = tensors.kv_scales(names.qkv[0])
-        # A norm of the keys would undo what is done before it.
+        # A norm of the keys would undo the scaling before it.
         in_projections = replace(scales, key=1.0) if spec.qk_norm else scales
         widths = (query_width, kv_width, kv_width)
         self._qkv = tensors.linear(

@@ -1,8 +1,7 @@
 """The supported model families: a table of how each differs from the plain decoder.
 
-Read by `model_spec.py`, which turns a config into a `ModelSpec`, and by the layers, which ask for
-their tensors by the names here. A new family is a new entry, where the decoder computes what it
-needs; nothing else in this room knows a family by name.
+A new family is a new entry if the decoder computes all that it needs; no other module of this room
+knows a family by name.
 """
 
 from collections.abc import Mapping
@@ -20,11 +19,12 @@ class MlpNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """What a checkpoint calls the model's tensors, without `.weight` and `.bias`.
+    """A checkpoint's names of the model's tensors, without `.weight` and `.bias`.
 
-    `{layer}` and `{expert}` stand for numbers; the names from `attention_norm` on are those inside
-    a layer. A single `qkv` holds queries, keys and values one after the other. The norms that end
-    on `output_norm` lie between a block's result and the residual stream; None where there is none.
+    `{layer}` and `{expert}` stand for numbers; the names from `attention_norm` on are inside a
+    layer. A single `qkv` holds queries, keys and values one after the other. The norms that end on
+    `output_norm` lie between a block's result and the residual stream; None if there is no such
+    norm.
     """
 
     embedding: str = "model.embed_tokens"
@@ -55,23 +55,22 @@ class TensorNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How an architecture differs from the plain decoder, and how its config is to be read.
+    """The differences of an architecture from the plain decoder, and how to read its config.
 
     Attributes:
-        qkv_bias: queries, keys and values have biases, whatever the config says.
-        interleaved_rope: a rotated pair is two neighbors, not two halves of the head.
-        partial_rope: the config's `partial_rotary_factor` counts.
-        experts: layers may be mixtures of experts.
+        qkv_bias: queries, keys and values have biases, with any config. interleaved_rope: a rotated
+        pair is two neighbors, not two halves of the head. partial_rope: the config's
+        `partial_rotary_factor` counts. experts: layers may be mixtures of experts.
         has_window_switch: `sliding_window` counts only where `use_sliding_window` and `layer_types`
             say so.
-        spellings: what this config calls a field that `model_spec` knows by another name. The
+        spellings: this config's names of fields that `model_spec` knows by other names. The
             family's own spelling wins where a config holds both.
-        own_fields: fields that sound like maths to `model_spec`, and which are read for this
-            family or leave its maths alone.
+        own_fields: fields that look like maths to `model_spec`, and that are read for this family
+        or do not change its maths.
         required: fields of which only one value is supported.
         defaults: values of fields that a config may leave out, by the config's spelling, from the
             family's configuration class.
-        names: what its checkpoints call the tensors.
+        names: its checkpoints' names of the tensors.
     """
 
     qkv_bias: bool = False

@@ -1,9 +1,9 @@
 """The layers that a stage holds, by model-wide id: their weights, their KV pages, their kernels.
 
-Owned by the `StageRunner`. What a stage holds changes one layer at a time (`hold`, `drop`); what a
-step runs is the range that the plan of its epoch gives the stage, in the model's order, whenever
-its layers came. Never decides which layers to hold, and moves no keys or values: what the pages of
-a layer that comes hold means nothing.
+The held layers change one at a time (`hold`, `drop`); a step runs the range that the plan of its
+epoch gives the stage, in the model's order, whenever its layers came. This class never decides
+which layers to hold, and moves no keys or values: the pages of an arriving layer have no meaning
+yet.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,8 +35,8 @@ class HeldLayers:
 
     @property
     def spare(self) -> tuple[int, ...]:
-        """Model-wide ids of the layers whose weights are here and whose pages are not, those that
-        came first first."""
+        """Model-wide ids of the layers whose weights are here and whose pages are not, oldest
+        first."""
         return tuple(self._spare)
 
     def keep_spare(self, loaded: LoadedLayer) -> None:
@@ -49,10 +49,10 @@ class HeldLayers:
         self._spare.pop(layer, None)
 
     def hold(self, layer: int) -> None:
-        """Gives `layer` pages, of finite numbers, and its weights: the spare ones, else from the
-        files, which takes as long as reading them does.
+        """Gives `layer` pages, of finite numbers, and its weights: spare ones if present, else from
+        the files, which takes as long as reading them.
 
-        Whatever it raises, nothing of the layer stays but spare weights.
+        If it raises, only spare weights of the layer stay.
 
         Raises ProtocolError when the layer is held already or the model does not have it, and
         CheckpointError as at the start.
@@ -90,7 +90,7 @@ class HeldLayers:
         self.kv_pool.remove_layer(layer)
 
     def before_run(self, layer: int, wait: Callable[[], None]) -> None:
-        """Has `wait` called once, before a step first runs `layer`."""
+        """Makes a step call `wait` once, before it first runs `layer`."""
         self._before_run[layer] = wait
 
     @property
@@ -99,16 +99,16 @@ class HeldLayers:
         return bool(self._before_run)
 
     def forget_waits(self) -> None:
-        """Has nothing called of what `before_run` was given."""
+        """Drops the waits of `before_run`."""
         self._before_run.clear()
 
     def before_drop(self, let_go: Callable[[int], None]) -> None:
-        """Has `let_go` called with each layer that is about to be dropped, for who keeps references
-        to its weights or pages, or their addresses."""
+        """Calls `let_go` with each layer that is about to be dropped, for owners of references to
+        its weights or pages, or of their addresses."""
         self._before_drop.append(let_go)
 
     def require(self, layers: Iterable[int], what: str) -> None:
-        """Raises ProtocolError that names the first of `layers` that is not held; `what` runs
+        """Raises ProtocolError, which names the first of `layers` that is not held; `what` runs
         them."""
         for layer in layers:
             if layer not in self.model.layers:
@@ -126,7 +126,7 @@ class HeldLayers:
         return self.model.forward(in_turn, inputs, hidden, self.kv_pool, attention)
 
     def await_layers(self, layers: range) -> None:
-        """Does now what is to be done before a step runs any of `layers`."""
+        """Runs the waits of `layers` now, before a step runs them."""
         if self._before_run:
             for _ in self._awaited(layers):
                 pass

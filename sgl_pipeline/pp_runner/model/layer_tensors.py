@@ -1,6 +1,6 @@
 """One layer's tensors, read from a `WeightSource` and joined as the layer uses them.
 
-Used by the decoder layer and its MLPs while a stage loads; names are those of `families.py`.
+They are read while a stage loads; names come from `families.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from sgl_pipeline.pp_runner.weights.schemes import Quantization
 
 
 class LayerTensors:
-    """The tensors under `prefix`, which ends with a dot; `kernels` are to multiply with them."""
+    """The tensors under `prefix`, which ends with a dot; `kernels` will multiply with them."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class LayerTensors:
         self._quantization = quantization
 
     def kv_scales(self, projection: str) -> KvScales:
-        """Those of the attention whose `projection` this is."""
+        """The KV scales of the attention whose `projection` this is."""
         attention = f"{self._prefix}{projection}".rpartition(".")[0]
         return read_kv_scales(self._weights, self._quantization, attention)
 
@@ -72,7 +72,7 @@ class LayerTensors:
         Args:
             output_factors: powers of two by which the outputs are multiplied, one for each; None
                 for none.
-            input_factor: one by which all inputs are.
+            input_factor: a factor of all inputs.
         """
         matrices, biases = self._read(names, out_features, in_features, has_bias)
         if output_factors is not None or input_factor != 1.0:
@@ -92,7 +92,8 @@ class LayerTensors:
     def gated_linear(
         self, names: Sequence[str], inner_size: int, in_features: int, has_bias: bool
     ) -> Linear:
-        """`LayerKernels.gated_linear` of the named projections to the gate and to what it gates."""
+        """`LayerKernels.gated_linear` of the named projections to the gate and to the gated
+        values."""
         matrices, biases = self._read(names, (inner_size, inner_size), in_features, has_bias)
         return _joined(self.kernels.gated_linear, matrices, biases) or GatedLinear(
             _SeparateLinears(

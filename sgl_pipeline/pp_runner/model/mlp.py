@@ -13,7 +13,7 @@ from sgl_pipeline.pp_runner.model.layer_tensors import LayerTensors
 
 
 class Mlp(Protocol):
-    """What stands between the second norm of a layer and the residual stream."""
+    """The part between the second norm of a layer and the residual stream."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [T, H] for `x` [T, H], in its dtype."""
@@ -40,7 +40,7 @@ class GatedMlp:
         inner_size: int,
         has_bias: bool = False,
     ) -> "GatedMlp":
-        """Reads the MLP that the checkpoint calls `names`."""
+        """Reads the MLP with `names` in the checkpoint."""
         return cls(
             tensors.gated_linear(names.gate_up, inner_size, hidden_size, has_bias),
             tensors.linear((names.down,), (hidden_size,), inner_size, has_bias),

@@ -1,8 +1,8 @@
-"""What a model is, read from its Hugging Face config: sizes, rotary embedding, biases, EOS ids.
+"""A model's description, read from its Hugging Face config: sizes, rotary embedding, biases, EOS
+ids.
 
-Read by the stage worker, which builds its layers from it, and by `managers/`, which plans the
-stages with it. Must never pass over a config field that changes the maths: what the decoder does
-not compute is refused by name, because a model that runs slightly wrong looks like one that works.
+It must never pass over a config field that changes the maths: a field that the decoder does not
+compute is refused by name, because a model that runs slightly wrong looks like one that works.
 """
 
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ class RopeSpec:
     interleaved: bool = False
 
     def rotated_dims(self, head_dim: int) -> int:
-        """How many of a head's dimensions are rotated."""
+        """Number of a head's dimensions that are rotated."""
         return int(head_dim * self.rotated_share)
 
 
@@ -78,8 +78,8 @@ class ExpertSpec:
     """Mixture-of-experts layers: `layers` are their ids, the other layers are dense.
 
     Each token goes to `experts_per_token` of `num_experts` MLPs of `inner_size`, whose routing
-    weights sum to one where they are `normalized`. A shared expert of `shared_inner_size` sees
-    every token (Qwen2-MoE); 0 where there is none.
+    weights sum to one if they are `normalized`. A shared expert of `shared_inner_size` sees every
+    token (Qwen2-MoE); 0 if there is no shared expert.
     """
 
     num_experts: int
@@ -92,11 +92,11 @@ class ExpertSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Everything that the decoder needs to know of a model. Lengths in tokens.
+    """All facts about a model that the decoder needs. Lengths in tokens.
 
     `dtype` is the torch dtype name that the checkpoint was saved in. `eos_token_ids` are those of
-    config.json and generation_config.json; the tokenizer's are added by `managers/`.
-    `quantization` says which matrices have fewer than 16 bits; None: none of them.
+    config.json and generation_config.json; the tokenizer's are added by `managers/`. `quantization`
+    lists matrices of fewer than 16 bits; None: there are none.
     """
 
     architecture: str
@@ -123,11 +123,11 @@ class ModelSpec:
 
     @property
     def quantization_method(self) -> str | None:
-        """As the config or `--quantization` spells it; None for 16 bits."""
+        """The method as spelled in the config or `--quantization`; None for 16 bits."""
         return None if self.quantization is None else self.quantization.method
 
     def layer_experts(self, layer: int) -> ExpertSpec | None:
-        """The experts of `layer`; None where it is dense."""
+        """The experts of `layer`; None if it is dense."""
         return self.experts if self.experts and layer in self.experts.layers else None
 
     def layer_kind(self, layer: int) -> tuple[object, ...]:
@@ -143,7 +143,7 @@ class ModelSpec:
         return (experts, *(quantization.scheme_of(f"{prefix}.{name}") for name in names))
 
     def _mlps(self, experts: ExpertSpec | None) -> list[tuple[MlpNames, range]]:
-        """The names of a layer's MLPs, and the numbers that stand for `{expert}` in them."""
+        """The names of a layer's MLPs, and the numbers that replace `{expert}` in them."""
         if experts is None:
             return [(self.names.mlp, range(1))]
         return [
@@ -158,7 +158,7 @@ class ModelSpec:
         device: torch.device,
         kv_cache_dtype: str = "auto",
     ) -> AttentionShape:
-        """What an attention backend needs to know; scores are scaled by head_dim ** -0.5.
+        """The shape that an attention backend needs; scores are scaled by head_dim ** -0.5.
 
         Args:
             kv_cache_dtype: as `--kv-cache-dtype`.
@@ -182,7 +182,7 @@ def read_model_spec(path: str | Path, quantization: str | None = None) -> ModelS
     Args:
         quantization: as `--quantization`; None: as the checkpoint is.
 
-    Raises ConfigurationError when there is no readable config or it is not to be quantized so,
+    Raises ConfigurationError when there is no readable config or the quantization does not fit it,
     UnsupportedModelError when the model needs something that the decoder does not compute.
     """
     directory = Path(path)
@@ -289,7 +289,7 @@ def _sliding_window_in_use(config: Config, family: Family) -> bool:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Whether `value` leaves the maths alone: switched off, or a multiplication by one."""
+    """Whether `value` does not change the maths: switched off, or a multiplication by one."""
     if not value:
         return True
     multiplies = any(word in name for word in ("factor", "multiplier", "scal"))
@@ -297,7 +297,7 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 
 def _expert_spec(fields: ConfigFields) -> ExpertSpec:
-    """Which layers are sparse: every `decoder_sparse_step`-th but those of `mlp_only_layers`."""
+    """The sparse layers: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
     step = fields.positive("decoder_sparse_step", 1)
     sparse = frozenset(range(step - 1, fields.positive("num_hidden_layers"), step))
     shared = "shared_expert_intermediate_size"

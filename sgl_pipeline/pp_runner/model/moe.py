@@ -22,9 +22,10 @@ from sgl_pipeline.pp_runner.model.model_spec import ExpertSpec
 
 
 class Routing(NamedTuple):
-    """Where rows go: `experts` [T, K] int64, best first, and their `weights` [T, K] fp32.
+    """The experts of rows: `experts` [T, K] int64, best first, and their `weights` [T, K] fp32.
 
-    `shared_weight` [T, 1] fp32 is that of the shared expert, or empty, [T, 0], where there is none.
+    `shared_weight` [T, 1] fp32 is the shared expert's weight; empty, [T, 0], without a shared
+    expert.
     """
 
     experts: torch.Tensor
@@ -60,7 +61,7 @@ class Experts(Protocol):
     def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Returns [T * K, H] for `rows` [T * K, H], sorted by expert.
 
-        Those of expert e end before `ends[e]` ([E], int32, ascending).
+        Rows of expert e end before `ends[e]` ([E], int32, ascending).
         """
 
 
@@ -107,7 +108,7 @@ class StackedExperts:
     Args:
         gate_up: [E, 2 F, H].
         down: [E, H, F].
-        kernels: compute what lies between the two.
+        kernels: compute the gate between the two.
     """
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, kernels: LayerKernels) -> None:
@@ -190,7 +191,7 @@ class SparseMlp:
         return mixed.to(x.dtype)
 
     def _mix(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """The weighted sum [T, H], in fp32, of what each row's experts make of it."""
+        """The weighted sum [T, H], in fp32, of the results of each row's experts."""
         per_row = self._spec.experts_per_token
         by_expert, order = routing.experts.flatten().sort(stable=True)
         all_experts = torch.arange(self._spec.num_experts, device=x.device)

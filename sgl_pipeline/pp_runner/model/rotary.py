@@ -1,7 +1,7 @@
 """The rotary embedding (RoFormer, arXiv 2104.09864): from positions to angles.
 
-Used by `StageModel` once a step; `layer_kernels/` turns the heads by these angles. Keeps no table,
-so there is no longest position.
+Computed once a step; `layer_kernels/` rotates the heads by these angles. Keeps no table, so there
+is no longest position.
 """
 
 import math
@@ -30,8 +30,9 @@ def rotary_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
     """Radians per position of each pair of dimensions, [R / 2] fp32, lowest dimension first.
 
     `llama3` is what `_compute_llama3_parameters` in transformers' modeling_rope_utils.py does:
-    wavelengths that fit `high_freq_factor` times into the original context are kept, those that fit
-    less than `low_freq_factor` times are stretched by `factor`, the ones between are interpolated.
+    wavelengths that fit `high_freq_factor` times into the original context are kept, wavelengths
+    that fit less than `low_freq_factor` times are stretched by `factor`, the others are
+    interpolated.
     """
     rotated = rope.rotated_dims(head_dim)
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated

@@ -1,8 +1,8 @@
 """A stage's share of the model's weights: its layers, the embedding on the first, the head on the
 last.
 
-Loaded and run by the stage worker; layers may come and go (`held_layers.py`). Never schedules,
-samples or sends, and keeps no state of a step: two stage models can live in one process.
+Layers may come and go (`held_layers.py`). Never schedules, samples or sends, and keeps no state of
+a step: two stage models can live in one process.
 """
 
 from collections.abc import Callable, Iterable
@@ -57,8 +57,8 @@ class StageModel:
     Use `StageModel.load`. `loaded` maps the names of the tensors that it holds to their bytes.
 
     Args:
-        open_source: opens the weights, once now and again for each layer that is loaded later. A
-            source that stays open would keep in memory what has been read from its files.
+        open_source: opens the weights, once now and again for each layer that is loaded later. An
+            open source would keep the read parts of its files in memory.
         layers: model-wide ids of the layers to load now.
         on_read: called before each tensor that is read now.
     """
@@ -105,10 +105,10 @@ class StageModel:
         load_format: str = "safetensors",
         on_read: Callable[[], None] = lambda: None,
     ) -> "StageModel":
-        """Reads the tensors of `layers`, and of embedding or head where the stage has them;
-        `on_read` is called before each.
+        """Reads the tensors of `layers`, and of embedding or head if the stage has them; `on_read`
+        is called before each.
 
-        Raises CheckpointError that names file and tensor when one does not fit the spec.
+        Raises CheckpointError, which names file and tensor, when one does not fit the spec.
         """
         return cls(
             spec,
@@ -191,13 +191,13 @@ class StageModel:
         return LoadedLayer(layer, decoder, sizes)
 
     def add_layer(self, loaded: LoadedLayer) -> None:
-        """Takes up a layer that was read."""
+        """Adds a layer that was read."""
         assert loaded.layer not in self.layers, f"layer {loaded.layer} is loaded already"
         self.layers[loaded.layer] = loaded.decoder
         self.loaded |= loaded.sizes
 
     def remove_layer(self, layer: int) -> LoadedLayer:
-        """Gives up the weights of `layer`, to the caller."""
+        """Removes the weights of `layer`, and returns them."""
         prefix = self._prefix(layer)
         sizes = {name: size for name, size in self.loaded.items() if name.startswith(prefix)}
         self.loaded = {name: size for name, size in self.loaded.items() if name not in sizes}
@@ -214,9 +214,9 @@ class StageModel:
         on_layer: Callable[[], None] = lambda: None,
         before_part: Callable[[], None] = lambda: None,
     ) -> None:
-        """Holds `layers` and no others from now on, and the ends that go with them: those that are
-        here stay, the others are read. `on_read` is called before each tensor, `before_part` before
-        each layer and before the ends, `on_layer` after each layer.
+        """Holds `layers` and no others from now on, and the ends that go with them: present ones
+        stay, the others are read. `on_read` is called before each tensor, `before_part` before each
+        layer and before the ends, `on_layer` after each layer.
 
         Raises CheckpointError as at the start.
         """
@@ -268,8 +268,8 @@ class StageModel:
     def enter(
         self, inputs: StepInputs, hidden: torch.Tensor | None
     ) -> tuple[torch.Tensor, Rotation]:
-        """What the first of the layers begins with: the residual stream [T, H], of the token ids or
-        `hidden`, and the rows' rotation."""
+        """The input of the first layer: the residual stream [T, H], of the token ids or `hidden`,
+        and the rows' rotation."""
         if self._embedding is not None:
             hidden = F.embedding(inputs.token_ids, self._embedding)
         assert hidden is not None, "a stage after the first needs the residual stream"
@@ -285,7 +285,7 @@ class StageModel:
         kv_pool: KvPool,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """`forward` from what `enter` gave."""
+        """`forward` from the result of `enter`."""
         is_ours = self.is_first  # so that a layer may write over it
         for layer in layers:
             stream = self.layers[layer].forward(
@@ -301,7 +301,7 @@ class StageModel:
         return self._head(hidden)
 
     def _prefix(self, layer: int) -> str:
-        """What the names of the layer's tensors begin with."""
+        """The prefix of the names of the layer's tensors."""
         return self.spec.names.layer.format(layer=layer) + "."
 
 
@@ -315,7 +315,7 @@ def _load_head(
     embedding: torch.Tensor | None,
     kernels: LayerKernels,
 ) -> OutputHead:
-    """The head; where it is tied and not in the file, its matrix is the embedding table, rounded as
+    """The head; if it is tied and not in the file, its matrix is the embedding table, rounded as
     the model's other matrices are."""
     norm_weight = weights.read(f"{spec.names.final_norm}.weight", (spec.hidden_size,))
     norm = RmsNorm(norm_weight, spec.norm_epsilon)
@@ -332,5 +332,5 @@ def _load_head(
         return OutputHead(norm, table, kernels)
     matrix = round_matrix(weights, f"{head}.weight", table, scheme)
     if embedding is None:
-        del weights.loaded[f"{spec.names.embedding}.weight"]  # of which nothing stays
+        del weights.loaded[f"{spec.names.embedding}.weight"]  # which is not kept
     return OutputHead(norm, matrix, kernels)

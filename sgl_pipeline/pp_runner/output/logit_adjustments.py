@@ -1,9 +1,9 @@
 """Changes the logits of a step as its requests asked: penalties, logit bias, min_new_tokens.
 
-Used by the last stage's `OutputTail`: planned from the step's chunks before the activations
-arrive, applied to the logits before `Sampler.sample`. Keeps nothing between steps: what a row gets
-is a function of its request's `SamplingSpec` and output tokens, so that no retraction, restart or
-neighbor in the microbatch can change it.
+It is planned from the step's chunks before the activations arrive, and applied to the logits before
+`Sampler.sample`. It keeps nothing between steps: a row's adjustments are a function of its
+request's `SamplingSpec` and output tokens, so that no retraction, restart or neighbor in the
+microbatch can change it.
 
 Shapes: S sampled rows, V vocabulary size, N cells that an adjustment touches.
 """
@@ -34,7 +34,7 @@ class _Cells:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitAdjustments:
-    """What to do to the logits of one step. All tensors on the stage's device, numbers in fp32.
+    """The changes to the logits of one step. All tensors on the stage's device, numbers in fp32.
 
     Rules and order are SGLang's (`penaltylib/*.py`, `sampling_batch_info.py::apply_logits_bias`),
     before any temperature and for greedy rows too:
@@ -43,10 +43,10 @@ class LogitAdjustments:
        `presence_penalty` once. The prompt counts for nothing.
     2. The logit of a token of the output (again not the prompt) is divided by `repetition_penalty`
        where it is positive, multiplied where it is negative.
-    3. `logit_bias` is added.
-    4. Until there are `min_new_tokens` output tokens, those that would stop the request get -inf,
+    3. `logit_bias` is added. 4. Until there are `min_new_tokens` output tokens, tokens that would
+    stop the request get -inf,
        unless its grammar (`token_masks.py`) allows nothing else: then it is complete and may end.
-       SGLang does this first; -inf stays what it is under 1 to 3, so the order is the same, and
+       SGLang does this first; -inf does not change under 1 to 3, so the order has no effect, and
        here no earlier rule can make a NaN of it.
 
     Unlike SGLang, whose overlapped scheduler adds the newest token one step late and forgets all on
@@ -77,8 +77,8 @@ def plan_logit_adjustments(
 ) -> LogitAdjustments | None:
     """The adjustments of a step, or None when no sampled row has any.
 
-    The logits' rows are those of the chunks that sample, in their order. The work grows with the
-    output tokens of the rows that have penalties and with the ids that others name, all in numpy.
+    The logits' rows belong to the chunks that sample, in their order. The work grows with the
+    output tokens of rows with penalties and with the token ids that other rows name, all in numpy.
     """
     sampled = [chunk for chunk in chunks if chunk.samples]
     rows = [row for row, chunk in enumerate(sampled) if _is_adjusted(chunk)]
@@ -141,7 +141,7 @@ def _penalties(chunks: Sequence[MirroredChunk]) -> tuple[np.ndarray, np.ndarray,
 
 
 def _penalised_ids(chunk: MirroredChunk) -> np.ndarray:
-    """The output tokens up to the chunk's end, int64; none where the request has no penalties."""
+    """The output tokens up to the chunk's end, int64; empty if the request has no penalties."""
     request = chunk.request
     if not request.sampling.penalises_output:
         return np.empty(0, np.int64)

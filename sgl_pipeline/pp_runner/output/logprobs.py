@@ -1,8 +1,8 @@
 """The log-probabilities that the requests of a step want, from the logits of the last stage.
 
-Used by the last stage's `OutputTail`: planned from the step's chunks before the activations arrive,
-computed on the stage's device after the sampler, and cut into chunks on the host. What each row is
-a log-softmax of is SGLang's default (`layers/sampler.py`, `layers/logprob_processor.py`):
+They are planned from the step's chunks before the activations arrive, computed on the stage's
+device after the sampler, and cut into chunks on the host. The input of each row's log-softmax is
+SGLang's default (`layers/sampler.py`, `layers/logprob_processor.py`):
 
 - A row that a token was drawn from: of the logits after penalties, logit bias and masks, over the
   temperature, where the row is not greedy. Top-k, top-p and min-p change nothing. (SGLang asks
@@ -10,8 +10,8 @@ a log-softmax of is SGLang's default (`layers/sampler.py`, `layers/logprob_proce
   anywhere, a row never looks at its neighbors.)
 - A row of the prompt: of the logits as the model gives them.
 
-Numbers are clamped to the lowest of fp32, which also stands where there is none, as in the row of a
-NaN: JSON knows neither it nor infinity. Of equal numbers the lowest token id counts as the highest.
+Numbers are clamped to the lowest of fp32, which also replaces missing numbers, as in the row of a
+NaN: JSON has neither NaN nor infinity. Of equal numbers the lowest token id counts as the highest.
 
 Shapes: S sampled rows, V vocabulary size, W wanted rows, K the most highest ones of any, C cells:
 pairs of a wanted row and one of the token ids that its request names.
@@ -37,7 +37,7 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ChunkRows:
-    """The wanted rows `[begin, end)` of one chunk, and what is wanted of them."""
+    """The wanted rows `[begin, end)` of one chunk, and the wanted values."""
 
     spec: LogprobSpec
     begin: int
@@ -46,7 +46,7 @@ class _ChunkRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogprobPlan:
-    """What to compute in one step. Wanted rows are in chunk order, positions ascending.
+    """The computations of one step. Wanted rows are in chunk order, positions ascending.
 
     Wanted row `drawn_at[i]` is the sampled row `drawn[i]`. The others are of prompts: wanted row
     `prompt_at[i]` is the step's row `prompt_rows[i]`, and `next_ids[i]` follows it. All int64.
@@ -75,9 +75,9 @@ class LogprobPlan:
         Args:
             logits_of: gives the logits [N, V] of rows [N, H] of the residual stream.
             hidden: the residual stream [T, H] of the whole step.
-            sampled_logits: [S, V] fp32, as the sampler saw them; left as they are.
-            token_ids: [S] int64 on the device, what was drawn. The number of an undecided one
-                means nothing: see `StepLogprobs.chosen_again`.
+            sampled_logits: [S, V] fp32, as given to the sampler; not changed.
+            token_ids: [S] int64 on the device, the drawn tokens. An undecided one has no meaning:
+                see `StepLogprobs.chosen_again`.
         """
         vocab_size, device = sampled_logits.shape[1], hidden.device
         parts = _Parts(self, vocab_size)
@@ -147,12 +147,12 @@ class StepLogprobs:
 
 
 class _Parts:
-    """A `StepLogprobs` as it is computed, some rows after the others."""
+    """A `StepLogprobs` as it is computed, slice by slice."""
 
     def __init__(self, plan: LogprobPlan, vocab_size: int) -> None:
         self._plan = plan
         self._num_top = max(chunk.spec.num_top for chunk in plan.chunks)
-        # One number for all rows, so that ties are broken alike whatever the microbatch.
+        # One number for all rows, so that ties are broken alike in any microbatch.
         self._num_ordered = min(MAX_TOP_LOGPROBS, vocab_size) if self._num_top else 0
         self._rows: list[np.ndarray] = []
         self._cells: list[np.ndarray] = []

@@ -1,8 +1,8 @@
 """The end of the last stage: from the residual stream to tokens and their log-probabilities.
 
-Owned by the last stage's `StageRunner`: planned from the step's chunks before the activations
-arrive, drawn when its layers are launched. What it draws may be pending: a GPU goes on with the
-next step while the token ids are on their way to the host. Keeps nothing between steps.
+It is planned from the step's chunks before the activations arrive, and drawn when the layers are
+launched. Its result may be pending: a GPU goes on with the next step while the token ids are on
+their way to the host. Keeps nothing between steps.
 
 Shapes: T rows of the step, S sampled rows, H hidden size, V vocabulary size.
 """
@@ -27,7 +27,7 @@ Outputs = tuple[tuple[int, ...], tuple[LogprobRows, ...]]
 
 
 class PendingOutputs(Protocol):
-    """What a step has drawn, or is about to."""
+    """The tokens that a step has drawn, or will draw."""
 
     def is_ready(self) -> bool:
         """Whether `result` need not wait for the device, unless a row must be drawn again."""
@@ -52,7 +52,7 @@ class OutputTail:
 
     Args:
         head: gives the logits [N, V] in fp32 of rows [N, H] of the residual stream.
-        download: brings what was drawn to the host.
+        download: brings the results to the host.
     """
 
     def __init__(
@@ -115,7 +115,8 @@ class _Drawn:
     def _settle(
         self, drawn_ids: list[int], logits: torch.Tensor, numbers: list[torch.Tensor]
     ) -> list[int]:
-        """`drawn_ids` with none undecided; corrects `numbers`, those of `logprobs`, if needed."""
+        """`drawn_ids` with none undecided; corrects `numbers`, which belong to `logprobs`, if
+        needed."""
         # The next steps may be launched already: not behind them.
         with self.download.beside_kernels(logits):
             token_ids = self.drawn.settle(drawn_ids)

@@ -1,9 +1,9 @@
 """Draws the next token of each sampled row from its logits.
 
-Called by the last stage's worker after the forward pass. A row's token depends on its logits, its
-`SamplingSpec` and its position alone, never on the rows beside it or on what was drawn before: the
-random number is a hash of (seed, position), so nothing has to be kept, moved or restored, and
-probabilities are added up as integers, whose sums do not depend on the order of addition.
+A row's token depends on its logits, its `SamplingSpec` and its position alone, never on the rows
+beside it or on tokens drawn before: the random number is a hash of (seed, position), so nothing has
+to be kept, moved or restored, and probabilities are added up as integers, whose sums do not depend
+on the order of addition.
 
 On a GPU nothing comes back to the host before the drawn token ids do. FlashInfer's samplers are not
 used: their random numbers follow from a row's place in the microbatch (`curand_init(seed, row,
@@ -96,7 +96,7 @@ class Sampler:
         Args:
             logits: [S, V] fp32.
             sampling: the spec of each row.
-            positions: [S] int64 on the host: where in its request each drawn token will stand.
+            positions: [S] int64 on the host: the position of each drawn token in its request.
         """
         drawn = self.draw(logits, sampling, positions)
         return drawn.settle(drawn.token_ids.tolist())
@@ -258,9 +258,10 @@ def _draw_ordered(
 
 
 def _ordered(probabilities: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` highest of each row and their token ids, lower ids first where they are equal.
+    """The `count` highest logits of each row and their token ids, lower ids first if they are
+    equal.
 
-    Which of those that equal the lowest of them are among them is left open.
+    Of several that equal the lowest of them, any may be included.
     """
     if count == probabilities.shape[1]:
         return torch.sort(probabilities, dim=-1, descending=True, stable=True)
@@ -287,7 +288,7 @@ def _first_above(mass: torch.Tensor, whole: torch.Tensor, uniforms: torch.Tensor
 
 
 def _probabilities(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Softmax of `logits` [S, V] over `temperatures` [S, 1], fp32 and finite whatever they are."""
+    """Softmax of `logits` [S, V] over `temperatures` [S, 1], fp32, finite for any input."""
     limits = torch.finfo(logits.dtype)
     scaled = torch.nan_to_num(logits, nan=limits.min, posinf=limits.max, neginf=limits.min)
     # The highest is taken off first: a small temperature cannot overflow what is at most 0.

@@ -1,8 +1,8 @@
 """Forbids the tokens that a request's grammar does not allow next.
 
-Used by the last stage's `OutputTail`: planned from the step's chunks, applied to the logits
-after every other adjustment, so that nothing can bring a forbidden token back. Knows no grammar:
-the scheduler process compiles and matches them, and a plan carries the masks.
+Masks are planned from the step's chunks, and applied to the logits after every other adjustment, so
+that no adjustment can bring a forbidden token back. The scheduler process compiles and matches
+grammars; a plan carries only the masks.
 
 Shapes: S sampled rows, V vocabulary size, R rows from the first with a mask to the last, B bytes of
 a mask.
@@ -20,15 +20,15 @@ from sgl_pipeline.wire.step_order import MirroredChunk
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMasks:
-    """The masks of the rows from `first_row` on, on the stage's device: bit `i % 8` of byte
-    `i // 8` allows token i. A row between that has none is given one that allows all."""
+    """The masks of the rows from `first_row` on, on the stage's device: bit `i % 8` of byte `i //
+    8` allows token i. A row between them without a mask gets one that allows all tokens."""
 
     first_row: int
     packed: torch.Tensor  # [R, B] uint8, 8 * B >= V
 
     @torch.inference_mode()
     def apply_to(self, logits: torch.Tensor) -> None:
-        """Sets what is not allowed to -inf in `logits` [S, V] fp32, in place."""
+        """Sets forbidden tokens to -inf in `logits` [S, V] fp32, in place."""
         bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
         forbidden = (self.packed[:, :, None] & bits).eq(0).flatten(1)[:, : logits.shape[1]]
         rows = logits[self.first_row : self.first_row + len(self.packed)]
@@ -49,6 +49,6 @@ def plan_token_masks(chunks: Sequence[MirroredChunk], device: torch.device) -> T
 
 
 def allows_no_other(mask: bytes, token_ids: Sequence[int]) -> bool:
-    """Whether `mask` allows none but `token_ids`, which are distinct and of the vocabulary."""
+    """Whether `mask` allows only `token_ids`, which are distinct and of the vocabulary."""
     allowed = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
     return bool(allowed.sum() == allowed[list(token_ids)].sum())

@@ -1,7 +1,7 @@
-"""Where a stage's weights come from: safetensors files, or random numbers for measurements.
+"""The source of a stage's weights: safetensors files, or random numbers for measurements.
 
-Opened by `StageModel.load`, whose layers ask for one tensor after the other by its Hugging Face
-name. Must never read a tensor that was not asked for: a stage holds its own layers and no others.
+Layers ask for one tensor after the other by its Hugging Face name. Must never read a tensor that
+was not asked for: a stage holds its own layers and no others.
 """
 
 import zlib
@@ -23,7 +23,7 @@ DUMMY_DEVIATION = 0.02
 class WeightSource(Protocol):
     """Gives weights by name, in one dtype on one device.
 
-    `loaded` maps what was read to bytes; `is_made_up` says that the weights are in no file.
+    `loaded` maps the names of read tensors to bytes; with `is_made_up` the weights are in no file.
     """
 
     loaded: dict[str, int]
@@ -41,8 +41,8 @@ class WeightSource(Protocol):
         """
 
     def read_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The same in `dtype`: fp32 of any floats, otherwise as it is stored. Dimensions of 1 may
-        be missing. Not for weights that are made up."""
+        """The same in `dtype`: fp32 from any floats, otherwise as stored. Dimensions of 1 may be
+        missing. Not for made-up weights."""
 
     def has(self, name: str) -> bool:
         """Whether a file holds the tensor `name`; dummy weights are in no file."""
@@ -162,7 +162,7 @@ class Checkpoint:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it holds floats of 16 bits or more, which mean something without a scale."""
+    """Whether it holds floats of 16 bits or more, which are meaningful without a scale."""
     return tensor.is_floating_point() and tensor.dtype.itemsize >= 2
 
 

@@ -3,12 +3,11 @@
 A layer whose keys are to be divided by k_scale before they are rounded, and multiplied by it when
 they are read, is the same as one whose projection gives keys that are smaller by that factor, and
 queries that are larger; likewise values and what multiplies them. So the scales go into the weights
-when a layer is loaded, and pages, attention and kernels know of none. They are rounded up to powers
-of two: then the weights stay exact in every format, keys and values have the same bits before they
-are rounded, none gets beyond the largest code that did not before, and e4m3, which has an exponent,
+when a layer is loaded, and pages, attention and kernels have none. They are rounded up to powers of
+two: then the weights stay exact in every format, keys and values have the same bits before they are
+rounded, no number exceeds the largest code that did not before, and e4m3, which has an exponent,
 rounds as finely.
 
-Used by `model/decoder.py`.
 """
 
 import math
@@ -42,10 +41,10 @@ class KvScales:
 def read_kv_scales(
     source: WeightSource, quantization: Quantization | None, attention: str
 ) -> KvScales:
-    """Those of the module `attention`, such as `model.layers.0.self_attn`; ones where the
-    checkpoint has none, or there is no checkpoint. Only compressed-tensors says so in its config.
+    """The scales of the module `attention`, such as `model.layers.0.self_attn`; 1 if the checkpoint
+    has no scales, or there is no checkpoint. Only compressed-tensors declares them in its config.
 
-    Raises CheckpointError for scales that are missing or cannot be.
+    Raises CheckpointError for missing or invalid scales.
     """
     if quantization is None or source.is_made_up:
         return KvScales()
@@ -65,8 +64,11 @@ def _name(source: WeightSource, attention: str, kind: str) -> str:
 def _read(source: WeightSource, name: str) -> float:
     scale = float(source.read_as(name, (1,), torch.float32))
     if not (0.0 < scale < math.inf):
-        raise CheckpointError(f"tensor {name} is {scale}, which is no scale")
+        raise CheckpointError(f"tensor {name} is {scale}; a scale must be positive and finite")
     exponent = math.ceil(math.log2(scale))
     if abs(exponent) > _LARGEST_EXPONENT:
-        raise CheckpointError(f"tensor {name} is {scale}, as no keys or values can need it")
+        raise CheckpointError(
+            f"tensor {name} is {scale}; a scale must be within 2^-{_LARGEST_EXPONENT} and "
+            f"2^{_LARGEST_EXPONENT}"
+        )
     return 2.0**exponent

@@ -1,8 +1,8 @@
 """Reads matrices as checkpoints store them: plain, or quantized in one of the published layouts.
 
-Called by `model/layer_tensors.py` and `model/stage_model.py` for one matrix after the other, so
-that beside what a stage holds there is never more than the matrices of one product. Every tensor is
-checked: its name, type and shape, that scales are finite, and that FP8 holds no NaN.
+It reads one matrix after the other, so that a stage never holds more than the matrices of one
+product besides its own. Every tensor is checked: its name, type and shape, that scales are finite,
+and that FP8 holds no NaN.
 
 Shapes: O outputs, I inputs, G groups.
 """
@@ -42,7 +42,7 @@ Shape = tuple[int, int]
 def read_matrix(
     source: WeightSource, quantization: Quantization | None, module: str, shape: Shape
 ) -> Matrix:
-    """The matrix of `module` [O, I] from `source`, quantized if that is what it is to be.
+    """The matrix of `module` [O, I] from `source`, quantized if it should be.
 
     Raises CheckpointError as `source` does, and for a tensor that does not fit.
     """
@@ -64,7 +64,7 @@ def read_matrix(
 def round_matrix(
     source: WeightSource, name: str, matrix: torch.Tensor, scheme: Scheme
 ) -> QuantizedWeight:
-    """`matrix`, which `source` gave for `name`, in the scheme; the source's account follows."""
+    """`matrix`, which `source` returned for `name`, in the scheme; updates the source's bytes."""
     weight = scheme.quantize(matrix)
     if not torch.isfinite(weight.scales).all():
         raise CheckpointError(f"tensor {name} holds a number that is not finite")
@@ -77,7 +77,7 @@ def _check_shape(module: str, shape: Shape, scheme: Scheme) -> None:
         return
     if shape[1] % (scheme.group_size or _PER_WORD) or shape[1] % _PER_WORD:
         raise CheckpointError(
-            f"{module} has {shape[1]} inputs, which is no multiple of its groups of "
+            f"{module} has {shape[1]} inputs, not a multiple of its groups of "
             f"{scheme.group_size or _PER_WORD}"
         )
 
@@ -149,7 +149,7 @@ def _read_gptq(
 def _read_gptq_v2(
     source: WeightSource, module: str, shape: Shape, scheme: Int4Scheme
 ) -> Int4Weight:
-    """The same with zero points as they are."""
+    """The same with unchanged zero points."""
     return _read_gptq(source, module, shape, scheme, added_to_zeros=0)
 
 

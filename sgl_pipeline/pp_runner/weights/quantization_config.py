@@ -1,7 +1,7 @@
-"""Reads `quantization_config` of a model's config.json, and what `--quantization` means.
+"""Reads `quantization_config` of a model's config.json, and interprets `--quantization`.
 
-Used by `model_spec.py`. Every field is honored, refused by name, or known to say only how the
-checkpoint was made: a field that is passed over could give a model that runs slightly wrong.
+Every field is honored, refused by name, or known to describe only how the checkpoint was made: an
+ignored field could give a model that runs slightly wrong.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from sgl_pipeline.pp_runner.weights.schemes import (
 
 W8A8_INT8, W4A8_INT8, FP8 = "w8a8_int8", "w4a8_int8", "fp8"
 _BLOCK = (128, 128)
-# What the config says of how the checkpoint was made, which its tensors do not depend on.
+# Fields about the making of the checkpoint, which its tensors do not depend on.
 _MAKING = {
     "compressed-tensors": """global_compression_ratio quantization_status version run_compressed
         observer observer_kwargs scale_dtype zp_dtype""",
@@ -53,7 +53,7 @@ class _Fields:
         return default if value is None else value
 
     def need(self, name: str, *wanted: Any, default: Any = None) -> Any:
-        """The same where it is one of `wanted`."""
+        """The same, if it is one of `wanted`."""
         value = self.take(name, default)
         if not any(type(value) is type(one) and value == one for one in wanted):
             self.refuse(name, " or ".join(repr(one) for one in wanted))
@@ -74,7 +74,7 @@ class _Fields:
         return _Fields(value, f"{self.place}{name}.", self.method)
 
     def names(self, *fields: str) -> tuple[str, ...]:
-        """The strings of the lists of those names."""
+        """The strings of the lists with these names."""
         values = [self.take(name, []) for name in fields]
         for name, value in zip(fields, values, strict=True):
             if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
@@ -82,14 +82,14 @@ class _Fields:
         return tuple(entry for value in values for entry in value)
 
     def finish(self) -> None:
-        """Refuses what was not taken, unless it is empty or about the making."""
+        """Refuses fields that were not taken, unless they are empty or about the making."""
         for name, value in self.raw.items():
             if name not in self.taken and value and name not in _MAKING[self.method].split():
                 self.refuse(name, "to leave it out")
 
 
 def read_quantization(config: Any, head: str) -> Quantization | None:
-    """What `config`, the value of `quantization_config`, says; None for None.
+    """The quantization of `config`, the value of `quantization_config`; None for None.
 
     Args:
         head: the module name of the output head, which most methods leave at 16 bits.
@@ -116,15 +116,15 @@ def read_quantization(config: Any, head: str) -> Quantization | None:
 def choose_quantization(
     asked: str | None, found: Quantization | None, head: str, *, has_tied_head: bool = False
 ) -> Quantization | None:
-    """What `--quantization asked` means for a checkpoint that is quantized as `found`. Of 16 bits
-    w8a8_int8 rounds layers and head, fp8 the layers alone, as upstream's Fp8Config does. w4a8_int8
-    has rows that meet weights of 4 bits rounded to 8, and rounds a head of 16 bits to 8.
+    """The quantization by `--quantization asked` of a checkpoint that is quantized as `found`. For
+    16 bits w8a8_int8 rounds layers and head, fp8 the layers alone, as upstream's Fp8Config does.
+    w4a8_int8 rounds rows that meet weights of 4 bits to 8, and rounds a head of 16 bits to 8.
 
     Args:
         head: the module name of the output head.
-        has_tied_head: it is the embedding table, of 16 bits whatever the config says of the head.
+        has_tied_head: it is the embedding table, of 16 bits even if the config quantizes the head.
 
-    Raises ConfigurationError where the two do not go together.
+    Raises ConfigurationError if the two do not go together.
     """
     if asked is None:
         return found
@@ -155,12 +155,12 @@ def choose_quantization(
 
 
 def _with_rounded_rows(found: Quantization | None, head: str, has_tied_head: bool) -> Quantization:
-    """Other weights than those of 4 bits and the head stay as they are."""
+    """Weights other than 4-bit ones and the head stay as they are."""
     schemes = [scheme for _, scheme in found.groups] if found is not None else []
     if found is None or not any(isinstance(scheme, Int4Scheme) for scheme in schemes):
         raise ConfigurationError(
             f"--quantization {W4A8_INT8} is for checkpoints of 4 bits, and this one has no matrix "
-            "of so few; leave the flag out"
+            "of 4 bits; leave the flag out"
         )
     groups = tuple(
         (names, replace(scheme, rounds_rows=True) if isinstance(scheme, Int4Scheme) else scheme)

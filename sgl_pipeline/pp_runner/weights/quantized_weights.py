@@ -1,7 +1,7 @@
-"""Quantized weights: the numbers and scales of a matrix, whatever the checkpoint calls them.
+"""Quantized weights: the numbers and scales of a matrix, for all names that checkpoints use.
 
-Made by `layouts.py` from a checkpoint or by `rounding.py` from 16 bits, multiplied by
-`layer_kernels/`. Shapes: O outputs, I inputs, G groups of inputs that share a scale.
+`layouts.py` reads them from a checkpoint, `rounding.py` makes them from 16 bits. Shapes: O outputs,
+I inputs, G groups of inputs that share a scale.
 """
 
 from collections.abc import Sequence
@@ -173,7 +173,7 @@ def scale_rows(matrix: Matrix, factors: torch.Tensor) -> Matrix:
 
 
 def join(matrices: Sequence[Matrix]) -> Matrix | None:
-    """The matrices one below the other as one; None where they are of several kinds."""
+    """The matrices one below the other as one; None if they are of several kinds."""
     if len(matrices) == 1:
         return matrices[0]
     plain = [matrix for matrix in matrices if isinstance(matrix, torch.Tensor)]
@@ -194,5 +194,5 @@ def join(matrices: Sequence[Matrix]) -> Matrix | None:
 
 
 def _spread(numbers: torch.Tensor, group_size: int, inputs: int) -> torch.Tensor:
-    """[O, I] of what each group [O, G] has."""
+    """[O, I] from the values of groups [O, G]."""
     return numbers.repeat_interleave(group_size, dim=1)[:, :inputs]

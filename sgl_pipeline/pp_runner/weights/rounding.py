@@ -1,7 +1,7 @@
 """Rounds matrices of 16 or 32 bits to the nearest quantized ones.
 
-Used for `--quantization`, for weights that are made up, and by the tests. Matrices are rounded some
-rows at a time, where they are, so that no whole copy in fp32 is ever made.
+Matrices are rounded some rows at a time, where they are, so that no whole copy in fp32 is ever
+made.
 """
 
 from collections.abc import Iterator
@@ -67,5 +67,5 @@ def _parts(matrix: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
 
 
 def _or_one(largest: torch.Tensor) -> torch.Tensor:
-    """What all-zero rows are divided by does not matter; a NaN stays one."""
+    """The divisor of all-zero rows does not matter; a NaN stays one."""
     return torch.where(largest == 0, 1.0, largest)

@@ -1,6 +1,6 @@
-"""How a model's matrices are quantized: which of them, to what, and how the checkpoint stores it.
+"""Describes how a model's matrices are quantized: which of them, to what, and their storage.
 
-Made by `quantization_config.py` from the model's config, part of the `ModelSpec`. Reads no tensor.
+A part of the `ModelSpec`. Reads no tensor.
 """
 
 import re
@@ -54,9 +54,9 @@ Scheme = Int8Scheme | Fp8Scheme | Int4Scheme
 
 
 class Layout(Enum):
-    """How the checkpoint stores quantized matrices."""
+    """The checkpoint's storage of quantized matrices."""
 
-    SIXTEEN_BITS = auto()  # it does not; they are rounded when they are loaded
+    SIXTEEN_BITS = auto()  # not stored; rounded when they are loaded
     COMPRESSED_TENSORS = auto()
     FP8 = auto()
     GPTQ = auto()  # zero points are stored less one
@@ -91,11 +91,12 @@ def is_inside(module: str, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What is quantized, and to what; `method` is as the config or `--quantization` spells it.
+    """The quantized matrices and their formats; `method` is spelled as in the config or
+    `--quantization`.
 
-    `has_kv_scales` says that the checkpoint has a scale for each layer's keys, and one for its
-    values, by which they become FP8 (`kv_scales.py`). `rounded_head` names the head where it has 16
-    bits in the checkpoint and is rounded to int8 when it is loaded.
+    With `has_kv_scales` the checkpoint has a scale for each layer's keys, and one for its values,
+    by which they become FP8 (`kv_scales.py`). `rounded_head` names the head if it has 16 bits in
+    the checkpoint and is rounded to int8 when it is loaded.
     """
 
     method: str
@@ -106,11 +107,11 @@ class Quantization:
     rounded_head: str | None = None
 
     def layout_of(self, module: str) -> Layout:
-        """How the checkpoint stores the matrix `module`, which has a scheme."""
+        """The checkpoint's storage of the matrix `module`, which has a scheme."""
         return Layout.SIXTEEN_BITS if module == self.rounded_head else self.layout
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """That of the matrix `module` (without `.weight`); None where it has 16 bits."""
+        """The scheme of the matrix `module` (without `.weight`); None if it has 16 bits."""
         if module == self.rounded_head:
             return Int8Scheme()
         if module in self.ignored:

@@ -158,7 +158,7 @@ def test_the_ninth_viewer_is_a_503_and_gets_the_place_of_one_that_leaves(stage: 
     async def scene() -> None:
         viewers = [stage.hub.join() for _ in range(MAX_VIEWERS)]
         assert MAX_VIEWERS == 8
-        with pytest.raises(RequestError, match="8 pages are looking") as refused:
+        with pytest.raises(RequestError, match="8 pages") as refused:
             stage.hub.join()
         assert refused.value.status_code == 503
         stage.hub.leave(viewers.pop())

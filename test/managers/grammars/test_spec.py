@@ -77,8 +77,8 @@ def test_a_missing_schema_is_filled_in_at_any_depth() -> None:
     [
         ({"regex": "a", "ebnf": 'root ::= "a"'}, ["only one", "regex", "ebnf"]),
         ({"regex": "a" * (MAX_GRAMMAR_CHARACTERS + 1)}, [str(MAX_GRAMMAR_CHARACTERS)]),
-        ({"json_schema": "INVALID"}, ["json_schema is no valid JSON"]),
-        ({"json_schema": "[" * 100_000}, ["json_schema is no valid JSON"]),
+        ({"json_schema": "INVALID"}, ["json_schema is not valid JSON"]),
+        ({"json_schema": "[" * 100_000}, ["json_schema is not valid JSON"]),
         (
             {"json_schema": '{"a":' * (MAX_NESTING + 1) + "1" + "}" * (MAX_NESTING + 1)},
             ["nested", str(MAX_NESTING)],

@@ -80,9 +80,9 @@ def test_pages_hold_what_is_left_of_keys_and_values_and_tokens_stay_the_same(
     ("scales", "named"),
     [
         ({"k_scale": 1.0}, "no tensor model.layers.0.self_attn.v_scale"),
-        ({"k_scale": 0.0, "v_scale": 1.0}, "self_attn.k_scale is 0.0, which is no scale"),
+        ({"k_scale": 0.0, "v_scale": 1.0}, "self_attn.k_scale is 0.0"),
         ({"k_scale": 1.0, "v_scale": float("nan")}, "self_attn.v_scale is nan"),
-        ({"k_scale": 1e30, "v_scale": 1.0}, "self_attn.k_scale is .*, as no keys"),
+        ({"k_scale": 1e30, "v_scale": 1.0}, "self_attn.k_scale is .*2\\^"),
     ],
 )
 def test_scales_that_are_missing_or_cannot_be_are_named(
