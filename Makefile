@@ -7,6 +7,8 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 CHECK_ARGS ?=
 EXAMPLES ?= 3000
+SEEDS ?= 1000
+FIRST ?= 0
 # An index with PyTorch's CPU builds, where pip's own index has only the CUDA ones.
 TORCH_INDEX ?=
 
@@ -60,6 +62,7 @@ help:
 	@echo 'make check-cuda  compile FlashInfer for a GPU without one, and test its planners; minutes'
 	@echo 'make serve   set-up, then the demo server        PORT=31000 ARGS="--pp 2 --policy sarathi"'
 	@echo 'make fuzz    set-up, then thousands of random requests   EXAMPLES=3000'
+	@echo 'make fault-schedules  set-up, then the core in virtual time under faults   SEEDS=1000 FIRST=0'
 	@echo 'make lint    ruff, ruff format and mypy'
 	@echo 'make coverage  the tests of the core; fails where fewer of its lines run than before; minutes'
 	@echo 'make bench   the serving benchmark               BENCH_ARGS="--rounds 3"'
@@ -170,6 +173,10 @@ coverage: $(STAMP)
 .PHONY: fuzz
 fuzz: $(STAMP) | check-sglang
 	SGL_PIPELINE_FUZZ_EXAMPLES=$(EXAMPLES) $(VENV_PYTHON) -m pytest test/server/test_fuzz.py
+
+.PHONY: fault-schedules
+fault-schedules: $(STAMP)
+	PYTHONPATH=.:test $(VENV_PYTHON) -m fault_schedules --first $(FIRST) --seeds $(SEEDS)
 
 .PHONY: bench
 bench: $(STAMP)

@@ -1,6 +1,6 @@
 """From the loss of a worker to the first step that all stages run again: a state machine.
 
-Driven by `managers/stages/recovery_actions.py`, and in virtual time by `benchmark/fault_schedules`.
+Driven by `managers/stages/recovery_actions.py`, and in virtual time by `test/fault_schedules`.
 Workers that end or are given up come in, and all that workers say on their way to readiness; what
 each must be told comes out, and in the end the order that begins a new stream. Does no I/O and
 reads no clock.

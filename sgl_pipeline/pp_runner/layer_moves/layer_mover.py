@@ -1,6 +1,6 @@
 """This stage's part in one layer move after the other: a state machine that takes the orders.
 
-Driven by `stage_worker.py` between steps, and in virtual time by `benchmark/fault_schedules`. It
+Driven by `stage_worker.py` between steps, and in virtual time by `test/fault_schedules`. It
 works a parcel at a time, when it is asked to, in the thread of the steps: so no page is read while
 it is written, and a stage decides itself how much of its time a move gets.
 """

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from benchmark.fault_schedules.__main__ import main
-from benchmark.fault_schedules.fake_log import FakeLog
-from benchmark.fault_schedules.fake_moves import FakeSite
-from benchmark.fault_schedules.world import run_seed
+from fault_schedules.__main__ import main
+from fault_schedules.fake_log import FakeLog
+from fault_schedules.fake_moves import FakeSite
+from fault_schedules.world import run_seed
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.migration.coordinator import MoveCoordinator
