@@ -63,7 +63,7 @@ help:
 	@echo 'make serve   set-up, then the demo server        PORT=31000 ARGS="--pp 2 --policy sarathi"'
 	@echo 'make fuzz    set-up, then thousands of random requests   EXAMPLES=3000'
 	@echo 'make fault-schedules  set-up, then the core in virtual time under faults   SEEDS=1000 FIRST=0'
-	@echo 'make lint    ruff, ruff format and mypy'
+	@echo 'make lint    ruff, ruff format, mypy and the words of pages and code'
 	@echo 'make coverage  the tests of the core; fails where fewer of its lines run than before; minutes'
 	@echo 'make bench   the serving benchmark               BENCH_ARGS="--rounds 3"'
 	@echo 'make clean   remove build/ and the caches; .venv goes with `make distclean`'
@@ -162,6 +162,7 @@ lint: $(STAMP)
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m mypy
+	$(VENV_PYTHON) -m benchmark.house.prose
 
 # The tests that start no server, one after the other; pyproject.toml has the floor.
 COVERED_TESTS := test/throttle test/scheduling test/migration test/pipeline test/simulator

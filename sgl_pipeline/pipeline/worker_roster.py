@@ -160,7 +160,7 @@ class WorkerRoster(StageWorkers):
     def give_successor(self, stage: int, plan: StagePlan) -> list[Addressed]:
         """Has a spare load `stage`, whose layers are those of `plan`, while another worker fills
         it; returns what it must be told, nothing where there is no spare. Its links are of a stream
-        that nobody else joins: it regroups with the others when it takes over."""
+        that no other joins: it regroups with the others when it takes over."""
         spares = {number: self._workers[number].hello for number in self.spare_workers}
         number = place_newcomers([stage], spares, self._hellos).get(stage)
         if number is None:

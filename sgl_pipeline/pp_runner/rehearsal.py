@@ -1,8 +1,8 @@
 """The steps that a stage runs before it is ready, so that no request pays for what happens once.
 
 Run by `StageRunner.rehearse`: imports, recording, the compiling of products, the first touch of
-memory. Their requests are made up and their pages are the pool's first ones, which belong to nobody
-yet.
+memory. Their requests are made up and their pages are the pool's first ones, which belong to no
+request yet.
 """
 
 from array import array

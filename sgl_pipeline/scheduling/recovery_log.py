@@ -3,8 +3,8 @@
 Owned by `StepScheduler`. Every stage but the last keeps the rows that it has sent, by KV page
 (`pp_runner/boundary_log.py`). A stage that was replaced owes the keys and values of all pages that
 hold any. A step that reads a page which is owed has it computed again first, by the stage that owes
-it alone, from the rows that the stage before it has kept; stage 0 has the tokens. Pages that nobody
-asks for stay owed.
+it alone, from the rows that the stage before it has kept; stage 0 has the tokens. Pages that no
+step reads stay owed.
 """
 
 from collections.abc import Iterable, Sequence

@@ -189,7 +189,7 @@ class RequestIntake:
             try:
                 token_id = int(key)
             except (TypeError, ValueError):
-                raise RequestError(f"logit_bias: {key!r:.40} is no token id") from None
+                raise RequestError(f"logit_bias: {key!r:.40} is not a token id") from None
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
                     f"logit_bias: token id {key!s:.40} is outside the vocabulary [0, {vocab_size})"

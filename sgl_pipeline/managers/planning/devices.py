@@ -58,6 +58,6 @@ def parse_devices(
 
 def _unreadable(entry: str) -> ConfigurationError:
     return ConfigurationError(
-        f"--devices: {entry!r} is no device; write cpu or a memory size such as 80GiB, and after a "
-        "colon its speed beside the device that was measured, such as 24GiB:0.5"
+        f"--devices: {entry!r} is not a device; write cpu or a memory size such as 80GiB, and "
+        "after a colon its speed beside the device that was measured, such as 24GiB:0.5"
     )

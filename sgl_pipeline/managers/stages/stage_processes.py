@@ -159,7 +159,7 @@ class StageProcesses:
         return environment
 
     def _arguments(self, worker: int) -> list[str]:
-        """Of `stage_process.py`, but for the parent."""
+        """Of `stage_process.py`, without the parent."""
         address = self.place.head_address or stage_address(self.run_directory)
         arguments = ["--address", address, "--worker", str(worker)]
         arguments += ["--run-directory", self.run_directory]

@@ -63,7 +63,7 @@ def record(
 class RecordedCalls:
     """The calls of one computation. `run` makes them with other inputs.
 
-    Intermediate results lie in memory of its own, each where one lay that nobody reads any more.
+    Intermediate results lie in memory of its own, each where one lay that no call reads any more.
     """
 
     def __init__(

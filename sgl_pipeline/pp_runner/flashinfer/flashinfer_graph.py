@@ -15,7 +15,7 @@ class GraphDecodeAttention:
     """The `AttentionBackend` of steps of up to `num_rows` decodes and nothing else.
 
     Missing rows are filled up with decodes that see one key, in `padding_page`, which belongs to
-    nobody.
+    no request.
 
     Args:
         wrapper: a decode wrapper in CUDA-graph mode, for `num_rows` rows.
