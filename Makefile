@@ -55,6 +55,7 @@ PIP_INSTALL := $(VENV_PYTHON) -m pip install -qq --no-input --disable-pip-versio
 help:
 	@echo 'make setup   create .venv and install the pinned requirements ($(SET) set)'
 	@echo 'make test    set-up, then the tests              PYTEST_ARGS="-k scheduling"'
+	@echo 'make test-fast  set-up, then the tests for a change: minutes, in one process, no servers'
 	@echo 'make setup-browser  set-up, then Chromium (apt-get, as root) for the tests of the live page'
 	@echo 'make setup-hosts  iproute2 (apt-get, as root) for the tests on several hosts'
 	@echo 'make test-alone  set-up, then what loses stages, servers and hosts, one test after the other'
@@ -126,6 +127,12 @@ $(BROWSER_STAMP): $(STAMP)
 test: $(STAMP) $(TEST_STAMPS) | check-sglang
 	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m 'not gpu and not cuda_toolkit and not alone' \
 		$(PYTEST_ARGS)
+
+# test/conftest.py fails a test that starts a process and is not marked `multiproc`.
+.PHONY: test-fast
+test-fast: $(STAMP) $(TEST_STAMPS) | check-sglang
+	$(VENV_PYTHON) -m pytest $(PYTEST_ARGS) \
+		-m 'not multiproc and not slow and not gpu and not cuda_toolkit and not alone'
 
 # Servers and hosts that are killed, started by Ray, or behind a router.
 .PHONY: test-alone

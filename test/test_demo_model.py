@@ -12,6 +12,8 @@ from sgl_pipeline.args import POLICIES, ThrottleArgs
 from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 from sgl_pipeline.requests import GREEDY, Request, StopRules
 
+pytestmark = pytest.mark.slow
+
 QUESTIONS_PER_TASK = 25
 END = 2
 SPLITS = {1: (16,), 2: (9, 7), 4: (5, 4, 4, 3)}

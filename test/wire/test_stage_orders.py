@@ -160,12 +160,13 @@ sys.stdout.buffer.write(msgspec.msgpack.encode(sealed))
 """
 
 
+@pytest.mark.multiproc
 def test_a_text_in_a_sampling_spec_has_one_checksum_in_all_processes() -> None:
     """`hash` of a text differs from process to process, and so did a checksum made of it."""
     sealed = set()
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed}
-        root = Path(__file__).parents[1]
+        root = Path(__file__).parents[2]
         run = subprocess.run(
             [sys.executable, "-c", SEAL_A_TEXT],
             env=environment,

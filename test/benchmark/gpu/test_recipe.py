@@ -140,6 +140,7 @@ def import_with(packages: list[str]) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stderr
 
 
+@pytest.mark.multiproc
 def test_the_packages_that_it_lists_and_packs_are_all_that_it_needs() -> None:
     own = "sgl-pipeline"  # the checkout, where an environment has it installed
     ours = [*listed_packages(), *PACKAGES, "flashinfer-python", own]
