@@ -7,6 +7,8 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 CHECK_ARGS ?=
 EXAMPLES ?= 3000
+SEEDS ?= 1000
+FIRST ?= 0
 # An index with PyTorch's CPU builds, where pip's own index has only the CUDA ones.
 TORCH_INDEX ?=
 
@@ -53,6 +55,7 @@ PIP_INSTALL := $(VENV_PYTHON) -m pip install -qq --no-input --disable-pip-versio
 help:
 	@echo 'make setup   create .venv and install the pinned requirements ($(SET) set)'
 	@echo 'make test    set-up, then the tests              PYTEST_ARGS="-k scheduling"'
+	@echo 'make test-fast  set-up, then the tests for a change: minutes, in one process, no servers'
 	@echo 'make setup-browser  set-up, then Chromium (apt-get, as root) for the tests of the live page'
 	@echo 'make setup-hosts  iproute2 (apt-get, as root) for the tests on several hosts'
 	@echo 'make test-alone  set-up, then what loses stages, servers and hosts, one test after the other'
@@ -60,7 +63,8 @@ help:
 	@echo 'make check-cuda  compile FlashInfer for a GPU without one, and test its planners; minutes'
 	@echo 'make serve   set-up, then the demo server        PORT=31000 ARGS="--pp 2 --policy sarathi"'
 	@echo 'make fuzz    set-up, then thousands of random requests   EXAMPLES=3000'
-	@echo 'make lint    ruff, ruff format and mypy'
+	@echo 'make fault-schedules  set-up, then the core in virtual time under faults   SEEDS=1000 FIRST=0'
+	@echo 'make lint    ruff, ruff format, mypy and the words of pages and code'
 	@echo 'make coverage  the tests of the core; fails where fewer of its lines run than before; minutes'
 	@echo 'make bench   the serving benchmark               BENCH_ARGS="--rounds 3"'
 	@echo 'make clean   remove build/ and the caches; .venv goes with `make distclean`'
@@ -124,6 +128,12 @@ test: $(STAMP) $(TEST_STAMPS) | check-sglang
 	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m 'not gpu and not cuda_toolkit and not alone' \
 		$(PYTEST_ARGS)
 
+# test/conftest.py fails a test that starts a process and is not marked `multiproc`.
+.PHONY: test-fast
+test-fast: $(STAMP) $(TEST_STAMPS) | check-sglang
+	$(VENV_PYTHON) -m pytest $(PYTEST_ARGS) \
+		-m 'not multiproc and not slow and not gpu and not cuda_toolkit and not alone'
+
 # Servers and hosts that are killed, started by Ray, or behind a router.
 .PHONY: test-alone
 test-alone: $(STAMP) $(TEST_STAMPS) $(ALONE_STAMPS) | check-sglang
@@ -159,6 +169,7 @@ lint: $(STAMP)
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m mypy
+	$(VENV_PYTHON) -m benchmark.house.prose
 
 # The tests that start no server, one after the other; pyproject.toml has the floor.
 COVERED_TESTS := test/throttle test/scheduling test/migration test/pipeline test/simulator
@@ -170,6 +181,10 @@ coverage: $(STAMP)
 .PHONY: fuzz
 fuzz: $(STAMP) | check-sglang
 	SGL_PIPELINE_FUZZ_EXAMPLES=$(EXAMPLES) $(VENV_PYTHON) -m pytest test/server/test_fuzz.py
+
+.PHONY: fault-schedules
+fault-schedules: $(STAMP)
+	PYTHONPATH=.:test $(VENV_PYTHON) -m fault_schedules --first $(FIRST) --seeds $(SEEDS)
 
 .PHONY: bench
 bench: $(STAMP)

@@ -1,5 +1,9 @@
 """What all tests need: transformers imports on a CPU, no test takes more than one core, and none
-fails because the machine is busy."""
+fails because the machine is busy. A test that starts processes is marked `multiproc`: without that
+mark, starting one fails, so that `make test-fast` stays in one process."""
+
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,3 +27,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("compiler"):
                 item.add_marker(pytest.mark.skip(reason=str(error)))
+
+
+_running: list[pytest.Item] = []
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    _running[:] = [item]
+    try:
+        return (yield)
+    finally:
+        _running.clear()
+
+
+def _watch_starts(event: str, arguments: tuple) -> None:
+    """Fails a test that forks or starts a Python without the mark; `git`, compilers and the like
+    are short."""
+    starts = event == "os.fork" or (event == "subprocess.Popen" and arguments[0] == sys.executable)
+    if starts and _running and not _running[0].get_closest_marker("multiproc"):
+        pytest.fail("this test starts a process: mark it with pytest.mark.multiproc")
+
+
+sys.addaudithook(_watch_starts)

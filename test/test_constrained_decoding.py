@@ -13,6 +13,8 @@ from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.grammars.constraint import GrammarConstraint
 from sgl_pipeline.requests import FinishReason, Request, SamplingSpec, StopRules
 
+pytestmark = pytest.mark.slow
+
 SPLITS = {1: (6,), 2: (2, 4), 4: (2, 1, 1, 2)}
 CHUNKED = {"max_prefill_tokens": 24, "min_prefill_tokens": 4, "prefill_spread_steps": 3}
 MAX_NEW_TOKENS = 60

@@ -1,5 +1,6 @@
 """The demo model is the quality yardstick: how it is served must not change a single answer."""
 
+import gc
 from functools import cache
 
 import pytest
@@ -10,6 +11,8 @@ from benchmark.demo_model.evaluate import Reply, held_out_questions, score
 from sgl_pipeline.args import POLICIES, ThrottleArgs
 from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 from sgl_pipeline.requests import GREEDY, Request, StopRules
+
+pytestmark = pytest.mark.slow
 
 QUESTIONS_PER_TASK = 25
 END = 2
@@ -42,10 +45,13 @@ def answers(num_stages: int, policy: str) -> list[Reply]:
         Request(str(index), prompt_ids(question.text), GREEDY, stops)
         for index, question in enumerate(questions())
     ]
-    return [
+    replies = [
         Reply(tokenizer().decode(ids, skip_special_tokens=True), ids[-1] == END)
         for ids in pipeline.run(requests)
     ]
+    del pipeline
+    gc.collect()  # it is in cycles, and holds 300 MB
+    return replies
 
 
 def prompt_ids(question: str) -> list[int]:

@@ -14,6 +14,8 @@ from test_token_identity import CHUNKED, make_requests
 from sgl_pipeline.args import KV_CACHE_DTYPES, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.records.move_record import MoveOutcome
 
+pytestmark = pytest.mark.slow
+
 SPLITS = [(6,), (2, 4), (1, 2, 2, 1)]  # pp 1, 2 and 4
 LEAVES: dict[str, dict[str, Any]] = {
     "torch": {},

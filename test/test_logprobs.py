@@ -15,6 +15,8 @@ from support.tiny_models import VOCAB_SIZE, tiny_model
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.requests import GREEDY, LogprobSpec, Request, SamplingSpec, StopRules
 
+pytestmark = pytest.mark.slow
+
 SPLITS = {1: (6,), 2: (2, 4), 4: (2, 1, 1, 2)}
 CHUNKED = {"max_prefill_tokens": 24, "min_prefill_tokens": 4, "prefill_spread_steps": 3}
 WHOLE = {"policy": "sarathi", "max_prefill_tokens": 2048}

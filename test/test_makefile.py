@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,17 @@ def test_the_gpu_tests_have_a_target_that_fails_without_a_gpu() -> None:
     commands = commands_of("test-gpu")
     assert "pytest -m gpu" in commands
     assert "torch.cuda.is_available" in commands.partition("pytest -m gpu")[0]
+
+
+def test_the_fast_tests_start_no_process() -> None:
+    assert "-m 'not multiproc and not slow " in commands_of("test-fast")
+    with pytest.raises(pytest.fail.Exception, match="multiproc"):
+        subprocess.run([sys.executable, "-c", ""], check=True)
+
+
+@pytest.mark.multiproc
+def test_a_marked_test_may_start_one() -> None:
+    subprocess.run([sys.executable, "-c", ""], check=True)
 
 
 def test_what_compiles_flashinfer_for_minutes_has_a_target_of_its_own() -> None:

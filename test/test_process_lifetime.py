@@ -103,6 +103,7 @@ def grandchild(code: str) -> Iterator[int]:
         parent.kill()
 
 
+@pytest.mark.multiproc
 def test_threads_that_have_no_core_have_waited() -> None:
     """Two threads of one process on one core: each waits for the other."""
     code = (

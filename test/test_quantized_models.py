@@ -28,6 +28,8 @@ from test_token_identity import CHUNKED, make_requests
 from sgl_pipeline.args import POLICIES, ThrottleArgs
 from sgl_pipeline.records.move_record import MoveOutcome
 
+pytestmark = pytest.mark.slow
+
 SPLITS = [(6,), (1, 5), (2, 1, 3)]
 ROUNDING_ROWS = [name for name, own in FORMATS.items() if own.rounds_rows]
 OTHERS = [name for name in FORMATS if name not in ROUNDING_ROWS]

@@ -16,6 +16,8 @@ from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.requests import GREEDY, Request, SamplingSpec, StopRules
 
+pytestmark = pytest.mark.slow
+
 PAGE_SIZE, NUM_PAGES = 4, 200
 KERNELS = {"torch": ("torch", "torch"), "compiled": ("cpu", "cpu")}
 with_and_without_kernels = pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from sgl_pipeline.costs.step_costs import LayerCost, RowCost, StepCosts
 from sgl_pipeline.records.move_record import MoveOutcome
 from sgl_pipeline.requests import GREEDY, FinishReason, Request, SamplingSpec, StopRules
 
+pytestmark = pytest.mark.slow
+
 SPLITS = {1: [(6,)], 2: [(3, 3), (1, 5)], 4: [(2, 1, 1, 2), (3, 1, 1, 1)]}
 # Every compiled kernel on, and off.
 KERNELS = {"torch": ("torch", "torch"), "compiled": ("cpu", "cpu")}

@@ -113,7 +113,7 @@ class ClusterPort:
                 connection.setsockopt(level, option, value)
             if not _is_handed_over(self._run_directory, name, connection, sender):
                 # Processes come and go: not worth a line.
-                self.dropped["nobody at the door"] += 1
+                self.dropped["no process at the door"] += 1
                 await asyncio.wait_for(
                     loop.sock_sendall(connection, NOBODY_HERE), GREETING_TIMEOUT_S
                 )

@@ -31,8 +31,8 @@ PASSED_ON, OTHER_KEY, OTHER_VERSION, NOBODY_HERE = b"+", b"k", b"v", b"?"
 
 
 class DialError(Exception):
-    """A door of another host cannot be reached. `is_final`: nor can it later, until somebody
-    changes something. The text is one clause."""
+    """A door of another host cannot be reached. `is_final`: nor can it later, unless something
+    is changed. The text is one clause."""
 
     def __init__(self, text: str, *, is_final: bool = False) -> None:
         super().__init__(text)
@@ -137,7 +137,7 @@ def dial(
 def door_path(run_directory: str, name: str) -> str:
     """Of the socket behind a door. Raises ValueError for a name that could leave the directory."""
     if not name or not all(part.isalnum() for part in name.split("-")):
-        raise ValueError(f"{name!r} is no name of a door")
+        raise ValueError(f"{name!r} is not a name of a door")
     return f"{run_directory}/door-{name}"
 
 

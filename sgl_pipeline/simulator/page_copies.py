@@ -23,7 +23,7 @@ class MoveCosts:
     `kv_bytes_per_token` of one layer. `weight_bytes_per_s` is how fast a layer's weights are read
     when a move begins; infinite where they are resident. `copying` says whose time the pages take:
     the `stage`'s own, as ours do (its idle time and `MOVE_SHARE` of each step's; between two steps
-    no more than `slice_bytes`, which the target has to take up first), or nobody's, `beside` its
+    no more than `slice_bytes`, which the target has to take up first), or no stage's, `beside` its
     kernels (a card's copy engine, as DynaPipe's). With `shares_links` pages and activations use one
     port of each stage: activations wait for a parcel under way, pages for all activations.
     """

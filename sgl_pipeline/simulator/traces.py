@@ -122,7 +122,7 @@ def _checked(
             try:
                 value = kind(text)
             except (TypeError, ValueError):
-                raise ConfigurationError(f"{path}, line {line}: {text!r} is no number") from None
+                raise ConfigurationError(f"{path}, line {line}: {text!r} is not a number") from None
             if not (1 if kind is int else 0) <= value < 1e9:
                 raise ConfigurationError(f"{path}, line {line}: {text} is out of range")
             return value

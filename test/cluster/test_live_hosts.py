@@ -39,7 +39,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()),
 ]
-FLAGS = ("--pp", "2", "--dtype", "float32", "--migration", "manual")
+# A split by measured time could be any other where the machine is busy at the start.
+FLAGS = ("--pp", "2", "--pp-layer-partition", "8,8", "--dtype", "float32", "--migration", "manual")
 CLOCK_OFFSET_S = 777.25
 NUM_FRAMES = int(os.environ.get("SGL_PIPELINE_BAD_FRAMES", "2000"))
 

@@ -145,6 +145,7 @@ def test_weights_that_are_missing_or_cut_short_are_named(model: Path, tmp_path: 
         digest_of(model)
 
 
+@pytest.mark.multiproc
 def test_neither_torch_nor_safetensors_is_imported() -> None:
     script = "import sys, sgl_pipeline.cluster.model_digest as _; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)

@@ -41,6 +41,7 @@ def package(tmp_path: Path) -> Path:
     return package
 
 
+@pytest.mark.multiproc
 @pytest.mark.compiler
 @pytest.mark.parametrize("name", ["_C", "_C_stable"])
 def test_operators_that_load_are_left_alone(package: Path, name: str) -> None:
@@ -49,12 +50,14 @@ def test_operators_that_load_are_left_alone(package: Path, name: str) -> None:
     assert after_the_shim(package.parent) == ["False", "False"]
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("name", ["_C", "_C_stable"])
 def test_operators_that_cannot_load_are_stood_in_for(package: Path, name: str) -> None:
     (package / f"{name}.so").write_text("built for another torch")
     assert after_the_shim(package.parent) == ["True", "True"]
 
 
+@pytest.mark.multiproc
 def test_every_python_of_an_environment_gets_the_shim_before_torchvision(package: Path) -> None:
     (package / "_C.so").write_text("built for another torch")
     (package / "__init__.py").write_text(

@@ -21,6 +21,8 @@ from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 from sgl_pipeline.throttle import make_policy
 
+pytestmark = pytest.mark.slow
+
 CLUSTER = Cluster(model="Qwen2.5-32B", device="a100-40g-pcie", num_stages=4, pool_tokens=1)
 MOST_TOKENS = 1024
 

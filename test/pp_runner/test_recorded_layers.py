@@ -152,6 +152,7 @@ def hold_to_kernel_by_kernel(name: str, kernels: CpuKernels, **arguments) -> Rec
     return recorded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*DENSE, *FORMATS, *ONLINE])
 def test_bits_are_those_of_kernel_by_kernel(
     name: str, kernels: CpuKernels, num_threads: int

@@ -21,6 +21,7 @@ from sgl_pipeline.wire.step_order import ChunkOrder, RequestOpen, StepOrder
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_step_imports_a_module(dtype: str) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'test'}"}

@@ -1,9 +1,9 @@
 """Steps that are taken back and pages that are lost cost time: the outputs stay what they are."""
 
 import pytest
+from fault_schedules.fake_model import logprobs_of
 from support.pipelines import FakePipeline, logprobs_when_alone, make_request, output_when_alone
 
-from benchmark.fault_schedules.fake_model import logprobs_of
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.requests import FinishReason, Request, RequestState
 from sgl_pipeline.scheduling import StepScheduler

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from fault_schedules.fake_model import logprobs_of
 from support.pipelines import (
     FakePipeline,
     logprobs_when_alone,
@@ -10,7 +11,6 @@ from support.pipelines import (
     output_when_alone,
 )
 
-from benchmark.fault_schedules.fake_model import logprobs_of
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ProtocolError, QueueFullError, RequestError
 from sgl_pipeline.microbatch import Microbatch

@@ -1,5 +1,6 @@
 """Random traffic on tiny pools: whatever happens, each request gets the tokens it gets alone."""
 
+from fault_schedules.fake_model import logprobs_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -11,7 +12,6 @@ from support.pipelines import (
 )
 from support.served_steps import card_costs, flat, flat_costs
 
-from benchmark.fault_schedules.fake_model import logprobs_of
 from sgl_pipeline.args import (
     ACCOUNTINGS,
     POLICIES,

@@ -14,6 +14,8 @@ from support.trace_collector import (
     collector,
 )
 
+pytestmark = pytest.mark.multiproc
+
 TRACE_ID, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SPAN = "text_completion tracer"
 SECRET = "xylophone"

@@ -48,6 +48,7 @@ def test_moves_stand_below_the_row_of_their_run(capsys: pytest.CaptureFixture[st
     assert "done" in rows[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tune_ends_with_flags_for_the_server(
     policy: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

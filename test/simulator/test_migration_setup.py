@@ -19,6 +19,8 @@ from sgl_pipeline.simulator.summary import Summary, summarize
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.workload import poisson_arrivals
 
+pytestmark = pytest.mark.slow
+
 AUTO = MigrationArgs(mode="auto", spare_layers=3)
 CARDS = Cluster(model="Qwen2.5-14B", device="a100-40g-pcie", link="net73")
 

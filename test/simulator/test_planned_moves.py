@@ -12,6 +12,8 @@ from sgl_pipeline.simulator.summary import bubble_share, summarize
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 
+pytestmark = pytest.mark.slow
+
 
 def steady_load(num_clients: int, answers: int) -> list[SimulatedRequest]:
     """Clients that ask again as soon as they are answered."""

@@ -20,6 +20,8 @@ from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds, poisson_arrivals
 from sgl_pipeline.throttle import make_policy
 
+pytestmark = pytest.mark.slow
+
 CLUSTER = Cluster(model="Qwen2.5-32B", device="a100-40g-pcie", num_stages=4, pool_tokens=1)
 POOL_TOKENS = 100_000
 BAD = ThrottleArgs(max_prefill_tokens=64, prefill_spread_steps=32)

@@ -16,6 +16,8 @@ from benchmark.figures.wrong_forecasts import (
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import summarize
 
+pytestmark = pytest.mark.slow
+
 # Known costs and learned ones.
 WRONG = [case for case in CASES if "not learned" not in case]
 

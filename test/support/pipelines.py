@@ -1,13 +1,14 @@
 """A virtual pipeline around a `PipelineCore`: mirrors and a model without arithmetic.
 
-The model (`benchmark/fault_schedules/fake_model.py`) exists twice, as the earliest and the latest
+The model (`test/fault_schedules/fake_model.py`) exists twice, as the earliest and the latest
 moment at which a stage may run a step, and both must draw the same.
 """
 
 from collections import deque
 from collections.abc import Sequence
 
-from benchmark.fault_schedules.fake_model import FakeStage, NoRepeats, Oracle
+from fault_schedules.fake_model import FakeStage, NoRepeats, Oracle
+
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import IO
 
@@ -69,6 +70,8 @@ class WarmLauncher:
         command = [sys.executable, "-m", "support.warm_launcher", str(theirs.fileno())]
         paths = [str(ROOT / "test"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        # That of the test that comes first may be gone before the next server starts.
+        environment.pop("TMPDIR", None)
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()]
         )
@@ -95,7 +98,7 @@ def _main(control: socket.socket) -> None:
     from sgl_pipeline.process_lifetime import die_with_parent
 
     die_with_parent()
-    launch_server._set_environment(os.environ.get("TMPDIR", "/tmp"))
+    launch_server._set_environment(tempfile.gettempdir())
     prepare_imports()
     import sgl_pipeline.managers.command_line.server_args
     import sgl_pipeline.managers.entrance.front_guard
@@ -144,6 +147,7 @@ def _become_server(request: bytes, output: int, inherited: list[socket.socket]) 
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
+    tempfile.tempdir = None  # as TMPDIR says now
     sys.argv = [launch_server.__file__, *arguments]
     launch_server.run_and_exit(arguments)
 

@@ -169,6 +169,7 @@ sys.stdout.buffer.write(msgspec.msgpack.encode(sealed))
 """
 
 
+@pytest.mark.multiproc
 def test_a_text_in_a_sampling_spec_has_one_checksum_in_all_processes() -> None:
     """`hash` of a text differs from process to process, and so did a checksum made of it."""
     sealed = set()

@@ -307,7 +307,7 @@ def _timeout_s(name: str) -> float | None:
     except ValueError:
         seconds = math.nan
     if math.isnan(seconds):
-        raise ConfigurationError(f"{name}={text} is no number of seconds")
+        raise ConfigurationError(f"{name}={text} is not a number of seconds")
     return seconds if seconds > 0 else None
 
 

@@ -94,7 +94,7 @@ def check_decodable(tokens: Any) -> None:
     for part in tokens if isinstance(tokens, list) else ():
         for token in part if isinstance(part, list) else [part]:
             if isinstance(token, int) and not 0 <= token < 2**32:
-                raise _refused(f"tokens: {token} is no token id")
+                raise _refused(f"tokens: {token} is not a token id")
 
 
 def max_prompt_characters(context_length: int) -> int:

@@ -1,6 +1,6 @@
 """This stage's part in one layer move after the other: a state machine that takes the orders.
 
-The stage worker drives it between steps, `benchmark/fault_schedules` in virtual time. It works a
+The stage worker drives it between steps, `test/fault_schedules` in virtual time. It works a
 parcel at a time, on request, in the thread of the steps: so no page is read while it is written,
 and a stage decides itself how much of its time a move gets.
 """

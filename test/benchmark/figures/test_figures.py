@@ -12,6 +12,8 @@ from benchmark.figures.targets import rate_at
 from benchmark.support.dated_result import read_record
 from benchmark.support.paths import RESULTS
 
+pytestmark = pytest.mark.slow
+
 RECORDED = sorted(RESULTS.glob("*_figure_*.json*"))
 
 

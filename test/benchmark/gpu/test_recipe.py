@@ -153,6 +153,7 @@ def import_with(installed: list[str]) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stderr
 
 
+@pytest.mark.multiproc
 def test_the_packages_that_it_lists_and_packs_are_all_that_it_needs() -> None:
     listed = listed_packages()
     assert import_with(listed) == ""

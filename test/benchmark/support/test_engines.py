@@ -43,6 +43,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
+@pytest.mark.multiproc
 def test_ours_as_of_a_commit_runs_in_a_work_tree_of_it(tmp_path: Path) -> None:
     engine = parse_engine("ours@HEAD --pp 2", MODEL, 31000, tmp_path, [0])
     assert engine.directory is not None
@@ -106,6 +107,7 @@ def test_an_engine_that_is_not_known_is_refused(text: str, tmp_path: Path) -> No
         parse_engine(text, MODEL, 31000, tmp_path, [0, 1])
 
 
+@pytest.mark.multiproc
 def test_a_server_is_gone_with_its_children_when_its_turn_ends(tmp_path: Path, port: int) -> None:
     others = set(psutil.Process().children(recursive=True))
     with running(engine_of(SERVER, port), tmp_path / "log"):
@@ -114,6 +116,7 @@ def test_a_server_is_gone_with_its_children_when_its_turn_ends(tmp_path: Path, p
     assert not [process for process in started if process.is_running()]
 
 
+@pytest.mark.multiproc
 def test_a_server_that_ends_at_start_is_reported_with_its_log(tmp_path: Path, port: int) -> None:
     engine = engine_of("raise SystemExit('no such model')", port)
     expected = pytest.raises(EngineFailure, match=r"stand-in: ended with 1(?s:.*)no such model")
@@ -121,6 +124,7 @@ def test_a_server_that_ends_at_start_is_reported_with_its_log(tmp_path: Path, po
         pytest.fail("a dead server was used")
 
 
+@pytest.mark.multiproc
 def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path, port: int) -> None:
     with (
         running(engine_of(SERVER, port), tmp_path / "log"),

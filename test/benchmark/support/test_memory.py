@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 from benchmark.support.memory import tree_pss_mib
 
@@ -22,6 +23,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.multiproc
 def test_the_memory_of_a_server_is_that_of_its_children_too() -> None:
     command = [sys.executable, "-c", PARENT, CHILD]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

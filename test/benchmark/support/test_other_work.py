@@ -17,6 +17,7 @@ def test_what_is_neither_ours_nor_idle_is_others() -> None:
     assert before.others_share(after, num_processors=2) == pytest.approx(0.25)
 
 
+@pytest.mark.multiproc
 def test_the_work_of_a_child_that_has_ended_is_ours() -> None:
     server = psutil.Process(os.getpid())
     before = ProcessorTimes.now(server)

@@ -310,6 +310,7 @@ def ray_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return package / "__init__.py"
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("error", "times"), [("ConnectionError", 1), ("ConnectionAbortedError", 4)]
 )
@@ -330,6 +331,7 @@ def test_a_cluster_that_is_not_there_is_named(
     assert asked.read_text() == "x" * times
 
 
+@pytest.mark.multiproc
 def test_a_driver_that_dies_is_named_and_shows_no_key(ray_package: Path, tmp_path: Path) -> None:
     ray_package.write_text(
         "import os, time\ndef init(**more):\n    time.sleep(1)\n    os._exit(7)\n"
@@ -349,6 +351,7 @@ def test_a_driver_that_dies_is_named_and_shows_no_key(ray_package: Path, tmp_pat
     started.close()
 
 
+@pytest.mark.multiproc
 def test_a_driver_that_is_lost_is_replaced(
     ray_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +372,7 @@ def test_a_driver_that_is_lost_is_replaced(
     started.close()
 
 
+@pytest.mark.multiproc
 def test_an_agent_gets_its_key_through_a_pipe_and_says_why_it_ends(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

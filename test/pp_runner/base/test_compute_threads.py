@@ -80,6 +80,7 @@ def cores_of_threads(name: str, dtype: str, *bound_to: Cores) -> list[list[Cores
     return seen
 
 
+@pytest.mark.multiproc
 @pytest.mark.compiler
 @needs_two_cores
 def test_each_compute_thread_stays_on_a_core_of_its_own_and_others_may_use_all() -> None:
@@ -97,6 +98,7 @@ def test_each_compute_thread_stays_on_a_core_of_its_own_and_others_may_use_all()
     assert freed[bound.index([second])] == [first]
 
 
+@pytest.mark.multiproc
 @pytest.mark.compiler
 @needs_two_cores
 @pytest.mark.parametrize(("name", "dtype"), [("torch", "bfloat16"), ("cpu", "float32")])

@@ -22,6 +22,7 @@ CPU = torch.device("cpu")
 HOPPER, AMPERE = 90, 80
 
 
+@pytest.mark.multiproc
 def test_codes_have_the_bits_of_plain_torch_in_tritons_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "test")))

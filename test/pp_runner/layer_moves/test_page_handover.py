@@ -5,10 +5,10 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
+from fault_schedules.fake_model import FakeStage
+from fault_schedules.fake_moves import FakePageLinks, FakeRows, FakeSite, LoadTempo
+from fault_schedules.virtual_time import DelayedPipe, EventLoop
 
-from benchmark.fault_schedules.fake_model import FakeStage
-from benchmark.fault_schedules.fake_moves import FakePageLinks, FakeRows, FakeSite, LoadTempo
-from benchmark.fault_schedules.virtual_time import DelayedPipe, EventLoop
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.stage_plan import StagePlan

@@ -74,6 +74,7 @@ def assert_same_tokens(chain: StageChain, name: str, request) -> None:
             return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_greedy_tokens_equal_transformers_for_every_split(name):
     for split in SPLITS:

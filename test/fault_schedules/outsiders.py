@@ -6,8 +6,9 @@ from functools import partial
 from itertools import pairwise
 from random import Random
 
-from benchmark.fault_schedules.fake_front import BY_CLIENT, Client, FakeFront
-from benchmark.fault_schedules.virtual_time import EventLoop
+from fault_schedules.fake_front import BY_CLIENT, Client, FakeFront
+from fault_schedules.virtual_time import EventLoop
+
 from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.errors import MoveRefused, RequestError
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore

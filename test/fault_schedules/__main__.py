@@ -1,7 +1,7 @@
 """Runs the pipeline core through many random schedules; a seed that fails is printed and replays.
 
-    python -m benchmark.fault_schedules --seeds 100000
-    python -m benchmark.fault_schedules --first 1234 --seeds 1     # one seed again, bit for bit
+    make fault-schedules SEEDS=100000
+    make fault-schedules SEEDS=1 FIRST=1234     # one seed again, bit for bit
 
 Needs no model, no sockets and no clock. Exits with 1 when a seed failed.
 """
@@ -14,17 +14,15 @@ import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-from benchmark.fault_schedules.outcome import Outcome
-from benchmark.fault_schedules.world import run_seed
+from fault_schedules.outcome import Outcome
+from fault_schedules.world import run_seed
 
 _SEEDS_A_TASK = 50
 _PROGRESS_S = 5.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.fault_schedules", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="fault_schedules", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--seeds", type=int, default=1_000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")

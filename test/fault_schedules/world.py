@@ -12,19 +12,20 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from benchmark.fault_schedules.fake_front import (
+from fault_schedules.fake_front import (
     MAX_NEW_TOKENS,
     FakeFront,
     make_clients,
 )
-from benchmark.fault_schedules.fake_moves import FakePageLinks, LoadTempo
-from benchmark.fault_schedules.fake_row_links import FakeRowLinks
-from benchmark.fault_schedules.fake_worker import FakeWorker, WorkerTempo
-from benchmark.fault_schedules.outcome import Outcome, outcome_of
-from benchmark.fault_schedules.outsiders import Outsiders
-from benchmark.fault_schedules.random_args import random_args
-from benchmark.fault_schedules.spoiled_reports import spoiled
-from benchmark.fault_schedules.virtual_time import DelayedPipe, EventLoop
+from fault_schedules.fake_moves import FakePageLinks, LoadTempo
+from fault_schedules.fake_row_links import FakeRowLinks
+from fault_schedules.fake_worker import FakeWorker, WorkerTempo
+from fault_schedules.outcome import Outcome, outcome_of
+from fault_schedules.outsiders import Outsiders
+from fault_schedules.random_args import random_args
+from fault_schedules.spoiled_reports import spoiled
+from fault_schedules.virtual_time import DelayedPipe, EventLoop
+
 from sgl_pipeline.errors import (
     PipelineLost,
     ProtocolError,

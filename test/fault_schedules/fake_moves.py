@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from benchmark.fault_schedules.fake_model import FakeStage, LayerPages
-from benchmark.fault_schedules.virtual_time import DelayedPipe, EventLoop
+from fault_schedules.fake_model import FakeStage, LayerPages
+from fault_schedules.virtual_time import DelayedPipe, EventLoop
+
 from sgl_pipeline.errors import CheckpointError
 from sgl_pipeline.pp_runner.layer_moves.incoming_layers import IncomingLayers
 from sgl_pipeline.pp_runner.layer_moves.move_site import Awaited, Parcel, StageGone

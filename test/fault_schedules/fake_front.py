@@ -6,7 +6,8 @@ The real front holds a request back while its grammar is compiled, and so does t
 from dataclasses import dataclass, field
 from random import Random
 
-from benchmark.fault_schedules.fake_model import VOCABULARY, NoRepeats, Oracle, logprobs_of
+from fault_schedules.fake_model import VOCABULARY, NoRepeats, Oracle, logprobs_of
+
 from sgl_pipeline.requests import (
     GREEDY,
     FinishReason,

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 
 import pytest
+from fault_schedules.__main__ import main
+from fault_schedules.fake_log import FakeLog
+from fault_schedules.fake_moves import FakeSite
+from fault_schedules.world import run_seed
 
-from benchmark.fault_schedules.__main__ import main
-from benchmark.fault_schedules.fake_log import FakeLog
-from benchmark.fault_schedules.fake_moves import FakeSite
-from benchmark.fault_schedules.world import run_seed
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.migration.coordinator import MoveCoordinator
@@ -426,6 +426,7 @@ MUTATIONS: tuple[Mutation, ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_what_is_broken_on_purpose_is_found(
     mutation: Mutation, monkeypatch: pytest.MonkeyPatch

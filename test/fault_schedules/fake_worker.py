@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from benchmark.fault_schedules.fake_log import FakeLog
-from benchmark.fault_schedules.fake_model import FakeStage
-from benchmark.fault_schedules.fake_moves import FakePageLinks, FakeRows, FakeSite, LoadTempo
-from benchmark.fault_schedules.fake_row_links import FakeRowLinks, Rows
-from benchmark.fault_schedules.virtual_time import DelayedPipe, EventLoop
+from fault_schedules.fake_log import FakeLog
+from fault_schedules.fake_model import FakeStage
+from fault_schedules.fake_moves import FakePageLinks, FakeRows, FakeSite, LoadTempo
+from fault_schedules.fake_row_links import FakeRowLinks, Rows
+from fault_schedules.virtual_time import DelayedPipe, EventLoop
+
 from sgl_pipeline import __version__
 from sgl_pipeline.costs.stage_costs import PartCosts, PartSample, PartSizes
 from sgl_pipeline.pp_runner.base.step_inputs import written_pages

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from benchmark.fault_schedules.virtual_time import DelayedPipe
+from fault_schedules.virtual_time import DelayedPipe
 
 # The rows that leave a stage, with the id of their step.
 Rows = tuple[int, Sequence[int]]

@@ -1,1 +1,0 @@
-"""The pipeline core under random schedules of messages, workers, requests and memory."""
