@@ -1,4 +1,4 @@
-"""The base of everything that happens to a pipeline and that somebody wants to know of later.
+"""The base of the records of what happens to a pipeline.
 
 `PipelineCore` keeps one list of events, its driver drains it once a turn and gives each event to
 every sink: traces, metrics, the log, whoever waits for an answer. A sink has a table of the kinds

@@ -30,7 +30,7 @@ class RecoveryActions:
 
     Args:
         watch: finds the stages that hang; None: hangs go unnoticed.
-        on_lost: called with a stage that was lost, because nobody need wait for its messages.
+        on_lost: called with a stage that was lost, because no request has to wait for its messages.
     """
 
     def __init__(

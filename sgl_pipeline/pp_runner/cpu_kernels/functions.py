@@ -88,7 +88,7 @@ def _by_keywords(
     call_aloud: Callable[..., None],
 ) -> Callable[..., None]:
     """A function whose keywords are the parameters of `signature`. It passes numbers as they are
-    and addresses of tensors by position: to `call`, or where somebody hears it, to `call_aloud`.
+    and addresses of tensors by position: to `call`, or where a listener is set, to `call_aloud`.
 
     It is compiled from text, as dataclasses are: a general function of `**arguments` takes several
     microseconds longer for each call.
