@@ -131,7 +131,8 @@ def _serve(
     _set_environment(run_directory.path)
     if early is not None and early.cluster.num_hosts > 1:
         _start_head(early, run_directory, stages, head)
-    stages.start_unchecked(argv)
+    if early is not None:
+        stages.start_unchecked(early.num_stages, early.cluster.num_hosts, early.cpu_threads)
     gc.disable()  # SGLang's imports make millions of objects, and hardly any garbage
     quiet_start.begin()
     prepare_imports()

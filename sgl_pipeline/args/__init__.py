@@ -1,25 +1,20 @@
 """The server's configuration, in frozen sections; each class takes its own section, not the lot.
 
-`managers/command_line/server_args.py` fills them from the command line, whose defaults are the
-ones written here, once. What is measured (page counts, free memory) never comes back into these: it
-arrives in messages.
+A new flag is a field here, declared with `flags.our_flag`: parser, help and defaults follow, and a
+stage's worker gets the whole `StageArgs`. Measured values (page counts, free memory) never come
+back into these: they arrive in messages.
 """
 
-from sgl_pipeline.args.checks import require, require_choice, require_seconds
+from sgl_pipeline.args.checks import require
 from sgl_pipeline.args.cluster_args import ClusterArgs, require_stage_on_each
 from sgl_pipeline.args.grammar_args import GrammarArgs
 from sgl_pipeline.args.migration_args import MIGRATION_MODES, MIGRATION_WEIGHTS, MigrationArgs
-from sgl_pipeline.args.pipeline_args import UI_MODES, PipelineArgs
-from sgl_pipeline.args.recovery_args import DEFAULT_LOG_MIB, RECOVERY_MODES, RecoveryArgs
+from sgl_pipeline.args.pipeline_args import SECTIONS, PipelineArgs
+from sgl_pipeline.args.recovery_args import DEFAULT_LOG_MIB, RecoveryArgs
 from sgl_pipeline.args.scheduling_args import SCHEDULE_POLICIES, SchedulingArgs
 from sgl_pipeline.args.stage_args import (
-    ATTENTION_BACKENDS,
     KV_CACHE_DTYPES,
-    LAYER_KERNELS,
     LOAD_FORMATS,
-    PREFILL_KERNELS,
-    STAGE_GRAPHS,
-    STAGE_LINKS,
     StageArgs,
     stage_load_format,
 )
@@ -33,21 +28,15 @@ from sgl_pipeline.args.throttle_args import (
 
 __all__ = [
     "ACCOUNTINGS",
-    "ATTENTION_BACKENDS",
     "DEFAULT_LOG_MIB",
     "DEFAULT_PREFILL_LIMITS",
     "KV_CACHE_DTYPES",
-    "LAYER_KERNELS",
     "LOAD_FORMATS",
     "MIGRATION_MODES",
     "MIGRATION_WEIGHTS",
     "POLICIES",
-    "PREFILL_KERNELS",
-    "RECOVERY_MODES",
     "SCHEDULE_POLICIES",
-    "STAGE_GRAPHS",
-    "STAGE_LINKS",
-    "UI_MODES",
+    "SECTIONS",
     "Accounting",
     "ClusterArgs",
     "GrammarArgs",
@@ -58,8 +47,6 @@ __all__ = [
     "StageArgs",
     "ThrottleArgs",
     "require",
-    "require_choice",
-    "require_seconds",
     "require_stage_on_each",
     "stage_load_format",
 ]

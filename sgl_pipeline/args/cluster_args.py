@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from sgl_pipeline.args.checks import require
+from sgl_pipeline.args.checks import at_least, require, seconds_from
+from sgl_pipeline.args.flags import check_flags, our_flag, upstream_flag
 
 
 def require_stage_on_each(num_stages: int, num_hosts: int) -> None:
@@ -16,23 +17,37 @@ def require_stage_on_each(num_stages: int, num_hosts: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterArgs:
-    """Hosts that serve one pipeline; SGLang's flags `--nnodes`, `--node-rank`, `--dist-init-addr`.
+    """Hosts that serve one pipeline.
 
     Host 0 is the head. `head_address` is HOST:PORT of its cluster port; the other hosts listen on
-    the same port number. A host that says nothing for `silence_s` is lost. With `use_ray` Ray
-    starts the others, for which it has `ray_wait_s` at the start of the server.
+    the same port number. With `use_ray` Ray starts the other hosts.
     """
 
-    num_hosts: int = 1
-    rank: int = 0
-    head_address: str | None = None
-    key_file: str | None = None
-    silence_s: float = 4.0
-    use_ray: bool = False
-    ray_wait_s: float = 60.0
+    num_hosts: int = upstream_flag(1, "--nnodes", check=at_least(1))
+    rank: int = upstream_flag(0, "--node-rank")
+    head_address: str | None = upstream_flag(None, "--dist-init-addr", "--nccl-init-addr")
+    key_file: str | None = our_flag(
+        None,
+        "--cluster-key-file",
+        help="With --nnodes, the file of the key that all hosts share; else it is taken from "
+        "SGL_PIPELINE_CLUSTER_KEY.",
+    )
+    silence_s: float = our_flag(
+        4.0,
+        "--host-silence-s",
+        help="With --nnodes, seconds after which a silent host counts as lost.",
+        check=seconds_from(1),
+    )
+    use_ray: bool = upstream_flag(False, "--use-ray")
+    ray_wait_s: float = our_flag(
+        60.0,
+        "--ray-wait-s",
+        help="With --use-ray, seconds that Ray may take at the start to place the other hosts.",
+        check=seconds_from(1),
+    )
 
     def __post_init__(self) -> None:
-        require(self.num_hosts >= 1, f"--nnodes {self.num_hosts} must be at least 1")
+        check_flags(self)
         require(
             0 <= self.rank < self.num_hosts,
             f"--node-rank {self.rank} must be between 0 and {self.num_hosts - 1} with --nnodes "
@@ -44,10 +59,6 @@ class ClusterArgs:
             "an address of rank 0 that the others can reach, and a free port",
         )
         require(
-            1.0 <= self.silence_s < float("inf"),
-            f"--host-silence-s {self.silence_s} must be a number of seconds, 1 or more",
-        )
-        require(
             not self.use_ray or self.num_hosts > 1,
             "--use-ray has Ray start the hosts beside the head; start with --nnodes 2 or more",
         )
@@ -55,8 +66,4 @@ class ClusterArgs:
             not self.use_ray or self.rank == 0,
             f"--use-ray --node-rank {self.rank}: with --use-ray one command starts all hosts, that "
             "of the head",
-        )
-        require(
-            1.0 <= self.ray_wait_s < float("inf"),
-            f"--ray-wait-s {self.ray_wait_s} must be a number of seconds, 1 or more",
         )

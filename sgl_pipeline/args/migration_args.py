@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from sgl_pipeline.args.checks import require, require_choice, require_seconds
+from sgl_pipeline.args.checks import require, require_seconds
+from sgl_pipeline.args.flags import check_flags, our_flag
 from sgl_pipeline.stage_plan import StagePlan
 
 MIGRATION_MODES = ("off", "manual", "auto")
@@ -13,32 +14,52 @@ MIGRATION_WEIGHTS = ("resident", "background")
 class MigrationArgs:
     """Whether and how layers move between stages while requests run (DynaPipe, NeurIPS'25).
 
-    `mode`: `off`, by hand (`manual`), or by the planner as well (`auto`). A stage may hold at most
-    `spare_layers` more than it starts with; memory for their pages is kept free. With `weights`
-    `resident` it loads the weights of that many layers on either side of its own at the start, with
-    `background` when a move begins; those of layers that leave stay while there is room.
-    `window_steps` is how long the planner must be of one mind.
+    With `background` weights, those of layers that leave stay while there is room.
     """
 
-    mode: str = "off"
-    spare_layers: int = 2
-    weights: str = "background"
-    window_steps: int = 25
-    timeout_s: float = 60.0
+    mode: str = our_flag(
+        "off",
+        "--migration",
+        help="Whether layers may move between stages while requests run: never, by hand "
+        "(POST /pipeline/plan), or by the planner as well. Needs two stages.",
+        choices=MIGRATION_MODES,
+    )
+    spare_layers: int = our_flag(
+        2,
+        "--migration-spare-layers",
+        help="With --migration, most layers that a stage may hold beyond those that it starts "
+        "with; memory is kept free for them.",
+    )
+    weights: str = our_flag(
+        "background",
+        "--migration-weights",
+        help="Weights of layers that may come: loaded when a move begins (background), or at the "
+        "start, of the spare layers on either side of a stage's own (resident).",
+        choices=MIGRATION_WEIGHTS,
+    )
+    window_steps: int = our_flag(
+        25,
+        "--migration-window",
+        help="Steps over which the planner must be of one mind before it moves layers.",
+    )
+    timeout_s: float = our_flag(
+        60.0,
+        "--migration-timeout-s",
+        help="Seconds that the stages may take to get ready for a move; a longer one is abandoned.",
+        check=require_seconds,
+    )
 
     def __post_init__(self) -> None:
-        require_choice("--migration", self.mode, MIGRATION_MODES)
+        check_flags(self)
         require(
             self.spare_layers >= 1,
             f"--migration-spare-layers {self.spare_layers} must be at least 1; layers stay where "
             "they are with --migration off",
         )
-        require_choice("--migration-weights", self.weights, MIGRATION_WEIGHTS)
         require(
             self.window_steps >= 1,
             f"--migration-window {self.window_steps} must be at least 1 step",
         )
-        require_seconds("--migration-timeout-s", self.timeout_s)
 
     def max_layers(self, plan: StagePlan) -> tuple[int, ...]:
         """The most layers that each stage may hold at once, when it starts with `plan`."""

@@ -1,9 +1,10 @@
-"""All sections together, and what holds between them."""
+"""All sections together, and the checks between them."""
 
 from dataclasses import dataclass, field
 
-from sgl_pipeline.args.checks import require, require_choice
+from sgl_pipeline.args.checks import require, seconds_from
 from sgl_pipeline.args.cluster_args import ClusterArgs, require_stage_on_each
+from sgl_pipeline.args.flags import check_flags, our_flag, without_flag
 from sgl_pipeline.args.grammar_args import GrammarArgs
 from sgl_pipeline.args.migration_args import MigrationArgs
 from sgl_pipeline.args.recovery_args import DEFAULT_LOG_MIB, RecoveryArgs
@@ -11,17 +12,11 @@ from sgl_pipeline.args.scheduling_args import SchedulingArgs
 from sgl_pipeline.args.stage_args import StageArgs
 from sgl_pipeline.args.throttle_args import DEFAULT_PREFILL_LIMITS, ThrottleArgs
 
-UI_MODES = ("on", "off")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineArgs:
-    """All of it. `run_directory` (mode 0700) holds the sockets; `trace_path` gets StepRecords,
-    `trace_steps` the same as a Chrome trace.
-
-    `drain_timeout_s`: how long requests may go on after Ctrl-C or a SIGTERM, by default somewhat
-    less than the 30 s that Kubernetes gives a container. `ui`: whether the live page is served.
-    """
+    """All sections. The default `drain_timeout_s` is less than the 30 s that Kubernetes gives a
+    container."""
 
     stages: StageArgs
     scheduling: SchedulingArgs = field(default_factory=SchedulingArgs)
@@ -30,16 +25,34 @@ class PipelineArgs:
     recovery: RecoveryArgs = field(default_factory=RecoveryArgs)
     grammars: GrammarArgs = field(default_factory=GrammarArgs)
     cluster: ClusterArgs = field(default_factory=ClusterArgs)
-    run_directory: str = ""
-    trace_path: str | None = None
-    trace_steps: str | None = None
-    drain_timeout_s: float = 25.0
-    ui: str = "on"
+    # Mode 0700; holds the sockets.
+    run_directory: str = without_flag("", "the server makes it at the start")
+    trace_path: str | None = our_flag(
+        None, "--trace-path", help="Writes one JSON line per step to this file."
+    )
+    trace_steps: str | None = our_flag(
+        None,
+        "--trace-steps",
+        help="Writes the steps on all stages to this file, as a Chrome trace for ui.perfetto.dev.",
+    )
+    drain_timeout_s: float = our_flag(
+        25.0,
+        "--drain-timeout-s",
+        help="Seconds that running requests may go on after Ctrl-C or a SIGTERM.",
+        check=seconds_from(0),
+    )
+    ui: str = our_flag(
+        "on",
+        "--ui",
+        help="Whether the live page is served, at /ui, with the events that it shows, at "
+        "/pipeline/events.",
+        choices=("on", "off"),
+    )
 
     @property
     def most_prefill_tokens(self) -> int:
-        """Of a step, however it is asked for while the server runs: a GPU has room for the step
-        that it was started for, or for one of the usual size (`pp_runner/cuda/gpu_memory.py`)."""
+        """The most prefill tokens of a step that may be asked for while the server runs: a GPU
+        has room for the step that it was started for, or for one of the usual size."""
         usual = DEFAULT_PREFILL_LIMITS["throttle"] if self.stages.device == "cuda" else 65_536
         return max(self.throttle.prefill_limit, usual)
 
@@ -52,15 +65,11 @@ class PipelineArgs:
         return DEFAULT_LOG_MIB if recovery.log_mib is None else recovery.log_mib
 
     def __post_init__(self) -> None:
+        check_flags(self)
         require(
             self.stages.device == "cpu" or not self.recovery.log_mib,
             f"--recovery-log-mib {self.recovery.log_mib} needs --device cpu, this is "
             f"{self.stages.device}: rows that leave a GPU are not kept yet; set it to 0",
-        )
-        require_choice("--ui", self.ui, UI_MODES)
-        require(
-            0.0 <= self.drain_timeout_s < float("inf"),
-            f"--drain-timeout-s {self.drain_timeout_s} must be a number of seconds, 0 or more",
         )
         require(
             self.recovery.min_stages <= self.stages.num_stages,
@@ -79,3 +88,15 @@ class PipelineArgs:
             f"--use-ray with --device {self.stages.device} is not built yet: agents would be "
             "placed where no GPU is free; start the hosts by hand, or use --device cpu",
         )
+
+
+SECTIONS = (
+    StageArgs,
+    ThrottleArgs,
+    SchedulingArgs,
+    GrammarArgs,
+    MigrationArgs,
+    RecoveryArgs,
+    ClusterArgs,
+    PipelineArgs,
+)

@@ -2,9 +2,15 @@
 
 from dataclasses import dataclass
 
-from sgl_pipeline.args.checks import require, require_choice, require_seconds
+from sgl_pipeline.args.checks import (
+    at_least,
+    between,
+    require,
+    require_not_negative,
+    require_seconds,
+)
+from sgl_pipeline.args.flags import check_flags, our_flag
 
-RECOVERY_MODES = ("auto", "off")
 DEFAULT_LOG_MIB = 128
 
 
@@ -12,44 +18,77 @@ DEFAULT_LOG_MIB = 128
 class RecoveryArgs:
     """What happens when a stage's worker is lost.
 
-    `mode` `auto`: it is replaced, and requests go on; `off`: the server ends. At most
-    `max_restarts` stages may be lost within `restart_window_s`. Where no worker is available, the
-    stages that are left serve on, `min_stages` of them at least; `retry_s` later a worker is asked
-    for again. `spare_workers` wait, started and imported. A worker that is to join gets
-    `join_limit_s` for it. A stage counts as hung when it is silent for `silence_s` and for much
-    longer than its steps of late have taken. Each stage keeps the rows that it sends, in at most
-    `log_mib` MiB (None: the device's default; 0: it keeps none).
+    Spare workers have imported all they need. A `log_mib` of None is the device's default.
     """
 
-    mode: str = "auto"
-    max_restarts: int = 3
-    restart_window_s: float = 60.0
-    min_stages: int = 1
-    retry_s: float = 30.0
-    spare_workers: int = 0
-    join_limit_s: float = 120.0
-    silence_s: float = 5.0
-    log_mib: int | None = None
+    mode: str = our_flag(
+        "auto",
+        "--stage-recovery",
+        help="What happens when the process of a stage ends or hangs: it is replaced and requests "
+        "go on, on fewer stages where no worker is available (auto; not over NCCL links), or the "
+        "server ends (off).",
+        choices=("auto", "off"),
+    )
+    max_restarts: int = our_flag(
+        3,
+        "--max-stage-restarts",
+        help="Most stages that may be lost within --stage-restart-window-s; one more ends the "
+        "server: what kills one stage after the other would kill fewer stages too. Workers that "
+        "end before they have served do not count; after two of them the others serve on without.",
+        check=require_not_negative,
+    )
+    restart_window_s: float = our_flag(
+        60.0,
+        "--stage-restart-window-s",
+        help="Seconds within which --max-stage-restarts counts.",
+        check=require_seconds,
+    )
+    min_stages: int = our_flag(
+        1,
+        "--min-stages",
+        help="Fewest stages to serve with where no worker is available for a lost one: those that "
+        "are left share its layers. With fewer, or where memory does not hold the layers, requests "
+        "get a 503 and the server ends. As many as --pp: never fewer.",
+        check=at_least(1),
+    )
+    retry_s: float = our_flag(
+        30.0,
+        "--stage-retry-s",
+        help="Seconds after which a worker that was not available is asked for again, while fewer "
+        "stages serve; twice as long after each failure, at most 16 times.",
+        check=require_seconds,
+    )
+    join_limit_s: float = our_flag(
+        120.0,
+        "--stage-join-limit-s",
+        help="Seconds that a worker may take to start, or to load and join the others, before "
+        "another one is asked for.",
+        check=require_seconds,
+    )
+    silence_s: float = our_flag(
+        5.0,
+        "--stage-silence-s",
+        help="Seconds after which a silent stage counts as hung and is replaced, unless its own "
+        "steps took a twentieth of that or more.",
+        check=require_seconds,
+    )
+    spare_workers: int = our_flag(
+        0,
+        "--spare-workers",
+        help="Workers that wait, started, to take the place of a lost one.",
+        check=between(0, 16),
+    )
+    log_mib: int | None = our_flag(
+        None,
+        "--recovery-log-mib",
+        help="MiB in which each stage but the last keeps the rows that it sends, so that only a "
+        "stage that is replaced computes keys and values again; 0: all stages do. By default "
+        f"{DEFAULT_LOG_MIB} on a CPU; not built for GPUs.",
+        check=between(0, 1 << 20),
+    )
 
     def __post_init__(self) -> None:
-        require_choice("--stage-recovery", self.mode, RECOVERY_MODES)
-        require(
-            self.max_restarts >= 0,
-            f"--max-stage-restarts {self.max_restarts} must not be negative",
-        )
-        require_seconds("--stage-restart-window-s", self.restart_window_s)
-        require(self.min_stages >= 1, f"--min-stages {self.min_stages} must be at least 1")
-        require_seconds("--stage-retry-s", self.retry_s)
-        require(
-            0 <= self.spare_workers <= 16,
-            f"--spare-workers {self.spare_workers} must be between 0 and 16",
-        )
-        require_seconds("--stage-join-limit-s", self.join_limit_s)
-        require_seconds("--stage-silence-s", self.silence_s)
-        require(
-            self.log_mib is None or 0 <= self.log_mib <= 1 << 20,
-            f"--recovery-log-mib {self.log_mib} must be between 0 and {1 << 20}",
-        )
+        check_flags(self)
         require(
             self.mode != "off" or not self.log_mib,
             f"--recovery-log-mib {self.log_mib} is for stages that are replaced, and "

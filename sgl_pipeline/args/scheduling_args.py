@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from sgl_pipeline.args.checks import require, require_choice
+from sgl_pipeline.args.checks import at_least, between, require, require_not_negative
+from sgl_pipeline.args.flags import check_flags, our_flag, upstream_flag, without_flag
 from sgl_pipeline.args.throttle_args import ACCOUNTINGS
 
 # The order of waiting requests: first come first served, or the one that may draw the most first.
@@ -13,53 +14,52 @@ SCHEDULE_POLICIES = ("fcfs", "lof")
 class SchedulingArgs:
     """Bounds on what the scheduler admits. Pages hold `page_size` tokens each."""
 
-    page_size: int = 16
+    page_size: int = upstream_flag(16, "--page-size", check=between(1, 1024))
     # Which of SCHEDULE_POLICIES orders requests of equal priority.
-    schedule_policy: str = "fcfs"
-    max_running_requests: int = 256
-    max_queued_requests: int | None = None
-    # Of whatever policy; None: as it shares them out.
-    max_decodes_per_step: int | None = None
-    radix_cache: bool = True
-    # Which of ACCOUNTINGS policies are given.
-    accounting: str = "radix"
-    # Every request computes its own prompt at once, even what another one is computing now.
-    duplicate_prefills: bool = False
-    # By how much more priority than a running request a waiting one takes its place; None: never.
-    preemption_threshold: int | None = None
+    schedule_policy: str = upstream_flag("fcfs", "--schedule-policy")
+    max_running_requests: int = upstream_flag(256, "--max-running-requests", check=at_least(1))
+    max_queued_requests: int | None = upstream_flag(
+        None, "--max-queued-requests", check=require_not_negative
+    )
+    # Under every policy; None: as the policy shares them out.
+    max_decodes_per_step: int | None = upstream_flag(
+        None, "--pp-max-micro-batch-size", check=at_least(1)
+    )
+    radix_cache: bool = upstream_flag(True, "--disable-radix-cache")
+    accounting: str = our_flag(
+        "radix",
+        "--accounting",
+        help="Waiting tokens and free pages as the policy sees them: exact by the radix tree, or, "
+        "for comparison, without some or all of what it knows.",
+        choices=tuple(ACCOUNTINGS),
+    )
+    duplicate_prefills: bool = our_flag(
+        False,
+        "--duplicate-prefills",
+        help="For comparison: a request computes a prefix that another one is computing already, "
+        "and does not wait for it.",
+    )
+    # A waiting request takes the place of a running one of that much less priority; None: never.
+    preemption_threshold: int | None = upstream_flag(
+        None, "--priority-scheduling-preemption-threshold", check=require_not_negative
+    )
     # Seconds after which a request is ended, counted while it waits and since it first ran.
-    waiting_timeout_s: float | None = None
-    running_timeout_s: float | None = None
-    # Steps in flight beyond one per stage; more hides scheduling time, fewer keeps tokens fresh.
-    extra_steps_in_flight: int = 0
+    waiting_timeout_s: float | None = without_flag(None, "SGLANG_REQ_WAITING_TIMEOUT sets it")
+    running_timeout_s: float | None = without_flag(None, "SGLANG_REQ_RUNNING_TIMEOUT sets it")
+    # More hides scheduling time, fewer keeps tokens fresh.
+    extra_steps_in_flight: int = our_flag(
+        0,
+        "--extra-steps-in-flight",
+        help="Steps in flight beyond one per stage.",
+        same_as="--pp-async-batch-depth",
+    )
 
     def __post_init__(self) -> None:
-        require(
-            1 <= self.page_size <= 1024,
-            f"--page-size {self.page_size} must be between 1 and 1024",
-        )
+        check_flags(self)
         require(
             self.schedule_policy in SCHEDULE_POLICIES,
             f"--schedule-policy {self.schedule_policy!r} is not built; choose from "
             f"{', '.join(SCHEDULE_POLICIES)}",
-        )
-        require_choice("--accounting", self.accounting, ACCOUNTINGS)
-        require(
-            self.max_running_requests >= 1,
-            f"--max-running-requests {self.max_running_requests} must be at least 1",
-        )
-        require(
-            self.max_queued_requests is None or self.max_queued_requests >= 0,
-            f"--max-queued-requests {self.max_queued_requests} must not be negative",
-        )
-        require(
-            self.max_decodes_per_step is None or self.max_decodes_per_step >= 1,
-            f"--pp-max-micro-batch-size {self.max_decodes_per_step} must be at least 1",
-        )
-        require(
-            self.preemption_threshold is None or self.preemption_threshold >= 0,
-            f"--priority-scheduling-preemption-threshold {self.preemption_threshold} must not be "
-            "negative",
         )
         require(
             0 <= self.extra_steps_in_flight <= 8,

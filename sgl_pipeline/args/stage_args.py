@@ -1,14 +1,10 @@
 """How stages hold and run the model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from sgl_pipeline.args.checks import require, require_choice
+from sgl_pipeline.args.checks import at_least, require
+from sgl_pipeline.args.flags import Flag, check_flags, our_flag, upstream_flag
 
-ATTENTION_BACKENDS = ("auto", "flashinfer", "cpu", "torch")
-PREFILL_KERNELS = ("auto", "fa2", "fa3")  # of FlashInfer
-STAGE_GRAPHS = ("auto", "off")
-STAGE_LINKS = ("auto", "host", "nccl")
-LAYER_KERNELS = ("auto", "flashinfer", "cpu", "torch")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "int8")  # auto: that of the model
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
@@ -20,30 +16,77 @@ def stage_load_format(asked: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageArgs:
-    """How the stages hold and run the model. `dtype` is a torch dtype name without `torch.`;
-    `quantization` is that of the weights, in the checkpoint or from `--quantization`;
-    `kv_cache_dtype` is one of KV_CACHE_DTYPES."""
+    """How the stages hold and run the model.
 
-    num_stages: int = 1
-    layer_partition: str = "auto"
-    model_path: str
-    load_format: str = "safetensors"
-    dtype: str
-    device: str = "cpu"
-    attention_backend: str = "auto"
-    prefill_kernels: str = "auto"
-    graphs: str = "auto"
-    link: str = "auto"
-    layer_kernels: str = "auto"
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    max_total_tokens: int | None = None
-    memory_fraction: float = 0.88
-    cpu_threads: int | None = None
+    `model_path` is a directory, `dtype` a torch dtype name without `torch.`; `quantization` is the
+    method of the weights, from the checkpoint or from `--quantization`.
+    """
+
+    num_stages: int = our_flag(
+        1,
+        "--pp",
+        upstream=("--pp-size", "--pipeline-parallel-size"),
+        help="Pipeline stages, as --pp-size.",
+        check=at_least(1),
+    )
+    layer_partition: str = our_flag(
+        "auto",
+        "--pp-layer-partition",
+        help="Layers of each stage: auto (by times measured at the start), even, or counts such "
+        "as 5,4,4,3.",
+        same_as="SGLANG_PP_LAYER_PARTITION",
+    )
+    model_path: str = field(metadata=Flag(upstream=("--model-path", "--model")).metadata)
+    load_format: str = upstream_flag("safetensors", "--load-format")
+    dtype: str = field(metadata=Flag(upstream=("--dtype",)).metadata)
+    device: str = upstream_flag("cpu", "--device")
+    attention_backend: str = our_flag(
+        "auto",
+        "--stage-attention-backend",
+        help="Attention kernels of the stages.",
+        choices=("auto", "flashinfer", "cpu", "torch"),
+    )
+    prefill_kernels: str = our_flag(
+        "auto",
+        "--stage-prefill-kernels",
+        help="FlashInfer's attention kernels for prefill chunks: fa2 (any GPU), fa3 (Hopper, "
+        "compute capability 9); auto is FlashInfer's own choice, fa3 on Hopper.",
+        choices=("auto", "fa2", "fa3"),
+    )
+    graphs: str = our_flag(
+        "auto",
+        "--stage-graphs",
+        help="CUDA graphs of the stages on a GPU: auto or off; a CPU has none.",
+        choices=("auto", "off"),
+    )
+    link: str = our_flag(
+        "auto",
+        "--stage-link",
+        help="How rows go from stage to stage: host (shared memory), nccl (a GPU each); auto is "
+        "nccl where each host has as many GPUs as stages, else host.",
+        choices=("auto", "host", "nccl"),
+    )
+    layer_kernels: str = our_flag(
+        "auto",
+        "--stage-kernels",
+        help="Kernels of the stages for all but the attention: products, norms, rotary embedding, "
+        "KV writes, the MLP's gate.",
+        choices=("auto", "flashinfer", "cpu", "torch"),
+    )
+    quantization: str | None = upstream_flag(None, "--quantization")
+    kv_cache_dtype: str = upstream_flag("auto", "--kv-cache-dtype")
+    max_total_tokens: int | None = upstream_flag(None, "--max-total-tokens", check=at_least(1))
+    memory_fraction: float = upstream_flag(0.88, "--mem-fraction-static")
+    cpu_threads: int | None = our_flag(
+        None,
+        "--cpu-threads-per-stage",
+        help="Compute threads of a stage; by default the cores are split over the stages.",
+        check=at_least(1),
+    )
 
     @property
     def precision(self) -> str:
-        """What is computed with, and so what fitted costs hold for."""
+        """The formats of the computation; fitted costs hold for one of these."""
         parts = [self.dtype]
         if self.quantization is not None:
             parts.append(self.quantization)
@@ -52,28 +95,16 @@ class StageArgs:
         return "-".join(parts)
 
     def __post_init__(self) -> None:
-        require(self.num_stages >= 1, f"--pp {self.num_stages} must be at least 1")
-        require_choice("--stage-attention-backend", self.attention_backend, ATTENTION_BACKENDS)
+        check_flags(self)
         self._check_prefill_kernels()
-        require_choice("--stage-graphs", self.graphs, STAGE_GRAPHS)
-        require_choice("--stage-link", self.link, STAGE_LINKS)
         require(
             self.device == "cuda" or self.link in ("auto", "host"),
             f"--stage-link {self.link} needs --device cuda, this is {self.device}",
         )
-        require_choice("--stage-kernels", self.layer_kernels, LAYER_KERNELS)
         require(
             self.kv_cache_dtype in KV_CACHE_DTYPES,
             f"--kv-cache-dtype {self.kv_cache_dtype} is not built; choose from "
             f"{', '.join(KV_CACHE_DTYPES)}",
-        )
-        require(
-            self.max_total_tokens is None or self.max_total_tokens >= 1,
-            f"--max-total-tokens {self.max_total_tokens} must be at least 1",
-        )
-        require(
-            self.cpu_threads is None or self.cpu_threads >= 1,
-            f"--cpu-threads-per-stage {self.cpu_threads} must be at least 1",
         )
         require(
             0.0 < self.memory_fraction < 1.0,
@@ -81,9 +112,8 @@ class StageArgs:
         )
 
     def _check_prefill_kernels(self) -> None:
-        """What a card has no kernel for is refused where the card is known: on its stage."""
+        """Kernels that a card lacks are refused by its stage, which knows the card."""
         flag = f"--stage-prefill-kernels {self.prefill_kernels}"
-        require_choice("--stage-prefill-kernels", self.prefill_kernels, PREFILL_KERNELS)
         require(
             self.prefill_kernels == "auto" or self.device == "cuda",
             f"{flag} needs --device cuda, this is {self.device}; leave it at auto",

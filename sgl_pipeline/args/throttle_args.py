@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from sgl_pipeline.args.checks import require, require_choice
+from sgl_pipeline.args.flags import our_flag, upstream_flag
 
 # Each policy, and the most prefill tokens that its authors give a step. `throttle/` has a function
 # for each.
@@ -27,16 +28,45 @@ class ThrottleArgs:
     share there. Read it as `prefill_limit`, which knows the policy's own default.
     """
 
-    policy: str = "throttle"
-    prefill_spread_steps: int = 8  # gLLM #T
-    max_prefill_tokens: int | None = None  # gLLM #MaxP; None: as the authors of `policy`
-    min_prefill_tokens: int = 32  # gLLM #MinP
-    pause_free_share: float = 0.05  # gLLM KVthresh: no prefill while KV_free is below
+    policy: str = our_flag(
+        "throttle",
+        "--policy",
+        help="How many tokens a microbatch carries: token throttling (gLLM; by predicted time; "
+        "with a reserve that adapts; or without one of its terms), a fixed budget (Sarathi-Serve), "
+        "or vLLM's greedy queue.",
+        choices=POLICIES,
+    )
+    prefill_spread_steps: int = our_flag(
+        8,
+        "--prefill-spread-steps",
+        help="Steps over which waiting prompt tokens are spread (gLLM #T).",
+    )
+    # gLLM #MaxP; None: as the authors of `policy`.
+    max_prefill_tokens: int | None = upstream_flag(None, "--chunked-prefill-size")
+    min_prefill_tokens: int = our_flag(
+        32,
+        "--min-prefill-tokens",
+        help="Fewest prefill tokens worth a step (gLLM #MinP); --chunked-prefill-size is the most.",
+    )
+    pause_free_share: float = our_flag(
+        0.05,
+        "--pause-free-share",
+        help="No prefill while a smaller share of the KV pages is free (gLLM KVthresh).",
+    )
     # Chunks get shorter the later they lie in a prompt, so that all take as long as the first.
-    dynamic_chunking: bool = False
-    # Of `throttle-time`: mean milliseconds between a request's tokens, and to its first one.
-    target_tpot_ms: float | None = None
-    target_ttft_ms: float | None = None
+    dynamic_chunking: bool = upstream_flag(False, "--enable-dynamic-chunking")
+    target_tpot_ms: float | None = our_flag(
+        None,
+        "--target-tpot-ms",
+        help="With --policy throttle-time: no more prefill than leaves this many milliseconds "
+        "between the tokens of a request. Comes before --target-ttft-ms where both cannot be met.",
+    )
+    target_ttft_ms: float | None = our_flag(
+        None,
+        "--target-ttft-ms",
+        help="With --policy throttle-time: prefill faster than it would where a request would get "
+        "its first token later than this many milliseconds after it came.",
+    )
 
     def __post_init__(self) -> None:
         require_choice("--policy", self.policy, POLICIES)

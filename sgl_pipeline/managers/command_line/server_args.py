@@ -1,8 +1,8 @@
 """The command line: upstream's flags and ours, turned into each side's arguments.
 
-Called by `launch_server.py` in the main process, once. Upstream's parser keeps its flags and their
-meaning; `upstream_fields.py` says who acts on each. Starts nothing and never guesses: what cannot
-be honored ends in a ConfigurationError that names the flag.
+Upstream's parser keeps its flags and their meaning; `upstream_fields.py` says who acts on each.
+Ours are declared in `args/`, by the fields that they set. Starts nothing and never guesses: a value
+that cannot be honored ends in a ConfigurationError that names the flag.
 """
 
 import argparse
@@ -11,11 +11,11 @@ import math
 import os
 import socket
 from dataclasses import dataclass
-from typing import Any
 
 from sgl_pipeline.args import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
+    SECTIONS,
     ClusterArgs,
     GrammarArgs,
     MigrationArgs,
@@ -26,11 +26,11 @@ from sgl_pipeline.args import (
     ThrottleArgs,
     stage_load_format,
 )
+from sgl_pipeline.args.flags import add_flags, read_section
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import parse_layer_partition
 from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
 from sgl_pipeline.managers.command_line.model_files import find_model, resolve_dtype
-from sgl_pipeline.managers.command_line.our_flags import add_our_flags, default_of
 from sgl_pipeline.managers.upstream.openai_fields import ServedFeatures
 from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
 from sgl_pipeline.managers.upstream.upstream_checks import (
@@ -99,7 +99,7 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
             "--kv-cache-dtype int8 is for CPUs only; use --device cpu, or fp8_e4m3, or leave it at "
             "auto"
         )
-    # What it refuses is refused before anything starts.
+    # It refuses partitions that do not fit, before anything starts.
     parse_layer_partition(stages.layer_partition, stages.num_stages, spec.num_layers, source)
 
     for name, value in UPSTREAM_VALUES.items():
@@ -159,7 +159,9 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         help="As --cuda-graph-max-bs-decode.",
     )
-    add_our_flags(parser)
+    ours_alone = parser.add_argument_group("sgl_pipeline")
+    for section in SECTIONS:
+        add_flags(ours_alone, section)
     return parser
 
 
@@ -178,119 +180,43 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> PipelineArgs:
     _check_our_side(options)
+    _settle_extra_steps_in_flight(options)
     device = _device(options)
-    stages = StageArgs(
-        num_stages=options.pp_size,
-        layer_partition=_given(options.pp_layer_partition, StageArgs, "layer_partition"),
-        model_path=model_path,
-        load_format=stage_load_format(options.load_format),
-        dtype=dtype,
-        device=device,
-        attention_backend=options.stage_attention_backend,
-        prefill_kernels=options.stage_prefill_kernels,
-        graphs="off" if options.disable_cuda_graph else options.stage_graphs,
-        link=options.stage_link,
-        layer_kernels=options.stage_kernels,
-        quantization=options.quantization,
-        kv_cache_dtype=options.kv_cache_dtype,
-        max_total_tokens=options.max_total_tokens,
-        memory_fraction=_given(options.mem_fraction_static, StageArgs, "memory_fraction"),
-        cpu_threads=options.cpu_threads_per_stage,
-    )
-    scheduling = SchedulingArgs(
-        page_size=_given(options.page_size, SchedulingArgs, "page_size"),
-        schedule_policy=options.schedule_policy,
-        max_running_requests=_given(
-            options.max_running_requests, SchedulingArgs, "max_running_requests"
+    return read_section(
+        PipelineArgs,
+        options,
+        stages=read_section(
+            StageArgs,
+            options,
+            model_path=model_path,
+            load_format=stage_load_format(options.load_format),
+            dtype=dtype,
+            device=device,
+            graphs="off" if options.disable_cuda_graph else options.stage_graphs,
         ),
-        max_queued_requests=options.max_queued_requests,
-        max_decodes_per_step=options.pp_max_micro_batch_size,
-        radix_cache=not options.disable_radix_cache,
-        accounting=options.accounting,
-        duplicate_prefills=options.duplicate_prefills,
-        preemption_threshold=_preemption_threshold(options),
-        waiting_timeout_s=_timeout_s("SGLANG_REQ_WAITING_TIMEOUT"),
-        running_timeout_s=_timeout_s("SGLANG_REQ_RUNNING_TIMEOUT"),
-        extra_steps_in_flight=_extra_steps_in_flight(options),
-    )
-    throttle = ThrottleArgs(
-        policy=options.policy,
-        prefill_spread_steps=options.prefill_spread_steps,
-        max_prefill_tokens=options.chunked_prefill_size,
-        min_prefill_tokens=options.min_prefill_tokens,
-        pause_free_share=options.pause_free_share,
-        dynamic_chunking=options.enable_dynamic_chunking,
-        target_tpot_ms=options.target_tpot_ms,
-        target_ttft_ms=options.target_ttft_ms,
-    )
-    grammars = GrammarArgs(
-        enabled=options.grammar_backend != "none",
-        any_whitespace=not options.constrained_json_disable_any_whitespace,
-        max_whitespace_count=options.constrained_json_max_whitespace_cnt,
-        compile_seconds=options.grammar_compile_seconds,
-        compile_memory_mib=options.grammar_compile_memory_mib,
-        match_ms_per_token=options.grammar_match_ms_per_token,
-    )
-    return PipelineArgs(
-        stages=stages,
-        scheduling=scheduling,
-        throttle=throttle,
-        migration=_migration_args(options),
-        recovery=_recovery_args(options),
-        grammars=grammars,
-        cluster=_cluster_args(options),
-        trace_path=options.trace_path,
-        trace_steps=options.trace_steps,
-        drain_timeout_s=options.drain_timeout_s,
-        ui=options.ui,
+        scheduling=read_section(
+            SchedulingArgs,
+            options,
+            preemption_threshold=_preemption_threshold(options),
+            waiting_timeout_s=_timeout_s("SGLANG_REQ_WAITING_TIMEOUT"),
+            running_timeout_s=_timeout_s("SGLANG_REQ_RUNNING_TIMEOUT"),
+        ),
+        throttle=read_section(ThrottleArgs, options),
+        migration=read_section(MigrationArgs, options),
+        recovery=read_section(RecoveryArgs, options),
+        grammars=read_section(GrammarArgs, options, enabled=options.grammar_backend != "none"),
+        cluster=read_section(ClusterArgs, options),
     )
 
 
-def _migration_args(options: argparse.Namespace) -> MigrationArgs:
-    return MigrationArgs(
-        mode=options.migration,
-        spare_layers=options.migration_spare_layers,
-        weights=options.migration_weights,
-        window_steps=options.migration_window,
-        timeout_s=options.migration_timeout_s,
-    )
-
-
-def _recovery_args(options: argparse.Namespace) -> RecoveryArgs:
-    return RecoveryArgs(
-        mode=options.stage_recovery,
-        max_restarts=options.max_stage_restarts,
-        restart_window_s=options.stage_restart_window_s,
-        min_stages=options.min_stages,
-        retry_s=options.stage_retry_s,
-        join_limit_s=options.stage_join_limit_s,
-        silence_s=options.stage_silence_s,
-        spare_workers=options.spare_workers,
-        log_mib=options.recovery_log_mib,
-    )
-
-
-def _cluster_args(options: argparse.Namespace) -> ClusterArgs:
-    return ClusterArgs(
-        num_hosts=options.nnodes,
-        rank=options.node_rank,
-        head_address=options.dist_init_addr,
-        key_file=options.cluster_key_file,
-        silence_s=options.host_silence_s,
-        use_ray=options.use_ray,
-        ray_wait_s=options.ray_wait_s,
-    )
-
-
-def _extra_steps_in_flight(options: argparse.Namespace) -> int:
+def _settle_extra_steps_in_flight(options: argparse.Namespace) -> None:
     ours, upstreams = options.extra_steps_in_flight, options.pp_async_batch_depth
     if ours is not None and upstreams is not None and ours != upstreams:
         raise ConfigurationError(
             f"--extra-steps-in-flight {ours} and --pp-async-batch-depth {upstreams} are two names "
             "of one number; give one of them"
         )
-    given = upstreams if ours is None else ours
-    return int(_given(given, SchedulingArgs, "extra_steps_in_flight"))
+    options.extra_steps_in_flight = upstreams if ours is None else ours
 
 
 def _preemption_threshold(options: argparse.Namespace) -> int | None:
@@ -370,7 +296,3 @@ def _device(options: argparse.Namespace) -> str:
             options.mem_fraction_static,
         )
     return str(asked)
-
-
-def _given(value: Any, section: type, name: str) -> Any:
-    return default_of(section, name) if value is None else value

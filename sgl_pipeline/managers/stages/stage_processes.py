@@ -5,12 +5,10 @@ meanwhile. They wait for the scheduler process, which binds the address that the
 import neither torch nor sglang.
 """
 
-import argparse
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from sgl_pipeline.managers.stages.nursery import Nursery
@@ -96,20 +94,11 @@ class StageProcesses:
             self._processes.append(self._spawn(worker, threads or max(self._threads, default=1)))
             return self._processes[-1].pid
 
-    def start_unchecked(self, argv: Sequence[str]) -> None:
-        """Starts the workers early from a rough reading of `argv`; `start` corrects what that
-        got wrong, as it does with abbreviated flags and those of a `--config` file."""
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        parser.add_argument("--pp", "--pp-size", "--pipeline-parallel-size", type=int, default=1)
-        parser.add_argument("--nnodes", type=int, default=1)
-        parser.add_argument("--cpu-threads-per-stage", type=int)
-        try:
-            options, _ = parser.parse_known_args(argv)
-        except argparse.ArgumentError:
-            return
-        if 1 <= options.nnodes <= options.pp <= _MOST_UNCHECKED_STAGES:
-            own = workers_of_host(options.pp, options.nnodes, 0)
-            self.start(len(own), options.cpu_threads_per_stage)
+    def start_unchecked(self, num_stages: int, num_hosts: int, cpu_threads: int | None) -> None:
+        """Starts the head's workers early, from a rough reading of the command line; `start`
+        corrects it where that was wrong, as it is with abbreviated flags."""
+        if 1 <= num_hosts <= num_stages <= _MOST_UNCHECKED_STAGES:
+            self.start(len(workers_of_host(num_stages, num_hosts, 0)), cpu_threads)
 
     def stop_all(self) -> None:
         """Kills the workers that are left."""

@@ -20,6 +20,22 @@ def test_the_flags_of_sglang_are_read_among_others() -> None:
     assert alone is not None and alone.cluster == ClusterArgs() and alone.num_stages == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "num_stages"),
+    [
+        ("--pp 2 --port 31000", 2),
+        ("--pp-size 5", 5),
+        ("--pipeline-parallel-size=3 --log-level debug", 3),
+        ("--pp 0", 0),
+        ("--pp two", None),
+        ("--pp", None),
+    ],
+)
+def test_the_number_of_stages_has_three_names(arguments: str, num_stages: int | None) -> None:
+    options = read_early_options(arguments.split())
+    assert (options and options.num_stages) == num_stages
+
+
 def test_weights_are_those_of_files_unless_they_are_made_up() -> None:
     formats = {}
     for more in ("", "--load-format auto", "--load-format safetensors", "--load-format dummy"):
@@ -32,7 +48,7 @@ def test_weights_are_those_of_files_unless_they_are_made_up() -> None:
 def test_a_config_file_says_the_same_and_flags_come_first(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
-        "pp-size: 4\nnnodes: 2\nnode-rank: 0\ndist-init-addr: head:5000\nmodel-path: m\nport: 1\n"
+        "pp-size: 4\nnnodes: 2\nnode-rank: 0\nnccl-init-addr: head:5000\nmodel: m\nport: 1\n"
     )
     options = read_early_options(["--config", str(file), "--node-rank", "1"])
     assert options is not None

@@ -37,27 +37,26 @@ def command_line(process: psutil.Process) -> list[str]:
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    ("arguments", "num_workers"),
+    ("num_stages", "num_hosts", "num_workers"),
     [
-        ("", 1),
-        ("--pp 2 --port 31000", 2),
-        ("--pipeline-parallel-size=3 --config file", 3),
-        # What cannot be right is left to the parser that can say why.
-        ("--pp 1000000", 0),
-        ("--pp 0", 0),
-        ("--pp two", 0),
-        ("--pp", 0),
+        (1, 1, 1),
+        (3, 1, 3),
+        (4, 2, 2),
+        # Impossible numbers are left to the parser, which can say why.
+        (1_000_000, 1, 0),
+        (0, 1, 0),
+        (2, 3, 0),
     ],
 )
-def test_the_command_line_is_taken_at_its_word(stages, arguments, num_workers):
-    stages.start_unchecked(arguments.split())
+def test_early_workers_are_those_of_the_head(stages, num_stages, num_hosts, num_workers):
+    stages.start_unchecked(num_stages, num_hosts, None)
     assert len(stages.pids) == num_workers
     assert {process.pid for process in workers()} == set(stages.pids)
 
 
 @pytest.mark.multiproc
 def test_workers_are_replaced_only_when_others_are_needed(stages):
-    stages.start_unchecked(["--pp", "2"])
+    stages.start_unchecked(2, 1, None)
     first = stages.pids
     stages.start(2, None)
     assert stages.pids == first
