@@ -25,7 +25,6 @@ from sgl_pipeline.args.stage_args import (
 )
 from sgl_pipeline.args.throttle_args import (
     ACCOUNTINGS,
-    DEFAULT_PREFILL_LIMITS,
     POLICIES,
     Accounting,
     ThrottleArgs,
@@ -35,7 +34,6 @@ __all__ = [
     "ACCOUNTINGS",
     "ATTENTION_BACKENDS",
     "DEFAULT_LOG_MIB",
-    "DEFAULT_PREFILL_LIMITS",
     "KV_CACHE_DTYPES",
     "LAYER_KERNELS",
     "LOAD_FORMATS",
