@@ -35,7 +35,6 @@ LIBRARIES = {
 }
 # These may import what is below them but for this.
 NOT_FROM = {
-    "throttle": {"wire", "records", "costs"},
     "cluster": {"throttle", "scheduling"},
     "migration": {"throttle", "scheduling", "cluster"},
     "pipeline": {"cluster"},

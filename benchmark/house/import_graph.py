@@ -18,7 +18,7 @@ ENTRY = "(entry)"
 ENTRY_FILES = ("__main__.py", "completion.py", "launch_server.py")
 # From the bottom: a room imports those before it.
 FLOORS = (
-    *(GROUND, "args", "costs", "records", "wire", "throttle", "scheduling", "cluster"),
+    *(GROUND, "throttle", "args", "costs", "records", "wire", "scheduling", "cluster"),
     *("migration", "pipeline", "simulator"),
     *("pp_runner/cpu_kernels", "pp_runner/base", "pp_runner/weights", "pp_runner/layer_kernels"),
     *("pp_runner/attention", "pp_runner/model", "pp_runner/output", "pp_runner/flashinfer"),

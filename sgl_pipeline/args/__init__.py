@@ -20,7 +20,6 @@ from sgl_pipeline.args.stage_args import (
 )
 from sgl_pipeline.args.throttle_args import (
     ACCOUNTINGS,
-    DEFAULT_PREFILL_LIMITS,
     POLICIES,
     Accounting,
     ThrottleArgs,
@@ -29,7 +28,6 @@ from sgl_pipeline.args.throttle_args import (
 __all__ = [
     "ACCOUNTINGS",
     "DEFAULT_LOG_MIB",
-    "DEFAULT_PREFILL_LIMITS",
     "KV_CACHE_DTYPES",
     "LOAD_FORMATS",
     "MIGRATION_MODES",

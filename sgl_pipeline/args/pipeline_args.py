@@ -10,7 +10,8 @@ from sgl_pipeline.args.migration_args import MigrationArgs
 from sgl_pipeline.args.recovery_args import DEFAULT_LOG_MIB, RecoveryArgs
 from sgl_pipeline.args.scheduling_args import SchedulingArgs
 from sgl_pipeline.args.stage_args import StageArgs
-from sgl_pipeline.args.throttle_args import DEFAULT_PREFILL_LIMITS, ThrottleArgs
+from sgl_pipeline.args.throttle_args import ThrottleArgs
+from sgl_pipeline.throttle import POLICY_TABLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class PipelineArgs:
     def most_prefill_tokens(self) -> int:
         """The most prefill tokens of a step that may be asked for while the server runs: a GPU
         has room for the step that it was started for, or for one of the usual size."""
-        usual = DEFAULT_PREFILL_LIMITS["throttle"] if self.stages.device == "cuda" else 65_536
+        usual = POLICY_TABLE["throttle"].prefill_limit if self.stages.device == "cuda" else 65_536
         return max(self.throttle.prefill_limit, usual)
 
     @property

@@ -1,23 +1,13 @@
-"""How many tokens a microbatch carries, and what the policy that decides it is shown."""
+"""How many tokens a microbatch carries, and which counts its policy sees."""
 
 from dataclasses import dataclass
 
 from sgl_pipeline.args.checks import require, require_choice
 from sgl_pipeline.args.flags import our_flag, upstream_flag
+from sgl_pipeline.throttle import POLICY_TABLE
 
-# Each policy, and the most prefill tokens that its authors give a step. `throttle/` has a function
-# for each.
-DEFAULT_PREFILL_LIMITS = {
-    "throttle": 2048,
-    "throttle-time": 2048,
-    "throttle-adaptive": 8192,
-    "no-wt": 2048,
-    "no-ut": 2048,
-    "no-threshold": 2048,
-    "sarathi": 2048,
-    "greedy-queue": 2048,
-}
-POLICIES = tuple(DEFAULT_PREFILL_LIMITS)
+POLICIES = tuple(POLICY_TABLE)
+_WITH_TARGETS = [name for name, entry in POLICY_TABLE.items() if entry.has_targets]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +82,9 @@ class ThrottleArgs:
                 f"{flag} {target_ms} must be a number of milliseconds above 0",
             )
             require(
-                target_ms is None or self.policy == "throttle-time",
-                f"{flag} needs --policy throttle-time, this is {self.policy}: only a policy that "
-                "budgets time can hold a time",
+                target_ms is None or self.policy in _WITH_TARGETS,
+                f"{flag} needs --policy {' or '.join(_WITH_TARGETS)}, this is {self.policy}: only "
+                "a policy that budgets time can hold a time",
             )
 
     @property
@@ -102,15 +92,15 @@ class ThrottleArgs:
         """The most prefill tokens of a step."""
         if self.max_prefill_tokens is not None:
             return self.max_prefill_tokens
-        return DEFAULT_PREFILL_LIMITS[self.policy]
+        return POLICY_TABLE[self.policy].prefill_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accounting:
-    """What the counts that a policy sees take into account; pages are handed out alike under all.
+    """How the counts that a policy sees are made; pages are handed out alike under all.
 
-    `hits`: tokens that the prefix cache will serve are not waiting. `shared_once`: of those left,
-    what several requests wait for counts once, and not at all while one of them prefills it.
+    `hits`: tokens that the prefix cache will serve are not waiting. `shared_once`: of the others,
+    those that several requests wait for count once, and not at all while one of them prefills them.
     `evictable`: unlocked cached pages count as free.
     """
 

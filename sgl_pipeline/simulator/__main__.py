@@ -26,6 +26,7 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.host_network import read_host_network
 from sgl_pipeline.records.move_record import MoveRecord
 from sgl_pipeline.records.trace import TraceWriter
+from sgl_pipeline.simulator.climb import Trial
 from sgl_pipeline.simulator.experiment import LINKS, Cluster, MeasuredPipeline, simulate
 from sgl_pipeline.simulator.kernel_costs import DEVICES
 from sgl_pipeline.simulator.migration_setup import Migration
@@ -33,7 +34,7 @@ from sgl_pipeline.simulator.models import KV_CACHE_DTYPES, MODELS, QUANTIZATIONS
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import LatencyTarget, Summary, summarize
 from sgl_pipeline.simulator.traces import SHIPPED, load_trace, shared_prefixes
-from sgl_pipeline.simulator.tune import Trial, search, server_flags
+from sgl_pipeline.simulator.tune import search, server_flags
 from sgl_pipeline.simulator.workload import (
     SimulatedRequest,
     poisson_arrivals,
@@ -81,13 +82,13 @@ def _tune(options: argparse.Namespace) -> int:
         return summarize(simulation, target).target_share or 0.0
 
     for policy in options.policy:
-        best: Trial | None = None
+        best: Trial[float] | None = None
         for trial in search(ThrottleArgs(policy=policy), attainment, options.needed_share):
-            best = trial if best is None or trial.rate_per_s > best.rate_per_s else best
-            print(f"{trial.rate_per_s:8.2f} req/s  {' '.join(server_flags(trial.throttle))}")
+            best = trial if best is None or trial.score > best.score else best
+            print(f"{trial.score:8.2f} req/s  {' '.join(server_flags(trial.throttle))}")
         assert best is not None
-        require(best.rate_per_s < math.inf, "all requests at once meet the target; use more")
-        print(f"best of {policy}: {best.rate_per_s:.2f} req/s with")
+        require(best.score < math.inf, "all requests at once meet the target; use more")
+        print(f"best of {policy}: {best.score:.2f} req/s with")
         print("  " + " ".join(server_flags(best.throttle)), flush=True)
     return 0
 

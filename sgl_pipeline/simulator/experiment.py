@@ -43,7 +43,7 @@ from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.throttle import POLICY_TABLE, make_policy
 
 # Latency and bytes a second. pcie and net73 are gLLM's two machines (section 4.1: 20.79 GB/s and
 # 73.28 Gbps), with the latency of Vidur's a100_dgx inter-node fit; nvlink is that file's intra-node
@@ -285,6 +285,6 @@ def simulate(
         num_stages=pipeline.num_stages,
         context_length=pool_tokens,
     )
-    is_timed = throttle.policy == "throttle-time"
+    is_timed = POLICY_TABLE[throttle.policy].budgets_time
     virtual = pipeline.pipeline(scheduler, scheduling.page_size, is_timed=is_timed)
     return virtual.run(workload, on_progress, most_steps)

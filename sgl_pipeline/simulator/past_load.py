@@ -1,18 +1,17 @@
-"""A server's last minutes run again: its requests, on its stages as they were measured, under other
-knobs.
+"""Serves a server's last minutes again: its requests, on its stages as they were measured, under
+other knobs.
 
-Used by `propose.py`. What the prefix cache served of a prompt is taken as the beginning of one
-prefix that all requests share and that is cached when the first arrives: hits are as long as they
-were, only what evicts them is not. Answers that have not ended get lengths like those that have.
+Each cached prefix counts as the beginning of one prefix that all requests share and that is cached
+when the first arrives: hits are as long as they were; what evicts them is not simulated. Answers
+that have not ended get lengths like those that have.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.pipeline.output_lengths import OutputLengths
 from sgl_pipeline.pipeline.recent_load import PastRequest, RecentWork
-from sgl_pipeline.records.throttle_change import Knob
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, fit_records
 from sgl_pipeline.simulator.simulation import Simulation
@@ -41,8 +40,8 @@ class PastLoad:
 
     @classmethod
     def of(cls, work: RecentWork) -> "PastLoad":
-        """As long in all as it was: `slowdown` is what the fitted times of steps are multiplied by
-        for that, because steps also wait for cores that others have, and near saturation a little
+        """The window, made to take as long in all as it did: `slowdown` multiplies the fitted times
+        of steps, because steps also wait for cores that others have, and near saturation a little
         of that makes long queues. Raises ConfigurationError where too few steps were measured."""
         costs = fit_records(work.steps, "the server's record", is_robust=True)
         load = cls(work, costs, tuple(past_requests(work.requests)))
@@ -58,8 +57,8 @@ class PastLoad:
         return replace(load, costs=costs.slowed_by(low), slowdown=low)
 
     def excess_ms(self, measured_ms: Sequence[float | None]) -> float:
-        """By how much the requests take longer under the knobs in force than they did, in all."""
-        simulation = self.run(self.work.knobs)
+        """Total added latency of the requests under the knobs in force."""
+        simulation = self.run(self.in_force)
         return sum(
             (served.finished_s - served.arrival_s) * 1e3 - total_ms
             for served, total_ms in zip(simulation.requests, measured_ms, strict=True)
@@ -71,16 +70,23 @@ class PastLoad:
         """Tokens of the largest step that was measured."""
         return max(step.prefill_tokens + step.decodes for step in self.work.steps)
 
+    @property
+    def in_force(self) -> ThrottleArgs:
+        """The policy's arguments while the window was served."""
+        values = {name: one for name, one in self.work.knobs.items() if name != "accounting"}
+        return ThrottleArgs(**values)  # type: ignore[arg-type]
+
     def run(
         self,
-        knobs: Mapping[str, Knob],
+        throttle: ThrottleArgs,
         on_progress: Callable[[int, float], None] = lambda finished, now_s: None,
     ) -> Simulation:
-        """Serves all requests with these knobs; the one that fills the cache is left out."""
-        scheduling = SchedulingArgs(**(self.work.scheduling | {"accounting": knobs["accounting"]}))  # type: ignore[arg-type]
+        """Serves all requests; the one that fills the cache is not in the result."""
+        accounting = self.work.knobs["accounting"]
+        scheduling = SchedulingArgs(**(self.work.scheduling | {"accounting": accounting}))  # type: ignore[arg-type]
         scheduler = StepScheduler(
             scheduling,
-            make_policy(throttle_of(knobs)),
+            make_policy(throttle),
             num_pages=self.work.pool_tokens // scheduling.page_size,
             num_stages=self.costs.num_stages,
             context_length=self.work.pool_tokens,
@@ -90,15 +96,8 @@ class PastLoad:
         return replace(simulation, requests=served)
 
 
-def throttle_of(knobs: Mapping[str, Knob]) -> ThrottleArgs:
-    """The arguments of the policy. Raises ConfigurationError for knobs that do not go together."""
-    values = {name: value for name, value in knobs.items() if name != "accounting"}
-    return ThrottleArgs(**values)  # type: ignore[arg-type]
-
-
 def past_requests(past: Sequence[PastRequest]) -> list[SimulatedRequest]:
-    """A request that fills the cache, then those of the past, each as long after the first as it
-    came."""
+    """A request that fills the cache, then those of the past, spaced as they came."""
     newest = past[-MAX_REQUESTS:]
     ids = TokenIds()
     shared = ids.fresh(max((one.cached_tokens for one in newest), default=0) + 1)

@@ -1,11 +1,11 @@
-"""Which knobs would have served the last minutes better: `POST /pipeline/tune` asks.
+"""Proposes knobs that would have served the last minutes better, for `POST /pipeline/tune`.
 
-One knob is varied at a time, from those in force on, and every trial serves the whole window; so
-the result is the best of what was tried, and says how much that was. Never longer than it may take.
+Every trial serves the whole window. The search ends when its time is over; the answer says how much
+was tried.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
 import msgspec
@@ -14,13 +14,15 @@ from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pipeline.recent_load import RecentWork
 from sgl_pipeline.records.throttle_change import Knob
-from sgl_pipeline.simulator.past_load import PastLoad, throttle_of
+from sgl_pipeline.simulator.climb import Trial, climb
+from sgl_pipeline.simulator.past_load import PastLoad
 from sgl_pipeline.simulator.simulation import ServedRequest, Simulation
 from sgl_pipeline.simulator.summary import Distribution, LatencyTarget, summarize, tpot_ms, ttft_ms
-from sgl_pipeline.simulator.tune import SEARCH_SPACE
+from sgl_pipeline.throttle import POLICY_TABLE
 
-# Values that are tried of each knob that the policy reads, in this order.
-VALUES: Mapping[str, tuple[Knob, ...]] = {
+# Values that are tried of each knob that the policy reads, in this order: of a running server more
+# and smaller ones than `PolicyEntry.searched` has, and then only those in the knobs' ranges.
+VALUES: Mapping[str, tuple[float, ...]] = {
     "max_prefill_tokens": (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
     "prefill_spread_steps": (1, 2, 4, 8, 16, 32),
     "pause_free_share": (0.0, 0.05, 0.1, 0.2),
@@ -47,7 +49,7 @@ class TuneTask(msgspec.Struct, frozen=True, kw_only=True):
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """How a window is served. `target_share` of its requests meet both latencies; `lateness` is the
-    mean over requests of the worse of the two over what is wanted."""
+    mean over requests of the worse of the two, as a multiple of the target."""
 
     target_share: float
     lateness: float
@@ -57,11 +59,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnobProposal(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a task. `knobs` are those to change, none where nothing that was tried is
-    better. `is_complete`: everything was tried before the time was over. `is_extrapolated`: steps
-    are larger than any that was measured. `step_time_errors[s]`: the mean error of stage `s`'s
-    fitted step times, `slowdown` what these are multiplied by so that the window takes as long in
-    all as it did."""
+    """The result of a task. `knobs` are those to change, none where no trial was better.
+    `is_complete`: everything was tried before the time was over. `is_extrapolated`: steps are
+    larger than any that was measured. `step_time_errors[s]` is the mean error of stage `s`'s fitted
+    step times, `slowdown` their common factor with which the window takes as long in all as it
+    did."""
 
     knobs: dict[str, Knob]
     now: Prediction
@@ -94,14 +96,21 @@ class _Search:
         self._largest_step = 0  # of the last trial
         self._limit_s = float("inf")
         # The knobs in force are tried however long that takes: without them there is no answer.
-        self.now = self.best = self._try(task.work.knobs)
-        self.best_knobs = dict(task.work.knobs)
+        in_force = self.load.in_force
+        self.now = self.best = Trial(in_force, self._try(in_force))
         self.largest_step = self._largest_step  # of the best trial
         self._limit_s = self._began_s + task.timeout_s
 
     @property
     def seconds(self) -> float:
         return self._clock() - self._began_s
+
+    @property
+    def knobs(self) -> dict[str, Knob]:
+        """Those of the best trial that are to change."""
+        in_force = self._task.work.knobs
+        best = asdict(self.best.throttle)
+        return {name: value for name, value in best.items() if value != in_force[name]}
 
     def run(self) -> bool:
         """Whether everything was tried in time."""
@@ -115,74 +124,73 @@ class _Search:
 
     def _drop_what_does_not_help(self) -> None:
         """Sets each knob of the best back for itself, and leaves it so where that costs nothing."""
-        in_force = self._task.work.knobs
-        if self.best_knobs["policy"] != in_force["policy"]:
+        if self.best.throttle.policy != self.now.throttle.policy:
             return
-        for name in [one for one, value in self.best_knobs.items() if value != in_force[one]]:
-            knobs = self.best_knobs | {name: in_force[name]}
-            found = self._consider(knobs)
-            if found is not None and not _is_better(self.best, found):
-                self.best, self.best_knobs = found, knobs
-                self.largest_step = self._largest_step
+        for name in self.knobs:
+            try:
+                throttle = replace(self.best.throttle, **{name: self._task.work.knobs[name]})  # type: ignore[arg-type]
+            except ConfigurationError:
+                continue
+            found = self._consider(throttle)
+            if found is not None and not _is_better(self.best.score, found):
+                self.best, self.largest_step = Trial(throttle, found), self._largest_step
 
     def _search_policy(self, policy: str) -> None:
-        """Varies one knob after the other, each time from the best so far, until none helps.
+        """Climbs until no knob helps.
 
         From the knobs in force or from those of the policy's authors: where two knobs hold each
         other, turning one alone changes nothing.
         """
-        in_force = self._task.work.knobs
         authors = ThrottleArgs(policy=policy)
         limit = max(authors.min_prefill_tokens, min(authors.prefill_limit, self._most_tokens))
-        knobs = asdict(replace(authors, max_prefill_tokens=limit))
-        knobs["accounting"] = in_force["accounting"]
-        best = self._consider(knobs)
-        if policy == in_force["policy"] and (best is None or not _is_better(best, self.now)):
-            knobs, best = dict(in_force), self.now
+        start = replace(authors, max_prefill_tokens=limit)
+        found = self._consider(start)
+        best = None if found is None else Trial(start, found)
+        is_in_force = policy == self.now.throttle.policy
+        if is_in_force and (best is None or not _is_better(best.score, self.now.score)):
+            best = self.now
         if best is None:
             return
         for _ in range(MAX_PASSES):
-            before = knobs
-            for name in (one for one in VALUES if one in SEARCH_SPACE[policy]):
-                for trial in self._variants(knobs, name):
-                    found = self._consider(trial)
-                    if found is not None and _is_better(found, best):
-                        knobs, best = trial, found
-            if knobs == before:
+            before = best
+            for trial in climb(before, self._values(before.throttle), self._measure, _is_better):
+                if _is_better(trial.score, best.score):
+                    best = trial
+            if best is before:
                 return
 
-    def _variants(self, knobs: Mapping[str, Knob], name: str) -> Iterator[dict[str, Knob]]:
-        low, high = self._task.work.ranges[name]
-        assert isinstance(low, int | float) and isinstance(high, int | float)
-        for value in VALUES[name]:
-            assert isinstance(value, int | float)
-            if name == "max_prefill_tokens" and value > self._most_tokens:
-                return
-            if value != knobs[name] and low <= value <= high:
-                yield dict(knobs) | {name: value}
+    def _values(self, throttle: ThrottleArgs) -> Mapping[str, Sequence[float]]:
+        """What to try of each knob: the other values in its range."""
+        values = {}
+        for name in (one for one in VALUES if one in POLICY_TABLE[throttle.policy].searched):
+            low, high = self._task.work.ranges[name]
+            assert isinstance(low, int | float) and isinstance(high, int | float)
+            if name == "max_prefill_tokens":
+                high = min(high, self._most_tokens)
+            now = getattr(throttle, name)
+            values[name] = [one for one in VALUES[name] if one != now and low <= one <= high]
+        return values
 
-    def _consider(self, knobs: dict[str, Knob]) -> Prediction | None:
-        """Tries `knobs`; None for those that do not go together."""
-        try:
-            limit = throttle_of(knobs).prefill_limit
-        except ConfigurationError:
-            return None
+    def _measure(self, throttle: ThrottleArgs, _: Prediction) -> Prediction | None:
+        return self._consider(throttle)
+
+    def _consider(self, throttle: ThrottleArgs) -> Prediction | None:
+        """Tries `throttle`; None where its steps are larger than the stages have memory for."""
         most = self._task.work.ranges["max_prefill_tokens"][1]
         assert isinstance(most, int | float)
-        if limit > most:
+        if throttle.prefill_limit > most:
             return None
-        found = self._try(knobs)
-        if _is_better(found, self.best):
-            self.best, self.best_knobs = found, knobs
-            self.largest_step = self._largest_step
+        found = self._try(throttle)
+        if _is_better(found, self.best.score):
+            self.best, self.largest_step = Trial(throttle, found), self._largest_step
         return found
 
-    def _try(self, knobs: Mapping[str, Knob]) -> Prediction:
+    def _try(self, throttle: ThrottleArgs) -> Prediction:
         def check_time(_: int, now_s: float) -> None:
             if self._clock() > self._limit_s:
                 raise _TimeIsOverError
 
-        simulation = self.load.run(knobs, check_time)
+        simulation = self.load.run(throttle, check_time)
         self.num_trials += 1
         # The first step only fills the cache.
         self._largest_step = max(step.shape.num_tokens for step in simulation.steps[1:])
@@ -196,13 +204,11 @@ def propose(task: TuneTask, clock: Callable[[], float] = time.monotonic) -> Knob
     """
     search = _Search(task, clock)
     is_complete = search.run()
-    knobs = {
-        name: value for name, value in search.best_knobs.items() if value != task.work.knobs[name]
-    }
+    knobs = search.knobs
     return KnobProposal(
         knobs=knobs,
-        now=search.now,
-        proposed=search.best if knobs else None,
+        now=search.now.score,
+        proposed=search.best.score if knobs else None,
         num_requests=len(search.load.requests) - 1,
         num_steps=len(task.work.steps),
         num_trials=search.num_trials,
@@ -215,7 +221,7 @@ def propose(task: TuneTask, clock: Callable[[], float] = time.monotonic) -> Knob
 
 
 def predict(simulation: Simulation, target: LatencyTarget) -> Prediction:
-    """What a simulation amounts to, beside what is wanted."""
+    """Sums a simulation up against the wanted latencies."""
     summary = summarize(simulation, target)
     late = [_lateness(served, target) for served in simulation.requests if served.token_times_s]
     assert summary.target_share is not None

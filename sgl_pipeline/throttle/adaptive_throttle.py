@@ -1,17 +1,16 @@
 """Token throttling that keeps room for the running decodes to grow, instead of a fixed share.
 
-The policy `throttle-adaptive` (gLLM's code of 2026, `Scheduler.token_throttling`), chosen in
-`throttle/__init__.py`. How much room that is, and how it adapts, is for `scheduling/` to say: the
-load brings it as `reserved_pages`.
+The policy `throttle-adaptive` (gLLM's code of 2026, `Scheduler.token_throttling`). `scheduling/`
+computes and adapts the reserve; the load carries it as `reserved_pages`.
 """
 
-from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.pipeline_load import Bound, PipelineLoad, TokenBudget
 from sgl_pipeline.throttle.decode_balance import balanced_decodes
+from sgl_pipeline.throttle.policy_args import PolicyArgs
 from sgl_pipeline.throttle.token_throttle import spread_tokens
 
 
-def adaptive_throttle(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:
+def adaptive_throttle(args: PolicyArgs, load: PipelineLoad) -> TokenBudget:
     """As eq. 3 with the reserve for the threshold, except where gLLM's code differs.
 
     #MinP raises the share of the waiting tokens and never what memory allows, and a single prompt

@@ -1,7 +1,7 @@
 """How many decodes a step carries so that all steps in flight carry about the same number.
 
-Used by `token_throttle`. Never asks which requests they are: admission draws them from one global
-ready set, so a step that is short today is filled from what another one left over.
+It never asks which requests they are: admission draws them from one global ready set, so what one
+step leaves over fills a later one that is short.
 """
 
 from sgl_pipeline.pipeline_load import PipelineLoad

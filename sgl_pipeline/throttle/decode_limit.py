@@ -1,8 +1,7 @@
 """The most decodes of a step under any policy (`--pp-max-micro-batch-size`).
 
-Wrapped around a policy by `StepScheduler`. A policy never gives a step more decodes than are ready,
-so it is shown fewer ready ones: a policy whose prefill gets what the decodes leave then gives that
-too.
+A policy never gives a step more decodes than are ready, so the wrapper shows it fewer ready ones.
+A policy whose prefill gets what the decodes leave then counts with the fewer, too.
 """
 
 from collections.abc import Callable

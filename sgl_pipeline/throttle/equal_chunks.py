@@ -1,8 +1,8 @@
 """Chunks of equal latency under a policy that budgets tokens (`--enable-dynamic-chunking`).
 
-Wrapped around a policy by `make_policy`. SGLang solves Runtime(L + dL) - Runtime(L) =
-Runtime(first chunk) for the length dL of a chunk behind L tokens (0.5.23: `Scheduler`, dynamic
-chunking); here the same predictor as everywhere says what a step takes, so nothing is smoothed.
+SGLang solves Runtime(L + dL) - Runtime(L) = Runtime(first chunk) for the length dL of a chunk
+behind L tokens (0.5.23: `Scheduler`, dynamic chunking). Here the predictor of all other forecasts
+gives the times, so nothing is smoothed.
 """
 
 from dataclasses import replace

@@ -1,13 +1,12 @@
 """Token throttling in milliseconds: every microbatch takes the slowest stage the same time.
 
-The policy `throttle-time`, chosen in `throttle/__init__.py`; our own. The terms are those of
-`token_throttle.py`. A step may take what the slowest stage needs for an equal share of the running
-decodes and, beside it, for as much of the waiting work as the smallest term grants; admission fills
-it by predicted time. So a chunk late in a long prompt is shorter than an early one, a step whose
-decodes came out cheap takes more prefill, and a cached prefix costs its attention alone.
+The policy `throttle-time`, our own, with the terms of `token_throttle.py`. A step may take what the
+slowest stage needs for an equal share of the running decodes and, beside it, for as much of the
+waiting work as the smallest term grants; admission fills it by predicted time. So a chunk late in a
+long prompt is shorter than an early one, a step whose decodes came out cheap takes more prefill,
+and a cached prefix costs its attention alone.
 """
 
-from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.pipeline_load import (
     Bound,
     DecodeShare,
@@ -18,6 +17,7 @@ from sgl_pipeline.pipeline_load import (
 )
 from sgl_pipeline.step_work import StepTimes, StepWork, attended_tokens
 from sgl_pipeline.throttle.decode_balance import balanced_decodes
+from sgl_pipeline.throttle.policy_args import PolicyArgs
 from sgl_pipeline.throttle.token_throttle import token_throttle
 
 # A step may nearly take what the longest one in flight takes: beside it a shorter one would only
@@ -26,13 +26,13 @@ EBB_SHARE = 0.5
 # A step may always take this much longer than its decodes alone: where the weights have to be read
 # anyway, that is many prompt tokens.
 MIN_GROWTH = 1.05
-# Prompts are spread over so many rounds of the pipeline at least, where that is at most 1.5 #T
+# Prompts are spread over at least this many rounds of the pipeline, where that is at most 1.5 #T
 # steps: steps that differ within a round leave bubbles.
 LEAST_ROUNDS = 1.5
 
 
-def time_throttle(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:
-    """As `token_throttle` while the times of steps are unknown; `TokenBudget.time` says which."""
+def time_throttle(args: PolicyArgs, load: PipelineLoad) -> TokenBudget:
+    """As `token_throttle`, without a `TokenBudget.time`, while the times of steps are unknown."""
     times = load.step_times
     if times is None:
         return token_throttle(args, load)
@@ -45,9 +45,9 @@ def time_throttle(args: ThrottleArgs, load: PipelineLoad) -> TokenBudget:
 
 
 def _step_limit(
-    args: ThrottleArgs, load: PipelineLoad, times: StepTimes
+    args: PolicyArgs, load: PipelineLoad, times: StepTimes
 ) -> tuple[float, Bound, Target | None]:
-    """What a step may take, by which term, and which target that misses."""
+    """The most milliseconds of a step, the term that bounds them, the target that they miss."""
     decodes = decode_work(load)
     # Tokens of a term cost what the waiting ones cost in the mean.
     most, waiting = args.prefill_limit, max(1, load.waiting_tokens)
@@ -82,9 +82,9 @@ def _step_limit(
 def _ttft_ms(
     target_ms: float | None, load: PipelineLoad, times: StepTimes, steps: int
 ) -> tuple[float, bool]:
-    """The shortest steps, of which there may be `steps`, that compute all that waits before the
-    newest request's target is missed, and False. Where none do, those that are done first, and
-    True: longer ones would be later still, as they leave the stages idle in turns."""
+    """Milliseconds of a step so that at most `steps` of them compute all waiting work before the
+    newest request misses its target, and False. Where no length does, the one that ends first, and
+    True: longer steps would end later still, because they leave the stages idle in turns."""
     if target_ms is None or not load.waiting_tokens:
         return 0.0, False
     left_ms = target_ms - load.newest_wait_ms
@@ -101,8 +101,8 @@ def _ttft_ms(
     return needed_ms, True
 
 
-def spread_steps(args: ThrottleArgs, load: PipelineLoad) -> int:
-    """Over how many steps the waiting work is spread: #T, or more in deep pipelines."""
+def spread_steps(args: PolicyArgs, load: PipelineLoad) -> int:
+    """The number of steps that share the waiting work: #T, or more in deep pipelines."""
     steps = args.prefill_spread_steps
     return max(steps, min(steps + steps // 2, int(LEAST_ROUNDS * load.pipeline_depth)))
 
@@ -115,7 +115,7 @@ def decode_work(load: PipelineLoad) -> StepWork:
 
 
 def _with_waiting(work: StepWork, load: PipelineLoad, part: int, of: int) -> StepWork:
-    """`work` and that part of all that waits to be prefilled, rounded up."""
+    """`work` and `part / of` of the waiting prefill, rounded up."""
     return work._replace(
         tokens=work.tokens - (-load.waiting_tokens * part // of),
         prefill_attended_tokens=-(-load.waiting_attended_tokens * part // of),
@@ -133,8 +133,8 @@ def with_fresh(work: StepWork, tokens: int) -> StepWork:
 def _decode_share(load: PipelineLoad, times: StepTimes) -> DecodeShare:
     """As many decodes as `balanced_decodes`, of mean length: more short ones, fewer long ones.
 
-    They bear what a step costs anyway in equal parts: contexts that hardly count beside it leave
-    the decodes shared out by number.
+    They bear the fixed cost of a step in equal parts: where contexts hardly count beside it, the
+    decodes are shared out by number.
     """
     work = decode_work(load)
     if not work.decodes:

@@ -1,17 +1,16 @@
 """Token throttling: prefill by what waits and what memory is left, decodes in equal shares.
 
-The policy `throttle` and its ablations (gLLM, SC'25, section 3 and figure 15), chosen in
-`throttle/__init__.py`. It never counts radix hits or free pages itself: `PipelineLoad` brings them
-counted.
+The policy `throttle` and its ablations (gLLM, SC'25, section 3 and figure 15). It never counts
+radix hits or free pages itself: `PipelineLoad` has the counts.
 """
 
-from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.pipeline_load import Bound, PipelineLoad, TokenBudget
 from sgl_pipeline.throttle.decode_balance import balanced_decodes
+from sgl_pipeline.throttle.policy_args import PolicyArgs
 
 
 def token_throttle(
-    args: ThrottleArgs,
+    args: PolicyArgs,
     load: PipelineLoad,
     *,
     by_waiting: bool = True,
@@ -44,6 +43,6 @@ def token_throttle(
     return TokenBudget(terms[bound_by], decodes, bound_by)
 
 
-def spread_tokens(args: ThrottleArgs, load: PipelineLoad) -> int:
+def spread_tokens(args: PolicyArgs, load: PipelineLoad) -> int:
     """#WP / #T, rounded up so that the last tokens do not wait for #MinP to fetch them."""
     return -(-load.waiting_tokens // args.prefill_spread_steps)

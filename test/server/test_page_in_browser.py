@@ -231,6 +231,29 @@ def test_a_knob_is_changed_refused_and_undone(chromium: Any, server: LiveServer)
         assert in_use(server, "dynamic_chunking") is False
 
 
+def test_choices_come_from_the_server_and_knobs_that_a_policy_ignores_are_dimmed(
+    chromium: Any, server: LiveServer
+) -> None:
+    with opened(chromium, server) as watched:
+        page = watched.page
+        watched.wait_for("document.getElementById('knob-policy') !== null")
+        offered = {
+            name: page.locator(f"#knob-{name} option").all_inner_texts()
+            for name in ("policy", "accounting", "dynamic_chunking")
+        }
+        assert offered == {
+            "policy": in_use(server, "ranges")["policy"],
+            "accounting": in_use(server, "ranges")["accounting"],
+            "dynamic_chunking": ["off", "on"],
+        }
+        for policy, knobs in in_use(server, "policy_knobs").items():
+            page.select_option("#knob-policy", policy)
+            dimmed = page.locator("#knobs label.unread").evaluate_all(
+                "labels => labels.map((one) => one.htmlFor.replace('knob-', ''))"
+            )
+            assert set(dimmed) == set(in_use(server, "ranges")) - set(knobs)
+
+
 def proposal(knobs: dict[str, Any]) -> dict[str, Any]:
     """What the route answers, as far as it comes from the simulator."""
     latency = Distribution(80.0, 75.0, 100.0, 120.0)

@@ -8,7 +8,8 @@ import pytest
 from sgl_pipeline.args import POLICIES
 from sgl_pipeline.records.trace import read_trace
 from sgl_pipeline.simulator.__main__ import main
-from sgl_pipeline.simulator.tune import FLAGS, SEARCH_SPACE
+from sgl_pipeline.simulator.tune import FLAGS
+from sgl_pipeline.throttle import POLICY_TABLE
 
 LENIENT = ["--target-ttft-ms", "1e6", "--target-tpot-ms", "1e6"]
 SMALL = ["--model", "Qwen2.5-14B", "--requests", "30", "--trace", "sharegpt"]
@@ -59,7 +60,7 @@ def test_tune_ends_with_flags_for_the_server(
     arguments += ["--target-ttft-ms", "400", "--target-tpot-ms", "200"]
     assert main(arguments) == 0
     last = capsys.readouterr().out.splitlines()[-1].split()
-    assert last[::2] == ["--policy", *(FLAGS[name] for name in SEARCH_SPACE[policy])]
+    assert last[::2] == ["--policy", *(FLAGS[name] for name in POLICY_TABLE[policy].searched)]
     assert last[1] == policy
 
 

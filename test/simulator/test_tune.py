@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 
 from sgl_pipeline.args import POLICIES, ThrottleArgs
-from sgl_pipeline.simulator.tune import FLAGS, RATE_TOLERANCE, SEARCH_SPACE, capacity, search
-from sgl_pipeline.throttle import PipelineLoad, make_policy
+from sgl_pipeline.simulator.propose import VALUES
+from sgl_pipeline.simulator.tune import FLAGS, RATE_TOLERANCE, capacity, search
+from sgl_pipeline.throttle import POLICY_TABLE, PipelineLoad, make_policy
 
 
 def knows(limit_of: dict[int, float]):
@@ -34,9 +35,9 @@ def test_what_carries_nothing_has_no_capacity() -> None:
 def test_the_best_budget_is_among_the_trials() -> None:
     start = ThrottleArgs(policy="sarathi")
     trials = list(search(start, knows({512: 4.0, 1024: 8.0, 2048: 6.0}), 0.9))
-    best = max(trials, key=lambda trial: trial.rate_per_s)
+    best = max(trials, key=lambda trial: trial.score)
     assert best.throttle.max_prefill_tokens == 1024
-    assert best.rate_per_s == pytest.approx(8.0, rel=RATE_TOLERANCE)
+    assert best.score == pytest.approx(8.0, rel=RATE_TOLERANCE)
 
 
 def test_parameters_are_searched_one_after_the_other() -> None:
@@ -44,13 +45,13 @@ def test_parameters_are_searched_one_after_the_other() -> None:
         limit = 10.0 - abs(throttle.prefill_spread_steps - 4) - 50 * throttle.pause_free_share
         return float(rate <= limit)
 
-    best = max(search(ThrottleArgs(), attainment, 1.0), key=lambda trial: trial.rate_per_s).throttle
+    best = max(search(ThrottleArgs(), attainment, 1.0), key=lambda trial: trial.score).throttle
     assert (best.prefill_spread_steps, best.pause_free_share) == (4, 0.0)
 
 
-def test_every_policy_of_the_server_can_be_tuned_and_has_flags_for_it() -> None:
-    assert set(SEARCH_SPACE) == set(POLICIES)
-    assert {name for space in SEARCH_SPACE.values() for name in space} <= set(FLAGS)
+def test_every_searched_parameter_has_a_flag_and_values_for_a_running_server() -> None:
+    searched = {name for entry in POLICY_TABLE.values() for name in entry.searched}
+    assert searched == set(VALUES) == set(FLAGS) - {"policy"}
 
 
 LOADS = [
@@ -77,9 +78,12 @@ def test_the_search_varies_what_a_policy_reads_and_nothing_else(policy: str) -> 
 
     start = ThrottleArgs(policy=policy)
     tried = {
-        (name, value) for space in SEARCH_SPACE.values() for name in space for value in space[name]
+        (name, value)
+        for entry in POLICY_TABLE.values()
+        for name, values in entry.searched.items()
+        for value in values
     }
     read = {
         name for name, value in tried if budgets(replace(start, **{name: value})) != budgets(start)
     }
-    assert set(SEARCH_SPACE[policy]) == read
+    assert set(POLICY_TABLE[policy].searched) == read

@@ -12,12 +12,6 @@ const NAMES = {
   dynamic_chunking: "chunks of equal time",
   target_tpot_ms: "target per token, ms", target_ttft_ms: "target first token, ms",
 };
-// For a server that does not say which there are.
-const CHOICES = {
-  policy: ["throttle", "throttle-time", "throttle-adaptive", "no-wt", "no-ut", "no-threshold", "sarathi", "greedy-queue"],
-  accounting: ["radix", "radix-unshared", "radix-free-list", "gllm", "naive"],
-  dynamic_chunking: ["off", "on"],
-};
 
 export class Knobs {
   constructor(model) {
@@ -91,6 +85,7 @@ export class Knobs {
     for (const input of this.#inputs()) {
       if (input.name in knobs) this.#fill(input, knobs[input.name]);
     }
+    this.#markUnread();
     note.textContent = Object.keys(knobs).length
       ? `Proposed: ${wordsOf(knobs)}. Predicted ${outcome(told.proposed)}; now ${outcome(told.now)}. Apply sets it.`
       : `Nothing better was found; predicted now: ${outcome(told.now)}.`;
@@ -133,15 +128,27 @@ export class Knobs {
   #show(values) {
     this.values = values;
     byId("knobs").replaceChildren(...Object.keys(NAMES).filter((name) => name in values).flatMap((name) => {
-      const told = values.ranges?.[name], range = typeof told?.[0] === "string" ? told : CHOICES[name] ?? told;
-      const input = name in CHOICES
-        ? element("select", { id: `knob-${name}`, name }, ...range.map((choice) => element("option", {}, choice)))
-        : element("input", { id: `knob-${name}`, name, type: "number", step: "any", title: range ? `${range[0]} to ${range[1]}` : null,
+      const range = values.ranges[name], isChoice = typeof range[0] !== "number";
+      const input = isChoice
+        ? element("select", { id: `knob-${name}`, name }, ...range.map((choice) => element("option", {}, shown(choice))))
+        : element("input", { id: `knob-${name}`, name, type: "number", step: "any", title: `${range[0]} to ${range[1]}`,
           placeholder: name === "max_prefill_tokens" ? values.prefill_limit : name.startsWith("target") ? "none" : null });
       this.#fill(input, values[name]);
-      input.addEventListener("input", () => input.classList.toggle("changed", valueOf(input) !== values[name]));
+      input.addEventListener("input", () => {
+        input.classList.toggle("changed", valueOf(input) !== values[name]);
+        if (name === "policy") this.#markUnread();
+      });
       return [element("label", { for: input.id }, NAMES[name]), input];
     }));
+    this.#markUnread();
+  }
+
+  /** Dims the knobs that the selected policy does not read. */
+  #markUnread() {
+    const read = this.values.policy_knobs[byId("knob-policy").value];
+    for (const input of this.#inputs()) {
+      for (const label of input.labels) label.classList.toggle("unread", !read.includes(input.name));
+    }
   }
 
   #fill(input, value) {

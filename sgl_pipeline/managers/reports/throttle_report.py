@@ -5,10 +5,12 @@ from typing import Any
 from sgl_pipeline.managers.reports.plan_report import unix_s
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.records.throttle_change import ThrottleChange
+from sgl_pipeline.throttle import POLICY_TABLE
 
 
 def describe_throttle(control: ThrottleControl, now_s: float) -> dict[str, Any]:
-    """The knobs in force, those of the start, their ranges, what goes back when, and the past.
+    """The knobs in force, those of the start, their ranges, those that each policy reads, what goes
+    back when, and the past.
 
     Args:
         now_s: of the control's clock.
@@ -22,6 +24,7 @@ def describe_throttle(control: ThrottleControl, now_s: float) -> dict[str, Any]:
         "prefill_limit": state.prefill_limit,
         "at_start": control.at_start,
         "ranges": control.ranges,
+        "policy_knobs": {name: entry.knobs for name, entry in POLICY_TABLE.items()},
         "revert": revert,
         "history": [describe_change(change) for change in state.history],
     }

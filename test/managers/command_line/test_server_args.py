@@ -33,7 +33,8 @@ from sgl_pipeline.managers.command_line.server_args import (
 from sgl_pipeline.managers.upstream.upstream_checks import refuse_unsupported
 from sgl_pipeline.managers.upstream.upstream_fields import refusal
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
-from sgl_pipeline.simulator.tune import SEARCH_SPACE, server_flags
+from sgl_pipeline.simulator.tune import server_flags
+from sgl_pipeline.throttle import POLICY_TABLE
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +189,7 @@ def test_quantized_weights_are_ours_alone(model: str) -> None:
 def test_the_flags_that_the_budget_search_ends_with_mean_its_parameters(
     model: str, policy: str
 ) -> None:
-    last_values = {name: values[-1] for name, values in SEARCH_SPACE[policy].items()}
+    last_values = {name: values[-1] for name, values in POLICY_TABLE[policy].searched.items()}
     found = ThrottleArgs(policy=policy, **last_values)
     flags = ["--model-path", model, "--device", "cpu", *server_flags(found)]
     assert parse_command_line(flags).pipeline.throttle == found

@@ -416,6 +416,11 @@ def test_knobs_are_shown_with_ranges_and_the_past(office: Office) -> None:
     assert (shown["policy"], shown["prefill_spread_steps"]) == ("throttle", 8)
     assert (shown["max_prefill_tokens"], shown["prefill_limit"]) == (None, 2048)
     assert shown["ranges"]["prefill_spread_steps"] == [1, 1024]
+    assert list(shown["policy_knobs"]) == shown["ranges"]["policy"]
+    knobs = set(shown["ranges"])
+    assert knobs - set(shown["policy_knobs"]["throttle-time"]) == set()
+    unread = {"prefill_spread_steps", "pause_free_share", "target_tpot_ms", "target_ttft_ms"}
+    assert knobs - set(shown["policy_knobs"]["sarathi"]) == unread
     assert shown["history"] == [] and shown["revert"] is None
     assert shown["at_start"]["pause_free_share"] == 0.05
 
