@@ -14,7 +14,7 @@ import msgspec
 from sgl_pipeline.cluster.doors import SCHEDULER_DOOR, DialError, Door, dial
 from sgl_pipeline.cluster.framed_stream import FramedStream
 from sgl_pipeline.cluster.secure_stream import SecureStream, StreamClosed
-from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.errors import ConfigurationError, ProtocolError
 from sgl_pipeline.wire.stage_messages import FromWorker, ToWorker, WorkerHello
 
 # The scheduler process comes up after the workers.
@@ -196,7 +196,7 @@ class RemoteWorkerChannel:
                 self._stream.wait(left_s)
         try:
             message: ToWorker = self._decoder.decode(frame)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, ConfigurationError) as error:
             raise ProtocolError(f"the scheduler sent a malformed message: {error}") from error
         return message
 

@@ -57,8 +57,8 @@ def usable_memory_bytes(assignment: StageAssignment, device: torch.device) -> in
     all that is available, as its stages take from the same memory."""
     if device.type == "cuda":
         card = measure_card(device)
-        share_bytes = int(card.total_bytes * assignment.memory_fraction) // assignment.stages_on_gpu
-        return min(share_bytes, card.free_bytes // assignment.stages_on_gpu)
+        share_bytes = int(card.total_bytes * assignment.args.memory_fraction)
+        return min(share_bytes, card.free_bytes) // assignment.stages_on_gpu
     return available_memory_bytes()
 
 
@@ -82,7 +82,8 @@ def kv_page_capacity(
 
     Raises ConfigurationError when memory does not hold that, or not a single page.
     """
-    shape = spec.attention_shape(assignment.page_size, dtype, device, assignment.kv_cache_dtype)
+    args = assignment.args
+    shape = spec.attention_shape(assignment.page_size, dtype, device, args.kv_cache_dtype)
     own_layers = len(assignment.plan.layers_of(assignment.stage))
     num_layers = assignment.max_layers or own_layers
     page_bytes = kv_page_bytes(shape, num_layers)
@@ -92,11 +93,11 @@ def kv_page_capacity(
         room = _gpu_room(assignment, spec, shape, measure, num_layers, reserved_bytes)
     else:
         # All stages measure before any allocates, and all take from the same memory.
-        # Whoever has the layers, their pages are the same memory.
+        # The pages of a layer take the same memory on every stage.
         share_bytes = available_memory_bytes() * num_layers // assignment.plan.num_layers
         room = KvRoom(share_bytes, has_more=False)
     pages_that_fit = room.num_bytes // page_bytes
-    tokens = assignment.max_total_tokens
+    tokens = args.max_total_tokens
     if tokens is None and device.type == "cpu":
         tokens = DEFAULT_CPU_KV_TOKENS
     num_pages = pages_that_fit if tokens is None else tokens // assignment.page_size
@@ -116,9 +117,9 @@ def _no_room_message(
     assignment: StageAssignment, page_bytes: int, num_pages: int, room: KvRoom
 ) -> str:
     wanted_pages = max(1, num_pages)
-    on_gpu = assignment.device == "cuda"
+    on_gpu = assignment.args.device == "cuda"
     knobs = []
-    if assignment.max_total_tokens is not None or not on_gpu:
+    if assignment.args.max_total_tokens is not None or not on_gpu:
         knobs.append("lower --max-total-tokens")
     if room.has_more:
         knobs.append("raise --mem-fraction-static")
@@ -142,9 +143,9 @@ def _gpu_room(
     """The room for the pages of `num_layers` layers, `reserved_bytes` of weights to come aside."""
     stage, plan = assignment.stage, assignment.plan
     layers = plan.layers_of(stage)
-    attention = choose_attention_backend(assignment.attention_backend, shape)
+    attention = choose_attention_backend(assignment.args.attention_backend, shape)
     has_experts = any(spec.layer_experts(layer) is not None for layer in layers)
-    has_graphs = choose_graphs(assignment.graphs, attention, shape, has_experts).is_on
+    has_graphs = choose_graphs(assignment.args.graphs, attention, shape, has_experts).is_on
     if has_graphs:
         attention_bytes = graph_memory_bytes(shape, spec, num_layers)
         attention_bytes += kv_page_bytes(shape, num_layers)
@@ -164,7 +165,7 @@ def _gpu_room(
         free_bytes=card.free_bytes - reserved_bytes,
         reserved_bytes=card.reserved_bytes + reserved_bytes,
     )
-    room = kv_room(card, needs, assignment.memory_fraction, num_sharing)
+    room = kv_room(card, needs, assignment.args.memory_fraction, num_sharing)
     _log(card, needs, room, num_sharing)
     return room
 

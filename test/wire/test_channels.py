@@ -90,9 +90,22 @@ def test_what_nobody_can_have_sent_is_dropped(channels):
         socket.close()
 
 
-def test_a_malformed_message_is_a_protocol_error_at_a_worker(channels):
+ASSIGNMENT = {
+    "type": "StageAssignment",
+    "stage": 0,
+    "plan": {"epoch": 0, "layer_counts": [1]},
+    "args": {"model_path": "model", "dtype": "float32", "graphs": "on"},
+    "page_size": 16,
+    "links": [],
+    "cpu_threads": 1,
+    "cpu_cores": [],
+}
+
+
+@pytest.mark.parametrize("message", [{"type": "Unknown"}, ASSIGNMENT])
+def test_a_malformed_message_is_a_protocol_error_at_a_worker(channels, message):
     scheduler, (first, _) = channels
-    scheduler.socket.send_multipart([b"worker-0", msgspec.msgpack.encode({"type": "Unknown"})])
+    scheduler.socket.send_multipart([b"worker-0", msgspec.msgpack.encode(message)])
     with pytest.raises(ProtocolError, match="malformed"):
         first.receive(5000)
 

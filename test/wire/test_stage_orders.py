@@ -165,7 +165,7 @@ def test_a_text_in_a_sampling_spec_has_one_checksum_in_all_processes() -> None:
     sealed = set()
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed}
-        root = Path(__file__).parents[1]
+        root = Path(__file__).parents[2]
         run = subprocess.run(
             [sys.executable, "-c", SEAL_A_TEXT],
             env=environment,
