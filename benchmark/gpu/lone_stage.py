@@ -11,6 +11,7 @@ import torch
 
 from benchmark.gpu.device_times import Kernel, profile_kernels, repeat_ms
 from benchmark.gpu.shapes import PAGE_SIZE, Step
+from sgl_pipeline.args import StageArgs
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
@@ -83,16 +84,15 @@ class StagePlace:
         return StageAssignment(
             stage=self.stage,
             plan=self.plan,
-            model_path="",
-            load_format="dummy",
-            dtype=str(dtype).removeprefix("torch."),
-            device=device.type,
-            attention_backend=backend,
-            graphs=graphs,
+            args=StageArgs(
+                model_path="",
+                load_format="dummy",
+                dtype=str(dtype).removeprefix("torch."),
+                device=device.type,
+                attention_backend=backend,
+                graphs=graphs,
+            ),
             page_size=page_size,
-            max_total_tokens=None,
-            memory_fraction=0.88,
-            layer_kernels="auto",
             links=(),
             cpu_threads=1,
             cpu_cores=(),

@@ -15,7 +15,7 @@ from sgl_pipeline.cluster.doors import SCHEDULER_DOOR, DialError, Door, dial
 from sgl_pipeline.cluster.framed_stream import FramedStream
 from sgl_pipeline.cluster.secure_stream import SecureStream, StreamClosed
 from sgl_pipeline.decoding import decode
-from sgl_pipeline.errors import MalformedData, ProtocolError
+from sgl_pipeline.errors import ConfigurationError, MalformedData, ProtocolError
 from sgl_pipeline.wire.stage_messages import FromWorker, ToWorker, WorkerHello
 
 # The scheduler process comes up after the workers.
@@ -197,7 +197,7 @@ class RemoteWorkerChannel:
                 self._stream.wait(left_s)
         try:
             message: ToWorker = decode(self._decoder, frame)
-        except MalformedData as error:
+        except (MalformedData, ConfigurationError) as error:
             raise ProtocolError(f"the scheduler sent a malformed message: {error}") from error
         return message
 

@@ -5,10 +5,11 @@ Pure functions. The workers of a host share its cores and its GPUs.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
-from sgl_pipeline.args import PipelineArgs, StageArgs, require
+from sgl_pipeline.args import PipelineArgs, require
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.stage_messages import StageAssignment, WorkerHello
 
@@ -193,26 +194,15 @@ def _assignment(
     links: tuple[str, ...],
 ) -> StageAssignment:
     plan, first_plan = plans
-    stages: StageArgs = args.stages
+    stages = args.stages
     hello = hellos[stage]
     place, num_places = _place_on_host(stage, hellos)
     cores = split_cores(hello.cores, num_places)[place]
     return StageAssignment(
         stage=stage,
         plan=plan,
-        model_path=hello.model_path or stages.model_path,
-        load_format=stages.load_format,
-        dtype=stages.dtype,
-        device=stages.device,
-        attention_backend=stages.attention_backend,
-        prefill_kernels=stages.prefill_kernels,
-        graphs=stages.graphs,
-        layer_kernels=stages.layer_kernels,
-        quantization=stages.quantization,
-        kv_cache_dtype=stages.kv_cache_dtype,
+        args=replace(stages, model_path=hello.model_path or stages.model_path),
         page_size=args.scheduling.page_size,
-        max_total_tokens=stages.max_total_tokens,
-        memory_fraction=stages.memory_fraction,
         links=links,
         cpu_threads=num_threads(cores, stages.cpu_threads),
         # On a GPU the threads of driver and NCCL, and a compiler that a stage starts, would share

@@ -59,7 +59,7 @@ def measure_part_costs(assignment: StageAssignment, steps: Sequence[MadeUpStep])
     Raises ConfigurationError as loading the stage would.
     """
     pin_threads(assignment.cpu_threads, assignment.cpu_cores)
-    device = open_device(assignment.device, assignment.gpu)
+    device = open_device(assignment.args.device, assignment.gpu)
     stopwatch, most_table_bytes = _stopwatch(assignment, device), _most_table_bytes(device)
     costs = _measure(assignment, device, stopwatch, most_table_bytes, steps)
     release_memory(device)  # of the made-up tensors; the weights need the room
@@ -91,9 +91,10 @@ def _measure(
     Args:
         most_table_bytes: of the head's table, to be timed at once; None: all of it.
     """
-    dtype = getattr(torch, assignment.dtype)
-    spec = read_model_spec(assignment.model_path, assignment.quantization)
-    shape = spec.attention_shape(assignment.page_size, dtype, device, assignment.kv_cache_dtype)
+    args = assignment.args
+    dtype = getattr(torch, args.dtype)
+    spec = read_model_spec(args.model_path, args.quantization)
+    shape = spec.attention_shape(assignment.page_size, dtype, device, args.kv_cache_dtype)
     model = _MadeUpModel(assignment, spec, shape, most_table_bytes)
     return PartCosts(
         kinds=model.kinds,
@@ -125,12 +126,12 @@ class _MadeUpModel:
     ) -> None:
         self._spec, self._shape, device = spec, shape, shape.device
         self._attention = make_attention_backend(
-            choose_attention_backend(assignment.attention_backend, shape),
+            choose_attention_backend(assignment.args.attention_backend, shape),
             shape,
-            assignment.prefill_kernels,
+            assignment.args.prefill_kernels,
         )
         choice = choose_layer_kernels(
-            assignment.layer_kernels, shape.dtype, device, spec.quantization
+            assignment.args.layer_kernels, shape.dtype, device, spec.quantization
         )
         bind_compute_threads(choice.name, shape.dtype, assignment.cpu_threads, assignment.cpu_cores)
         self._kernels = make_layer_kernels(choice, shape)

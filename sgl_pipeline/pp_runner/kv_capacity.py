@@ -54,8 +54,8 @@ def usable_memory_bytes(assignment: StageAssignment, device: torch.device) -> in
     a CPU all available memory, from which all of the host's stages take."""
     if device.type == "cuda":
         card = measure_card(device)
-        share_bytes = int(card.total_bytes * assignment.memory_fraction) // assignment.stages_on_gpu
-        return min(share_bytes, card.free_bytes // assignment.stages_on_gpu)
+        share_bytes = int(card.total_bytes * assignment.args.memory_fraction)
+        return min(share_bytes, card.free_bytes) // assignment.stages_on_gpu
     return available_memory_bytes()
 
 
@@ -79,7 +79,8 @@ def kv_page_capacity(
 
     Raises ConfigurationError when memory does not hold that, or not a single page.
     """
-    shape = spec.attention_shape(assignment.page_size, dtype, device, assignment.kv_cache_dtype)
+    args = assignment.args
+    shape = spec.attention_shape(assignment.page_size, dtype, device, args.kv_cache_dtype)
     own_layers = len(assignment.plan.layers_of(assignment.stage))
     num_layers = assignment.max_layers or own_layers
     page_bytes = kv_page_bytes(shape, num_layers)
@@ -93,7 +94,7 @@ def kv_page_capacity(
         share_bytes = available_memory_bytes() * num_layers // assignment.plan.num_layers
         room = KvRoom(share_bytes, has_more=False)
     pages_that_fit = room.num_bytes // page_bytes
-    tokens = assignment.max_total_tokens
+    tokens = args.max_total_tokens
     if tokens is None and device.type == "cpu":
         tokens = DEFAULT_CPU_KV_TOKENS
     num_pages = pages_that_fit if tokens is None else tokens // assignment.page_size
@@ -113,9 +114,9 @@ def _no_room_message(
     assignment: StageAssignment, page_bytes: int, num_pages: int, room: KvRoom
 ) -> str:
     wanted_pages = max(1, num_pages)
-    on_gpu = assignment.device == "cuda"
+    on_gpu = assignment.args.device == "cuda"
     knobs = []
-    if assignment.max_total_tokens is not None or not on_gpu:
+    if assignment.args.max_total_tokens is not None or not on_gpu:
         knobs.append("lower --max-total-tokens")
     if room.has_more:
         knobs.append("raise --mem-fraction-static")
@@ -139,9 +140,9 @@ def _gpu_room(
     """The room for the pages of `num_layers` layers, beside `reserved_bytes` of future weights."""
     stage, plan = assignment.stage, assignment.plan
     layers = plan.layers_of(stage)
-    attention = choose_attention_backend(assignment.attention_backend, shape)
+    attention = choose_attention_backend(assignment.args.attention_backend, shape)
     has_experts = any(spec.layer_experts(layer) is not None for layer in layers)
-    has_graphs = choose_graphs(assignment.graphs, attention, shape, has_experts).is_on
+    has_graphs = choose_graphs(assignment.args.graphs, attention, shape, has_experts).is_on
     if has_graphs:
         attention_bytes = graph_memory_bytes(shape, spec, num_layers)
         attention_bytes += kv_page_bytes(shape, num_layers)
@@ -161,7 +162,7 @@ def _gpu_room(
         free_bytes=card.free_bytes - reserved_bytes,
         reserved_bytes=card.reserved_bytes + reserved_bytes,
     )
-    room = kv_room(card, needs, assignment.memory_fraction, num_sharing)
+    room = kv_room(card, needs, assignment.args.memory_fraction, num_sharing)
     _log(card, needs, room, num_sharing)
     return room
 

@@ -66,25 +66,26 @@ def load_stage(
 
     Raises ConfigurationError when memory does not hold it.
     """
-    device = open_device(assignment.device, assignment.gpu)
-    dtype = getattr(torch, assignment.dtype)
-    spec = read_model_spec(assignment.model_path, assignment.quantization)
+    args = assignment.args
+    device = open_device(args.device, assignment.gpu)
+    dtype = getattr(torch, args.dtype)
+    spec = read_model_spec(args.model_path, args.quantization)
     stage, plan = assignment.stage, assignment.plan
-    kernels = choose_layer_kernels(assignment.layer_kernels, dtype, device, spec.quantization)
-    shape = spec.attention_shape(assignment.page_size, dtype, device, assignment.kv_cache_dtype)
+    kernels = choose_layer_kernels(args.layer_kernels, dtype, device, spec.quantization)
+    shape = spec.attention_shape(assignment.page_size, dtype, device, args.kv_cache_dtype)
     bind_compute_threads(kernels.name, dtype, assignment.cpu_threads, assignment.cpu_cores)
     if before is None:
         # The first layer's size is known after reading it; check that the rest fit.
         model = StageModel.load(
             spec,
-            assignment.model_path,
+            args.model_path,
             layers=plan.layers_of(stage)[:1],
             is_first=False,
             is_last=False,
             dtype=dtype,
             device=device,
             kernels=make_layer_kernels(kernels, shape),
-            load_format=assignment.load_format,
+            load_format=args.load_format,
             on_read=on_read,
         )
         on_layer()

@@ -60,13 +60,13 @@ class StageRunner:
         self._is_first = assignment.stage == 0
         self.shape = attention_shape
         self.attention_backend = choose_attention_backend(
-            assignment.attention_backend, attention_shape
+            assignment.args.attention_backend, attention_shape
         )
         attention = make_attention_backend(
-            self.attention_backend, attention_shape, assignment.prefill_kernels
+            self.attention_backend, attention_shape, assignment.args.prefill_kernels
         )
         self.graphs = choose_graphs(
-            assignment.graphs, self.attention_backend, attention_shape, model.has_experts
+            assignment.args.graphs, self.attention_backend, attention_shape, model.has_experts
         )
         self.held_layers = HeldLayers(
             model,

@@ -103,7 +103,7 @@ class StageWorker:
         mover = self._open_mover(assignment, runner)
         if self._leave is not None:
             self._leave.listen()
-        profile = StageProfile(assignment.stage, assignment.device == "cuda")
+        profile = StageProfile(assignment.stage, assignment.args.device == "cuda")
         try:
             return self.serve(runner, mover, profile)
         finally:

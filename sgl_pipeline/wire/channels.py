@@ -15,7 +15,7 @@ from typing import Protocol, Self
 import msgspec
 import zmq
 
-from sgl_pipeline.errors import ProtocolError, WorkerFault
+from sgl_pipeline.errors import ConfigurationError, ProtocolError, WorkerFault
 from sgl_pipeline.wire.stage_messages import FromWorker, ToWorker
 
 _encoder = msgspec.msgpack.Encoder()
@@ -181,7 +181,7 @@ class WorkerChannel(_Channel):
         payload = self.socket.recv(zmq.NOBLOCK)
         try:
             message: ToWorker = self._decoder.decode(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, ConfigurationError) as error:
             raise ProtocolError(f"the scheduler sent a malformed message: {error}") from error
         return message
 

@@ -19,6 +19,7 @@ from typing import Annotated
 
 import msgspec
 
+from sgl_pipeline.args import StageArgs
 from sgl_pipeline.costs.stage_costs import MadeUpStep, PartCosts
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import LogprobRows
@@ -57,15 +58,11 @@ class WorkerHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The position that a worker fills, and all it needs to load and run it.
 
-    `links` has one address per stage boundary: `links[s]` joins stage `s` to stage `s + 1`.
-    `gpu` is the index of the GPU on the worker's host, which `stages_on_gpu` stages share.
-    `graphs` is `auto` (CUDA graphs where the stage has them) or `off`; `prefill_kernels` is `auto`,
-    or `fa2` or `fa3` of FlashInfer. `quantization` is the method of the checkpoint or of the flag,
-    `kv_cache_dtype` as `--kv-cache-dtype`.
-    `cpu_threads` is the number of compute threads; `cpu_cores` are the cores to pin them to (empty:
-    do not pin). `max_total_tokens` bounds the KV pool (None: `memory_fraction` of the GPU's memory
-    less the weights, or a fixed default on a CPU); with `fewer_pages_do` a pool that memory holds
-    less of gets as large as it can be.
+    `args` are those of the server, with the model's path on the worker's host. `links` has one
+    address per stage boundary: `links[s]` joins stage `s` to stage `s + 1`. `gpu` is the index of
+    the GPU on the worker's host, which `stages_on_gpu` stages share. `cpu_threads` is the number of
+    compute threads; `cpu_cores` are the cores to pin them to (empty: do not pin). With
+    `fewer_pages_do` a KV pool that does not fit into memory gets as large as it can be.
     Layers that move: `max_layers` is the most that the stage may hold at once (None: those of
     `plan`), `spare_layers` are those whose weights it loads beside its own, `page_links` where it
     meets each stage to hand over pages: a directory of this host, or a host's cluster port.
@@ -74,21 +71,10 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     stage: int
     plan: StagePlan
-    model_path: str
-    load_format: str
-    dtype: str
-    device: str
+    args: StageArgs
     gpu: int = 0
     stages_on_gpu: int = 1
-    attention_backend: str
-    prefill_kernels: str = "auto"
-    layer_kernels: str
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    graphs: str = "auto"
     page_size: int
-    max_total_tokens: int | None
-    memory_fraction: float
     fewer_pages_do: bool = False
     links: tuple[str, ...]
     cpu_threads: int

@@ -4,14 +4,15 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 import torch
 from support.quantized_models import INT8_ROWS, INT8_WEIGHTS, compressed, write_config
 from support.tiny_models import NUM_LAYERS, VOCAB_SIZE, tiny_model
 from support.work_clock import WorkClock
 
+from sgl_pipeline.args import StageArgs
 from sgl_pipeline.costs.stage_costs import (
     TYPICAL_STEP,
     MadeUpStep,
@@ -33,19 +34,12 @@ from sgl_pipeline.wire.stage_messages import StageAssignment
 VOCAB_OF_A_LARGE_HEAD = 18_300  # 10 times the work of a layer of this size
 
 
-def assignment(path: Path, dtype: str = "float32") -> StageAssignment:
+def assignment(path: Path, dtype: str = "float32", **more: Any) -> StageAssignment:
     return StageAssignment(
         stage=0,
         plan=StagePlan(0, (2, 2)),
-        model_path=str(path),
-        load_format="safetensors",
-        dtype=dtype,
-        device="cpu",
-        attention_backend="auto",
-        layer_kernels="auto",
+        args=StageArgs(model_path=str(path), dtype=dtype, **more),
         page_size=16,
-        max_total_tokens=None,
-        memory_fraction=0.5,
         links=("",),
         cpu_threads=1,
         cpu_cores=(),
@@ -66,7 +60,7 @@ def test_every_layer_the_embedding_and_the_head_take_some_time(name: str) -> Non
 @pytest.mark.compiler
 def test_quantized_parts_have_the_bytes_that_the_stage_will_hold() -> None:
     plain = assignment(tiny_model("qwen3"), "bfloat16")
-    rounded = msgspec.structs.replace(plain, quantization="w8a8_int8")
+    rounded = assignment(tiny_model("qwen3"), "bfloat16", quantization="w8a8_int8")
     sizes = [measure_part_costs(each, [TYPICAL_STEP]).sizes for each in (plain, rounded)]
     spec = read_model_spec(tiny_model("qwen3"), "w8a8_int8")
     kernels = make_layer_kernels(choose_layer_kernels("auto", torch.bfloat16, torch.device("cpu")))
@@ -91,8 +85,7 @@ def test_quantized_parts_have_the_bytes_that_the_stage_will_hold() -> None:
 def test_pages_have_the_bytes_of_their_codes(
     kv_cache_dtype: str, row_bytes: int, dtype: str
 ) -> None:
-    plain = assignment(tiny_model("qwen3"), dtype)
-    coded = msgspec.structs.replace(plain, kv_cache_dtype=kv_cache_dtype)
+    coded = assignment(tiny_model("qwen3"), dtype, kv_cache_dtype=kv_cache_dtype)
     sizes = measure_part_costs(coded, [TYPICAL_STEP]).sizes
     kv_heads = read_model_spec(tiny_model("qwen3")).num_kv_heads
     assert sizes.page_layer_bytes == 2 * coded.page_size * kv_heads * row_bytes
@@ -108,9 +101,7 @@ def costs_by_work(
     path: Path, most_table_bytes: int | None, ms_per_operator: float, ms_per_number: float
 ) -> StageCosts:
     """What is found with a clock that goes by the work alone, see `WorkClock`."""
-    own = msgspec.structs.replace(
-        assignment(path), attention_backend="torch", layer_kernels="torch"
-    )
+    own = assignment(path, attention_backend="torch", layer_kernels="torch")
     with WorkClock(ms_per_operator, ms_per_number) as clock:
         stopwatch = HostStopwatch(clock.now_s)
         steps = [TYPICAL_STEP]
@@ -231,7 +222,7 @@ def test_layers_that_are_quantized_and_layers_that_are_not_have_times_and_bytes_
     config = compressed(INT8_WEIGHTS, INT8_ROWS, "int-quantized")
     ignored = ["lm_head", "re:.*layers[.][03][.].*"]
     write_config(tmp_path / "mixed", config | {"ignore": ignored})
-    own = msgspec.structs.replace(assignment(tmp_path / "mixed"), load_format="dummy")
+    own = assignment(tmp_path / "mixed", load_format="dummy")
     costs = measure_part_costs(own, [TYPICAL_STEP])
     assert costs.kinds == tuple(int(layer not in (0, 3)) for layer in range(NUM_LAYERS))
     assert len(costs.samples[0].kinds_ms) == 2

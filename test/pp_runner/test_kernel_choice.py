@@ -8,9 +8,10 @@ from support.instruction_sets import kernels_for
 from support.quantized_models import FORMATS
 from support.tiny_models import tiny_model
 
+from sgl_pipeline.args import StageArgs
 from sgl_pipeline.costs.stage_costs import TYPICAL_STEP
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.pp_runner import kernel_choice
+from sgl_pipeline.pp_runner import cost_measurement, kernel_choice
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
@@ -92,21 +93,21 @@ def test_prefill_kernels_without_flashinfers_attention_are_refused():
         make_attention_backend(BackendChoice("torch"), shape(), "fa3")
 
 
-def test_stages_and_their_measurement_hand_the_prefill_kernels_on():
-    """On a CPU both must end in the refusal."""
+def test_stages_and_their_measurement_hand_the_prefill_kernels_on(monkeypatch):
+    """On a CPU, in the place of a GPU, both must end in the refusal."""
+    monkeypatch.setattr(cost_measurement, "open_device", lambda name, index: torch.device("cpu"))
     assignment = StageAssignment(
         stage=0,
         plan=StagePlan(0, (2, 2)),
-        model_path=str(tiny_model("qwen3")),
-        load_format="dummy",
-        dtype="float32",
-        device="cpu",
-        attention_backend="torch",
-        prefill_kernels="fa2",
-        layer_kernels="torch",
+        args=StageArgs(
+            model_path=str(tiny_model("qwen3")),
+            load_format="dummy",
+            dtype="float32",
+            device="cuda",
+            prefill_kernels="fa2",
+            layer_kernels="torch",
+        ),
         page_size=16,
-        max_total_tokens=None,
-        memory_fraction=0.5,
         links=("",),
         cpu_threads=1,
         cpu_cores=(),

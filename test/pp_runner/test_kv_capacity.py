@@ -1,9 +1,12 @@
 """How many pages fit, on a machine without a GPU."""
 
+import dataclasses
+
 import msgspec
 import pytest
 import torch
 
+from sgl_pipeline.args import StageArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner import kv_capacity
 from sgl_pipeline.pp_runner.cuda.gpu_memory import CardMemory
@@ -36,15 +39,13 @@ def assignment(max_total_tokens: int | None, page_size: int = 16) -> StageAssign
     return StageAssignment(
         stage=1,
         plan=StagePlan(0, (4, 2)),
-        model_path="",
-        load_format="dummy",
-        dtype="float32",
-        device="cpu",
-        attention_backend="auto",
-        layer_kernels="auto",
+        args=StageArgs(
+            model_path="",
+            load_format="dummy",
+            dtype="float32",
+            max_total_tokens=max_total_tokens,
+        ),
         page_size=page_size,
-        max_total_tokens=max_total_tokens,
-        memory_fraction=0.8,
         links=(),
         cpu_threads=1,
         cpu_cores=(),
@@ -73,7 +74,8 @@ def test_memory_holds_as_many_more_tokens_as_their_codes_are_smaller(
     monkeypatch.setattr(kv_capacity, "available_memory_bytes", lambda: GIB)
     most = msgspec.structs.replace(assignment(10**9), fewer_pages_do=True)
     plain = kv_page_capacity(most, SPEC, CPU, torch.float32)
-    coded_assignment = msgspec.structs.replace(most, kv_cache_dtype=kv_cache_dtype)
+    coded_args = dataclasses.replace(most.args, kv_cache_dtype=kv_cache_dtype)
+    coded_assignment = msgspec.structs.replace(most, args=coded_args)
     coded = kv_page_capacity(coded_assignment, SPEC, CPU, torch.float32)
     assert coded.page_bytes == 2 * 2 * 16 * 2 * row_bytes
     assert coded.num_pages == pytest.approx(plain.num_pages * 8 * 4 / row_bytes, abs=2)
@@ -89,6 +91,9 @@ def test_more_than_memory_holds_names_the_limit_and_the_knob():
         kv_page_capacity(assignment(10**13), SPEC, CPU, torch.float32)
 
 
+STAGE_FIELDS = {field.name for field in dataclasses.fields(StageArgs)}
+
+
 def on_a_gpu(
     card: CardMemory,
     stages_on_gpu: int = 1,
@@ -96,14 +101,16 @@ def on_a_gpu(
     layer_bytes: int = 0,
     **changes: object,
 ) -> KvCapacity:
-    own = msgspec.structs.replace(
-        assignment(max_total_tokens),
+    plain = assignment(max_total_tokens)
+    arguments = {name: changes.pop(name) for name in STAGE_FIELDS & {*changes}}
+    args = dataclasses.replace(
+        plain.args,
         device="cuda",
         dtype="bfloat16",
         attention_backend="flashinfer",
-        stages_on_gpu=stages_on_gpu,
-        **changes,
+        **{"memory_fraction": 0.8, **arguments},
     )
+    own = msgspec.structs.replace(plain, args=args, stages_on_gpu=stages_on_gpu, **changes)
     return kv_page_capacity(
         own, SPEC, CUDA, torch.bfloat16, lambda _: card, layer_bytes=layer_bytes
     )

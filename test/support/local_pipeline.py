@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from sgl_pipeline.args import MigrationArgs, SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args import MigrationArgs, SchedulingArgs, StageArgs, ThrottleArgs
 from sgl_pipeline.costs.step_costs import StepCosts
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.migration.predictor import StepPredictor
@@ -278,17 +278,15 @@ def open_stage(
     assignment = StageAssignment(
         stage=stage,
         plan=plan,
-        model_path=str(model_path),
-        load_format="safetensors",
-        dtype=dtype,
-        device="cpu",
-        attention_backend=attention_backend,
-        layer_kernels=layer_kernels,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
+        args=StageArgs(
+            model_path=str(model_path),
+            dtype=dtype,
+            attention_backend=attention_backend,
+            layer_kernels=layer_kernels,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+        ),
         page_size=page_size,
-        max_total_tokens=None,
-        memory_fraction=0.5,
         links=(),
         cpu_threads=1,
         cpu_cores=(),

@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from typing import Any
 
+from sgl_pipeline.args import StageArgs
 from sgl_pipeline.pp_runner import stage_worker
 from sgl_pipeline.pp_runner.worker_hello import WorkerSite
 from sgl_pipeline.requests import GREEDY, LogprobSpec, SamplingSpec
@@ -68,15 +69,8 @@ def main(model: str, dtype: str) -> None:
     assignment = StageAssignment(
         stage=0,
         plan=StagePlan(0, (6,)),
-        model_path=model,
-        load_format="safetensors",
-        dtype=dtype,
-        device="cpu",
-        attention_backend="auto",
-        layer_kernels="auto",
+        args=StageArgs(model_path=model, dtype=dtype, max_total_tokens=160),
         page_size=16,
-        max_total_tokens=160,
-        memory_fraction=0.5,
         links=(),
         cpu_threads=1,
         cpu_cores=(),

@@ -7,10 +7,12 @@ import pytest
 import zmq
 from support.worker_messages import hello
 
+from sgl_pipeline.args import StageArgs
 from sgl_pipeline.errors import ProtocolError, WorkerFault
 from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.channels import SchedulerChannel, WorkerChannel
-from sgl_pipeline.wire.stage_messages import PoolSize, Shutdown, StageReport
+from sgl_pipeline.wire.stage_messages import PoolSize, Shutdown, StageAssignment, StageReport
 
 
 @pytest.fixture
@@ -90,9 +92,24 @@ def test_what_nobody_can_have_sent_is_dropped(channels):
         socket.close()
 
 
-def test_a_malformed_message_is_a_protocol_error_at_a_worker(channels):
+ASSIGNMENT = msgspec.to_builtins(
+    StageAssignment(
+        stage=0,
+        plan=StagePlan(0, (1,)),
+        args=StageArgs(model_path="model", dtype="float32"),
+        page_size=16,
+        links=(),
+        cpu_threads=1,
+        cpu_cores=(),
+    )
+)
+UNKNOWN_GRAPHS = ASSIGNMENT | {"args": ASSIGNMENT["args"] | {"graphs": "on"}}
+
+
+@pytest.mark.parametrize("message", [{"type": "Unknown"}, UNKNOWN_GRAPHS])
+def test_a_malformed_message_is_a_protocol_error_at_a_worker(channels, message):
     scheduler, (first, _) = channels
-    scheduler.socket.send_multipart([b"worker-0", msgspec.msgpack.encode({"type": "Unknown"})])
+    scheduler.socket.send_multipart([b"worker-0", msgspec.msgpack.encode(message)])
     with pytest.raises(ProtocolError, match="malformed"):
         first.receive(5000)
 
