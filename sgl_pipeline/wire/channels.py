@@ -15,7 +15,8 @@ from typing import Protocol, Self
 import msgspec
 import zmq
 
-from sgl_pipeline.errors import ConfigurationError, ProtocolError, WorkerFault
+from sgl_pipeline.decoding import decode
+from sgl_pipeline.errors import ConfigurationError, MalformedData, ProtocolError, WorkerFault
 from sgl_pipeline.wire.stage_messages import FromWorker, ToWorker
 
 _encoder = msgspec.msgpack.Encoder()
@@ -139,8 +140,8 @@ class SchedulerChannel(_Channel):
         if len(frames) != 1:
             raise WorkerFault(worker, f"it sent a message of {len(frames)} parts, 1 is due")
         try:
-            message: FromWorker = self._decoder.decode(frames[0])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            message: FromWorker = decode(self._decoder, frames[0])
+        except MalformedData as error:
             raise WorkerFault(worker, f"it sent a malformed message: {error}") from error
         return message
 
@@ -180,8 +181,8 @@ class WorkerChannel(_Channel):
             return None
         payload = self.socket.recv(zmq.NOBLOCK)
         try:
-            message: ToWorker = self._decoder.decode(payload)
-        except (msgspec.DecodeError, ConfigurationError) as error:
+            message: ToWorker = decode(self._decoder, payload)
+        except (MalformedData, ConfigurationError) as error:
             raise ProtocolError(f"the scheduler sent a malformed message: {error}") from error
         return message
 

@@ -5,6 +5,7 @@ import os
 import msgspec
 import pytest
 import zmq
+from support.malformed_data import MSGPACK
 from support.worker_messages import hello
 
 from sgl_pipeline.args import StageArgs
@@ -68,6 +69,7 @@ REPORT = {"type": "StageReport", "stage": 0, "step_id": 3, "epoch": 0, "timing":
         [msgspec.msgpack.encode(REPORT)[:-3]],
         [msgspec.msgpack.encode(REPORT)],
         [msgspec.msgpack.encode({"type": "StageLoaded", "stage": 0, "num_pages": -1})],
+        *([message] for message in MSGPACK.values()),
     ],
 )
 def test_a_malformed_message_is_the_fault_of_its_worker(channels, frames):
@@ -106,10 +108,17 @@ ASSIGNMENT = msgspec.to_builtins(
 UNKNOWN_GRAPHS = ASSIGNMENT | {"args": ASSIGNMENT["args"] | {"graphs": "on"}}
 
 
-@pytest.mark.parametrize("message", [{"type": "Unknown"}, UNKNOWN_GRAPHS])
-def test_a_malformed_message_is_a_protocol_error_at_a_worker(channels, message):
+@pytest.mark.parametrize(
+    "payload",
+    [
+        *(msgspec.msgpack.encode(one) for one in ({"type": "Unknown"}, UNKNOWN_GRAPHS)),
+        *MSGPACK.values(),
+    ],
+    ids=["unknown type", "unknown graphs", *MSGPACK],
+)
+def test_a_malformed_message_is_a_protocol_error_at_a_worker(channels, payload):
     scheduler, (first, _) = channels
-    scheduler.socket.send_multipart([b"worker-0", msgspec.msgpack.encode(message)])
+    scheduler.socket.send_multipart([b"worker-0", payload])
     with pytest.raises(ProtocolError, match="malformed"):
         first.receive(5000)
 

@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import zmq
 
+from sgl_pipeline.decoding import DECODING_ERRORS
 from sgl_pipeline.managers.channels.span_channel import (
     MAX_UNREAD_REQUESTS,
     EndedRequest,
@@ -75,7 +75,7 @@ class RequestSpans:
         while self._socket.poll(0):
             try:
                 ended = read_ended(self._socket.recv())
-            except msgspec.DecodeError:
+            except DECODING_ERRORS:
                 logger.exception("a message of a request that has ended cannot be read")
                 continue
             if ended.num_dropped > self.num_dropped:
