@@ -18,6 +18,8 @@ from benchmark.gpu.kernel_wheels import pins
 from benchmark.gpu.standin import FLAGS, GPU_TESTS, Outcome, Piece, report_of, run_piece
 from sgl_pipeline.errors import ConfigurationError
 
+pytestmark = pytest.mark.multiproc
+
 ROOT = Path(__file__).parents[3]
 PINS = pins(standin.REQUIREMENTS)
 
