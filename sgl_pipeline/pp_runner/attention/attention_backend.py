@@ -1,11 +1,14 @@
 """The interface of attention backends for the decoder layers.
 
 `pp_runner/kernel_choice.py` chooses between them. Shapes: T rows, Hq query heads, Hkv key/value
-heads, D head dim, N pages, S page size, W elements of a row in a page: D, or more where pages hold
-codes (kv_format.py).
+heads, D head dim of queries and keys, Dv that of values (mostly the same), N pages, S page size, W
+elements of a row in a page of keys: D, or more where pages hold codes (kv_format.py), Wv those of a
+row of values.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
@@ -14,17 +17,32 @@ from sgl_pipeline.pp_runner.base.kv_format import row_width
 from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """The numbers that a backend needs once. `scale` multiplies the scores; `dtype` is that of
-    queries and outputs, and of keys and values too unless pages hold codes of `coded_dtype`
-    (`kv_format.CODED_DTYPES`)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAttention:
+    """How a layer attends; layers with equal ones share all of a step's preparations.
+
+    A key's score is `scale` times its product with the query, then, if there is a `softcap` c,
+    c * tanh(score / c). A row sees the last `window` keys, its own among them; None: all up to its
+    own. With sinks each query head has one logit more in its softmax, whose weight is dropped.
+    """
 
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
-    page_size: int
+    value_dim: int
     scale: float
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape(LayerAttention):
+    """A layer's attention over pages of `page_size` tokens. `dtype` is that of queries and outputs,
+    and of keys and values too unless pages hold codes of `coded_dtype`
+    (`kv_format.CODED_DTYPES`)."""
+
+    page_size: int
     dtype: torch.dtype
     device: torch.device
     coded_dtype: torch.dtype | None = None
@@ -35,13 +53,24 @@ class AttentionShape:
         return self.coded_dtype or self.dtype
 
     @property
-    def page_shape(self) -> tuple[int, int, int]:
-        """[S, Hkv, W] of a page of keys, and of one of values."""
+    def key_page_shape(self) -> tuple[int, int, int]:
+        """[S, Hkv, W] of a page of keys."""
         return self.page_size, self.num_kv_heads, row_width(self.head_dim, self.page_dtype)
+
+    @property
+    def value_page_shape(self) -> tuple[int, int, int]:
+        """[S, Hkv, Wv] of a page of values."""
+        return self.page_size, self.num_kv_heads, row_width(self.value_dim, self.page_dtype)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of keys and one of values."""
+        numbers = prod(self.key_page_shape) + prod(self.value_page_shape)
+        return numbers * self.page_dtype.itemsize
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over paged keys and values.
+    """Causal attention of one `AttentionShape` over paged keys and values.
 
     `plan` is called once a step, `attend` once for each layer of that step, after the step's own
     keys and values were written into the pages.
@@ -51,12 +80,42 @@ class AttentionBackend(Protocol):
         """Prepares for the step that `layout` describes."""
 
     def attend(
-        self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns [T, Hq, D] in the dtype of `query`.
+        """Returns [T, Hq, Dv] in the dtype of `query`.
 
         Args:
             query: [T, Hq, D], after the rotary embedding.
             key_pages: [N, S, Hkv, W] of `page_dtype`, the layer's keys (NHD layout).
-            value_pages: [N, S, Hkv, W], the same.
+            value_pages: [N, S, Hkv, Wv], the same.
+            sinks: [Hq] in fp32, given if and only if the shape has them.
         """
+
+
+class StageAttention:
+    """The attention of a model's layers, each by the backend of its shape.
+
+    Args:
+        shapes: of all layers of the model, in their order.
+        make: makes the backend of a shape; called once for each that differs.
+    """
+
+    def __init__(
+        self, shapes: Sequence[AttentionShape], make: Callable[[AttentionShape], AttentionBackend]
+    ) -> None:
+        backends = {shape: make(shape) for shape in dict.fromkeys(shapes)}
+        self.backends = tuple(backends.values())
+        self._of_layers = [backends[shape] for shape in shapes]
+
+    def plan(self, layout: PagedLayout) -> None:
+        """Prepares all layers for the step that `layout` describes."""
+        for backend in self.backends:
+            backend.plan(layout)
+
+    def of(self, layer: int) -> AttentionBackend:
+        """The backend of `layer`, a model-wide id."""
+        return self._of_layers[layer]
