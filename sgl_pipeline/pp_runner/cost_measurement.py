@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from sgl_pipeline.costs.stage_costs import MadeUpStep, PartCosts, PartSample, PartSizes
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
-from sgl_pipeline.pp_runner.attention.kv_pool import KvPool, kv_page_bytes
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool, largest_page_bytes
 from sgl_pipeline.pp_runner.base.compute_threads import bind_compute_threads, pin_threads
-from sgl_pipeline.pp_runner.base.kv_format import encode
+from sgl_pipeline.pp_runner.base.kv_format import encode, head_dim_of
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.cpu_kernels.call_recording import record
 from sgl_pipeline.pp_runner.cuda.kernel_stopwatch import CudaTimeline, KernelStopwatch
@@ -26,13 +26,13 @@ from sgl_pipeline.pp_runner.device import open_device, release_memory
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     choose_layer_kernels,
-    make_attention_backend,
+    make_stage_attention,
     make_layer_kernels,
 )
 from sgl_pipeline.pp_runner.kv_capacity import usable_memory_bytes
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import RmsNorm
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
 from sgl_pipeline.pp_runner.model.stage_model import OutputHead
 from sgl_pipeline.pp_runner.output.sampler import Sampler
@@ -94,8 +94,8 @@ def _measure(
     args = assignment.args
     dtype = getattr(torch, args.dtype)
     spec = read_model_spec(args.model_path, args.quantization)
-    shape = spec.attention_shape(assignment.page_size, dtype, device, args.kv_cache_dtype)
-    model = _MadeUpModel(assignment, spec, shape, most_table_bytes)
+    shapes = spec.attention_shapes(assignment.page_size, dtype, device, args.kv_cache_dtype)
+    model = _MadeUpModel(assignment, spec, shapes, most_table_bytes)
     return PartCosts(
         kinds=model.kinds,
         samples=tuple(model.sample(step.within(spec.context_length), stopwatch) for step in steps),
@@ -103,7 +103,7 @@ def _measure(
             layers_bytes=tuple(model.kind_bytes[kind] for kind in model.kinds),
             embedding_bytes=spec.vocab_size * spec.hidden_size * dtype.itemsize,
             head_bytes=model.head_bytes,
-            page_layer_bytes=kv_page_bytes(shape, 1),
+            page_layer_bytes=largest_page_bytes(shapes),
             page_size=assignment.page_size,
         ),
         memory_bytes=usable_memory_bytes(assignment, device),
@@ -120,19 +120,16 @@ class _MadeUpModel:
     def __init__(
         self,
         assignment: StageAssignment,
-        spec: ModelSpec,
-        shape: AttentionShape,
+        spec: DecoderSpec,
+        shapes: Sequence[AttentionShape],
         most_table_bytes: int | None,
     ) -> None:
-        self._spec, self._shape, device = spec, shape, shape.device
-        self._attention = make_attention_backend(
-            choose_attention_backend(assignment.args.attention_backend, shape),
-            shape,
-            assignment.args.prefill_kernels,
+        args, shape = assignment.args, shapes[0]
+        self._spec, self._shapes, device = spec, shapes, shape.device
+        self._attention = make_stage_attention(
+            choose_attention_backend(args.attention_backend, shape), shapes, args.prefill_kernels
         )
-        choice = choose_layer_kernels(
-            assignment.args.layer_kernels, shape.dtype, device, spec.quantization
-        )
+        choice = choose_layer_kernels(args.layer_kernels, shape.dtype, device, spec.quantization)
         bind_compute_threads(choice.name, shape.dtype, assignment.cpu_threads, assignment.cpu_cores)
         self._kernels = make_layer_kernels(choice, shape)
         self._weights = _MadeUpWeights(shape.dtype, device)
@@ -161,7 +158,7 @@ class _MadeUpModel:
 
     def sample(self, step: MadeUpStep, stopwatch: Stopwatch) -> PartSample:
         """Times a step whose requests are within the model's context length."""
-        inputs = _step_inputs(step, self._spec, self._shape)
+        inputs = _step_inputs(step, self._spec, self._shapes[0])
         self._attention.plan(inputs.layout)
         calls: dict[object, Callable[[], object]] = {
             kind: self._layer_call(layer, inputs) for kind, layer in enumerate(self._layers)
@@ -180,18 +177,19 @@ class _MadeUpModel:
         )
 
     def _layer_call(self, layer: DecoderLayer, inputs: StepInputs) -> Callable[[], object]:
-        kv_pool = KvPool([layer.layer], self._shape, inputs.layout.page_indices.numel())
+        kv_pool = KvPool([layer.layer], self._shapes, inputs.layout.page_indices.numel())
         for pages in kv_pool.pages(layer.layer):  # untouched ones would share one page of memory
-            pages.copy_(encode(torch.full((self._shape.head_dim,), 0.5), pages.dtype))
+            pages.copy_(encode(torch.full((head_dim_of(pages),), 0.5), pages.dtype))
         spec = self._spec
-        rotary = RotaryEmbedding(spec.rope, spec.head_dim, self._shape.device)
+        rotary = RotaryEmbedding(spec.rope, spec.head_dim, self._shapes[0].device)
         rotation = rotary.at(inputs.positions)
         stream = self._weights.read("", (inputs.num_tokens, spec.hidden_size))
 
         def call() -> torch.Tensor:
             return layer.forward(stream, rotation, inputs.slots, kv_pool, self._attention)
 
-        if not isinstance(self._attention, CpuAttention) or inputs.num_tokens > MOST_ROWS:
+        is_compiled = isinstance(self._attention.of(layer.layer), CpuAttention)
+        if not is_compiled or inputs.num_tokens > MOST_ROWS:
             return call
         variables = (*step_variables(inputs, stream, rotation), *kv_pool.pages(layer.layer))
         _, calls = record(call, variables, inputs.num_tokens)
@@ -207,7 +205,7 @@ class _MadeUpModel:
         return lambda: sampler.draw(head(rows), inputs.sampling, inputs.sample_positions)
 
 
-def _table_sizes(spec: ModelSpec, itemsize: int, most_bytes: int | None) -> list[int]:
+def _table_sizes(spec: DecoderSpec, itemsize: int, most_bytes: int | None) -> list[int]:
     """Row counts at which the head is timed, ascending."""
     row_bytes = spec.hidden_size * itemsize
     if most_bytes is None or spec.vocab_size * row_bytes <= most_bytes:
@@ -229,7 +227,7 @@ def _head_ms(table_sizes: list[int], times_ms: list[float], vocab_size: int) -> 
     return most_ms + row_ms * (vocab_size - most_rows)
 
 
-def _step_inputs(step: MadeUpStep, spec: ModelSpec, shape: AttentionShape) -> StepInputs:
+def _step_inputs(step: MadeUpStep, spec: DecoderSpec, shape: AttentionShape) -> StepInputs:
     """Decodes, each at the end of its context, and a chunk of another prompt."""
     prompt_end = step.prompt_start + step.prompt_tokens
     ends = [(step.context_tokens, step.context_tokens + 1, True)] * step.decodes

@@ -5,13 +5,17 @@ slower one. The choice never changes what the model computes.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend, AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import (
+    AttentionBackend,
+    AttentionShape,
+    StageAttention,
+)
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.base.kv_format import FP8
@@ -121,31 +125,48 @@ def make_attention_backend(
     return attention
 
 
+def make_stage_attention(
+    choice: BackendChoice, shapes: Sequence[AttentionShape], prefill_kernels: str = "auto"
+) -> StageAttention:
+    """The attention of a model's layers, of these `shapes`; see `make_attention_backend`."""
+    return StageAttention(
+        shapes, lambda shape: make_attention_backend(choice, shape, prefill_kernels)
+    )
+
+
 def choose_graphs(
     name: str,
     attention: BackendChoice,
-    shape: AttentionShape,
+    shapes: Sequence[AttentionShape],
     has_experts: bool,
     capability_of: Callable[[torch.device], tuple[int, int]] = torch.cuda.get_device_capability,
 ) -> GraphChoice:
     """The graphs of `--stage-graphs name` for a stage with this attention.
 
-    A graph can hold only FlashInfer's attention, and no copy to the host, which experts make on
-    some GPUs: for them `auto` is off, with a notice.
+    A graph can hold only FlashInfer's attention, of one shape, and no copy to the host, which
+    experts make on some GPUs: for them `auto` is off, with a notice.
 
     Args:
+        shapes: of all layers of the model.
         has_experts: whether the stage has mixture-of-experts layers.
         capability_of: gives the compute capability of a GPU.
     """
     if name != "auto" or attention.name != "flashinfer":
         return GraphChoice(False)
+    if len({*shapes}) > 1:
+        return GraphChoice(
+            False,
+            "no CUDA graphs: the layers attend in more than one way; steps run kernel by kernel, "
+            "which is slower",
+        )
     if has_experts:
-        capability = capability_of(shape.device)
-        if not groups_stay_on_device(shape.dtype, capability):
+        device, dtype = shapes[0].device, shapes[0].dtype
+        capability = capability_of(device)
+        if not groups_stay_on_device(dtype, capability):
             major, minor = capability
             return GraphChoice(
                 False,
-                f"no CUDA graphs: torch multiplies {shape.dtype} by experts without the host only "
+                f"no CUDA graphs: torch multiplies {dtype} by experts without the host only "
                 f"for bfloat16 on compute capability 9 or 10, and this GPU has {major}.{minor}; "
                 "steps run kernel by kernel, which is slower",
             )
@@ -157,18 +178,19 @@ def make_step_layers(
     epoch: int,
     layers: range,
     held_layers: HeldLayers,
-    attention: AttentionBackend,
+    attention: StageAttention,
     shape: AttentionShape,
 ) -> StepLayers:
     """The way in which steps run `held_layers`, prepared for steps of `epoch`, which run `layers`.
-    With graphs the pool must have a padding page."""
-    if isinstance(attention, CpuAttention):
+    With graphs the pool must have a padding page, and all layers have `shape`."""
+    backend = attention.of(0)
+    if isinstance(backend, CpuAttention):
         return RecordedLayers(held_layers, attention)
     if not with_graphs:
         return EagerLayers(held_layers, attention)
-    assert isinstance(attention, FlashInferAttention)
+    assert isinstance(backend, FlashInferAttention)
     recorder = CudaGraphRecorder(shape.device)
-    step_layers = GraphedLayers(held_layers, attention, shape, recorder)
+    step_layers = GraphedLayers(held_layers, backend, shape, recorder)
     free_bytes, _ = torch.cuda.mem_get_info(shape.device)
     step_layers.prepare(epoch, layers)
     step_layers.record_all()

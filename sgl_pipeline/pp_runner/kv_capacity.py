@@ -1,7 +1,7 @@
 """The number of KV pages that a stage has room for, once its weights are loaded."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.host_memory import available_memory_bytes
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
-from sgl_pipeline.pp_runner.attention.kv_pool import kv_page_bytes
+from sgl_pipeline.pp_runner.attention.kv_pool import kv_page_bytes, largest_page_bytes
 from sgl_pipeline.pp_runner.cuda.gpu_memory import (
     CardMemory,
     KvRoom,
@@ -21,7 +21,7 @@ from sgl_pipeline.pp_runner.cuda.graphed_layers import graph_memory_bytes
 from sgl_pipeline.pp_runner.device import release_memory
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import workspace_bytes
 from sgl_pipeline.pp_runner.kernel_choice import choose_attention_backend, choose_graphs
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.wire.stage_messages import StageAssignment
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def usable_memory_bytes(assignment: StageAssignment, device: torch.device) -> in
 
 def kv_page_capacity(
     assignment: StageAssignment,
-    spec: ModelSpec,
+    spec: DecoderSpec,
     device: torch.device,
     dtype: torch.dtype,
     measure: Callable[[torch.device], CardMemory] = measure_card,
@@ -80,14 +80,18 @@ def kv_page_capacity(
     Raises ConfigurationError when memory does not hold that, or not a single page.
     """
     args = assignment.args
-    shape = spec.attention_shape(assignment.page_size, dtype, device, args.kv_cache_dtype)
-    own_layers = len(assignment.plan.layers_of(assignment.stage))
+    shapes = spec.attention_shapes(assignment.page_size, dtype, device, args.kv_cache_dtype)
+    layers = assignment.plan.layers_of(assignment.stage)
+    own_layers = len(layers)
     num_layers = assignment.max_layers or own_layers
-    page_bytes = kv_page_bytes(shape, num_layers)
+    if assignment.max_layers:
+        page_bytes = num_layers * largest_page_bytes(shapes)
+    else:
+        page_bytes = kv_page_bytes(shapes, layers)
     if device.type == "cuda":
         weights_here = own_layers + len(assignment.spare_layers)
         reserved_bytes = max(0, num_layers - weights_here) * layer_bytes
-        room = _gpu_room(assignment, spec, shape, measure, num_layers, reserved_bytes)
+        room = _gpu_room(assignment, spec, shapes, measure, num_layers, reserved_bytes)
     else:
         # All stages measure before any allocates, and all take from the same memory. Pages of a
         # layer take the same memory on any stage.
@@ -131,21 +135,21 @@ def _no_room_message(
 
 def _gpu_room(
     assignment: StageAssignment,
-    spec: ModelSpec,
-    shape: AttentionShape,
+    spec: DecoderSpec,
+    shapes: Sequence[AttentionShape],
     measure: Callable[[torch.device], CardMemory],
     num_layers: int,
     reserved_bytes: int,
 ) -> KvRoom:
     """The room for the pages of `num_layers` layers, beside `reserved_bytes` of future weights."""
     stage, plan = assignment.stage, assignment.plan
-    layers = plan.layers_of(stage)
+    layers, shape = plan.layers_of(stage), shapes[0]
     attention = choose_attention_backend(assignment.args.attention_backend, shape)
-    has_experts = any(spec.layer_experts(layer) is not None for layer in layers)
-    has_graphs = choose_graphs(assignment.args.graphs, attention, shape, has_experts).is_on
+    has_experts = any(spec.layer_has_experts(layer) for layer in layers)
+    has_graphs = choose_graphs(assignment.args.graphs, attention, shapes, has_experts).is_on
     if has_graphs:
         attention_bytes = graph_memory_bytes(shape, spec, num_layers)
-        attention_bytes += kv_page_bytes(shape, num_layers)
+        attention_bytes += num_layers * shape.page_bytes
     else:
         attention_bytes = workspace_bytes(shape) if attention.name == "flashinfer" else 0
     needs = stage_needs(

@@ -168,7 +168,7 @@ class ReadyStage:
         except NeighborGone:
             self._inbox.wait_for_the_end()
         if mover.is_open:
-            mover.wrote(written_pages([*step.replayed, *step.chunks], runner.shape.page_size))
+            mover.wrote(written_pages([*step.replayed, *step.chunks], runner.page_size))
             mover.work_for(MOVE_SHARE * (time.monotonic() - started_s))
         if self._profile.ends_with_this_step:
             pending.send_all_but(0)

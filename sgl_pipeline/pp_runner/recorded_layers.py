@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd import _profiler_enabled
 
-from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
+from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttention
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.cpu_kernels.call_recording import RecordedCalls, record
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Rotation
@@ -29,7 +29,7 @@ class RecordedLayers:
     gone.
     """
 
-    def __init__(self, held_layers: HeldLayers, attention: CpuAttention) -> None:
+    def __init__(self, held_layers: HeldLayers, attention: LayerwiseAttention) -> None:
         self._held_layers = held_layers
         self._attention = attention
         self._planned = range(0)

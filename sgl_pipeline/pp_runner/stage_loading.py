@@ -34,7 +34,7 @@ from sgl_pipeline.wire.stage_messages import StageAssignment
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
     """The weights of a stage, with those of `spare` layers, and the pages that fit beside them.
-    `rows` is the shape of rows on the links, `shape` that of a page's contents; `notice`, if any,
+    `rows` is the shape of rows on the links, `shapes` those of all layers' attention; `notice`, if any,
     is for the user."""
 
     model: StageModel
@@ -42,7 +42,7 @@ class LoadedStage:
     kernels: BackendChoice
     notice: str | None
     rows: ActivationShape
-    shape: AttentionShape
+    shapes: Sequence[AttentionShape]
     capacity: KvCapacity
 
     @property
@@ -72,7 +72,7 @@ def load_stage(
     spec = read_model_spec(args.model_path, args.quantization)
     stage, plan = assignment.stage, assignment.plan
     kernels = choose_layer_kernels(args.layer_kernels, dtype, device, spec.quantization)
-    shape = spec.attention_shape(assignment.page_size, dtype, device, args.kv_cache_dtype)
+    shapes = spec.attention_shapes(assignment.page_size, dtype, device, args.kv_cache_dtype)
     bind_compute_threads(kernels.name, dtype, assignment.cpu_threads, assignment.cpu_cores)
     if before is None:
         # The first layer's size is known after reading it; check that the rest fit.
@@ -84,7 +84,7 @@ def load_stage(
             is_last=False,
             dtype=dtype,
             device=device,
-            kernels=make_layer_kernels(kernels, shape),
+            kernels=make_layer_kernels(kernels, shapes[0]),
             load_format=args.load_format,
             on_read=on_read,
         )
@@ -99,7 +99,7 @@ def load_stage(
         kernels,
         quantization_notice(kernels, spec.quantization, dtype),
         ActivationShape(spec.hidden_size, dtype, device),
-        shape,
+        shapes,
         kv_page_capacity(assignment, spec, device, dtype, layer_bytes=model.largest_layer_bytes),
     )
 

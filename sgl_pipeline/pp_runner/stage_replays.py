@@ -7,8 +7,9 @@ the stage before it has these in its log. No other stage has a part.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
+
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
 from sgl_pipeline.pp_runner.links.activation_link import ActivationLink
@@ -32,7 +33,8 @@ class StageReplays:
     """The replays of one stage. `log` is None if it keeps no rows."""
 
     stage: int
-    shape: AttentionShape
+    page_size: int
+    device: torch.device
     layers: StepLayers
     log: BoundaryLog | None
 
@@ -54,7 +56,7 @@ class StageReplays:
             if not (computes or feeds):
                 continue
             attend(0.0)
-            inputs = build_step_inputs(chunks, self.shape.page_size, self.shape.device)
+            inputs = build_step_inputs(chunks, self.page_size, self.device)
             if computes:
                 hidden = None
                 if self.stage > 0:

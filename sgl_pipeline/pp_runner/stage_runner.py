@@ -19,7 +19,7 @@ from sgl_pipeline.pp_runner.device import make_download, make_upload
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     choose_graphs,
-    make_attention_backend,
+    make_stage_attention,
     make_step_layers,
 )
 from sgl_pipeline.pp_runner.links.activation_link import ActivationLink
@@ -41,8 +41,8 @@ class StageRunner:
         tail: for tests, replaces the last stage's own.
         log: keeps the rows that the stage sends; None: they are not kept.
 
-    `stage` is its position, `attention_backend` and `graphs` name those in use, `shape` is that of
-    a page's contents. `held_layers` may change between two steps; the plan of a step's epoch
+    `stage` is its position, `attention_backend` and `graphs` name those in use, `shapes` are those
+    of all layers' attention and pages. `held_layers` may change between two steps; the plan of a step's epoch
     selects the layers that it runs.
     """
 
@@ -50,7 +50,7 @@ class StageRunner:
         self,
         assignment: StageAssignment,
         model: StageModel,
-        attention_shape: AttentionShape,
+        shapes: Sequence[AttentionShape],
         num_pages: int,
         link: ActivationLink,
         tail: Tail | None = None,
@@ -58,21 +58,19 @@ class StageRunner:
     ) -> None:
         self.stage = assignment.stage
         self._is_first = assignment.stage == 0
-        self.shape = attention_shape
-        self.attention_backend = choose_attention_backend(
-            assignment.args.attention_backend, attention_shape
-        )
-        attention = make_attention_backend(
-            self.attention_backend, attention_shape, assignment.args.prefill_kernels
-        )
+        self.shapes = shapes
+        self.page_size, self.device = shapes[0].page_size, shapes[0].device
+        args = assignment.args
+        self.attention_backend = choose_attention_backend(args.attention_backend, shapes[0])
+        attention = make_stage_attention(self.attention_backend, shapes, args.prefill_kernels)
         self.graphs = choose_graphs(
-            assignment.args.graphs, self.attention_backend, attention_shape, model.has_experts
+            args.graphs, self.attention_backend, shapes, model.has_experts
         )
         self.held_layers = HeldLayers(
             model,
             KvPool(
                 model.layers,
-                attention_shape,
+                shapes,
                 num_pages,
                 has_padding_page=self.graphs.is_on,
                 max_layers=assignment.max_layers or 0,
@@ -86,16 +84,17 @@ class StageRunner:
             first_plan.layers_of(self.stage),
             self.held_layers,
             attention,
-            attention_shape,
+            shapes[0],
         )
-        self._upload = make_upload(attention_shape.device)
+        self._upload = make_upload(self.device)
         self._link = link
         if tail is None and model.is_last:
-            device = attention_shape.device
-            tail = OutputTail(model.logits, device, make_download(device))
+            tail = OutputTail(model.logits, self.device, make_download(self.device))
         self._tail = tail
         self._log = log
-        self._replays = StageReplays(self.stage, self.shape, self._layers, log)
+        self._replays = StageReplays(
+            self.stage, self.page_size, self.device, self._layers, log
+        )
         self._mirror = RequestMirror()
         self._clock = StepClock(time.monotonic())
 
@@ -158,7 +157,7 @@ class StageRunner:
         plan_s: float,
         again: Sequence[MirroredChunk] = (),
     ) -> PreparedStep:
-        inputs = build_step_inputs(chunks, self.shape.page_size, self.shape.device, self._upload)
+        inputs = build_step_inputs(chunks, self.page_size, self.device, self._upload)
         self._layers.plan(epoch, layers, inputs)
         if self._tail is not None:
             self._tail.plan(chunks, inputs)
@@ -217,7 +216,7 @@ class StageRunner:
         Args:
             on_step: called before each step.
         """
-        page_size, model = self.shape.page_size, self.held_layers.model
+        page_size, model = self.page_size, self.held_layers.model
         plan = self._plans[max(self._plans)]
         kv_pool = self.held_layers.kv_pool
         used_pages: set[int] = set()
@@ -226,7 +225,7 @@ class StageRunner:
             layers = plan.layers_of(self.stage)
             step = self._prepared(0, plan.epoch, layers, chunks, time.monotonic())
             rows = (step.inputs.num_tokens, model.spec.hidden_size)
-            ones = torch.ones(rows, dtype=self.shape.dtype, device=self.shape.device)
+            ones = torch.ones(rows, dtype=self.shapes[0].dtype, device=self.device)
             hidden = self._run_layers(step, None if self._is_first else ones)
             if self._tail is not None:
                 self._tail.draw(hidden).result()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.kv_pool import kv_page_bytes
+from sgl_pipeline.pp_runner.attention.kv_pool import largest_page_bytes
 from sgl_pipeline.pp_runner.base.download import HostCopy
 from sgl_pipeline.pp_runner.device import make_copy, make_download
 from sgl_pipeline.pp_runner.layer_moves.layer_loading import LayerLoading
@@ -60,11 +60,11 @@ class StageSite:
         self._resident = frozenset(resident)
         self._max_layers = max_layers
         self._attend = attend
-        device = runner.shape.device
+        device = runner.device
         self._parcel_bytes = PARCEL_BYTES if device.type == "cpu" else GPU_PARCEL_BYTES
         self._rows = PageRows(
             self._layers.kv_pool,
-            kv_page_bytes(runner.shape, 1),
+            largest_page_bytes(runner.shapes),
             make_download(device),
             make_copy(device),
         )

@@ -160,7 +160,7 @@ class StageWorker:
         self, assignment: StageAssignment, loaded: LoadedStage, num_pages: int
     ) -> StageRunner:
         self._rows = loaded.rows
-        stage, page_size = assignment.stage, loaded.shape.page_size
+        stage, page_size = assignment.stage, loaded.shapes[0].page_size
         link = open_activation_link(self._rows, assignment.links, stage, self._site.run_directory)
         log_pages = log_page_capacity(
             assignment.log_mib, num_pages, page_size, self._rows.row_bytes
@@ -168,7 +168,7 @@ class StageWorker:
         log = None
         if assignment.log_mib and not loaded.model.is_last:
             log = BoundaryLog(log_pages, num_pages, page_size, self._rows)
-        runner = StageRunner(assignment, loaded.model, loaded.shape, num_pages, link, log=log)
+        runner = StageRunner(assignment, loaded.model, loaded.shapes, num_pages, link, log=log)
         for layer in loaded.spare:
             runner.held_layers.keep_spare(layer)
         started_s = time.perf_counter()

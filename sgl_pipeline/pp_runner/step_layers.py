@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend
+from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttention
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 
@@ -30,7 +30,7 @@ class StepLayers(Protocol):
 class EagerLayers:
     """The layers as they are."""
 
-    def __init__(self, held_layers: HeldLayers, attention: AttentionBackend) -> None:
+    def __init__(self, held_layers: HeldLayers, attention: LayerwiseAttention) -> None:
         self._held_layers = held_layers
         self._attention = attention
         self._planned = range(0)

@@ -96,8 +96,18 @@ class AttentionBackend(Protocol):
         """
 
 
+class LayerwiseAttention(Protocol):
+    """The attention of all layers of a model."""
+
+    def plan(self, layout: PagedLayout) -> None:
+        """Prepares all layers for the step that `layout` describes."""
+
+    def of(self, layer: int) -> AttentionBackend:
+        """The backend of `layer`, a model-wide id."""
+
+
 class StageAttention:
-    """The attention of a model's layers, each by the backend of its shape.
+    """A `LayerwiseAttention` with a backend for each shape.
 
     Args:
         shapes: of all layers of the model, in their order.
@@ -107,15 +117,25 @@ class StageAttention:
     def __init__(
         self, shapes: Sequence[AttentionShape], make: Callable[[AttentionShape], AttentionBackend]
     ) -> None:
-        backends = {shape: make(shape) for shape in dict.fromkeys(shapes)}
-        self.backends = tuple(backends.values())
-        self._of_layers = [backends[shape] for shape in shapes]
+        self._backends = {shape: make(shape) for shape in dict.fromkeys(shapes)}
+        self._of_layers = [self._backends[shape] for shape in shapes]
 
     def plan(self, layout: PagedLayout) -> None:
-        """Prepares all layers for the step that `layout` describes."""
-        for backend in self.backends:
+        for backend in self._backends.values():
             backend.plan(layout)
 
     def of(self, layer: int) -> AttentionBackend:
-        """The backend of `layer`, a model-wide id."""
         return self._of_layers[layer]
+
+
+@dataclass(frozen=True, slots=True)
+class SameAttention:
+    """A `LayerwiseAttention` of layers that all have the shape of `backend`."""
+
+    backend: AttentionBackend
+
+    def plan(self, layout: PagedLayout) -> None:
+        self.backend.plan(layout)
+
+    def of(self, layer: int) -> AttentionBackend:
+        return self.backend

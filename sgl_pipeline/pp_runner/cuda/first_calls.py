@@ -15,6 +15,7 @@ ONE_HEAD = AttentionShape(
     num_query_heads=1,
     num_kv_heads=1,
     head_dim=64,
+    value_dim=64,
     page_size=16,
     scale=1.0,
     dtype=torch.bfloat16,
@@ -53,8 +54,8 @@ def call_layer_kernels(kernels: LayerKernels, shape: AttentionShape) -> None:
     kernels.gate(zeros(1, 2 * head_dim))
     half = zeros(1, head_dim // 2, dtype=torch.float32)
     pages = (
-        zeros(1, *shape.page_shape, dtype=shape.page_dtype),
-        zeros(1, *shape.page_shape, dtype=shape.page_dtype),
+        zeros(1, *shape.key_page_shape, dtype=shape.page_dtype),
+        zeros(1, *shape.value_page_shape, dtype=shape.page_dtype),
     )
     kernels.place_heads(
         zeros(1, (shape.num_query_heads + 2 * shape.num_kv_heads) * head_dim),

@@ -6,7 +6,7 @@ Arithmetic only: it asks no device. An estimate that was never measured is a con
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.pp_runner.output.sampler import sampler_memory_bytes, settling_memory_bytes
 
 # Of each process, for the CUDA context and the code of its kernels. Only where several processes
@@ -58,7 +58,7 @@ class KvRoom:
 
 
 def stage_needs(
-    spec: ModelSpec,
+    spec: DecoderSpec,
     itemsize: int,
     *,
     attention_bytes: int,
@@ -86,7 +86,7 @@ def stage_needs(
     )
 
 
-def layer_row_bytes(spec: ModelSpec, itemsize: int) -> int:
+def layer_row_bytes(spec: DecoderSpec, itemsize: int) -> int:
     """An upper bound of the memory that one row of a step keeps alive within a layer."""
     heads = (2 * spec.num_query_heads + 2 * spec.num_kv_heads) * spec.head_dim
     row_bytes = (6 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size) * itemsize
@@ -126,7 +126,7 @@ def kv_room(
     return KvRoom(min(by_fraction, by_needs), has_more=by_fraction < by_needs)
 
 
-def _head_bytes(spec: ModelSpec, itemsize: int) -> int:
+def _head_bytes(spec: DecoderSpec, itemsize: int) -> int:
     """Logits as the product gives them and in fp32, the drawn tokens, and the log-probabilities
     with a copy; also the logits of the previous step, whose tokens are on their way, and the memory
     to draw some of them again."""

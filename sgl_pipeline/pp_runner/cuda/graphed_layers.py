@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend, AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend, AttentionShape, SameAttention
 from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout, StepInputs
 from sgl_pipeline.pp_runner.cuda.captured_step import (
     CapturedStep,
@@ -32,7 +32,7 @@ from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import (
 )
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_graph import GraphDecodeAttention
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _KERNEL_BYTES = 16 * 2**10
 
 
 class GraphedLayers:
-    """The `StepLayers` of a CUDA stage.
+    """The `StepLayers` of a CUDA stage whose layers all have one shape of attention.
 
     Args:
         held_layers: whose pool has a padding page. decode_rows, mixed_rows: numbers of rows with
@@ -140,7 +140,8 @@ class GraphedLayers:
         """See `StepLayers.run`."""
         step = self._planned
         if step is None:
-            return self._held_layers.forward(self._layers, inputs, hidden, self._attention)
+            attention = SameAttention(self._attention)
+            return self._held_layers.forward(self._layers, inputs, hidden, attention)
         self._buffers.fill(inputs, hidden, step.num_rows, self._padding_slot)
         step.replay(self._buffers, inputs.num_tokens, self._attention.attend_into)
         # The next step writes there again, and this one's rows may still be on their way.
@@ -192,7 +193,9 @@ class GraphedLayers:
     def _forward(
         self, inputs: StepInputs, hidden: torch.Tensor | None, attention: AttentionBackend
     ) -> torch.Tensor:
-        return self._held_layers.forward(self._recorded, inputs, hidden, attention)
+        return self._held_layers.forward(
+            self._recorded, inputs, hidden, SameAttention(attention)
+        )
 
     def _padding(self, rows: int) -> tuple[StepInputs, torch.Tensor | None]:
         """A step's inputs that are all padding, for warming up."""
@@ -202,7 +205,7 @@ class GraphedLayers:
         return inputs, None if hidden is None else hidden[:rows]
 
 
-def graph_memory_bytes(shape: AttentionShape, spec: ModelSpec, num_layers: int) -> int:
+def graph_memory_bytes(shape: AttentionShape, spec: DecoderSpec, num_layers: int) -> int:
     """GPU memory of graphs and FlashInfer's wrappers, to be kept free beside the KV pool.
 
     An estimate from above, never measured: the wrappers' workspaces, the activations of the largest

@@ -17,6 +17,7 @@ from sgl_pipeline.pp_runner.flashinfer.flashinfer_parts import (
     FlashInferParts,
     Wrapper,
     plan_decodes,
+    window_left,
 )
 from sgl_pipeline.pp_runner.flashinfer.kernel_builds import building_kernels
 
@@ -119,6 +120,12 @@ class FlashInferAttention:
         prefill_kernels: str = "auto",
         open_parts: Callable[[AttentionShape, str], FlashInferParts] = open_flashinfer,
     ) -> None:
+        if shape.has_sinks or shape.value_dim != shape.head_dim:
+            raise ConfigurationError(
+                "flashinfer is not called for attention with sinks, or with values of "
+                f"{shape.value_dim} numbers beside keys of {shape.head_dim}; choose "
+                "--stage-attention-backend torch"
+            )
         if shape.dtype not in _DTYPES or shape.head_dim not in _HEAD_DIMS:
             raise ConfigurationError(
                 f"flashinfer has no kernel for {shape.dtype} with head_dim {shape.head_dim}, only "
@@ -179,9 +186,14 @@ class FlashInferAttention:
         self._planned.record()
 
     def attend(
-        self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
+        assert sinks is None
         query = query.contiguous()
         out = torch.empty_like(query)
         self.attend_into(query, key_pages, value_pages, out)
@@ -217,4 +229,6 @@ class FlashInferAttention:
             q_data_type=shape.dtype,
             kv_data_type=shape.page_dtype,
             sm_scale=shape.scale,
+            window_left=window_left(shape),
+            logits_soft_cap=shape.softcap,
         )

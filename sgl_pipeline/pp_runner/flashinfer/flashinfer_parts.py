@@ -78,4 +78,11 @@ def plan_decodes(
         q_data_type=shape.dtype,
         kv_data_type=shape.page_dtype,
         sm_scale=shape.scale,
+        window_left=window_left(shape),
+        logits_soft_cap=shape.softcap,
     )
+
+
+def window_left(shape: AttentionShape) -> int:
+    """FlashInfer's number for the keys before its own that a row sees; -1: all of them."""
+    return -1 if shape.window is None else shape.window - 1

@@ -1,12 +1,12 @@
 """Pages of a layer as rows of bytes, for the transport between two stages.
 
-A row is one page: the layer and the page's id (int64 each), its keys, its values, and zeros up to a
-multiple of 16 bytes. All rows of a parcel belong to one layer. On a GPU they are gathered and put
+A row is one page: the layer and the page's id (int64 each), its keys, its values, and zeros up to
+the size that the rows of all layers have. All rows of a parcel belong to one layer. On a GPU they are gathered and put
 in place by kernels in the order of the steps, and cross beside them: nothing waits for a step, and
 no page is read while it is written. Untested on hardware.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -21,6 +21,7 @@ class PageRows:
     """Packs pages of `kv_pool` into rows, and back.
 
     Args:
+        page_bytes: of the layer with the largest pages.
         download: brings rows to the host.
         upload: brings a tensor of the host to the device; its memory may be used again at once.
     """
@@ -34,7 +35,6 @@ class PageRows:
     ) -> None:
         self._kv_pool = kv_pool
         self._download, self._upload = download, upload
-        self._half_bytes = page_bytes // 2
         self.row_bytes = row_bytes(page_bytes)
 
     @torch.inference_mode()
@@ -45,8 +45,8 @@ class PageRows:
         header = self._upload(named)
         rows = torch.zeros((len(header), self.row_bytes), dtype=torch.uint8, device=header.device)
         rows[:, :_HEADER_BYTES].view(torch.int64).copy_(header)
-        for half, of_layer in zip(self._halves(rows), self._kv_pool.pages(layer), strict=True):
-            half.copy_(_bytes(of_layer)[header[:, 1]])
+        for part, of_layer in self._parts(rows, layer):
+            part.copy_(of_layer[header[:, 1]])
         return self._download([rows])
 
     @torch.inference_mode()
@@ -56,17 +56,24 @@ class PageRows:
         layer = int(rows[0, :_HEADER_BYTES].view(torch.int64)[0])
         placed = self._upload(rows)
         ids = placed[:, :_HEADER_BYTES].view(torch.int64)[:, 1]
-        for half, of_layer in zip(self._halves(placed), self._kv_pool.pages(layer), strict=True):
-            _bytes(of_layer)[ids] = half
+        for part, of_layer in self._parts(placed, layer):
+            of_layer[ids] = part
 
-    def _halves(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The parts of `rows` with the keys and the values."""
-        middle = _HEADER_BYTES + self._half_bytes
-        return rows[:, _HEADER_BYTES:middle], rows[:, middle : middle + self._half_bytes]
+    def _parts(
+        self, rows: torch.Tensor, layer: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The parts of `rows` with the keys and the values, each with the bytes of all of the
+        layer's."""
+        start = _HEADER_BYTES
+        for pages in self._kv_pool.pages(layer):
+            of_layer = _bytes(pages)
+            end = start + of_layer.shape[1]
+            yield rows[:, start:end], of_layer
+            start = end
 
 
 def _bytes(pages: torch.Tensor) -> torch.Tensor:
-    """The memory of `pages` [N, S, Hkv, W] as bytes, one page in a row."""
+    """The memory of `pages` [N, S, heads, numbers] as bytes, one page in a row."""
     return pages.flatten(1).view(torch.uint8)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend
+from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     HeadNorms,
@@ -21,7 +21,7 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
 )
 from sgl_pipeline.pp_runner.model.layer_tensors import LayerTensors
 from sgl_pipeline.pp_runner.model.mlp import GatedMlp, Mlp
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.pp_runner.model.moe import SparseMlp
 from sgl_pipeline.pp_runner.weights.checkpoint import WeightSource
 from sgl_pipeline.pp_runner.weights.kv_scales import KvScales
@@ -38,7 +38,7 @@ class DecoderLayer:
     """
 
     def __init__(
-        self, spec: ModelSpec, layer: int, weights: WeightSource, kernels: LayerKernels
+        self, spec: DecoderSpec, layer: int, weights: WeightSource, kernels: LayerKernels
     ) -> None:
         self.layer = layer
         self._kernels = kernels
@@ -79,7 +79,7 @@ class DecoderLayer:
         rotation: Rotation,
         slots: torch.Tensor,
         kv_pool: KvPool,
-        attention: AttentionBackend,
+        attention: LayerwiseAttention,
         may_overwrite: bool = False,
     ) -> torch.Tensor:
         """The residual stream [T, H] after this layer.
@@ -90,7 +90,7 @@ class DecoderLayer:
         kernels, pages = self._kernels, kv_pool.pages(self.layer)
         qkv = self._qkv(kernels.norm(stream, self._attention_norm))
         query = kernels.place_heads(qkv, self._head_norms, rotation, slots, pages)
-        output = self._output(attention.attend(query, *pages).flatten(1))
+        output = self._output(attention.of(self.layer).attend(query, *pages).flatten(1))
         if self._attention_output_norm is not None:
             output = kernels.norm(output, self._attention_output_norm)
         stream, normed = kernels.add_norm(stream, output, self._mlp_norm, may_overwrite)
@@ -100,16 +100,16 @@ class DecoderLayer:
         return kernels.add(stream, mixed)
 
 
-def load_norm(spec: ModelSpec, tensors: LayerTensors, name: str) -> RmsNorm:
+def load_norm(spec: DecoderSpec, tensors: LayerTensors, name: str) -> RmsNorm:
     """The norm `name` over the hidden size."""
     return RmsNorm(tensors.weight(name, (spec.hidden_size,)), spec.norm_epsilon)
 
 
-def _load_output_norm(spec: ModelSpec, tensors: LayerTensors, name: str | None) -> RmsNorm | None:
+def _load_output_norm(spec: DecoderSpec, tensors: LayerTensors, name: str | None) -> RmsNorm | None:
     return None if name is None else load_norm(spec, tensors, name)
 
 
-def _load_head_norms(spec: ModelSpec, tensors: LayerTensors, scales: KvScales) -> HeadNorms:
+def _load_head_norms(spec: DecoderSpec, tensors: LayerTensors, scales: KvScales) -> HeadNorms:
     query, key = (
         tensors.weight(name, (spec.head_dim,))
         for name in (spec.names.query_norm, spec.names.key_norm)
@@ -117,7 +117,7 @@ def _load_head_norms(spec: ModelSpec, tensors: LayerTensors, scales: KvScales) -
     return HeadNorms(query * scales.key, key / scales.key, spec.norm_epsilon)
 
 
-def _load_mlp(spec: ModelSpec, tensors: LayerTensors, layer: int) -> Mlp:
+def _load_mlp(spec: DecoderSpec, tensors: LayerTensors, layer: int) -> Mlp:
     experts = spec.layer_experts(layer)
     if experts is not None:
         return SparseMlp.load(tensors, spec.names, spec.hidden_size, experts)

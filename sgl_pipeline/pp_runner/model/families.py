@@ -4,7 +4,7 @@ A new family is a new entry if the decoder computes all that it needs; no other 
 knows a family by name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,6 +53,16 @@ class TensorNames:
     shared_expert_gate: str = "mlp.shared_expert_gate"
 
 
+@dataclass(frozen=True, slots=True)
+class WindowRule:
+    """The layers that `sliding_window` is for, where a config has no `layer_types`: all for which
+    `includes(layer, max_window_layers)` holds. With a switch, `use_sliding_window` must be true.
+    """
+
+    has_switch: bool
+    includes: Callable[[int, int], bool] = lambda layer, bound: True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The differences of an architecture from the plain decoder, and how to read its config.
@@ -61,8 +71,7 @@ class Family:
         qkv_bias: queries, keys and values have biases, with any config. interleaved_rope: a rotated
         pair is two neighbors, not two halves of the head. partial_rope: the config's
         `partial_rotary_factor` counts. experts: layers may be mixtures of experts.
-        has_window_switch: `sliding_window` counts only where `use_sliding_window` and `layer_types`
-            say so.
+        windows: its layers with a sliding window; None: it cannot have one.
         spellings: this config's names of fields that `model_spec` knows by other names. The
             family's own spelling wins where a config holds both.
         own_fields: fields that look like maths to `model_spec`, and that are read for this family
@@ -78,7 +87,7 @@ class Family:
     interleaved_rope: bool = False
     partial_rope: bool = False
     experts: bool = False
-    has_window_switch: bool = False
+    windows: WindowRule | None = None
     spellings: Mapping[str, str] = field(default_factory=dict)
     own_fields: frozenset[str] = frozenset()
     required: Mapping[str, Any] = field(default_factory=dict)
@@ -86,6 +95,12 @@ class Family:
     names: TensorNames = TensorNames()
 
 
+_ALL_WINDOWED = WindowRule(has_switch=False)
+_ALL_SWITCHED = WindowRule(has_switch=True)
+_LATER_SWITCHED = WindowRule(has_switch=True, includes=lambda layer, bound: layer >= bound)
+_EVEN_SWITCHED = WindowRule(
+    has_switch=True, includes=lambda layer, bound: layer % 2 == 0 and layer < bound
+)
 _ALL_ATTENTION_BIASES = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 # Read by `model_spec`, or (the last three) of use in training only.
 _EXPERT_FIELDS = frozenset(
@@ -162,9 +177,10 @@ _CHATGLM = Family(
 # By the name in `architectures`. The defaults are those of transformers' configuration classes.
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(spellings=_ALL_ATTENTION_BIASES, own_fields=frozenset({"mlp_bias"})),
-    "MistralForCausalLM": Family(defaults={"sliding_window": 4096}),
+    "MistralForCausalLM": Family(windows=_ALL_WINDOWED, defaults={"sliding_window": 4096}),
     "MixtralForCausalLM": Family(
         experts=True,
+        windows=_ALL_WINDOWED,
         spellings={
             "num_experts": "num_local_experts",
             "moe_intermediate_size": "intermediate_size",
@@ -185,10 +201,10 @@ FAMILIES: dict[str, Family] = {
             ),
         ),
     ),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, has_window_switch=True),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, windows=_LATER_SWITCHED),
     "Qwen2MoeForCausalLM": Family(
         experts=True,
-        has_window_switch=True,
+        windows=_EVEN_SWITCHED,
         own_fields=_EXPERT_FIELDS | {"qkv_bias", "shared_expert_intermediate_size"},
         defaults={
             "qkv_bias": True,
@@ -200,14 +216,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3ForCausalLM": Family(
         qk_norm=True,
-        has_window_switch=True,
+        windows=_LATER_SWITCHED,
         spellings=_ALL_ATTENTION_BIASES,
         defaults={"head_dim": 128},
     ),
     "Qwen3MoeForCausalLM": Family(
         qk_norm=True,
         experts=True,
-        has_window_switch=True,
+        windows=_ALL_SWITCHED,
         spellings={**_ALL_ATTENTION_BIASES, "num_experts": "num_local_experts"},
         own_fields=_EXPERT_FIELDS,
         defaults={"num_experts_per_tok": 8, "moe_intermediate_size": 768},

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend
+from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, StageModel
@@ -119,7 +119,7 @@ class HeldLayers:
         layers: range,
         inputs: StepInputs,
         hidden: torch.Tensor | None,
-        attention: AttentionBackend,
+        attention: LayerwiseAttention,
     ) -> torch.Tensor:
         """Runs `layers`, all of them held. See `StageModel.forward`."""
         in_turn = self._awaited(layers) if self._before_run else layers

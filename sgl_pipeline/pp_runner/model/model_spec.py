@@ -5,8 +5,9 @@ It must never pass over a config field that changes the maths: a field that the 
 compute is refused by name, because a model that runs slightly wrong looks like one that works.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.model_directory import read_json_object
-from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape, LayerAttention
 from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES
 from sgl_pipeline.pp_runner.model.config_fields import ConfigFields
 from sgl_pipeline.pp_runner.model.families import FAMILIES, Family, MlpNames, TensorNames
+from sgl_pipeline.pp_runner.model.layer_attention import layer_attentions
 from sgl_pipeline.pp_runner.weights.quantization_config import (
     choose_quantization,
     read_quantization,
@@ -91,23 +93,74 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """All facts about a model that the decoder needs. Lengths in tokens.
+class ModelSpec(ABC):
+    """All facts about a model that the pipeline needs, whichever code computes its layers. Lengths
+    in tokens.
 
     `dtype` is the torch dtype name that the checkpoint was saved in. `eos_token_ids` are those of
-    config.json and generation_config.json; the tokenizer's are added by `managers/`. `quantization`
-    lists matrices of fewer than 16 bits; None: there are none.
+    config.json and generation_config.json; the tokenizer's are added by `managers/`. `attentions`
+    has an entry for each layer. `quantization` lists matrices of fewer than 16 bits; None: there
+    are none.
     """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
     context_length: int
+    attentions: tuple[LayerAttention, ...]
+    tied_embeddings: bool
+    dtype: str
+    eos_token_ids: frozenset[int]
+    quantization: Quantization | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.attentions)
+
+    @property
+    def quantization_method(self) -> str | None:
+        """The method as spelled in the config or `--quantization`; None for 16 bits."""
+        return None if self.quantization is None else self.quantization.method
+
+    @abstractmethod
+    def layer_has_experts(self, layer: int) -> bool:
+        """Whether `layer` is a mixture of experts."""
+
+    @abstractmethod
+    def layer_kind(self, layer: int) -> tuple[object, ...]:
+        """Equal for layers that have the same parts, quantized alike: their bytes and times are
+        the same, too."""
+
+    def attention_shapes(
+        self,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_cache_dtype: str = "auto",
+    ) -> tuple[AttentionShape, ...]:
+        """The shapes of all layers' attention, equal ones the same object.
+
+        Args:
+            kv_cache_dtype: as `--kv-cache-dtype`.
+        """
+        shapes = {
+            attention: AttentionShape(
+                **asdict(attention),
+                page_size=page_size,
+                dtype=dtype,
+                device=device,
+                coded_dtype=CODED_DTYPES.get(kv_cache_dtype),
+            )
+            for attention in dict.fromkeys(self.attentions)
+        }
+        return tuple(shapes[attention] for attention in self.attentions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec(ModelSpec):
+    """A model whose layers are those of `decoder.py`."""
+
+    intermediate_size: int
     norm_epsilon: float
     rope: RopeSpec
     qkv_bias: bool
@@ -115,32 +168,40 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: bool
     experts: ExpertSpec | None
-    tied_embeddings: bool
-    dtype: str
-    eos_token_ids: frozenset[int]
     names: TensorNames
-    quantization: Quantization | None = None
 
     @property
-    def quantization_method(self) -> str | None:
-        """The method as spelled in the config or `--quantization`; None for 16 bits."""
-        return None if self.quantization is None else self.quantization.method
+    def head_dim(self) -> int:
+        """The same in all layers."""
+        return self.attentions[0].head_dim
+
+    @property
+    def num_query_heads(self) -> int:
+        """The same in all layers."""
+        return self.attentions[0].num_query_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """The same in all layers."""
+        return self.attentions[0].num_kv_heads
 
     def layer_experts(self, layer: int) -> ExpertSpec | None:
         """The experts of `layer`; None if it is dense."""
         return self.experts if self.experts and layer in self.experts.layers else None
 
+    def layer_has_experts(self, layer: int) -> bool:
+        return self.layer_experts(layer) is not None
+
     def layer_kind(self, layer: int) -> tuple[object, ...]:
-        """Equal for layers that have the same parts, quantized alike: their bytes and times are
-        the same, too."""
         experts, quantization = self.layer_experts(layer), self.quantization
+        kind = (self.attentions[layer], experts)
         if quantization is None:
-            return (experts,)
+            return kind
         names = [*self.names.qkv, self.names.output]
         for mlp, numbers in self._mlps(experts):
             names += [name.format(expert=e) for e in numbers for name in (*mlp.gate_up, mlp.down)]
         prefix = self.names.layer.format(layer=layer)
-        return (experts, *(quantization.scheme_of(f"{prefix}.{name}") for name in names))
+        return (*kind, *(quantization.scheme_of(f"{prefix}.{name}") for name in names))
 
     def _mlps(self, experts: ExpertSpec | None) -> list[tuple[MlpNames, range]]:
         """The names of a layer's MLPs, and the numbers that replace `{expert}` in them."""
@@ -151,31 +212,8 @@ class ModelSpec:
             (self.names.shared_expert, range(bool(experts.shared_inner_size))),
         ]
 
-    def attention_shape(
-        self,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_cache_dtype: str = "auto",
-    ) -> AttentionShape:
-        """The shape that an attention backend needs; scores are scaled by head_dim ** -0.5.
 
-        Args:
-            kv_cache_dtype: as `--kv-cache-dtype`.
-        """
-        return AttentionShape(
-            num_query_heads=self.num_query_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            page_size=page_size,
-            scale=self.head_dim**-0.5,
-            dtype=dtype,
-            device=device,
-            coded_dtype=CODED_DTYPES.get(kv_cache_dtype),
-        )
-
-
-def read_model_spec(path: str | Path, quantization: str | None = None) -> ModelSpec:
+def read_model_spec(path: str | Path, quantization: str | None = None) -> DecoderSpec:
     """The spec of the model directory `path` (config.json, and generation_config.json if it is
     there).
 
@@ -197,7 +235,7 @@ def read_model_spec(path: str | Path, quantization: str | None = None) -> ModelS
     return replace(spec, quantization=chosen)
 
 
-def model_spec(config: Config, generation_config: Config | None = None) -> ModelSpec:
+def model_spec(config: Config, generation_config: Config | None = None) -> DecoderSpec:
     """The spec that the dicts of config.json and generation_config.json describe.
 
     Raises UnsupportedModelError naming the architecture or the field.
@@ -206,17 +244,12 @@ def model_spec(config: Config, generation_config: Config | None = None) -> Model
     family = FAMILIES[architecture]
     fields = ConfigFields({**family.defaults, **config}, family.spellings)
     _refuse_unsupported_fields(fields.raw, architecture)
-    num_query_heads = fields.positive("num_attention_heads")
-    hidden_size = fields.positive("hidden_size")
-    spec = ModelSpec(
+    spec = DecoderSpec(
         architecture=architecture,
         vocab_size=fields.positive("vocab_size"),
-        hidden_size=hidden_size,
+        hidden_size=fields.positive("hidden_size"),
         intermediate_size=fields.positive("intermediate_size"),
-        num_layers=fields.positive("num_hidden_layers"),
-        num_query_heads=num_query_heads,
-        num_kv_heads=fields.positive("num_key_value_heads", num_query_heads),
-        head_dim=fields.positive("head_dim", hidden_size // num_query_heads),
+        attentions=layer_attentions(fields, family),
         context_length=fields.positive("max_position_embeddings"),
         norm_epsilon=fields.number("rms_norm_eps", 1e-6),
         rope=_rope_spec(fields, family),
@@ -231,11 +264,9 @@ def model_spec(config: Config, generation_config: Config | None = None) -> Model
         names=family.names,
         quantization=read_quantization(fields.get("quantization_config"), family.names.head),
     )
-    if spec.num_query_heads % spec.num_kv_heads or spec.rope.rotated_dims(spec.head_dim) % 2:
+    if spec.rope.rotated_dims(spec.head_dim) % 2:
         raise ConfigurationError(
-            f"config.json: num_attention_heads {spec.num_query_heads} must be a multiple of "
-            f"num_key_value_heads {spec.num_kv_heads}, and head_dim {spec.head_dim} must be even "
-            "in its rotated share"
+            f"config.json: head_dim {spec.head_dim} must be even in its rotated share"
         )
     return spec
 
@@ -252,10 +283,6 @@ def _known_architecture(config: Config) -> str:
 
 def _refuse_unsupported_fields(config: Config, architecture: str) -> None:
     family = FAMILIES[architecture]
-    if _sliding_window_in_use(config, family):
-        _refuse(config, "sliding_window", architecture)
-    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
-        _refuse(config, "layer_types", architecture)
     if config.get("hidden_act", "silu") != "silu":
         _refuse(config, "hidden_act", architecture)
     for name, needed in family.required.items():
@@ -277,15 +304,6 @@ def _refuse(config: Config, name: str, architecture: str) -> None:
         f"config.json sets {name} = {shown}, which changes what the model computes; "
         f"it is not supported for {architecture}"
     )
-
-
-def _sliding_window_in_use(config: Config, family: Family) -> bool:
-    if config.get("sliding_window") is None:
-        return False
-    if not family.has_window_switch:
-        return True
-    # Where layer_types is given, it alone decides (and is checked by itself).
-    return bool(config.get("use_sliding_window")) and not config.get("layer_types")
 
 
 def _is_neutral(name: str, value: Any) -> bool:

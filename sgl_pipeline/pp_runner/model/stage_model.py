@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend
+from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels, RmsNorm, Rotation
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
 from sgl_pipeline.pp_runner.weights.checkpoint import PacedWeights, WeightSource, weight_opener
 from sgl_pipeline.pp_runner.weights.layouts import read_matrix, round_matrix
@@ -65,7 +65,7 @@ class StageModel:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: DecoderSpec,
         open_source: Callable[[], WeightSource],
         *,
         device: torch.device,
@@ -93,7 +93,7 @@ class StageModel:
     @classmethod
     def load(
         cls,
-        spec: ModelSpec,
+        spec: DecoderSpec,
         path: str | Path,
         *,
         layers: Iterable[int],
@@ -124,7 +124,7 @@ class StageModel:
     @classmethod
     def build(
         cls,
-        spec: ModelSpec,
+        spec: DecoderSpec,
         weights: WeightSource,
         *,
         device: torch.device,
@@ -250,7 +250,7 @@ class StageModel:
         inputs: StepInputs,
         hidden: torch.Tensor | None,
         kv_pool: KvPool,
-        attention: AttentionBackend,
+        attention: LayerwiseAttention,
     ) -> torch.Tensor:
         """Runs `layers`, in their order, on a step for which `attention.plan` was called before.
 
@@ -283,7 +283,7 @@ class StageModel:
         stream: torch.Tensor,
         rotation: Rotation,
         kv_pool: KvPool,
-        attention: AttentionBackend,
+        attention: LayerwiseAttention,
     ) -> torch.Tensor:
         """`forward` from the result of `enter`."""
         is_ours = self.is_first  # so that a layer may write over it
@@ -305,12 +305,12 @@ class StageModel:
         return self.spec.names.layer.format(layer=layer) + "."
 
 
-def _load_embedding(spec: ModelSpec, weights: WeightSource) -> torch.Tensor:
+def _load_embedding(spec: DecoderSpec, weights: WeightSource) -> torch.Tensor:
     return weights.read(f"{spec.names.embedding}.weight", (spec.vocab_size, spec.hidden_size))
 
 
 def _load_head(
-    spec: ModelSpec,
+    spec: DecoderSpec,
     weights: WeightSource,
     embedding: torch.Tensor | None,
     kernels: LayerKernels,

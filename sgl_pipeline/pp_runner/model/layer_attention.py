@@ -1,0 +1,77 @@
+"""The attention of a model's layers, read from its config.
+
+It must never pass over a window: a layer that sees more keys than in training runs slightly wrong.
+"""
+
+from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
+from sgl_pipeline.pp_runner.attention.attention_backend import LayerAttention
+from sgl_pipeline.pp_runner.model.config_fields import ConfigFields
+from sgl_pipeline.pp_runner.model.families import Family, WindowRule
+
+# transformers' configuration classes of Qwen2, Qwen2-MoE and Qwen3.
+_MAX_WINDOW_LAYERS = 28
+_FULL, _WINDOWED = "full_attention", "sliding_attention"
+
+
+def layer_attentions(fields: ConfigFields, family: Family) -> tuple[LayerAttention, ...]:
+    """The attention of each layer; scores are scaled by head_dim ** -0.5.
+
+    Raises UnsupportedModelError for a window of a family that has none, and ConfigurationError for
+    fields that contradict each other.
+    """
+    num_query_heads = fields.positive("num_attention_heads")
+    head_dim = fields.positive("head_dim", fields.positive("hidden_size") // num_query_heads)
+    num_kv_heads = fields.positive("num_key_value_heads", num_query_heads)
+    if num_query_heads % num_kv_heads:
+        raise ConfigurationError(
+            f"config.json: num_attention_heads {num_query_heads} must be a multiple of "
+            f"num_key_value_heads {num_kv_heads}"
+        )
+    return tuple(
+        LayerAttention(
+            num_query_heads=num_query_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=head_dim,
+            scale=head_dim**-0.5,
+            window=window,
+        )
+        for window in _windows(fields, family)
+    )
+
+
+def _windows(fields: ConfigFields, family: Family) -> list[int | None]:
+    """The window of each layer; None: it sees all keys."""
+    is_windowed = _windowed_layers(fields, family)
+    if not any(is_windowed):
+        return [None] * len(is_windowed)
+    if family.windows is None:
+        raise UnsupportedModelError(
+            f"config.json sets sliding_window = {fields.get('sliding_window')!r}, which changes "
+            f"what the model computes; it is not supported for {fields.get('architectures')}"
+        )
+    window = fields.positive("sliding_window")
+    return [window if windowed else None for windowed in is_windowed]
+
+
+def _windowed_layers(fields: ConfigFields, family: Family) -> list[bool]:
+    """For each layer, as transformers' configuration classes decide it."""
+    num_layers = fields.positive("num_hidden_layers")
+    kinds = fields.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            raise ConfigurationError(
+                f"config.json: layer_types is {kinds!r:.80}, not a list of {num_layers} names"
+            )
+        for kind in kinds:
+            if kind not in (_FULL, _WINDOWED):
+                raise UnsupportedModelError(
+                    f"config.json: layer_types names {kind!r}; known are {_FULL}, {_WINDOWED}"
+                )
+        return [kind == _WINDOWED for kind in kinds]
+    rule = family.windows or WindowRule(has_switch=False)
+    is_off = rule.has_switch and not fields.get("use_sliding_window")
+    if is_off or fields.get("sliding_window") is None:
+        return [False] * num_layers
+    bound = fields.positive("max_window_layers", _MAX_WINDOW_LAYERS)
+    return [rule.includes(layer, bound) for layer in range(num_layers)]
