@@ -19,7 +19,7 @@ from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.base.kv_format import encode
 from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
 from sgl_pipeline.pp_runner.kernel_choice import choose_attention_backend, make_attention_backend
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.output.sampler import Sampler
 from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights
@@ -161,7 +161,7 @@ class UpcastWeights(DummyWeights):
         return super().read(name, shape).float()
 
 
-def check_stage(spec: ModelSpec, name: str, device: torch.device, backend: str) -> list[Check]:
+def check_stage(spec: DecoderSpec, name: str, device: torch.device, backend: str) -> list[Check]:
     """A whole model of few layers, from token ids to logits: prefill, decodes and a mix.
 
     The judge is the same model in fp32 with attention in torch; the yardstick plain torch in bf16,

@@ -15,7 +15,7 @@ from sgl_pipeline.args import StageArgs
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.requests import GREEDY, LogprobSpec, SamplingSpec
@@ -66,7 +66,7 @@ class StandInLink:
 class StagePlace:
     """Stage `stage` of a model whose layers are split as `plan` says."""
 
-    spec: ModelSpec
+    spec: DecoderSpec
     plan: StagePlan
     stage: int
 
@@ -140,7 +140,7 @@ class LoneStage:
         self.runner = StageRunner(
             place.assignment(device, dtype, page_size, backend, graphs),
             self.model,
-            place.spec.attention_shape(page_size, dtype, device),
+            place.spec.attention_shapes(page_size, dtype, device),
             num_pages,
             self.link,
         )

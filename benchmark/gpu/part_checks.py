@@ -45,7 +45,7 @@ def run(session: Session) -> None:
 
 def _check_attention(session: Session, model: str) -> None:
     spec = spec_of(model)
-    shape = spec.attention_shape(PAGE_SIZE, torch.bfloat16, session.device)
+    shape = spec.attention_shapes(PAGE_SIZE, torch.bfloat16, session.device)[0]
 
     def work(name: str, kernels: str, has_nan: bool) -> None:
         session.book_checks(

@@ -35,7 +35,7 @@ from benchmark.gpu.shapes import (
 from benchmark.gpu.vllm_attention import why_not_there
 from benchmark.support.dated_result import markdown_table
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 
 # Kind of step: the steps that stand for it.
 _STEPS = {
@@ -64,7 +64,7 @@ def run(session: Session) -> None:
     for model in session.models:
         release_memory()
         spec = spec_of(model)
-        shape = spec.attention_shape(PAGE_SIZE, torch.bfloat16, session.device)
+        shape = spec.attention_shapes(PAGE_SIZE, torch.bfloat16, session.device)[0]
         heads = heads_of(spec)
         _name_what_is_not_there(session, shape, heads)
         for kind, steps in (_SMALL_STEPS if session.is_rehearsal else _STEPS).items():
@@ -96,7 +96,7 @@ class _Race:
     first kernel, with which the others must agree."""
 
     session: Session
-    spec: ModelSpec
+    spec: DecoderSpec
     shape: AttentionShape
     labels: Row
     first: tuple[str, torch.Tensor] | None = None

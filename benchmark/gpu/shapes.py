@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmark.models.make_model import PRESETS, Preset
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, model_spec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, model_spec
 
 PAGE_SIZE = 16  # tokens, the server's default
 
@@ -45,12 +45,12 @@ MODELS = {
 }
 
 
-def spec_of(model: str) -> ModelSpec:
+def spec_of(model: str) -> DecoderSpec:
     """The spec of one of MODELS, in bf16."""
     return model_spec(MODELS[model].config("bfloat16"))
 
 
-def heads_of(spec: ModelSpec) -> str:
+def heads_of(spec: DecoderSpec) -> str:
     """The attention heads in words."""
     return f"{spec.num_query_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"
 
@@ -127,7 +127,7 @@ class StepWork:
 
 
 def step_work(
-    spec: ModelSpec, num_layers: int, is_last: bool, chunks: Sequence[Extent], itemsize: int = 2
+    spec: DecoderSpec, num_layers: int, is_last: bool, chunks: Sequence[Extent], itemsize: int = 2
 ) -> StepWork:
     """The work of a dense model's stage. Activations, norms and the embedding's rows are left out:
     in a layer of these models they are a few per cent of the bytes."""
@@ -146,7 +146,7 @@ def step_work(
     return StepWork(numbers * itemsize, flops)
 
 
-def attention_work(spec: ModelSpec, chunks: Sequence[Extent], itemsize: int = 2) -> StepWork:
+def attention_work(spec: DecoderSpec, chunks: Sequence[Extent], itemsize: int = 2) -> StepWork:
     """The work of one layer's attention: keys, values and queries are read, results written."""
     query_width = spec.num_query_heads * spec.head_dim
     kv_width = spec.num_kv_heads * spec.head_dim

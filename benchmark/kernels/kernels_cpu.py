@@ -145,13 +145,14 @@ def measure_attention(dtype: torch.dtype, rounds: int) -> list[Row]:
     """One layer's attention: the compiled kernels, the torch backend, reading the keys, and the
     compiled kernels on codes of 8 bits."""
     shape = AttentionShape(
-        QUERY_HEADS,
-        KV_HEADS,
-        HEAD_DIM,
-        PAGE_SIZE,
-        HEAD_DIM**-0.5,
-        dtype,
-        torch.device("cpu"),
+        num_query_heads=QUERY_HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        value_dim=HEAD_DIM,
+        scale=HEAD_DIM**-0.5,
+        page_size=PAGE_SIZE,
+        dtype=dtype,
+        device=torch.device("cpu"),
     )
     kernels = load_cpu_kernels()
     rate = read_bytes_per_ms(rounds)

@@ -14,6 +14,7 @@ import torch
 from benchmark.models.make_model import PRESETS
 from benchmark.models.quantize_model import GROUP_SIZE, quantization_config
 from benchmark.support.turns import Row, flops_per_ms, read_bytes_per_ms, take_turns
+from sgl_pipeline.pp_runner.attention.attention_backend import StageAttention
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs, build_step_inputs
@@ -27,7 +28,7 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
 )
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, model_spec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
@@ -153,17 +154,17 @@ class _StageUnderTest:
     """The stage with its own weights and pages, which hold random keys and values."""
 
     def __init__(
-        self, kernels: LayerKernels, dtype: torch.dtype, spec: ModelSpec | None = None
+        self, kernels: LayerKernels, dtype: torch.dtype, spec: DecoderSpec | None = None
     ) -> None:
         self.spec = spec or read_preset(dtype)
         self._model = _load(self.spec, kernels, dtype)
         self.weight_bytes = self._model.weight_bytes
-        shape = self.spec.attention_shape(PAGE_SIZE, dtype, CPU)
-        attention = CpuAttention(shape, load_cpu_kernels())
+        shapes, kernels_of = self.spec.attention_shapes(PAGE_SIZE, dtype, CPU), load_cpu_kernels()
+        attention = StageAttention(shapes, lambda shape: CpuAttention(shape, kernels_of))
         longest = max(
             random_inputs(chunks).layout.page_indices.numel() for chunks in STEPS.values()
         )
-        pool = KvPool(LAYERS, shape, longest)
+        pool = KvPool(LAYERS, shapes, longest)
         for layer in LAYERS:
             for store in pool.pages(layer):
                 store.normal_()
@@ -185,12 +186,12 @@ class _StageUnderTest:
         return self._model.logits(hidden[inputs.sample_rows])
 
 
-def read_preset(dtype: torch.dtype) -> ModelSpec:
+def read_preset(dtype: torch.dtype) -> DecoderSpec:
     """The spec of PRESET in `dtype`."""
     return model_spec(PRESET.config(str(dtype).removeprefix("torch.")))
 
 
-def _load(spec: ModelSpec, kernels: LayerKernels, dtype: torch.dtype) -> StageModel:
+def _load(spec: DecoderSpec, kernels: LayerKernels, dtype: torch.dtype) -> StageModel:
     return StageModel.load(
         spec,
         "",

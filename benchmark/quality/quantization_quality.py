@@ -30,8 +30,8 @@ from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     choose_layer_kernels,
-    make_attention_backend,
     make_layer_kernels,
+    make_stage_attention,
 )
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
@@ -71,10 +71,9 @@ class WholeModel:
         kv_cache_dtype: str = "auto",
     ) -> None:
         self._spec = spec
-        self._shape = spec.attention_shape(PAGE_SIZE, dtype, CPU, kv_cache_dtype)
-        self._attention = make_attention_backend(
-            choose_attention_backend("auto", self._shape), self._shape
-        )
+        self._shapes = spec.attention_shapes(PAGE_SIZE, dtype, CPU, kv_cache_dtype)
+        choice = choose_attention_backend("auto", self._shapes[0])
+        self._attention = make_stage_attention(choice, self._shapes)
         self._model = StageModel.load(
             spec,
             path,
@@ -87,7 +86,7 @@ class WholeModel:
             load_format=load_format,
         )
         self.weight_bytes = self._model.weight_bytes
-        self.token_bytes = kv_page_bytes(self._shape, spec.num_layers) // PAGE_SIZE
+        self.token_bytes = kv_page_bytes(self._shapes, range(spec.num_layers)) // PAGE_SIZE
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """[len(tokens), V] fp32, after each of `tokens`."""
@@ -99,7 +98,7 @@ class WholeModel:
             [MirroredChunk(request, 0, len(tokens), samples=True)], PAGE_SIZE, CPU
         )
         layers = range(self._spec.num_layers)
-        pool = KvPool(layers, self._shape, num_pages)
+        pool = KvPool(layers, self._shapes, num_pages)
         self._attention.plan(inputs.layout)
         hidden = self._model.forward(layers, inputs, None, pool, self._attention)
         return self._model.logits(hidden)

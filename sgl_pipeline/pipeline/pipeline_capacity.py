@@ -10,7 +10,7 @@ from sgl_pipeline.wire.stage_messages import StageLoaded
 class PipelineCapacity:
     """Its plan, pages (the minimum over stages) and each stage's report of its load. `predicted_ms`
     is each stage's time in a typical step, if it was measured; `layer_page_bytes` the bytes of a
-    page in one layer; each boundary log has room for `log_pages` pages."""
+    page in one layer, the mean over them; each boundary log has room for `log_pages` pages."""
 
     plan: StagePlan
     predicted_ms: tuple[float, ...] | None

@@ -265,7 +265,8 @@ class WorkerRoster(StageWorkers):
             loaded,
             ready[0].attention_backend,
             ready[0].layer_kernels,
-            loaded[0].page_bytes // self._args.migration.max_layers(self.plan)[0],
+            sum(stage.page_bytes for stage in loaded)
+            // sum(self._args.migration.max_layers(self.plan)),
             self.log_pages or 0,
         )
 

@@ -26,8 +26,8 @@ from sgl_pipeline.pp_runner.device import open_device, release_memory
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     choose_layer_kernels,
-    make_stage_attention,
     make_layer_kernels,
+    make_stage_attention,
 )
 from sgl_pipeline.pp_runner.kv_capacity import usable_memory_bytes
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import RmsNorm

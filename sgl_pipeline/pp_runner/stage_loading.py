@@ -34,8 +34,8 @@ from sgl_pipeline.wire.stage_messages import StageAssignment
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
     """The weights of a stage, with those of `spare` layers, and the pages that fit beside them.
-    `rows` is the shape of rows on the links, `shapes` those of all layers' attention; `notice`, if any,
-    is for the user."""
+    `rows` is the shape of rows on the links, `shapes` those of all layers' attention; `notice`, if
+    any, is for the user."""
 
     model: StageModel
     spare: Sequence[LoadedLayer]

@@ -42,8 +42,8 @@ class StageRunner:
         log: keeps the rows that the stage sends; None: they are not kept.
 
     `stage` is its position, `attention_backend` and `graphs` name those in use, `shapes` are those
-    of all layers' attention and pages. `held_layers` may change between two steps; the plan of a step's epoch
-    selects the layers that it runs.
+    of all layers' attention and pages. `held_layers` may change between two steps; the plan of a
+    step's epoch selects the layers that it runs.
     """
 
     def __init__(
@@ -63,9 +63,7 @@ class StageRunner:
         args = assignment.args
         self.attention_backend = choose_attention_backend(args.attention_backend, shapes[0])
         attention = make_stage_attention(self.attention_backend, shapes, args.prefill_kernels)
-        self.graphs = choose_graphs(
-            args.graphs, self.attention_backend, shapes, model.has_experts
-        )
+        self.graphs = choose_graphs(args.graphs, self.attention_backend, shapes, model.has_experts)
         self.held_layers = HeldLayers(
             model,
             KvPool(
@@ -92,9 +90,7 @@ class StageRunner:
             tail = OutputTail(model.logits, self.device, make_download(self.device))
         self._tail = tail
         self._log = log
-        self._replays = StageReplays(
-            self.stage, self.page_size, self.device, self._layers, log
-        )
+        self._replays = StageReplays(self.stage, self.page_size, self.device, self._layers, log)
         self._mirror = RequestMirror()
         self._clock = StepClock(time.monotonic())
 

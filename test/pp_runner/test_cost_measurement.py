@@ -171,7 +171,7 @@ def test_noise_makes_no_row_of_the_head_cheaper_than_nothing_or_dearer_than_all_
 def test_a_model_of_few_positions_is_measured_as_well() -> None:
     spec = dataclasses.replace(read_model_spec(tiny_model("qwen3")), context_length=3)
     step = TYPICAL_STEP.within(spec.context_length)
-    shape = spec.attention_shape(16, torch.float32, torch.device("cpu"))
+    shape = spec.attention_shapes(16, torch.float32, torch.device("cpu"))[0]
     inputs = cost_measurement._step_inputs(step, spec, shape)
     assert inputs.num_tokens == TYPICAL_STEP.decodes + 2
     assert len(inputs.sampling) == TYPICAL_STEP.decodes

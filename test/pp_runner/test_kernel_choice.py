@@ -43,6 +43,7 @@ def shape(device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Att
         num_query_heads=4,
         num_kv_heads=2,
         head_dim=8,
+        value_dim=8,
         page_size=16,
         scale=8**-0.5,
         dtype=dtype,
@@ -115,7 +116,7 @@ def test_stages_and_their_measurement_hand_the_prefill_kernels_on(monkeypatch):
     with pytest.raises(ConfigurationError, match="--stage-prefill-kernels fa2"):
         measure_part_costs(assignment, [TYPICAL_STEP])
     with pytest.raises(ConfigurationError, match="--stage-prefill-kernels fa2"):
-        StageRunner(assignment, None, shape(), 4, None)
+        StageRunner(assignment, None, [shape()], 4, None)
 
 
 def test_torch_is_made_when_asked_for():
@@ -208,7 +209,7 @@ def test_experts_take_graphs_only_where_their_groups_stay_on_the_gpu(dtype, capa
         return choose_graphs(
             "auto",
             BackendChoice("flashinfer"),
-            shape(CUDA, dtype),
+            [shape(CUDA, dtype)],
             has_experts,
             lambda _: capability,
         )
@@ -224,8 +225,16 @@ def test_experts_take_graphs_only_where_their_groups_stay_on_the_gpu(dtype, capa
         assert str(dtype) in choice.notice and f"this GPU has {number}" in choice.notice
 
 
+def test_layers_that_attend_in_two_ways_run_without_graphs() -> None:
+    plain = shape(CUDA, torch.bfloat16)
+    choice = choose_graphs(
+        "auto", BackendChoice("flashinfer"), [plain, replace(plain, window=8), plain], False
+    )
+    assert not choice.is_on and "more than one way" in choice.notice
+
+
 def test_graphs_are_off_where_they_were_switched_off_or_attention_is_not_flashinfers():
     for name, attention in (("off", "flashinfer"), ("auto", "torch"), ("auto", "cpu")):
         for has_experts in (False, True):
-            choice = choose_graphs(name, BackendChoice(attention), shape(CUDA), has_experts)
+            choice = choose_graphs(name, BackendChoice(attention), [shape(CUDA)], has_experts)
             assert choice == GraphChoice(False)

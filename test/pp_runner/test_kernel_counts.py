@@ -12,6 +12,7 @@ import torch
 from support.numberless_stage import META, QueriesAsTheyAre, RoundingWithoutNumbers
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sgl_pipeline.pp_runner.attention.attention_backend import SameAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_kernels import FlashInferKernels
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Linear, Rotation
@@ -114,14 +115,14 @@ def launches_of_a_layer(quantization: str | None, kv_cache_dtype: str) -> list[s
     if quantization is not None:
         chosen = choose_quantization(quantization, None, SPEC.names.head)
         spec = replace(SPEC, quantization=chosen)
-    shape = spec.attention_shape(16, torch.bfloat16, META, kv_cache_dtype)
-    launches = Launches()
+    shapes = spec.attention_shapes(16, torch.bfloat16, META, kv_cache_dtype)
+    launches, attention = Launches(), SameAttention(QueriesAsTheyAre())
     kernels = NumberlessKernels(
         lambda: CountedFunctions(launches), lambda: CountedRounding(launches)
     )
     weights = DummyWeights(torch.bfloat16, torch.device("cpu"))
     layer = DecoderLayer(spec, 0, weights, kernels)
-    pool = KvPool([0], shape, num_pages=4)
+    pool = KvPool([0], shapes, num_pages=4)
     stream = torch.empty(NUM_ROWS, spec.hidden_size, dtype=torch.bfloat16, device=META)
     angles = torch.empty(NUM_ROWS, spec.head_dim // 2, device=META)
     rotation = Rotation(angles, angles, interleaved=False)
@@ -130,7 +131,7 @@ def launches_of_a_layer(quantization: str | None, kv_cache_dtype: str) -> list[s
         launches.names.clear()
         with launches:
             # The stand-in's copy is the one kernel of the attention.
-            layer.forward(stream, rotation, slots, pool, QueriesAsTheyAre(), may_overwrite=True)
+            layer.forward(stream, rotation, slots, pool, attention, may_overwrite=True)
     return launches.names
 
 

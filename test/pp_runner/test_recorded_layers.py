@@ -13,6 +13,7 @@ from support.tiny_models import NUM_LAYERS, VOCAB_SIZE, tiny_model
 from torch.profiler import ProfilerActivity, profile
 
 from sgl_pipeline.pp_runner import recorded_layers
+from sgl_pipeline.pp_runner.attention.attention_backend import StageAttention
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
@@ -20,7 +21,7 @@ from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels, load_cpu_kern
 from sgl_pipeline.pp_runner.kernel_choice import make_step_layers
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
@@ -45,7 +46,7 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def read_spec(name: str) -> tuple[ModelSpec, Path]:
+def read_spec(name: str) -> tuple[DecoderSpec, Path]:
     quantization, _, of = name.rpartition(" of ")
     path = quantized_model(of).path if of in FORMATS else tiny_model(of)
     return read_model_spec(path, quantization or None), path
@@ -67,7 +68,7 @@ class Stage:
         kv_cache_dtype: str = "auto",
     ) -> None:
         spec, path = read_spec(name)
-        shape = spec.attention_shape(PAGE_SIZE, dtype, CPU, kv_cache_dtype)
+        shapes = spec.attention_shapes(PAGE_SIZE, dtype, CPU, kv_cache_dtype)
         model = StageModel.load(
             spec,
             path,
@@ -78,14 +79,15 @@ class Stage:
             device=CPU,
             kernels=CompiledKernels(kernels),
         )
-        self.pool = KvPool(ALL_LAYERS, shape, NUM_PAGES)
+        self.pool = KvPool(ALL_LAYERS, shapes, NUM_PAGES)
         generator = torch.Generator().manual_seed(5)
         if kv_cache_dtype == "auto":
             for layer in ALL_LAYERS:
                 for pages in self.pool.pages(layer):
                     pages.normal_(generator=generator)
         self.held = HeldLayers(model, self.pool)
-        self.attention = CpuAttention(shape, kernels)
+        self.attention = StageAttention(shapes, lambda shape: CpuAttention(shape, kernels))
+        self.shapes = shapes
         self.hidden_size, self.is_first, self.dtype = spec.hidden_size, is_first, dtype
 
     def run(self, layers: StepLayers, step: StepInputs, own: range = ALL_LAYERS) -> torch.Tensor:
@@ -190,8 +192,7 @@ def stage(kernels: CpuKernels) -> Stage:
 
 
 def test_a_cpu_stage_makes_recorded_calls(stage: Stage) -> None:
-    attention = stage.attention
-    layers = make_step_layers(False, 0, ALL_LAYERS, stage.held, attention, attention.shape)
+    layers = make_step_layers(False, 0, ALL_LAYERS, stage.held, stage.attention, stage.shapes[0])
     stage.run(layers, decode())
     assert isinstance(layers, RecordedLayers) and layers.is_recorded
 

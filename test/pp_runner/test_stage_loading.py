@@ -40,8 +40,8 @@ def test_it_has_what_a_fresh_worker_would_have(
 @pytest.mark.parametrize("kv_cache_dtype", CODED_DTYPES)
 def test_its_pages_hold_what_it_was_told(kv_cache_dtype: str) -> None:
     loaded = load_stage(tiny_assignment(0, 2, 4, kv_cache_dtype=kv_cache_dtype))
-    assert loaded.shape.page_dtype == CODED_DTYPES[kv_cache_dtype]
-    assert loaded.capacity.page_bytes == kv_page_bytes(loaded.shape, 2)
+    assert loaded.shapes[0].page_dtype == CODED_DTYPES[kv_cache_dtype]
+    assert loaded.capacity.page_bytes == kv_page_bytes(loaded.shapes, range(2))
     assert loaded.capacity.page_bytes < load_stage(tiny_assignment(0, 2, 4)).capacity.page_bytes / 2
 
 

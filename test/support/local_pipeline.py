@@ -152,7 +152,7 @@ class LocalPipeline:
         for runner, mover in zip(self.runners, self.movers, strict=True):
             prepared = runner.prepare(plan)
             reports.append(runner.launch(prepared).report())
-            mover.wrote(written_pages(prepared.chunks, runner.shape.page_size))
+            mover.wrote(written_pages(prepared.chunks, runner.page_size))
         self._in_flight.append(reports)
         return True
 
@@ -301,9 +301,9 @@ def open_stage(
         device=device,
         kernels=make_layer_kernels(choose_layer_kernels(layer_kernels, torch_dtype, device)),
     )
-    shape = spec.attention_shape(page_size, torch_dtype, device, kv_cache_dtype)
+    shapes = spec.attention_shapes(page_size, torch_dtype, device, kv_cache_dtype)
     log = None
     if log_pages is not None and not model.is_last:
         rows = ActivationShape(spec.hidden_size, torch_dtype, device)
         log = BoundaryLog(log_pages, num_pages, page_size, rows)
-    return StageRunner(assignment, model, shape, num_pages, link, tail, log)
+    return StageRunner(assignment, model, shapes, num_pages, link, tail, log)

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from sgl_pipeline.pp_runner.attention.attention_backend import SameAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.kv_format import FP8
 from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout, StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.wire.step_order import INT32, MirroredChunk, MirroredRequest
@@ -74,7 +75,7 @@ class WeightsWithoutNumbers:
 class NumberlessStage:
     """All of a model in one stage, in bf16."""
 
-    def __init__(self, spec: ModelSpec, num_pages: int = 64) -> None:
+    def __init__(self, spec: DecoderSpec, num_pages: int = 64) -> None:
         self.model = StageModel.build(
             spec,
             WeightsWithoutNumbers(),
@@ -85,8 +86,8 @@ class NumberlessStage:
             is_last=True,
         )
         layers = range(spec.num_layers)
-        shape = spec.attention_shape(PAGE_SIZE, torch.bfloat16, META)
-        self._held_layers = HeldLayers(self.model, KvPool(layers, shape, num_pages))
+        shapes = spec.attention_shapes(PAGE_SIZE, torch.bfloat16, META)
+        self._held_layers = HeldLayers(self.model, KvPool(layers, shapes, num_pages))
 
     def inputs(self, chunks: Sequence[MirroredChunk]) -> StepInputs:
         def upload(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
@@ -96,7 +97,7 @@ class NumberlessStage:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         layers = range(self.model.spec.num_layers)
-        return self._held_layers.forward(layers, inputs, None, QueriesAsTheyAre())
+        return self._held_layers.forward(layers, inputs, None, SameAttention(QueriesAsTheyAre()))
 
 
 def prompt_chunk(num_tokens: int) -> MirroredChunk:

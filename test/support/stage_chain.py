@@ -17,8 +17,8 @@ from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.kernel_choice import (
     choose_attention_backend,
     choose_layer_kernels,
-    make_attention_backend,
     make_layer_kernels,
+    make_stage_attention,
 )
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
@@ -58,9 +58,9 @@ class StageChain:
         self.logits: dict[Request, list[torch.Tensor]] = {}
         self._page_size = page_size
         self._plan = plan = StagePlan(0, layer_counts)
-        shape = self.spec.attention_shape(page_size, dtype, CPU, kv_cache_dtype)
-        choice = choose_attention_backend(attention, shape)
-        self._attention = make_attention_backend(choice, shape)
+        shapes = self.spec.attention_shapes(page_size, dtype, CPU, kv_cache_dtype)
+        choice = choose_attention_backend(attention, shapes[0])
+        self._attention = make_stage_attention(choice, shapes)
         self.stages = [
             StageModel.load(
                 self.spec,
@@ -76,7 +76,7 @@ class StageChain:
             for stage in range(plan.num_stages)
         ]
         self._held = [
-            HeldLayers(stage, KvPool(stage.layers, shape, num_pages)) for stage in self.stages
+            HeldLayers(stage, KvPool(stage.layers, shapes, num_pages)) for stage in self.stages
         ]
         # Pages are handed out from the back, so that page ids do not follow token order.
         self._free_pages = list(range(num_pages))

@@ -126,6 +126,47 @@ _VARIANTS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any], int | No
         },
         None,
     ),
+    # Windows shorter than the tests' prompts: of all layers, of later ones, of even ones, of some.
+    "mistral-window": (MistralForCausalLM, MistralConfig, {"sliding_window": 12}, None),
+    "mixtral-window": (
+        MixtralForCausalLM,
+        MixtralConfig,
+        {"num_local_experts": 4, "sliding_window": 5},
+        None,
+    ),
+    "qwen2-window": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+        None,
+    ),
+    "qwen2-moe-window": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {
+            **_SHARED_EXPERT,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 4,
+        },
+        None,
+    ),
+    "qwen3-layer-types": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"] * 2,
+        },
+        None,
+    ),
+    "qwen3-moe-window": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {**_EXPERTS, "use_sliding_window": True, "sliding_window": 11},
+        None,
+    ),
 }
 TINY_MODELS = (*_VARIANTS, "chatglm")
 

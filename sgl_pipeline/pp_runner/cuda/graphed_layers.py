@@ -15,7 +15,11 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend, AttentionShape, SameAttention
+from sgl_pipeline.pp_runner.attention.attention_backend import (
+    AttentionBackend,
+    AttentionShape,
+    SameAttention,
+)
 from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout, StepInputs
 from sgl_pipeline.pp_runner.cuda.captured_step import (
     CapturedStep,
@@ -193,9 +197,7 @@ class GraphedLayers:
     def _forward(
         self, inputs: StepInputs, hidden: torch.Tensor | None, attention: AttentionBackend
     ) -> torch.Tensor:
-        return self._held_layers.forward(
-            self._recorded, inputs, hidden, SameAttention(attention)
-        )
+        return self._held_layers.forward(self._recorded, inputs, hidden, SameAttention(attention))
 
     def _padding(self, rows: int) -> tuple[StepInputs, torch.Tensor | None]:
         """A step's inputs that are all padding, for warming up."""

@@ -1,9 +1,9 @@
 """Pages of a layer as rows of bytes, for the transport between two stages.
 
 A row is one page: the layer and the page's id (int64 each), its keys, its values, and zeros up to
-the size that the rows of all layers have. All rows of a parcel belong to one layer. On a GPU they are gathered and put
-in place by kernels in the order of the steps, and cross beside them: nothing waits for a step, and
-no page is read while it is written. Untested on hardware.
+the size that the rows of all layers have. All rows of a parcel belong to one layer. On a GPU they
+are gathered and put in place by kernels in the order of the steps, and cross beside them: nothing
+waits for a step, and no page is read while it is written. Untested on hardware.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -59,9 +59,7 @@ class PageRows:
         for part, of_layer in self._parts(placed, layer):
             of_layer[ids] = part
 
-    def _parts(
-        self, rows: torch.Tensor, layer: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _parts(self, rows: torch.Tensor, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The parts of `rows` with the keys and the values, each with the bytes of all of the
         layer's."""
         start = _HEADER_BYTES

@@ -25,7 +25,16 @@ from benchmark.gpu.device_times import Kernel, kernels_of, total_ms
 from benchmark.gpu.shapes import Step, decode_step, prefill_step, spec_of
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 
-SHAPE = AttentionShape(4, 2, 64, 16, 0.125, torch.bfloat16, torch.device("cpu"))
+SHAPE = AttentionShape(
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    value_dim=64,
+    page_size=16,
+    scale=0.125,
+    dtype=torch.bfloat16,
+    device=torch.device("cpu"),
+)
 
 
 @pytest.fixture
@@ -102,7 +111,7 @@ def test_decodes_go_without_tensor_cores_where_flashinfer_has_such_a_kernel() ->
         ("Qwen3-8B", ["tensor cores", "CUDA cores"]),
         ("Qwen3-14B", ["tensor cores"]),
     ):
-        shape = spec_of(model).attention_shape(16, torch.bfloat16, torch.device("cuda"))
+        shape = spec_of(model).attention_shapes(16, torch.bfloat16, torch.device("cuda"))[0]
         assert list(decode_choices(shape)) == names
 
 

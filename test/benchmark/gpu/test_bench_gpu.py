@@ -80,7 +80,7 @@ def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             return torch.full_like(query, torch.nan)
 
     monkeypatch.setattr("benchmark.gpu.checks.make_attention_backend", lambda *choice: Forgetful())
-    shape = spec_of("tiny").attention_shape(16, torch.bfloat16, torch.device("cpu"))
+    shape = spec_of("tiny").attention_shapes(16, torch.bfloat16, torch.device("cpu"))[0]
     assert not check_attention(shape, "tiny", "torch", rounds=1).passed
     assert not Check("nothing", float("nan"), 1.0).passed
 
@@ -96,7 +96,7 @@ def test_nan_beside_the_tokens_is_noted_and_not_judged(monkeypatch: pytest.Monke
             return query + sum(store.sum() for store in pages)
 
     monkeypatch.setattr("benchmark.gpu.checks.make_attention_backend", lambda *choice: Careless())
-    shape = spec_of("tiny").attention_shape(16, torch.bfloat16, torch.device("cpu"))
+    shape = spec_of("tiny").attention_shapes(16, torch.bfloat16, torch.device("cpu"))[0]
     clean, noted = (
         check_attention(shape, "tiny", "torch", rounds=1, has_nan_in_unused_slots=has_nan)
         for has_nan in (False, True)

@@ -22,7 +22,16 @@ from benchmark.gpu.vllm_attention import VllmAttention, VllmFunctions, page_tabl
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 
-SHAPE = AttentionShape(4, 2, 64, 16, 0.125, torch.bfloat16, torch.device("cpu"))
+SHAPE = AttentionShape(
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    value_dim=64,
+    page_size=16,
+    scale=0.125,
+    dtype=torch.bfloat16,
+    device=torch.device("cpu"),
+)
 STEPS = (decode_step(5, 40), prefill_step(30, 20), prefill_step(40), mixed_step(3, 17, 40))
 every_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
 

@@ -9,13 +9,13 @@ from sgl_pipeline.pp_runner.cuda.gpu_memory import (
     StageNeeds,
     kv_room,
 )
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, model_spec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, model_spec
 
 MIB, GIB = 2**20, 2**30
 NO_NEEDS = StageNeeds(0, 0, 0, 0)
 
 
-def spec_of(**changes: object) -> ModelSpec:
+def spec_of(**changes: object) -> DecoderSpec:
     """Qwen3-8B's sizes, with two layers."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],

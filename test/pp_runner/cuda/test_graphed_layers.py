@@ -16,6 +16,7 @@ from support.fake_flashinfer import FakeFlashInferFunctions, Fakes
 from support.real_flashinfer import EmulatedCard, emulated_card
 from support.scaled_products import require_scaled_products
 
+from sgl_pipeline.pp_runner.attention.attention_backend import SameAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder, GraphRecorder
@@ -31,7 +32,7 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.row_rounding import TorchRowRounding
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, model_spec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.step_layers import EagerLayers
 from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights
@@ -116,10 +117,11 @@ def make_stage(
     card: EmulatedCard | None = None,
     *,
     cuda: EmulatedCuda | None = None,
-    spec: ModelSpec = SPEC,
+    spec: DecoderSpec = SPEC,
     kv_cache_dtype: str = "auto",
 ) -> Stage:
-    shape = spec.attention_shape(PAGE_SIZE, torch.bfloat16, device, kv_cache_dtype)
+    shapes = spec.attention_shapes(PAGE_SIZE, torch.bfloat16, device, kv_cache_dtype)
+    shape = shapes[0]
     held = [
         HeldLayers(
             StageModel.build(
@@ -131,7 +133,7 @@ def make_stage(
                 is_first=is_first,
                 is_last=False,
             ),
-            KvPool(range(NUM_LAYERS), shape, NUM_PAGES, has_padding_page=True),
+            KvPool(range(NUM_LAYERS), shapes, NUM_PAGES, has_padding_page=True),
         )
         for _ in range(2)
     ]
@@ -156,7 +158,7 @@ def make_stage(
         decode_rows=(1, 2, 4),
         mixed_rows=(8, 16),
     )
-    eager = EagerLayers(held[0], attentions[0])
+    eager = EagerLayers(held[0], SameAttention(attentions[0]))
     return Stage(eager, held[0], graphed, held[1], recorder, device)
 
 
@@ -343,7 +345,7 @@ def test_decodes_with_more_page_references_than_fit_run_without_a_graph() -> Non
 
 
 def test_the_memory_estimate_grows_with_the_stage() -> None:
-    shape = SPEC.attention_shape(16, torch.bfloat16, CPU)
+    shape = SPEC.attention_shapes(16, torch.bfloat16, CPU)[0]
     few, many = (graph_memory_bytes(shape, SPEC, layers) for layers in (2, 20))
     assert 128 * 2**20 < few < many < 2**30
     assert list(DECODE_ROWS) == sorted(DECODE_ROWS)

@@ -17,7 +17,7 @@ from support.emulated_streams import EmulatedStreams, Event, RaceError, Stream
 from support.numberless_stage import META, WeightsWithoutNumbers
 
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
-from sgl_pipeline.pp_runner.attention.kv_pool import KvPool, kv_page_bytes
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool, largest_page_bytes
 from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder
 from sgl_pipeline.pp_runner.cuda.graphed_layers import GraphedLayers
@@ -49,7 +49,8 @@ SPEC = model_spec(
         "max_position_embeddings": 128,
     }
 )
-SHAPE = SPEC.attention_shape(PAGE_SIZE, torch.bfloat16, META)
+SHAPES = SPEC.attention_shapes(PAGE_SIZE, torch.bfloat16, META)
+SHAPE = SHAPES[0]
 Work = Callable[[EmulatedStreams], None]
 
 
@@ -108,9 +109,9 @@ def download_steps(streams: EmulatedStreams) -> None:
 
 def move_pages(streams: EmulatedStreams) -> None:
     """Pages of a layer leave and come while steps write to the pool."""
-    pool = KvPool([0], SHAPE, NUM_PAGES)
+    pool = KvPool([0], SHAPES, NUM_PAGES)
     rows = PageRows(
-        pool, kv_page_bytes(SHAPE, 1), DownloadBesideKernels(META), CopyBesideKernels(META)
+        pool, largest_page_bytes(SHAPES), DownloadBesideKernels(META), CopyBesideKernels(META)
     )
     for _ in range(3):
         streams.launch("a step", (), pool.pages(0))
@@ -236,7 +237,7 @@ def run_steps(streams: EmulatedStreams) -> None:
             is_first=False,
             is_last=False,
         )
-        held = HeldLayers(model, KvPool(layers, SHAPE, NUM_PAGES, has_padding_page=True))
+        held = HeldLayers(model, KvPool(layers, SHAPES, NUM_PAGES, has_padding_page=True))
         staging = InputStaging(CopyBesideKernels(META))
         step_layers = GraphedLayers(
             held,

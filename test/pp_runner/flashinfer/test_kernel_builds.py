@@ -31,6 +31,7 @@ SHAPE = AttentionShape(
     num_query_heads=4,
     num_kv_heads=2,
     head_dim=64,
+    value_dim=64,
     page_size=16,
     scale=0.125,
     dtype=torch.bfloat16,

@@ -9,6 +9,7 @@ from support.fake_flashinfer import FakeFlashInferFunctions
 from support.paged_attention import ChunkExtent, layout_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sgl_pipeline.pp_runner.attention.attention_backend import StageAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
@@ -61,8 +62,8 @@ def prefill() -> StepInputs:
 def run_stages(kernels: LayerKernels, layer_counts: Sequence[int]) -> torch.Tensor:
     """What comes out of the last stage; no stage may change what it was given."""
     inputs, hidden, first = prefill(), None, 0
-    shape = SPEC.attention_shape(PAGE_SIZE, torch.bfloat16, CPU)
-    attention = TorchAttention(shape)
+    shapes = SPEC.attention_shapes(PAGE_SIZE, torch.bfloat16, CPU)
+    attention = StageAttention(shapes, TorchAttention)
     attention.plan(inputs.layout)
     for count in layer_counts:
         layers = range(first, first + count)
@@ -75,7 +76,7 @@ def run_stages(kernels: LayerKernels, layer_counts: Sequence[int]) -> torch.Tens
             is_first=first == 0,
             is_last=False,
         )
-        pool = KvPool(layers, shape, NUM_PAGES)
+        pool = KvPool(layers, shapes, NUM_PAGES)
         given = None if hidden is None else hidden.clone()
         output = HeldLayers(model, pool).forward(layers, inputs, hidden, attention)
         assert given is None or torch.equal(given, hidden)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
-from sgl_pipeline.pp_runner.attention.kv_pool import KvPool, kv_page_bytes
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool, largest_page_bytes
 from sgl_pipeline.pp_runner.base.download import NoDownload
-from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES, encode
+from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES, encode, head_dim_of
 from sgl_pipeline.pp_runner.layer_moves.page_rows import PageRows, row_bytes
 
 NUM_PAGES = 9
@@ -19,6 +19,7 @@ def shape_of(dtype: torch.dtype, page_size: int) -> AttentionShape:
         num_query_heads=2,
         num_kv_heads=1,
         head_dim=6,
+        value_dim=6,
         page_size=page_size,
         scale=1.0,
         dtype=dtype,
@@ -28,18 +29,21 @@ def shape_of(dtype: torch.dtype, page_size: int) -> AttentionShape:
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *CODED_DTYPES.values()])
-def test_pages_arrive_where_they_were(dtype: torch.dtype, page_size: int) -> None:
-    shape = shape_of(dtype, page_size)
+@pytest.mark.parametrize("value_dim", [6, 10, 2])
+def test_pages_arrive_where_they_were(value_dim: int, dtype: torch.dtype, page_size: int) -> None:
+    shape = replace(shape_of(dtype, page_size), value_dim=value_dim)
     if dtype in CODED_DTYPES.values():
         shape = replace(shape, dtype=torch.bfloat16, coded_dtype=dtype)
-    source, target = KvPool([3, 4], shape, NUM_PAGES), KvPool([4], shape, NUM_PAGES)
+    # Layer 3 has the larger pages, of which the rows must have the size.
+    shapes = [*[replace(shape, head_dim=14)] * 4, shape]
+    source, target = KvPool([3, 4], shapes, NUM_PAGES), KvPool([4], shapes, NUM_PAGES)
     for layer in (3, 4):
         for pages in source.pages(layer):
-            numbers = torch.randn(*pages.shape[:3], shape.head_dim)
+            numbers = torch.randn(*pages.shape[:3], head_dim_of(pages))
             pages.copy_(encode(numbers.to(shape.dtype), pages.dtype))
     for pages in target.pages(4):
         pages.fill_(7)
-    page_bytes = kv_page_bytes(shape, 1)
+    page_bytes = largest_page_bytes(shapes)
     chosen = [8, 0, 5]
     (rows,) = (
         PageRows(source, page_bytes, NoDownload(), lambda values: values).pack(4, chosen).tensors()

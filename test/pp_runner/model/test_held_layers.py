@@ -151,7 +151,7 @@ def held_layers(source: WeightSource | None = None, layers: range = range(2, 4))
         is_first=False,
         is_last=False,
     )
-    pool = KvPool(layers, spec.attention_shape(16, torch.float32, CPU), 8)
+    pool = KvPool(layers, spec.attention_shapes(16, torch.float32, CPU), 8)
     return HeldLayers(model, pool)
 
 

@@ -247,6 +247,10 @@ def test_llama_3_1_config_of_transformers_4():
     assert not (spec.qkv_bias or spec.output_bias or spec.mlp_bias or spec.qk_norm)
 
 
+def windows(spec):
+    return [attention.window for attention in spec.attentions]
+
+
 def test_qwen_2_5_has_qkv_biases_and_its_sliding_window_is_off():
     spec = model_spec(QWEN_2_5_7B)
     assert spec.qkv_bias and not spec.output_bias
@@ -360,7 +364,6 @@ def test_the_first_chatglm_which_shares_only_the_name_is_refused():
         (QWEN_3_30B_A3B, {"shared_expert_intermediate_size": 768}, "shared_expert_intermediate"),
         (QWEN_3_30B_A3B, {"routed_scaling_factor": 2.5}, "routed_scaling_factor"),
         (QWEN_3_30B_A3B, {"topk_method": "noaux_tc"}, "topk_method"),
-        (QWEN_3_30B_A3B, {"use_sliding_window": True, "sliding_window": 8}, "sliding_window"),
         (MIXTRAL_8X7B, {"norm_topk_prob": False}, "norm_topk_prob"),
         (QWEN_2_5_7B, {"norm_topk_prob": True}, "norm_topk_prob"),
         (GLM_4_9B_CHAT, {"rmsnorm": False}, "rmsnorm"),
@@ -372,9 +375,12 @@ def test_the_first_chatglm_which_shares_only_the_name_is_refused():
         (GLM_4_9B_CHAT, {"pre_seq_len": 128}, "pre_seq_len"),
         (GLM_4_9B_CHAT, {"vision_config": {"hidden_size": 1792}}, "vision_config"),
         (LLAMA_3_1_8B, {"rope_ratio": 2}, "rope_ratio"),
-        (MISTRAL_7B_V0_3, {"sliding_window": 4096}, "sliding_window"),
-        (QWEN_2_5_7B, {"use_sliding_window": True}, "sliding_window"),
-        (QWEN_3_0_6B, {"layer_types": ["sliding_attention"] * 28}, "layer_types"),
+        (LLAMA_3_1_8B, {"sliding_window": 4096}, "sliding_window = 4096"),
+        (GLM_4_9B_0414, {"layer_types": ["sliding_attention"] * 40}, "sliding_window"),
+        (QWEN_3_0_6B, {"layer_types": ["sliding_attention"] * 28}, "sliding_window is None"),
+        (QWEN_3_0_6B, {"layer_types": ["chunked_attention"] * 28}, "chunked_attention"),
+        (QWEN_3_0_6B, {"layer_types": ["full_attention"] * 27}, "list of 28"),
+        (MISTRAL_7B_V0_3, {"sliding_window": -1}, "sliding_window"),
         (LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         (LLAMA_3_1_8B, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
         (LLAMA_3_1_8B, {"rope_scaling": {"type": "linear"}}, "factor"),
@@ -399,8 +405,26 @@ def test_a_field_that_changes_the_maths_is_refused_by_name(base, changes, named)
 
 def test_a_mistral_config_that_omits_its_window_has_the_default_one():
     config = {name: v for name, v in MISTRAL_7B_V0_3.items() if name != "sliding_window"}
-    with pytest.raises(UnsupportedModelError, match="sliding_window = 4096"):
-        model_spec(config)
+    assert windows(model_spec(config)) == [4096] * 32
+
+
+def test_qwen_has_windows_where_its_switch_and_its_bound_say_so():
+    def windows_of(base, **changes):
+        return windows(model_spec({**base, "sliding_window": 8, **changes}))
+
+    assert windows_of(QWEN_2_5_7B) == [None] * 28
+    on = {"use_sliding_window": True}
+    assert windows_of(QWEN_2_5_7B, **on, max_window_layers=20) == [None] * 20 + [8] * 8
+    assert windows_of(QWEN_3_30B_A3B, **on) == [8] * 48
+    assert windows_of(QWEN_1_5_MOE_A2_7B, **on)[:22] == [8, None] * 10 + [8, None]
+    kinds = ["full_attention", "sliding_attention"] * 14
+    assert windows_of(QWEN_3_0_6B, layer_types=kinds) == [None, 8] * 14
+    assert windows_of(QWEN_3_0_6B, layer_types=["full_attention"] * 28, **on) == [None] * 28
+
+
+def test_layers_with_a_window_are_of_a_kind_of_their_own():
+    spec = model_spec({**QWEN_2_5_7B, "use_sliding_window": True, "max_window_layers": 20})
+    assert spec.layer_kind(0) == spec.layer_kind(19) != spec.layer_kind(20) == spec.layer_kind(27)
 
 
 def test_fields_that_leave_the_maths_alone_are_accepted():

@@ -84,7 +84,7 @@ def test_greedy_tokens_equal_transformers_for_every_split(name):
         assert_same_tokens(chain, name, request)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama3-rope", "glm4", "chatglm"])
+@pytest.mark.parametrize("name", ["qwen3", "llama3-rope", "glm4", "chatglm", "qwen3-layer-types"])
 @pytest.mark.compiler
 def test_compiled_kernels_give_the_tokens_of_transformers(name):
     chain = StageChain(tiny_model(name), (2, 4), page_size=16, attention="cpu", kernels="cpu")
