@@ -168,7 +168,9 @@ def check_stage(spec: DecoderSpec, name: str, device: torch.device, backend: str
     which the fast path may exceed by `STAGE_FACTOR`. The error is that of the worst row's logits.
     """
     place = StagePlace(
-        replace(spec, num_layers=_CHECKED_LAYERS), StagePlan(0, (_CHECKED_LAYERS,)), 0
+        replace(spec, attentions=spec.attentions[:_CHECKED_LAYERS]),
+        StagePlan(0, (_CHECKED_LAYERS,)),
+        0,
     )
     layers = range(_CHECKED_LAYERS)
     models = {
