@@ -19,7 +19,8 @@ class StageArgs:
     """How the stages hold and run the model.
 
     `model_path` is a directory, `dtype` a torch dtype name without `torch.`; `quantization` is the
-    method of the weights, from the checkpoint or from `--quantization`.
+    method of the weights, from the checkpoint or from `--quantization`. `context_length` in tokens;
+    None: the model's own. `rope_overrides` is a JSON object of the config's rope fields.
     """
 
     num_stages: int = our_flag(
@@ -75,6 +76,8 @@ class StageArgs:
     )
     quantization: str | None = upstream_flag(None, "--quantization")
     kv_cache_dtype: str = upstream_flag("auto", "--kv-cache-dtype")
+    context_length: int | None = upstream_flag(None, "--context-length", check=at_least(2))
+    rope_overrides: str = upstream_flag("{}", "--json-model-override-args")
     max_total_tokens: int | None = upstream_flag(None, "--max-total-tokens", check=at_least(1))
     memory_fraction: float = upstream_flag(0.88, "--mem-fraction-static")
     cpu_threads: int | None = our_flag(

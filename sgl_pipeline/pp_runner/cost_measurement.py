@@ -32,7 +32,7 @@ from sgl_pipeline.pp_runner.kernel_choice import (
 from sgl_pipeline.pp_runner.kv_capacity import usable_memory_bytes
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import RmsNorm
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
-from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, read_served_spec
 from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
 from sgl_pipeline.pp_runner.model.stage_model import OutputHead
 from sgl_pipeline.pp_runner.output.sampler import Sampler
@@ -93,7 +93,7 @@ def _measure(
     """
     args = assignment.args
     dtype = getattr(torch, args.dtype)
-    spec = read_model_spec(args.model_path, args.quantization)
+    spec = read_served_spec(args)
     shapes = spec.attention_shapes(assignment.page_size, dtype, device, args.kv_cache_dtype)
     model = _MadeUpModel(assignment, spec, shapes, most_table_bytes)
     return PartCosts(

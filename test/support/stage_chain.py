@@ -53,8 +53,9 @@ class StageChain:
         attention: str = "torch",
         kernels: str = "torch",
         kv_cache_dtype: str = "auto",
+        context_length: int | None = None,
     ) -> None:
-        self.spec = read_model_spec(path)
+        self.spec = read_model_spec(path, context_length=context_length)
         self.logits: dict[Request, list[torch.Tensor]] = {}
         self._page_size = page_size
         self._plan = plan = StagePlan(0, layer_counts)

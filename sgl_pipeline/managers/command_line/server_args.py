@@ -6,6 +6,7 @@ that cannot be honored ends in a ConfigurationError that names the flag.
 """
 
 import argparse
+import json
 import logging
 import math
 import os
@@ -44,7 +45,8 @@ from sgl_pipeline.managers.upstream.upstream_environment import (
     name_variables_without_effect,
 )
 from sgl_pipeline.managers.upstream.upstream_fields import HELP, NOTED, UPSTREAM_VALUES
-from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.rope_spec import YarnScaling
 from sgl_pipeline.pp_runner.weights.quantization_config import W4A8_INT8
 
 logger = logging.getLogger(__name__)
@@ -89,7 +91,13 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     )
     model_path = find_model(options.model_path, options.revision, options.download_dir)
     served_name = options.served_model_name or options.model_path
-    spec = read_model_spec(model_path, options.quantization)
+    spec = read_model_spec(
+        model_path,
+        options.quantization,
+        options.context_length,
+        options.json_model_override_args,
+    )
+    _note_context_length(spec, options.context_length)
     dtype = resolve_dtype(options.dtype, spec.dtype)
     options.quantization = spec.quantization_method
     pipeline = _pipeline_args(options, model_path, dtype)
@@ -105,6 +113,8 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     for name, value in UPSTREAM_VALUES.items():
         setattr(options, name, value)
     options.model_path, options.dtype = model_path, dtype
+    options.context_length = spec.context_length
+    options.json_model_override_args = _config_of_front(spec, options.json_model_override_args)
     options.served_model_name = served_name or "sgl-pipeline-demo"
     upstream = ServerArgs.from_cli_args(options)
     try:
@@ -112,7 +122,7 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
         upstream.check_server_args()
     except (AssertionError, ValueError, OSError) as error:
         raise ConfigurationError(f"SGLang refuses these arguments: {error}") from error
-    return LaunchPlan(upstream, pipeline, upstream.context_length or spec.context_length)
+    return LaunchPlan(upstream, pipeline, spec.context_length)
 
 
 def check_port_is_free(host: str, port: int) -> None:
@@ -209,6 +219,37 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
     )
 
 
+def _note_context_length(spec: ModelSpec, asked: int | None) -> None:
+    """Says where a rotary embedding that depends on the length of a sequence has one for all."""
+    own = spec.own_context_lengths
+    if own.default == own.longest:
+        return
+    if asked is None:
+        logger.warning(
+            "serves %d tokens of context, as far as this model's rotary embedding is the same for "
+            "all lengths; --context-length takes up to %d, and changes it for short prompts, too",
+            own.default,
+            own.longest,
+        )
+    elif asked > own.default:
+        logger.warning(
+            "--context-length %d is more than %d: all prompts, short ones too, have the rotary "
+            "embedding that this model uses for sequences of %d tokens",
+            asked,
+            own.default,
+            asked,
+        )
+
+
+def _config_of_front(spec: ModelSpec, overrides: str) -> str:
+    """`--json-model-override-args` of upstream, which takes `max_position_embeddings` for the whole
+    context of YaRN, whatever its factor is."""
+    if not isinstance(spec.rope.scaling, YarnScaling):
+        return overrides
+    longest = {"max_position_embeddings": spec.own_context_lengths.longest}
+    return json.dumps({**json.loads(overrides), **longest})
+
+
 def _settle_extra_steps_in_flight(options: argparse.Namespace) -> None:
     ours, upstreams = options.extra_steps_in_flight, options.pp_async_batch_depth
     if ours is not None and upstreams is not None and ours != upstreams:
@@ -248,8 +289,6 @@ def _check_our_side(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--grammar-backend {options.grammar_backend} is not supported; choose xgrammar or none"
         )
-    if options.context_length is not None and options.context_length < 2:
-        raise ConfigurationError(f"--context-length {options.context_length} must be at least 2")
     _check_tracing(options)
     if options.stream_interval < 1:
         raise ConfigurationError(f"--stream-interval {options.stream_interval} must be at least 1")

@@ -13,7 +13,7 @@ from typing import Any
 HONORED = frozenset(
     """
     model_path revision download_dir load_format dtype quantization kv_cache_dtype
-    context_length device
+    context_length json_model_override_args device
     random_seed pp_size pp_max_micro_batch_size pp_async_batch_depth
     nnodes node_rank dist_init_addr use_ray page_size
     chunked_prefill_size
@@ -169,7 +169,7 @@ _REFUSED_TEXT = {
     _DEVICE: "base_gpu_id gpu_id_step numa_node",
     "it belongs to another platform": "mlx_enable_sampling",
     "the server's own exit path must run": "custom_sigquit_handler",
-    _REMOTE_CODE: "model_impl model_config_parser json_model_override_args",
+    _REMOTE_CODE: "model_impl model_config_parser",
     "only text generation is served": "is_embedding",
     _QUANTIZATION: """quantization_param_path modelopt_quant
         modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path

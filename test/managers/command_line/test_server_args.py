@@ -32,9 +32,12 @@ from sgl_pipeline.managers.command_line.server_args import (
 )
 from sgl_pipeline.managers.upstream.upstream_checks import refuse_unsupported
 from sgl_pipeline.managers.upstream.upstream_fields import refusal
-from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import read_model_spec, read_served_spec
+from sgl_pipeline.pp_runner.model.rope_spec import YarnScaling
 from sgl_pipeline.simulator.tune import server_flags
 from sgl_pipeline.throttle import POLICY_TABLE
+
+YARN_OVERRIDE = '{"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}'
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +294,8 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--min-prefill-tokens 0", "between 1 and"),
         ("--chunked-prefill-size -1", "--chunked-prefill-size -1"),
         ("--load-format gguf", "--load-format gguf"),
-        ("--context-length 1", "--context-length 1"),
+        ("--context-length 1", "--context-length 1 must be at least 2"),
+        ('--json-model-override-args {"num_hidden_layers":2}', "num_hidden_layers cannot be"),
         ("--stream-interval 0", "--stream-interval 0"),
         ("--cpu-threads-per-stage 0", "--cpu-threads-per-stage 0"),
         ("--device tpu", "--device tpu"),
@@ -389,6 +393,60 @@ def test_upstreams_front_reads_the_config_of_every_family(name: str) -> None:
     spec = read_model_spec(path)
     assert (config.context_len, config.vocab_size) == (spec.context_length, spec.vocab_size)
     assert config.hf_eos_token_id == spec.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "context_length", "context_of_stages"),
+    [
+        ("qwen2-yarn", [], 128, None),
+        ("qwen2-yarn", ["--context-length", "100"], 100, 100),
+        ("qwen3", ["--json-model-override-args", YARN_OVERRIDE], 4096, None),
+        ("llama-biases-linear-rope", [], 8192, None),
+        ("llama-dynamic", [], 64, None),
+        ("llama-dynamic", ["--context-length", "256"], 256, 256),
+        ("llama-longrope", [], 64, None),
+        ("llama-longrope", ["--context-length", "200"], 200, 200),
+    ],
+)
+def test_a_stretched_context_is_one_for_front_scheduler_and_stages(
+    name: str, flags: list[str], context_length: int, context_of_stages: int | None
+) -> None:
+    plan = parse_command_line(["--model-path", str(tiny_model(name)), "--device", "cpu", *flags])
+    assert plan.context_length == plan.upstream.context_length == context_length
+    assert ModelConfig.from_server_args(plan.upstream).context_len == context_length
+    assert plan.pipeline.stages.context_length == context_of_stages
+    assert read_served_spec(plan.pipeline.stages).context_length == context_length
+
+
+def test_overrides_of_rope_fields_reach_every_stage() -> None:
+    path = str(tiny_model("qwen3"))
+    flags = ["--json-model-override-args", YARN_OVERRIDE]
+    stages = parse_command_line(["--model-path", path, "--device", "cpu", *flags]).pipeline.stages
+    assert read_served_spec(stages).rope.scaling == YarnScaling(2.0, 2048, 32.0, 1.0, True)
+    assert read_model_spec(path).rope.scaling is None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-yarn", "llama-dynamic", "llama-longrope"])
+def test_more_context_than_the_rotary_embedding_is_made_for_is_refused(name: str) -> None:
+    path, longest = str(tiny_model(name)), read_model_spec(tiny_model(name)).own_context_lengths[1]
+    with pytest.raises(ConfigurationError, match=f"context_length.*{longest + 1}.*{longest}"):
+        parse_command_line(["--model-path", path, "--context-length", str(longest + 1)])
+
+
+@pytest.mark.parametrize("name", ["llama-longrope", "llama-dynamic"])
+def test_an_embedding_that_depends_on_the_context_is_said_at_the_start(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = ["--model-path", str(tiny_model(name)), "--device", "cpu"]
+    parse_command_line(line)
+    (notice,) = (message for message in caplog.messages if "--context-length" in message)
+    assert "serves 64 tokens" in notice and "up to 256" in notice
+    caplog.clear()
+    parse_command_line([*line, "--context-length", "64"])
+    assert not [message for message in caplog.messages if "--context-length" in message]
+    parse_command_line([*line, "--context-length", "65"])
+    (notice,) = (message for message in caplog.messages if "--context-length" in message)
+    assert "short ones too" in notice
 
 
 def test_a_taken_port_is_named_before_anything_starts() -> None:
