@@ -45,7 +45,7 @@ from sgl_pipeline.managers.upstream.upstream_environment import (
     name_variables_without_effect,
 )
 from sgl_pipeline.managers.upstream.upstream_fields import HELP, NOTED, UPSTREAM_VALUES
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ModelSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.rope_spec import YarnScaling
 from sgl_pipeline.pp_runner.weights.quantization_config import W4A8_INT8
 
@@ -244,7 +244,7 @@ def _note_context_length(spec: ModelSpec, asked: int | None) -> None:
 def _config_of_front(spec: ModelSpec, overrides: str) -> str:
     """`--json-model-override-args` of upstream, which takes `max_position_embeddings` for the whole
     context of YaRN, whatever its factor is."""
-    if not isinstance(spec.rope.scaling, YarnScaling):
+    if not isinstance(spec, DecoderSpec) or not isinstance(spec.rope.scaling, YarnScaling):
         return overrides
     longest = {"max_position_embeddings": spec.own_context_lengths.longest}
     return json.dumps({**json.loads(overrides), **longest})
