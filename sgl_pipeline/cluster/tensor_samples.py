@@ -69,7 +69,7 @@ def sample_tensors(file: int, path: str) -> dict[str, TensorSample]:
 
 
 def sampled_ranges(num_bytes: int) -> list[tuple[int, int]]:
-    """Which bytes of a tensor of `num_bytes` are hashed: (first byte, count), in order."""
+    """The hashed bytes of a tensor of `num_bytes`: (first byte, count), in order."""
     if num_bytes <= WHOLE_BYTES:
         return [(0, num_bytes)]
     last = num_bytes - BLOCK_BYTES

@@ -18,8 +18,8 @@ KV_CACHE_DTYPES: tuple[KvCacheDtype, ...] = get_args(KvCacheDtype)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """As in the models' config.json, with its layers' matrices in `quantization` and its keys and
-    values in `kv_cache_dtype`."""
+    """The fields of the models' config.json, with its layers' matrices in `quantization` and its
+    keys and values in `kv_cache_dtype`."""
 
     name: str
     num_layers: int
@@ -130,5 +130,5 @@ MODELS = {
 def model_shape(
     name: str, quantization: Quantization, kv_cache_dtype: KvCacheDtype = "auto"
 ) -> ModelShape:
-    """That of MODELS, with its layers, and its keys and values, quantized so."""
+    """The shape of a model of MODELS, with layers, keys and values quantized so."""
     return replace(MODELS[name], quantization=quantization, kv_cache_dtype=kv_cache_dtype)

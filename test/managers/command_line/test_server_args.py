@@ -155,16 +155,14 @@ def test_coded_keys_and_values_are_ours_alone(
     assert plan.upstream.kv_cache_dtype == "auto"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     if kv_cache_dtype == "int8":
-        with pytest.raises(ConfigurationError, match=r"int8 is for CPUs only; .*fp8_e4m3"):
+        with pytest.raises(ConfigurationError, match=r"int8.*CPU.*fp8_e4m3"):
             parse_command_line(flags)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e5m2", "bf16", "mxfp8", "nvfp4"])
 def test_other_dtypes_of_the_kv_cache_are_refused_by_name(kv_cache_dtype: str, model: str) -> None:
     flags = ["--model-path", model, "--device", "cpu", "--kv-cache-dtype", kv_cache_dtype]
-    with pytest.raises(
-        ConfigurationError, match=f"{kv_cache_dtype} is not built; choose from auto"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"{kv_cache_dtype} .*auto"):
         parse_command_line(flags)
 
 
@@ -181,7 +179,7 @@ def test_quantized_weights_are_ours_alone(model: str) -> None:
     assert plan.pipeline.stages.quantization == "w4a8_int8"
     assert plan.pipeline.stages.precision.endswith("-w4a8_int8")
     assert plan.upstream.quantization is None
-    with pytest.raises(ConfigurationError, match=r"quantized already, by awq"):
+    with pytest.raises(ConfigurationError, match="awq"):
         parse_command_line(["--model-path", published, "--quantization", "w8a8_int8"])
 
 
@@ -201,9 +199,9 @@ def test_prefill_kernels_are_for_flashinfer_on_a_gpu(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     flags = ["--model-path", model, "--device", "cuda", "--stage-prefill-kernels", "fa2"]
     assert parse_command_line(flags).pipeline.stages.prefill_kernels == "fa2"
-    with pytest.raises(ConfigurationError, match=r"fa2 chooses between.*backend is torch"):
+    with pytest.raises(ConfigurationError, match=r"fa2.*torch"):
         parse_command_line([*flags, "--stage-attention-backend", "torch"])
-    with pytest.raises(ConfigurationError, match="'fa4' is unknown; choose from auto, fa2, fa3"):
+    with pytest.raises(ConfigurationError, match=r"'fa4'.*auto, fa2, fa3"):
         StageArgs(model_path=model, dtype="bfloat16", device="cuda", prefill_kernels="fa4")
 
 
@@ -251,19 +249,19 @@ def test_a_timeout_that_is_no_number_is_refused(
     ],
 )
 def test_where_spans_go_is_refused_without_the_tracing(model: str, flag: str, value: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{flag} does nothing without --enable-trace"):
+    with pytest.raises(ConfigurationError, match=rf"{flag}.*--enable-trace"):
         parse_command_line(["--model-path", model, "--pp", "2", flag, value])
 
 
 def test_what_tracing_lacks_is_named(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ["--model-path", model, "--pp", "2", "--enable-trace"]
     monkeypatch.setattr(trace, "opentelemetry_imported", False)
-    with pytest.raises(ConfigurationError, match="needs OpenTelemetry: pip install"):
+    with pytest.raises(ConfigurationError, match="OpenTelemetry: pip install"):
         parse_command_line(asked)
     monkeypatch.setattr(trace, "opentelemetry_imported", True)
     assert parse_command_line(asked).upstream.enable_trace
     monkeypatch.setenv("SGLANG_TRACE_ASYNC", "1")
-    with pytest.raises(ConfigurationError, match="SGLANG_TRACE_ASYNC cannot be honored"):
+    with pytest.raises(ConfigurationError, match="SGLANG_TRACE_ASYNC"):
         parse_command_line(asked)
 
 
@@ -347,7 +345,7 @@ def test_a_driver_that_pytorch_cannot_use_is_named(
     assert plan.pipeline.stages.device == "cpu"
     (notice,) = (line for line in caplog.messages if "--device auto" in line)
     assert "NVIDIA driver for CUDA 12.4" in notice and reason in notice
-    with pytest.raises(ConfigurationError, match=f"--device cuda: .*CUDA 12.4.*{reason}"):
+    with pytest.raises(ConfigurationError, match=rf"--device cuda: .*CUDA 12.4.*{reason}"):
         parse_command_line(["--model-path", model, "--device", "cuda"])
 
 
