@@ -1,6 +1,6 @@
 """Tells the tensors of a safetensors file apart by name, dtype, shape and a sample of their bytes.
 
-Used by `model_digest.py`, in processes that import neither torch nor safetensors. The format: the
+For processes that import neither torch nor safetensors. The format: the
 length of a JSON header in 8 bytes, little endian; the header, which names dtype, shape and place of
 each tensor; the tensors (https://huggingface.co/docs/safetensors).
 

@@ -1,7 +1,4 @@
-"""The result of a simulation: every request, every step, every move.
-
-Made by `virtual_pipeline.py`; `summary.py` and the figures read it.
-"""
+"""The result of a simulation: every request, every step, every move."""
 
 from dataclasses import dataclass, field
 
