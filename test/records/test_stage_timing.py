@@ -89,7 +89,6 @@ def test_shares_equal_a_count_of_instants_in_a_simulated_run() -> None:
         throttle=ThrottleArgs(policy="sarathi", max_prefill_tokens=16, min_prefill_tokens=1),
         num_pages=1000,
         num_stages=3,
-        context_length=1000,
     )
     ids = TokenIds()
     workload = [

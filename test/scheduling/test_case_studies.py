@@ -1,7 +1,7 @@
 """gLLM's case studies as golden runs: the whole scheduler on four stages, step by step."""
 
 import pytest
-from support.pipelines import FakePipeline, make_request, new_scheduler
+from support.pipelines import FakePipeline, make_request, new_pipeline
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 
@@ -10,14 +10,13 @@ THROTTLES = ("throttle", "throttle-adaptive", "no-wt", "no-ut", "no-threshold")
 
 
 def pipeline_of(throttle: ThrottleArgs, num_pages: int, page_size: int = 1) -> FakePipeline:
-    scheduler = new_scheduler(
+    return new_pipeline(
         SchedulingArgs(page_size=page_size),
         throttle,
         num_pages=num_pages,
         num_stages=STAGES,
         context_length=10_000,
     )
-    return FakePipeline(scheduler, page_size)
 
 
 def test_a_burst_after_a_lull_is_spread_over_the_steps() -> None:

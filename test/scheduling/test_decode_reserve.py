@@ -43,7 +43,6 @@ def test_asking_for_the_load_changes_nothing() -> None:
         ThrottleArgs(policy="throttle-adaptive"),
         num_pages=400,
         num_stages=2,
-        context_length=1000,
     )
     pipeline = FakePipeline(scheduler, 2)
     scheduler.add(make_request("a", [1, 2, 3], 101))
@@ -65,7 +64,6 @@ def test_retractions_for_want_of_pages_raise_the_ratio_and_those_for_priority_do
             ThrottleArgs(policy="sarathi"),
             num_pages=num_pages,
             num_stages=1,
-            context_length=1000,
         )
         pipeline = FakePipeline(scheduler, 1)
         for number in range(3):

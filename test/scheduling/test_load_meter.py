@@ -16,11 +16,7 @@ def test_the_newest_wait_is_that_of_the_newest_prompt_that_is_not_scheduled_whol
     """Of those that wait; where none waits, of those that are being prefilled."""
     throttle = ThrottleArgs(policy="sarathi", max_prefill_tokens=16, min_prefill_tokens=16)
     scheduler = new_scheduler(
-        SchedulingArgs(page_size=2, max_running_requests=2),
-        throttle,
-        num_pages=400,
-        num_stages=8,
-        context_length=1000,
+        SchedulingArgs(page_size=2, max_running_requests=2), throttle, num_pages=400, num_stages=8
     )
     for request in (arrived("a", 1.0), arrived("b", 2.0), arrived("c", 4.0)):
         scheduler.add(request)

@@ -15,7 +15,6 @@ def test_serving_leaves_no_cyclic_garbage() -> None:
         ThrottleArgs(policy="sarathi"),
         num_pages=60,
         num_stages=1,
-        context_length=1000,
     )
     gc.collect()
     gc.disable()

@@ -1,6 +1,6 @@
 """What a request waits for is counted once, whoever shares it, and in order of service."""
 
-from support.pipelines import FakePipeline, make_request, new_scheduler
+from support.pipelines import FakePipeline, make_request, new_pipeline
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.scheduling import Outlook
@@ -13,14 +13,13 @@ def pipeline_of(max_prefill_tokens: int = 8) -> FakePipeline:
     throttle = ThrottleArgs(
         policy="sarathi", max_prefill_tokens=max_prefill_tokens, min_prefill_tokens=1
     )
-    scheduler = new_scheduler(
+    return new_pipeline(
         SchedulingArgs(page_size=PAGE_SIZE),
         throttle,
         num_pages=64,
         num_stages=2,
         context_length=200,
     )
-    return FakePipeline(scheduler, PAGE_SIZE)
 
 
 def outlook(pipeline: FakePipeline, request_id: str) -> Outlook:

@@ -3,7 +3,12 @@
 from typing import Any
 
 import pytest
-from support.pipelines import FakePipeline, make_request, new_scheduler, output_when_alone
+from support.pipelines import (
+    FakePipeline,
+    make_request,
+    new_pipeline,
+    output_when_alone,
+)
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import QueueFullError
@@ -14,14 +19,13 @@ def pipeline_of(
     num_pages: int = 1000, num_stages: int = 1, policy: str = "sarathi", **scheduling: Any
 ) -> FakePipeline:
     args = SchedulingArgs(**({"page_size": 1, "radix_cache": False} | scheduling))
-    scheduler = new_scheduler(
+    return new_pipeline(
         args,
         ThrottleArgs(policy=policy),
         num_pages=num_pages,
         num_stages=num_stages,
         context_length=100_000,
     )
-    return FakePipeline(scheduler, args.page_size)
 
 
 def advance(pipeline: FakePipeline, num_steps: int) -> None:

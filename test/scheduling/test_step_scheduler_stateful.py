@@ -104,9 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.pool_tokens = num_pages * page_size
         self.max_queued = max_queued
-        self.scheduler = new_scheduler(
-            args, throttle, num_pages=num_pages, num_stages=num_stages, context_length=1000
-        )
+        self.scheduler = new_scheduler(args, throttle, num_pages=num_pages, num_stages=num_stages)
         predictor = None if costs is None else StepPredictor(costs)
         self.pipeline = FakePipeline(self.scheduler, page_size, predictor)
         self.added: list[Request] = []

@@ -40,7 +40,6 @@ def scheduler(num_stages: int) -> StepScheduler:
         throttle=ThrottleArgs(policy="sarathi", max_prefill_tokens=64),
         num_pages=4000,
         num_stages=num_stages,
-        context_length=1000,
     )
 
 

@@ -75,7 +75,7 @@ def new_scheduler(
     *,
     num_pages: int,
     num_stages: int,
-    context_length: int,
+    context_length: int = 1000,
     log: RecoveryLog | None = None,
 ) -> StepScheduler:
     """One without requests, whose policy is that of `throttle`."""
@@ -182,3 +182,18 @@ class FakePipeline:
             events += self.complete()
             self.scheduler.check_invariants()
         raise AssertionError(f"not done after {max_steps} steps")
+
+
+def new_pipeline(
+    args: SchedulingArgs = FOUR_TOKEN_PAGES,
+    throttle: ThrottleArgs = TOKEN_THROTTLE,
+    *,
+    num_pages: int,
+    num_stages: int,
+    context_length: int = 1000,
+) -> FakePipeline:
+    """Around a `new_scheduler`."""
+    scheduler = new_scheduler(
+        args, throttle, num_pages=num_pages, num_stages=num_stages, context_length=context_length
+    )
+    return FakePipeline(scheduler, args.page_size)

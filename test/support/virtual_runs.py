@@ -50,7 +50,6 @@ def scheduler(num_stages: int) -> StepScheduler:
         ThrottleArgs(policy="throttle", max_prefill_tokens=64),
         num_pages=1000,
         num_stages=num_stages,
-        context_length=1000,
     )
 
 

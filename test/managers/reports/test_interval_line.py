@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from support.moves import movable_core, stages_get_ready, stages_switch
-from support.pipelines import FakePipeline, make_request, new_scheduler
+from support.pipelines import FakePipeline, make_request, new_pipeline
 
 from sgl_pipeline.args import SchedulingArgs
 from sgl_pipeline.managers.reports.interval_line import IntervalLine
@@ -13,13 +13,12 @@ from sgl_pipeline.managers.reports.interval_line import IntervalLine
 
 @pytest.fixture
 def pipeline() -> FakePipeline:
-    scheduler = new_scheduler(
+    return new_pipeline(
         SchedulingArgs(page_size=4, max_running_requests=2),
         num_pages=40,
         num_stages=1,
         context_length=128,
     )
-    return FakePipeline(scheduler, 4)
 
 
 def lines(caplog: Any) -> list[str]:

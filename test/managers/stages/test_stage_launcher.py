@@ -224,9 +224,9 @@ def test_a_worker_whose_process_cannot_be_started_is_refused_with_the_reason(
 def test_a_stage_that_does_not_fit_names_the_flag(
     processes: StageProcesses, tmp_path: Path
 ) -> None:
-    with launched(processes, tmp_path, attention_backend="flashinfer") as launcher:
-        with pytest.raises(ConfigurationError, match="stage 0: --stage-attention-backend"):
-            launcher.start()
+    refused = pytest.raises(ConfigurationError, match="stage 0: --stage-attention-backend")
+    with launched(processes, tmp_path, attention_backend="flashinfer") as launcher, refused:
+        launcher.start()
 
 
 def test_no_worker_is_started_when_the_server_is_about_to_end(processes: StageProcesses) -> None:
