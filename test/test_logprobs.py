@@ -27,11 +27,6 @@ WHOLE = {"policy": "sarathi", "max_prefill_tokens": 2048}
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @torch.inference_mode()
 def reference_logprobs(path: Path, request: Request) -> torch.Tensor:
     """[N, V]: row p tells of the token at p + 1, of the prompt or drawn by the request's rules."""
