@@ -68,6 +68,13 @@ def recorded(tmp_path: Path, run: Simulation) -> Path:
     return path
 
 
+def test_a_stage_takes_its_base_rows_attended_tokens_and_samples() -> None:
+    # 39, 32 and 8 of 40 rows are beyond the first three knots; decodes and prompts attend alike.
+    work = StepWork(40, 10, 600, 400, 3)
+    stage_ms = 5.0 + 0.1 * 39 + 0.1 * 8 + 2e-6 * 1000 + 0.05 * 3
+    assert fitted_s(TRUE.stages, work)[1] == pytest.approx(stage_ms * 1e-3)
+
+
 def test_a_fit_predicts_another_load_of_the_pipeline_it_was_taken_from(tmp_path: Path) -> None:
     fitted = fit_trace(recorded(tmp_path, simulation(TRUE, "sharegpt", 6.0)))
     assert max(fitted.errors) < 0.01
