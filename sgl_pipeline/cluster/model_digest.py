@@ -1,4 +1,4 @@
-"""Whether two hosts have the same model: its config, its tensors, and a sample of each one's bytes.
+"""Identifies a model, for hosts to compare: its config, its tensors, and a sample of their bytes.
 
 The digest is that of what the stages load, however it is split into files. Imports neither torch
 nor safetensors.
@@ -19,9 +19,8 @@ _MADE_UP = "dummy"
 
 
 def model_digest(model_path: str, load_format: str = "safetensors") -> str:
-    """What tells the model in a directory from others: hexadecimal digits for config.json
-    (with its quantization), for names, dtypes and shapes of the tensors, and for their bytes,
-    joined by `-`.
+    """Identifies the model in a directory: hexadecimal digits for config.json (with its
+    quantization), for names, dtypes and shapes of the tensors, and for their bytes, joined by `-`.
 
     Hosts compare it, and whatever keeps keys and values beyond a server's life, or hands them to
     another server, keys them by it. To that key it adds what flags decide of keys and values:
@@ -62,8 +61,8 @@ def digest_difference(digest: str, other: str) -> str:
 
 
 def _loaded_tensors(directory: Path) -> dict[str, TensorSample | None]:
-    """What a stage could load, by name; None for a tensor that the index places in a file which
-    does not have it."""
+    """The tensors that a stage could load, by name; None for one that the index places in a file
+    which does not have it."""
     file_of = indexed_files(directory)
     if file_of is None:
         return {**cached_samples(directory / SINGLE_FILE)}

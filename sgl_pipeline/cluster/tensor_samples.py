@@ -1,6 +1,6 @@
 """Tells the tensors of a safetensors file apart by name, dtype, shape and a sample of their bytes.
 
-Used by `model_digest.py`, in processes that import neither torch nor safetensors. The format: the
+For processes that import neither torch nor safetensors. The format: the
 length of a JSON header in 8 bytes, little endian; the header, which names dtype, shape and place of
 each tensor; the tensors (https://huggingface.co/docs/safetensors).
 
@@ -69,7 +69,7 @@ def sample_tensors(file: int, path: str) -> dict[str, TensorSample]:
 
 
 def sampled_ranges(num_bytes: int) -> list[tuple[int, int]]:
-    """Which bytes of a tensor of `num_bytes` are hashed: (first byte, count), in order."""
+    """The hashed bytes of a tensor of `num_bytes`: (first byte, count), in order."""
     if num_bytes <= WHOLE_BYTES:
         return [(0, num_bytes)]
     last = num_bytes - BLOCK_BYTES

@@ -1,5 +1,4 @@
 import argparse
-import dataclasses
 import os
 import socket
 from pathlib import Path
@@ -91,60 +90,33 @@ def test_the_three_pipeline_flags_mean_stages_and_upstream_runs_at_one(
     assert (plan.upstream.pp_size, plan.upstream.tp_size) == (1, 1)
 
 
-def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
-    flags = """--pp 2 --pp-layer-partition 3,1 --policy sarathi --prefill-spread-steps 5
-        --min-prefill-tokens 7 --chunked-prefill-size 100 --pause-free-share 0.2
-        --extra-steps-in-flight 1 --stage-attention-backend torch --stage-kernels torch
-        --cpu-threads-per-stage 2
-        --trace-path trace.jsonl --trace-steps steps.json --page-size 16 --max-total-tokens 999
-        --max-running-requests 9 --max-queued-requests 0 --disable-radix-cache
-        --grammar-compile-seconds 3 --grammar-compile-memory-mib 100
-        --grammar-match-ms-per-token 1.5 --grammar-backend none
-        --constrained-json-disable-any-whitespace --constrained-json-max-whitespace-cnt 2
-        --schedule-policy lof --accounting gllm --duplicate-prefills --dtype bfloat16
-        --migration manual --migration-spare-layers 3 --migration-weights resident
-        --migration-window 50 --migration-timeout-s 2.5
-        --device cpu"""
+def test_flags_reach_every_section(model: str) -> None:
+    """Which field a flag sets is in `test/args/test_flags.py`."""
+    flags = """--pp 2 --pp-layer-partition 3,1 --dtype bfloat16 --max-total-tokens 999 --device cpu
+        --policy sarathi --chunked-prefill-size 100 --min-prefill-tokens 7
+        --page-size 16 --max-queued-requests 0 --disable-radix-cache --accounting gllm
+        --migration manual --migration-spare-layers 3 --migration-timeout-s 2.5
+        --grammar-backend none --grammar-compile-seconds 3
+        --constrained-json-disable-any-whitespace --trace-path trace.jsonl"""
     pipeline = parse_command_line(["--model-path", model, *flags.split()]).pipeline
     assert pipeline.throttle == ThrottleArgs(
-        policy="sarathi",
-        prefill_spread_steps=5,
-        max_prefill_tokens=100,
-        min_prefill_tokens=7,
-        pause_free_share=0.2,
+        policy="sarathi", max_prefill_tokens=100, min_prefill_tokens=7
     )
     assert pipeline.scheduling == SchedulingArgs(
-        page_size=16,
-        max_running_requests=9,
-        max_queued_requests=0,
-        schedule_policy="lof",
-        radix_cache=False,
-        accounting="gllm",
-        duplicate_prefills=True,
-        extra_steps_in_flight=1,
+        page_size=16, max_queued_requests=0, radix_cache=False, accounting="gllm"
     )
-    assert dataclasses.replace(pipeline.stages, model_path="") == StageArgs(
+    assert pipeline.stages == StageArgs(
+        model_path=model,
         num_stages=2,
         layer_partition="3,1",
-        model_path="",
         dtype="bfloat16",
-        attention_backend="torch",
-        layer_kernels="torch",
         max_total_tokens=999,
-        cpu_threads=2,
     )
-    assert pipeline.migration == MigrationArgs(
-        mode="manual", spare_layers=3, weights="resident", window_steps=50, timeout_s=2.5
-    )
+    assert pipeline.migration == MigrationArgs(mode="manual", spare_layers=3, timeout_s=2.5)
     assert pipeline.grammars == GrammarArgs(
-        enabled=False,
-        any_whitespace=False,
-        max_whitespace_count=2,
-        compile_seconds=3.0,
-        compile_memory_mib=100,
-        match_ms_per_token=1.5,
+        enabled=False, any_whitespace=False, compile_seconds=3.0
     )
-    assert (pipeline.trace_path, pipeline.trace_steps) == ("trace.jsonl", "steps.json")
+    assert pipeline.trace_path == "trace.jsonl"
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "int8"])
@@ -158,16 +130,14 @@ def test_coded_keys_and_values_are_ours_alone(
     assert plan.upstream.kv_cache_dtype == "auto"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     if kv_cache_dtype == "int8":
-        with pytest.raises(ConfigurationError, match=r"int8 is for CPUs only; .*fp8_e4m3"):
+        with pytest.raises(ConfigurationError, match=r"int8.*CPU.*fp8_e4m3"):
             parse_command_line(flags)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e5m2", "bf16", "mxfp8", "nvfp4"])
 def test_other_dtypes_of_the_kv_cache_are_refused_by_name(kv_cache_dtype: str, model: str) -> None:
     flags = ["--model-path", model, "--device", "cpu", "--kv-cache-dtype", kv_cache_dtype]
-    with pytest.raises(
-        ConfigurationError, match=f"{kv_cache_dtype} is not built; choose from auto"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"{kv_cache_dtype} .*auto"):
         parse_command_line(flags)
 
 
@@ -184,7 +154,7 @@ def test_quantized_weights_are_ours_alone(model: str) -> None:
     assert plan.pipeline.stages.quantization == "w4a8_int8"
     assert plan.pipeline.stages.precision.endswith("-w4a8_int8")
     assert plan.upstream.quantization is None
-    with pytest.raises(ConfigurationError, match=r"quantized already, by awq"):
+    with pytest.raises(ConfigurationError, match="awq"):
         parse_command_line(["--model-path", published, "--quantization", "w8a8_int8"])
 
 
@@ -204,9 +174,9 @@ def test_prefill_kernels_are_for_flashinfer_on_a_gpu(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     flags = ["--model-path", model, "--device", "cuda", "--stage-prefill-kernels", "fa2"]
     assert parse_command_line(flags).pipeline.stages.prefill_kernels == "fa2"
-    with pytest.raises(ConfigurationError, match=r"fa2 chooses between.*backend is torch"):
+    with pytest.raises(ConfigurationError, match=r"fa2.*torch"):
         parse_command_line([*flags, "--stage-attention-backend", "torch"])
-    with pytest.raises(ConfigurationError, match="'fa4' is unknown; choose from auto, fa2, fa3"):
+    with pytest.raises(ConfigurationError, match=r"'fa4'.*auto, fa2, fa3"):
         StageArgs(model_path=model, dtype="bfloat16", device="cuda", prefill_kernels="fa4")
 
 
@@ -254,19 +224,19 @@ def test_a_timeout_that_is_no_number_is_refused(
     ],
 )
 def test_where_spans_go_is_refused_without_the_tracing(model: str, flag: str, value: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{flag} does nothing without --enable-trace"):
+    with pytest.raises(ConfigurationError, match=rf"{flag}.*--enable-trace"):
         parse_command_line(["--model-path", model, "--pp", "2", flag, value])
 
 
 def test_what_tracing_lacks_is_named(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ["--model-path", model, "--pp", "2", "--enable-trace"]
     monkeypatch.setattr(trace, "opentelemetry_imported", False)
-    with pytest.raises(ConfigurationError, match="needs OpenTelemetry: pip install"):
+    with pytest.raises(ConfigurationError, match="OpenTelemetry: pip install"):
         parse_command_line(asked)
     monkeypatch.setattr(trace, "opentelemetry_imported", True)
     assert parse_command_line(asked).upstream.enable_trace
     monkeypatch.setenv("SGLANG_TRACE_ASYNC", "1")
-    with pytest.raises(ConfigurationError, match="SGLANG_TRACE_ASYNC cannot be honored"):
+    with pytest.raises(ConfigurationError, match="SGLANG_TRACE_ASYNC"):
         parse_command_line(asked)
 
 
@@ -351,7 +321,7 @@ def test_a_driver_that_pytorch_cannot_use_is_named(
     assert plan.pipeline.stages.device == "cpu"
     (notice,) = (line for line in caplog.messages if "--device auto" in line)
     assert "NVIDIA driver for CUDA 12.4" in notice and reason in notice
-    with pytest.raises(ConfigurationError, match=f"--device cuda: .*CUDA 12.4.*{reason}"):
+    with pytest.raises(ConfigurationError, match=rf"--device cuda: .*CUDA 12.4.*{reason}"):
         parse_command_line(["--model-path", model, "--device", "cuda"])
 
 
