@@ -99,10 +99,8 @@ def _round(tensor: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:
 
 def _metadata(config: dict[str, Any], name: str) -> dict[str, Any]:
     rope = config["rope_parameters"]
-    found = {f"{name}.{key}": config.get(field) for field, key in _SIZES.items()}
-    if config.get("num_local_experts") is None and config.get("num_experts") is None:
-        found[f"{name}.expert_count"] = None
-    return found | {
+    sizes = {f"{name}.{key}": config[field] for field, key in _SIZES.items() if field in config}
+    return sizes | {
         f"{name}.rope.freq_base": float(rope["rope_theta"]),
         f"{name}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         f"{name}.rope.scaling.type": "linear" if rope["rope_type"] == "linear" else None,

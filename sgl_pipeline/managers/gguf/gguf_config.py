@@ -72,7 +72,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """The content of config.json.
 
     Raises UnsupportedModelError for metadata that are not known, CheckpointError where the file
-    has no table of embeddings.
+    has no table of embeddings, or fewer tensors than layers.
     """
     architecture = architecture_of(file)
     fields = _Fields(file)
@@ -86,13 +86,19 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             continue
         if name in names:
             fields.put(names[name], value, key)
-        elif name in _ROPE_FIELDS:
+        elif name in _ROPE_FIELDS and isinstance(value, str | float | int):
             rope[_ROPE_FIELDS[name]] = value
         elif value:
             raise UnsupportedModelError(
                 f"{file.path} sets {key} = {value!r}, which may change what the model computes and "
                 "is not known; serve the model from safetensors"
             )
+    # Before anything counts the layers one by one.
+    if fields.values.get("num_hidden_layers", 0) > len(file.tensors):
+        raise CheckpointError(
+            f"{file.path} says {file.architecture}.block_count = "
+            f"{fields.values['num_hidden_layers']}, and holds {len(file.tensors)} tensors"
+        )
     return fields.values | {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
@@ -123,7 +129,13 @@ class _Fields:
         self._file = file
 
     def put(self, name: str, value: Any, source: str) -> None:
-        """Raises UnsupportedModelError where another source gave another value."""
+        """Raises UnsupportedModelError where it is not one number, such as one for each layer, or
+        another source gave another one."""
+        if not isinstance(value, int | float):
+            raise UnsupportedModelError(
+                f"{self._file.path}: {source} is {value!r}, not one number; serve the model from "
+                "safetensors"
+            )
         if self.values.setdefault(name, value) != value:
             raise UnsupportedModelError(
                 f"{self._file.path}: {source} says {value!r} for {name}, and elsewhere it is "
@@ -160,7 +172,7 @@ def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
     def ids(*kinds: str) -> list[int]:
         found = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in kinds]
-        return list(dict.fromkeys(one for one in found if one is not None))
+        return list(dict.fromkeys(one for one in found if isinstance(one, int)))
 
     one = {"bos_token_id": ids("bos"), "pad_token_id": ids("padding")}
     return {name: found[0] if found else None for name, found in one.items()} | {

@@ -78,6 +78,8 @@ class _BoundedReader(GGUFReader):
             kind, count = _ARRAY_HEAD.unpack_from(self.data, orig_offs)
             if count > _MOST_ENTRIES:
                 end = self._end_of_array(orig_offs + _ARRAY_HEAD.size, GGUFValueType(kind), count)
+                if end > len(self.data):
+                    raise ValueError(f"it ends before byte {end}")
                 return end - orig_offs, [], [], [GGUFValueType.ARRAY]
         return super()._get_field_parts(orig_offs, raw_type)
 
@@ -130,7 +132,7 @@ def _refuse_parts(path: Path, metadata: Mapping[str, Any]) -> None:
     kind = metadata.get("general.type", "model")
     if kind != "model":
         raise UnsupportedModelError(f"{path} holds no model but a part of one: {kind}")
-    if (metadata.get("split.count") or 0) > 1:
+    if metadata.get("split.count") not in (None, 0, 1):
         raise UnsupportedModelError(
             f"{path} is one of {metadata['split.count']} parts of a model; join them with "
             "llama.cpp's `llama-gguf-split --merge`"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 
-from sgl_pipeline.errors import UnsupportedModelError
+from sgl_pipeline.errors import CheckpointError, UnsupportedModelError
 from sgl_pipeline.gguf_index import GgufIndex, GgufTensor
 from sgl_pipeline.managers.gguf.gguf_config import architecture_of
 from sgl_pipeline.managers.gguf.gguf_file import ROPE_FACTORS, GgufFile, StoredTensor
@@ -21,7 +21,8 @@ _EXPERT = ".{expert}"
 def index_of(file: GgufFile, spec: ModelSpec) -> GgufIndex:
     """The index of `file`, whose model is `spec`.
 
-    Raises UnsupportedModelError for tensors that the model does not have.
+    Raises UnsupportedModelError for tensors that the model does not have, CheckpointError for
+    experts of another number.
     """
     names = get_tensor_name_map(_arch(file.architecture), spec.num_layers)
     found: dict[str, GgufTensor] = {}
@@ -32,6 +33,11 @@ def index_of(file: GgufFile, spec: ModelSpec) -> GgufIndex:
             if (stored := file.tensors.get(name)) is None:
                 continue
             used.add(name)
+            if num_parts and (len(stored.shape) != 3 or stored.shape[0] != num_parts):
+                raise CheckpointError(
+                    f"{file.path}: tensor {name} has shape {list(stored.shape)}, not one matrix "
+                    f"for each of {num_parts} experts"
+                )
             pairs = _paired_heads(file, spec, name)
             for part in range(num_parts or 1):
                 whole = f"{module.format(expert=part)}{suffix}"
