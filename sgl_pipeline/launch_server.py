@@ -98,7 +98,7 @@ def _run_agent(early: "EarlyOptions", run_directory: "RunDirectory") -> int:
     from sgl_pipeline.managers.command_line.model_files import find_model
     from sgl_pipeline.managers.hosts.agent import run_agent
 
-    model_path = find_model(early.model, early.revision, early.cache_dir)
+    model_path = find_model(early.model, early.revision, early.cache_dir, early.load_format)
     return run_agent(early, model_path, run_directory.path)
 
 
@@ -113,7 +113,7 @@ def _start_head(
     from sgl_pipeline.managers.command_line.model_files import find_model
     from sgl_pipeline.managers.stages.stage_processes import WorkerPlace
 
-    model_path = find_model(early.model, early.revision, early.cache_dir)
+    model_path = find_model(early.model, early.revision, early.cache_dir, early.load_format)
     head.start(early, model_path, run_directory.path)
     assert early.cluster.head_address is not None
     interface = head_own_address(early.cluster.head_address).interface

@@ -31,7 +31,7 @@ LIBRARIES = {
     "migration": "numpy",
     "pipeline": "msgspec",
     "simulator": "msgspec numpy matplotlib",
-    "pp_runner": "torch safetensors numpy zmq flashinfer triton",
+    "pp_runner": "torch safetensors numpy zmq gguf flashinfer triton",
 }
 # These may import what is below them but for this.
 NOT_FROM = {
@@ -45,6 +45,11 @@ NOT_FROM = {
 FLASHINFER_LEAVES = {
     "pp_runner/flashinfer/flashinfer_attention.py",
     "pp_runner/flashinfer/flashinfer_kernels.py",
+}
+# Seconds of a start that needs neither, so nothing imports these at its top level.
+GGUF_LEAVES = {
+    "pp_runner/weights/gguf_weights.py",
+    *(f"managers/gguf/gguf_{name}.py" for name in ("config", "file", "tensors")),
 }
 TRITON_LEAVES = {"pp_runner/layer_kernels/triton_rounding.py"}
 # A scheduler that read a clock or drew a number would not run alike in simulator and runtime.

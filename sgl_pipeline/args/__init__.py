@@ -16,7 +16,6 @@ from sgl_pipeline.args.stage_args import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     StageArgs,
-    stage_load_format,
 )
 from sgl_pipeline.args.throttle_args import (
     ACCOUNTINGS,
@@ -46,5 +45,4 @@ __all__ = [
     "ThrottleArgs",
     "require",
     "require_stage_on_each",
-    "stage_load_format",
 ]

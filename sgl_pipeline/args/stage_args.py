@@ -6,12 +6,7 @@ from sgl_pipeline.args.checks import at_least, require
 from sgl_pipeline.args.flags import Flag, check_flags, our_flag, upstream_flag
 
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "int8")  # auto: that of the model
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
-
-
-def stage_load_format(asked: str) -> str:
-    """What `--load-format` means for a stage."""
-    return "safetensors" if asked == "auto" else asked
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

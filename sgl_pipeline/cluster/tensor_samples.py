@@ -63,7 +63,16 @@ def sample_tensors(file: int, path: str) -> dict[str, TensorSample]:
         for offset, length in _blocks(entry, data_start):
             os.posix_fadvise(file, offset, length, os.POSIX_FADV_WILLNEED)
     return {
-        name: TensorSample(entry.dtype, entry.shape, _content(file, path, entry, data_start))
+        name: TensorSample(
+            entry.dtype,
+            entry.shape,
+            sample_content(
+                file,
+                data_start + entry.data_offsets[0],
+                entry.data_offsets[1] - entry.data_offsets[0],
+                path,
+            ),
+        )
         for name, entry in entries.items()
     }
 
@@ -103,11 +112,12 @@ def _blocks(entry: _Entry, data_start: int) -> Iterator[tuple[int, int]]:
         yield data_start + first + offset, length
 
 
-def _content(file: int, path: str, entry: _Entry, data_start: int) -> str:
-    first, end = entry.data_offsets
-    digest = hashlib.sha256((end - first).to_bytes(8, "little"))
-    for offset, length in _blocks(entry, data_start):
-        digest.update(_read(file, path, offset, length))
+def sample_content(file: int, offset: int, num_bytes: int, path: str) -> str:
+    """`TensorSample.content` of the tensor at `offset` of the open `file`. Raises CheckpointError
+    where that ends before it, OSError where it cannot be read."""
+    digest = hashlib.sha256(num_bytes.to_bytes(8, "little"))
+    for first, length in sampled_ranges(num_bytes):
+        digest.update(_read(file, path, offset + first, length))
     return digest.hexdigest()[:32]
 
 

@@ -25,13 +25,16 @@ from sgl_pipeline.args import (
     SchedulingArgs,
     StageArgs,
     ThrottleArgs,
-    stage_load_format,
 )
 from sgl_pipeline.args.flags import add_flags, read_section
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import parse_layer_partition
 from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
-from sgl_pipeline.managers.command_line.model_files import find_model, resolve_dtype
+from sgl_pipeline.managers.command_line.model_files import (
+    find_model,
+    require_tokenizer,
+    resolve_dtype,
+)
 from sgl_pipeline.managers.upstream.openai_fields import ServedFeatures
 from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
 from sgl_pipeline.managers.upstream.upstream_checks import (
@@ -45,6 +48,7 @@ from sgl_pipeline.managers.upstream.upstream_environment import (
     name_variables_without_effect,
 )
 from sgl_pipeline.managers.upstream.upstream_fields import HELP, NOTED, UPSTREAM_VALUES
+from sgl_pipeline.model_directory import weight_format
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ModelSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.rope_spec import YarnScaling
 from sgl_pipeline.pp_runner.weights.quantization_config import W4A8_INT8
@@ -89,7 +93,10 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     options.pp_layer_partition, source = layer_partition_of(
         options.pp_layer_partition, options.pp_size
     )
-    model_path = find_model(options.model_path, options.revision, options.download_dir)
+    load_format = weight_format(options.load_format, options.model_path)
+    model_path = find_model(options.model_path, options.revision, options.download_dir, load_format)
+    if options.tokenizer_path is None:
+        require_tokenizer(model_path)
     served_name = options.served_model_name or options.model_path
     spec = read_model_spec(
         model_path,
@@ -100,7 +107,7 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     _note_context_length(spec, options.context_length)
     dtype = resolve_dtype(options.dtype, spec.dtype)
     options.quantization = spec.quantization_method
-    pipeline = _pipeline_args(options, model_path, dtype)
+    pipeline = _pipeline_args(options, model_path, load_format, dtype)
     stages = pipeline.stages
     if stages.kv_cache_dtype == "int8" and stages.device != "cpu":
         raise ConfigurationError(
@@ -188,7 +195,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> PipelineArgs:
+def _pipeline_args(
+    options: argparse.Namespace, model_path: str, load_format: str, dtype: str
+) -> PipelineArgs:
     _check_our_side(options)
     _settle_extra_steps_in_flight(options)
     device = _device(options)
@@ -199,7 +208,7 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
             StageArgs,
             options,
             model_path=model_path,
-            load_format=stage_load_format(options.load_format),
+            load_format=load_format,
             dtype=dtype,
             device=device,
             graphs="off" if options.disable_cuda_graph else options.stage_graphs,

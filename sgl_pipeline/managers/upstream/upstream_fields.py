@@ -134,7 +134,9 @@ REFUSED_NAMESPACES = {
 _GRPC = "the gRPC front is not supported; use HTTP"
 _ONE_TOKENIZER = "one tokenizer and one detokenizer process are supported"
 _QUANTIZATION = "of weights see --quantization, of keys and values --kv-cache-dtype"
-_WEIGHTS = "weights are read from local safetensors files by each stage; no other source is built"
+_WEIGHTS = (
+    "weights are read from local files by each stage, safetensors or GGUF; no other source is built"
+)
 _REMOTE_CODE = "code from a model repository is never run; the model must be one of ours"
 _WHITESPACE = "xgrammar has no such pattern; see --constrained-json-max-whitespace-cnt"
 _METRICS = "only the metrics of --enable-metrics are built; --trace-path writes a record per step"

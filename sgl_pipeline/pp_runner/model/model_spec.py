@@ -70,10 +70,10 @@ class ModelSpec(ABC):
     """All facts about a model that the pipeline needs, whichever code computes its layers. Lengths
     in tokens.
 
-    `context_length` is what the server serves. `dtype` is the torch dtype name that the checkpoint was saved in. `eos_token_ids` are those of
-    config.json and generation_config.json; the tokenizer's are added by `managers/`. `attentions`
-    has an entry for each layer. `quantization` lists matrices of fewer than 16 bits; None: there
-    are none.
+    `context_length` is what the server serves. `dtype` is the torch dtype name that the checkpoint
+    was saved in. `eos_token_ids` are those of config.json and generation_config.json; the
+    tokenizer's are added by `managers/`. `attentions` has an entry for each layer. `quantization`
+    lists matrices of fewer than 16 bits; None: there are none.
     """
 
     architecture: str
