@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from sgl_pipeline.args import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
+    MODEL_IMPLS,
     SECTIONS,
     ClusterArgs,
     GrammarArgs,
@@ -26,10 +27,12 @@ from sgl_pipeline.args import (
     ThrottleArgs,
     stage_load_format,
 )
+from sgl_pipeline.args.checks import require_choice
 from sgl_pipeline.args.flags import add_flags, read_section
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import parse_layer_partition
 from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
+from sgl_pipeline.managers.command_line.model_choice import choose_model
 from sgl_pipeline.managers.command_line.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.upstream.openai_fields import ServedFeatures
 from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
@@ -44,7 +47,7 @@ from sgl_pipeline.managers.upstream.upstream_environment import (
     name_variables_without_effect,
 )
 from sgl_pipeline.managers.upstream.upstream_fields import HELP, NOTED, UPSTREAM_VALUES
-from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.weights.quantization_config import W4A8_INT8
 
 logger = logging.getLogger(__name__)
@@ -89,10 +92,7 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     )
     model_path = find_model(options.model_path, options.revision, options.download_dir)
     served_name = options.served_model_name or options.model_path
-    spec = read_model_spec(model_path, options.quantization)
-    dtype = resolve_dtype(options.dtype, spec.dtype)
-    options.quantization = spec.quantization_method
-    pipeline = _pipeline_args(options, model_path, dtype)
+    pipeline, spec = _pipeline_of_model(options, model_path)
     stages = pipeline.stages
     if stages.kv_cache_dtype == "int8" and stages.device != "cpu":
         raise ConfigurationError(
@@ -104,7 +104,7 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
 
     for name, value in UPSTREAM_VALUES.items():
         setattr(options, name, value)
-    options.model_path, options.dtype = model_path, dtype
+    options.model_path, options.dtype = model_path, stages.dtype
     options.served_model_name = served_name or "sgl-pipeline-demo"
     upstream = ServerArgs.from_cli_args(options)
     try:
@@ -112,6 +112,11 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
         upstream.check_server_args()
     except (AssertionError, ValueError, OSError) as error:
         raise ConfigurationError(f"SGLang refuses these arguments: {error}") from error
+    except (AttributeError, TypeError, LookupError) as error:
+        # It looks at fields by the architecture's name, whether a config has them or not.
+        raise ConfigurationError(
+            f"SGLang's front cannot read the config of {model_path}: {error!r}"
+        ) from error
     return LaunchPlan(upstream, pipeline, upstream.context_length or spec.context_length)
 
 
@@ -178,17 +183,25 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> PipelineArgs:
+def _pipeline_of_model(
+    options: argparse.Namespace, model_path: str
+) -> tuple[PipelineArgs, ModelSpec]:
+    """All sections, and the spec of the model, whose own quantization `options` get."""
+    require_choice("--model-impl", options.model_impl, MODEL_IMPLS)
     _check_our_side(options)
     _settle_extra_steps_in_flight(options)
     device = _device(options)
-    return read_section(
+    chosen = choose_model(model_path, options.quantization, options.model_impl)
+    options.quantization = chosen.spec.quantization_method
+    dtype = resolve_dtype(options.dtype, chosen.spec.dtype)
+    pipeline = read_section(
         PipelineArgs,
         options,
         stages=read_section(
             StageArgs,
             options,
             model_path=model_path,
+            generic_spec=chosen.generic_spec,
             load_format=stage_load_format(options.load_format),
             dtype=dtype,
             device=device,
@@ -207,6 +220,7 @@ def _pipeline_args(options: argparse.Namespace, model_path: str, dtype: str) -> 
         grammars=read_section(GrammarArgs, options, enabled=options.grammar_backend != "none"),
         cluster=read_section(ClusterArgs, options),
     )
+    return pipeline, chosen.spec
 
 
 def _settle_extra_steps_in_flight(options: argparse.Namespace) -> None:

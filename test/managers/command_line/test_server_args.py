@@ -279,7 +279,7 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--nnodes 2", "--nnodes 2"),
         ("--tp 2", "--tp-size 2"),
         ("--dp-size 2", "--dp-size 2"),
-        ("--model-impl transformers", "code from a model repository is never run"),
+        ("--model-impl mindspore", "mindspore. is unknown; choose from auto, sglang, transformers"),
         ("--attention-backend dsa", "--attention-backend dsa .* models with another attention"),
         ("--decode-attention-backend flashmla", "--decode-attention-backend flashmla"),
         ("--moe-dense-tp-size 2", "--moe-dense-tp-size 2"),

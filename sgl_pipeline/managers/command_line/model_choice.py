@@ -1,0 +1,90 @@
+"""Whose code computes a model's layers: ours, or that of transformers (`--model-impl`).
+
+Whether transformers' code can be served is found by probes, in a process of their own: neither the
+main process nor the scheduler imports the code of models. They run once for a start; what they saw
+travels to the stages as JSON in `StageArgs.generic_spec`.
+"""
+
+import logging
+import subprocess
+import sys
+from typing import NamedTuple
+
+from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
+from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.process_lifetime import child_environment
+
+logger = logging.getLogger(__name__)
+
+PROBES = "sgl_pipeline.pp_runner.model.generic"
+REFUSED = 2  # the exit code of the probes where they refuse the model
+
+
+class ChosenModel(NamedTuple):
+    """`generic_spec` is `spec` as JSON where transformers computes the layers, else empty."""
+
+    spec: ModelSpec
+    generic_spec: str
+
+
+def choose_model(path: str, quantization: str | None, model_impl: str) -> ChosenModel:
+    """The spec of the model directory `path`, by the code that `model_impl` asks for.
+
+    Args:
+        quantization: as `--quantization`; None: as the checkpoint is.
+        model_impl: as `--model-impl`; one of `args.MODEL_IMPLS`.
+
+    Raises ConfigurationError when the model cannot be read, and UnsupportedModelError, which says
+    why, when that code cannot serve it.
+    """
+    if model_impl == "transformers":
+        return _probed(path, quantization)
+    try:
+        return ChosenModel(read_model_spec(path, quantization), "")
+    except UnsupportedModelError as error:
+        if model_impl == "sglang":
+            raise UnsupportedModelError(
+                f"--model-impl sglang: {error}; --model-impl transformers has transformers' code "
+                "compute the layers, where it can be served"
+            ) from None
+        reason = error
+    try:
+        chosen = _probed(path, quantization)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{reason}; {error}") from None
+    logger.info("transformers computes the layers: %s", reason)
+    return chosen
+
+
+def _probed(path: str, quantization: str | None) -> ChosenModel:
+    """The model as transformers' code computes it. A family that no test compares with transformers
+    is announced in a warning."""
+    generic_spec = _run_probes(path, quantization)
+    spec = GenericSpec.from_json(generic_spec)
+    return ChosenModel(spec, generic_spec)
+
+
+def _run_probes(path: str, quantization: str | None) -> str:
+    """The JSON that the probes print. Raises UnsupportedModelError with the reason that they
+    give."""
+    command = [sys.executable, "-m", PROBES, path]
+    if quantization is not None:
+        command += ["--quantization", quantization]
+    probes = subprocess.run(
+        command,
+        env=child_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if probes.returncode == 0:
+        return probes.stdout.strip()
+    last = (probes.stderr if probes.returncode != REFUSED else probes.stdout).strip()
+    reason = last.rpartition("\n")[2]
+    if probes.returncode == REFUSED:
+        raise UnsupportedModelError(f"transformers' code cannot be served: {reason}")
+    raise ConfigurationError(
+        f"the probes of {path} failed with exit code {probes.returncode}: {reason}"
+    )
