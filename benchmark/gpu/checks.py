@@ -167,9 +167,8 @@ def check_stage(spec: DecoderSpec, name: str, device: torch.device, backend: str
     The judge is the same model in fp32 with attention in torch; the yardstick plain torch in bf16,
     which the fast path may exceed by `STAGE_FACTOR`. The error is that of the worst row's logits.
     """
-    place = StagePlace(
-        replace(spec, num_layers=_CHECKED_LAYERS), StagePlan(0, (_CHECKED_LAYERS,)), 0
-    )
+    spec = replace(spec, attentions=spec.attentions[:_CHECKED_LAYERS])
+    place = StagePlace(spec, StagePlan(0, (_CHECKED_LAYERS,)), 0)
     layers = range(_CHECKED_LAYERS)
     models = {
         dtype: StageModel.build(

@@ -97,7 +97,11 @@ class VllmAttention:
         }
 
     def attend(
-        self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         return self._functions.attend(

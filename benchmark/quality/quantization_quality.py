@@ -33,7 +33,7 @@ from sgl_pipeline.pp_runner.kernel_choice import (
     make_layer_kernels,
     make_stage_attention,
 )
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.weights.quantization_config import (
     FP8,
@@ -64,7 +64,7 @@ class WholeModel:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: DecoderSpec,
         path: Path,
         dtype: torch.dtype,
         load_format: str,

@@ -15,14 +15,19 @@ time counts. Memory is the sum of the PSS of the server's processes right after 
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import product
 
 from benchmark.support.command import Command, Options, Report, names_of, progress, say
 from benchmark.support.engine import Engine
 from benchmark.support.engines import parse_engine, running
 from benchmark.support.loads import ClientLoad, Load, MixedLoad
 from benchmark.support.machine import usable_cores
-from benchmark.support.measured_runs import DEFAULT_PRESET, check_equal_work, make_model, measure
+from benchmark.support.measured_runs import (
+    DEFAULT_PRESET,
+    check_equal_work,
+    make_model,
+    measure,
+    turns,
+)
 from benchmark.support.paths import SCRATCH
 from benchmark.support.serving_report import Run, comparison_table, cost_table
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
@@ -81,7 +86,7 @@ def _compare(options: Options) -> Report:
     times_each = 2 if options.prefix_caches else 1
     runs: dict[str, list[Run]] = {name: [] for name in names}
     with progress(options.rounds * len(engines), "turns") as bar:
-        for round_number, engine in product(range(1, options.rounds + 1), engines):
+        for round_number, engine in turns(engines, options.rounds):
             with running(engine, SCRATCH / "against_peers.log") as server:
                 repeated = [load for load in loads for _ in range(times_each)]
                 measured = measure(engine, model, [WARM_UP, *repeated], round_number, server)

@@ -2,7 +2,7 @@
 
     python -m benchmark.serving.bench_serving --engine "ours --pp 2" --engine "vllm --pp 2"
 
-Run by hand or `make bench`. Engines take turns, one at a time (A B A B), each started afresh, with
+Run by hand or `make bench`. Engines take turns, one at a time (A B B A), each started afresh, with
 one run that is not counted before the one that is. It must never compare runs of unequal work.
 """
 

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,14 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.records.trace import StepRecord, read_trace
 
 DEFAULT_PRESET = "0.27b"
+
+
+def turns(engines: Sequence[Engine], num_rounds: int) -> Iterator[tuple[int, Engine]]:
+    """Each engine once a round, with the round's number from 1, in an order that turns around from
+    round to round (A B, B A): the one that runs second may find the machine slower."""
+    for round_number in range(1, num_rounds + 1):
+        for engine in engines if round_number % 2 else reversed(engines):
+            yield round_number, engine
 
 
 def measure_rounds(
@@ -54,7 +61,7 @@ def measure_rounds(
             up.enter_context(running(engine, _log_path(engine)))
             measure(engine, model, [warm_up], round_number=0)
         bar = up.enter_context(progress(num_rounds * len(engines), "runs"))
-        for round_number, engine in product(range(1, num_rounds + 1), engines):
+        for round_number, engine in turns(engines, num_rounds):
             if engine in keep_up:
                 run = measure(engine, model, [load], round_number)[-1].run
             else:

@@ -7,7 +7,7 @@ weights are made up: no product's time depends on them. `migration/` decides wit
 import math
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -34,7 +34,7 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import RmsNorm
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
-from sgl_pipeline.pp_runner.model.stage_model import OutputHead
+from sgl_pipeline.pp_runner.model.native_stage import OutputHead
 from sgl_pipeline.pp_runner.output.sampler import Sampler
 from sgl_pipeline.pp_runner.recorded_layers import MOST_ROWS, step_variables
 from sgl_pipeline.pp_runner.stopwatch import HostStopwatch, Stopwatch
@@ -263,6 +263,12 @@ class _MadeUpWeights:
 
     def has(self, name: str) -> bool:
         return False
+
+    def names(self) -> Iterable[str]:
+        return ()
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        raise NotImplementedError("weights that are made up have the shape that is asked for")
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = torch.empty(math.prod(shape), dtype=self.dtype, device=self.device)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend, AttentionShape
 from sgl_pipeline.pp_runner.base.kv_format import decode, encode
 from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
 
@@ -30,21 +30,27 @@ class PagedProblem:
     layout: PagedLayout
     query: torch.Tensor  # [T, Hq, D]
     key_pages: torch.Tensor  # [N, S, Hkv, D], or codes
-    value_pages: torch.Tensor  # [N, S, Hkv, D], or codes
+    value_pages: torch.Tensor  # [N, S, Hkv, Dv], or codes
+    sinks: torch.Tensor | None = None  # [Hq]
+
+    def attended_by(self, attention: AttentionBackend) -> torch.Tensor:
+        attention.plan(self.layout)
+        return attention.attend(self.query, self.key_pages, self.value_pages, self.sinks)
 
 
 def attention_shape(
     num_query_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
 ) -> AttentionShape:
-    """A CPU shape with the usual scale."""
+    """A CPU shape with the usual scale, values as wide as keys, and every key in sight."""
     return AttentionShape(
-        num_query_heads,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        head_dim**-0.5,
-        dtype,
-        torch.device("cpu"),
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        scale=head_dim**-0.5,
+        page_size=page_size,
+        dtype=dtype,
+        device=torch.device("cpu"),
     )
 
 
@@ -77,9 +83,9 @@ def layout_of(
 def random_problem(
     chunks: Sequence[ChunkExtent], shape: AttentionShape, seed: int = 0
 ) -> PagedProblem:
-    """Random queries, and random keys and values on shuffled pages.
+    """Random queries and sinks, and random keys and values on shuffled pages.
 
-    Slots that the step must not read hold NaN, as a wrong read then shows.
+    Slots that no row of the step sees hold NaN, as a wrong read then shows.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [math.ceil((chunk.start + chunk.length) / shape.page_size) for chunk in chunks]
@@ -87,18 +93,25 @@ def random_problem(
     order = torch.randperm(num_pages, generator=generator).tolist()
     pages = [[order.pop() for _ in range(count)] for count in counts]
     num_rows = sum(chunk.length for chunk in chunks)
-    page_shape = (num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
+    slots = (num_pages, shape.page_size, shape.num_kv_heads)
     key_pages, value_pages = (
-        torch.randn(page_shape, generator=generator).to(shape.dtype) for _ in range(2)
+        torch.randn((*slots, size), generator=generator).to(shape.dtype)
+        for size in (shape.head_dim, shape.value_dim)
     )
     query = torch.randn(num_rows, shape.num_query_heads, shape.head_dim, generator=generator)
     unread = torch.ones(num_pages, shape.page_size, dtype=torch.bool)
     for chunk, own_pages in zip(chunks, pages, strict=True):
-        for position in range(chunk.start + chunk.length):
+        for position in range(first_seen(shape, chunk.start), chunk.start + chunk.length):
             unread[own_pages[position // shape.page_size], position % shape.page_size] = False
     key_pages[unread] = value_pages[unread] = math.nan
     layout = layout_of(chunks, pages, shape.page_size)
-    return PagedProblem(shape, layout, query.to(shape.dtype), key_pages, value_pages)
+    sinks = torch.randn(shape.num_query_heads, generator=generator) if shape.has_sinks else None
+    return PagedProblem(shape, layout, query.to(shape.dtype), key_pages, value_pages, sinks)
+
+
+def first_seen(shape: AttentionShape, position: int) -> int:
+    """The first key that a row at `position` sees."""
+    return 0 if shape.window is None else max(0, position + 1 - shape.window)
 
 
 def coded_problem(problem: PagedProblem, coded_dtype: torch.dtype) -> PagedProblem:
@@ -123,10 +136,11 @@ def decoded_problem(problem: PagedProblem) -> PagedProblem:
 
 
 def exact_attention(problem: PagedProblem) -> torch.Tensor:
-    """[T, Hq, D] fp64, row by row from the definition: softmax(q k / sqrt(D)) v."""
+    """[T, Hq, Dv] fp64, row by row from the definition: softmax(scale q k) v, of the keys in sight
+    and the sink, with capped products."""
     layout, shape = problem.layout, problem.shape
     group = shape.num_query_heads // shape.num_kv_heads
-    rows = torch.empty(problem.query.shape, dtype=torch.float64)
+    rows = torch.empty((*problem.query.shape[:2], shape.value_dim), dtype=torch.float64)
     for chunk in range(layout.num_chunks):
         begin, end = layout.query_indptr[chunk : chunk + 2].tolist()
         pages = layout.page_indices[layout.page_indptr[chunk] : layout.page_indptr[chunk + 1]]
@@ -136,7 +150,13 @@ def exact_attention(problem: PagedProblem) -> torch.Tensor:
         )
         for row in range(begin, end):
             visible = int(layout.kv_lengths[chunk]) - (end - 1 - row)
+            seen = slice(first_seen(shape, visible - 1), visible)
             query = problem.query[row].double()
-            scores = torch.einsum("hd,khd->hk", query, keys[:visible]) * shape.scale
-            rows[row] = torch.einsum("hk,khd->hd", scores.softmax(dim=-1), values[:visible])
+            scores = torch.einsum("hd,khd->hk", query, keys[seen]) * shape.scale
+            if shape.softcap is not None:
+                scores = shape.softcap * (scores / shape.softcap).tanh()
+            if problem.sinks is not None:
+                scores = torch.cat((scores, problem.sinks.double()[:, None]), dim=1)
+            weights = scores.softmax(dim=-1)[:, : seen.stop - seen.start]
+            rows[row] = torch.einsum("hk,khd->hd", weights, values[seen])
     return rows

@@ -18,6 +18,8 @@ from sgl_pipeline.pp_runner.cpu_kernels.library import (
     KvFormat,
 )
 
+_LARGEST_INT32 = 2**31 - 1
+
 
 @dataclass(slots=True)
 class CpuAttention:
@@ -26,7 +28,9 @@ class CpuAttention:
 
     Computes with `arithmetic`, which `kernels` must have for the shape's dtype, by default with the
     fastest, on `torch.get_num_threads()` threads. A row's result depends only on its own query,
-    keys and values: bitwise the same decoded, in one chunk or in many, in any microbatch.
+    keys and values: bitwise the same decoded, in one chunk or in many, in any microbatch. The work
+    of a layer with a window grows with the window; pages that no row of a chunk sees any more are
+    not read.
     """
 
     shape: AttentionShape
@@ -38,6 +42,8 @@ class CpuAttention:
         assert self.shape.dtype in CPU_DTYPES
         assert self.shape.page_dtype in (self.shape.dtype, *CODED_DTYPES.values())
         assert self.shape.num_query_heads % self.shape.num_kv_heads == 0
+        assert self.shape.window is None or self.shape.window > 0
+        assert self.shape.softcap is None or self.shape.softcap > 0
         if self.arithmetic is None:
             self.arithmetic = self.kernels.best_arithmetic(self.shape.dtype)
         assert self.arithmetic.dtype == self.shape.dtype and self.kernels.has(self.arithmetic)
@@ -50,7 +56,11 @@ class CpuAttention:
         self._layout = layout
 
     def attend(
-        self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         shape, layout = self.shape, self._layout
@@ -59,10 +69,15 @@ class CpuAttention:
         assert query.shape[1:] == (shape.num_query_heads, shape.head_dim)
         assert query.stride()[1:] == (shape.head_dim, 1), "a row of query is not contiguous"
         assert query.dtype == shape.dtype
+        assert key_pages.shape[1:] == shape.key_page_shape
+        assert value_pages.shape[1:] == shape.value_page_shape
         for pages in (key_pages, value_pages):
-            assert pages.shape[1:] == shape.page_shape and pages.is_contiguous()
-            assert pages.dtype == shape.page_dtype
-        out = torch.empty(query.shape, dtype=query.dtype)
+            assert pages.dtype == shape.page_dtype and pages.is_contiguous()
+        assert (sinks is not None) == shape.has_sinks
+        if sinks is not None:
+            assert sinks.shape == (shape.num_query_heads,) and sinks.is_contiguous()
+            assert sinks.dtype == torch.float32
+        out = torch.empty((*query.shape[:2], shape.value_dim), dtype=query.dtype)
         self.kernels.paged_attention(
             arithmetic=self.arithmetic,
             query=query,
@@ -79,7 +94,11 @@ class CpuAttention:
             num_query_heads=shape.num_query_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
             scale=shape.scale,
+            window=min(shape.window or 0, _LARGEST_INT32),
+            softcap=shape.softcap or 0.0,
+            sinks=sinks,
             kv_format=KvFormat.of(key_pages),
             num_threads=torch.get_num_threads(),
         )

@@ -73,19 +73,35 @@ extern "C" int sglp_best_bf16_arithmetic() {
   return kBFloat16Vectors;
 }
 
-// query and out [T, Hq, D] of the arithmetic's type, which sglp_has_arithmetic has confirmed; pages
-// [N, S, Hkv, D] of the same, or [N, S, Hkv, row of codes]. Contiguous, except for the rows of query,
-// which lie query_row_stride elements apart.
+// query [T, Hq, D] and out [T, Hq, Dv] of the arithmetic's type, which sglp_has_arithmetic has
+// confirmed; pages [N, S, Hkv, D] and [N, S, Hkv, Dv] of the same, or with rows of codes.
+// Contiguous, except for the rows of query, which lie query_row_stride elements apart. A row sees
+// `window` keys at most, its own the last (0: all up to its own); softcap 0: none; sinks [Hq] or
+// null. Of a chunk's pages those that none of its rows sees are not read.
 extern "C" void sglp_paged_attention(int arithmetic, const void* query, int64_t query_row_stride,
                                      const void* key_pages, const void* value_pages, void* out,
                                      const int32_t* query_indptr, const int32_t* page_indptr,
                                      const int32_t* page_indices, const int32_t* kv_lengths,
                                      int num_chunks, int page_size, int num_query_heads,
-                                     int num_kv_heads, int head_dim, float scale, int kv_format,
+                                     int num_kv_heads, int head_dim, int value_dim, float scale,
+                                     int window, float softcap, const float* sinks, int kv_format,
                                      int num_threads) {
-  const Step step{query_indptr, page_indptr, page_indices,    kv_lengths,   query_row_stride,
-                  num_chunks,   page_size,   num_query_heads, num_kv_heads, head_dim,
-                  scale,        static_cast<KvFormat>(kv_format)};
+  const Step step{query_indptr,
+                  page_indptr,
+                  page_indices,
+                  kv_lengths,
+                  query_row_stride,
+                  num_chunks,
+                  page_size,
+                  num_query_heads,
+                  num_kv_heads,
+                  head_dim,
+                  value_dim,
+                  scale,
+                  window == 0 ? kNoWindow : window,
+                  softcap,
+                  sinks,
+                  static_cast<KvFormat>(kv_format)};
   auto attend = attend_step<VectorAttention<float>>;
   if (arithmetic == kBFloat16Vectors) attend = attend_step<VectorAttention<BFloat16>>;
 #if defined(SGLP_HAS_DOT_PRODUCTS)

@@ -2,7 +2,7 @@
 //
 // Called by attention.cpp. Products of bf16 numbers are exact and added up in fp32; weights are
 // rounded to bf16 before they meet the values. Every lane reads its keys in tiles of 64 that start
-// at position 0. A key that it does not see has weight 0, which changes no bit of it.
+// at multiples of 64. A key that it does not see has weight 0, which changes no bit of it.
 
 #pragma once
 
@@ -36,6 +36,7 @@ struct HeadTile {
   int lanes;
   int start;
   int num_keys;
+  int num_unseen;  // see KeyTile
   Rows<BFloat16> keys;
   Rows<BFloat16> values;
 };
@@ -52,18 +53,20 @@ class TileAttention {
   static constexpr int kMostLanes = 256, kLeastLanes = 32;
 
   TileAttention(const Step& step, const Tensors<BFloat16>& tensors)
-      : step_(step), tensors_(tensors), scale_(step.scale * 1.44269504f) {}  // log2(e)
+      : step_(step), tensors_(tensors), scoring_(step) {}
 
   void run(const WorkItem& item, const WorkItem* following, Scratch& scratch) const {
-    const int num_visible = item.num_visible(step_), lanes = item.lanes_of_head(step_);
-    start(item, scratch);
-    KeyTile<kTileKeys> tile(step_, item, 0, num_visible);
-    for (int start = 0; start < num_visible; start += kTileKeys) {
+    const int end_key = item.end_key(step_), lanes = item.lanes_of_head(step_);
+    prepare(item, scratch);
+    int start = first_tile<kTileKeys>(step_, item);
+    KeyTile<kTileKeys> tile(step_, item, start);
+    for (; start < end_key; start += kTileKeys) {
       const auto next = tile_after<kTileKeys>(step_, item, start, following);
       for (int head = 0; head < item.num_heads; ++head)
-        attend_head({head * scratch.padded(lanes), lanes, start, tile.num_keys,
-                     rows_of(tensors_.key_pages, step_, head, tile, next, scratch.decoded_keys),
-                     rows_of(tensors_.value_pages, step_, head, tile, next,
+        attend_head({head * scratch.padded(lanes), lanes, start, tile.num_keys, tile.num_unseen,
+                     rows_of(tensors_.key_pages, step_, head, tile.keys, next.keys,
+                             scratch.decoded_keys),
+                     rows_of(tensors_.value_pages, step_, head, tile.values, next.values,
                              scratch.decoded_values)},
                     scratch);
       tile = next;
@@ -74,11 +77,13 @@ class TileAttention {
  private:
   static bool reads_pages(int lanes) { return lanes <= kFewLanes; }
 
-  void start(const WorkItem& item, Scratch& scratch) const {
+  void prepare(const WorkItem& item, Scratch& scratch) const {
     const int lanes = item.lanes_of_head(step_), padded = scratch.padded(lanes);
-    for (int lane = 0; lane < padded; ++lane)
-      scratch.positions[lane] =
-          item.first_position(step_) + std::min(lane, lanes - 1) / step_.group();
+    for (int lane = 0; lane < padded; ++lane) {
+      const int position = item.first_position(step_) + std::min(lane, lanes - 1) / step_.group();
+      scratch.positions[lane] = position;
+      scratch.first_seen[lane] = step_.first_seen(position);
+    }
     for (int head = 0; head < item.num_heads; ++head)
       for (int lane = 0; lane < padded; ++lane) {
         const BFloat16* query = tensors_.query_of(step_, item, head, std::min(lane, lanes - 1));
@@ -86,13 +91,24 @@ class TileAttention {
           scratch.queries[(head * padded + lane) * scratch.depth_lines + line] =
               load_line(query, line, step_.head_dim);
       }
-    const int all_lanes = item.num_heads * padded;
-    std::fill_n(scratch.outputs.begin(), all_lanes * scratch.output_vectors(), Vec{});
-    std::fill_n(scratch.sums.begin(), all_lanes, Vec{});
-    std::fill_n(scratch.maxima.begin(), all_lanes, kHidden);
+    start_softmax(item, padded, scratch);
     if constexpr (Products::kReadsTiles)
       if (reads_pages(lanes)) return prepare_reading_tiles(item, scratch);
     scratch.multiply.set_rows(std::min(padded, kTileRows));
+  }
+
+  // Of each lane; a sink is a key that was seen already, and whose value is 0.
+  void start_softmax(const WorkItem& item, int padded, Scratch& scratch) const {
+    const int all_lanes = item.num_heads * padded;
+    std::fill_n(scratch.outputs.begin(), all_lanes * scratch.output_vectors(), Vec{});
+    std::fill_n(scratch.sums.begin(), all_lanes, Vec{});
+    std::fill_n(scratch.maxima.begin(), all_lanes, kUnseen);
+    if (step_.sinks == nullptr) return;
+    for (int lane = 0; lane < all_lanes; ++lane) {
+      const int64_t query_head = item.query_head_of(step_, lane / padded, lane % padded);
+      scratch.maxima[lane] = std::max(kUnseen, step_.sinks[query_head] * kLog2E);
+      scratch.sums[lane][0] = 1;  // 2^(sink - maximum)
+    }
   }
 
   void attend_head(const HeadTile& tile, Scratch& scratch) const {
@@ -105,13 +121,14 @@ class TileAttention {
   // The packed tile, for all lanes that see some of it, `rows` at a time.
   void attend_packed(const HeadTile& tile, Scratch& scratch) const {
     const int padded = scratch.padded(tile.lanes), rows = std::min(padded, kTileRows);
-    int lane = 0;
+    int lane = 0, end = padded;
     while (scratch.visible(lane + rows - 1, tile.start) == 0) lane += rows;
+    while (scratch.hidden(end - rows, tile.start) == kTileKeys) end -= rows;
     score(tile, lane, scratch);
-    for (; lane < padded; lane += rows) {
+    for (; lane < end; lane += rows) {
       // The next scores are under way while these are turned into weights.
-      if (lane + rows < padded) score(tile, lane + rows, scratch);
-      weigh(scratch, tile.head_lane, lane, rows, tile.start, scale_, scores_of(lane, scratch));
+      if (lane + rows < end) score(tile, lane + rows, scratch);
+      weigh(scratch, tile.head_lane, lane, rows, tile.start, scoring_, scores_of(lane, scratch));
       add_values(tile, lane, scratch.visible(lane + rows - 1, tile.start), scratch);
     }
   }
@@ -169,7 +186,7 @@ class TileAttention {
     score_rows<kLanes>(tile.keys, tile.num_keys,
                        &scratch.queries[tile.head_lane * scratch.depth_lines], scratch.depth_lines,
                        scratch.scores[0]);
-    weigh(scratch, tile.head_lane, 0, kLanes, tile.start, scale_, scratch.scores[0]);
+    weigh(scratch, tile.head_lane, 0, kLanes, tile.start, scoring_, scratch.scores[0]);
     add_rows<kLanes>(tile.values, tile.num_keys, scratch.weights,
                      &scratch.outputs[tile.head_lane * scratch.output_vectors()],
                      scratch.output_vectors());
@@ -183,7 +200,7 @@ class TileAttention {
       scratch.multiply.score_keys(row_tile(tile, tile.keys, key, 0, scratch), queries,
                                   scratch.depth_lines, scores + key * lanes);
     sort_by_lane(scores, lanes, scratch.scores[0]);
-    weigh(scratch, tile.head_lane, 0, lanes, tile.start, scale_, scratch.scores[0]);
+    weigh(scratch, tile.head_lane, 0, lanes, tile.start, scoring_, scratch.scores[0]);
     for (int key = 0; key < tile.num_keys; key += kDepth) add_page_values(tile, key, scratch);
   }
 
@@ -221,7 +238,7 @@ class TileAttention {
     const bool has_partners = key + 16 < tile.num_keys;
     const RowTile first = row_tile(tile, tile.values, key, 0, scratch);
     const RowTile second = has_partners ? row_tile(tile, tile.values, key + 16, 1, scratch) : first;
-    for (int line = 0; line < scratch.depth_lines; ++line) {
+    for (int line = 0; line < scratch.value_lines; ++line) {
       Vec sums[2 * kFewLanes];
       scratch.multiply.weigh_values(first, has_partners ? &second : nullptr, line, picks, sums);
       for (int lane = 0; lane < lanes; ++lane) {
@@ -240,16 +257,17 @@ class TileAttention {
                    Scratch& scratch) const {
     const int64_t* const next_offsets =
         rows.next_offsets == nullptr ? nullptr : rows.next_offsets + first_key;
-    const bool fill_tile = rows.spacing != 0 && step_.head_dim % kDepth == 0;
-    if (fill_tile && first_key + 16 <= tile.num_keys)
+    const bool fill_tile = rows.spacing != 0 && rows.size % kDepth == 0;
+    if (fill_tile && first_key >= tile.num_unseen && first_key + 16 <= tile.num_keys)
       return {rows[first_key], rows.spacing * int64_t{sizeof(BFloat16)}, rows.first, next_offsets};
-    Line* lines = &scratch.row_copies[copy * 16 * scratch.depth_lines];
+    const int num_lines = TileState::lines_of(rows.size);
+    Line* lines = &scratch.row_copies[copy * 16 * num_lines];
     for (int i = 0; i < 16; ++i)
-      for (int line = 0; line < scratch.depth_lines; ++line)
-        lines[i * scratch.depth_lines + line] =
-            first_key + i < tile.num_keys ? load_line(rows[first_key + i], line, step_.head_dim)
+      for (int line = 0; line < num_lines; ++line)
+        lines[i * num_lines + line] = first_key + i < tile.num_keys
+                                          ? load_line(rows[first_key + i], line, rows.size)
                                           : Line{};
-    return {reinterpret_cast<const BFloat16*>(lines), scratch.depth_lines * int64_t{sizeof(Line)},
+    return {reinterpret_cast<const BFloat16*>(lines), num_lines * int64_t{sizeof(Line)},
             rows.first, next_offsets};
   }
 
@@ -259,13 +277,13 @@ class TileAttention {
       for (int lane = 0; lane < lanes; ++lane) {
         const int i = head * padded + lane;
         store_quotient(&scratch.outputs[i * scratch.output_vectors()], total(scratch.sums[i]),
-                       step_.head_dim, tensors_.out_of(step_, item, head, lane));
+                       step_.value_dim, tensors_.out_of(step_, item, head, lane));
       }
   }
 
   const Step& step_;
   const Tensors<BFloat16>& tensors_;
-  const float scale_;  // of the scores, in powers of two
+  const Scoring scoring_;
 };
 
 }  // namespace

@@ -30,7 +30,8 @@ void sglp_paged_attention(int arithmetic, const void* query, int64_t query_row_s
                           const int32_t* query_indptr, const int32_t* page_indptr,
                           const int32_t* page_indices, const int32_t* kv_lengths, int num_chunks,
                           int page_size, int num_query_heads, int num_kv_heads, int head_dim,
-                          float scale, int kv_format, int num_threads);
+                          int value_dim, float scale, int window, float softcap,
+                          const float* SGLP_OR_NULL sinks, int kv_format, int num_threads);
 void sglp_rms_norm(int is_bf16, int64_t num_rows, int size, const void* rows,
                    const void* SGLP_OR_NULL added, const void* weight, float epsilon,
                    void* SGLP_OR_NULL sums, void* normed, int num_threads);

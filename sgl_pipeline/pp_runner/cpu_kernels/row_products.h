@@ -48,7 +48,7 @@ NOINLINE void add_rows(Rows<BFloat16> values, int num_keys, const Line* weights,
                        int output_vectors) {
   const __m512i first_columns = alternating_words(0, 32), last_columns = alternating_words(16, 32);
   const int num_pairs = num_keys > kDepth ? 32 : 16;
-  for (int tile = 0; tile * 16 < values.head_dim; tile += kTiles) {
+  for (int tile = 0; tile * 16 < values.size; tile += kTiles) {
     Vec sums[kLanes][kTiles];
     for (int lane = 0; lane < kLanes; ++lane)
       std::copy_n(outputs + lane * output_vectors + tile, kTiles, sums[lane]);

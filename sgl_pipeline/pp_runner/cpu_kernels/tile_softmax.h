@@ -18,6 +18,8 @@ namespace {
 
 constexpr float kSlack = 8;        // in powers of two
 constexpr float kHidden = -1e30f;  // the score of a key that is not seen; finite, for exp2_roughly
+constexpr float kUnseen = kHidden / 2;  // the maximum before any key is seen: a hidden one weighs 0
+constexpr float kLog2E = 1.44269504f;
 
 // 2^x for x below 127, relative error below 8e-5, a fiftieth of bf16's rounding; 0 far below.
 inline Vec exp2_roughly(Vec x) {
@@ -30,6 +32,22 @@ inline Vec exp2_roughly(Vec x) {
   return _mm512_maskz_scalef_ps(all, series, x);  // times 2^floor(x)
 }
 
+// How a product of query and key becomes a score, in powers of two.
+struct Scoring {
+  explicit Scoring(const Step& step)
+      : is_plain(step.is_plain()),
+        softcap(step.softcap * kLog2E),
+        scale(step.softcap == 0 ? step.scale * kLog2E : step.scale / step.softcap) {}
+
+  Vec operator()(Vec products) const {
+    return softcap == 0 ? products * scale : softcap * hyperbolic_tangent(products * scale);
+  }
+
+  bool is_plain;  // there is no softcap, and no window hides a key
+  float softcap;
+  float scale;  // with a softcap: to units of it
+};
+
 NOINLINE void raise_maximum(TileState& state, int lane, float maximum) {
   const Vec shrink = exp2_roughly(broadcast(state.maxima[lane] - maximum));
   state.maxima[lane] = maximum;
@@ -38,16 +56,25 @@ NOINLINE void raise_maximum(TileState& state, int lane, float maximum) {
   for (int v = 0; v < state.output_vectors(); ++v) outputs[v] *= shrink;
 }
 
-// Turns a lane's scores, of which it sees the first `visible`, into weights; adds these to its sum.
-// In a loop the compiler keeps the constants in registers, so this must be inlined.
-__attribute__((always_inline)) inline void weigh_lane(TileState& state, int lane, int visible,
-                                                      float scale, const Vec* raw_scores,
+// The first `count` keys of a tile, a bit for each.
+inline uint64_t first_keys(int count) {
+  return count == kTileKeys ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
+}
+
+// Turns a lane's products with a tile's keys, of which it sees those in `seen`, into weights; adds
+// these to its sum. In a loop the compiler keeps the constants in registers, so this must be
+// inlined.
+template <bool kPlain>
+__attribute__((always_inline)) inline void weigh_lane(TileState& state, int lane, uint64_t seen,
+                                                      const Scoring& scoring, const Vec* products,
                                                       Line* weights) {
-  const uint64_t seen = visible == kTileKeys ? ~uint64_t{0} : (uint64_t{1} << visible) - 1;
   Vec scores[kTiles];
   for (int i = 0; i < kTiles; ++i)
-    scores[i] = _mm512_mask_mul_ps(broadcast(kHidden), seen >> (16 * i), raw_scores[i],
-                                   broadcast(scale));
+    if constexpr (kPlain)
+      scores[i] = _mm512_mask_mul_ps(broadcast(kHidden), seen >> (16 * i), products[i],
+                                     broadcast(scoring.scale));
+    else
+      scores[i] = _mm512_mask_mov_ps(broadcast(kHidden), seen >> (16 * i), scoring(products[i]));
   const Vec highest = maximum(maximum(scores[0], scores[1]), maximum(scores[2], scores[3]));
   const Vec limit = broadcast(state.maxima[lane] + kSlack);
   if (_mm512_cmp_ps_mask(highest, limit, _CMP_GT_OQ) != 0)
@@ -63,13 +90,23 @@ __attribute__((always_inline)) inline void weigh_lane(TileState& state, int lane
   }
 }
 
+template <bool kPlain>
+NOINLINE void weigh_lanes(TileState& state, int head_lane, int lane, int rows, int start,
+                          Scoring scoring, const Vec* products) {
+  for (int row = 0; row < rows; ++row) {
+    uint64_t seen = first_keys(state.visible(lane + row, start));
+    if constexpr (!kPlain) seen &= ~first_keys(state.hidden(lane + row, start));
+    weigh_lane<kPlain>(state, head_lane + lane + row, seen, scoring, products + row * kTiles,
+                       state.weights + row * kWeightLines);
+  }
+}
+
 // The same for `rows` lanes of the head whose first lane is `head_lane`: from its lane `lane` on,
-// for the key tile that begins with key `start`. `scale` is that of the scores, in powers of two.
-NOINLINE void weigh(TileState& state, int head_lane, int lane, int rows, int start, float scale,
-                    const Vec* scores) {
-  for (int row = 0; row < rows; ++row)
-    weigh_lane(state, head_lane + lane + row, state.visible(lane + row, start), scale,
-               scores + row * kTiles, state.weights + row * kWeightLines);
+// for the key tile that begins with key `start`.
+inline void weigh(TileState& state, int head_lane, int lane, int rows, int start,
+                  const Scoring& scoring, const Vec* products) {
+  const auto weigh_all = scoring.is_plain ? weigh_lanes<true> : weigh_lanes<false>;
+  weigh_all(state, head_lane, lane, rows, start, scoring, products);
 }
 
 }  // namespace

@@ -24,13 +24,14 @@ constexpr int kWeightLines = kTileKeys / kDepth;  // lines of one lane's weights
 // Weights and values come in lines of 32 keys, in which key r and key r + 16 are partners.
 struct TileState {
   TileState(const Step& step, const std::vector<WorkItem>& items)
-      : depth_lines((step.head_dim + kDepth - 1) / kDepth),
-        column_groups((step.head_dim + kColumns - 1) / kColumns),
+      : depth_lines(lines_of(step.head_dim)),
+        value_lines(lines_of(step.value_dim)),
+        column_groups((step.value_dim + kColumns - 1) / kColumns),
         keys(depth_lines * kTiles * kTileRows),
         values(column_groups * kWeightLines * kTiles * kTileRows),
-        row_copies(2 * kTileRows * depth_lines),
-        decoded_keys(step),
-        decoded_values(step) {
+        row_copies(2 * kTileRows * std::max(depth_lines, value_lines)),
+        decoded_keys(step.kv_format, step.head_dim),
+        decoded_values(step.kv_format, step.value_dim) {
     int lanes = 0;
     for (const WorkItem& item : items)
       lanes = std::max(lanes, item.num_heads * padded(item.lanes_of_head(step)));
@@ -39,23 +40,30 @@ struct TileState {
     sums.resize(lanes);
     maxima.resize(lanes);
     positions.resize(lanes);
+    first_seen.resize(lanes);
   }
+
+  static int lines_of(int size) { return (size + kDepth - 1) / kDepth; }
 
   // A head's lanes are computed sixteen at a time, or all at once where they are fewer.
   static int padded(int lanes) { return lanes <= kTileRows ? lanes : (lanes + 15) / 16 * 16; }
 
   int output_vectors() const { return column_groups * kTiles; }
 
-  // How many keys of the tile that begins with key `start` a lane of a head sees.
+  // Of the tile that begins with key `start` a lane of a head sees the keys [hidden, visible).
   int visible(int lane_of_head, int start) const {
     return std::clamp(positions[lane_of_head] + 1 - start, 0, kTileKeys);
   }
+  int hidden(int lane_of_head, int start) const {
+    return std::clamp(first_seen[lane_of_head] - start, 0, kTileKeys);
+  }
 
   const int depth_lines;         // of a query or key
+  const int value_lines;         // of a value
   const int column_groups;       // of kColumns dimensions of a value
   std::vector<Line> keys;        // right operand of [depth_lines]
   std::vector<Line> values;      // [column_groups], each a right operand of [kWeightLines]
-  std::vector<Line> row_copies;  // [2, 16, depth_lines]
+  std::vector<Line> row_copies;  // [2, 16, depth_lines or value_lines]
   DecodedTile<BFloat16, kTileKeys> decoded_keys;
   DecodedTile<BFloat16, kTileKeys> decoded_values;
   std::vector<Line> queries;     // [lanes, depth_lines]
@@ -63,6 +71,7 @@ struct TileState {
   std::vector<Vec> sums;         // [lanes], one partial sum for each vector position
   std::vector<float> maxima;     // [lanes], in powers of two; may lag, see tile_softmax.h
   std::vector<int> positions;    // [lanes of a head], in their request
+  std::vector<int> first_seen;   // [lanes of a head], the first keys that they see
   Vec scores[2][kTileRows * kTiles];
   Line weights[kTileRows * kWeightLines];
 };
@@ -103,13 +112,13 @@ inline void load_pairs(Rows<BFloat16> keys, int first_key, int line, int depth_l
   for (int i = line; i < 16; i += depth_lines) keys.prefetch_next(first_key + i);
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i)
-    pairs[i] = bit_cast<Vec>(load_line(keys[first_key + i], line, keys.head_dim));
+    pairs[i] = bit_cast<Vec>(load_line(keys[first_key + i], line, keys.size));
   transpose(pairs);
 }
 
 // A line of a value; zeros for one that is not there, as weight 0 does not silence a NaN.
 inline __m512i value_line(Rows<BFloat16> values, int key, int num_keys, int line) {
-  return bit_cast<__m512i>(key < num_keys ? load_line(values[key], line, values.head_dim)
+  return bit_cast<__m512i>(key < num_keys ? load_line(values[key], line, values.size)
                                           : Line{});
 }
 
@@ -132,7 +141,7 @@ NOINLINE void pack_values(TileState& state, Rows<BFloat16> values, int num_keys)
     const int key = i / 16 * kDepth + i % 16, partner = key + 16;
     values.prefetch_next(key);
     values.prefetch_next(partner);
-    for (int line = 0; line < state.depth_lines; ++line) {
+    for (int line = 0; line < state.value_lines; ++line) {
       const int group = line * kDepth / kColumns, tile = line * kDepth % kColumns / 16;
       const int weight_line = group * kWeightLines + key / kDepth;
       Line* target = &state.values[(weight_line * kTiles + tile) * kTileRows + i % 16];

@@ -160,22 +160,43 @@ inline Vec reciprocal(Vec x) {
 #endif
 }
 
-// exp(x) for x <= 0, relative error below 3e-7; exactly 0 below -87, where fp32 runs out.
-inline Vec exp_nonpositive(Vec x) {
-  const Vec clamped = maximum(x, broadcast(-87.0f));
-  const Vec shifted = clamped * 1.44269504f + 12582912.0f;  // + 1.5 * 2^23 rounds to an integer
+// exp(x) = 2^n (1 + rest * quotient), |rest| <= ln(2) / 2.
+struct ExpParts {
+  Vec rest;
+  Vec quotient;
+  IntVec exponents;  // n, in its place in a float
+};
+
+// For x in [-87, 0].
+inline ExpParts exp_parts(Vec x) {
+  const Vec shifted = x * 1.44269504f + 12582912.0f;  // + 1.5 * 2^23 rounds to an integer
   const Vec powers = shifted - 12582912.0f;
-  const Vec rest = (clamped - powers * 0.693359375f) + powers * 2.12194440e-4f;  // ln(2), in two
-  Vec series = broadcast(1.0f / 720);  // Taylor; |rest| <= ln(2) / 2
+  const Vec rest = (x - powers * 0.693359375f) + powers * 2.12194440e-4f;  // ln(2), in two
+  Vec series = broadcast(1.0f / 720);  // Taylor
   series = series * rest + 1.0f / 120;
   series = series * rest + 1.0f / 24;
   series = series * rest + 1.0f / 6;
   series = series * rest + 0.5f;
   series = series * rest + 1.0f;
-  series = series * rest + 1.0f;
-  const IntVec exponents = bit_cast<IntVec>(shifted) << 23;  // the low bits of `shifted`: `powers`
-  const Vec result = bit_cast<Vec>(bit_cast<IntVec>(series) + exponents);
+  return {rest, series, bit_cast<IntVec>(shifted) << 23};  // the low bits of `shifted`: `powers`
+}
+
+// exp(x) for x <= 0, relative error below 3e-7; exactly 0 below -87, where fp32 runs out.
+inline Vec exp_nonpositive(Vec x) {
+  const ExpParts parts = exp_parts(maximum(x, broadcast(-87.0f)));
+  const Vec series = parts.quotient * parts.rest + 1.0f;
+  const Vec result = bit_cast<Vec>(bit_cast<IntVec>(series) + parts.exponents);
   return x < -87.0f ? Vec{} : result;
+}
+
+// tanh(x), relative error below 1e-6, from d = exp(-2 |x|) - 1, which loses no digits near 0.
+inline Vec hyperbolic_tangent(Vec x) {
+  const Vec doubled = x < 0.0f ? 2.0f * x : -2.0f * x;
+  const ExpParts parts = exp_parts(doubled < -40.0f ? broadcast(-40.0f) : doubled);  // NaN stays
+  const Vec power = bit_cast<Vec>(parts.exponents + 0x3f800000);
+  const Vec d = power * (parts.rest * parts.quotient) + (power - 1.0f);
+  const Vec size = -d * reciprocal(2.0f + d);
+  return x < 0.0f ? -size : size;
 }
 
 // x / (1 + exp(-x)): the exponential is taken where it is at most 1.

@@ -134,7 +134,11 @@ class _CuttingAttention:
         raise AssertionError("attention outside the graph is planned for itself")
 
     def attend(
-        self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_rows = len(query)
         self.buffers.query[:num_rows].copy_(query)

@@ -67,7 +67,11 @@ class GraphDecodeAttention:
         self._planned.record()
 
     def attend(
-        self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`; [num_rows, Hq, D]."""
         query = query.contiguous()

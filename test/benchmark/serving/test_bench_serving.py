@@ -12,7 +12,7 @@ from benchmark.serving.bench_serving import main, report_of
 from benchmark.support.command import Command
 from benchmark.support.engine import EngineFailure
 from benchmark.support.loads import Load
-from benchmark.support.measured_runs import check_equal_work, take_requests
+from benchmark.support.measured_runs import check_equal_work, take_requests, turns
 from benchmark.support.paths import RESULTS
 from benchmark.support.serving_report import METRICS, Run
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -87,3 +87,7 @@ def test_the_steps_of_a_run_are_those_until_its_last_request_has_ended() -> None
 
 def test_the_results_folder_is_beside_the_benchmark() -> None:
     assert (RESULTS / "README.md").exists()
+
+
+def test_turns_run_to_and_fro():
+    assert [*turns(["a", "b"], 3)] == [(1, "a"), (1, "b"), (2, "b"), (2, "a"), (3, "a"), (3, "b")]

@@ -19,10 +19,12 @@ from support.paged_attention import (
     coded_problem,
     decoded_problem,
     exact_attention,
+    first_seen,
     layout_of,
     random_problem,
 )
 
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES, FP8, decode, encode
 from sgl_pipeline.pp_runner.cpu_kernels.library import Arithmetic, CpuKernels, load_cpu_kernels
@@ -56,19 +58,17 @@ def one_thread() -> Iterator[None]:
 
 
 def run(kernels: CpuKernels, arithmetic: Arithmetic, problem: PagedProblem) -> torch.Tensor:
-    attention = CpuAttention(problem.shape, kernels, arithmetic)
-    attention.plan(problem.layout)
-    return attention.attend(problem.query, problem.key_pages, problem.value_pages)
+    return problem.attended_by(CpuAttention(problem.shape, kernels, arithmetic))
 
 
 def allowed_error(
     arithmetic: Arithmetic, problem: PagedProblem, exact: torch.Tensor
 ) -> torch.Tensor:
-    """[T, Hq, D], how far each output may lie from the exact one.
+    """[T, Hq, Dv], how far each output may lie from the exact one.
 
     Where weights w are rounded, each to w (1 + e), |e| <= E, before both sums of
     sum(w v) / sum(w), the quotient o moves by at most E (sum(w |v|) / sum(w) + |o|), higher powers
-    of E aside. A bf16 output is rounded once more.
+    of E aside; a sink in the second sum makes it less. A bf16 output is rounded once more.
     """
     error = FLOAT32_ERROR * (1 + exact.abs())
     if arithmetic.dtype is torch.bfloat16:
@@ -116,6 +116,151 @@ def test_any_layout_matches_the_definition(
 ) -> None:
     shape = attention_shape(*heads, head_dim, page_size, arithmetic.dtype)
     assert_exact(kernels, arithmetic, random_problem(chunks, shape, seed))
+
+
+def layer_shapes(
+    head_dims: st.SearchStrategy[tuple[int, int]],
+) -> st.SearchStrategy[AttentionShape]:
+    """Layers with a window, a softcap, sinks and values of another width, or some of these, in
+    fp32. Windows end at, before and behind tiles of 32 and 64 keys, pages and contexts."""
+    windows = st.one_of(st.sampled_from([1, 2, 16, 31, 32, 33, 64, 128, 300]), st.integers(1, 200))
+    heads = st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (20, 1), (4, 4), (6, 3), (8, 2)])
+    return st.builds(
+        lambda heads, page_size, dims, **rules: replace(
+            attention_shape(*heads, dims[0], page_size, torch.float32), value_dim=dims[1], **rules
+        ),
+        heads,
+        st.sampled_from([1, 16, 64]),
+        head_dims,
+        window=st.one_of(st.none(), windows),
+        softcap=st.sampled_from([None, 30.0, 50.0, 2.0]),
+        has_sinks=st.booleans(),
+    )
+
+
+HEAD_DIMS = [(192, 128), (256, 256), (512, 512), (64, 64), (64, 96), (40, 24), (8, 72)]
+
+
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    chunks=st.lists(chunk_extents, min_size=1, max_size=5),
+    shape=layer_shapes(st.sampled_from(HEAD_DIMS)),
+    growth=st.sampled_from([1.0, 20.0]),
+    sink=st.sampled_from([0.0, -1000.0, -20.0, 20.0, 1000.0]),
+    seed=st.integers(0, 1000),
+)
+def test_any_layer_matches_the_definition(
+    kernels: CpuKernels,
+    arithmetic: Arithmetic,
+    chunks: list[ChunkExtent],
+    shape: AttentionShape,
+    growth: float,
+    sink: float,
+    seed: int,
+) -> None:
+    """The keys that no row sees are NaN, those in its last page and tile too."""
+    problem = random_problem(chunks, replace(shape, dtype=arithmetic.dtype), seed)
+    problem.query.mul_(growth)
+    if problem.sinks is not None:
+        problem.sinks[::2] += sink
+    assert_exact(kernels, arithmetic, problem, score_error=0.0 if growth == 1.0 else 1e-4)
+
+
+@every_instruction_set
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (20, 1)], ids=str)
+def test_every_machine_computes_any_layer(
+    instructions: str, dtype: torch.dtype, heads: tuple[int, int]
+) -> None:
+    shape = replace(
+        attention_shape(*heads, 72, 16, dtype),
+        value_dim=40,
+        window=50,
+        softcap=3.0,
+        has_sinks=True,
+    )
+    chunks = [ChunkExtent(170, 1), ChunkExtent(0, 5), ChunkExtent(33, 90)]
+    kernels = kernels_for(instructions)
+    problem = random_problem(chunks, shape)
+    problem.query.mul_(4.0)  # up to where the softcap bends
+    assert_exact(kernels, kernels.best_arithmetic(dtype), problem)
+
+
+def test_a_sink_far_below_the_scores_changes_no_bit_and_one_far_above_leaves_nothing(
+    kernels: CpuKernels, arithmetic: Arithmetic
+) -> None:
+    chunks = [ChunkExtent(150, 1), ChunkExtent(0, 100)]
+    problem = random_problem(chunks, attention_shape(4, 2, 64, 16, arithmetic.dtype))
+    without = run(kernels, arithmetic, problem)
+    with_sinks = replace(
+        problem,
+        shape=replace(problem.shape, has_sinks=True),
+        sinks=torch.tensor([-1e4, 1e4, -torch.inf, -3e38]),
+    )
+    found = run(kernels, arithmetic, with_sinks)
+    assert torch.equal(found[:, [0, 2, 3]], without[:, [0, 2, 3]])
+    assert not found[:, 1].any()
+
+
+def test_a_window_of_all_keys_changes_no_bit(kernels: CpuKernels, arithmetic: Arithmetic) -> None:
+    chunks = [ChunkExtent(199, 1), ChunkExtent(0, 200), ChunkExtent(150, 50)]
+    problem = random_problem(chunks, attention_shape(4, 2, 64, 16, arithmetic.dtype))
+    expected = run(kernels, arithmetic, problem)
+    for window in (200, 201, 2**31 - 1, 2**40):
+        windowed = replace(problem, shape=replace(problem.shape, window=window))
+        assert torch.equal(run(kernels, arithmetic, windowed), expected)
+
+
+@pytest.mark.multiproc
+def test_pages_before_the_window_are_not_read() -> None:
+    """Their numbers are of no page, where a read ends the process. Decodes and a prefill, of one
+    key/value head and many, in pages that begin with a tile and in tiles of many pages."""
+    program = (
+        "from dataclasses import replace\n"
+        "import torch\n"
+        "from support.paged_attention import ChunkExtent, attention_shape, first_seen\n"
+        "from support.paged_attention import random_problem\n"
+        "from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention\n"
+        "from sgl_pipeline.pp_runner.cpu_kernels.library import Arithmetic, load_cpu_kernels\n"
+        "kernels = load_cpu_kernels()\n"
+        "chunks = [ChunkExtent(700, 1), ChunkExtent(500, 90)]\n"
+        "for arithmetic in filter(kernels.has, Arithmetic):\n"
+        "    for page_size, heads in ((1, (4, 2)), (16, (8, 8)), (64, (20, 1))):\n"
+        "        shape = attention_shape(*heads, 64, page_size, arithmetic.dtype)\n"
+        "        shape = replace(shape, window=100)\n"
+        "        problem = random_problem(chunks, shape)\n"
+        "        begins = problem.layout.page_indptr.tolist()\n"
+        "        for chunk, begin in zip(chunks, begins):\n"
+        "            skipped = first_seen(shape, chunk.start) // page_size\n"
+        "            assert skipped > 0\n"
+        "            problem.layout.page_indices[begin : begin + skipped] = 2**31 - 1\n"
+        "        found = problem.attended_by(CpuAttention(shape, kernels, arithmetic))\n"
+        "        assert found.isfinite().all()\n"
+        "print('done')\n"
+    )
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'test'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout == "done\n", done.stderr
+
+
+def test_sinks_are_wanted_where_the_layer_has_them(kernels: CpuKernels) -> None:
+    problem = random_problem([ChunkExtent(0, 3)], attention_shape(2, 1, 64, 16, torch.float32))
+    with_sinks = replace(problem.shape, has_sinks=True)
+    sinks = torch.zeros(2)
+    for shape, wrong in (
+        (problem.shape, sinks),
+        (with_sinks, None),
+        (with_sinks, sinks.bfloat16()),
+        (with_sinks, torch.zeros(3)),
+        (with_sinks, torch.zeros(4)[::2]),
+    ):
+        with pytest.raises(AssertionError):
+            replace(problem, sinks=wrong).attended_by(CpuAttention(shape, kernels))
 
 
 def test_long_contexts_stay_exact(kernels: CpuKernels, arithmetic: Arithmetic) -> None:
@@ -171,7 +316,34 @@ def test_codes_give_the_bits_of_the_numbers_that_they_stand_for(
     seed: int,
 ) -> None:
     shape = attention_shape(*heads, head_dim, page_size, arithmetic.dtype)
-    coded = coded_problem(random_problem(chunks, shape, seed), coded_dtype)
+    assert_decoded_alike(kernels, arithmetic, random_problem(chunks, shape, seed), coded_dtype)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    chunks=st.lists(chunk_extents, min_size=1, max_size=5),
+    shape=layer_shapes(st.sampled_from([(192, 128), (64, 96), (40, 24), (128, 128)])),
+    coded_dtype=st.sampled_from(list(CODED_DTYPES.values())),
+    seed=st.integers(0, 1000),
+)
+def test_codes_of_any_layer_give_these_bits(
+    kernels: CpuKernels,
+    arithmetic: Arithmetic,
+    chunks: list[ChunkExtent],
+    shape: AttentionShape,
+    coded_dtype: torch.dtype,
+    seed: int,
+) -> None:
+    problem = random_problem(chunks, replace(shape, dtype=arithmetic.dtype), seed)
+    assert_decoded_alike(kernels, arithmetic, problem, coded_dtype)
+
+
+def assert_decoded_alike(
+    kernels: CpuKernels, arithmetic: Arithmetic, problem: PagedProblem, coded_dtype: torch.dtype
+) -> None:
+    coded = coded_problem(problem, coded_dtype)
     expected = run(kernels, arithmetic, decoded_problem(coded))
     assert expected.isfinite().all()
     assert torch.equal(run(kernels, arithmetic, coded), expected)
@@ -240,6 +412,11 @@ def test_a_request_that_went_astray_harms_no_other(
         assert torch.equal(actual[rows], expected[rows])
 
 
+every_cut = pytest.mark.parametrize(
+    "splits", [[1] * 150, [150], [70, 80], [1, 37, 1, 64, 47]], ids=len
+)
+
+
 @pytest.mark.parametrize(
     "heads",
     [
@@ -248,14 +425,41 @@ def test_a_request_that_went_astray_harms_no_other(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("splits", [[1] * 150, [150], [70, 80], [1, 37, 1, 64, 47]], ids=len)
+@every_cut
 def test_a_row_is_bitwise_the_same_however_its_prompt_is_cut(
     kernels: CpuKernels, arithmetic: Arithmetic, splits: list[int], heads: tuple[int, int, int]
 ) -> None:
+    shape = attention_shape(*heads, 1, arithmetic.dtype)
+    assert_cut_alike(kernels, arithmetic, shape, splits)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 32, 64, 65, 100, 149])
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (8, 1), (20, 1)], ids=str)
+@every_cut
+def test_a_row_of_any_layer_is_bitwise_the_same_however_its_prompt_is_cut(
+    kernels: CpuKernels,
+    arithmetic: Arithmetic,
+    splits: list[int],
+    heads: tuple[int, int],
+    window: int | None,
+) -> None:
+    shape = replace(
+        attention_shape(*heads, 64, 1, arithmetic.dtype),
+        value_dim=96,
+        window=window,
+        softcap=30.0,
+        has_sinks=True,
+    )
+    assert_cut_alike(kernels, arithmetic, shape, splits)
+
+
+def assert_cut_alike(
+    kernels: CpuKernels, arithmetic: Arithmetic, shape: AttentionShape, splits: list[int]
+) -> None:
     """One prompt of 150 tokens as one chunk, against the same prompt cut into `splits`, the other
-    requests of the microbatch and the page size being different too."""
-    dtype = arithmetic.dtype
-    whole = random_problem([ChunkExtent(0, 150)], attention_shape(*heads, 1, dtype))
+    requests of the microbatch and the page size being different too, and NaN in keys that a cut
+    sees no more."""
+    whole = random_problem([ChunkExtent(0, 150)], shape)
     whole.query.mul_(4.0)  # so that maxima move
     expected = run(kernels, arithmetic, whole)
     order = whole.layout.page_indices.long()
@@ -265,8 +469,10 @@ def test_a_row_is_bitwise_the_same_however_its_prompt_is_cut(
     for length in splits:
         rows = whole.query[start : start + length]
         other = random_problem(
-            [ChunkExtent(40, 3), ChunkExtent(99, 1)], attention_shape(*heads, 16, dtype)
+            [ChunkExtent(40, 3), ChunkExtent(99, 1)], replace(shape, page_size=16)
         )
+        for store in keys:
+            store[: first_seen(shape, start)] = torch.nan
         num_pages = other.key_pages.shape[0]
         own_pages = list(range(num_pages, num_pages + 10))
         pages = [
@@ -280,7 +486,9 @@ def test_a_row_is_bitwise_the_same_however_its_prompt_is_cut(
             16,
         )
         query = torch.cat((other.query[:3], rows, other.query[3:]))
-        mixed = run(kernels, arithmetic, PagedProblem(other.shape, layout, query, *pages))
+        mixed = run(
+            kernels, arithmetic, PagedProblem(other.shape, layout, query, *pages, whole.sinks)
+        )
         assert torch.equal(mixed[3 : 3 + length], expected[start : start + length])
         start += length
 
