@@ -117,7 +117,7 @@ REFUSED_NAMESPACES = {
     "spec": "speculative decoding is not built yet",
     "disagg": "prefill/decode disaggregation is not built yet",
     "lora": "LoRA adapters are not built yet",
-    "mm": "images, audio and video are not supported; of a multimodal model the text model is served",
+    "mm": "only text is served, also of multimodal models",
     "exec.comm": "it tunes upstream's tensor-parallel communication, which is not used",
     "exec.deterministic": "it steers upstream's model runner, which is not used; greedy and seeded "
     "sampling do not depend on the microbatch here",
@@ -219,9 +219,9 @@ REFUSED_FIELDS = {name: reason for reason, names in _REFUSED_TEXT.items() for na
 # Values that upstream itself gets, for any command line. It resolves and runs its front as a CPU
 # server without a pipeline; it never sees the two sizes that only our scheduler uses (it would
 # demand that one divides the other); it looks for no kernels for quantized weights, keys or values;
-# of a multimodal model it takes the text model and the plain tokenizer; it takes the one attention
-# that no family's checks refuse, and no pools of its own for windows; and usage always reports cached
-# tokens.
+# of a multimodal model it takes the text model and the plain tokenizer; of its attentions the one
+# that no family's checks refuse, and no pools of its own for windows; and usage always reports
+# cached tokens.
 UPSTREAM_VALUES = {
     "model_impl": "auto",
     "enable_multimodal": False,
