@@ -25,7 +25,7 @@ from sgl_pipeline.pp_runner import cost_measurement
 from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
-from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.pp_runner.stopwatch import HostStopwatch
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_work import StepWork
@@ -64,7 +64,7 @@ def test_quantized_parts_have_the_bytes_that_the_stage_will_hold() -> None:
     sizes = [measure_part_costs(each, [TYPICAL_STEP]).sizes for each in (plain, rounded)]
     spec = read_model_spec(tiny_model("qwen3"), "w8a8_int8")
     kernels = make_layer_kernels(choose_layer_kernels("auto", torch.bfloat16, torch.device("cpu")))
-    model = StageModel.load(
+    model = NativeStageModel.load(
         spec,
         tiny_model("qwen3"),
         layers=range(NUM_LAYERS),
@@ -185,7 +185,7 @@ def test_each_step_is_timed_by_itself_and_the_parts_are_weighed(name: str) -> No
     assert [sample.work for sample in costs.samples] == [step.work for step in steps]
     assert [sample.tail_ms > 0 for sample in costs.samples] == [True, False, True]
     spec = read_model_spec(path)
-    model = StageModel.load(
+    model = NativeStageModel.load(
         spec,
         path,
         layers=range(spec.num_layers),
@@ -229,7 +229,7 @@ def test_layers_that_are_quantized_and_layers_that_are_not_have_times_and_bytes_
     plain, rounded = costs.sizes.layers_bytes[0], costs.sizes.layers_bytes[1]
     assert rounded < 0.6 * plain
     spec = read_model_spec(tmp_path / "mixed")
-    model = StageModel.load(
+    model = NativeStageModel.load(
         spec,
         tmp_path / "mixed",
         layers=range(NUM_LAYERS),

@@ -260,7 +260,7 @@ def model_spec(config: Config, generation_config: Config | None = None) -> Decod
         experts=_expert_spec(fields) if family.experts else None,
         tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
-        eos_token_ids=_eos_token_ids(config) | _eos_token_ids(generation_config or {}),
+        eos_token_ids=eos_token_ids(config) | eos_token_ids(generation_config or {}),
         names=family.names,
         quantization=read_quantization(fields.get("quantization_config"), family.names.head),
     )
@@ -366,7 +366,8 @@ def _rope_spec(fields: ConfigFields, family: Family) -> RopeSpec:
     return RopeSpec(theta, kind, tuple(factors), float(rotated_share), family.interleaved_rope)
 
 
-def _eos_token_ids(config: Config) -> frozenset[int]:
+def eos_token_ids(config: Config) -> frozenset[int]:
+    """The ids of `eos_token_id`, one or several. Raises ConfigurationError for anything else."""
     value = config.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) for token in ids):

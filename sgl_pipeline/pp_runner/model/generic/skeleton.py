@@ -74,11 +74,17 @@ class Skeleton:
         """Of the names of the layer's parameters."""
         return f"{self.name}.layers.{layer}."
 
-    def copy_of_layer(self, layer: int) -> nn.Module:
-        """A copy of the layer's template that shares the config."""
-        template = self.layers[layer]
+    def copy_of(self, template: nn.Module) -> nn.Module:
+        """A copy of a part that shares the config."""
         shared = {id(one.config): one.config for one in template.modules() if hasattr(one, "config")}
         return copy.deepcopy(template, shared)
+
+    def model_of_head(self, decoder: nn.Module) -> PreTrainedModel:
+        """The model with `decoder` in the place of all that is between token ids and the head."""
+        model = copy.copy(self.model)
+        model.__dict__["_modules"] = dict(self.model._modules)
+        model._modules[self.name.split(".")[0]] = decoder
+        return model
 
     def remake_buffers(self, module: nn.Module) -> None:
         """Gives `module` and those inside it the buffers that no checkpoint holds, such as rotary
@@ -219,7 +225,7 @@ class Entry:
 class KeyTable:
     """The parameters of `skeleton` by the tensors of a checkpoint that has `names`."""
 
-    def __init__(self, skeleton: Skeleton, names: Iterable[str]) -> None:
+    def __init__(self, skeleton: Skeleton, names: Iterable[str], *, is_quantized: bool) -> None:
         self._entries: dict[str, Entry] = {}
         self._of_target: dict[str, Entry] = {}
         self.unknown: list[str] = []
@@ -229,7 +235,7 @@ class KeyTable:
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-        plain = {_STORED_AS.sub(".weight", name) for name in names}
+        plain = {_STORED_AS.sub(".weight", name) if is_quantized else name for name in names}
         for name in sorted(plain, key=dot_natural_key):
             target, pattern = rename_source_key(
                 name, renamings, converters, model.base_model_prefix, known
@@ -257,6 +263,17 @@ class KeyTable:
     def entry_of(self, target: str) -> Entry | None:
         """What makes the parameter `target`; None if the checkpoint does not have it."""
         return self._of_target.get(target)
+
+    def name_of(self, target: str) -> str:
+        """The checkpoint's name of the tensor that is the parameter `target`; that name itself if
+        no file has it."""
+        entry = self._of_target.get(target)
+        return entry.sources[0][0] if entry is not None else target
+
+    def sources_of(self, target: str) -> list[str]:
+        """The checkpoint's names of all tensors that make the parameter `target`."""
+        entry = self._of_target.get(target)
+        return [name for name, _ in entry.sources] if entry is not None else [target]
 
     def unknown_below(self, prefix: str) -> list[str]:
         """Names of tensors that belong below `prefix` but to no parameter there."""
