@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
+from sgl_pipeline.pp_runner.model.generic.tested_families import TESTED_MODEL_TYPES
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
 from sgl_pipeline.process_lifetime import child_environment
 
 logger = logging.getLogger(__name__)
 
 PROBES = "sgl_pipeline.pp_runner.model.generic"
-REFUSED = 2  # the exit code of the probes where they refuse the model
+REFUSED = 2  # their exit code where they refuse a model
 
 
 class ChosenModel(NamedTuple):
@@ -62,6 +63,13 @@ def _probed(path: str, quantization: str | None) -> ChosenModel:
     is announced in a warning."""
     generic_spec = _run_probes(path, quantization)
     spec = GenericSpec.from_json(generic_spec)
+    if spec.model_type not in TESTED_MODEL_TYPES:
+        logger.warning(
+            "%s passes the probes of transformers' code, but no test compares the tokens of this "
+            "family (%s) with transformers' own: compare some yourself before you rely on it",
+            spec.architecture,
+            spec.model_type,
+        )
     return ChosenModel(spec, generic_spec)
 
 
@@ -80,11 +88,16 @@ def _run_probes(path: str, quantization: str | None) -> str:
         check=False,
     )
     if probes.returncode == 0:
-        return probes.stdout.strip()
-    last = (probes.stderr if probes.returncode != REFUSED else probes.stdout).strip()
-    reason = last.rpartition("\n")[2]
+        return probes.stdout.strip().rpartition("\n")[2]
     if probes.returncode == REFUSED:
-        raise UnsupportedModelError(f"transformers' code cannot be served: {reason}")
+        raise UnsupportedModelError(
+            f"transformers' code of this model cannot be served: {_last_line(probes.stdout)}"
+        )
     raise ConfigurationError(
-        f"the probes of {path} failed with exit code {probes.returncode}: {reason}"
+        f"transformers' code of {path} could not be probed (exit code {probes.returncode}): "
+        f"{_last_line(probes.stderr)}"
     )
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
