@@ -65,8 +65,7 @@ _YARN: dict[str, Any] = {
 class GenericFamily:
     """A family by transformers' `model_type`, and how its tiny model differs from the others.
 
-    `published` is a model of it that people run. `text` is for a config with a text part: the
-    `model_type` of the checkpoint that holds it, with a tower.
+    `published` is a model of it that people run.
     """
 
     model_type: str
@@ -146,6 +145,46 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
         },
     ),
     "mixtral": GenericFamily("mixtral", "Mixtral 8x7B", _EXPERTS),
+    "mistral": GenericFamily("mistral", "Mistral 7B", {"sliding_window": 8}),
+    "gemma": GenericFamily("gemma", "Gemma 7B"),
+    "qwen2-moe": GenericFamily(
+        "qwen2_moe", "Qwen1.5-MoE-A2.7B", {**_EXPERTS, "shared_expert_intermediate_size": 40}
+    ),
+    "qwen3-moe": GenericFamily("qwen3_moe", "Qwen3-30B-A3B", _EXPERTS),
+    "glm4-moe-lite": GenericFamily(
+        "glm4_moe_lite", "GLM-4.7-Flash", {**_GROUPED, **_MLA}
+    ),
+    "olmo2": GenericFamily("olmo2", "OLMo 2 7B", {"head_dim": None}),
+    "olmoe": GenericFamily("olmoe", "OLMoE 1B-7B", {**_EXPERTS, "head_dim": None}),
+    "cohere2": GenericFamily(
+        "cohere2", "Command R7B", {"sliding_window": 8, "layer_types": _WINDOWED}
+    ),
+    "ernie4-5-moe": GenericFamily(
+        "ernie4_5_moe",
+        "ERNIE 4.5 21B-A3B",
+        {**_EXPERTS, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
+    ),
+    "exaone4": GenericFamily(
+        "exaone4", "EXAONE 4.0 32B", {"sliding_window": 8, "layer_types": _WINDOWED}
+    ),
+    "seed-oss": GenericFamily("seed_oss", "Seed-OSS 36B"),
+    "mimo-v2-flash": GenericFamily(
+        "mimo_v2_flash",
+        "MiMo-V2-Flash",
+        {
+            **_GROUPED,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": _WINDOWED,
+        },
+    ),
+    "hy-v3": GenericFamily("hy_v3", "Hy3", _GROUPED),
+    "granite-moe": GenericFamily("granitemoe", "Granite 3.1 3B-A800M", _EXPERTS),
+    "starcoder2": GenericFamily("starcoder2", "StarCoder2 7B"),
+    "laguna": GenericFamily("laguna", "Laguna", _GROUPED),
+    "apertus": GenericFamily("apertus", "Apertus 8B"),
+    "hunyuan": GenericFamily("hunyuan_v1_dense", "Hunyuan 7B"),
 }
 
 
@@ -192,7 +231,10 @@ def _spread(model: PreTrainedModel) -> None:
 
 @cache
 def _reference(directory: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    # The others leave out softcaps.
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 @torch.inference_mode()

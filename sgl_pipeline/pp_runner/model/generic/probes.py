@@ -82,7 +82,7 @@ def trace(skeleton: Skeleton) -> Trace:
             reason = " ".join(str(error).split())
             raise UnsupportedModelError(
                 f"{type(decoder).__name__} does not run without weights: "
-                f"{type(error).__name__}: {reason:.200}"
+                f"{type(error).__name__}: {reason:.200}{_kinds_of_layers(skeleton)}"
             ) from None
     if output.shape != (1, _ROWS, skeleton.embedding.weight.shape[1]):
         raise UnsupportedModelError(f"its decoder returns rows of shape {list(output.shape)}")
@@ -94,6 +94,14 @@ def trace(skeleton: Skeleton) -> Trace:
     return Trace(
         tuple(calls[0] for calls in seen.attentions), frozenset(seen.expert_layers), norm
     )
+
+
+def _kinds_of_layers(skeleton: Skeleton) -> str:
+    """Words for an error: the kinds of layers that its config names, if they are not all known."""
+    kinds = {*(getattr(skeleton.text_config, "layer_types", None) or ())}
+    if not kinds - {"full_attention", "sliding_attention"}:
+        return ""
+    return f"; its config names layers of {', '.join(sorted(map(str, kinds)))}"
 
 
 def _miscount(attentions: list[list[LayerAttention]], first: int) -> str:

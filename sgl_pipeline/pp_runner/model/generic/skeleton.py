@@ -132,6 +132,8 @@ def make_skeleton(path: str | Path, dtype: torch.dtype, attention: str) -> Skele
     model.eval().requires_grad_(False)
     _keep_in_fp32(model, dtype)
     decoder = model.get_decoder()
+    if decoder is model:
+        decoder = getattr(model, "model", model)
     name = next((name for name, one in model.named_modules() if one is decoder), "")
     layers = getattr(decoder, "layers", None)
     if not name or not isinstance(layers, nn.ModuleList) or not len(layers):
