@@ -55,7 +55,7 @@ class _Seen:
     attentions: list[list[LayerAttention]]
     expert_layers: set[int] = field(default_factory=set)
     called: list[str] = field(default_factory=list)  # parts of the decoder; "layers" for a layer
-    shared: list[Mapping[Any, Any]] = field(default_factory=list)  # given to layers, to write into
+    keys: list[torch.Tensor] = field(default_factory=list)  # and values, of all attentions
 
 
 def trace(skeleton: Skeleton) -> Trace:
@@ -82,20 +82,26 @@ def trace(skeleton: Skeleton) -> Trace:
             reason = " ".join(str(error).split())
             raise UnsupportedModelError(
                 f"{type(decoder).__name__} does not run without weights: "
-                f"{type(error).__name__}: {reason:.200}"
+                f"{type(error).__name__}: {reason:.200}{_kinds_of_layers(skeleton)}"
             ) from None
     if output.shape != (1, _ROWS, skeleton.embedding.weight.shape[1]):
         raise UnsupportedModelError(f"its decoder returns rows of shape {list(output.shape)}")
     for number, calls in enumerate(seen.attentions):
         if len(calls) != 1:
             raise UnsupportedModelError(_miscount(seen.attentions, number))
-    if any(seen.shared):
-        raise UnsupportedModelError("its layers share keys and values, which stages cannot")
     norm = _norm_of(seen.called, len(skeleton.layers))
     _refuse_other_weights(skeleton, norm)
     return Trace(
         tuple(calls[0] for calls in seen.attentions), frozenset(seen.expert_layers), norm
     )
+
+
+def _kinds_of_layers(skeleton: Skeleton) -> str:
+    """Words for an error: the kinds of layers that its config names, if they are not all known."""
+    kinds = {*(getattr(skeleton.text_config, "layer_types", None) or ())}
+    if not kinds - {"full_attention", "sliding_attention"}:
+        return ""
+    return f"; its config names layers of {', '.join(sorted(map(str, kinds)))}"
 
 
 def _miscount(attentions: list[list[LayerAttention]], first: int) -> str:
@@ -147,7 +153,7 @@ def _norm_of(called: list[str], num_layers: int) -> str:
 def _watch(skeleton: Skeleton, seen: _Seen, hooks: ExitStack) -> None:
     decoder = skeleton.decoder
     for number, layer in enumerate(skeleton.layers):
-        direct_attention(layer, _recorder(seen.attentions[number]))
+        direct_attention(layer, _recorder(seen, number))
         hook = layer.register_forward_pre_hook(_layer_watcher(seen), with_kwargs=True)
         hooks.callback(hook.remove)
         hook = layer.register_forward_hook(_refuse_other_outputs)
@@ -180,7 +186,7 @@ class _NoExperts(nn.Module):
         return torch.empty_like(hidden_states)
 
 
-def _recorder(calls: list[LayerAttention]) -> Callable[..., torch.Tensor]:
+def _recorder(seen: _Seen, layer: int) -> Callable[..., torch.Tensor]:
     def record(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -197,8 +203,14 @@ def _recorder(calls: list[LayerAttention]) -> Callable[..., torch.Tensor]:
                     f"its attention is called with rows of shape {list(rows.shape)} for a step of "
                     f"{_ROWS} rows"
                 )
+        if any(own is rows for own in seen.keys for rows in (key, value)):
+            raise UnsupportedModelError(
+                f"its layer {layer} attends to keys and values of another one, which may be on "
+                "another stage"
+            )
+        seen.keys += [key, value]
         # Where the two differ, transformers' own attention follows the mask.
-        calls.append(replace(attention_of_call(query, key, value, arguments), window=mask.window))
+        seen.attentions[layer].append(replace(attention_of_call(query, key, value, arguments), window=mask.window))
         return query.new_empty(1, _ROWS, query.shape[1], value.shape[-1])
 
     return record
@@ -211,9 +223,6 @@ def _layer_watcher(seen: _Seen) -> Callable[..., None]:
         if not isinstance(stream, torch.Tensor) or stream.dim() != 3 or stream.shape[1] != _ROWS:
             shape = list(stream.shape) if isinstance(stream, torch.Tensor) else stream
             raise UnsupportedModelError(f"its layers are called with {shape}, not one residual stream")
-        for value in (*args[1:], *kwargs.values()):
-            if isinstance(value, Mapping) or hasattr(value, "keys"):
-                seen.shared.append(value)
 
     return watch
 

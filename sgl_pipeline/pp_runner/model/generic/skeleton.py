@@ -46,6 +46,7 @@ class Skeleton:
     decoder: nn.Module
     name: str
     layers: tuple[nn.Module, ...]
+    has_tied_head: bool
 
     @property
     def text_config(self) -> Any:
@@ -64,11 +65,6 @@ class Skeleton:
     @property
     def embedding_name(self) -> str:
         return self._name_of(self.embedding)
-
-    @property
-    def has_tied_head(self) -> bool:
-        head = self.model.get_output_embeddings()
-        return head.weight is self.embedding.weight
 
     def layer_prefix(self, layer: int) -> str:
         """Of the names of the layer's parameters."""
@@ -136,6 +132,8 @@ def make_skeleton(path: str | Path, dtype: torch.dtype, attention: str) -> Skele
     model.eval().requires_grad_(False)
     _keep_in_fp32(model, dtype)
     decoder = model.get_decoder()
+    if decoder is model:
+        decoder = getattr(model, "model", model)
     name = next((name for name, one in model.named_modules() if one is decoder), "")
     layers = getattr(decoder, "layers", None)
     if not name or not isinstance(layers, nn.ModuleList) or not len(layers):
@@ -143,9 +141,13 @@ def make_skeleton(path: str | Path, dtype: torch.dtype, attention: str) -> Skele
             f"{type(decoder).__name__} has no list `layers` of decoder layers inside "
             f"{type(model).__name__}"
         )
-    if model.get_output_embeddings() is None:
-        raise UnsupportedModelError(f"{type(model).__name__} has no output head")
-    return Skeleton(model, decoder, name, tuple(layers))
+    head, embedding = model.get_output_embeddings(), decoder.get_input_embeddings()
+    if type(head) is not nn.Linear or not isinstance(embedding, nn.Embedding):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has a {type(head).__name__} for a head and a "
+            f"{type(embedding).__name__} for an embedding"
+        )
+    return Skeleton(model, decoder, name, tuple(layers), head.weight is embedding.weight)
 
 
 def _read_config(path: str | Path) -> Any:
