@@ -62,8 +62,6 @@ def read_head(
     norm_name: str,
     reader: TensorReader,
     table: torch.Tensor | None,
-    *,
-    is_tied: bool,
 ) -> DecoderHead:
     """The head of `skeleton` with its weights; if it is tied and not in the file, its matrix is the
     embedding table, rounded as the model's other matrices are.
@@ -71,7 +69,6 @@ def read_head(
     Args:
         norm: the template of the final norm, which is `norm_name` in the decoder.
         table: the embedding table if the stage has it.
-        is_tied: whether the head is the embedding, unless the file has one.
     """
     prefix = f"{skeleton.name}.{norm_name}."
     final_norm = fill(skeleton.copy_of(norm), prefix, reader)
@@ -79,21 +76,16 @@ def read_head(
     refuse_meta(final_norm, prefix)
     model = skeleton.model_of_head(_HasRun(final_norm))
     head = skeleton.model.get_output_embeddings()
-    linear = _head_linear(skeleton, head, reader, table, is_tied=is_tied)
+    linear = _head_linear(skeleton, head, reader, table)
     model.set_submodule(skeleton.head_name, RowLinear(linear, head.out_features))
     return DecoderHead(model, head.out_features)
 
 
 def _head_linear(
-    skeleton: Skeleton,
-    head: nn.Linear,
-    reader: TensorReader,
-    table: torch.Tensor | None,
-    *,
-    is_tied: bool,
+    skeleton: Skeleton, head: nn.Linear, reader: TensorReader, table: torch.Tensor | None
 ) -> Linear:
     name = skeleton.head_name
-    if not is_tied or reader.has(f"{name}.weight"):
+    if not skeleton.has_tied_head or reader.has(f"{name}.weight"):
         return reader.linear(head, f"{name}.")
     embedding = f"{skeleton.embedding_name}.weight"
     is_kept = table is not None

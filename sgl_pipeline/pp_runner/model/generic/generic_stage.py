@@ -263,14 +263,7 @@ class GenericStageModel:
         self._is_first = is_first
         if is_last:
             table = self._skeleton.embedding.weight if is_first else None
-            self._head = read_head(
-                self._skeleton,
-                self._norm,
-                self._norm_name,
-                reader,
-                table,
-                is_tied=self.spec.tied_embeddings,
-            )
+            self._head = read_head(self._skeleton, self._norm, self._norm_name, reader, table)
         self._end_sizes = {
             name: size for name, size in source.loaded.items() if name not in before
         }
