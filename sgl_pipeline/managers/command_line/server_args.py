@@ -112,10 +112,11 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
         upstream.check_server_args()
     except (AssertionError, ValueError, OSError) as error:
         raise ConfigurationError(f"SGLang refuses these arguments: {error}") from error
-    except (AttributeError, TypeError, LookupError) as error:
+    except (AttributeError, TypeError, LookupError, RuntimeError) as error:
         # It looks at fields by the architecture's name, whether a config has them or not.
         raise ConfigurationError(
-            f"SGLang's front cannot read the config of {model_path}: {error!r}"
+            f"SGLang's front cannot read the config of {model_path}: {type(error).__name__}: "
+            f"{error!s:.200}"
         ) from error
     return LaunchPlan(upstream, pipeline, upstream.context_length or spec.context_length)
 
