@@ -20,7 +20,7 @@ from sgl_pipeline.pp_runner.base.kv_format import encode
 from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
 from sgl_pipeline.pp_runner.kernel_choice import choose_attention_backend, make_attention_backend
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
-from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.pp_runner.output.sampler import Sampler
 from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights
 from sgl_pipeline.requests import SamplingSpec
@@ -171,7 +171,7 @@ def check_stage(spec: DecoderSpec, name: str, device: torch.device, backend: str
     place = StagePlace(spec, StagePlan(0, (_CHECKED_LAYERS,)), 0)
     layers = range(_CHECKED_LAYERS)
     models = {
-        dtype: StageModel.build(
+        dtype: NativeStageModel.build(
             place.spec,
             weights,
             device=device,

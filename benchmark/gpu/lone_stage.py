@@ -16,7 +16,7 @@ from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_laye
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
-from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.requests import GREEDY, LogprobSpec, SamplingSpec
 from sgl_pipeline.stage_plan import StagePlan
@@ -119,13 +119,13 @@ class LoneStage:
         page_size: int = PAGE_SIZE,
         backend: str = "auto",
         graphs: str = "auto",
-        model: StageModel | None = None,
+        model: NativeStageModel | None = None,
     ) -> None:
         self.place = place
         self.device = device
         self._num_pages = num_pages
         self._page_size = page_size
-        self.model = model or StageModel.load(
+        self.model = model or NativeStageModel.load(
             place.spec,
             "",
             layers=place.plan.layers_of(place.stage),

@@ -29,7 +29,7 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, model_spec
-from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
 from sgl_pipeline.pp_runner.weights.quantization_config import (
@@ -191,8 +191,8 @@ def read_preset(dtype: torch.dtype) -> DecoderSpec:
     return model_spec(PRESET.config(str(dtype).removeprefix("torch.")))
 
 
-def _load(spec: DecoderSpec, kernels: LayerKernels, dtype: torch.dtype) -> StageModel:
-    return StageModel.load(
+def _load(spec: DecoderSpec, kernels: LayerKernels, dtype: torch.dtype) -> NativeStageModel:
+    return NativeStageModel.load(
         spec,
         "",
         layers=LAYERS,

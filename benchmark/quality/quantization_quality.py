@@ -34,7 +34,7 @@ from sgl_pipeline.pp_runner.kernel_choice import (
     make_stage_attention,
 )
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, read_model_spec
-from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.pp_runner.weights.quantization_config import (
     FP8,
     W4A8_INT8,
@@ -74,7 +74,7 @@ class WholeModel:
         self._shapes = spec.attention_shapes(PAGE_SIZE, dtype, CPU, kv_cache_dtype)
         choice = choose_attention_backend("auto", self._shapes[0])
         self._attention = make_stage_attention(choice, self._shapes)
-        self._model = StageModel.load(
+        self._model = NativeStageModel.load(
             spec,
             path,
             layers=range(spec.num_layers),

@@ -15,6 +15,7 @@ from sgl_pipeline.args.scheduling_args import SCHEDULE_POLICIES, SchedulingArgs
 from sgl_pipeline.args.stage_args import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
+    MODEL_IMPLS,
     StageArgs,
 )
 from sgl_pipeline.args.throttle_args import (
@@ -31,6 +32,7 @@ __all__ = [
     "LOAD_FORMATS",
     "MIGRATION_MODES",
     "MIGRATION_WEIGHTS",
+    "MODEL_IMPLS",
     "POLICIES",
     "SCHEDULE_POLICIES",
     "SECTIONS",

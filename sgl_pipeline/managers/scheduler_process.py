@@ -54,7 +54,8 @@ from sgl_pipeline.pipeline.recovery import StageRecovery
 from sgl_pipeline.pipeline.stage_watch import StageWatch
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.pipeline.worker_source import WorkerSource
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_served_spec
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.stage_spec import stage_spec
 from sgl_pipeline.records.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.records.trace import EventWriter, TraceWriter
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
@@ -167,7 +168,7 @@ class _ServedModel:
 
 def _read_model(args: PipelineArgs, server_args: Any) -> _ServedModel:
     tokenizer = load_tokenizer(server_args)
-    spec = read_served_spec(args.stages)
+    spec = stage_spec(args.stages)
     # The published value: upstream has put a parser's name in the place of `auto`.
     reasoning = ReasoningMarks.of_parser(get_serving().reasoning_parser, tokenizer)
     limits = model_limits(spec, server_args.context_length, tokenizer)

@@ -14,6 +14,7 @@ from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.cpu_kernels.call_recording import RecordedCalls, record
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Rotation
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
+from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ MOST_ROWS = 1024
 
 
 class RecordedLayers:
-    """The `StepLayers` of a CPU stage.
+    """The `StepLayers` of a CPU stage whose layers are our own.
 
     The first step of a range of layers is the one that is recorded. A recording holds the addresses
     of the weights and pages of all its layers: there is one at most, and none when one of them has
@@ -30,7 +31,9 @@ class RecordedLayers:
     """
 
     def __init__(self, held_layers: HeldLayers, attention: LayerwiseAttention) -> None:
+        assert isinstance(held_layers.model, NativeStageModel), "torch's own calls leave no record"
         self._held_layers = held_layers
+        self._model = held_layers.model
         self._attention = attention
         self._planned = range(0)
         self._recorded_layers: range | None = None
@@ -58,7 +61,7 @@ class RecordedLayers:
         is_plain = not held_layers.has_waits and not _profiler_enabled()
         if inputs.num_tokens > MOST_ROWS or not is_plain or not layers:
             return held_layers.forward(layers, inputs, hidden, self._attention)
-        stream, rotation = held_layers.model.enter(inputs, hidden)
+        stream, rotation = self._model.enter(inputs, hidden)
         if layers != self._recorded_layers:
             return self._record(inputs, stream, rotation)
         if self._recorded is None:
@@ -86,7 +89,7 @@ class RecordedLayers:
     def _pass_layers(
         self, inputs: StepInputs, stream: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor:
-        return self._held_layers.model.pass_layers(
+        return self._model.pass_layers(
             self._planned, inputs, stream, rotation, self._held_layers.kv_pool, self._attention
         )
 

@@ -7,6 +7,7 @@ layers that it already has stay in place, and the others come from the checkpoin
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,8 +27,9 @@ from sgl_pipeline.pp_runner.kv_capacity import (
     usable_memory_bytes,
 )
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
-from sgl_pipeline.pp_runner.model.model_spec import read_served_spec
 from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, StageModel
+from sgl_pipeline.pp_runner.model.stage_model_choice import load_stage_model
+from sgl_pipeline.pp_runner.model.stage_spec import stage_spec
 from sgl_pipeline.wire.stage_messages import StageAssignment
 
 
@@ -38,7 +40,7 @@ class LoadedStage:
     any, is for the user."""
 
     model: StageModel
-    spare: Sequence[LoadedLayer]
+    spare: Sequence[LoadedLayer[Any]]
     kernels: BackendChoice
     notice: str | None
     rows: ActivationShape
@@ -69,14 +71,14 @@ def load_stage(
     args = assignment.args
     device = open_device(args.device, assignment.gpu)
     dtype = getattr(torch, args.dtype)
-    spec = read_served_spec(args)
+    spec = stage_spec(args)
     stage, plan = assignment.stage, assignment.plan
     kernels = choose_layer_kernels(args.layer_kernels, dtype, device, spec.quantization)
     shapes = spec.attention_shapes(assignment.page_size, dtype, device, args.kv_cache_dtype)
     bind_compute_threads(kernels.name, dtype, assignment.cpu_threads, assignment.cpu_cores)
     if before is None:
         # The first layer's size is known after reading it; check that the rest fit.
-        model = StageModel.load(
+        model: StageModel = load_stage_model(
             spec,
             args.model_path,
             layers=plan.layers_of(stage)[:1],

@@ -22,7 +22,7 @@ from sgl_pipeline.pp_runner.kernel_choice import make_step_layers
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, read_model_spec
-from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
 
@@ -69,7 +69,7 @@ class Stage:
     ) -> None:
         spec, path = read_spec(name)
         shapes = spec.attention_shapes(PAGE_SIZE, dtype, CPU, kv_cache_dtype)
-        model = StageModel.load(
+        model = NativeStageModel.load(
             spec,
             path,
             layers=ALL_LAYERS,

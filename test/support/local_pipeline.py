@@ -27,8 +27,8 @@ from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_laye
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
-from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
-from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.stage_model_choice import load_stage_model
 from sgl_pipeline.pp_runner.output.output_tail import Tail
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.pp_runner.stage_site import StageSite
@@ -94,6 +94,7 @@ class LocalPipeline:
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
         log_pages: int | None = None,
+        spec: ModelSpec | None = None,
     ) -> None:
         scheduling = scheduling or SchedulingArgs()
         plan = StagePlan(0, tuple(layer_counts))
@@ -108,6 +109,7 @@ class LocalPipeline:
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
             log_pages=log_pages,
+            spec=spec,
         )
         links = _make_links(plan.num_stages)
         self.runners = [self._open_stage(plan, stage, link) for stage, link in enumerate(links)]
@@ -119,7 +121,7 @@ class LocalPipeline:
             throttle or ThrottleArgs(),
             num_pages=num_pages,
             num_stages=plan.num_stages,
-            context_length=read_model_spec(model_path).context_length,
+            context_length=(spec or read_model_spec(model_path)).context_length,
             log=log,
         )
         self.microbatches: list[Microbatch] = []
@@ -271,9 +273,10 @@ def open_stage(
     kv_cache_dtype: str = "auto",
     tail: Tail | None = None,
     log_pages: int | None = None,
+    spec: ModelSpec | None = None,
 ) -> StageRunner:
     """One stage of it, by itself; it keeps the rows that it sends of `log_pages` pages."""
-    spec = read_model_spec(model_path, quantization)
+    spec = read_model_spec(model_path, quantization) if spec is None else spec
     device, torch_dtype = torch.device("cpu"), getattr(torch, dtype)
     assignment = StageAssignment(
         stage=stage,
@@ -291,7 +294,7 @@ def open_stage(
         cpu_threads=1,
         cpu_cores=(),
     )
-    model = StageModel.load(
+    model = load_stage_model(
         spec,
         model_path,
         layers=plan.layers_of(stage),

@@ -16,7 +16,7 @@ from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout, StepInputs, bui
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
-from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.wire.step_order import INT32, MirroredChunk, MirroredRequest
 
@@ -76,7 +76,7 @@ class NumberlessStage:
     """All of a model in one stage, in bf16."""
 
     def __init__(self, spec: DecoderSpec, num_pages: int = 64) -> None:
-        self.model = StageModel.build(
+        self.model = NativeStageModel.build(
             spec,
             WeightsWithoutNumbers(),
             device=META,

@@ -21,8 +21,8 @@ from sgl_pipeline.pp_runner.kernel_choice import (
     make_stage_attention,
 )
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
-from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.stage_model_choice import load_stage_model
 from sgl_pipeline.requests import GREEDY, Request, SamplingSpec, StopRules
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.step_order import RequestMirror, StepOrderEncoder
@@ -38,7 +38,7 @@ def new_request(prompt_ids: Sequence[int], sampling: SamplingSpec = GREEDY) -> R
 class StageChain:
     """All stages of a model on a CPU, each with its own KV pool.
 
-    `logits` holds, for each request, the logits row [V] of every token that was sampled from it.
+    `spec` is that of our own layers by default. `logits` holds, for each request, the logits row [V] of every token that was sampled from it.
     """
 
     def __init__(
@@ -55,8 +55,11 @@ class StageChain:
         kv_cache_dtype: str = "auto",
         quantization: str | None = None,
         context_length: int | None = None,
+        spec: ModelSpec | None = None,
     ) -> None:
-        self.spec = read_model_spec(path, quantization, context_length=context_length)
+        if spec is None:
+            spec = read_model_spec(path, quantization, context_length=context_length)
+        self.spec = spec
         self.logits: dict[Request, list[torch.Tensor]] = {}
         self._page_size = page_size
         self._plan = plan = StagePlan(0, layer_counts)
@@ -65,7 +68,7 @@ class StageChain:
         layer_kernels = choose_layer_kernels(kernels, dtype, CPU, self.spec.quantization)
         self._attention = make_stage_attention(choice, shapes)
         self.stages = [
-            StageModel.load(
+            load_stage_model(
                 self.spec,
                 path,
                 layers=plan.layers_of(stage),

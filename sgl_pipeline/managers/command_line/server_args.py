@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from sgl_pipeline.args import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
+    MODEL_IMPLS,
     SECTIONS,
     ClusterArgs,
     GrammarArgs,
@@ -26,10 +27,12 @@ from sgl_pipeline.args import (
     StageArgs,
     ThrottleArgs,
 )
+from sgl_pipeline.args.checks import require_choice
 from sgl_pipeline.args.flags import add_flags, read_section
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import parse_layer_partition
 from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
+from sgl_pipeline.managers.command_line.model_choice import choose_model
 from sgl_pipeline.managers.command_line.model_files import (
     find_model,
     require_tokenizer,
@@ -49,7 +52,7 @@ from sgl_pipeline.managers.upstream.upstream_environment import (
 )
 from sgl_pipeline.managers.upstream.upstream_fields import HELP, NOTED, UPSTREAM_VALUES
 from sgl_pipeline.model_directory import weight_format
-from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ModelSpec
 from sgl_pipeline.pp_runner.model.rope_spec import YarnScaling
 from sgl_pipeline.pp_runner.weights.quantization_config import W4A8_INT8
 
@@ -98,16 +101,8 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     if options.tokenizer_path is None:
         require_tokenizer(model_path)
     served_name = options.served_model_name or options.model_path
-    spec = read_model_spec(
-        model_path,
-        options.quantization,
-        options.context_length,
-        options.json_model_override_args,
-    )
+    pipeline, spec = _pipeline_of_model(options, model_path, load_format)
     _note_context_length(spec, options.context_length)
-    dtype = resolve_dtype(options.dtype, spec.dtype)
-    options.quantization = spec.quantization_method
-    pipeline = _pipeline_args(options, model_path, load_format, dtype)
     stages = pipeline.stages
     if stages.kv_cache_dtype == "int8" and stages.device != "cpu":
         raise ConfigurationError(
@@ -119,7 +114,7 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
 
     for name, value in UPSTREAM_VALUES.items():
         setattr(options, name, value)
-    options.model_path, options.dtype = model_path, dtype
+    options.model_path, options.dtype = model_path, stages.dtype
     options.context_length = spec.context_length
     options.json_model_override_args = _config_of_front(spec, options.json_model_override_args)
     options.served_model_name = served_name or "sgl-pipeline-demo"
@@ -129,6 +124,12 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
         upstream.check_server_args()
     except (AssertionError, ValueError, OSError) as error:
         raise ConfigurationError(f"SGLang refuses these arguments: {error}") from error
+    except (AttributeError, TypeError, LookupError, RuntimeError) as error:
+        # It looks at fields by the architecture's name, whether a config has them or not.
+        raise ConfigurationError(
+            f"SGLang's front cannot read the config of {model_path}: {type(error).__name__}: "
+            f"{error!s:.200}"
+        ) from error
     return LaunchPlan(upstream, pipeline, spec.context_length)
 
 
@@ -195,19 +196,31 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def _pipeline_args(
-    options: argparse.Namespace, model_path: str, load_format: str, dtype: str
-) -> PipelineArgs:
+def _pipeline_of_model(
+    options: argparse.Namespace, model_path: str, load_format: str
+) -> tuple[PipelineArgs, ModelSpec]:
+    """All sections, and the spec of the model, whose own quantization `options` get."""
+    require_choice("--model-impl", options.model_impl, MODEL_IMPLS)
     _check_our_side(options)
     _settle_extra_steps_in_flight(options)
     device = _device(options)
-    return read_section(
+    chosen = choose_model(
+        model_path,
+        options.quantization,
+        options.model_impl,
+        options.context_length,
+        options.json_model_override_args,
+    )
+    options.quantization = chosen.spec.quantization_method
+    dtype = resolve_dtype(options.dtype, chosen.spec.dtype)
+    pipeline = read_section(
         PipelineArgs,
         options,
         stages=read_section(
             StageArgs,
             options,
             model_path=model_path,
+            generic_spec=chosen.generic_spec,
             load_format=load_format,
             dtype=dtype,
             device=device,
@@ -226,10 +239,13 @@ def _pipeline_args(
         grammars=read_section(GrammarArgs, options, enabled=options.grammar_backend != "none"),
         cluster=read_section(ClusterArgs, options),
     )
+    return pipeline, chosen.spec
 
 
 def _note_context_length(spec: ModelSpec, asked: int | None) -> None:
     """Says where a rotary embedding that depends on the length of a sequence has one for all."""
+    if not isinstance(spec, DecoderSpec):
+        return
     own = spec.own_context_lengths
     if own.default == own.longest:
         return

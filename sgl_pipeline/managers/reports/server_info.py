@@ -32,6 +32,7 @@ def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, 
         "page_bytes_of_layer": capacity.layer_page_bytes,
         "weight_bytes_of_stages": [stage.weight_bytes for stage in capacity.stages],
         "load_seconds_of_stages": [round(stage.load_seconds, 3) for stage in capacity.stages],
+        "model_impl": "transformers" if args.stages.is_generic else "sglang",
         "dtype": args.stages.dtype,
         "quantization": args.stages.quantization,
         "kv_cache_dtype": args.stages.kv_cache_dtype,
@@ -49,10 +50,11 @@ def summarize_start(facts: Mapping[str, Any]) -> str:
     """`describe_start` in a line for people."""
     mebibytes = ", ".join(f"{size / 2**20:.0f}" for size in facts["weight_bytes_of_stages"])
     counts = ",".join(map(str, facts["layer_partition"]))
+    generic = " by transformers" if facts["model_impl"] == "transformers" else ""
     held = "" if facts["kv_cache_dtype"] == "auto" else f" in {facts['kv_cache_dtype']}"
     return (
-        f"pipeline ready: {facts['num_stages']} stages on {facts['device']}, layers {counts}, "
-        f"weights {mebibytes} MiB ({facts['dtype']}), {facts['total_pages']} KV pages of "
+        f"pipeline ready: {facts['num_stages']} stages on {facts['device']}, "
+        f"layers {counts}{generic}, weights {mebibytes} MiB ({facts['dtype']}), {facts['total_pages']} KV pages of "
         f"{facts['page_size']} tokens{held}, policy {facts['policy']}, attention "
         f"{facts['stage_attention_backend']}, kernels {facts['stage_kernels']}"
     )

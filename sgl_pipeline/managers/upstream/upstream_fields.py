@@ -12,7 +12,7 @@ from typing import Any
 # `sleep_on_idle` is always so: the scheduler process waits for its sockets.
 HONORED = frozenset(
     """
-    model_path revision download_dir load_format dtype quantization kv_cache_dtype
+    model_path model_impl revision download_dir load_format dtype quantization kv_cache_dtype
     context_length json_model_override_args device
     random_seed pp_size pp_max_micro_batch_size pp_async_batch_depth
     nnodes node_rank dist_init_addr use_ray page_size
@@ -103,6 +103,9 @@ NOTED = {
 
 # Flags of upstream's whose help would say something else, and what it says here.
 HELP = {
+    "model_impl": "Whose code computes the layers: sglang (ours, for the families in its table), "
+    "transformers (the code of the transformers package, for families whose attention it can "
+    "route here), or auto (ours where it can, else transformers').",
     "pp_max_micro_batch_size": "Most decodes of a step, under any policy; prefill is bounded by "
     "--chunked-prefill-size.",
     "pp_async_batch_depth": "Steps in flight beyond one per stage, as --extra-steps-in-flight.",
@@ -114,7 +117,7 @@ REFUSED_NAMESPACES = {
     "spec": "speculative decoding is not built yet",
     "disagg": "prefill/decode disaggregation is not built yet",
     "lora": "LoRA adapters are not built yet",
-    "mm": "multimodal models are not supported",
+    "mm": "only text is served, also of multimodal models",
     "exec.comm": "it tunes upstream's tensor-parallel communication, which is not used",
     "exec.deterministic": "it steers upstream's model runner, which is not used; greedy and seeded "
     "sampling do not depend on the microbatch here",
@@ -137,7 +140,7 @@ _QUANTIZATION = "of weights see --quantization, of keys and values --kv-cache-dt
 _WEIGHTS = (
     "weights are read from local files by each stage, safetensors or GGUF; no other source is built"
 )
-_REMOTE_CODE = "code from a model repository is never run; the model must be one of ours"
+_REMOTE_CODE = "code from a model repository is never run; see --model-impl"
 _WHITESPACE = "xgrammar has no such pattern; see --constrained-json-max-whitespace-cnt"
 _METRICS = "only the metrics of --enable-metrics are built; --trace-path writes a record per step"
 _DEBUG = "it debugs upstream's model runner, which is not used"
@@ -171,7 +174,7 @@ _REFUSED_TEXT = {
     _DEVICE: "base_gpu_id gpu_id_step numa_node",
     "it belongs to another platform": "mlx_enable_sampling",
     "the server's own exit path must run": "custom_sigquit_handler",
-    _REMOTE_CODE: "model_impl model_config_parser",
+    _REMOTE_CODE: "model_config_parser",
     "only text generation is served": "is_embedding",
     _QUANTIZATION: """quantization_param_path modelopt_quant
         modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path
@@ -218,8 +221,14 @@ REFUSED_FIELDS = {name: reason for reason, names in _REFUSED_TEXT.items() for na
 # Values that upstream itself gets, for any command line. It resolves and runs its front as a CPU
 # server without a pipeline; it never sees the two sizes that only our scheduler uses (it would
 # demand that one divides the other); it looks for no kernels for quantized weights, keys or values;
-# and usage always reports cached tokens.
+# of a multimodal model it takes the text model and the plain tokenizer; of its attentions the one
+# that no family's checks refuse, and no pools of its own for windows; and usage always reports
+# cached tokens.
 UPSTREAM_VALUES = {
+    "model_impl": "auto",
+    "enable_multimodal": False,
+    "attention_backend": "triton",
+    "disable_hybrid_swa_memory": True,
     "quantization": None,
     "kv_cache_dtype": "auto",
     "pp_size": 1,

@@ -8,6 +8,7 @@ server's other processes meanwhile.
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer
 _REST_PER_WORK = 3.0
 
 # Reads the weights of a layer, and calls its argument before each tensor.
-ReadLayer = Callable[[int, Callable[[], None]], LoadedLayer]
+ReadLayer = Callable[[int, Callable[[], None]], LoadedLayer[Any]]
 
 
 class LayerLoading:
@@ -27,14 +28,14 @@ class LayerLoading:
     def __init__(self, layers: Iterable[int], read: ReadLayer) -> None:
         self._layers = tuple(layers)
         self._read = read
-        self._loaded: list[LoadedLayer] = []
+        self._loaded: list[LoadedLayer[Any]] = []
         self._error: Exception | None = None
         self._is_abandoned = threading.Event()
         self._rested_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="layer loading", daemon=True)
         self._thread.start()
 
-    def take(self) -> list[LoadedLayer] | None:
+    def take(self) -> list[LoadedLayer[Any]] | None:
         """The layers, once, when all are there; None until then.
 
         Raises the error of reading them.

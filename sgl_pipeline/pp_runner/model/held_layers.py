@@ -7,6 +7,7 @@ yet.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ class HeldLayers:
         assert sorted(model.layers) == sorted(kv_pool.layers)
         self.model = model
         self.kv_pool = kv_pool
-        self._spare: dict[int, LoadedLayer] = {}
+        self._spare: dict[int, LoadedLayer[Any]] = {}
         self._before_drop: list[Callable[[int], None]] = []
         self._before_run: dict[int, Callable[[], None]] = {}
 
@@ -39,7 +40,7 @@ class HeldLayers:
         first."""
         return tuple(self._spare)
 
-    def keep_spare(self, loaded: LoadedLayer) -> None:
+    def keep_spare(self, loaded: LoadedLayer[Any]) -> None:
         """Keeps the weights of a layer that is not held, for `hold`."""
         assert loaded.layer not in self.model.layers, f"layer {loaded.layer} is held"
         self._spare[loaded.layer] = loaded

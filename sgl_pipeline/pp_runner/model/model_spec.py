@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from sgl_pipeline.args import StageArgs
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.model_directory import read_json_object
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape, LayerAttention
@@ -80,7 +79,6 @@ class ModelSpec(ABC):
     vocab_size: int
     hidden_size: int
     context_length: int
-    own_context_lengths: ContextLengths
     attentions: tuple[LayerAttention, ...]
     tied_embeddings: bool
     dtype: str
@@ -134,6 +132,7 @@ class ModelSpec(ABC):
 class DecoderSpec(ModelSpec):
     """A model whose layers are those of `decoder.py`."""
 
+    own_context_lengths: ContextLengths
     intermediate_size: int
     norm_epsilon: float
     rope: RopeSpec
@@ -185,14 +184,6 @@ class DecoderSpec(ModelSpec):
             (self.names.expert, range(experts.num_experts)),
             (self.names.shared_expert, range(bool(experts.shared_inner_size))),
         ]
-
-
-def read_served_spec(args: StageArgs) -> DecoderSpec:
-    """The spec of the model that stages of `args` run, alike on every stage; see
-    `read_model_spec`."""
-    return read_model_spec(
-        args.model_path, args.quantization, args.context_length, args.rope_overrides
-    )
 
 
 def read_model_spec(
@@ -261,7 +252,7 @@ def model_spec(
         experts=_expert_spec(fields) if family.experts else None,
         tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
-        eos_token_ids=_eos_token_ids(config) | _eos_token_ids(generation_config or {}),
+        eos_token_ids=eos_token_ids(config) | eos_token_ids(generation_config or {}),
         names=family.names,
         quantization=read_quantization(fields.get("quantization_config"), family.names.head),
     )
@@ -336,7 +327,8 @@ def _expert_spec(fields: ConfigFields) -> ExpertSpec:
     return experts
 
 
-def _eos_token_ids(config: Config) -> frozenset[int]:
+def eos_token_ids(config: Config) -> frozenset[int]:
+    """The ids of `eos_token_id`, one or several. Raises ConfigurationError for anything else."""
     value = config.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) for token in ids):

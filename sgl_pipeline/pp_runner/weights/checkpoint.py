@@ -6,7 +6,7 @@ was not asked for: a stage holds its own layers and no others.
 """
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -48,6 +48,12 @@ class WeightSource(Protocol):
 
     def has(self, name: str) -> bool:
         """Whether a file holds the tensor `name`; dummy weights are in no file."""
+
+    def names(self) -> Iterable[str]:
+        """The names of all tensors that files hold."""
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor `name` in its file. Raises CheckpointError when it is missing."""
 
 
 def weight_opener(
@@ -136,6 +142,12 @@ class Checkpoint:
             raise self._misfit(name, found, shape, wanted)
         return self._keep(name, found.reshape(shape), dtype)
 
+    def names(self) -> Iterable[str]:
+        return self._file_of.keys()
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self._find(name, ()).shape)
+
     def _find(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor as it lies in its file, which is mapped."""
         if name not in self._file_of:
@@ -195,6 +207,12 @@ class PacedWeights:
     def has(self, name: str) -> bool:
         return self._source.has(name)
 
+    def names(self) -> Iterable[str]:
+        return self._source.names()
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._source.shape_of(name)
+
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         self._pause()
         return self._source.read(name, shape)
@@ -216,6 +234,12 @@ class DummyWeights:
 
     def has(self, name: str) -> bool:
         return False
+
+    def names(self) -> Iterable[str]:
+        return ()
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        raise NotImplementedError("weights that are made up have the shape that is asked for")
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=self.dtype, device=self._device)

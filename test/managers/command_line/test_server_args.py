@@ -10,9 +10,13 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.observability import trace
 from sglang.srt.server_args import ServerArgs
-from support.front_model import write_front_model
+from support.front_model import byte_tokenizer, write_front_model
+from support.generic_families import GENERIC_FAMILIES, generic_model
+from support.multimodal_models import MULTIMODAL, multimodal_model
 from support.quantized_models import quantized_model
 from support.tiny_models import tiny_model
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sgl_pipeline.args import (
     POLICIES,
@@ -23,6 +27,8 @@ from sgl_pipeline.args import (
     ThrottleArgs,
 )
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.managers.command_line import server_args
+from sgl_pipeline.managers.command_line.model_choice import ChosenModel
 from sgl_pipeline.managers.command_line.server_args import (
     _device,
     _parse,
@@ -31,8 +37,10 @@ from sgl_pipeline.managers.command_line.server_args import (
 )
 from sgl_pipeline.managers.upstream.upstream_checks import refuse_unsupported
 from sgl_pipeline.managers.upstream.upstream_fields import refusal
-from sgl_pipeline.pp_runner.model.model_spec import read_model_spec, read_served_spec
+from sgl_pipeline.pp_runner.model.generic.probe import probe
+from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.model.rope_spec import YarnScaling
+from sgl_pipeline.pp_runner.model.stage_spec import stage_spec
 from sgl_pipeline.simulator.tune import server_flags
 from sgl_pipeline.throttle import POLICY_TABLE
 
@@ -252,7 +260,7 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--nnodes 2", "--nnodes 2"),
         ("--tp 2", "--tp-size 2"),
         ("--dp-size 2", "--dp-size 2"),
-        ("--model-impl transformers", "code from a model repository is never run"),
+        ("--model-impl mindspore", "mindspore. is unknown; choose from auto, sglang, transformers"),
         ("--attention-backend dsa", "--attention-backend dsa .* models with another attention"),
         ("--decode-attention-backend flashmla", "--decode-attention-backend flashmla"),
         ("--moe-dense-tp-size 2", "--moe-dense-tp-size 2"),
@@ -386,14 +394,14 @@ def test_a_stretched_context_is_one_for_front_scheduler_and_stages(
     assert plan.context_length == plan.upstream.context_length == context_length
     assert ModelConfig.from_server_args(plan.upstream).context_len == context_length
     assert plan.pipeline.stages.context_length == context_of_stages
-    assert read_served_spec(plan.pipeline.stages).context_length == context_length
+    assert stage_spec(plan.pipeline.stages).context_length == context_length
 
 
 def test_overrides_of_rope_fields_reach_every_stage() -> None:
     path = str(tiny_model("qwen3"))
     flags = ["--json-model-override-args", YARN_OVERRIDE]
     stages = parse_command_line(["--model-path", path, "--device", "cpu", *flags]).pipeline.stages
-    assert read_served_spec(stages).rope.scaling == YarnScaling(2.0, 2048, 32.0, 1.0, True)
+    assert stage_spec(stages).rope.scaling == YarnScaling(2.0, 2048, 32.0, 1.0, True)
     assert read_model_spec(path).rope.scaling is None
 
 
@@ -418,6 +426,72 @@ def test_an_embedding_that_depends_on_the_context_is_said_at_the_start(
     parse_command_line([*line, "--context-length", "65"])
     (notice,) = (message for message in caplog.messages if "--context-length" in message)
     assert "short ones too" in notice
+
+
+def probe_here(path: str, quantization: str | None, *_: object) -> ChosenModel:
+    """As the child of `choose_model`, in this process: a child takes seconds."""
+    spec = probe(path, quantization)
+    return ChosenModel(spec, spec.to_json())
+
+
+def read_by_the_front(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+    """The config of a generic model as SGLang's front has it."""
+    monkeypatch.setattr(server_args, "choose_model", probe_here)
+    flags = ["--model-path", str(path), "--device", "cpu", "--pp", "2"]
+    plan = parse_command_line(flags)
+    assert plan.pipeline.stages.is_generic
+    config = ModelConfig.from_server_args(plan.upstream)
+    spec = stage_spec(plan.pipeline.stages)
+    assert (config.context_len, config.vocab_size) == (spec.context_length, spec.vocab_size)
+    assert plan.context_length == spec.context_length
+    assert config.hf_eos_token_id == spec.eos_token_ids
+    return config
+
+
+# SGLang reads heads from the whole config, which transformers 5 refuses where layers differ.
+_TEXT_ALONE_FAILS = {"gemma4"}
+
+
+@pytest.mark.parametrize("name", sorted({*GENERIC_FAMILIES} - _TEXT_ALONE_FAILS))
+def test_upstreams_front_takes_the_families_that_transformers_computes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_by_the_front(generic_model(name), monkeypatch)
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_upstreams_front_takes_the_text_of_multimodal_models(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = read_by_the_front(multimodal_model(name), monkeypatch)
+    assert not config.is_multimodal
+    assert not config.is_image_understandable_model
+
+
+@pytest.mark.parametrize("name", sorted(_TEXT_ALONE_FAILS))
+def test_a_config_that_the_front_cannot_read_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigurationError, match="SGLang's front cannot read the config of"):
+        read_by_the_front(generic_model(name), monkeypatch)
+
+
+@pytest.mark.parametrize("model_type", ["exaone4", "mimo_v2_flash"])
+def test_checks_of_upstreams_own_attention_are_none_of_ours(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With upstream's defaults for a CPU their configs are refused, or not understood."""
+    config = AutoConfig.for_model(model_type)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    config.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(
+        server_args,
+        "choose_model",
+        lambda *_: ChosenModel(read_model_spec(tiny_model("qwen3")), ""),
+    )
+    plan = parse_command_line(["--model-path", str(tmp_path), "--device", "cpu"])
+    assert ModelConfig.from_server_args(plan.upstream).is_generation
 
 
 def test_a_taken_port_is_named_before_anything_starts() -> None:

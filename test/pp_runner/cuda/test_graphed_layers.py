@@ -33,7 +33,7 @@ from sgl_pipeline.pp_runner.layer_kernels.row_rounding import TorchRowRounding
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, model_spec
-from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.pp_runner.step_layers import EagerLayers
 from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights
 from sgl_pipeline.pp_runner.weights.quantization_config import choose_quantization
@@ -124,7 +124,7 @@ def make_stage(
     shape = shapes[0]
     held = [
         HeldLayers(
-            StageModel.build(
+            NativeStageModel.build(
                 spec,
                 DummyWeights(torch.bfloat16, device),
                 device=device,

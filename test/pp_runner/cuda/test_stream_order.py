@@ -31,7 +31,7 @@ from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.distributed_link import DistributedLink
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import model_spec
-from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.wire.step_order import INT32, MirroredChunk, MirroredRequest
 
@@ -228,7 +228,7 @@ def run_steps(streams: EmulatedStreams) -> None:
         rows_shape = ActivationShape(SPEC.hidden_size, torch.bfloat16, META)
         link = DistributedLink(rows_shape, "nccl", "a file", 1, 3)
         layers = range(NUM_LAYERS)
-        model = StageModel.build(
+        model = NativeStageModel.build(
             SPEC,
             WeightsWithoutNumbers(),
             device=META,

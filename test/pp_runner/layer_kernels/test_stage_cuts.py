@@ -18,7 +18,7 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import model_spec
-from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def run_stages(kernels: LayerKernels, layer_counts: Sequence[int]) -> torch.Tens
     attention.plan(inputs.layout)
     for count in layer_counts:
         layers = range(first, first + count)
-        model = StageModel.build(
+        model = NativeStageModel.build(
             SPEC,
             LoudWeights(torch.bfloat16, CPU),
             device=CPU,

@@ -20,7 +20,7 @@ from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
-from sgl_pipeline.pp_runner.model.stage_model import StageModel
+from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.pp_runner.weights.checkpoint import Checkpoint, WeightSource
 from sgl_pipeline.stage_plan import StagePlan
@@ -142,7 +142,7 @@ def test_after_any_holds_and_drops_a_stage_computes_what_a_fresh_one_does(kernel
 def held_layers(source: WeightSource | None = None, layers: range = range(2, 4)) -> HeldLayers:
     path = tiny_model("qwen3")
     spec = read_model_spec(path)
-    model = StageModel.build(
+    model = NativeStageModel.build(
         spec,
         source or Checkpoint(path, torch.float32, CPU),
         device=CPU,
@@ -254,7 +254,7 @@ def test_an_idle_stage_keeps_no_file_of_weights_mapped() -> None:
     """What has been read would count as its memory."""
     path = tiny_model("mistral-sharded")
     before = mapped_files()
-    model = StageModel.load(
+    model = NativeStageModel.load(
         read_model_spec(path),
         path,
         layers=range(2, 4),

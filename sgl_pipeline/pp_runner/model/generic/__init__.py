@@ -1,0 +1,1 @@
+"""The generic backend: transformers' own code computes the layers, our kernels inside."""

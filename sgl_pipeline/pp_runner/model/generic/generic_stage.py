@@ -1,0 +1,303 @@
+"""The `StageModel` of a model whose layers are transformers' code.
+
+The decoder is transformers' own, on the meta device but for what the stage holds. The layers of
+other stages pass the residual stream on, and the stage's first layer takes the stream that the stage
+before has sent, whatever the decoder made of its inputs. Its final norm belongs to the head.
+
+Shapes: T rows of the step, N rows for logits, H hidden size, V vocabulary size.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sgl_pipeline.errors import CheckpointError, UnsupportedModelError
+from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttention
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
+from sgl_pipeline.pp_runner.model.generic.attention_call import (
+    PROBED,
+    SERVED,
+    PagedAttention,
+    RunningStep,
+    StageStep,
+    direct_attention,
+)
+from sgl_pipeline.pp_runner.model.generic.decoder_head import DecoderHead, read_head
+from sgl_pipeline.pp_runner.model.generic.part_filling import fill, refuse_meta
+from sgl_pipeline.pp_runner.model.generic.passing_layers import EnteredLayer, PassedLayer
+from sgl_pipeline.pp_runner.model.generic.probes import trace
+from sgl_pipeline.pp_runner.model.generic.skeleton import KeyTable, make_skeleton
+from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
+from sgl_pipeline.pp_runner.model.generic.stream_probe import probe_stream
+from sgl_pipeline.pp_runner.model.generic.tensor_reader import TensorReader
+from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer
+from sgl_pipeline.pp_runner.weights.checkpoint import PacedWeights, WeightSource
+
+Layer = nn.Module
+
+
+class GenericStageModel:
+    """The weights of one stage. `layers` holds its decoder layers by model-wide id, `loaded` maps
+    the names of the tensors that it holds to their bytes.
+
+    Args:
+        path: the model's directory.
+        open_source: opens the weights, once now and again for each layer that is loaded later.
+        layers: model-wide ids of the layers to load now.
+        on_read: called before each tensor that is read now.
+
+    Raises UnsupportedModelError where the model is not what `spec` says, or its decoder does
+    anything with the residual stream beside its layers; CheckpointError as the source of weights.
+    """
+
+    def __init__(
+        self,
+        spec: GenericSpec,
+        path: str | Path,
+        open_source: Callable[[], WeightSource],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: LayerKernels,
+        layers: Iterable[int],
+        is_first: bool,
+        is_last: bool,
+        on_read: Callable[[], None] = lambda: None,
+    ) -> None:
+        if device.type != "cpu":
+            raise UnsupportedModelError(
+                "the layers of this model are transformers' code, which runs on CPUs only "
+                "(--device cpu)"
+            )
+        seen = trace(make_skeleton(path, dtype, PROBED))
+        if seen.attentions != spec.attentions:
+            raise UnsupportedModelError(f"{path} attends in other ways than the spec says")
+        self.spec = spec
+        self.layers: dict[int, Layer] = {}
+        self.loaded: dict[str, int] = {}
+        self._sizes: dict[int, dict[str, int]] = {}
+        self._end_sizes: dict[str, int] = {}
+        self._kernels, self._open_source, self._dtype = kernels, open_source, dtype
+        self._skeleton = make_skeleton(path, dtype, SERVED)
+        self._norm_name = seen.norm
+        self._norm = getattr(self._skeleton.decoder, seen.norm)
+        self._running = RunningStep()
+        self._is_first = False
+        self._head: DecoderHead | None = None
+        self._passed = [PassedLayer(layer) for layer in self._skeleton.layers]
+        self._in_place: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        self._entered: EnteredLayer | None = None
+        with torch.inference_mode():
+            source = open_source()
+            self._table = KeyTable(
+                self._skeleton, source.names(), is_quantized=spec.quantization is not None
+            )
+            self._prepare_decoder()
+            for layer in layers:
+                self.add_layer(self._read_from(source, layer, on_read))
+            self._load_ends(source, on_read, is_first=is_first, is_last=is_last)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage begins with token ids."""
+        return self._is_first
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage ends with logits."""
+        return self._head is not None
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any of the stage's layers is a mixture of experts."""
+        return any(self.spec.layer_has_experts(layer) for layer in self.layers)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors as they were read."""
+        return sum(self.loaded.values())
+
+    @property
+    def largest_layer_bytes(self) -> int:
+        """Bytes of the tensors of the largest of its layers, as they were read."""
+        return max((sum(sizes.values()) for sizes in self._sizes.values()), default=0)
+
+    @torch.inference_mode()
+    def read_layer(
+        self, layer: int, pause: Callable[[], None] = lambda: None
+    ) -> LoadedLayer[Layer]:
+        """See `StageModel.read_layer`."""
+        return self._read_from(self._open_source(), layer, pause)
+
+    def add_layer(self, loaded: LoadedLayer[Layer]) -> None:
+        """Adds a layer that was read."""
+        assert loaded.layer not in self.layers, f"layer {loaded.layer} is loaded already"
+        self.layers[loaded.layer] = loaded.weights
+        self._sizes[loaded.layer] = loaded.sizes
+        self.loaded |= loaded.sizes
+
+    def remove_layer(self, layer: int) -> LoadedLayer[Layer]:
+        """Removes the weights of `layer`, and returns them."""
+        sizes = self._sizes.pop(layer)
+        self.loaded = {name: size for name, size in self.loaded.items() if name not in sizes}
+        self._forget_order()
+        return LoadedLayer(layer, self.layers.pop(layer), sizes)
+
+    @torch.inference_mode()
+    def take_over(
+        self,
+        layers: Iterable[int],
+        *,
+        is_first: bool,
+        is_last: bool,
+        on_read: Callable[[], None] = lambda: None,
+        on_layer: Callable[[], None] = lambda: None,
+        before_part: Callable[[], None] = lambda: None,
+    ) -> None:
+        """See `StageModel.take_over`."""
+        wanted = tuple(layers)
+        for layer in {*self.layers} - {*wanted}:
+            self.remove_layer(layer)
+        for layer in wanted:
+            if layer not in self.layers:
+                before_part()
+                self.add_layer(self.read_layer(layer, on_read))
+                on_layer()
+        if (is_first, is_last) == (self.is_first, self.is_last):
+            return
+        self._drop_ends()  # first: two of each may not fit
+        before_part()
+        self._load_ends(self._open_source(), on_read, is_first=is_first, is_last=is_last)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        layers: Iterable[int],
+        inputs: StepInputs,
+        hidden: torch.Tensor | None,
+        kv_pool: KvPool,
+        attention: LayerwiseAttention,
+    ) -> torch.Tensor:
+        """See `StageModel.forward`; all of `layers` are waited for before the first one runs."""
+        order = tuple(layers)
+        assert self._is_first or hidden is not None, "this stage needs the residual stream"
+        if hidden is not None and not order:
+            return hidden.clone()
+        self._put_in_place(order)
+        self._running.step = StageStep(inputs.slots, kv_pool, attention)
+        given: dict[str, Any] = {"input_ids": inputs.token_ids[None]}
+        if hidden is not None:
+            assert self._entered is not None
+            self._entered.stream = hidden[None]
+            given = {"inputs_embeds": hidden[None]}
+        try:
+            output = self._skeleton.decoder(
+                **given, position_ids=inputs.positions[None], use_cache=False
+            )
+        finally:
+            self._running.step = None
+            if self._entered is not None:
+                self._entered.stream = None
+        rows: torch.Tensor = output.last_hidden_state[0]
+        return rows
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V] in fp32 of N rows [N, H] of the residual stream; on the last stage only."""
+        assert self._head is not None, "only the last stage has the head"
+        return self._head(hidden)
+
+    def _prepare_decoder(self) -> None:
+        """Takes the layers and the norm out of the decoder, makes the buffers of the rest, and
+        proves that the stream passes."""
+        decoder = self._skeleton.decoder
+        setattr(decoder, self._norm_name, nn.Identity())
+        decoder.layers = nn.ModuleList(self._passed)
+        self._skeleton.remake_buffers(decoder)
+        probe_stream(self._skeleton, self._passed, self._dtype)
+
+    def _read_from(
+        self, source: WeightSource, layer: int, pause: Callable[[], None]
+    ) -> LoadedLayer[Layer]:
+        prefix = self._skeleton.layer_prefix(layer)
+        if unknown := self._table.unknown_below(prefix):
+            raise CheckpointError(
+                f"the checkpoint has {', '.join(unknown[:3])}, which transformers' code of this "
+                "model does not use"
+            )
+        before = set(source.loaded)
+        module = fill(
+            self._skeleton.copy_of(self._skeleton.layers[layer]),
+            prefix,
+            self._reader(source, pause),
+        )
+        self._skeleton.remake_buffers(module)
+        refuse_meta(module, prefix)
+        expected = self.spec.attentions[layer]
+        direct_attention(module, PagedAttention(layer, expected, self._running))
+        sizes = {name: size for name, size in source.loaded.items() if name not in before}
+        return LoadedLayer(layer, module, sizes)
+
+    def _reader(self, source: WeightSource, pause: Callable[[], None]) -> TensorReader:
+        paced = PacedWeights(source, pause)
+        return TensorReader(
+            self._skeleton, self._table, paced, self._kernels, self.spec.quantization
+        )
+
+    def _load_ends(
+        self,
+        source: WeightSource,
+        on_read: Callable[[], None],
+        *,
+        is_first: bool,
+        is_last: bool,
+    ) -> None:
+        before = set(source.loaded)
+        reader = self._reader(source, on_read)
+        if is_first:
+            embedding = self._skeleton.embedding
+            name = f"{self._skeleton.embedding_name}.weight"
+            table = reader.tensor(name, embedding.weight)
+            embedding.weight = nn.Parameter(table, requires_grad=False)
+        self._is_first = is_first
+        if is_last:
+            table = self._skeleton.embedding.weight if is_first else None
+            self._head = read_head(self._skeleton, self._norm, self._norm_name, reader, table)
+        self._end_sizes = {name: size for name, size in source.loaded.items() if name not in before}
+        self.loaded |= self._end_sizes
+        self._forget_order()
+
+    def _drop_ends(self) -> None:
+        embedding = self._skeleton.embedding
+        embedding.weight = nn.Parameter(embedding.weight.to("meta"), requires_grad=False)
+        self._is_first, self._head = False, None
+        self.loaded = {
+            name: size for name, size in self.loaded.items() if name not in self._end_sizes
+        }
+        self._end_sizes = {}
+
+    def _put_in_place(self, order: tuple[int, ...]) -> None:
+        """Has the decoder run the layers of `order`, and the first of them begin with the stream
+        of the stage before, if there is one."""
+        held = tuple(id(self.layers[layer]) for layer in order)
+        if self._in_place == (order, held):
+            return
+        running: list[nn.Module] = list(self._passed)
+        for layer in order:
+            running[layer] = self.layers[layer]
+        self._entered = None
+        if not self._is_first:
+            self._entered = EnteredLayer(self.layers[order[0]])
+            running[order[0]] = self._entered
+        self._skeleton.decoder.layers = nn.ModuleList(running)
+        self._in_place = (order, held)
+
+    def _forget_order(self) -> None:
+        """Lets the decoder hold no layer, so that one that leaves is freed."""
+        self._in_place = self._entered = None
+        self._skeleton.decoder.layers = nn.ModuleList(self._passed)
