@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "sgl_pipeline"
 GROUND = "(ground)"
 ENTRY = "(entry)"
-ENTRY_FILES = ("__main__.py", "completion.py", "launch_server.py")
+ENTRY_FILES = ("__main__.py", "completion.py", "engine.py", "launch_server.py")
 # From the bottom: a room imports those before it.
 FLOORS = (
     *(GROUND, "throttle", "args", "costs", "records", "wire", "scheduling", "cluster"),
@@ -25,7 +25,8 @@ FLOORS = (
     *("pp_runner/cuda", "pp_runner/layer_moves", "pp_runner/links", "pp_runner"),
     *("managers/upstream", "managers/channels", "managers/command_line", "managers/grammars"),
     *("managers/reports", "managers/front", "managers/entrance", "managers/stages"),
-    *("managers/hosts", "managers/planning", "managers/doctor", "managers", ENTRY),
+    *("managers/hosts", "managers/planning", "managers/doctor", "managers", "managers/engine"),
+    ENTRY,
 )
 
 
