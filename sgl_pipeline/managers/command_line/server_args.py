@@ -87,9 +87,13 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     Fetches the model when it is named by a hub id. Raises ConfigurationError for a value that
     cannot be honored; argparse itself ends the process for an unknown flag.
     """
+    return launch_plan(_parse(argv))
+
+
+def launch_plan(options: argparse.Namespace) -> LaunchPlan:
+    """What the options of `make_parser` ask for; as `parse_command_line` otherwise."""
     from sglang.srt.server_args import ServerArgs
 
-    options = _parse(argv)
     note_flags_without_effect(options)
     refuse_unsupported(options)
     name_variables_without_effect()
@@ -150,12 +154,14 @@ def check_port_is_free(host: str, port: int) -> None:
         ) from error
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(
+    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> argparse.ArgumentParser:
     """SGLang's flags and ours. The model is not required, because we ship one; keys and values may
     have a dtype, and products a format, that upstream does not know. Help says what holds here."""
     from sglang.srt.server_args import ServerArgs
 
-    parser = argparse.ArgumentParser(prog="python -m sgl_pipeline.launch_server")
+    parser = kind(prog="python -m sgl_pipeline.launch_server")
     ServerArgs.add_cli_args(parser)
     ours = {"kv_cache_dtype": KV_CACHE_DTYPES, "quantization": (W4A8_INT8,)}
     for action in parser._actions:

@@ -54,6 +54,25 @@ FRONT = frozenset(
     """.split()
 )
 
+# Arguments of both sides that mean nothing without an HTTP server: an engine refuses them.
+SERVER_ONLY = frozenset(
+    """
+    host port fastapi_root_path skip_server_warmup warmups api_key admin_api_key
+    ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password enable_ssl_refresh
+    chat_template trust_request_chat_template hf_chat_template_name completion_template
+    default_chat_template_kwargs tool_call_parser tool_server enable_response_store
+    sampling_defaults stream_response_default_include_usage
+    asr_max_buffer_seconds asr_max_concurrent_sessions log_level_http
+    uvicorn_access_log_exclude_prefixes tokenizer_metrics_custom_labels_header
+    tokenizer_metrics_allowed_custom_labels enable_metrics extra_metric_labels
+    bucket_time_to_first_token bucket_inter_token_latency bucket_e2e_request_latency
+    prompt_tokens_buckets generation_tokens_buckets
+    enable_trace otlp_traces_endpoint otlp_service_name trace_modules
+    nnodes node_rank dist_init_addr use_ray ray_wait_s host_silence_s cluster_key_file
+    ui drain_timeout_s config
+    """.split()
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Note:
