@@ -96,6 +96,17 @@ def test_compiling_libraries_are_imported_in_leaf_files_alone() -> None:
     importing = {name_of(path): imported_libraries(path) for path in source_files()}
     assert {name for name, found in importing.items() if "flashinfer" in found} == FLASHINFER_LEAVES
     assert {name for name, found in importing.items() if "triton" in found} == TRITON_LEAVES
+    assert {name for name, found in importing.items() if "gguf" in found} == GGUF_LEAVES
+
+
+def test_no_file_outside_of_gguf_imports_it_before_it_is_chosen() -> None:
+    rooms = ("sgl_pipeline.managers.gguf.", "sgl_pipeline.pp_runner.weights.gguf_weights")
+    for path in source_files():
+        if name_of(path) in GGUF_LEAVES or room_of(path) == "managers/gguf":
+            continue
+        for statement in ast.parse(path.read_text()).body:
+            if isinstance(statement, ast.ImportFrom):
+                assert not f"{statement.module}.".startswith(rooms), name_of(path)
 
 
 def test_deciding_rooms_have_no_clock_no_randomness_and_no_io() -> None:

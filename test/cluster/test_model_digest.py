@@ -12,6 +12,7 @@ from support.weight_files import sharded_model, whole_model, write_config, write
 from sgl_pipeline.cluster.model_digest import digest_difference, model_digest
 from sgl_pipeline.cluster.tensor_samples import WHOLE_BYTES
 from sgl_pipeline.errors import CheckpointError, ConfigurationError
+from sgl_pipeline.gguf_index import WEIGHTS_FILE, GgufIndex, GgufTensor, write_gguf_index
 
 SMALL = bytes(range(64))
 LARGE = bytes(range(256)) * 1024
@@ -150,3 +151,22 @@ def test_neither_torch_nor_safetensors_is_imported() -> None:
     script = "import sys, sgl_pipeline.cluster.model_digest as _; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     assert not {b"torch", b"safetensors", b"numpy"} & {*modules.stdout.split()}
+
+
+def test_a_gguf_file_has_a_digest_of_its_tensors_as_they_lie(tmp_path):
+    def model(name, content, ggml_type=0):
+        write_config(tmp_path / name)
+        path = tmp_path / name / WEIGHTS_FILE
+        path.write_bytes(content)
+        status = path.stat()
+        tensors = {"t": GgufTensor(ggml_type, (2,), 4, 8)}
+        write_gguf_index(path.parent, GgufIndex(status.st_size, status.st_mtime_ns, tensors))
+        return model_digest(str(path.parent), "gguf")
+
+    one = model("one", b"headabcdefgh")
+    assert model("same", b"HEADabcdefgh tail") == one
+    assert "other values" in digest_difference(one, model("other", b"headabcdefgX"))
+    assert "dtypes" in digest_difference(one, model("kind", b"headabcdefgh", ggml_type=24))
+    (tmp_path / "one" / WEIGHTS_FILE).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="has changed"):
+        model_digest(str(tmp_path / "one"), "gguf")

@@ -143,6 +143,8 @@ def server(gguf_path: Path) -> Iterator[LiveServer]:
     with live_server(
         *("--model-path", str(gguf_path.parent), "--served-model-name", "smollm2"),
         *("--pp", "2", "--dtype", "float32", "--tool-call-parser", "qwen25"),
+        # So small a model may write blanks without an end, where a grammar lets it.
+        "--constrained-json-disable-any-whitespace",
     ) as server:
         yield server
 
@@ -153,7 +155,7 @@ def client(server: LiveServer) -> openai.OpenAI:
 
 
 def ask(client: openai.OpenAI, question: str, **options: Any) -> Any:
-    options = {"temperature": 0, "max_tokens": 60} | options
+    options = {"temperature": 0, "max_tokens": 100} | options
     messages: Any = [{"role": "user", "content": question}]
     return client.chat.completions.create(model="smollm2", messages=messages, **options)
 
@@ -190,7 +192,6 @@ def test_a_forced_tool_call(client: openai.OpenAI) -> None:
     reply = ask(
         client, "How is the weather in Oslo for 3 days?", tools=[TOOL], tool_choice="required"
     )
-    assert reply.choices[0].message.tool_calls, reply
     (call,) = reply.choices[0].message.tool_calls
     assert call.function.name == "get_weather"
     arguments = json.loads(call.function.arguments)

@@ -62,6 +62,7 @@ class _BoundedReader(GGUFReader):
     """Raises ValueError or struct.error for what lies beyond the file's end, and for too many
     parts; passes over arrays of the vocabulary, of which the parser would make as many objects."""
 
+    data: Any  # np.memmap, a buffer
     _num_parts = 0
 
     def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
@@ -75,7 +76,7 @@ class _BoundedReader(GGUFReader):
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type == GGUFValueType.ARRAY:
-            kind, count = _ARRAY_HEAD.unpack_from(self.data, orig_offs)
+            kind, count = _ARRAY_HEAD.unpack_from(memoryview(self.data), orig_offs)
             if count > _MOST_ENTRIES:
                 end = self._end_of_array(orig_offs + _ARRAY_HEAD.size, GGUFValueType(kind), count)
                 if end > len(self.data):

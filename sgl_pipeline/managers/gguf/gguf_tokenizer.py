@@ -44,7 +44,7 @@ def write_tokenizer(file: GgufFile, directory: Path) -> None:
             f"{file.path}: its tokenizer cannot be converted: {error!r}; {_KNOB}"
         ) from None
     if kind == "gpt2":
-        _complete_byte_level(backend, cut)
+        _complete_byte_level(backend, str(cut))
     begins = file.metadata.get("tokenizer.ggml.add_bos_token")
     if begins is None:
         begins = kind == "llama" or cut in _WHOLE_WORDS

@@ -3,10 +3,13 @@ from pathlib import Path
 
 import pytest
 from support.front_model import CONTEXT_LENGTH, VOCAB_SIZE, byte_tokenizer, write_front_model
+from support.gguf_files import write_gguf
+from support.tiny_models import tiny_model
 
-from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.errors import CheckpointError, ConfigurationError
 from sgl_pipeline.managers.command_line import model_files
 from sgl_pipeline.managers.command_line.model_files import find_model, model_limits, resolve_dtype
+from sgl_pipeline.model_directory import weight_format
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 
 
@@ -87,3 +90,31 @@ def test_a_config_with_a_field_of_the_wrong_type_is_named(tmp_path: Path, field:
     write_front_model(tmp_path, **{field: "many"})
     with pytest.raises(ConfigurationError, match=field):
         read_model_spec(tmp_path)
+
+
+def test_a_directory_with_gguf_files_is_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = write_gguf(tiny_model("llama"), folder / "tiny.gguf")
+    found = find_model(str(folder), None, None)
+    assert found == find_model(str(path), None, None) == find_model(found, None, None)
+    assert {weight_format("auto", one) for one in (folder, path, found)} == {"gguf"}
+    with pytest.raises(ConfigurationError, match="leave the flag out for a GGUF file"):
+        find_model(str(path), None, None, "safetensors")
+    (folder / "model.safetensors").touch()
+    assert weight_format("auto", folder) == "safetensors"
+    assert find_model(str(folder), None, None, "gguf") == found
+    (folder / "other.gguf").touch()
+    with pytest.raises(ConfigurationError, match=r"holds other\.gguf, tiny\.gguf; name a file"):
+        find_model(str(folder), None, None, "gguf")
+
+
+def test_a_file_that_is_no_gguf_file_is_a_message(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("notes")
+    with pytest.raises(CheckpointError, match="no GGUF file"):
+        find_model(str(tmp_path / "notes.txt"), None, None)
+    with pytest.raises(ConfigurationError, match="does not exist; name a GGUF file"):
+        find_model("Qwen/Qwen3-0.6B", None, None, "gguf")
