@@ -60,7 +60,7 @@ help:
 	@echo 'make setup-hosts  iproute2 (apt-get, as root) for the tests on several hosts'
 	@echo 'make test-alone  set-up, then what loses stages, servers and hosts, one test after the other'
 	@echo 'make test-gpu  set-up, then the tests that need an NVIDIA GPU; the first run compiles for minutes'
-	@echo 'make check-cuda  compile FlashInfer for a GPU without one, and test its planners; minutes'
+	@echo 'make check-cuda  compile FlashInfer for a GPU without one, test its planners and what spills; an hour'
 	@echo 'make serve   set-up, then the demo server        PORT=31000 ARGS="--pp 2 --policy sarathi"'
 	@echo 'make fuzz    set-up, then thousands of random requests   EXAMPLES=3000'
 	@echo 'make fault-schedules  set-up, then the core in virtual time under faults   SEEDS=1000 FIRST=0'
