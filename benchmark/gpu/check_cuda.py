@@ -3,10 +3,11 @@
     make check-cuda
     python -m benchmark.gpu.check_cuda --save       # writes benchmark/results/<date>_check_cuda
 
-The modules of `CHECKED` whole, so that compiler, headers and libraries out of pip's wheels are
-known to fit together; and the planners, to be asked what they would have an H200 do. Then the tests
-marked `cuda_toolkit` load and call them. Exits with 1 when something does not compile or fails.
-What was compiled before is not compiled again; `make clean` removes it.
+All modules of a pack, so that compiler, headers and libraries out of pip's wheels are known to fit
+together; and the planners, to be asked what they would have an H200 do. No kernel may take more
+stack than was recorded (`kernel_stacks.py`). Then the tests marked `cuda_toolkit` load and call
+modules and planners. Exits with 1 when something does not compile or fails. What was compiled
+before is not compiled again; `make clean` removes it.
 """
 
 import argparse
@@ -15,19 +16,26 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from benchmark.gpu.compiled_planners import PLANNERS, build_planner
-from benchmark.gpu.kernel_modules import ARCHITECTURE, FOLDER, Build, compile_module, prepare
+from benchmark.gpu.kernel_modules import (
+    ARCHITECTURE,
+    FOLDER,
+    MODULES,
+    Build,
+    compile_module,
+    prepare,
+)
+from benchmark.gpu.kernel_stacks import Module, problems_of, read_module, record_of, texts_of
 from benchmark.gpu.kernel_wheels import REQUIREMENTS, ROOT, pins
 from benchmark.support.dated_result import markdown_table, save_result
 from sgl_pipeline.errors import SglPipelineError
 
-CHECKED = ("silu_and_mul", "page", "norm", "rope", "decode-128")
 TESTS = "test/pp_runner/cuda"
 REPORT = FOLDER / "tests.xml"
 # The tests skip without it.
@@ -46,16 +54,21 @@ def main() -> None:
 
     try:
         prepare()
-        modules = [compile_module(name, report) for name in CHECKED]
+        modules = [compile_module(name, report) for name in MODULES]
         planners = [build_planner(name, progress=report) for name in PLANNERS]
+        stacks = {build.name: read_module(build.library) for build in modules}
     except SglPipelineError as error:
         sys.exit(str(error))
+    print("\n\n".join(texts_of(stacks)))
+    problems = problems_of(stacks)
+    for problem in problems:
+        report(f"FAILED: {problem}")
     report("running the tests")
-    exit_status = run_tests(arguments.pytest)
+    exit_status = run_tests(arguments.pytest) or int(bool(problems))
     report("passed" if exit_status == 0 else "FAILED")
     total_s = time.monotonic() - begin_s
     if arguments.save:
-        print(save(modules, planners, total_s))
+        print(save(modules, planners, stacks, total_s))
     sys.exit(exit_status)
 
 
@@ -92,7 +105,12 @@ def read_workspaces(path: Path) -> dict[str, dict[str, int]]:
     return dict(most)
 
 
-def save(modules: Sequence[Build], planners: Sequence[Build], total_s: float) -> Path:
+def save(
+    modules: Sequence[Build],
+    planners: Sequence[Build],
+    stacks: Mapping[str, Module],
+    total_s: float,
+) -> Path:
     """Writes the dated result; returns its path without suffix."""
     tests, workspaces = read_report(REPORT), read_workspaces(REPORT)
     rows = [
@@ -124,8 +142,14 @@ def save(modules: Sequence[Build], planners: Sequence[Build], total_s: float) ->
         markdown_table(["", "name", "files compiled", "s", "s of CPU time"], rows),
         markdown_table(["asserted", "cases that passed", "s"], passed),
         markdown_table(["heads", "MiB that decode graphs need at most", "MiB given"], needs),
+        *texts_of(stacks),
     ]
-    record = {"builds": builds, "tests": tests, "workspace_bytes": workspaces}
+    record = {
+        "builds": builds,
+        "tests": tests,
+        "workspace_bytes": workspaces,
+        "kernels": record_of(stacks),
+    }
     return save_result(__spec__.name, "check_cuda", facts, record, texts)
 
 

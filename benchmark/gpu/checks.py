@@ -8,10 +8,10 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
+from benchmark.gpu.checked_weights import UpcastWeights, checked_weights
 from benchmark.gpu.lone_stage import LoneStage, StagePlace, kernels_for
 from benchmark.gpu.shapes import Extent, Step, decode_step, mixed_step, prefill_step
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
@@ -22,7 +22,6 @@ from sgl_pipeline.pp_runner.kernel_choice import choose_attention_backend, make_
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.pp_runner.output.sampler import Sampler
-from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights
 from sgl_pipeline.requests import SamplingSpec
 from sgl_pipeline.stage_plan import StagePlan
 
@@ -151,46 +150,19 @@ def _leave_nans(device: torch.device) -> None:
     torch.mm(nans, nans)
 
 
-class UpcastWeights(DummyWeights):
-    """The dummy weights of a bf16 model, as fp32 numbers of the same value."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(torch.bfloat16, device)
-
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return super().read(name, shape).float()
-
-
 def check_stage(spec: DecoderSpec, name: str, device: torch.device, backend: str) -> list[Check]:
     """A whole model of few layers, from token ids to logits: prefill, decodes and a mix.
 
     The judge is the same model in fp32 with attention in torch; the yardstick plain torch in bf16,
     which the fast path may exceed by `STAGE_FACTOR`. The error is that of the worst row's logits.
     """
-    spec = replace(spec, attentions=spec.attentions[:_CHECKED_LAYERS])
-    place = StagePlace(spec, StagePlan(0, (_CHECKED_LAYERS,)), 0)
-    layers = range(_CHECKED_LAYERS)
-    models = {
-        dtype: NativeStageModel.build(
-            place.spec,
-            weights,
-            device=device,
-            kernels=kernels_for(device, dtype, "torch"),
-            layers=layers,
-            is_first=True,
-            is_last=True,
-        )
-        for dtype, weights in (
-            (torch.float32, UpcastWeights(device)),
-            (torch.bfloat16, DummyWeights(torch.bfloat16, device)),
-        )
-    }
-    stage_of = partial(LoneStage, place, device, num_pages=1024, max_rows=1024)
-    exact, plain = (
-        stage_of(dtype=dtype, backend="torch", model=model) for dtype, model in models.items()
-    )
+    exact = _few_layers(spec, device, dtype=torch.float32, kernels="torch", backend="torch")
+    plain = _few_layers(spec, device, kernels="torch", backend="torch")
     # From graphs, where the device has them, and kernel by kernel.
-    fast = {graphs: stage_of(backend=backend, graphs=graphs) for graphs in ("auto", "off")}
+    fast = {
+        graphs: _few_layers(spec, device, backend=backend, graphs=graphs)
+        for graphs in ("auto", "off")
+    }
     checks = []
     for step in (prefill_step(300), decode_step(6, 200), mixed_step(5, 100, 77)):
         expected = _logits(exact, step)
@@ -199,6 +171,40 @@ def check_stage(spec: DecoderSpec, name: str, device: torch.device, backend: str
             error = row_error(_logits(stage, step), expected)
             checks.append(Check(f"stage, {name}, graphs {graphs}, {step.name}", error, bound))
     return checks
+
+
+def _few_layers(
+    spec: DecoderSpec,
+    device: torch.device,
+    *,
+    backend: str,
+    dtype: torch.dtype = torch.bfloat16,
+    kernels: str = "auto",
+    graphs: str = "auto",
+) -> LoneStage:
+    """A stage with the first layers of a model and both its ends; see `LoneStage`. Its weights have
+    the same values in every dtype."""
+    spec = replace(spec, attentions=spec.attentions[:_CHECKED_LAYERS])
+    weights = checked_weights(spec, device)
+    model = NativeStageModel.build(
+        spec,
+        UpcastWeights(weights) if dtype == torch.float32 else weights,
+        device=device,
+        kernels=kernels_for(device, dtype, kernels),
+        layers=range(_CHECKED_LAYERS),
+        is_first=True,
+        is_last=True,
+    )
+    return LoneStage(
+        StagePlace(spec, StagePlan(0, (_CHECKED_LAYERS,)), 0),
+        device,
+        num_pages=1024,
+        max_rows=1024,
+        dtype=dtype,
+        backend=backend,
+        graphs=graphs,
+        model=model,
+    )
 
 
 def check_sampler(device: torch.device, vocab_size: int = 151_936, rows: int = 64) -> Check:

@@ -23,8 +23,8 @@ from sgl_pipeline.pp_runner.cpu_kernels.build import find_compiler
 _STANDIN = Path(__file__).with_name("cudart_standin.c")
 # The decode planner asks how many blocks of its kernel a multiprocessor holds: it takes the
 # kernel's address, which must be there when the library is loaded.
-PLANNERS = ("decode-128", "prefill-fa2-128", "prefill-fa3-128")
-_WITH_KERNELS = ("decode-128",)
+_WITH_KERNELS = ("decode-128", "decode-128-e4m3")
+PLANNERS = (*_WITH_KERNELS, "prefill-fa2-128", "prefill-fa2-128-e4m3", "prefill-fa3-128")
 
 
 def build_planner(name: str, folder: Path = FOLDER, progress: Progress = print) -> Build:

@@ -45,6 +45,16 @@ def missing_modules() -> list[str]:
         return [name for name, make in module_makers().items() if not make().is_aot]
 
 
+def prebuilt_libraries() -> dict[str, Path]:
+    """The libraries that FlashInfer finds prebuilt, by our names of their modules.
+
+    Raises ConfigurationError where FlashInfer cannot be used.
+    """
+    with building_kernels():
+        specs = {name: make() for name, make in module_makers().items()}
+        return {name: spec.aot_path for name, spec in specs.items() if spec.is_aot}
+
+
 def name_missing(session: Session) -> None:
     """Names what is missing before anything is measured, where nothing may be compiled."""
     if session.is_rehearsal or not os.environ.get(_PREBUILT_ONLY):

@@ -8,6 +8,7 @@ import torch
 
 from benchmark.gpu.attention_times import prefill_kernels
 from benchmark.gpu.checks import Check, check_attention, check_sampler, check_stage
+from benchmark.gpu.expert_checks import check_experts
 from benchmark.gpu.quantized_checks import (
     SCHEMES,
     capability_of,
@@ -15,7 +16,13 @@ from benchmark.gpu.quantized_checks import (
     why_not_rehearsed,
 )
 from benchmark.gpu.session import Session
-from benchmark.gpu.shapes import PAGE_SIZE, heads_of, spec_of
+from benchmark.gpu.shapes import (
+    PAGE_SIZE,
+    REHEARSED_SPARSE_MODEL,
+    SPARSE_MODEL,
+    heads_of,
+    spec_of,
+)
 from benchmark.support.dated_result import markdown_table
 from sgl_pipeline.pp_runner.base.kv_format import FP8
 from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import why_without_kernel
@@ -23,19 +30,25 @@ from sgl_pipeline.pp_runner.weights.quantization_config import choose_quantizati
 
 
 def run(session: Session) -> None:
-    """Attention for every model's heads, products in 8 bits, the sampler, then few layers of every
-    model in 16 bits and in FP8."""
+    """Attention for every model's heads, products in 8 bits, experts, the sampler, then few layers
+    of every model in 16 bits and in FP8. Whichever models are named, one with experts is among
+    them."""
+    sparse = REHEARSED_SPARSE_MODEL if session.is_rehearsal else SPARSE_MODEL
     for model in session.models:
         _check_attention(session, model)
         _check_products(session, model)
+    _check_attention(session, sparse)
+    session.attempt(f"checking the experts of {sparse}", partial(_check_experts, session, sparse))
     session.attempt("checking the sampler", partial(_check_sampler, session))
-    for model in session.models:
+    for model in (*session.models, sparse):
         work = partial(_check_stage, session, model)
         session.attempt(f"checking a stage of {model}", work, kind="checked stage", guess_s=15.0)
-    for model in session.models:
+    for model in (*session.models, sparse):
         what = f"checking a stage of {model} in FP8"
         if session.is_rehearsal:
             session.skip(what, "needs a GPU")
+        elif model == sparse:
+            session.skip(what, "quantized experts are computed with on CPUs only")
         elif reason := _why_without_kernel(session, "fp8"):
             session.skip(what, reason)
         else:
@@ -99,6 +112,10 @@ def _check_fp8_stage(session: Session, model: str) -> None:
     plain = spec_of(model)
     spec = replace(plain, quantization=choose_quantization("fp8", None, plain.names.head))
     session.book_checks(*check_stage(spec, f"{model} in FP8", session.device, "auto"))
+
+
+def _check_experts(session: Session, model: str) -> None:
+    session.book_checks(check_experts(spec_of(model), model, session.device))
 
 
 def _check_sampler(session: Session) -> None:

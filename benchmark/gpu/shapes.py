@@ -6,7 +6,7 @@ Sizes are those of the Qwen3 models' config.json; weights are random, so no file
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmark.models.make_model import PRESETS, Preset
+from benchmark.models.make_model import PRESETS, Preset, SparsePreset
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, model_spec
 
 PAGE_SIZE = 16  # tokens, the server's default
@@ -43,11 +43,28 @@ MODELS = {
     # For trying the benchmark itself, on a CPU.
     "tiny": PRESETS["tiny"],
 }
+# Models with experts are checked and not timed: `step_work` is a dense model's.
+SPARSE_MODEL, REHEARSED_SPARSE_MODEL = "Qwen3-30B-A3B", "tiny-moe"
+SPARSE_MODELS = {
+    SPARSE_MODEL: SparsePreset(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
+    REHEARSED_SPARSE_MODEL: PRESETS["tiny-moe"],
+}
 
 
 def spec_of(model: str) -> DecoderSpec:
-    """The spec of one of MODELS, in bf16."""
-    return model_spec(MODELS[model].config("bfloat16"))
+    """The spec of one of MODELS or SPARSE_MODELS, in bf16."""
+    return model_spec((MODELS | SPARSE_MODELS)[model].config("bfloat16"))
 
 
 def heads_of(spec: DecoderSpec) -> str:

@@ -57,6 +57,7 @@ CPU_TESTS = (
     "test/pp_runner/cuda",
     "test/pp_runner/layer_kernels",
     "test/pp_runner/test_flashinfer_contract.py",
+    "test/pp_runner/test_recorded_signatures.py",
     "test/pp_runner/cuda/test_gpu_memory.py",
     "test/pp_runner/test_kernel_counts.py",
     "test/pp_runner/test_kv_capacity.py",

@@ -1,10 +1,13 @@
 """Our calls of FlashInfer, our protocols and our stand-ins, against the signatures of the library.
 
-Nothing of it runs here: `real_flashinfer.py` runs its Python.
+They are recorded (`test_recorded_signatures.py`), so it need not be installed; and nothing of it
+runs here: `real_flashinfer.py` runs its Python.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +20,9 @@ from support.fake_flashinfer import (
     Recorder,
 )
 from support.paged_attention import ChunkExtent, attention_shape, random_problem
-from support.real_flashinfer import import_flashinfer
+from support.recorded_signatures import recorded, signature_of
 
+from benchmark.gpu.kernel_wheels import CUDA_REQUIREMENTS, pins
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import (
     FlashInferAttention,
     open_flashinfer,
@@ -35,15 +39,13 @@ PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
 FUNCTIONS = [name for name in vars(FlashInferFunctions) if not name.startswith("_")]
 
 
+LIBRARY = recorded()[f"flashinfer {pins(CUDA_REQUIREMENTS)['flashinfer-python']}"]
+
+
 def real(path: str) -> inspect.Signature:
     """That of a function, or of a class's method without `self`."""
-    found: Any = import_flashinfer()
-    for name in path.split("."):
-        found = getattr(found, name)
-    signature = inspect.signature(inspect.unwrap(found))
-    if "." not in path:
-        return signature
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+    (text,) = LIBRARY[path]
+    return signature_of(text)
 
 
 def assert_same_parameters(ours: Callable[..., Any], theirs: inspect.Signature) -> None:
@@ -162,10 +164,11 @@ def test_every_call_of_the_functions_binds() -> None:
 def test_every_call_of_the_constructors_binds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     monkeypatch.setenv("FLASHINFER_USE_CUDA_NORM", "1")
-    flashinfer, opened = import_flashinfer(), list[str]()
-    for name in (DECODE, PREFILL):
-        signature = real(f"{name}.__init__")
-        monkeypatch.setattr(flashinfer, name, constructor(name, signature, opened))
+    opened = list[str]()
+    wrappers = {
+        name: constructor(name, real(f"{name}.__init__"), opened) for name in (DECODE, PREFILL)
+    }
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**wrappers))
     for prefill_kernels in ("auto", "fa2", "fa3"):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         shape = attention_shape(4, 2, 64, 16, torch.bfloat16)

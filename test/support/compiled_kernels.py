@@ -119,12 +119,12 @@ def _linked_planner(name: str) -> Build:
 
 
 @contextmanager
-def blocks_per_multiprocessor(number: int) -> Iterator[None]:
-    """Inside, the decode planner is told that a multiprocessor holds so many blocks of its kernel.
+def blocks_per_multiprocessor(planner: str, number: int) -> Iterator[None]:
+    """Inside, a decode planner is told that a multiprocessor holds so many blocks of its kernel.
 
     The others do not ask.
     """
-    name = _linked_planner("decode-128").library_name
+    name = _linked_planner(planner).library_name
     library = ctypes.CDLL(str(planner_folder() / name / f"{name}.so"))
     setting = ctypes.c_int.in_dll(library, "standin_blocks_per_multiprocessor")
     before, setting.value = setting.value, number

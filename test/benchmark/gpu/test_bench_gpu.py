@@ -137,7 +137,12 @@ def test_a_rehearsal_measures_all_and_names_what_needs_a_gpu(tmp_path: Path) -> 
     agreed = [check["name"] for check in saved["checks"] if "torch against auto" in check["name"]]
     assert len(agreed) == len(attention) / 2
     checks = [check["name"] for check in saved["checks"]]
-    expected_checks = ["e4m3 pages", "product in int8, "]
+    expected_checks = [
+        "e4m3 pages",
+        "product in int8, ",
+        "experts of tiny-moe, ",
+        "tiny-moe, graphs",
+    ]
     if not why_not_rehearsed("fp8"):
         expected_checks.append("product in fp8, ")
     for expected in expected_checks:

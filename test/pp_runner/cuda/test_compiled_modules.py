@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.compiled_kernels import cuda_toolkit, load_module, run_by_check_cuda
 
-from benchmark.gpu.check_cuda import CHECKED
 from benchmark.gpu.kernel_modules import MODULES, module_makers
 
 pytestmark = [pytest.mark.cuda_toolkit, pytest.mark.slow, run_by_check_cuda]
@@ -21,11 +20,25 @@ PAGES = torch.zeros(2, 16, 2, 128, dtype=torch.bfloat16)
 INDEX = torch.zeros(4, dtype=torch.int32)
 TABLE = torch.zeros(5, 128)
 BYTES = torch.zeros(1 << 20, dtype=torch.uint8)
-NO_QUERY = torch.empty(0, dtype=torch.bfloat16)
+NONE = torch.empty(0, dtype=torch.bfloat16)
+NONE_E4M3 = torch.empty(0, dtype=torch.float8_e4m3fn)
 
 WANTS_CUDA = "must be a CUDA tensor"
 # These do not look where a tensor lies; the CUDA runtime stops them.
 NO_DEVICE = "CUDA driver version is insufficient|no CUDA-capable device"
+Call = tuple[str, tuple[object, ...], str]  # function, arguments, the error's message
+
+
+def decode_plan(dim: int, keys: torch.Tensor) -> Call:
+    sizes = (3, 2, 2, 16, True, -1, 0.0, dim, dim)
+    return "plan", (BYTES, BYTES, BYTES, INDEX, *sizes, NONE, keys), NO_DEVICE
+
+
+def prefill_plan(dim: int, *of_fa2: object) -> Call:
+    sizes = (3, 3, 2, 2, 16, False, dim, dim, True, -1)
+    return "plan", (BYTES, BYTES, BYTES, INDEX, INDEX, INDEX, *sizes, *of_fa2), NO_DEVICE
+
+
 CALLS = {
     "page": (
         "append_paged_kv_cache",
@@ -39,11 +52,14 @@ CALLS = {
         WANTS_CUDA,
     ),
     "norm": ("rmsnorm", (WIDE, WIDE, WIDE[0], 1e-6, False), WANTS_CUDA),
-    "decode-128": (
-        "plan",
-        (BYTES, BYTES, BYTES, INDEX, 3, 2, 2, 16, True, -1, 0.0, 128, 128, NO_QUERY, NO_QUERY),
-        NO_DEVICE,
-    ),
+    "decode-128": decode_plan(128, NONE),
+    "decode-64": decode_plan(64, NONE),
+    "decode-128-e4m3": decode_plan(128, NONE_E4M3),
+    "prefill-fa2-128": prefill_plan(128, -1, False, 0),
+    "prefill-fa2-64": prefill_plan(64, -1, False, 0),
+    "prefill-fa2-128-e4m3": prefill_plan(128, -1, False, 0),
+    "prefill-fa3-128": prefill_plan(128),
+    "prefill-fa3-64": prefill_plan(64),
 }
 
 
@@ -69,8 +85,8 @@ def test_compiler_and_headers_are_of_one_release() -> None:
     assert int(headers[1]) == int(compiler[1]) * 1000 + int(compiler[2]) * 10
 
 
-def test_every_module_that_is_checked_is_called() -> None:
-    assert sorted(CALLS) == sorted(CHECKED)
+def test_every_module_is_called() -> None:
+    assert sorted(CALLS) == sorted(MODULES)
 
 
 def test_every_module_of_a_pack_can_be_made() -> None:

@@ -8,6 +8,7 @@ set lacks: `make check-cuda` runs it.
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,6 +45,8 @@ ROWS = [1, 2, 8, 32, 64, 128, 192, 256]
 OCCUPANCIES = [1, 4, 16]
 INDICES = torch.zeros(max(ROWS) * MOST_TOKENS // PAGE_SIZE, dtype=torch.int32)
 
+E4M3 = torch.float8_e4m3fn
+all_pages = pytest.mark.parametrize("coded", [None, E4M3], ids=["bf16", "e4m3"])
 all_heads = pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}-{heads[1]}")
 
 
@@ -53,8 +56,10 @@ def compiled_planners() -> Iterator[None]:
         yield
 
 
-def shape_of(heads: tuple[int, int]) -> AttentionShape:
-    return attention_shape(*heads, 128, PAGE_SIZE, torch.bfloat16)
+def shape_of(heads: tuple[int, int], coded: torch.dtype | None = None) -> AttentionShape:
+    """With pages of bf16, or of e4m3 codes."""
+    shape = attention_shape(*heads, 128, PAGE_SIZE, torch.bfloat16)
+    return replace(shape, coded_dtype=coded)
 
 
 def layout_of(key_counts: Sequence[int], rows: int | Sequence[int] = 1) -> PagedLayout:
@@ -117,18 +122,22 @@ def check_blocks(
 
 
 @all_heads
+@all_pages
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_decode_graph_has_one_plan_whatever_the_step(
-    heads: tuple[int, int], rows: int, record_property: Callable[[str, int], None]
+    heads: tuple[int, int],
+    coded: torch.dtype | None,
+    rows: int,
+    record_property: Callable[[str, int], None],
 ) -> None:
-    shape = shape_of(heads)
+    shape = shape_of(heads, coded)
     most_bytes = 0
     parts = HostWrappers()(shape)
     for occupancy in OCCUPANCIES:
         wrapper = parts.open_graph_decode(rows, INDICES)
         graph = GraphDecodeAttention(shape, wrapper, NoEvent(), rows, PADDING_PAGE, INDICES.numel())
         infos = set()
-        with blocks_per_multiprocessor(occupancy):
+        with blocks_per_multiprocessor("decode-128-e4m3" if coded else "decode-128", occupancy):
             for key_counts in steps_of(rows):
                 graph.plan(layout_of(key_counts))  # throws where the workspace does not suffice
                 contents = plan_contents(wrapper, shape)
@@ -143,9 +152,12 @@ def test_a_decode_graph_has_one_plan_whatever_the_step(
 
 
 @all_heads
-def test_without_a_graph_the_plan_follows_the_step(heads: tuple[int, int]) -> None:
+@all_pages
+def test_without_a_graph_the_plan_follows_the_step(
+    heads: tuple[int, int], coded: torch.dtype | None
+) -> None:
     """So the test above can fail, and steps outside graphs are planned within the workspace too."""
-    shape = shape_of(heads)
+    shape = shape_of(heads, coded)
     wrappers = HostWrappers()
     attention = FlashInferAttention(shape, open_parts=wrappers)
     infos = set()
@@ -190,8 +202,11 @@ def prefill_steps() -> Iterator[tuple[list[int], list[int]]]:
 
 
 @all_heads
-def test_fa2_prefill_takes_1_to_1000_chunks(heads: tuple[int, int]) -> None:
-    shape = shape_of(heads)
+@all_pages
+def test_fa2_prefill_takes_1_to_1000_chunks(
+    heads: tuple[int, int], coded: torch.dtype | None
+) -> None:
+    shape = shape_of(heads, coded)
     wrappers = HostWrappers()
     attention = FlashInferAttention(shape, "fa2", open_parts=wrappers)
     for key_counts, rows in prefill_steps():
