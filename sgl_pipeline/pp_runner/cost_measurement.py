@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.costs.stage_costs import MadeUpStep, PartCosts, PartSample, PartSizes
+from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool, largest_page_bytes
@@ -32,9 +33,9 @@ from sgl_pipeline.pp_runner.kernel_choice import (
 from sgl_pipeline.pp_runner.kv_capacity import usable_memory_bytes
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import RmsNorm
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
-from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, read_model_spec
-from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ModelSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.native_stage import OutputHead
+from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
 from sgl_pipeline.pp_runner.output.sampler import Sampler
 from sgl_pipeline.pp_runner.recorded_layers import MOST_ROWS, step_variables
 from sgl_pipeline.pp_runner.stopwatch import HostStopwatch, Stopwatch
@@ -93,7 +94,12 @@ def _measure(
     """
     args = assignment.args
     dtype = getattr(torch, args.dtype)
-    spec = read_model_spec(args.model_path, args.quantization)
+    spec: ModelSpec = read_model_spec(args.model_path, args.quantization)
+    if not isinstance(spec, DecoderSpec):
+        raise ConfigurationError(
+            "--pp-layer-partition auto times our own layers, and transformers computes those of "
+            "this model; leave the flag out, or give the number of layers of each stage"
+        )
     shapes = spec.attention_shapes(assignment.page_size, dtype, device, args.kv_cache_dtype)
     model = _MadeUpModel(assignment, spec, shapes, most_table_bytes)
     return PartCosts(

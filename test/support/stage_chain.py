@@ -38,7 +38,8 @@ def new_request(prompt_ids: Sequence[int], sampling: SamplingSpec = GREEDY) -> R
 class StageChain:
     """All stages of a model on a CPU, each with its own KV pool.
 
-    `spec` is that of our own layers by default. `logits` holds, for each request, the logits row [V] of every token that was sampled from it.
+    `spec` is that of our own layers by default. `logits` holds, for each request, the logits row
+    [V] of every token that was sampled from it.
     """
 
     def __init__(
