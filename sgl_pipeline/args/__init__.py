@@ -15,8 +15,8 @@ from sgl_pipeline.args.scheduling_args import SCHEDULE_POLICIES, SchedulingArgs
 from sgl_pipeline.args.stage_args import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
+    MODEL_IMPLS,
     StageArgs,
-    stage_load_format,
 )
 from sgl_pipeline.args.throttle_args import (
     ACCOUNTINGS,
@@ -32,6 +32,7 @@ __all__ = [
     "LOAD_FORMATS",
     "MIGRATION_MODES",
     "MIGRATION_WEIGHTS",
+    "MODEL_IMPLS",
     "POLICIES",
     "SCHEDULE_POLICIES",
     "SECTIONS",
@@ -46,5 +47,4 @@ __all__ = [
     "ThrottleArgs",
     "require",
     "require_stage_on_each",
-    "stage_load_format",
 ]

@@ -31,6 +31,11 @@ def at_least(limit: int) -> Callable[[str, int], None]:
     return lambda flag, value: require(value >= limit, f"{flag} {value} must be at least {limit}")
 
 
+def one_of(choices: Collection[str]) -> Callable[[str, str], None]:
+    """A check that a value is one of `choices`."""
+    return lambda flag, value: require_choice(flag, value, choices)
+
+
 def between(least: int, most: int) -> Callable[[str, int], None]:
     """A check that a value is in [`least`, `most`]."""
     return lambda flag, value: require(

@@ -2,16 +2,14 @@
 
 from dataclasses import dataclass, field
 
-from sgl_pipeline.args.checks import at_least, require
-from sgl_pipeline.args.flags import Flag, check_flags, our_flag, upstream_flag
+from sgl_pipeline.args.checks import at_least, one_of, require
+from sgl_pipeline.args.flags import Flag, check_flags, our_flag, upstream_flag, without_flag
 
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "int8")  # auto: that of the model
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
-
-
-def stage_load_format(asked: str) -> str:
-    """What `--load-format` means for a stage."""
-    return "safetensors" if asked == "auto" else asked
+# Whose code computes the layers: ours ("sglang", its name for code of the server's own), that of
+# transformers, or ours where it can.
+MODEL_IMPLS = ("auto", "sglang", "transformers")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +17,11 @@ class StageArgs:
     """How the stages hold and run the model.
 
     `model_path` is a directory, `dtype` a torch dtype name without `torch.`; `quantization` is the
-    method of the weights, from the checkpoint or from `--quantization`.
+    method of the weights, from the checkpoint or from `--quantization`. `context_length` in tokens;
+    None: the model's own. `rope_overrides` is a JSON object of the config's rope fields.
+    `generic_spec` is the JSON of the `GenericSpec` of a model whose layers transformers computes,
+    as the launcher's probes saw it; it travels to the stages of all hosts, none of which probes
+    again. Empty: the layers are ours.
     """
 
     num_stages: int = our_flag(
@@ -37,6 +39,8 @@ class StageArgs:
         same_as="SGLANG_PP_LAYER_PARTITION",
     )
     model_path: str = field(metadata=Flag(upstream=("--model-path", "--model")).metadata)
+    model_impl: str = upstream_flag("auto", "--model-impl", check=one_of(MODEL_IMPLS))
+    generic_spec: str = without_flag("", "the probes of the launcher find it")
     load_format: str = upstream_flag("safetensors", "--load-format")
     dtype: str = field(metadata=Flag(upstream=("--dtype",)).metadata)
     device: str = upstream_flag("cpu", "--device")
@@ -75,6 +79,8 @@ class StageArgs:
     )
     quantization: str | None = upstream_flag(None, "--quantization")
     kv_cache_dtype: str = upstream_flag("auto", "--kv-cache-dtype")
+    context_length: int | None = upstream_flag(None, "--context-length", check=at_least(2))
+    rope_overrides: str = upstream_flag("{}", "--json-model-override-args")
     max_total_tokens: int | None = upstream_flag(None, "--max-total-tokens", check=at_least(1))
     memory_fraction: float = upstream_flag(0.88, "--mem-fraction-static")
     cpu_threads: int | None = our_flag(
@@ -85,9 +91,17 @@ class StageArgs:
     )
 
     @property
+    def is_generic(self) -> bool:
+        """Whether transformers computes the layers."""
+        return bool(self.generic_spec)
+
+    @property
     def precision(self) -> str:
-        """The formats of the computation; fitted costs hold for one of these."""
+        """The formats of the computation, and whose code it is where it is not ours; fitted costs
+        hold for one of these."""
         parts = [self.dtype]
+        if self.is_generic:
+            parts.append("transformers")
         if self.quantization is not None:
             parts.append(self.quantization)
         if self.kv_cache_dtype != "auto":
@@ -97,6 +111,11 @@ class StageArgs:
     def __post_init__(self) -> None:
         check_flags(self)
         self._check_prefill_kernels()
+        require(
+            self.device == "cpu" or not self.is_generic,
+            f"--device {self.device}: the layers of this model are computed by transformers, which "
+            "is built for CPUs only; use --device cpu",
+        )
         require(
             self.device == "cuda" or self.link in ("auto", "host"),
             f"--stage-link {self.link} needs --device cuda, this is {self.device}",

@@ -22,6 +22,7 @@ from sglang.srt.utils import configure_logger
 from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs
 from sgl_pipeline.cluster.remote_workers import RemoteWorkers
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from sgl_pipeline.managers.channels.last_words import write_last_words
 from sgl_pipeline.managers.channels.live_channel import LiveSocket, live_address
 from sgl_pipeline.managers.channels.operator_channel import DeskSocket, desk_address
 from sgl_pipeline.managers.channels.span_channel import SpanSender, span_address
@@ -54,7 +55,8 @@ from sgl_pipeline.pipeline.recovery import StageRecovery
 from sgl_pipeline.pipeline.stage_watch import StageWatch
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.pipeline.worker_source import WorkerSource
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.stage_spec import stage_spec
 from sgl_pipeline.records.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.records.trace import EventWriter, TraceWriter
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
@@ -100,9 +102,11 @@ def run_scheduler_process(
         _serve(args, stage_pids, worker_source, server_args, port_args, pipe_writer)
     except SglPipelineError as error:
         logger.error("%s", error)
+        write_last_words(args.run_directory, str(error))
         sys.exit(1)
-    except Exception:
+    except Exception as error:
         logger.exception("the scheduler process failed")
+        write_last_words(args.run_directory, f"the scheduler process failed: {error!r}")
         sys.exit(1)
 
 
@@ -167,7 +171,7 @@ class _ServedModel:
 
 def _read_model(args: PipelineArgs, server_args: Any) -> _ServedModel:
     tokenizer = load_tokenizer(server_args)
-    spec = read_model_spec(args.stages.model_path)
+    spec = stage_spec(args.stages)
     # The published value: upstream has put a parser's name in the place of `auto`.
     reasoning = ReasoningMarks.of_parser(get_serving().reasoning_parser, tokenizer)
     limits = model_limits(spec, server_args.context_length, tokenizer)

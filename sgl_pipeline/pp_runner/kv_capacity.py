@@ -21,7 +21,7 @@ from sgl_pipeline.pp_runner.cuda.graphed_layers import graph_memory_bytes
 from sgl_pipeline.pp_runner.device import release_memory
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import workspace_bytes
 from sgl_pipeline.pp_runner.kernel_choice import choose_attention_backend, choose_graphs
-from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ModelSpec
 from sgl_pipeline.wire.stage_messages import StageAssignment
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def usable_memory_bytes(assignment: StageAssignment, device: torch.device) -> in
 
 def kv_page_capacity(
     assignment: StageAssignment,
-    spec: DecoderSpec,
+    spec: ModelSpec,
     device: torch.device,
     dtype: torch.dtype,
     measure: Callable[[torch.device], CardMemory] = measure_card,
@@ -89,6 +89,7 @@ def kv_page_capacity(
     else:
         page_bytes = kv_page_bytes(shapes, layers)
     if device.type == "cuda":
+        assert isinstance(spec, DecoderSpec), "StageArgs refuse the others on a GPU"
         weights_here = own_layers + len(assignment.spare_layers)
         reserved_bytes = max(0, num_layers - weights_here) * layer_bytes
         room = _gpu_room(assignment, spec, shapes, measure, num_layers, reserved_bytes)

@@ -27,9 +27,9 @@ from sgl_pipeline.pp_runner.kv_capacity import (
     usable_memory_bytes,
 )
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
-from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, StageModel
 from sgl_pipeline.pp_runner.stage_model_choice import load_stage_model
+from sgl_pipeline.pp_runner.stage_spec import stage_spec
 from sgl_pipeline.wire.stage_messages import StageAssignment
 
 
@@ -71,7 +71,7 @@ def load_stage(
     args = assignment.args
     device = open_device(args.device, assignment.gpu)
     dtype = getattr(torch, args.dtype)
-    spec = read_model_spec(args.model_path, args.quantization)
+    spec = stage_spec(args)
     stage, plan = assignment.stage, assignment.plan
     kernels = choose_layer_kernels(args.layer_kernels, dtype, device, spec.quantization)
     shapes = spec.attention_shapes(assignment.page_size, dtype, device, args.kv_cache_dtype)

@@ -24,8 +24,10 @@ from sgl_pipeline.migration.partition import balanced_layer_counts
 from sgl_pipeline.pp_runner import cost_measurement
 from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
+from sgl_pipeline.pp_runner.model.generic.probe import probe
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
+from sgl_pipeline.pp_runner.stage_model_choice import load_stage_model
 from sgl_pipeline.pp_runner.stopwatch import HostStopwatch
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_work import StepWork
@@ -200,6 +202,29 @@ def test_each_step_is_timed_by_itself_and_the_parts_are_weighed(name: str) -> No
     assert costs.sizes.weight_bytes(0, spec.num_layers) == model.weight_bytes
     assert costs.sizes.page_layer_bytes == 2 * 16 * spec.num_kv_heads * spec.head_dim * 4
     assert costs.memory_bytes > 0
+
+
+def test_layers_that_transformers_computes_are_measured_as_well() -> None:
+    path = tiny_model("qwen3")
+    spec = probe(path)
+    generic = assignment(path, generic_spec=spec.to_json(), model_impl="transformers")
+    costs, native = (measure_part_costs(one, [TYPICAL_STEP]) for one in (generic, assignment(path)))
+    assert costs.sizes == native.sizes
+    assert costs.kinds == native.kinds
+    assert min(costs.samples[0].kinds_ms) > 0
+    model = load_stage_model(
+        spec,
+        path,
+        layers=range(spec.num_layers),
+        is_first=True,
+        is_last=True,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        kernels=make_layer_kernels(
+            choose_layer_kernels("torch", torch.float32, torch.device("cpu"))
+        ),
+    )
+    assert costs.sizes.weight_bytes(0, spec.num_layers) == model.weight_bytes
 
 
 def test_without_steps_only_the_parts_are_weighed() -> None:

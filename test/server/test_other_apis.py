@@ -125,6 +125,20 @@ def test_ollama_refuses_what_is_out_of_range(demo_server, asked, stream):
     assert "temperature" in response.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aW1n"]}]}),
+        ("generate", {"prompt": "x", "images": ["aW1n"]}),
+    ],
+)
+def test_ollamas_images_are_refused(demo_server, route, body):
+    # Upstream's handlers would answer without looking at them.
+    response = ollama(demo_server, route, **body, options={"num_predict": 2})
+    assert response.status_code == 400, response.text
+    assert "image, audio and video input is not supported" in response.text
+
+
 def test_the_answers_of_sagemaker_and_vertex_routes(parrot_server):
     """Other names of the same handlers."""
     asked = {"messages": [{"role": "user", "content": "x"}], "temperature": 0}

@@ -16,13 +16,14 @@ from sgl_pipeline.args import StageArgs
 from sgl_pipeline.costs.stage_costs import MadeUpStep, PartSample
 from sgl_pipeline.costs.step_costs import CostFile
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from sgl_pipeline.managers.command_line.model_choice import choose_model
 from sgl_pipeline.managers.command_line.model_files import find_model, resolve_dtype
 from sgl_pipeline.managers.planning.cost_files import machine_name, model_name, save_costs
 from sgl_pipeline.managers.planning.measuring import MeasuringWorker, measuring_worker
 from sgl_pipeline.managers.planning.stage_flags import add_stage_flags
 from sgl_pipeline.managers.stages.stage_processes import stage_threads
 from sgl_pipeline.migration.step_fit import errors_on, fit_parts
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.status_line import StatusLine, bar
 
 _HELD_OUT_SHARE = 0.2
@@ -118,10 +119,12 @@ def fit_costs(
 def stages_of(options: argparse.Namespace) -> tuple[StageArgs, ModelSpec]:
     """The stages that a command's options describe, and their model."""
     model_path = find_model(options.model, None, None)
-    spec = read_model_spec(model_path, options.quantization)
+    spec, generic_spec = choose_model(model_path, options.quantization, options.model_impl)
     stages = StageArgs(
         num_stages=options.pp,
         model_path=model_path,
+        model_impl=options.model_impl,
+        generic_spec=generic_spec,
         dtype=resolve_dtype(options.dtype, spec.dtype),
         device=options.device,
         quantization=spec.quantization_method,

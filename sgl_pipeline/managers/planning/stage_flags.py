@@ -2,12 +2,13 @@
 
 import argparse
 
-from sgl_pipeline.args import KV_CACHE_DTYPES
+from sgl_pipeline.args import KV_CACHE_DTYPES, MODEL_IMPLS
 
 
 def add_stage_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `fit_command.stages_of` reads, except model, device and depth."""
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--model-impl", choices=MODEL_IMPLS, default="auto")
     parser.add_argument("--quantization", help="as of the server: w8a8_int8, w4a8_int8 or fp8")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--cpu-threads-per-stage", type=int)
@@ -18,6 +19,8 @@ def stage_words(options: argparse.Namespace) -> list[str]:
     words = []
     if options.dtype != "auto":
         words += ["--dtype", options.dtype]
+    if options.model_impl != "auto":
+        words += ["--model-impl", options.model_impl]
     if options.quantization:
         words += ["--quantization", options.quantization]
     if options.kv_cache_dtype != "auto":

@@ -1,7 +1,5 @@
-"""What `/server_info` says of the pipeline: how it was started, and how it is doing.
-
-Called by the scheduler process; upstream adds what its front knows. JSON types only.
-"""
+"""The pipeline's part of `/server_info`: its start and its state, in JSON types. Upstream adds what
+its front knows."""
 
 import time
 from collections.abc import Mapping
@@ -34,6 +32,7 @@ def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, 
         "page_bytes_of_layer": capacity.layer_page_bytes,
         "weight_bytes_of_stages": [stage.weight_bytes for stage in capacity.stages],
         "load_seconds_of_stages": [round(stage.load_seconds, 3) for stage in capacity.stages],
+        "model_impl": "transformers" if args.stages.is_generic else "sglang",
         "dtype": args.stages.dtype,
         "quantization": args.stages.quantization,
         "kv_cache_dtype": args.stages.kv_cache_dtype,
@@ -51,17 +50,18 @@ def summarize_start(facts: Mapping[str, Any]) -> str:
     """`describe_start` in a line for people."""
     mebibytes = ", ".join(f"{size / 2**20:.0f}" for size in facts["weight_bytes_of_stages"])
     counts = ",".join(map(str, facts["layer_partition"]))
+    generic = " by transformers" if facts["model_impl"] == "transformers" else ""
     held = "" if facts["kv_cache_dtype"] == "auto" else f" in {facts['kv_cache_dtype']}"
     return (
-        f"pipeline ready: {facts['num_stages']} stages on {facts['device']}, layers {counts}, "
-        f"weights {mebibytes} MiB ({facts['dtype']}), {facts['total_pages']} KV pages of "
+        f"pipeline ready: {facts['num_stages']} stages on {facts['device']}, "
+        f"layers {counts}{generic}, weights {mebibytes} MiB ({facts['dtype']}), {facts['total_pages']} KV pages of "
         f"{facts['page_size']} tokens{held}, policy {facts['policy']}, attention "
         f"{facts['stage_attention_backend']}, kernels {facts['stage_kernels']}"
     )
 
 
 def describe_page(args: PipelineArgs, server_args: Any) -> dict[str, Any]:
-    """What the live page shows beside `describe_start`: the model, and what bounds a step."""
+    """The live page's facts beside `describe_start`: the model, and the bounds of a step."""
     throttle = args.throttle
     return {
         "model": server_args.served_model_name,
@@ -134,7 +134,7 @@ def _describe_recovery(record: RecoveryRecord, now_s: float) -> dict[str, Any]:
 
 
 def _describe_recent(state: PipelineState) -> dict[str, Any]:
-    """What the recent steps carried, what bound the newest, and the shares of each stage's time."""
+    """Tokens of the recent steps, the bound of the newest, and the shares of each stage's time."""
     steps = state.recent_steps
     if not steps:
         return {"steps": 0}

@@ -1,4 +1,5 @@
-"""Fields of OpenAI's requests that upstream's front would accept and then ignore: refused by name.
+"""Fields of OpenAI's requests that upstream's front would accept and then ignore: refused by name,
+and so are the images of Ollama's.
 
 Bodies are checked before upstream reads them. Later checks (`sglang_requests.py`, upstream's own)
 are not repeated here, and fields that the API defines as hints or labels (`user`, `service_tier`,
@@ -106,6 +107,10 @@ def _wants_best_of_many(body: Body, features: ServedFeatures) -> bool:
     return body.best_of is not None and body.best_of != (1 if body.n is None else body.n)
 
 
+def _has_images(body: Body, features: ServedFeatures) -> bool:
+    return any(message.get("images") for message in _objects(body.messages))
+
+
 def _fills_in(body: Body, features: ServedFeatures) -> bool:
     return bool(body.suffix) and not features.has_completion_template
 
@@ -186,11 +191,15 @@ RESPONSES = (
     Rule("prompt", "stored prompts are not supported; send input and instructions"),
     Rule("conversation", "conversations are not supported; use previous_response_id"),
 )
+OLLAMA_CHAT = (Rule("messages", _NO_MEDIA, _has_images),)
+OLLAMA_GENERATE = (Rule("images", _NO_MEDIA),)
 RULES = {
     "/v1/completions": COMPLETIONS,
     "/v1/chat/completions": CHAT,
     "/invocations": CHAT,
     "/v1/responses": RESPONSES,
+    "/api/chat": OLLAMA_CHAT,
+    "/api/generate": OLLAMA_GENERATE,
 }
 # Fields that a rule looks at besides its own.
 _COMPANIONS = ("n", "logprobs", "tool_choice", "tools", "include")

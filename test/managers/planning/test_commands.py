@@ -45,6 +45,17 @@ def test_a_fit_is_found_by_the_servers_that_it_holds_for(
     assert find_costs(stage_args(model, dtype="bfloat16"), NUM_LAYERS) is None
 
 
+@pytest.mark.multiproc
+def test_a_plan_for_layers_that_transformers_computes(
+    own_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", str(tiny_model("qwen3")), "--dtype", "float32", "--pp", "2"]
+    assert plan_command.main([*flags, "--model-impl", "transformers"]) == 0
+    output = capsys.readouterr().out
+    assert "float32-transformers: a step of" in output
+    assert "even: 3,3" in output
+
+
 @pytest.mark.parametrize(
     "changes", [{"machine": "another"}, {"dtype": "bfloat16"}, {"model": "another"}]
 )

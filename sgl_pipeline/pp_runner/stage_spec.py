@@ -1,0 +1,18 @@
+"""The spec of the model that stages run, wherever `StageArgs` have arrived."""
+
+from sgl_pipeline.args import StageArgs
+from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+
+
+def stage_spec(args: StageArgs) -> ModelSpec:
+    """The spec of the model of `args`: read from its directory, or, where transformers computes the
+    layers, the one that the launcher's probes found.
+
+    Raises ConfigurationError and UnsupportedModelError as `read_model_spec`.
+    """
+    if args.is_generic:
+        return GenericSpec.from_json(args.generic_spec)
+    return read_model_spec(
+        args.model_path, args.quantization, args.context_length, args.rope_overrides
+    )
