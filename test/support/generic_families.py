@@ -256,3 +256,10 @@ def generated(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
         pad_token_id=0,
     )
     return output[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def reference_logits(directory: Path, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """transformers' logits [N, V] of each of the N tokens `output` after `prompt`."""
+    logits = _reference(directory)(torch.tensor([prompt + output])).logits
+    return logits[0, len(prompt) - 1 : -1]

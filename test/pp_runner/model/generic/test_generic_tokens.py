@@ -12,6 +12,7 @@ from support.generic_families import (
     VOCAB_SIZE,
     generated,
     generic_model,
+    reference_logits,
     write_model,
 )
 from support.local_pipeline import LocalPipeline
@@ -101,6 +102,8 @@ def test_logits_are_the_same_bits_wherever_the_model_is_cut(name: str) -> None:
         assert chain.generate(request, 5, 8) == generated(path, prompt, 5)
         rows.append(torch.stack(chain.logits[request]))
     assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
+    wanted = reference_logits(path, prompt, request.output_ids)
+    assert float((rows[0] - wanted).norm() / wanted.norm()) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "glm4"])
