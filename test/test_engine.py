@@ -138,7 +138,7 @@ def test_whoever_stops_reading_aborts_the_request(engine: Engine) -> None:
 def test_an_interrupted_call_aborts_its_request(engine: Engine) -> None:
     def interrupt() -> None:
         wait_until(lambda: num_running(engine) == 1)
-        signal.raise_signal(signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()

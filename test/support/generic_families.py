@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 VOCAB_SIZE, NUM_LAYERS = 128, 4
-_SIZES: dict[str, Any] = {
+MODEL_SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -43,7 +48,7 @@ _GROUPED: dict[str, Any] = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
-_WINDOWED = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
+WINDOWED = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
 _MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": None,
@@ -81,12 +86,12 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
     "gemma2": GenericFamily(
         "gemma2",
         "Gemma 2 9B",
-        {"sliding_window": 8, "layer_types": _WINDOWED, "query_pre_attn_scalar": 20},
+        {"sliding_window": 8, "layer_types": WINDOWED, "query_pre_attn_scalar": 20},
     ),
     "gemma3": GenericFamily(
         "gemma3_text",
         "Gemma 3 12B",
-        {"sliding_window": 8, "layer_types": _WINDOWED, "query_pre_attn_scalar": 20},
+        {"sliding_window": 8, "layer_types": WINDOWED, "query_pre_attn_scalar": 20},
     ),
     "gemma4": GenericFamily(
         "gemma4_text",
@@ -97,7 +102,7 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
             "top_k_experts": 2,
             "enable_moe_block": True,
             "sliding_window": 8,
-            "layer_types": _WINDOWED,
+            "layer_types": WINDOWED,
             "global_head_dim": 32,
             "num_global_key_value_heads": 1,
             "attention_k_eq_v": True,
@@ -109,7 +114,7 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
     "gpt-oss": GenericFamily(
         "gpt_oss",
         "gpt-oss-20b, in 16 bits",
-        {**_EXPERTS, "sliding_window": 8, "layer_types": _WINDOWED},
+        {**_EXPERTS, "sliding_window": 8, "layer_types": WINDOWED},
     ),
     "glm4-moe": GenericFamily("glm4_moe", "GLM-4.5-Air", {**_GROUPED, "use_qk_norm": True}),
     "minimax-m2": GenericFamily("minimax_m2", "MiniMax-M2", _EXPERTS),
@@ -127,7 +132,7 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
         },
     ),
     "ministral": GenericFamily(
-        "ministral", "Ministral 8B", {"sliding_window": 8, "layer_types": _WINDOWED}
+        "ministral", "Ministral 8B", {"sliding_window": 8, "layer_types": WINDOWED}
     ),
     "deepseek-v3": GenericFamily(
         "deepseek_v3",
@@ -137,7 +142,7 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
     "olmo3": GenericFamily(
         "olmo3",
         "OLMo 3 7B",
-        {"sliding_window": 8, "layer_types": _WINDOWED, "head_dim": None, "hidden_size": 64},
+        {"sliding_window": 8, "layer_types": WINDOWED, "head_dim": None, "hidden_size": 64},
     ),
     "smollm3": GenericFamily("smollm3", "SmolLM3 3B", {"no_rope_layers": [1, 0, 1, 0]}),
     "granite": GenericFamily(
@@ -161,7 +166,7 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
     "olmo2": GenericFamily("olmo2", "OLMo 2 7B", {"head_dim": None}),
     "olmoe": GenericFamily("olmoe", "OLMoE 1B-7B", {**_EXPERTS, "head_dim": None}),
     "cohere2": GenericFamily(
-        "cohere2", "Command R7B", {"sliding_window": 8, "layer_types": _WINDOWED}
+        "cohere2", "Command R7B", {"sliding_window": 8, "layer_types": WINDOWED}
     ),
     "ernie4-5-moe": GenericFamily(
         "ernie4_5_moe",
@@ -169,7 +174,7 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
         {**_EXPERTS, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
     ),
     "exaone4": GenericFamily(
-        "exaone4", "EXAONE 4.0 32B", {"sliding_window": 8, "layer_types": _WINDOWED}
+        "exaone4", "EXAONE 4.0 32B", {"sliding_window": 8, "layer_types": WINDOWED}
     ),
     "seed-oss": GenericFamily("seed_oss", "Seed-OSS 36B"),
     "mimo-v2-flash": GenericFamily(
@@ -180,7 +185,7 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
             "head_dim": 24,
             "v_head_dim": 16,
             "sliding_window": 8,
-            "layer_types": _WINDOWED,
+            "layer_types": WINDOWED,
         },
     ),
     "hy-v3": GenericFamily("hy_v3", "Hy3", _GROUPED),
@@ -210,7 +215,7 @@ def write_model(name: str, model_type: str, changes: Mapping[str, Any]) -> Path:
     random too, where transformers starts them with 0 and 1."""
     directory = Path(_session_directory().name) / name
     torch.manual_seed(sum(name.encode()))
-    sizes = {key: value for key, value in {**_SIZES, **changes}.items() if value is not None}
+    sizes = {key: value for key, value in {**MODEL_SIZES, **changes}.items() if value is not None}
     config = AutoConfig.for_model(model_type, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     _spread(model)
@@ -234,9 +239,9 @@ def _spread(model: PreTrainedModel) -> None:
 @cache
 def _reference(directory: Path) -> PreTrainedModel:
     # The others leave out softcaps.
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    has_tower = hasattr(AutoConfig.from_pretrained(directory), "vision_config")
+    kind = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
+    return kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()
@@ -251,3 +256,10 @@ def generated(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
         pad_token_id=0,
     )
     return output[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def reference_logits(directory: Path, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """transformers' logits [N, V] of each of the N tokens `output` after `prompt`."""
+    logits = _reference(directory)(torch.tensor([prompt + output])).logits
+    return logits[0, len(prompt) - 1 : -1]

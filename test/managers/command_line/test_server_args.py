@@ -40,7 +40,7 @@ from sgl_pipeline.managers.upstream.upstream_fields import refusal
 from sgl_pipeline.pp_runner.model.generic.probe import probe
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.model.rope_spec import YarnScaling
-from sgl_pipeline.pp_runner.model.stage_spec import stage_spec
+from sgl_pipeline.pp_runner.stage_spec import stage_spec
 from sgl_pipeline.simulator.tune import server_flags
 from sgl_pipeline.throttle import POLICY_TABLE
 
