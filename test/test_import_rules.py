@@ -31,7 +31,7 @@ LIBRARIES = {
     "migration": "numpy",
     "pipeline": "msgspec",
     "simulator": "msgspec numpy matplotlib",
-    "pp_runner": "torch safetensors numpy zmq flashinfer triton",
+    "pp_runner": "torch safetensors numpy zmq flashinfer triton transformers",
 }
 # These may import what is below them but for this.
 NOT_FROM = {
@@ -47,6 +47,11 @@ FLASHINFER_LEAVES = {
     "pp_runner/flashinfer/flashinfer_kernels.py",
 }
 TRITON_LEAVES = {"pp_runner/layer_kernels/triton_rounding.py"}
+# The only ones that import transformers' code of models: workers of other models never do.
+TRANSFORMERS_LEAVES = {
+    f"pp_runner/model/generic/{name}.py"
+    for name in ("attention_call", "decoder_head", "expert_reader", "probes", "skeleton")
+}
 # A scheduler that read a clock or drew a number would not run alike in simulator and runtime.
 DECIDING_ROOMS = {"throttle", "scheduling", "migration", "pipeline"}
 NOT_DETERMINISTIC = {"random", "secrets", "time", "datetime", "uuid", "socket", "asyncio"}
@@ -90,6 +95,9 @@ def test_compiling_libraries_are_imported_in_leaf_files_alone() -> None:
     importing = {name_of(path): imported_libraries(path) for path in source_files()}
     assert {name for name, found in importing.items() if "flashinfer" in found} == FLASHINFER_LEAVES
     assert {name for name, found in importing.items() if "triton" in found} == TRITON_LEAVES
+    runner = {name: found for name, found in importing.items() if name.startswith("pp_runner/")}
+    leaves = {name for name, found in runner.items() if "transformers" in found}
+    assert leaves == TRANSFORMERS_LEAVES
 
 
 def test_deciding_rooms_have_no_clock_no_randomness_and_no_io() -> None:

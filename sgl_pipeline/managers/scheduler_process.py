@@ -55,7 +55,7 @@ from sgl_pipeline.pipeline.stage_watch import StageWatch
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.pipeline.worker_source import WorkerSource
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
-from sgl_pipeline.pp_runner.model.stage_spec import stage_spec
+from sgl_pipeline.pp_runner.stage_spec import stage_spec
 from sgl_pipeline.records.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.records.trace import EventWriter, TraceWriter
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler

@@ -28,8 +28,8 @@ from sgl_pipeline.pp_runner.kv_capacity import (
 )
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, StageModel
-from sgl_pipeline.pp_runner.model.stage_model_choice import load_stage_model
-from sgl_pipeline.pp_runner.model.stage_spec import stage_spec
+from sgl_pipeline.pp_runner.stage_model_choice import load_stage_model
+from sgl_pipeline.pp_runner.stage_spec import stage_spec
 from sgl_pipeline.wire.stage_messages import StageAssignment
 
 

@@ -27,7 +27,7 @@ from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_laye
 from sgl_pipeline.pp_runner.model.generic.probe import probe
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
-from sgl_pipeline.pp_runner.model.stage_model_choice import load_stage_model
+from sgl_pipeline.pp_runner.stage_model_choice import load_stage_model
 from sgl_pipeline.pp_runner.stopwatch import HostStopwatch
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_work import StepWork

@@ -10,12 +10,13 @@ import requests
 import torch
 from support.front_model import VOCAB_SIZE, byte_tokenizer
 from support.live_server import LiveServer, live_server
-from support.multimodal_models import multimodal_model
 from support.tiny_models import tiny_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Gemma3Config,
     Olmo3Config,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3_5TextConfig,
 )
@@ -27,24 +28,33 @@ pytestmark = pytest.mark.multiproc
 _PROMPTS = [[(7 * place) % 250 + 3 for place in range(length)] for length in (1, 40)]
 
 
-def olmo3(directory: Path) -> Path:
-    """A family that our table does not have, with windows that the prompts exceed."""
-    config = Olmo3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        sliding_window=12,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "sliding_window": 12,  # which the longer prompt exceeds
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+def write_checkpoint(directory: Path, auto: type, config: PreTrainedConfig) -> Path:
+    """A model of random weights, and a tokenizer."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    auto.from_config(config, dtype=torch.float32).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return directory
 
@@ -70,7 +80,9 @@ def served(server: LiveServer, prompt: list[int], count: int) -> dict:
 
 @pytest.fixture(scope="module")
 def olmo3_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return olmo3(tmp_path_factory.mktemp("olmo3"))
+    """A family that our table does not have."""
+    directory = tmp_path_factory.mktemp("olmo3")
+    return write_checkpoint(directory, AutoModelForCausalLM, Olmo3Config(**_SIZES))
 
 
 def test_transformers_computes_the_layers_of_two_stages(olmo3_path: Path) -> None:
@@ -88,16 +100,26 @@ def test_transformers_computes_the_layers_of_two_stages(olmo3_path: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def gemma3_server() -> Iterator[LiveServer]:
-    path = str(multimodal_model("gemma3"))
-    with live_server("--pp", "2", "--model-path", path, "--device", "cpu") as server:
+def gemma3_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A multimodal model, as its publisher has it."""
+    config = Gemma3Config(text_config=_SIZES, vision_config=_TOWER)
+    directory = tmp_path_factory.mktemp("gemma3")
+    return write_checkpoint(directory, AutoModelForImageTextToText, config)
+
+
+@pytest.fixture(scope="module")
+def gemma3_server(gemma3_path: Path) -> Iterator[LiveServer]:
+    flags = ["--model-path", str(gemma3_path), "--device", "cpu"]
+    with live_server("--pp", "2", *flags) as server:
         yield server
 
 
-def test_the_text_of_a_multimodal_model_is_served(gemma3_server: LiveServer) -> None:
+def test_the_text_of_a_multimodal_model_is_served(
+    gemma3_server: LiveServer, gemma3_path: Path
+) -> None:
     assert gemma3_server.facts()["model_impl"] == "transformers"
     reference = AutoModelForImageTextToText.from_pretrained(
-        multimodal_model("gemma3"), dtype=torch.float32
+        gemma3_path, dtype=torch.float32
     ).eval()
     for prompt in _PROMPTS:
         wanted = generated(reference, prompt, 24)
@@ -144,9 +166,9 @@ _SOURCE = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
     ],
 )
 def test_a_request_with_an_image_is_refused(
-    gemma3_server: LiveServer, route: str, body: dict
+    gemma3_server: LiveServer, gemma3_path: Path, route: str, body: dict
 ) -> None:
-    named = {"model": str(multimodal_model("gemma3"))} | body
+    named = {"model": str(gemma3_path)} | body
     answer = requests.post(f"{gemma3_server.url}{route}", json=named, timeout=30)
     assert answer.status_code == 400, answer.text
     assert "image" in answer.text and "support" in answer.text

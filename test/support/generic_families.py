@@ -9,13 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 VOCAB_SIZE, NUM_LAYERS = 128, 4
-_SIZES: dict[str, Any] = {
+MODEL_SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -43,7 +48,7 @@ _GROUPED: dict[str, Any] = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
-_WINDOWED = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
+WINDOWED = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
 _MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": None,
@@ -79,12 +84,14 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
     "qwen2": GenericFamily("qwen2", "Qwen2.5 7B", {"tie_word_embeddings": True}),
     "qwen3": GenericFamily("qwen3", "Qwen3 8B", {"head_dim": 24}),
     "gemma2": GenericFamily(
-        "gemma2", "Gemma 2 9B", {"sliding_window": 8, "layer_types": _WINDOWED, "query_pre_attn_scalar": 20}
+        "gemma2",
+        "Gemma 2 9B",
+        {"sliding_window": 8, "layer_types": WINDOWED, "query_pre_attn_scalar": 20},
     ),
     "gemma3": GenericFamily(
         "gemma3_text",
         "Gemma 3 12B",
-        {"sliding_window": 8, "layer_types": _WINDOWED, "query_pre_attn_scalar": 20},
+        {"sliding_window": 8, "layer_types": WINDOWED, "query_pre_attn_scalar": 20},
     ),
     "gemma4": GenericFamily(
         "gemma4_text",
@@ -95,7 +102,7 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
             "top_k_experts": 2,
             "enable_moe_block": True,
             "sliding_window": 8,
-            "layer_types": _WINDOWED,
+            "layer_types": WINDOWED,
             "global_head_dim": 32,
             "num_global_key_value_heads": 1,
             "attention_k_eq_v": True,
@@ -105,7 +112,9 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
         },
     ),
     "gpt-oss": GenericFamily(
-        "gpt_oss", "gpt-oss-20b, in 16 bits", {**_EXPERTS, "sliding_window": 8, "layer_types": _WINDOWED}
+        "gpt_oss",
+        "gpt-oss-20b, in 16 bits",
+        {**_EXPERTS, "sliding_window": 8, "layer_types": WINDOWED},
     ),
     "glm4-moe": GenericFamily("glm4_moe", "GLM-4.5-Air", {**_GROUPED, "use_qk_norm": True}),
     "minimax-m2": GenericFamily("minimax_m2", "MiniMax-M2", _EXPERTS),
@@ -123,7 +132,7 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
         },
     ),
     "ministral": GenericFamily(
-        "ministral", "Ministral 8B", {"sliding_window": 8, "layer_types": _WINDOWED}
+        "ministral", "Ministral 8B", {"sliding_window": 8, "layer_types": WINDOWED}
     ),
     "deepseek-v3": GenericFamily(
         "deepseek_v3",
@@ -131,7 +140,9 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
         {**_GROUPED, **_MLA, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
     "olmo3": GenericFamily(
-        "olmo3", "OLMo 3 7B", {"sliding_window": 8, "layer_types": _WINDOWED, "head_dim": None, "hidden_size": 64}
+        "olmo3",
+        "OLMo 3 7B",
+        {"sliding_window": 8, "layer_types": WINDOWED, "head_dim": None, "hidden_size": 64},
     ),
     "smollm3": GenericFamily("smollm3", "SmolLM3 3B", {"no_rope_layers": [1, 0, 1, 0]}),
     "granite": GenericFamily(
@@ -151,13 +162,11 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
         "qwen2_moe", "Qwen1.5-MoE-A2.7B", {**_EXPERTS, "shared_expert_intermediate_size": 40}
     ),
     "qwen3-moe": GenericFamily("qwen3_moe", "Qwen3-30B-A3B", _EXPERTS),
-    "glm4-moe-lite": GenericFamily(
-        "glm4_moe_lite", "GLM-4.7-Flash", {**_GROUPED, **_MLA}
-    ),
+    "glm4-moe-lite": GenericFamily("glm4_moe_lite", "GLM-4.7-Flash", {**_GROUPED, **_MLA}),
     "olmo2": GenericFamily("olmo2", "OLMo 2 7B", {"head_dim": None}),
     "olmoe": GenericFamily("olmoe", "OLMoE 1B-7B", {**_EXPERTS, "head_dim": None}),
     "cohere2": GenericFamily(
-        "cohere2", "Command R7B", {"sliding_window": 8, "layer_types": _WINDOWED}
+        "cohere2", "Command R7B", {"sliding_window": 8, "layer_types": WINDOWED}
     ),
     "ernie4-5-moe": GenericFamily(
         "ernie4_5_moe",
@@ -165,7 +174,7 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
         {**_EXPERTS, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
     ),
     "exaone4": GenericFamily(
-        "exaone4", "EXAONE 4.0 32B", {"sliding_window": 8, "layer_types": _WINDOWED}
+        "exaone4", "EXAONE 4.0 32B", {"sliding_window": 8, "layer_types": WINDOWED}
     ),
     "seed-oss": GenericFamily("seed_oss", "Seed-OSS 36B"),
     "mimo-v2-flash": GenericFamily(
@@ -176,7 +185,7 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
             "head_dim": 24,
             "v_head_dim": 16,
             "sliding_window": 8,
-            "layer_types": _WINDOWED,
+            "layer_types": WINDOWED,
         },
     ),
     "hy-v3": GenericFamily("hy_v3", "Hy3", _GROUPED),
@@ -206,7 +215,7 @@ def write_model(name: str, model_type: str, changes: Mapping[str, Any]) -> Path:
     random too, where transformers starts them with 0 and 1."""
     directory = Path(_session_directory().name) / name
     torch.manual_seed(sum(name.encode()))
-    sizes = {key: value for key, value in {**_SIZES, **changes}.items() if value is not None}
+    sizes = {key: value for key, value in {**MODEL_SIZES, **changes}.items() if value is not None}
     config = AutoConfig.for_model(model_type, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     _spread(model)
@@ -240,7 +249,11 @@ def _reference(directory: Path) -> PreTrainedModel:
 @torch.inference_mode()
 def generated(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
     """The tokens of transformers' greedy `generate`."""
-    output = _reference(directory).generate(
+    return _greedy(_reference(directory), prompt, num_tokens)
+
+
+def _greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         max_new_tokens=num_tokens,
@@ -249,3 +262,60 @@ def generated(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
         pad_token_id=0,
     )
     return output[0, len(prompt) :].tolist()
+
+
+class MultimodalModel(NamedTuple):
+    """A checkpoint of text part and tower, and transformers' model of both."""
+
+    path: Path
+    model: PreTrainedModel
+
+    @torch.inference_mode()
+    def generated(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """The tokens of greedy `generate` without an image."""
+        return _greedy(self.model, prompt, num_tokens)
+
+
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+# The family of the text part, what is different in it, and its tower.
+_MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("gemma3", {}, {"model_type": "siglip_vision_model"}),
+    "gemma4": ("gemma4", {}, {"model_type": "gemma4_vision", "head_dim": 16}),
+    "mistral3": ("ministral3", {}, {"model_type": "pixtral"}),
+    "qwen3_vl": (
+        "qwen3",
+        {
+            "model_type": "qwen3_vl_text",
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [4, 4, 4],
+            },
+        },
+        {"depth": 1, "out_hidden_size": 48, "num_heads": 2, "deepstack_visual_indexes": [0]},
+    ),
+}
+
+
+@cache
+def multimodal_model(model_type: str) -> MultimodalModel:
+    """A tiny checkpoint of `model_type`, one of gemma3, gemma4, mistral3 and qwen3_vl."""
+    name, changes, tower = _MULTIMODAL[model_type]
+    family = GENERIC_FAMILIES[name]
+    text = {**MODEL_SIZES, "model_type": family.model_type, **family.changes, **changes}
+    others = {"audio_config": None} if model_type == "gemma4" else {}
+    config = AutoConfig.for_model(
+        model_type, text_config=text, vision_config={**_TOWER, **tower}, **others
+    )
+    torch.manual_seed(3)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    _spread(model)
+    path = Path(_session_directory().name) / f"multimodal-{model_type}"
+    model.save_pretrained(path)
+    model.set_attn_implementation("eager")
+    return MultimodalModel(path, model)

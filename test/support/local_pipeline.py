@@ -27,7 +27,7 @@ from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
-from sgl_pipeline.pp_runner.model.stage_model_choice import load_stage_model
+from sgl_pipeline.pp_runner.stage_model_choice import load_stage_model
 from sgl_pipeline.pp_runner.output.output_tail import Tail
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.pp_runner.stage_site import StageSite

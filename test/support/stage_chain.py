@@ -22,7 +22,7 @@ from sgl_pipeline.pp_runner.kernel_choice import (
 )
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
-from sgl_pipeline.pp_runner.model.stage_model_choice import load_stage_model
+from sgl_pipeline.pp_runner.stage_model_choice import load_stage_model
 from sgl_pipeline.requests import GREEDY, Request, SamplingSpec, StopRules
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.step_order import RequestMirror, StepOrderEncoder

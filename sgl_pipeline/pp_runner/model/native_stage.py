@@ -158,7 +158,9 @@ class NativeStageModel:
         )
 
     @torch.inference_mode()
-    def read_layer(self, layer: int, pause: Callable[[], None] = lambda: None) -> LoadedLayer[DecoderLayer]:
+    def read_layer(
+        self, layer: int, pause: Callable[[], None] = lambda: None
+    ) -> LoadedLayer[DecoderLayer]:
         """Reads one layer more, for `add_layer`; changes nothing, so that a thread may call it.
 
         Args:

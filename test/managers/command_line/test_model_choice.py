@@ -20,7 +20,7 @@ from sgl_pipeline.managers.command_line.model_choice import choose_model
 from sgl_pipeline.pp_runner.attention.attention_backend import LayerAttention
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
-from sgl_pipeline.pp_runner.model.stage_spec import stage_spec
+from sgl_pipeline.pp_runner.stage_spec import stage_spec
 
 pytestmark = pytest.mark.multiproc  # the stand-ins are processes
 _ATTENTION = LayerAttention(

@@ -133,7 +133,9 @@ class PagedAttention:
         step, expected = self.running.step, self.expected
         assert step is not None, "an attention outside of a step"
         assert mask is None, f"layer {self.layer} makes a mask of its own"
-        seen = attention_of_call(query, key, value, {**arguments, "sliding_window": expected.window})
+        seen = attention_of_call(
+            query, key, value, {**arguments, "sliding_window": expected.window}
+        )
         assert seen == expected, f"layer {self.layer} attends as {seen}, not as {expected}"
         pages = step.kv_pool.pages(self.layer)
         for store, rows in zip(pages, (key, value), strict=True):

@@ -231,7 +231,11 @@ class GenericStageModel:
                 "model does not use"
             )
         before = set(source.loaded)
-        module = fill(self._skeleton.copy_of(self._skeleton.layers[layer]), prefix, self._reader(source, pause))
+        module = fill(
+            self._skeleton.copy_of(self._skeleton.layers[layer]),
+            prefix,
+            self._reader(source, pause),
+        )
         self._skeleton.remake_buffers(module)
         refuse_meta(module, prefix)
         expected = self.spec.attentions[layer]
@@ -264,9 +268,7 @@ class GenericStageModel:
         if is_last:
             table = self._skeleton.embedding.weight if is_first else None
             self._head = read_head(self._skeleton, self._norm, self._norm_name, reader, table)
-        self._end_sizes = {
-            name: size for name, size in source.loaded.items() if name not in before
-        }
+        self._end_sizes = {name: size for name, size in source.loaded.items() if name not in before}
         self.loaded |= self._end_sizes
         self._forget_order()
 

@@ -283,9 +283,7 @@ class _Products(TorchFunctionMode):
         self._count = 0
         return self
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
             return self._product(*args, **(kwargs or {}))
         if func in _OTHER_PRODUCTS:

@@ -63,7 +63,9 @@ def _replacement(module: nn.Module, prefix: str, reader: TensorReader) -> nn.Mod
     if joined is None:
         return None
     matrices.clear()
-    biases = [reader.bias(one, f"{prefix}{name}") for name, one in zip(gate_up, linears, strict=True)]
+    biases = [
+        reader.bias(one, f"{prefix}{name}") for name, one in zip(gate_up, linears, strict=True)
+    ]
     given = [bias for bias in biases if bias is not None]
     gated_up = reader.kernels.gated_linear(joined, torch.cat(given) if given else None)
     return RowGatedMlp(gated_up, reader.linear(module.get_submodule(down), f"{prefix}{down}."))

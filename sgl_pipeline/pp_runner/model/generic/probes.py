@@ -91,9 +91,7 @@ def trace(skeleton: Skeleton) -> Trace:
             raise UnsupportedModelError(_miscount(seen.attentions, number))
     norm = _norm_of(seen.called, len(skeleton.layers))
     _refuse_other_weights(skeleton, norm)
-    return Trace(
-        tuple(calls[0] for calls in seen.attentions), frozenset(seen.expert_layers), norm
-    )
+    return Trace(tuple(calls[0] for calls in seen.attentions), frozenset(seen.expert_layers), norm)
 
 
 def _kinds_of_layers(skeleton: Skeleton) -> str:
@@ -210,7 +208,9 @@ def _recorder(seen: _Seen, layer: int) -> Callable[..., torch.Tensor]:
             )
         seen.keys += [key, value]
         # Where the two differ, transformers' own attention follows the mask.
-        seen.attentions[layer].append(replace(attention_of_call(query, key, value, arguments), window=mask.window))
+        seen.attentions[layer].append(
+            replace(attention_of_call(query, key, value, arguments), window=mask.window)
+        )
         return query.new_empty(1, _ROWS, query.shape[1], value.shape[-1])
 
     return record
@@ -222,7 +222,9 @@ def _layer_watcher(seen: _Seen) -> Callable[..., None]:
         stream = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(stream, torch.Tensor) or stream.dim() != 3 or stream.shape[1] != _ROWS:
             shape = list(stream.shape) if isinstance(stream, torch.Tensor) else stream
-            raise UnsupportedModelError(f"its layers are called with {shape}, not one residual stream")
+            raise UnsupportedModelError(
+                f"its layers are called with {shape}, not one residual stream"
+            )
 
     return watch
 

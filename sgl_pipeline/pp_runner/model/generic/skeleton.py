@@ -72,7 +72,9 @@ class Skeleton:
 
     def copy_of(self, template: nn.Module) -> nn.Module:
         """A copy of a part that shares the config."""
-        shared = {id(one.config): one.config for one in template.modules() if hasattr(one, "config")}
+        shared = {
+            id(one.config): one.config for one in template.modules() if hasattr(one, "config")
+        }
         return copy.deepcopy(template, shared)
 
     def model_of_head(self, decoder: nn.Module) -> PreTrainedModel:

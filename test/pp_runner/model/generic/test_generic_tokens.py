@@ -1,0 +1,155 @@
+"""Models whose layers transformers computes give the tokens of its `generate`, at every depth."""
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from support.generic_families import GENERIC_FAMILIES, VOCAB_SIZE, generated, generic_model
+from support.local_pipeline import LocalPipeline
+from support.stage_chain import StageChain, new_request
+from support.tiny_models import tiny_model
+from test_token_identity import CHUNKED
+
+from sgl_pipeline.args import ThrottleArgs
+from sgl_pipeline.pp_runner.model.generic.probe import probe
+from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
+from sgl_pipeline.pp_runner.model.generic.tested_families import TESTED_MODEL_TYPES
+from sgl_pipeline.records.move_record import MoveOutcome
+from sgl_pipeline.requests import GREEDY, Request, StopRules
+
+pytestmark = pytest.mark.slow
+
+SPLITS = [(4,), (1, 3), (2, 1, 1)]
+COMPILED = {"dtype": "bfloat16", "attention_backend": "cpu", "layer_kernels": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@cache
+def spec_of(path: Path) -> GenericSpec:
+    return probe(path)
+
+
+def make_requests(count: int = 6) -> list[Request]:
+    """Every other one begins like the first."""
+    numbers = random.Random(count)
+    shared = [numbers.randrange(VOCAB_SIZE) for _ in range(36)]
+    requests = []
+    for index in range(count):
+        own = [numbers.randrange(VOCAB_SIZE) for _ in range(numbers.randrange(2, 18))]
+        prompt = shared + own if index % 2 else own
+        requests.append(Request(str(index), prompt, GREEDY, StopRules(max_new_tokens=10)))
+    return requests
+
+
+def pipeline(path: Path, layer_counts: tuple[int, ...], **arguments) -> LocalPipeline:
+    return LocalPipeline(
+        path,
+        layer_counts,
+        throttle=ThrottleArgs(**CHUNKED),
+        spec=spec_of(path),
+        num_pages=96,
+        **arguments,
+    )
+
+
+def test_the_list_of_families_is_that_of_the_tests() -> None:
+    assert {one.model_type for one in GENERIC_FAMILIES.values()} == TESTED_MODEL_TYPES
+
+
+@pytest.mark.parametrize("name", GENERIC_FAMILIES)
+def test_tokens_of_chunks_hits_and_a_move_are_those_of_generate(name: str) -> None:
+    """Requests together in three stages; then, with their prefixes cached, again after a move."""
+    path = generic_model(name)
+    wanted = [generated(path, list(one.prompt_ids), 10) for one in make_requests()]
+    assert len({token for tokens in wanted for token in tokens}) > 3
+    served = pipeline(path, (2, 1, 1))
+    assert served.run(make_requests()) == wanted
+    assert any(chunk.start for batch in served.microbatches for chunk in batch.chunks)
+    assert served.finish_move((1, 2, 1)).outcome is MoveOutcome.DONE
+    again = make_requests()
+    assert served.run(again) == wanted
+    assert sum(one.cached_tokens for one in again) > 60
+
+
+@pytest.mark.parametrize("name", GENERIC_FAMILIES)
+def test_logits_are_the_same_bits_wherever_the_model_is_cut(name: str) -> None:
+    path = generic_model(name)
+    prompt = [7 * place * place % VOCAB_SIZE for place in range(21)]
+    rows = []
+    for counts in SPLITS:
+        chain = StageChain(path, counts, spec=spec_of(path), num_pages=32)
+        request = new_request(prompt)
+        assert chain.generate(request, 5, 8) == generated(path, prompt, 5)
+        rows.append(torch.stack(chain.logits[request]))
+    assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "glm4"])
+def test_tokens_are_those_of_our_own_layers(name: str) -> None:
+    path = tiny_model(name)
+    native = LocalPipeline(path, (2, 4), throttle=ThrottleArgs(**CHUNKED))
+    generic = LocalPipeline(path, (2, 4), throttle=ThrottleArgs(**CHUNKED), spec=spec_of(path))
+    assert generic.run(make_requests()) == native.run(make_requests())
+
+
+# Softcaps, windows and narrow values; sinks, biases and experts; gelu and two geometries.
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype"),
+    [
+        ("gemma2", "auto"),
+        ("gpt-oss", "auto"),
+        ("gemma4", "int8"),
+        ("deepseek-v3", "int8"),
+        ("minimax-m2", "fp8_e4m3"),
+    ],
+)
+def test_tokens_in_bf16_do_not_depend_on_company_cuts_and_losses(
+    name: str, kv_cache_dtype: str
+) -> None:
+    """Alone, together in other chunks and stages, and after a stage was lost."""
+    path = generic_model(name)
+    leaf = {**COMPILED, "kv_cache_dtype": kv_cache_dtype}
+    single = LocalPipeline(path, (4,), spec=spec_of(path), num_pages=96, **leaf)
+    alone = [single.run([one])[0] for one in make_requests()]
+    served = pipeline(path, (1, 3), log_pages=96, **leaf)
+
+    def after_step(number: int) -> None:
+        if number == 6:
+            served.lose(1)
+
+    assert served.run(make_requests(), after_step) == alone
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", GENERIC_FAMILIES)
+def test_a_row_has_the_same_bits_in_any_microbatch(name: str) -> None:
+    """In bf16, with the compiled kernels: one prompt whole and alone, and in pieces beside two
+    others that decode."""
+    path = generic_model(name)
+    prompt = [5 * place % VOCAB_SIZE for place in range(19)]
+    rows = []
+    for others in (0, 2):
+        chain = StageChain(
+            path,
+            (4,),
+            spec=spec_of(path),
+            dtype=torch.bfloat16,
+            attention="cpu",
+            kernels="cpu",
+            num_pages=32,
+        )
+        request, beside = new_request(prompt), [new_request([3 + one, 9]) for one in range(others)]
+        for one in beside:
+            chain.step((one, 2))
+        while len(request.output_ids) < 4:
+            left = request.num_tokens - request.num_scheduled
+            chain.step(*[(one, 1) for one in beside], (request, min(left, 7) if others else left))
+        rows.append(torch.stack(chain.logits[request]))
+    assert torch.equal(*rows)
