@@ -32,8 +32,8 @@ from sgl_pipeline.pp_runner.measured_layers import GenericLayers, MeasuredLayers
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ModelSpec
 from sgl_pipeline.pp_runner.model.native_stage import OutputHead
-from sgl_pipeline.pp_runner.stage_spec import stage_spec
 from sgl_pipeline.pp_runner.output.sampler import Sampler
+from sgl_pipeline.pp_runner.stage_spec import stage_spec
 from sgl_pipeline.pp_runner.stopwatch import HostStopwatch, Stopwatch
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
 from sgl_pipeline.requests import SamplingSpec

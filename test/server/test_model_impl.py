@@ -1,7 +1,5 @@
 """Servers whose layers transformers computes, and servers whose layers it does not."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import requests
 import torch
 from support.front_model import VOCAB_SIZE, byte_tokenizer
 from support.live_server import LiveServer, live_server
-from support.tiny_models import tiny_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -118,9 +115,7 @@ def test_the_text_of_a_multimodal_model_is_served(
     gemma3_server: LiveServer, gemma3_path: Path
 ) -> None:
     assert gemma3_server.facts()["model_impl"] == "transformers"
-    reference = AutoModelForImageTextToText.from_pretrained(
-        gemma3_path, dtype=torch.float32
-    ).eval()
+    reference = AutoModelForImageTextToText.from_pretrained(gemma3_path, dtype=torch.float32).eval()
     for prompt in _PROMPTS:
         wanted = generated(reference, prompt, 24)
         assert served(gemma3_server, prompt, 24)["output_ids"] == wanted
@@ -141,7 +136,11 @@ _SOURCE = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
     [
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": _PICTURE}]}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": _PICTURE}]}
+                ]
+            },
         ),
         (
             "/v1/messages",
@@ -178,33 +177,6 @@ def test_a_model_that_would_be_wrong_is_refused_by_the_probes(tmp_path: Path) ->
     """Qwen3.5 runs, but three of four layers keep a state that no page holds."""
     config = Qwen3_5TextConfig(num_hidden_layers=4, architectures=["Qwen3_5ForCausalLM"])
     config.save_pretrained(tmp_path)
-    reason = r"Qwen3_5ForCausalLM.*transformers' code of this model cannot be served: "
+    reason = r"Qwen3_5ForCausalLM.*code of this model cannot be served: .*linear_attention"
     with pytest.raises(UnsupportedModelError, match=reason):
         choose_model(str(tmp_path), None, "auto")
-
-
-def test_a_stage_of_ours_does_not_import_transformers() -> None:
-    load = """
-import sys
-from sgl_pipeline.args import StageArgs
-from sgl_pipeline.pp_runner import stage_worker
-from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
-from sgl_pipeline.pp_runner.stage_loading import load_stage
-from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.wire.stage_messages import StageAssignment
-own = StageAssignment(
-    stage=0,
-    plan=StagePlan(0, (6,)),
-    args=StageArgs(model_path=sys.argv[1], dtype="float32"),
-    page_size=16,
-    links=(),
-    cpu_threads=1,
-    cpu_cores=(),
-)
-measure_part_costs(own, [])
-load_stage(own)
-print(sorted(name for name in sys.modules if name.partition(".")[0] == "transformers"))
-"""
-    command = [sys.executable, "-W", "ignore", "-c", load, str(tiny_model("qwen3"))]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.stdout.strip() == "[]", ended.stdout + ended.stderr
