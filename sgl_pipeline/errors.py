@@ -13,6 +13,7 @@
     +-- MalformedData               bytes of a message or file that cannot be decoded
     +-- StageFailure                a stage process died or could not run a step
     +-- PipelineLost                the stages that are left cannot serve, and no worker comes
+    +-- EngineEnded                 a call of an engine that was shut down, or whose process is gone
 
 A message says what happened, the limit, and the knob that moves it; `assert`
 is for our own bugs and never appears here.
@@ -78,6 +79,10 @@ class MalformedData(SglPipelineError):
 class PipelineLost(SglPipelineError):
     """Raised when no worker is available and the stages that are left cannot serve without one:
     requests get a 503, and the server ends."""
+
+
+class EngineEnded(SglPipelineError):
+    """Raised by a call of `sgl_pipeline.Engine` that has no engine any more, or loses it."""
 
 
 class StageFailure(SglPipelineError):

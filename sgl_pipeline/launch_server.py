@@ -10,25 +10,17 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import multiprocessing
-import os
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from sgl_pipeline import __version__
 from sgl_pipeline.args import PipelineArgs, require
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.managers.child_entries import (
-    ChildEntry,
-    prepare_imports,
-    run_detokenizer,
-    run_scheduler,
-)
+from sgl_pipeline.managers.child_entries import prepare_imports
 from sgl_pipeline.managers.entrance import quiet_start
+from sgl_pipeline.managers.main_process import set_environment, upstream_functions, why_not_here
 from sgl_pipeline.managers.server_end import end_children, end_now, leave
 
 if TYPE_CHECKING:
@@ -39,15 +31,8 @@ if TYPE_CHECKING:
     from sgl_pipeline.managers.stages.stage_processes import StageProcesses
     from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
 
-_SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 _EXIT_INTERRUPTED = 130
 _LAST_SPANS_S = 3.0  # the limit for exporting the last spans
-_FROM_EXTRAS = ("torch", "zmq", "sglang", "torchvision")
-# SGLang's package asks for CUDA's packages everywhere: without a GPU it comes without them.
-_HOW_TO_INSTALL = (
-    "with an NVIDIA GPU, pip install 'sgl_pipeline[cuda]'; without one, pip install "
-    "'sgl_pipeline[cpu]' and then pip install --no-deps sglang==0.5.23 torchvision==0.28.0"
-)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,12 +44,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _launch(argv: list[str]) -> int:
-    if sys.version_info[:2] not in _SUPPORTED_PYTHONS:
-        supported = " or ".join(f"{major}.{minor}" for major, minor in _SUPPORTED_PYTHONS)
-        return _fail(f"Python {supported} is needed, this is {sys.version.split()[0]}")
-    # Looked up past `torchvision_hook.py`, which would import torch.
-    if missing := [name for name in _FROM_EXTRAS if PathFinder.find_spec(name) is None]:
-        return _fail(f"{missing[0]} is not installed: {_HOW_TO_INSTALL}")
+    if (reason := why_not_here()) is not None:
+        return _fail(reason)
     from sgl_pipeline.managers.channels.run_directory import RunDirectory
     from sgl_pipeline.managers.hosts.early_options import read_early_options
     from sgl_pipeline.managers.hosts.head_client import HeadProcess
@@ -98,7 +79,7 @@ def _run_agent(early: "EarlyOptions", run_directory: "RunDirectory") -> int:
     from sgl_pipeline.managers.command_line.model_files import find_model
     from sgl_pipeline.managers.hosts.agent import run_agent
 
-    model_path = find_model(early.model, early.revision, early.cache_dir)
+    model_path = find_model(early.model, early.revision, early.cache_dir, early.load_format)
     return run_agent(early, model_path, run_directory.path)
 
 
@@ -113,7 +94,7 @@ def _start_head(
     from sgl_pipeline.managers.command_line.model_files import find_model
     from sgl_pipeline.managers.stages.stage_processes import WorkerPlace
 
-    model_path = find_model(early.model, early.revision, early.cache_dir)
+    model_path = find_model(early.model, early.revision, early.cache_dir, early.load_format)
     head.start(early, model_path, run_directory.path)
     assert early.cluster.head_address is not None
     interface = head_own_address(early.cluster.head_address).interface
@@ -128,7 +109,7 @@ def _serve(
     early: "EarlyOptions | None",
 ) -> None:
     """Starts workers, reads the flags, and runs the server until it ends."""
-    _set_environment(run_directory.path)
+    set_environment(run_directory.path)
     if early is not None and early.cluster.num_hosts > 1:
         _start_head(early, run_directory, stages, head)
     if early is not None:
@@ -201,15 +182,11 @@ def _run_upstream(
 ) -> None:
     """Runs upstream's server, with our scheduler and front, until it ends. A Ctrl-C that ends it
     sets `interrupted`."""
-    from sglang.srt.entrypoints.engine import init_tokenizer_manager
-
-    from sgl_pipeline.managers.entrance.front_guard import GuardedTokenizerManager
+    from sgl_pipeline.managers.entrance.http_front import HttpTokenizerManager
     from sgl_pipeline.managers.reports.load_report import loads_path
-    from sgl_pipeline.managers.stages.main_process_workers import serve_worker_requests
 
-    own_pipe_end, scheduler_pipe_end = multiprocessing.Pipe()
     tokenizer_manager = functools.partial(
-        GuardedTokenizerManager,
+        HttpTokenizerManager,
         loads_path=loads_path(run_directory.path),
         drain_timeout_s=args.drain_timeout_s,
         end_now=functools.partial(end_now, run_directory, stages, head),
@@ -218,25 +195,13 @@ def _run_upstream(
         before_closing=hooks.before_closing,
     )
 
-    def start_front(*arguments: Any, **more: Any) -> Any:
-        """Upstream calls it when it has started its children."""
-        if args.stages.device == "cpu" and args.recovery.mode == "auto":
-            stages.keep_nursery()
-        serve_worker_requests(own_pipe_end, stages)
-        head.keep_ray()
-        return init_tokenizer_manager(*arguments, TokenizerManagerClass=tokenizer_manager, **more)
-
     # Never look at all that again, and in the forks leave it on the pages that they share.
     gc.freeze()
     gc.enable()
     with _start_errors(plan.upstream.host, plan.upstream.port):
         _upstream_launcher(args)(
             plan.upstream,
-            init_tokenizer_manager_func=start_front,
-            run_scheduler_process_func=ChildEntry(
-                run_scheduler, args, stages.pids, scheduler_pipe_end
-            ),
-            run_detokenizer_process_func=ChildEntry(run_detokenizer),
+            **upstream_functions(args, stages, head, tokenizer_manager),
             launch_callback=functools.partial(_announce, plan.upstream, args),
         )
 
@@ -320,16 +285,6 @@ def _upstream_launcher(pipeline_args: PipelineArgs) -> Callable[..., None]:
     from sgl_pipeline.managers.forked_children import launch_server_forking
 
     return launch_server_forking
-
-
-def _set_environment(run_directory: str) -> None:
-    """Sets what this process and its children need before they import sglang."""
-    # Upstream puts its sockets into the temporary directory.
-    os.environ["TMPDIR"] = tempfile.tempdir = run_directory
-    # Its own default sends pickles over them.
-    os.environ["SGLANG_USE_PICKLE_IPC"] = "false"
-    # Its kernels are not used: which version is installed does not matter.
-    os.environ["SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK"] = "true"
 
 
 def _announce(server_args: "SglangServerArgs", pipeline_args: PipelineArgs) -> None:

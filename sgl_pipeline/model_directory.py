@@ -1,4 +1,5 @@
-"""Reads a model directory in Hugging Face format: its JSON files, and the file of each tensor.
+"""Reads a model directory in Hugging Face format: its JSON files, and the file of each tensor; and
+tells one from a GGUF file.
 
 It needs no torch.
 """
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_pipeline.errors import CheckpointError, ConfigurationError
+from sgl_pipeline.gguf_index import INDEX_FILE as GGUF_INDEX_FILE
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -44,3 +46,30 @@ def indexed_files(directory: Path) -> dict[str, str] | None:
         if Path(file_name).name != file_name:
             raise CheckpointError(f"{index_path} names {file_name!r}, outside the directory")
     return file_of
+
+
+def weight_format(asked: str, model: str | Path | None) -> str:
+    """What `--load-format asked` means for a stage: `auto` is `gguf` where `model` is a GGUF file,
+    or a directory with GGUF files and no safetensors; else `safetensors`. A hub id has these."""
+    if asked != "auto":
+        return asked
+    path = Path(model or "").expanduser()
+    if not path.is_dir() or model is None:
+        return "gguf" if path.is_file() else "safetensors"
+    if (path / GGUF_INDEX_FILE).is_file():
+        return "gguf"
+    has_gguf = any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
+    return "gguf" if has_gguf else "safetensors"
+
+
+def find_gguf_file(path: Path) -> Path:
+    """The GGUF file that `path` is, or the only one in it. Raises ConfigurationError."""
+    if path.is_file():
+        return path
+    found = sorted(path.glob("*.gguf"))
+    if len(found) != 1:
+        names = ", ".join(one.name for one in found) or "none"
+        raise ConfigurationError(
+            f"--model-path {path} must hold one GGUF file, and holds {names}; name a file"
+        )
+    return found[0]

@@ -19,6 +19,12 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Also after a test that changed the number."""
+    torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A machine without a C++ compiler serves through the torch path, and is tested on it."""
     try:

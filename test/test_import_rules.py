@@ -1,6 +1,7 @@
 """DESIGN.md's table of rooms and doors, held to the code."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,7 +32,7 @@ LIBRARIES = {
     "migration": "numpy",
     "pipeline": "msgspec",
     "simulator": "msgspec numpy matplotlib",
-    "pp_runner": "torch safetensors numpy zmq flashinfer triton transformers",
+    "pp_runner": "torch safetensors numpy zmq gguf flashinfer triton transformers",
 }
 # These may import what is below them but for this.
 NOT_FROM = {
@@ -45,6 +46,11 @@ NOT_FROM = {
 FLASHINFER_LEAVES = {
     "pp_runner/flashinfer/flashinfer_attention.py",
     "pp_runner/flashinfer/flashinfer_kernels.py",
+}
+# Seconds of a start that needs neither, so nothing imports these at its top level.
+GGUF_LEAVES = {
+    "pp_runner/weights/gguf_weights.py",
+    *(f"managers/gguf/gguf_{name}.py" for name in ("config", "file", "tensors")),
 }
 TRITON_LEAVES = {"pp_runner/layer_kernels/triton_rounding.py"}
 # The only ones that import transformers' code of models: workers of other models never do.
@@ -123,6 +129,22 @@ def test_nothing_is_pickled_or_evaluated() -> None:
 def called_names(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
     return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(*sys.modules)"
+    output = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(output.stdout.split())
+
+
+@pytest.mark.multiproc
+def test_importing_the_package_imports_nothing_and_the_engine_only_light_modules() -> None:
+    ours = {name for name in modules_after(f"import {PACKAGE}") if name.startswith(PACKAGE)}
+    assert ours == {PACKAGE}
+    heavy = {"torch", "sglang", "numpy", "zmq", "transformers"}
+    assert not modules_after(f"from {PACKAGE} import Engine") & heavy
 
 
 def test_tests_are_no_packages() -> None:

@@ -34,11 +34,6 @@ every_leaf = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def pipeline(kv_cache_dtype: str, layer_counts: tuple[int, ...], **arguments: Any) -> LocalPipeline:
     arguments.setdefault("throttle", ThrottleArgs(**CHUNKED))
     return LocalPipeline(

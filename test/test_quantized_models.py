@@ -52,11 +52,6 @@ SERVED = [
 ONLINE = {"experts": "qwen2-moe", "tied": "qwen2-tied", "one qkv": "chatglm", "": "qwen3"}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def pipeline(served: str, layer_counts: tuple[int, ...], **arguments) -> LocalPipeline:
     quantization, path = None, None
     if served in FORMATS:

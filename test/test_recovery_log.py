@@ -25,11 +25,6 @@ with_and_without_kernels = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def make_requests(count: int = 6, *, sampling: SamplingSpec = GREEDY) -> list[Request]:
     """Prompts of 1 to 60 tokens; every other one begins like the first."""
     numbers = random.Random(7)

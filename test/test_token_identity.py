@@ -7,7 +7,6 @@ every combination of stages, layer splits, policies, page sizes, prefix cache an
 import random
 
 import pytest
-import torch
 from support.greedy_oracle import count_ties
 from support.local_pipeline import LocalPipeline
 from support.tiny_models import (
@@ -40,11 +39,6 @@ COSTS = StepCosts(
     tail=RowCost((1.0,), (2.0,), 0.1),
     layer_weights=(1.0,) * NUM_LAYERS,
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 def make_requests(

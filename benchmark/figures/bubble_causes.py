@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure as Canvas
 
+from benchmark.figures.bubbles import CAUSES, bubble_causes
 from benchmark.figures.figure import Figure, Options, Row, distinct, poisson, run, select
 from sgl_pipeline.args import ThrottleArgs
-from sgl_pipeline.simulator.bubbles import CAUSES, bubble_causes
 from sgl_pipeline.simulator.experiment import Cluster
 
 SETTINGS = (

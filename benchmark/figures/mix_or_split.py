@@ -11,7 +11,7 @@ from matplotlib.figure import Figure as Canvas
 
 from benchmark.figures.figure import Figure, Options, Row, distinct, select
 from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.simulator.forecasts import fitted_costs, work_of
+from sgl_pipeline.simulator.forecasts import fitted_costs
 from sgl_pipeline.simulator.kernel_costs import DEVICES, OperatorCosts, part_seconds
 from sgl_pipeline.simulator.models import MODELS
 from sgl_pipeline.simulator.pipeline_costs import PartSeconds
@@ -68,7 +68,7 @@ def _sources(
 
     sources: dict[str, Callable[[StepShape], float]] = {
         "tables": lambda shape: 1e3 * parts.layer_s(shape),
-        "predictor": lambda shape: predictor.parts_ms(work_of(shape)).layer_ms,
+        "predictor": lambda shape: predictor.parts_ms(shape.work).layer_ms,
     }
     if isinstance(parts, OperatorCosts):
         sources[SPLIT] = two_kernels_ms

@@ -6,10 +6,10 @@ from typing import Any
 
 from matplotlib.figure import Figure as Canvas
 
+from benchmark.figures.bubbles import CAUSES, bubble_causes
 from benchmark.figures.figure import Figure, Options, Row, distinct, numbers, run, select
 from benchmark.figures.plans import plan_text
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.simulator.bubbles import CAUSES, bubble_causes
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.simulation import SimulatedStep, Simulation
 from sgl_pipeline.simulator.summary import summarize

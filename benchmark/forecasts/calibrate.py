@@ -22,7 +22,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 
 from benchmark.models.make_model import PRESETS
@@ -35,10 +35,15 @@ from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import DEFAULT_PRESET, MeasuredLoad, make_model, measure
 from benchmark.support.other_work import ProcessorTimes
 from benchmark.support.paths import SCRATCH
+from benchmark.support.recorded_run import (
+    RunFigures,
+    recorded_requests,
+    run_figures,
+    slowness_of,
+)
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.records.trace import TraceWriter
 from sgl_pipeline.simulator.experiment import MeasuredPipeline, simulate
-from sgl_pipeline.simulator.recorded_run import RunFigures, recorded_requests, run_figures
 from sgl_pipeline.simulator.workload import SimulatedRequest
 
 POOL_TOKENS = 32_768
@@ -193,7 +198,7 @@ def compare(
     measured: MeasuredLoad, pipeline: MeasuredPipeline, front_ms: float
 ) -> dict[str, tuple[float, float, float]]:
     """The figures of a run: measured, predicted, and predicted for a machine of its speed."""
-    slowness = pipeline.costs().slowness_of(measured.records)
+    slowness = slowness_of(measured.records, pipeline.costs())
     requests = recorded_requests(measured.records)
     of_run = _of_run(measured)
     first, second = (
@@ -256,9 +261,12 @@ def _fit_table(rounds: Sequence[Round]) -> str:
     for number, one in enumerate(rounds, 1):
         costs = one.pipeline.costs()
         for stage, (fit, error) in enumerate(zip(costs.stages, costs.errors, strict=True)):
-            slopes = " ".join(f"{slope * 1e6:.0f}" for slope in accumulate(fit.slopes_s))
-            attended = f"{fit.attended_s * 1e9:.0f} ns, {fit.sample_s * 1e6:.0f} us"
-            base = f"{fit.base_s * 1e3:.2f} ms"
+            layer, tail = fit.costs.layer, fit.costs.tail
+            points = zip(layer.rows.rows, layer.rows.times_ms, strict=True)
+            slopes_ms = [(y - x) / (b - a) for (a, x), (b, y) in pairwise(points)]
+            slopes = " ".join(f"{slope * 1e3:.0f}" for slope in (*slopes_ms, layer.rows.row_ms))
+            attended = f"{layer.prefill_attended_ms * 1e6:.0f} ns, {tail.row_ms * 1e3:.0f} us"
+            base = f"{layer.rows.times_ms[0]:.2f} ms"
             rows.append([f"{number}", f"{stage}", base, slopes, attended, f"{error:.1%}"])
     heads = ["round", "stage", "base", "us a row beyond each knot", "attended token, sample"]
     host, link = costs.host, costs.link

@@ -34,6 +34,7 @@ from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.records.trace import StepRecord, read_trace
+from sgl_pipeline.simulator.forecasts import part_samples
 from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
 from sgl_pipeline.simulator.models import MODELS
 from sgl_pipeline.simulator.step_shape import StepShape
@@ -141,18 +142,7 @@ def trace_rows(
 def table_samples(device: str, model: str, num_steps: int) -> list[PartSample]:
     """Times of random steps by a kernel table, interpolated between its points."""
     seconds = part_seconds(DEVICES[device], MODELS[model])
-    samples = []
-    for step in random_steps(num_steps, 16384, seed=1):
-        shape = StepShape.made_up(step)
-        samples.append(
-            PartSample(
-                step.work,
-                (seconds.layer_s(shape) * 1e3,),
-                seconds.embedding_s(shape) * 1e3,
-                seconds.tail_s(shape) * 1e3,
-            )
-        )
-    return samples
+    return part_samples(seconds, map(StepShape.made_up, random_steps(num_steps, 16384, seed=1)))
 
 
 def prediction_us(predictor: StepPredictor) -> float:

@@ -32,6 +32,7 @@ from benchmark.support.engine import EngineFailure
 from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import DEFAULT_PRESET, make_model
 from benchmark.support.paths import SCRATCH, VLLM_DIRECTORY
+from benchmark.support.recorded_run import slowness_of
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.records.trace import read_trace
 from sgl_pipeline.scheduling import StepScheduler
@@ -144,7 +145,7 @@ def _predict(ours: OverLinks, trace: Path, pool_tokens: int) -> list[Measured]:
     costs = fit_records(steps[0], str(trace))
     results = []
     for link, rate, ran in zip(LINKS, ours.rates, steps, strict=True):
-        slowness = costs.slowness_of(ran)
+        slowness = slowness_of(ran, costs)
         predicted = predicted_rate(costs.slowed_by(slowness), *link, pool_tokens)
         results.append(
             Measured(

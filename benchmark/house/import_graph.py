@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "sgl_pipeline"
 GROUND = "(ground)"
 ENTRY = "(entry)"
-ENTRY_FILES = ("__main__.py", "completion.py", "launch_server.py")
+ENTRY_FILES = ("__main__.py", "completion.py", "engine.py", "launch_server.py")
 # From the bottom: a room imports those before it.
 FLOORS = (
     *(GROUND, "throttle", "args", "costs", "records", "wire", "scheduling", "cluster"),
@@ -24,9 +24,10 @@ FLOORS = (
     *("pp_runner/attention", "pp_runner/model", "pp_runner/model/generic", "pp_runner/output"),
     *("pp_runner/flashinfer", "pp_runner/cuda", "pp_runner/layer_moves", "pp_runner/links"),
     *("pp_runner",),
-    *("managers/upstream", "managers/channels", "managers/command_line", "managers/grammars"),
-    *("managers/reports", "managers/front", "managers/entrance", "managers/stages"),
-    *("managers/hosts", "managers/planning", "managers/doctor", "managers", ENTRY),
+    *("managers/upstream", "managers/channels", "managers/gguf", "managers/command_line"),
+    *("managers/grammars", "managers/reports", "managers/front", "managers/entrance"),
+    *("managers/stages", "managers/hosts", "managers/planning", "managers/doctor"),
+    *("managers", "managers/engine", ENTRY),
 )
 
 

@@ -36,10 +36,10 @@ from benchmark.support.measured_runs import (
 )
 from benchmark.support.other_work import ProcessorTimes
 from benchmark.support.paths import SCRATCH
+from benchmark.support.recorded_run import recorded_requests, run_figures, slowness_of
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.records.trace import StepRecord, TraceWriter
 from sgl_pipeline.simulator.experiment import MeasuredPipeline, simulate
-from sgl_pipeline.simulator.recorded_run import recorded_requests, run_figures
 
 POOL_TOKENS = 32_768
 # A split that was measured anew by each start could differ between the servers.
@@ -197,7 +197,7 @@ def _simulate(
     pipeline: MeasuredPipeline, setting: Setting, records: Sequence[StepRecord]
 ) -> list[StepRecord]:
     """The steps in which a pipeline as slow as that server serves what that server did."""
-    machine = replace(pipeline, slowness=pipeline.costs().slowness_of(records))
+    machine = replace(pipeline, slowness=slowness_of(records, pipeline.costs()))
     scheduling = SchedulingArgs(radix_cache=False)
     simulation = simulate(machine, setting.throttle, scheduling, recorded_requests(records))
     return [step.record for step in simulation.steps]

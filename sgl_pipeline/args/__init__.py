@@ -17,7 +17,6 @@ from sgl_pipeline.args.stage_args import (
     LOAD_FORMATS,
     MODEL_IMPLS,
     StageArgs,
-    stage_load_format,
 )
 from sgl_pipeline.args.throttle_args import (
     ACCOUNTINGS,
@@ -48,5 +47,4 @@ __all__ = [
     "ThrottleArgs",
     "require",
     "require_stage_on_each",
-    "stage_load_format",
 ]

@@ -9,12 +9,7 @@ KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "int8")  # auto: that of the model
 # Whose code computes the layers: ours ("sglang", its name for code of the server's own), that of
 # transformers, or ours where it can.
 MODEL_IMPLS = ("auto", "sglang", "transformers")
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
-
-
-def stage_load_format(asked: str) -> str:
-    """What `--load-format` means for a stage."""
-    return "safetensors" if asked == "auto" else asked
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +17,11 @@ class StageArgs:
     """How the stages hold and run the model.
 
     `model_path` is a directory, `dtype` a torch dtype name without `torch.`; `quantization` is the
-    method of the weights, from the checkpoint or from `--quantization`. `generic_spec` is the JSON
-    of the `GenericSpec` of a model whose layers transformers computes, as the launcher's probes saw
-    it; it travels to the stages of all hosts, none of which probes again. Empty: the layers are
-    ours.
+    method of the weights, from the checkpoint or from `--quantization`. `context_length` in tokens;
+    None: the model's own. `rope_overrides` is a JSON object of the config's rope fields.
+    `generic_spec` is the JSON of the `GenericSpec` of a model whose layers transformers computes,
+    as the launcher's probes saw it; it travels to the stages of all hosts, none of which probes
+    again. Empty: the layers are ours.
     """
 
     num_stages: int = our_flag(
@@ -83,6 +79,8 @@ class StageArgs:
     )
     quantization: str | None = upstream_flag(None, "--quantization")
     kv_cache_dtype: str = upstream_flag("auto", "--kv-cache-dtype")
+    context_length: int | None = upstream_flag(None, "--context-length", check=at_least(2))
+    rope_overrides: str = upstream_flag("{}", "--json-model-override-args")
     max_total_tokens: int | None = upstream_flag(None, "--max-total-tokens", check=at_least(1))
     memory_fraction: float = upstream_flag(0.88, "--mem-fraction-static")
     cpu_threads: int | None = our_flag(

@@ -1,4 +1,4 @@
-"""How the clock of another host relates to ours, from pings.
+"""Measures the offset between the clock of another host and ours, by pings.
 
 Used by the head process, which sends a ping a few times a second. An answer bounds the offset by
 half of the time that it was on the way (RFC 5905, section 8); of the recent ones those that were on
@@ -71,7 +71,7 @@ class HostClock:
         return ClockReading(offset_s, error_s(best), drift * 1e6)
 
     def _drift(self) -> float:
-        """By how much the offset changes in a second, as far as the errors let that be seen."""
+        """The offset's change in a second, as far as the errors of the samples show one."""
         samples = [*self._past, min(self._samples, key=lambda one: one.error_s)]
         if len(samples) < 3:
             return 0.0

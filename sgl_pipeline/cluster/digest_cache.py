@@ -31,9 +31,9 @@ _SAMPLING = f"1: {NUM_BLOCKS} x {BLOCK_BYTES}, whole up to {WHOLE_BYTES}"
 
 
 class _Stamp(msgspec.Struct, frozen=True):
-    """Which state of a file, whose path makes the record's name. The time of the inode's change
-    tells files apart whose other time was set, as unpackers and `rsync --times` do, also where
-    hosts share this cache."""
+    """Identifies one state of a file, whose path makes the record's name. Unpackers and
+    `rsync --times` set the modification time; the time of the inode's change still differs, also
+    where hosts share this cache."""
 
     sampling: str
     size: int
@@ -76,7 +76,7 @@ def cached_samples(path: Path) -> dict[str, TensorSample]:
 
 
 def _record_path(real_path: str) -> Path | None:
-    """Where a weights file's record is; None, with a warning, where no cache can be trusted."""
+    """The path of a weights file's record; None, with a warning, where no cache can be trusted."""
     try:
         cache = user_cache_directory()
         for directory in (cache, cache / "digests"):

@@ -1,4 +1,4 @@
-"""One port a host, many processes behind it: how a connection finds the process that it is for.
+"""Hands each connection of a host's one port to the process that it is for.
 
 Whoever dials a host's cluster port first sends a greeting: the name of a door, authenticated by the
 cluster's secret. `cluster_port.py` answers with one byte and hands the connection over to the
@@ -40,7 +40,7 @@ class DialError(Exception):
 
 
 def greeting(key: bytes, door: str) -> bytes:
-    """What is sent first: `GREETING_BYTES` bytes."""
+    """The first `GREETING_BYTES` bytes of a connection."""
     body = _BODY.pack(MAGIC, door.encode(), secrets.token_bytes(16))
     return body + hmac.digest(key, body, "sha256")
 
@@ -59,7 +59,7 @@ def read_greeting(key: bytes, data: bytes) -> tuple[str | None, bytes]:
 
 
 class Door:
-    """Where one process takes connections of one kind. The address is taken away by `close`."""
+    """Accepts one kind of connection for one process. `close` removes the address."""
 
     def __init__(self, run_directory: str, name: str) -> None:
         self._path = door_path(run_directory, name)

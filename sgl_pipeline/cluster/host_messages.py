@@ -1,4 +1,4 @@
-"""What travels between a host's agent and the head, and between the head and its scheduler.
+"""The messages between a host's agent and the head, and between the head and its scheduler.
 
 The agent greets with `HostHello` and gets `Welcome` or `Rejected`. Then the head asks for workers
 and pings; the agent answers, and says which workers have ended, and when its host is to go.
@@ -26,7 +26,7 @@ class HostHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """How messages to people call the host."""
+        """The host's name in messages to people."""
         return f"host {self.rank} ({self.name}, {self.address})"
 
 
@@ -114,15 +114,15 @@ class HostLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class OfHost(msgspec.Struct, frozen=True, tag=True):
-    """What an agent has said of a worker, or of its host."""
+    """An agent's message about a worker, or about its host."""
 
     rank: int
     message: WorkerStarted | WorkerEnded | HostLeaves
 
 
 class ClockNews(msgspec.Struct, frozen=True, tag=True):
-    """How the clock of a host relates to the head's now: a moment of it plus `offset_s` is one of
-    the head's, within `error_s`. `drift_ppm` is how fast the offset changes."""
+    """The present offset of a host's clock: a moment of it plus `offset_s` is one of the head's,
+    within `error_s`. The offset changes by `drift_ppm`."""
 
     rank: int
     offset_s: float

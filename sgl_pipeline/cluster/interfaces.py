@@ -1,4 +1,4 @@
-"""Which of this host's addresses the others can reach it at, and why that one.
+"""Chooses the address at which other hosts can reach this one, and says why.
 
 A wrong guess is what users of other engines report most: a host that names its loopback address,
 or a network that the others are not in. The kernel's own route to the head decides here; an

@@ -180,7 +180,7 @@ class _Exchange:
         return bytes(data)
 
     def arrivals(self) -> Iterator[tuple[float, int]]:
-        """Whenever something has arrived, the moment and the number of bytes."""
+        """Yields the moment and the number of bytes of each arrival."""
         room = memoryview(bytearray(_BLOCK_BYTES))
         while True:
             count = self._receive(room)

@@ -1,4 +1,4 @@
-"""Whether two hosts have the same model: its config, its tensors, and a sample of each one's bytes.
+"""Identifies a model, for hosts to compare: its config, its tensors, and a sample of their bytes.
 
 The digest is that of what the stages load, however it is split into files. Imports neither torch
 nor safetensors.
@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sgl_pipeline.cluster.digest_cache import cached_samples
-from sgl_pipeline.cluster.tensor_samples import TensorSample
+from sgl_pipeline.cluster.tensor_samples import TensorSample, sample_content
+from sgl_pipeline.errors import CheckpointError
+from sgl_pipeline.gguf_index import open_gguf, read_gguf_index, weights_file
 from sgl_pipeline.model_directory import SINGLE_FILE, indexed_files, read_json_object
 
 # Fields of config.json that say who wrote it; all others may decide what is computed.
@@ -19,9 +21,8 @@ _MADE_UP = "dummy"
 
 
 def model_digest(model_path: str, load_format: str = "safetensors") -> str:
-    """What tells the model in a directory from others: hexadecimal digits for config.json
-    (with its quantization), for names, dtypes and shapes of the tensors, and for their bytes,
-    joined by `-`.
+    """Identifies the model in a directory: hexadecimal digits for config.json (with its
+    quantization), for names, dtypes and shapes of the tensors, and for their bytes, joined by `-`.
 
     Hosts compare it, and whatever keeps keys and values beyond a server's life, or hands them to
     another server, keys them by it. To that key it adds what flags decide of keys and values:
@@ -40,7 +41,8 @@ def model_digest(model_path: str, load_format: str = "safetensors") -> str:
     config_digits = _digits({name: config[name] for name in config.keys() - {*_ORIGIN_FIELDS}})
     if load_format == _MADE_UP:
         return f"{config_digits}-{_MADE_UP}"
-    tensors = sorted(_loaded_tensors(directory).items())
+    loaded = _gguf_tensors(directory) if load_format == "gguf" else _loaded_tensors(directory)
+    tensors = sorted(loaded.items())
     listing = [(name, sample and (sample.dtype, sample.shape)) for name, sample in tensors]
     contents = [(name, sample and sample.content) for name, sample in tensors]
     return "-".join((config_digits, _digits(listing), _digits(contents)))
@@ -62,13 +64,30 @@ def digest_difference(digest: str, other: str) -> str:
 
 
 def _loaded_tensors(directory: Path) -> dict[str, TensorSample | None]:
-    """What a stage could load, by name; None for a tensor that the index places in a file which
-    does not have it."""
+    """The tensors that a stage could load, by name; None for one that the index places in a file
+    which does not have it."""
     file_of = indexed_files(directory)
     if file_of is None:
         return {**cached_samples(directory / SINGLE_FILE)}
     samples = {name: cached_samples(directory / name) for name in sorted({*file_of.values()})}
     return {name: samples[file_name].get(name) for name, file_name in file_of.items()}
+
+
+def _gguf_tensors(directory: Path) -> dict[str, TensorSample | None]:
+    """Those of a GGUF file, unchanged as they lie in it."""
+    index, path = read_gguf_index(directory), str(weights_file(directory))
+    with open_gguf(directory, index) as file:
+        try:
+            return {
+                name: TensorSample(
+                    f"ggml type {tensor.ggml_type}",
+                    tensor.shape,
+                    sample_content(file, tensor.offset, tensor.num_bytes, path),
+                )
+                for name, tensor in index.tensors.items()
+            }
+        except OSError as error:
+            raise CheckpointError(f"weights file {path}: {error.strerror}") from None
 
 
 def _digits(content: Any) -> str:

@@ -88,7 +88,7 @@ class SecureStream:
 
 
 def reason_of(error: OSError) -> str:
-    """Why a stream ended, as a clause."""
+    """The reason for the end of a stream, as a clause."""
     if isinstance(error, ssl.SSLError):
         return (error.reason or str(error)).lower().replace("_", " ")
     return error.strerror or str(error)

@@ -1,6 +1,6 @@
 """Tells the tensors of a safetensors file apart by name, dtype, shape and a sample of their bytes.
 
-Used by `model_digest.py`, in processes that import neither torch nor safetensors. The format: the
+For processes that import neither torch nor safetensors. The format: the
 length of a JSON header in 8 bytes, little endian; the header, which names dtype, shape and place of
 each tensor; the tensors (https://huggingface.co/docs/safetensors).
 
@@ -63,13 +63,22 @@ def sample_tensors(file: int, path: str) -> dict[str, TensorSample]:
         for offset, length in _blocks(entry, data_start):
             os.posix_fadvise(file, offset, length, os.POSIX_FADV_WILLNEED)
     return {
-        name: TensorSample(entry.dtype, entry.shape, _content(file, path, entry, data_start))
+        name: TensorSample(
+            entry.dtype,
+            entry.shape,
+            sample_content(
+                file,
+                data_start + entry.data_offsets[0],
+                entry.data_offsets[1] - entry.data_offsets[0],
+                path,
+            ),
+        )
         for name, entry in entries.items()
     }
 
 
 def sampled_ranges(num_bytes: int) -> list[tuple[int, int]]:
-    """Which bytes of a tensor of `num_bytes` are hashed: (first byte, count), in order."""
+    """The hashed bytes of a tensor of `num_bytes`: (first byte, count), in order."""
     if num_bytes <= WHOLE_BYTES:
         return [(0, num_bytes)]
     last = num_bytes - BLOCK_BYTES
@@ -103,11 +112,12 @@ def _blocks(entry: _Entry, data_start: int) -> Iterator[tuple[int, int]]:
         yield data_start + first + offset, length
 
 
-def _content(file: int, path: str, entry: _Entry, data_start: int) -> str:
-    first, end = entry.data_offsets
-    digest = hashlib.sha256((end - first).to_bytes(8, "little"))
-    for offset, length in _blocks(entry, data_start):
-        digest.update(_read(file, path, offset, length))
+def sample_content(file: int, offset: int, num_bytes: int, path: str) -> str:
+    """`TensorSample.content` of the tensor at `offset` of the open `file`. Raises CheckpointError
+    where that ends before it, OSError where it cannot be read."""
+    digest = hashlib.sha256(num_bytes.to_bytes(8, "little"))
+    for first, length in sampled_ranges(num_bytes):
+        digest.update(_read(file, path, offset + first, length))
     return digest.hexdigest()[:32]
 
 

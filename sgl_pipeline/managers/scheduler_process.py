@@ -22,6 +22,7 @@ from sglang.srt.utils import configure_logger
 from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs
 from sgl_pipeline.cluster.remote_workers import RemoteWorkers
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from sgl_pipeline.managers.channels.last_words import write_last_words
 from sgl_pipeline.managers.channels.live_channel import LiveSocket, live_address
 from sgl_pipeline.managers.channels.operator_channel import DeskSocket, desk_address
 from sgl_pipeline.managers.channels.span_channel import SpanSender, span_address
@@ -101,9 +102,11 @@ def run_scheduler_process(
         _serve(args, stage_pids, worker_source, server_args, port_args, pipe_writer)
     except SglPipelineError as error:
         logger.error("%s", error)
+        write_last_words(args.run_directory, str(error))
         sys.exit(1)
-    except Exception:
+    except Exception as error:
         logger.exception("the scheduler process failed")
+        write_last_words(args.run_directory, f"the scheduler process failed: {error!r}")
         sys.exit(1)
 
 

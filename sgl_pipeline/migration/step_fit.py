@@ -82,7 +82,7 @@ def fit_stages(samples: Sequence[StageSample], num_layers: int, outlier_share: f
     base_ms, *slopes_ms = found[:num_curve]
     decode_ms, by_decode_ms, by_prefill_ms, token_ms, tail_ms, sample_ms = found[num_curve:]
     return StepCosts(
-        layer=LayerCost(_convex_rows(base_ms, slopes_ms), decode_ms, by_decode_ms, by_prefill_ms),
+        layer=LayerCost(convex_rows(base_ms, slopes_ms), decode_ms, by_decode_ms, by_prefill_ms),
         embedding=RowCost((1.0,), (token_ms,), token_ms),
         tail=RowCost((1.0,), (tail_ms + sample_ms,), sample_ms),
         layer_weights=(1.0,) * num_layers,
@@ -152,7 +152,7 @@ def _rising_rows(knots: tuple[float, ...], found: np.ndarray) -> RowCost:
     return RowCost(knots, tuple(times_ms), slopes_ms[-1])
 
 
-def _convex_rows(base_ms: float, slopes_ms: Sequence[float]) -> RowCost:
+def convex_rows(base_ms: float, slopes_ms: Sequence[float]) -> RowCost:
     """The rows' costs from slopes, each of which adds to the slopes before it."""
     times_ms = [
         base_ms

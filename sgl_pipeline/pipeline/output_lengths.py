@@ -9,6 +9,13 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
+_GOLDEN_RATIO = 0.6180339887498949
+
+
+def even_share(number: int) -> float:
+    """The `number`th of a sequence that is spread evenly over [0, 1), however long it is."""
+    return (number * _GOLDEN_RATIO + 0.5) % 1.0
+
 
 class OutputLengths:
     """The lengths of one moment.

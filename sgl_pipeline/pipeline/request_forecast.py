@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sgl_pipeline.microbatch import Microbatch
-from sgl_pipeline.pipeline.output_lengths import OutputLengths
+from sgl_pipeline.pipeline.output_lengths import OutputLengths, even_share
 from sgl_pipeline.pipeline.step_pace import StepPace
 from sgl_pipeline.requests import Request, RequestState
 from sgl_pipeline.scheduling import Demand, Outlook
@@ -21,7 +21,6 @@ MAX_WORK = 16_000
 # Fewest served requests of a queue from which its pace is taken.
 MIN_SERVED = 4
 _STEP_WORK = 40  # the cost of a step beside its chunks
-_GOLDEN_RATIO = 0.6180339887498949
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +259,7 @@ class Forecaster:
                 len(demand.request.output_ids),
                 demand.request.stops.max_new_tokens,
                 # Spread evenly: if all were of middling length, the first would end much too late.
-                (len(self._jobs) * _GOLDEN_RATIO + 0.5) % 1.0,
+                even_share(len(self._jobs)),
             )
             job = _Job(
                 demand.request,

@@ -77,10 +77,6 @@ class StageWorkers:
         worker = self._filling(stage)
         return 0.0 if worker is None or worker.ready is None else worker.ready.rehearsal_s
 
-    def has_greeted(self, number: int) -> bool:
-        """Whether a worker has ever greeted."""
-        return number in self._workers
-
     def stage_of(self, number: int) -> int:
         """The stage that a worker fills; its own number before it has one."""
         worker = self._workers.get(number)

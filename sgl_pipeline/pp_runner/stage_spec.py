@@ -13,4 +13,6 @@ def stage_spec(args: StageArgs) -> ModelSpec:
     """
     if args.is_generic:
         return GenericSpec.from_json(args.generic_spec)
-    return read_model_spec(args.model_path, args.quantization)
+    return read_model_spec(
+        args.model_path, args.quantization, args.context_length, args.rope_overrides
+    )

@@ -10,11 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
+from sgl_pipeline.costs.step_costs import LayerCost, RowCost, StepCosts
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.migration.least_squares import KNOT_TOKENS, relative_fit, rows_beyond_knots
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.step_fit import convex_rows
 from sgl_pipeline.records.trace import StepRecord, read_trace
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, SimulatedLink
 from sgl_pipeline.simulator.step_shape import StepShape
+from sgl_pipeline.step_work import StepWork
 
 MIN_STEPS = 200
 OUTLIER_SHARE = 0.3
@@ -26,36 +30,17 @@ FLOOR = 5
 
 
 @dataclass(frozen=True, slots=True)
-class StageFit:
-    """Seconds of a stage: a base, what each row beyond a knot adds to the slope before it, and what
-    is attended to and sampled. None is negative."""
-
-    base_s: float
-    slopes_s: tuple[float, ...]
-    attended_s: float
-    sample_s: float
-
-    def seconds(self, num_tokens: int, attended_tokens: int, num_samples: int) -> float:
-        rows = rows_beyond_knots(num_tokens)
-        return (
-            self.base_s
-            + sum(slope * count for slope, count in zip(self.slopes_s, rows, strict=True))
-            + self.attended_s * attended_tokens
-            + self.sample_s * num_samples
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class FittedCosts:
     """A pipeline as it was measured; has what `virtual_pipeline.py` asks of its costs.
 
+    Each stage is a single layer and a tail: a trace does not tell a stage's layers apart.
     Equal steps take unequal times where processors are shared with the front and the scheduler, and
     stages wait for each other's slow ones. So the noise is replayed: `noise[k][s]` is what recorded
     step `k` took on stage `s` over its fit, and simulated steps take these in turn, over and over.
     `errors[s]` is the mean error of stage `s`'s step times, as a share of their mean.
     """
 
-    stages: tuple[StageFit, ...]
+    stages: tuple[StepPredictor, ...]
     noise: tuple[tuple[float, ...], ...]
     link: SimulatedLink
     host: HostCosts
@@ -67,17 +52,15 @@ class FittedCosts:
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
-        """One a stage: a recorded stage is a lump, whose layers a trace does not tell apart."""
+        """One layer for each stage."""
         return (1,) * len(self.stages)
 
     def stage_seconds(self, shape: StepShape, step_id: int) -> tuple[float, ...]:
         """The fit for steps of this shape, times the noise whose turn it is."""
-        attended = sum(shape.decode_contexts) + sum(
-            length * (2 * before + length + 1) // 2 for length, before in shape.prefills
-        )
+        noise = self.noise[step_id % len(self.noise)]
         return tuple(
-            stage.seconds(shape.num_tokens, attended, shape.num_samples) * noise
-            for stage, noise in zip(self.stages, self.noise[step_id % len(self.noise)], strict=True)
+            one_s * factor
+            for one_s, factor in zip(fitted_s(self.stages, shape.work), noise, strict=True)
         )
 
     def link_after(self, stage: int) -> SimulatedLink:
@@ -85,7 +68,7 @@ class FittedCosts:
         return self.link if stage + 1 < self.num_stages else SimulatedLink()
 
     def under(self, layer_counts: tuple[int, ...]) -> "FittedCosts":
-        """Never available: raises ConfigurationError."""
+        """Raises ConfigurationError: a recorded pipeline has one split."""
         raise ConfigurationError(
             "layers cannot move in a recorded pipeline: its trace tells no layer from another; "
             "name --model, --device and --link in place of --calibrate"
@@ -99,11 +82,6 @@ class FittedCosts:
         """The same pipeline on a machine whose stages take `factor` times as long."""
         noise = tuple(tuple(factor * one for one in step) for step in self.noise)
         return replace(self, noise=noise)
-
-    def slowness_of(self, records: Sequence[StepRecord]) -> float:
-        """How long the stages took in another run, over what the fit says of its steps."""
-        measured_s = sum(stage.compute_ms for r in records for stage in r.stages) * 1e-3
-        return measured_s / sum(sum(_fitted_s(self.stages, record)) for record in records)
 
 
 def fit_trace(path: str | Path) -> FittedCosts:
@@ -129,13 +107,13 @@ def fit_records(
         )
     measured_s = np.array([[stage.compute_ms for stage in r.stages] for r in records]) * 1e-3
     fits = [_fit_stage(records, of_stage, is_robust) for of_stage in measured_s.T]
-    fitted_s = np.array([_fitted_s(fits, record) for record in records])
-    errors = np.abs(fitted_s - measured_s).mean(axis=0) / measured_s.mean(axis=0)
+    predicted_s = np.array([fitted_s(fits, record.work) for record in records])
+    errors = np.abs(predicted_s - measured_s).mean(axis=0) / measured_s.mean(axis=0)
     prepare_s = _prepare_s(records)
     hop_s = _hop_s(records, prepare_s)
     return FittedCosts(
         stages=tuple(fits),
-        noise=tuple(map(tuple, (measured_s / fitted_s).tolist())),
+        noise=tuple(map(tuple, (measured_s / predicted_s).tolist())),
         link=SimulatedLink(latency_s=hop_s),
         host=HostCosts(
             schedule_step_s=_mean_s(record.schedule_ms for record in records),
@@ -148,38 +126,48 @@ def fit_records(
     )
 
 
-def _fitted_s(fits: Sequence[StageFit], record: StepRecord) -> list[float]:
-    """What the fits say of a recorded step."""
-    num_tokens = record.prefill_tokens + record.decodes
-    return [fit.seconds(num_tokens, record.attended_tokens, record.samples) for fit in fits]
+def fitted_s(stages: Sequence[StepPredictor], work: StepWork) -> list[float]:
+    """Seconds of each stage in a step, without noise."""
+    parts = [stage.parts_ms(work) for stage in stages]
+    return [(one.layer_ms + one.tail_ms) * 1e-3 for one in parts]
 
 
-def _fit_stage(records: Sequence[StepRecord], measured_s: np.ndarray, is_robust: bool) -> StageFit:
+def lone_layer(
+    base_ms: float, slopes_ms: Sequence[float], attended_ms: float, sample_ms: float
+) -> StepPredictor:
+    """The times of a stage: a base, what each row beyond a knot adds to the slope before it, and
+    what is attended to and sampled."""
+    layer = LayerCost(convex_rows(base_ms, slopes_ms), 0.0, attended_ms, attended_ms)
+    embedding = RowCost((1.0,), (0.0,), 0.0)
+    tail = RowCost((1.0,), (sample_ms,), sample_ms)
+    return StepPredictor(StepCosts(layer, embedding, tail, layer_weights=(1.0,)))
+
+
+def _fit_stage(
+    records: Sequence[StepRecord], measured_s: np.ndarray, is_robust: bool
+) -> StepPredictor:
     features = np.array(
-        [
-            [1.0, *rows_beyond_knots(r.prefill_tokens + r.decodes), r.attended_tokens, r.samples]
-            for r in records
-        ]
+        [[1.0, *rows_beyond_knots(r.work.tokens), r.attended_tokens, r.samples] for r in records]
     )
     if is_robust:
         tokens = features[:, 1] + KNOT_TOKENS[0]
         for column, knot in enumerate(KNOT_TOKENS[1:], 2):
             if (tokens > BEYOND_KNOT * knot).mean() < SHARE_BEYOND_KNOT:
                 features[:, column] = 0.0
-    coefficients = relative_fit(features, measured_s, OUTLIER_SHARE if is_robust else np.inf)
-    base_s, *slopes_s, attended_s, sample_s = (float(one) for one in coefficients)
-    return StageFit(base_s, tuple(slopes_s), attended_s, sample_s)
+    found = relative_fit(features, measured_s * 1e3, OUTLIER_SHARE if is_robust else np.inf)
+    base_ms, *slopes_ms, attended_ms, sample_ms = (float(one) for one in found)
+    return lone_layer(base_ms, slopes_ms, attended_ms, sample_ms)
 
 
 def _prepare_s(records: Sequence[StepRecord]) -> float:
-    """What a stage needs between two steps: its wait when plan and activations are there already,
-    as they often are on the last one."""
+    """Seconds that a stage needs between two steps: its wait when plan and activations are there
+    already, as they often are on the last one."""
     return float(np.percentile([r.stages[-1].input_wait_ms for r in records], FLOOR)) * 1e-3
 
 
 def _hop_s(records: Sequence[StepRecord], prepare_s: float) -> float:
-    """What a step that does not wait takes beyond the processes' work, for each hop: to the
-    first stage, between two, and back. Only the first stage's preparation lies on its way."""
+    """Seconds of a hop (to the first stage, between two, and back) of a step that does not wait,
+    beyond the processes' work. Only the first stage's preparation lies on its way."""
     outside_s = [
         record.finished_s
         - record.scheduled_s

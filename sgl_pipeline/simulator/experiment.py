@@ -180,7 +180,7 @@ class Cluster:
         return even_layer_counts(self.shape.num_layers, self.num_stages)
 
     def _auto_layers(self) -> tuple[int, ...]:
-        """As the server splits: what the typical step takes each worker, by the tables."""
+        """The server's split, by each worker's time for the typical step, from the tables."""
         model = self.shape
         weights = self.layer_weights or (1.0,) * model.num_layers
         parts, shape = self._parts(), StepShape.made_up(TYPICAL_STEP)

@@ -1,6 +1,6 @@
 """Measured times between and beyond the points at which they were measured.
 
-Used by `kernel_costs.py`. Linear between neighbors in every axis, the lowest value below the first
+Linear between neighbors in every axis, the lowest value below the first
 point (a kernel never costs less than its launch), and the last slope beyond the last one.
 """
 

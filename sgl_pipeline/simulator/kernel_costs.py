@@ -101,8 +101,8 @@ def part_seconds(device: Device, model: ModelShape, tensor_parallel: int = 1) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduce:
-    """What tensor parallelism adds to a layer: two ring all-reduces over two cards, each of which
-    passes the link twice and moves the whole tensor once."""
+    """The cost that tensor parallelism adds to a layer: two ring all-reduces over two cards, each
+    of which passes the link twice and moves the whole tensor once."""
 
     latency_s: float
     bytes_per_s: float

@@ -1,7 +1,4 @@
-"""How layers may move in a simulated cluster: the planner, and what a move takes.
-
-Used by `experiment.py`. The planner and its arguments are the server's own.
-"""
+"""Sets up layer moves in a simulated cluster: the server's own planner, and the costs of a move."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -22,7 +19,7 @@ _OFF = MigrationArgs(mode="off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migration:
-    """Whether and how layers move.
+    """The rules of layer moves.
 
     `planner` None: as the server's, with the window of `args`. `copying` and `shares_links` are as
     in `MoveCosts`. `wishes` are an operator's plans, each with its moment.
@@ -39,7 +36,7 @@ class Migration:
         return self.args.mode != "off"
 
     def control(self, plan: StagePlan, forecast: StepForecast) -> MigrationControl:
-        """That of a new pipeline."""
+        """The control of a new pipeline."""
         if not self.is_on:
             return MigrationControl.off(plan)
         window = self.args.window_steps
@@ -52,7 +49,7 @@ class Migration:
     def move_costs(
         self, model: ModelShape, latency_s: float, bytes_per_s: float, page_size: int
     ) -> MoveCosts:
-        """What a layer's way takes over that link."""
+        """The costs of sending a layer over that link."""
         is_resident = self.args.weights == "resident"
         return MoveCosts(
             kv_bytes_per_token=model.kv_bytes_per_layer_token,

@@ -16,10 +16,10 @@ KvCacheDtype = Literal["auto", "fp8_e4m3"]
 KV_CACHE_DTYPES: tuple[KvCacheDtype, ...] = get_args(KvCacheDtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """As in the models' config.json, with its layers' matrices in `quantization` and its keys and
-    values in `kv_cache_dtype`."""
+    """The fields of the models' config.json, with its layers' matrices in `quantization` and its
+    keys and values in `kv_cache_dtype`."""
 
     name: str
     num_layers: int
@@ -75,60 +75,19 @@ class ModelShape:
         return min(tokens)
 
 
-MODELS = {
-    model.name: model
-    for model in (
-        ModelShape(
-            name="Qwen2.5-14B",
-            num_layers=48,
-            hidden_size=5120,
-            num_query_heads=40,
-            num_kv_heads=8,
-            intermediate_size=13824,
-            vocab_size=152064,
-        ),
-        ModelShape(
-            name="Qwen2.5-32B",
-            num_layers=64,
-            hidden_size=5120,
-            num_query_heads=40,
-            num_kv_heads=8,
-            intermediate_size=27648,
-            vocab_size=152064,
-        ),
-        ModelShape(
-            name="Qwen3-32B",
-            num_layers=64,
-            hidden_size=5120,
-            num_query_heads=64,
-            num_kv_heads=8,
-            intermediate_size=25600,
-            vocab_size=151936,
-        ),
-        ModelShape(
-            name="Llama-3.1-70B",
-            num_layers=80,
-            hidden_size=8192,
-            num_query_heads=64,
-            num_kv_heads=8,
-            intermediate_size=28672,
-            vocab_size=128256,
-        ),
-        ModelShape(
-            name="Llama-3.1-8B",
-            num_layers=32,
-            hidden_size=4096,
-            num_query_heads=32,
-            num_kv_heads=8,
-            intermediate_size=14336,
-            vocab_size=128256,
-        ),
-    )
+# Layers, hidden size, query heads, KV heads, intermediate size, vocabulary.
+_SIZES = {
+    "Qwen2.5-14B": (48, 5120, 40, 8, 13824, 152064),
+    "Qwen2.5-32B": (64, 5120, 40, 8, 27648, 152064),
+    "Qwen3-32B": (64, 5120, 64, 8, 25600, 151936),
+    "Llama-3.1-70B": (80, 8192, 64, 8, 28672, 128256),
+    "Llama-3.1-8B": (32, 4096, 32, 8, 14336, 128256),
 }
+MODELS = {name: ModelShape(name, *sizes) for name, sizes in _SIZES.items()}
 
 
 def model_shape(
     name: str, quantization: Quantization, kv_cache_dtype: KvCacheDtype = "auto"
 ) -> ModelShape:
-    """That of MODELS, with its layers, and its keys and values, quantized so."""
+    """The shape of a model of MODELS, with layers, keys and values quantized so."""
     return replace(MODELS[name], quantization=quantization, kv_cache_dtype=kv_cache_dtype)

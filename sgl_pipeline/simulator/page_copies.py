@@ -18,7 +18,7 @@ MAX_UNREAD = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveCosts:
-    """What a layer's way to another stage takes.
+    """The costs of sending a layer to another stage.
 
     `kv_bytes_per_token` of one layer. `weight_bytes_per_s` is how fast a layer's weights are read
     when a move begins; infinite where they are resident. `copying` says whose time the pages take:
@@ -84,7 +84,7 @@ class PageCopy:
 
     @property
     def untaken_bytes(self) -> float:
-        """What is on its way or lies at the target."""
+        """Bytes that are on their way or lie at the target."""
         return self.copied_bytes + self.patch_bytes - self.taken_bytes
 
     def wrote(self, pages: list[int]) -> None:
@@ -116,7 +116,7 @@ class PageCopy:
         return ended_s
 
     def sent_if_idle(self, since_s: float) -> float:
-        """When there were nothing left to send if the source did nothing else from now on."""
+        """The moment at which all is sent, if the source does nothing else from now on."""
         left = self.queued_bytes
         if self._has_more_rounds():
             left += self._bytes_of(len(self._written))
@@ -143,8 +143,8 @@ class PageCopy:
         return sent_s
 
     def has_all_if_idle(self, since_s: float) -> float:
-        """When the target has everything, if it does nothing else from `since_s` on. Infinity
-        before the switch."""
+        """The moment at which the target has everything, if it does nothing else from `since_s` on.
+        Infinity before the switch."""
         if self.all_s is not None:
             return self.all_s
         if self.costs.copying == "beside":

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.pipeline.output_lengths import OutputLengths
+from sgl_pipeline.pipeline.output_lengths import OutputLengths, even_share
 from sgl_pipeline.pipeline.recent_load import PastRequest, RecentWork
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, fit_records
@@ -26,7 +26,6 @@ _WARM_UP_S = 1e4
 # What the fitted times of steps may be multiplied by, and how closely that is found.
 _SLOWDOWNS = (0.8, 4.0)
 _SLOWDOWN_TOLERANCE = 1.03
-_GOLDEN_RATIO = 0.6180339887498949
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ def past_requests(past: Sequence[PastRequest]) -> list[SimulatedRequest]:
     for number, one in enumerate(newest):
         output_tokens = max(1, one.output_tokens)
         if one.total_ms is None:
-            share = (number * _GOLDEN_RATIO + 0.5) % 1.0
+            share = even_share(number)
             output_tokens = one.output_tokens + lengths.left(one.output_tokens, 2 * longest, share)
         cached = Segment(shared.first, one.cached_tokens)
         fresh = ids.fresh(max(1, one.prompt_tokens - one.cached_tokens))

@@ -1,4 +1,4 @@
-"""How long a step takes on each stage, on the way between them and in the scheduler process.
+"""The times of a step on each stage, on the way between them and in the scheduler process.
 
 Put together from a `PartSeconds` (kernel tables or a fit of our own stages), a layer split, a link
 and the host's overheads; read by `virtual_pipeline.py`.
@@ -19,10 +19,10 @@ class PartSeconds(Protocol):
         """One decoder layer."""
 
     def embedding_s(self, shape: StepShape) -> float:
-        """What only the first stage does."""
+        """Work of the first stage alone."""
 
     def tail_s(self, shape: StepShape) -> float:
-        """Final norm, lm_head and sampling: what only the last stage does."""
+        """Work of the last stage alone: final norm, lm_head and sampling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class SimulatedLink:
     bytes_per_token: int = 0
 
     def transfer_s(self, num_tokens: int) -> float:
-        """How long the link is taken by the rows of one step."""
+        """Seconds for which the rows of one step take the link."""
         return num_tokens * self.bytes_per_token / self.bytes_per_s
 
 
@@ -85,13 +85,13 @@ class HostCosts:
         return self.result_step_s + num_tokens * self.result_token_s
 
     def inputs_s(self, free_s: float, plan_s: float, prepare_s: float) -> float:
-        """When a stage could have built its inputs, activations or not."""
+        """The moment at which a stage can have built its inputs, without the activations."""
         if self.preparation == "hidden":
             return max(free_s, plan_s + prepare_s)
         return max(free_s, plan_s) + prepare_s
 
     def start_s(self, free_s: float, plan_s: float, input_s: float, prepare_s: float) -> float:
-        """When a stage begins to compute: it is free, has the plan, the activations, its inputs."""
+        """The moment at which a stage is free and has the plan, the activations and its inputs."""
         if self.preparation == "coupled":
             return max(free_s, input_s) + prepare_s
         return max(self.inputs_s(free_s, plan_s, prepare_s), input_s)
@@ -119,7 +119,7 @@ class PipelineTiming(Protocol):
         """The same pipeline with that split. Raises ConfigurationError where layers are unknown."""
 
     def seconds_before(self, shape: StepShape, stage: int, layer: int) -> float:
-        """What the step takes that stage up to that layer."""
+        """Seconds of the step on that stage before that layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class PipelineCosts:
         return tuple(seconds)
 
     def seconds_before(self, shape: StepShape, stage: int, layer: int) -> float:
-        """What the step takes that stage up to that layer, which it has."""
+        """Seconds of the step on that stage before that layer, which it has."""
         first = sum(self.layer_counts[:stage])
         seconds = self._weight(first, layer) * self.stage.layer_s(shape)
         if stage == 0:

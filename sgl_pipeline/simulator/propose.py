@@ -38,7 +38,7 @@ MOST_EXTRAPOLATION = 4.0
 
 
 class TuneTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What to propose for: the work, the latencies wanted, the policies to try, and the time."""
+    """A task of the search: the work, the latencies wanted, the policies to try, and the time."""
 
     work: RecentWork
     ttft_ms: float
@@ -48,8 +48,8 @@ class TuneTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """How a window is served. `target_share` of its requests meet both latencies; `lateness` is the
-    mean over requests of the worse of the two, as a multiple of the target."""
+    """The service of a window. `target_share` of its requests meet both latencies; `lateness` is
+    the mean over requests of the worse of the two, as a multiple of the target."""
 
     target_share: float
     lateness: float
@@ -107,13 +107,13 @@ class _Search:
 
     @property
     def knobs(self) -> dict[str, Knob]:
-        """Those of the best trial that are to change."""
+        """The knobs to change, with their values in the best trial."""
         in_force = self._task.work.knobs
         best = asdict(self.best.throttle)
         return {name: value for name, value in best.items() if value != in_force[name]}
 
     def run(self) -> bool:
-        """Whether everything was tried in time."""
+        """Runs the search; returns whether it tried everything in time."""
         try:
             for policy in self._task.policies:
                 self._search_policy(policy)
@@ -160,7 +160,7 @@ class _Search:
                 return
 
     def _values(self, throttle: ThrottleArgs) -> Mapping[str, Sequence[float]]:
-        """What to try of each knob: the other values in its range."""
+        """The values to try of each knob: those in its range, without the present one."""
         values = {}
         for name in (one for one in VALUES if one in POLICY_TABLE[throttle.policy].searched):
             low, high = self._task.work.ranges[name]

@@ -1,7 +1,4 @@
-"""What a simulation brought: every request, every step, every move.
-
-Made by `virtual_pipeline.py`; `summary.py` and the figures read it.
-"""
+"""The result of a simulation: every request, every step, every move."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +10,7 @@ from sgl_pipeline.simulator.workload import SimulatedRequest
 
 @dataclass(slots=True)
 class ServedRequest:
-    """What a client saw of a request. Times are virtual seconds; `finished_s` is None until the
+    """A request as its client saw it. Times are virtual seconds; `finished_s` is None until the
     last token, `error` says why there is none."""
 
     asked: SimulatedRequest

@@ -1,4 +1,4 @@
-"""When a simulated stage and its link were free last; kept by `virtual_pipeline.py`."""
+"""The moments from which a simulated stage and its link are free."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a step costs depends on: the sizes of its chunks, not on whose they are.
+"""The sizes of a step's chunks, on which its cost depends, without their requests.
 
 Made from a `Microbatch`, or from a `MadeUpStep`, for the cost models; the only door between the
 scheduler's requests and the simulated times.
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from sgl_pipeline.costs.stage_costs import MadeUpStep
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.step_work import StepWork, attended_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +48,16 @@ class StepShape:
     @property
     def num_tokens(self) -> int:
         return self.prefill_tokens + self.num_decodes
+
+    @property
+    def work(self) -> StepWork:
+        """The step as a planner sees it."""
+        return StepWork(
+            tokens=self.num_tokens,
+            decodes=self.num_decodes,
+            decode_attended_tokens=sum(self.decode_contexts),
+            prefill_attended_tokens=sum(
+                attended_tokens(before, before + length) for length, before in self.prefills
+            ),
+            samples=self.num_samples,
+        )

@@ -1,4 +1,4 @@
-"""What a simulation amounts to: latencies, throughput, and how idle the stages were.
+"""Sums a simulation up: latencies, throughput, and the idle shares of the stages.
 
 Pure functions of a `Simulation`; units are in the names. Percentiles are those of numpy.
 """
@@ -14,7 +14,7 @@ from sgl_pipeline.simulator.simulation import ServedRequest, Simulation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyTarget:
-    """What a request must meet to count as served well."""
+    """Limits that a request must meet to count as served well."""
 
     ttft_ms: float
     tpot_ms: float

@@ -9,17 +9,12 @@ import operator
 from collections.abc import Callable, Iterator
 
 from sgl_pipeline.args import ThrottleArgs
+from sgl_pipeline.args.flags import flags_of
 from sgl_pipeline.simulator.climb import Trial, climb
 from sgl_pipeline.throttle import POLICY_TABLE
 
-# The server's flag of each parameter, held to its parser by
-# test/managers/command_line/test_server_args.py.
-FLAGS = {
-    "policy": "--policy",
-    "prefill_spread_steps": "--prefill-spread-steps",
-    "max_prefill_tokens": "--chunked-prefill-size",
-    "pause_free_share": "--pause-free-share",
-}
+# The server's flag of each parameter.
+FLAGS = {field.name: flag.names[0] for field, flag in flags_of(ThrottleArgs)}
 
 # A capacity is known to within this share.
 RATE_TOLERANCE = 0.03

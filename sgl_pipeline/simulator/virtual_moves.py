@@ -141,8 +141,8 @@ class VirtualMoves:
         return self._copy(move, stage, done_s, until_s, self._costs.slice_bytes)
 
     def delay_transfer(self, stage: int, transfer_s: float) -> float:
-        """How long the rows of a step that leaves `stage` wait for a parcel on a shared link; pages
-        wait for all of `transfer_s`."""
+        """Seconds for which the rows of a step that leaves `stage` wait for a parcel on a shared
+        link; pages wait for all of `transfer_s`."""
         if not self._costs.shares_links or not self.is_copying:
             return 0.0
         assert self._open is not None
@@ -154,11 +154,11 @@ class VirtualMoves:
         return delay_s
 
     def next_report_s(self) -> float:
-        """When the scheduler hears of the next stage, if no step is sent until then."""
+        """The moment of the next stage's report, if no step is sent until then."""
         return min((moment_s for moment_s, _ in self._due()), default=float("inf"))
 
     def take_reports(self, now_s: float) -> list[MoveReport]:
-        """What the stages have said by `now_s`."""
+        """The reports that have arrived by `now_s`."""
         move = self._open
         if move is None:
             return []
@@ -243,7 +243,7 @@ class VirtualMoves:
         return now_s
 
     def _due(self) -> Iterator[tuple[float, int]]:
-        """When the scheduler hears of each stage that has not answered."""
+        """The moments of the reports of stages that have not answered."""
         move = self._open
         if move is None:
             return

@@ -172,7 +172,7 @@ class VirtualPipeline:
         return now_s
 
     def _reports(self, trip: _Trip) -> list[StageReport]:
-        """What the stages report of a step that has passed them all."""
+        """The stages' report of a step that has passed them all."""
         microbatch = trip.step.microbatch
         tokens = tuple(
             self._next_token(chunk.request) for chunk in microbatch.chunks if chunk.samples
@@ -261,7 +261,7 @@ class VirtualPipeline:
         return seconds
 
     def _wait_s(self, stage: int, start_s: float, shape: StepShape) -> float:
-        """How long a step waits on a stage for pages of layers that have come there."""
+        """Seconds for which a step waits on a stage for pages of layers that moved there."""
         layer = self._moves.first_new_layer(stage)
         if layer is None:
             return 0.0

@@ -95,7 +95,7 @@ def test_a_value_outside_the_limit_of_its_flag_is_refused(
 
 def test_minus_one_is_negative_and_zero_is_not() -> None:
     require_not_negative("--x", 0)
-    with pytest.raises(ConfigurationError, match="--x -1 must not be negative"):
+    with pytest.raises(ConfigurationError, match="--x -1"):
         require_not_negative("--x", -1)
 
 

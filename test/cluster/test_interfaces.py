@@ -23,12 +23,12 @@ def nobody_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_loopback_address_is_refused_on_the_head() -> None:
-    with pytest.raises(ConfigurationError, match="is the loopback address, where no other host"):
+    with pytest.raises(ConfigurationError, match="loopback"):
         head_own_address("127.0.0.1:5000")
 
 
 def test_the_loopback_address_is_no_head_of_another_host() -> None:
-    with pytest.raises(ConfigurationError, match="this host's own loopback address, and rank 0"):
+    with pytest.raises(ConfigurationError, match=r"loopback.*rank 0"):
         agent_own_address("127.0.0.1:5000")
 
 
@@ -44,7 +44,7 @@ def test_hosts_of_one_machine_say_that_the_loopback_is_meant(
 
 def test_an_address_of_another_host_is_no_address_of_the_head() -> None:
     # 192.0.2.0/24 is for documentation (RFC 5737): no machine has it.
-    with pytest.raises(ConfigurationError, match=r"\(192\.0\.2\.7\).* this host, which has "):
+    with pytest.raises(ConfigurationError, match=r"\(192\.0\.2\.7\)"):
         head_own_address("192.0.2.7:5000")
 
 
@@ -52,10 +52,10 @@ def test_an_address_that_was_chosen_must_be_this_host_s_and_reachable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(ADDRESS_VARIABLE, "192.0.2.7")
-    with pytest.raises(ConfigurationError, match=rf"{ADDRESS_VARIABLE}=192\.0\.2\.7 .* this host"):
+    with pytest.raises(ConfigurationError, match=rf"{ADDRESS_VARIABLE}=192\.0\.2\.7 "):
         agent_own_address("192.0.2.1:5000")
     monkeypatch.setenv(ADDRESS_VARIABLE, "127.0.0.1")
-    with pytest.raises(ConfigurationError, match="is the loopback address, where the head at"):
+    with pytest.raises(ConfigurationError, match=r"loopback.*head"):
         agent_own_address("192.0.2.1:5000")
 
 
@@ -69,7 +69,7 @@ def test_the_route_to_the_head_decides() -> None:
     with socket.socket() as probe:
         probe.bind((own.host, 0))
     # Whoever is at that address itself cannot be another rank.
-    with pytest.raises(ConfigurationError, match="is this host itself, and rank 0 is another"):
+    with pytest.raises(ConfigurationError, match=r"itself.*rank 0"):
         agent_own_address(f"{own.host}:5000")
 
 

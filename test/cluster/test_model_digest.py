@@ -131,7 +131,7 @@ def test_weights_that_are_missing_or_cut_short_are_named(model: Path, tmp_path: 
         len(deep).to_bytes(8, "little") + deep,
     ):
         weights.write_bytes(broken)
-        with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or corrupt"):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors.*corrupt"):
             digest_of(model)
     weights.unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):

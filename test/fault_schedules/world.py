@@ -25,6 +25,7 @@ from fault_schedules.outsiders import Outsiders
 from fault_schedules.random_args import random_args
 from fault_schedules.spoiled_reports import spoiled
 from fault_schedules.virtual_time import DelayedPipe, EventLoop
+from support.pipelines import new_scheduler
 
 from sgl_pipeline.errors import (
     PipelineLost,
@@ -40,8 +41,7 @@ from sgl_pipeline.records.event import Event
 from sgl_pipeline.records.move_record import MoveOutcome
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.requests import FinishReason
-from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
-from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.scheduling import RecoveryLog
 from sgl_pipeline.wire.move_orders import MoveReport
 from sgl_pipeline.wire.stage_messages import FromWorker, Shutdown, StageReport
 from sgl_pipeline.wire.stage_orders import SealedOrder
@@ -365,9 +365,9 @@ class World:
         if self._log_pages is not None:
             page_size = self._args.scheduling.page_size
             log = RecoveryLog(self._num_stages, page_size, capacity.log_pages)
-        scheduler = StepScheduler(
+        scheduler = new_scheduler(
             self._args.scheduling,
-            make_policy(self._args.throttle),
+            self._args.throttle,
             num_pages=capacity.num_pages,
             num_stages=self._num_stages,
             context_length=CONTEXT_LENGTH,

@@ -10,9 +10,8 @@ import pytest
 import zmq
 from support.front_model import byte_tokenizer
 from support.grammars import setup, vocabulary
-from support.pipelines import make_request
+from support.pipelines import make_request, new_scheduler
 
-from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import PipelineLost, ProtocolError, StageFailure
 from sgl_pipeline.managers import pipeline_scheduler
 from sgl_pipeline.managers.front.sglang_io import AbortRequest, ControlRequest
@@ -26,9 +25,7 @@ from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import FinishReason, Request
-from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.wire.stage_messages import (
     FromWorker,
     PoolSize,
@@ -181,13 +178,7 @@ def parts():
     writer.connect("inproc://always-ready")
     writer.send(b"")
     idle = context.socket(zmq.PULL)
-    steps = StepScheduler(
-        SchedulingArgs(page_size=4),
-        make_policy(ThrottleArgs()),
-        num_pages=64,
-        num_stages=1,
-        context_length=128,
-    )
+    steps = new_scheduler(num_pages=64, num_stages=1, context_length=128)
     compiler = FakeCompiler()
     yield SimpleNamespace(
         front=FakeFront(reader, []),

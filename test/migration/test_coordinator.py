@@ -189,5 +189,5 @@ def test_a_stage_answers_once() -> None:
     coordinator = coordinator_of(4, 3)
     prepared(coordinator)
     coordinator.take(ready(0), 0.0)
-    with pytest.raises(ProtocolError, match="stage 0 sent MoveReady of move 0, which is preparing"):
+    with pytest.raises(ProtocolError, match=r"stage 0 .*MoveReady.* 0"):
         coordinator.take(ready(0), 0.0)

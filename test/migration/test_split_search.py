@@ -1,12 +1,12 @@
 """The search against every split there is, with random costs and limits."""
 
 import random
-from collections.abc import Iterator
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.splits import all_splits
 
 from sgl_pipeline.migration.split_search import (
     SLACK,
@@ -14,11 +14,6 @@ from sgl_pipeline.migration.split_search import (
     StageTerms,
     can_stay_below,
 )
-
-
-def all_splits(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
-    for cuts in combinations(range(1, num_layers), num_stages - 1):
-        yield tuple(end - start for start, end in pairwise((0, *cuts, num_layers)))
 
 
 def layers_of(split: tuple[int, ...], stage: int) -> set[int]:

@@ -51,9 +51,9 @@ def test_fewer_stages_than_gpus_stay_on_the_links_that_more_had() -> None:
 
 def test_a_link_that_was_asked_for_is_had_or_refused() -> None:
     assert links_of("cuda", 3, "host") == ("unix:run/link-0-0", "unix:run/link-0-1")
-    with pytest.raises(ConfigurationError, match="a GPU for each of the 3 stages, there are 2"):
+    with pytest.raises(ConfigurationError, match=r"3 stages.* 2"):
         links_of("cuda", 2, "nccl")
-    with pytest.raises(ConfigurationError, match=r"'cuda-ipc' is unknown.*auto, host, nccl"):
+    with pytest.raises(ConfigurationError, match=r"'cuda-ipc'.*auto, host, nccl"):
         links_of("cuda", 1, "cuda-ipc")
 
 
@@ -180,7 +180,7 @@ def test_stages_of_several_hosts_that_share_a_gpu_are_joined_over_tcp() -> None:
     hellos = [on_host(worker, rank, num_gpus=1) for worker, rank in enumerate((0, 1, 1))]
     links = link_addresses(args_of(3, "cuda"), hellos)
     assert [link.partition(":")[0] for link in links] == ["tcp", "unix"]
-    with pytest.raises(ConfigurationError, match="each of the 2 stages on here, there are 1;"):
+    with pytest.raises(ConfigurationError, match=r"2 stages on here.* 1;"):
         link_addresses(args_of(3, "cuda", "nccl"), hellos)
 
 

@@ -61,7 +61,7 @@ def test_without_a_worker_the_others_share_its_layers() -> None:
     (unfit,) = core.take_unfit()
     assert unfit.request_id == "large" and unfit.finish is not None
     assert unfit.finish.status_code == 503
-    with pytest.raises(RequestError, match="24 tokens that is left while fewer stages") as caught:
+    with pytest.raises(RequestError, match=r"24 tokens.*fewer stages") as caught:
         core.scheduler.add(make_request("larger", [1] * 30, 9))
     assert caught.value.status_code == 503
     step = core.next_step(2.0)
@@ -218,6 +218,6 @@ def test_a_move_that_is_wanted_meanwhile_is_abandoned_and_the_next_is_of_the_new
     assert move.outcome is MoveOutcome.ABANDONED and "2 stages share" in move.reason
     rejoin(server, 0, 1)
     assert server.recovery.start_order(1.0) is not None
-    with pytest.raises(MoveRefused, match="this pipeline has 8 in 2"):
+    with pytest.raises(MoveRefused, match="8 in 2"):
         server.core.migration.move_to((3, 2, 3), 1.0)
     assert server.core.migration.move_to((5, 3), 1.0).move == 1

@@ -4,11 +4,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from support.moves import movable_core, stage_fails, stages_get_ready, stages_switch
-from support.pipelines import make_request
+from support.pipelines import make_request, new_scheduler
 from support.served_steps import flat_costs
 from support.step_records import ended_request, step_record, timing
 
-from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
@@ -21,9 +21,8 @@ from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.records.throttle_change import Author
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.requests import FinishReason
-from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
+from sgl_pipeline.scheduling import RecoveryLog
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.wire.move_orders import MoveReady
 from sgl_pipeline.wire.stage_messages import StageReport
 from sgl_pipeline.wire.stage_orders import OrderReader
@@ -33,13 +32,7 @@ NAN = float("nan")
 
 
 def new_core(num_stages: int = 2) -> PipelineCore:
-    scheduler = StepScheduler(
-        SchedulingArgs(page_size=4),
-        make_policy(ThrottleArgs()),
-        num_pages=64,
-        num_stages=num_stages,
-        context_length=128,
-    )
+    scheduler = new_scheduler(num_pages=64, num_stages=num_stages, context_length=128)
     return PipelineCore(scheduler, StagePlan(0, (1,) * num_stages), vocab_size=9)
 
 
@@ -113,7 +106,7 @@ def test_a_report_that_skips_a_step_is_a_protocol_error() -> None:
     for name in "ab":
         core.scheduler.add(make_request(name, [ord(name)] * 3, 2))
         core.next_step(0.0)
-    with pytest.raises(ProtocolError, match="step 1 of epoch 0, 0 of epoch 0 was due"):
+    with pytest.raises(ProtocolError, match=r"step 1 .* 0 of epoch 0"):
         core.take_report(report(0, 1), 1.0)
 
 

@@ -156,7 +156,7 @@ def test_one_loss_too_many_within_the_window_ends_the_server() -> None:
     server = Server(max_restarts=2, restart_window_s=10.0)
     server.lose(0, 0.0)
     server.lose(1, 6.0)
-    with pytest.raises(StageFailure, match=r"3 workers were lost within 10 s.*at most 2") as caught:
+    with pytest.raises(StageFailure, match=r"3 workers .*10 s.* 2") as caught:
         server.lose(2, 9.0)
     assert caught.value.stage == 2 and "--max-stage-restarts" in str(caught.value)
 
@@ -165,7 +165,7 @@ def test_workers_that_a_host_takes_with_it_are_one_loss() -> None:
     server = Server(max_restarts=1, restart_window_s=10.0)
     for worker in range(2):
         server.recovery.lose(worker, "host 1 is lost", 1.0)
-    with pytest.raises(StageFailure, match="2 workers were lost within 10 s"):
+    with pytest.raises(StageFailure, match=r"2 workers .*10 s"):
         server.recovery.lose(2, "host 1 is lost", 2.0)
 
 
@@ -178,7 +178,7 @@ def test_losses_before_the_window_do_not_count() -> None:
 
 def test_without_recovery_the_first_loss_ends_the_server_and_is_named() -> None:
     server = Server(mode="off")
-    with pytest.raises(StageFailure, match=r"stage 1 failed before its first step: killed$"):
+    with pytest.raises(StageFailure, match=r"stage 1 .*: killed$"):
         server.lose(1, 0.0)
 
 
@@ -239,7 +239,7 @@ def test_rows_are_kept_on_a_cpu_alone() -> None:
     assert PipelineArgs(stages=cpu, recovery=RecoveryArgs(log_mib=3)).log_mib == 3
     assert PipelineArgs(stages=cpu, recovery=RecoveryArgs(mode="off")).log_mib == 0
     assert PipelineArgs(stages=gpu, recovery=RecoveryArgs(log_mib=0)).log_mib == 0
-    with pytest.raises(ConfigurationError, match="--recovery-log-mib 3 needs --device cpu"):
+    with pytest.raises(ConfigurationError, match=r"--recovery-log-mib 3 .*--device cpu"):
         PipelineArgs(stages=gpu, recovery=RecoveryArgs(log_mib=3))
 
 
@@ -286,7 +286,7 @@ def test_workers_that_run_no_step_one_after_the_other_end_the_server() -> None:
             core.history.last_steps[1] = 9  # it has run steps
         if newcomer < 5:
             lose_silent(newcomer, 1.0)
-    with pytest.raises(StageFailure, match=r"3 workers in a row .* --stage-silence-s"):
+    with pytest.raises(StageFailure, match=r"3 workers .* --stage-silence-s"):
         lose_silent(5, 1.0)
 
 

@@ -10,7 +10,7 @@ from random import Random
 from statistics import median
 
 import pytest
-from support.pipelines import FakePipeline, make_request
+from support.pipelines import FakePipeline, make_request, new_scheduler
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.pipeline.request_forecast import RequestForecast
@@ -133,9 +133,8 @@ def test_before_any_answer_has_ended_a_full_house_is_unknown() -> None:
 
 def test_a_forecast_changes_nothing() -> None:
     def steps(asks: bool) -> list[tuple[int, int]]:
-        scheduler = StepScheduler(
-            SchedulingArgs(page_size=4),
-            make_policy(ThrottleArgs(max_prefill_tokens=16, min_prefill_tokens=4)),
+        scheduler = new_scheduler(
+            throttle=ThrottleArgs(max_prefill_tokens=16, min_prefill_tokens=4),
             num_pages=40,
             num_stages=2,
             context_length=150,

@@ -2,16 +2,13 @@
 
 import msgspec
 import pytest
-from support.pipelines import make_request
+from support.pipelines import make_request, new_scheduler
 from support.step_records import step_record
 
-from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.stage_watch import FEWEST_STEPS, FIRST_STEPS_S, PATIENCE, StageWatch
 from sgl_pipeline.records.stage_timing import StageTiming
-from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.wire.stage_messages import StageReport
 
 SILENCE_S = 5.0
@@ -19,13 +16,7 @@ SILENCE_S = 5.0
 
 def core_with_history(compute_s: float = 0.01, num_steps: int = FEWEST_STEPS) -> PipelineCore:
     """Two stages whose steps of 6 tokens have taken each stage `compute_s`; one request waits."""
-    scheduler = StepScheduler(
-        SchedulingArgs(page_size=4),
-        make_policy(ThrottleArgs()),
-        num_pages=64,
-        num_stages=2,
-        context_length=200,
-    )
+    scheduler = new_scheduler(num_pages=64, num_stages=2, context_length=200)
     core = PipelineCore(scheduler, StagePlan(0, (1, 1)))
     timing = StageTiming(0.0, 0.0, 0.0, 0.0, compute_s, compute_s, compute_s)
     for step_id in range(num_steps):

@@ -3,14 +3,12 @@
 from dataclasses import fields
 
 import pytest
-from support.pipelines import FakePipeline, make_request
+from support.pipelines import FakePipeline, make_request, new_scheduler
 
-from sgl_pipeline.args import POLICIES, SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args import POLICIES, ThrottleArgs
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.records.throttle_change import Author, ThrottleChange
-from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.throttle import make_policy
 
 ME = Author("admin", "10.0.0.1")
 START = ThrottleArgs(policy="no-ut", max_prefill_tokens=64, min_prefill_tokens=4)
@@ -20,13 +18,7 @@ class Wheel:
     """A control over a pipeline in which a long prompt waits."""
 
     def __init__(self) -> None:
-        scheduler = StepScheduler(
-            SchedulingArgs(page_size=4),
-            make_policy(START),
-            num_pages=512,
-            num_stages=2,
-            context_length=2000,
-        )
+        scheduler = new_scheduler(throttle=START, num_pages=512, num_stages=2, context_length=2000)
         self.control = ThrottleControl(scheduler, START, "radix", most_prefill_tokens=4096)
         self.pipeline = FakePipeline(scheduler, 4)
         self.pipeline.core.throttle = self.control
@@ -173,6 +165,6 @@ def test_undo_goes_back_and_forth(wheel: Wheel) -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 1e9, float("nan"), float("inf")])
 def test_the_time_of_a_trial_has_bounds(wheel: Wheel, seconds: float) -> None:
-    with pytest.raises(RequestError, match=r"revert_after_s is .*above 0 and at most 604800"):
+    with pytest.raises(RequestError, match=r"revert_after_s .*0 .*604800"):
         wheel.set(0.0, seconds, max_prefill_tokens=16)
     assert not wheel.control.state().history

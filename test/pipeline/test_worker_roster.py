@@ -132,7 +132,7 @@ def test_a_stage_is_not_given_layers_that_it_cannot_hold() -> None:
 
 
 def test_a_model_that_fits_in_no_split_ends_the_start() -> None:
-    with pytest.raises(ConfigurationError, match="do not fit into the memory of 2 stages"):
+    with pytest.raises(ConfigurationError, match="memory of 2 stages"):
         told_of_memory(300, 300)
 
 
@@ -171,7 +171,7 @@ def test_gpus_of_several_hosts_are_joined_for_life_unless_over_tcp(
 def test_ray_places_no_gpus() -> None:
     stages = StageArgs(num_stages=2, model_path="m", dtype="float32", device="cuda")
     cluster = ClusterArgs(num_hosts=2, head_address="10.0.0.0:5000", use_ray=True)
-    with pytest.raises(ConfigurationError, match="--use-ray with --device cuda is not built yet"):
+    with pytest.raises(ConfigurationError, match=r"--use-ray.*--device cuda"):
         PipelineArgs(stages=stages, cluster=cluster)
 
 
@@ -221,7 +221,7 @@ def test_all_stages_keep_the_rows_of_as_many_pages() -> None:
     for message in (hello(0), hello(1), loaded(0), loaded(1)):
         roster.take(message)
     roster.take(msgspec.structs.replace(ready(0), log_pages=7))
-    with pytest.raises(ProtocolError, match="stage 1 keeps the rows of 6 pages, others of 7"):
+    with pytest.raises(ProtocolError, match=r"stage 1 .* 6 pages.* 7"):
         roster.take(msgspec.structs.replace(ready(1), log_pages=6))
     roster.take(msgspec.structs.replace(ready(1), log_pages=7))
     capacity = roster.capacity()
@@ -230,7 +230,7 @@ def test_all_stages_keep_the_rows_of_as_many_pages() -> None:
 
 def test_a_worker_of_another_version_is_refused_by_name() -> None:
     other = msgspec.structs.replace(hello(0), version="9.9")
-    with pytest.raises(ConfigurationError, match=r"worker 0 on here runs sgl_pipeline 9\.9, the"):
+    with pytest.raises(ConfigurationError, match=r"worker 0 on here .* 9\.9"):
         roster_of(1).take(other)
 
 

@@ -3,16 +3,15 @@
 from dataclasses import asdict, dataclass
 
 import pytest
+from support.pipelines import new_scheduler
 
-from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.records.stage_timing import StageTiming, bubble_shares
-from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, PipelineCosts, SimulatedLink
 from sgl_pipeline.simulator.simulation import SimulatedStep
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
-from sgl_pipeline.throttle import make_policy
 
 
 @dataclass
@@ -86,12 +85,10 @@ def test_shares_equal_a_count_of_instants_in_a_simulated_run() -> None:
         SimulatedLink(latency_s=0.25, bytes_per_s=16, bytes_per_token=1),
         HOST,
     )
-    scheduler = StepScheduler(
-        SchedulingArgs(page_size=4),
-        make_policy(ThrottleArgs(policy="sarathi", max_prefill_tokens=16, min_prefill_tokens=1)),
+    scheduler = new_scheduler(
+        throttle=ThrottleArgs(policy="sarathi", max_prefill_tokens=16, min_prefill_tokens=1),
         num_pages=1000,
         num_stages=3,
-        context_length=1000,
     )
     ids = TokenIds()
     workload = [

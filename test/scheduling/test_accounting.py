@@ -1,11 +1,15 @@
 """What a policy is told under each accounting, and that nothing but the policy is told it."""
 
 import pytest
-from support.pipelines import FakePipeline, make_request, output_when_alone
+from support.pipelines import (
+    FakePipeline,
+    make_request,
+    new_pipeline,
+    output_when_alone,
+)
 
 from sgl_pipeline.args import ACCOUNTINGS, SchedulingArgs, ThrottleArgs
-from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.throttle import PipelineLoad, make_policy
+from sgl_pipeline.throttle import PipelineLoad
 
 PREFIX = list(range(100, 190))
 
@@ -26,10 +30,9 @@ def pipeline_of(
         preemption_threshold=0,
     )
     throttle = ThrottleArgs(policy=policy, min_prefill_tokens=1, max_prefill_tokens=2048)
-    scheduler = StepScheduler(
-        args, make_policy(throttle), num_pages=num_pages, num_stages=num_stages, context_length=5000
+    return new_pipeline(
+        args, throttle, num_pages=num_pages, num_stages=num_stages, context_length=5000
     )
-    return FakePipeline(scheduler, 1)
 
 
 def load_of_next_step(pipeline: FakePipeline) -> PipelineLoad:

@@ -1,25 +1,22 @@
 """gLLM's case studies as golden runs: the whole scheduler on four stages, step by step."""
 
 import pytest
-from support.pipelines import FakePipeline, make_request
+from support.pipelines import FakePipeline, make_request, new_pipeline
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.throttle import make_policy
 
 STAGES = 4
 THROTTLES = ("throttle", "throttle-adaptive", "no-wt", "no-ut", "no-threshold")
 
 
 def pipeline_of(throttle: ThrottleArgs, num_pages: int, page_size: int = 1) -> FakePipeline:
-    scheduler = StepScheduler(
+    return new_pipeline(
         SchedulingArgs(page_size=page_size),
-        make_policy(throttle),
+        throttle,
         num_pages=num_pages,
         num_stages=STAGES,
         context_length=10_000,
     )
-    return FakePipeline(scheduler, page_size)
 
 
 def test_a_burst_after_a_lull_is_spread_over_the_steps() -> None:

@@ -1,11 +1,9 @@
 """How the reserve for running decodes follows their remaining output and the retractions."""
 
-from support.pipelines import FakePipeline, make_request
+from support.pipelines import FakePipeline, make_request, new_scheduler
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
-from sgl_pipeline.throttle import make_policy
 
 
 def test_it_starts_with_seven_tenths_of_the_remaining_output() -> None:
@@ -40,12 +38,11 @@ def test_the_ratio_rises_once_for_a_step_that_retracted_up_to_one() -> None:
 
 
 def test_asking_for_the_load_changes_nothing() -> None:
-    scheduler = StepScheduler(
+    scheduler = new_scheduler(
         SchedulingArgs(page_size=2),
-        make_policy(ThrottleArgs(policy="throttle-adaptive")),
+        ThrottleArgs(policy="throttle-adaptive"),
         num_pages=400,
         num_stages=2,
-        context_length=1000,
     )
     pipeline = FakePipeline(scheduler, 2)
     scheduler.add(make_request("a", [1, 2, 3], 101))
@@ -62,12 +59,11 @@ def test_asking_for_the_load_changes_nothing() -> None:
 
 def test_retractions_for_want_of_pages_raise_the_ratio_and_those_for_priority_do_not() -> None:
     for priority, num_pages in ((0, 24), (1, 400)):
-        scheduler = StepScheduler(
+        scheduler = new_scheduler(
             SchedulingArgs(page_size=1, max_running_requests=2, preemption_threshold=0),
-            make_policy(ThrottleArgs(policy="sarathi")),
+            ThrottleArgs(policy="sarathi"),
             num_pages=num_pages,
             num_stages=1,
-            context_length=1000,
         )
         pipeline = FakePipeline(scheduler, 1)
         for number in range(3):

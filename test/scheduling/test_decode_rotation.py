@@ -3,12 +3,10 @@
 import random
 
 import pytest
-from support.pipelines import FakePipeline, make_request
+from support.pipelines import FakePipeline, make_request, new_scheduler
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.requests import FinishReason
-from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.throttle import make_policy
 
 STAGES = 4
 ABORTED = FinishReason("abort")
@@ -18,9 +16,9 @@ class Decodes:
     """A full pipeline of endless decodes that can join and leave."""
 
     def __init__(self, policy: str = "throttle", accounting: str = "radix") -> None:
-        scheduler = StepScheduler(
+        scheduler = new_scheduler(
             SchedulingArgs(page_size=16, accounting=accounting),
-            make_policy(ThrottleArgs(policy=policy)),
+            ThrottleArgs(policy=policy),
             num_pages=4000,
             num_stages=STAGES,
             context_length=10_000,

@@ -3,12 +3,11 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pipelines import FakePipeline, make_request
+from support.pipelines import FakePipeline, make_request, new_pipeline
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.requests import RequestState
-from sgl_pipeline.scheduling import Explanation, StepScheduler
-from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.scheduling import Explanation
 
 PAGE_SIZE = 4
 
@@ -18,14 +17,7 @@ def pipeline_of(
 ) -> FakePipeline:
     args = SchedulingArgs(page_size=PAGE_SIZE, **options)  # type: ignore[arg-type]
     throttle = ThrottleArgs(policy=policy, max_prefill_tokens=8, min_prefill_tokens=1)
-    scheduler = StepScheduler(
-        args,
-        make_policy(throttle),
-        num_pages=num_pages,
-        num_stages=num_stages,
-        context_length=1_000,
-    )
-    return FakePipeline(scheduler, PAGE_SIZE)
+    return new_pipeline(args, throttle, num_pages=num_pages, num_stages=num_stages)
 
 
 def explain(pipeline: FakePipeline, request_id: str) -> Explanation:

@@ -2,22 +2,26 @@
 
 import pytest
 from fault_schedules.fake_model import logprobs_of
-from support.pipelines import FakePipeline, logprobs_when_alone, make_request, output_when_alone
+from support.pipelines import (
+    FakePipeline,
+    logprobs_when_alone,
+    make_request,
+    new_scheduler,
+    output_when_alone,
+)
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.requests import FinishReason, Request, RequestState
-from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.scheduling.age_limit import WAITED_TOO_LONG
-from sgl_pipeline.throttle import make_policy
 
 PAGE_SIZE = 4
 PREFIX = list(range(16))
 
 
 def pipeline_of(*requests: Request, max_prefill_tokens: int = 24, **args: object) -> FakePipeline:
-    scheduler = StepScheduler(
+    scheduler = new_scheduler(
         SchedulingArgs(page_size=PAGE_SIZE, **args),
-        make_policy(ThrottleArgs(max_prefill_tokens=max_prefill_tokens, min_prefill_tokens=1)),
+        ThrottleArgs(max_prefill_tokens=max_prefill_tokens, min_prefill_tokens=1),
         num_pages=64,
         num_stages=3,
         context_length=256,

@@ -1,11 +1,9 @@
 """The load that policies see: how long the newest request has waited."""
 
-from support.pipelines import make_request
+from support.pipelines import make_request, new_scheduler
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.requests import FinishReason, Request
-from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.throttle import make_policy
 
 
 def arrived(request_id: str, arrival_s: float) -> Request:
@@ -17,12 +15,8 @@ def arrived(request_id: str, arrival_s: float) -> Request:
 def test_the_newest_wait_is_that_of_the_newest_prompt_that_is_not_scheduled_whole() -> None:
     """Of those that wait; where none waits, of those that are being prefilled."""
     throttle = ThrottleArgs(policy="sarathi", max_prefill_tokens=16, min_prefill_tokens=16)
-    scheduler = StepScheduler(
-        SchedulingArgs(page_size=2, max_running_requests=2),
-        make_policy(throttle),
-        num_pages=400,
-        num_stages=8,
-        context_length=1000,
+    scheduler = new_scheduler(
+        SchedulingArgs(page_size=2, max_running_requests=2), throttle, num_pages=400, num_stages=8
     )
     for request in (arrived("a", 1.0), arrived("b", 2.0), arrived("c", 4.0)):
         scheduler.add(request)

@@ -1,13 +1,12 @@
 """What is owed after a loss is computed again before it is read, or forgotten: nothing else is."""
 
-from support.pipelines import make_request
+from support.pipelines import make_request, new_scheduler
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.requests import Request, RequestState
-from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
+from sgl_pipeline.scheduling import RecoveryLog
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.throttle import make_policy
 
 SIZE = 4
 
@@ -17,9 +16,9 @@ class Steps:
 
     def __init__(self, log_pages: int = 20) -> None:
         self.log = RecoveryLog(3, SIZE, log_pages)
-        self.scheduler = StepScheduler(
+        self.scheduler = new_scheduler(
             SchedulingArgs(page_size=SIZE),
-            make_policy(ThrottleArgs(policy="sarathi")),
+            ThrottleArgs(policy="sarathi"),
             num_pages=20,
             num_stages=3,
             context_length=80,

@@ -2,22 +2,19 @@
 
 import gc
 
-from support.pipelines import make_request
+from support.pipelines import make_request, new_scheduler
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.requests import FinishReason
-from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.throttle import make_policy
 
 
 def test_serving_leaves_no_cyclic_garbage() -> None:
     """The scheduler process puts off full collections because of this (front/garbage.py)."""
-    scheduler = StepScheduler(
+    scheduler = new_scheduler(
         SchedulingArgs(page_size=2, max_running_requests=8),
-        make_policy(ThrottleArgs(policy="sarathi")),
+        ThrottleArgs(policy="sarathi"),
         num_pages=60,
         num_stages=1,
-        context_length=1000,
     )
     gc.collect()
     gc.disable()

@@ -1,10 +1,9 @@
 """What a request waits for is counted once, whoever shares it, and in order of service."""
 
-from support.pipelines import FakePipeline, make_request
+from support.pipelines import FakePipeline, make_request, new_pipeline
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.scheduling import Outlook, StepScheduler
-from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.scheduling import Outlook
 
 PAGE_SIZE = 4
 PREFIX = [5] * 16
@@ -14,14 +13,13 @@ def pipeline_of(max_prefill_tokens: int = 8) -> FakePipeline:
     throttle = ThrottleArgs(
         policy="sarathi", max_prefill_tokens=max_prefill_tokens, min_prefill_tokens=1
     )
-    scheduler = StepScheduler(
+    return new_pipeline(
         SchedulingArgs(page_size=PAGE_SIZE),
-        make_policy(throttle),
+        throttle,
         num_pages=64,
         num_stages=2,
         context_length=200,
     )
-    return FakePipeline(scheduler, PAGE_SIZE)
 
 
 def outlook(pipeline: FakePipeline, request_id: str) -> Outlook:

@@ -1,11 +1,9 @@
 """A pause starts nothing and loses nothing: the outputs are those of requests that run alone."""
 
-from support.pipelines import FakePipeline, make_request, output_when_alone
+from support.pipelines import FakePipeline, make_request, new_scheduler, output_when_alone
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.requests import FinishReason, Request, RequestState
-from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.throttle import make_policy
 
 PAGE_SIZE = 4
 
@@ -14,9 +12,9 @@ def paused_midway(
     *, retract: bool, waiting_timeout_s: float | None = None
 ) -> tuple[FakePipeline, list[Request]]:
     """Four requests in two stages, some prefilling and some decoding, steps in flight; paused."""
-    scheduler = StepScheduler(
+    scheduler = new_scheduler(
         SchedulingArgs(page_size=PAGE_SIZE, waiting_timeout_s=waiting_timeout_s),
-        make_policy(ThrottleArgs(max_prefill_tokens=24, min_prefill_tokens=1)),
+        ThrottleArgs(max_prefill_tokens=24, min_prefill_tokens=1),
         num_pages=64,
         num_stages=2,
         context_length=256,

@@ -3,27 +3,29 @@
 from typing import Any
 
 import pytest
-from support.pipelines import FakePipeline, make_request, output_when_alone
+from support.pipelines import (
+    FakePipeline,
+    make_request,
+    new_pipeline,
+    output_when_alone,
+)
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import QueueFullError
 from sgl_pipeline.requests import RequestState
-from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.throttle import make_policy
 
 
 def pipeline_of(
     num_pages: int = 1000, num_stages: int = 1, policy: str = "sarathi", **scheduling: Any
 ) -> FakePipeline:
     args = SchedulingArgs(**({"page_size": 1, "radix_cache": False} | scheduling))
-    scheduler = StepScheduler(
+    return new_pipeline(
         args,
-        make_policy(ThrottleArgs(policy=policy)),
+        ThrottleArgs(policy=policy),
         num_pages=num_pages,
         num_stages=num_stages,
         context_length=100_000,
     )
-    return FakePipeline(scheduler, args.page_size)
 
 
 def advance(pipeline: FakePipeline, num_steps: int) -> None:

@@ -177,9 +177,9 @@ def test_a_result_out_of_turn_or_of_the_wrong_size_is_a_protocol_error() -> None
         scheduler.on_result(0, [], 0.0)
     add(pipeline, make_request("r", [1]))
     pipeline.schedule()
-    with pytest.raises(ProtocolError, match="step 1 arrived, but 0 is due"):
+    with pytest.raises(ProtocolError, match=r"step 1 .* 0 "):
         scheduler.on_result(1, [3], 0.0)
-    with pytest.raises(ProtocolError, match="drew 2 tokens, 1 are due"):
+    with pytest.raises(ProtocolError, match="2 tokens, 1 "):
         scheduler.on_result(0, [3, 3], 0.0)
     assert scheduler.on_result(0, [3], 0.0)[0].token_ids == (3,)
 

@@ -8,6 +8,7 @@ from support.pipelines import (
     FakePipeline,
     logprobs_when_alone,
     make_request,
+    new_scheduler,
     output_when_alone,
 )
 from support.served_steps import card_costs, flat, flat_costs
@@ -23,10 +24,8 @@ from sgl_pipeline.costs.step_costs import LayerCost, StepCosts
 from sgl_pipeline.errors import QueueFullError, RequestError
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.requests import FinishReason, Request
-from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.scheduling.age_limit import RAN_TOO_LONG, WAITED_TOO_LONG
 from sgl_pipeline.scheduling.arrivals import DISPLACED
-from sgl_pipeline.throttle import make_policy
 
 ABORTED = FinishReason("abort", message="the client went away")
 
@@ -105,13 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.pool_tokens = num_pages * page_size
         self.max_queued = max_queued
-        self.scheduler = StepScheduler(
-            args,
-            make_policy(throttle),
-            num_pages=num_pages,
-            num_stages=num_stages,
-            context_length=1000,
-        )
+        self.scheduler = new_scheduler(args, throttle, num_pages=num_pages, num_stages=num_stages)
         predictor = None if costs is None else StepPredictor(costs)
         self.pipeline = FakePipeline(self.scheduler, page_size, predictor)
         self.added: list[Request] = []

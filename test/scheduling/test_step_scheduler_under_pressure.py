@@ -3,13 +3,16 @@
 import random
 
 import pytest
-from support.pipelines import FakePipeline, make_request, output_when_alone
+from support.pipelines import (
+    FakePipeline,
+    make_request,
+    new_pipeline,
+    output_when_alone,
+)
 
 from sgl_pipeline.args import ACCOUNTINGS, POLICIES, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.requests import FinishReason, Request
-from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.throttle import make_policy
 
 ABORTED = FinishReason("abort", message="the client went away")
 
@@ -33,14 +36,9 @@ def random_pipeline(rng: random.Random, policy: str) -> tuple[FakePipeline, int]
         preemption_threshold=rng.choice([None, 0]),
     )
     num_pages = rng.randint(4, 14)
-    scheduler = StepScheduler(
-        args,
-        make_policy(throttle),
-        num_pages=num_pages,
-        num_stages=rng.randint(1, 4),
-        context_length=1000,
-    )
-    return FakePipeline(scheduler, args.page_size), num_pages * args.page_size
+    return new_pipeline(
+        args, throttle, num_pages=num_pages, num_stages=rng.randint(1, 4)
+    ), num_pages * args.page_size
 
 
 def random_request(rng: random.Random, name: str, pool_tokens: int) -> Request:

@@ -3,7 +3,9 @@
 With several pytest workers (`make test`), each worker has servers of its own and runs whole files.
 """
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -58,3 +60,11 @@ def client(demo_server: LiveServer) -> openai.OpenAI:
 @pytest.fixture
 def parrot(parrot_server: LiveServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{parrot_server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A short TMPDIR for servers: pytest's own are too long for Unix sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        monkeypatch.setenv("TMPDIR", path)
+        yield Path(path)

@@ -28,6 +28,7 @@ EXPECTED = {
     "curl http://127.0.0.1:30000/v1/chat/completions": ["42"],
     "from openai import OpenAI": ["42"],
     "import sglang as sgl": ["42 c-a-t"],
+    "from sgl_pipeline import Engine": ["42 c-a-t\nd"],
     "curl http://127.0.0.1:30000/pipeline/explain/my-request": ['"state"'],
     "curl http://127.0.0.1:30000/pipeline/throttle": [
         '"prefill_spread_steps"',

@@ -3,9 +3,8 @@
 import contextlib
 import os
 import signal
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,6 @@ LONG = {
     "text": "<|user|>Hello",
     "sampling_params": {"max_new_tokens": 20_000, "ignore_eos": True, "temperature": 0},
 }
-
-
-@pytest.fixture
-def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A short TMPDIR for servers: pytest's own are too long for Unix sockets."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as path:
-        monkeypatch.setenv("TMPDIR", path)
-        yield Path(path)
 
 
 class LongRequest:

@@ -4,9 +4,7 @@ The oracle is the same server before anything was killed: fp32 and greedy.
 """
 
 import os
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,6 @@ from support.streams import FOR_MINUTES, PROMPTS, Stream, kill_stage, streams_of
 
 pytestmark = [pytest.mark.alone, pytest.mark.multiproc]
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-
-
-@pytest.fixture
-def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A short TMPDIR for servers: pytest's own are too long for Unix sockets."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as path:
-        monkeypatch.setenv("TMPDIR", path)
-        yield Path(path)
 
 
 def launcher(drought: Path) -> tuple[str, ...]:

@@ -5,10 +5,7 @@ The oracle is the same server before anything was killed: fp32 and greedy.
 
 import os
 import signal
-import tempfile
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,14 +24,6 @@ from support.streams import (
 from benchmark.recovery.faulty_server import WISH_VARIABLE, ask_for
 
 pytestmark = [pytest.mark.alone, pytest.mark.multiproc]
-
-
-@pytest.fixture
-def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A short TMPDIR for servers: pytest's own are too long for Unix sockets."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as path:
-        monkeypatch.setenv("TMPDIR", path)
-        yield Path(path)
 
 
 def wait_until_recovered(server: LiveServer, number: int) -> list[dict[str, Any]]:

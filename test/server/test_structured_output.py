@@ -1,30 +1,39 @@
 """Grammars on a whole server: SGLang's own kits as they are, tool calls, a grammar that explodes.
 
 The kits check the form of an answer that is expected to end by itself: the model here closes what
-is open as soon as the grammar lets it (`support/closing_model.py`). Of the kits' tests one cannot
+is open as soon as the grammar lets it (`write_closing_model`). Of the kits' tests one cannot
 be had from it: `test_ebnf_generate_complex_json`, whose grammar takes any of three fields in any
 number, but which wants to see each once and in order, as a model that reads the prompt would.
 """
 
 import json
 import re
+import shutil
+import string
 import unittest
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import openai
 import pytest
 import requests
+import torch
 from sglang.test.kits.ebnf_constrained_kit import EBNFConstrainedMixin
 from sglang.test.kits.json_constrained_kit import JSONConstrainedMixin
 from sglang.test.kits.json_mode_kit import JSONModeMixin
 from sglang.test.kits.regex_constrained_kit import RegexConstrainedMixin
-from support.closing_model import write_closing_model
 from support.live_server import LiveServer, live_server, wait_until
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 
 pytestmark = pytest.mark.multiproc
 
 MODEL = "closing-model"
+CLOSING = '"}])>,:'
+VOCAB_SIZE = 320
+HIDDEN_SIZE = 64
 # Every property may be missing: the compile takes seconds and more memory than it may have.
 EXPLODING = json.dumps(
     {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1000)}}
@@ -41,6 +50,47 @@ TOOL: dict[str, Any] = {
         },
     },
 }
+
+
+def write_closing_model(directory: Path) -> Path:
+    """Writes a checkpoint that always prefers to close what is open, with the demo model's
+    tokenizer and chat template.
+
+    Every layer passes its input on, so that the logits are the same at every position: the end of
+    turn first, then the closing marks, digits, a space (which closes a word), and letters.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    preferred = [tokenizer.eos_token_id, *(tokenizer.encode(mark)[0] for mark in CLOSING)]
+    scores = torch.zeros(VOCAB_SIZE)
+    for score, texts in ((200.0, "0123456789"), (150.0, " "), (100.0, string.ascii_lowercase)):
+        scores[tokenizer.encode(texts)] = score
+    for rank, token_id in enumerate(preferred):
+        scores[token_id] = 1000.0 - 50.0 * rank
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "embed" in name:
+                parameter.fill_(1.0)
+        model.lm_head.weight.copy_((scores / HIDDEN_SIZE)[:, None].expand(-1, HIDDEN_SIZE))
+    model.save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, directory)
+    return directory
 
 
 @pytest.fixture(scope="module")

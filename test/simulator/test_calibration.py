@@ -1,31 +1,39 @@
 """Fits of traces whose costs are known."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
 import msgspec
 import pytest
+from support.pipelines import new_scheduler
 from support.served_steps import mixed_step
 
 from benchmark.forecasts.predictor_error import made_up_record
-from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from benchmark.support.recorded_run import slowness_of
+from sgl_pipeline.args import SchedulingArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.records.trace import TraceWriter
-from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.simulator.calibration import FittedCosts, StageFit, fit_records, fit_trace
+from sgl_pipeline.simulator.calibration import (
+    FittedCosts,
+    fit_records,
+    fit_trace,
+    fitted_s,
+    lone_layer,
+)
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, SimulatedLink
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import bubble_share, summarize
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import poisson_arrivals
-from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.step_work import StepWork
 
 TRUE = FittedCosts(
     (
-        StageFit(4e-3, (1e-4, 0.0, 1e-4, 1e-4, 0.0), 2e-9, 0.0),
-        StageFit(5e-3, (1e-4, 0.0, 1e-4, 1e-4, 0.0), 2e-9, 5e-5),
+        lone_layer(4.0, (0.1, 0.0, 0.1, 0.1, 0.0), 2e-6, 0.0),
+        lone_layer(5.0, (0.1, 0.0, 0.1, 0.1, 0.0), 2e-6, 5e-2),
     ),
     noise=((1.0, 1.0),),
     link=SimulatedLink(latency_s=4e-4),
@@ -41,15 +49,14 @@ TRUE = FittedCosts(
 
 
 def simulation(costs: FittedCosts, trace: str, rate_per_s: float) -> Simulation:
-    scheduler = StepScheduler(
-        SchedulingArgs(),
-        make_policy(ThrottleArgs()),
-        num_pages=4000,
-        num_stages=2,
-        context_length=16_000,
-    )
+    scheduler = new_scheduler(SchedulingArgs(), num_pages=4000, num_stages=2, context_length=16_000)
     workload = poisson_arrivals(load_trace(trace, 60), rate_per_s, Random(0))
     return VirtualPipeline(scheduler, costs).run(workload)
+
+
+def prompt_rows(tokens: int) -> StepWork:
+    """A step of so many rows, as if they attended to nothing."""
+    return StepWork(tokens, 0, 0, 0, 0)
 
 
 def recorded(tmp_path: Path, run: Simulation) -> Path:
@@ -59,6 +66,13 @@ def recorded(tmp_path: Path, run: Simulation) -> Path:
         writer.write(step.record)
     writer.close()
     return path
+
+
+def test_a_stage_takes_its_base_rows_attended_tokens_and_samples() -> None:
+    # 39, 32 and 8 of 40 rows are beyond the first three knots; decodes and prompts attend alike.
+    work = StepWork(40, 10, 600, 400, 3)
+    stage_ms = 5.0 + 0.1 * 39 + 0.1 * 8 + 2e-6 * 1000 + 0.05 * 3
+    assert fitted_s(TRUE.stages, work)[1] == pytest.approx(stage_ms * 1e-3)
 
 
 def test_a_fit_predicts_another_load_of_the_pipeline_it_was_taken_from(tmp_path: Path) -> None:
@@ -96,28 +110,31 @@ def test_stages_wait_for_the_slow_steps_of_others_as_they_did(tmp_path: Path) ->
 
 def test_steps_larger_than_any_recorded_are_not_free(tmp_path: Path) -> None:
     small = fit_trace(recorded(tmp_path, simulation(TRUE, "sharegpt", 2.0)))
-    for stage in small.stages:
-        per_row_s = (stage.seconds(2000, 0, 0) - stage.seconds(1000, 0, 0)) / 1000
-        assert per_row_s > 1e-4
+    seconds = [fitted_s(small.stages, prompt_rows(tokens)) for tokens in (1000, 2000)]
+    for fewer_s, more_s in zip(*seconds, strict=True):
+        assert (more_s - fewer_s) / 1000 > 1e-4
 
 
 def test_no_part_of_a_fit_is_negative(tmp_path: Path) -> None:
     fitted = fit_trace(recorded(tmp_path, simulation(TRUE, "sharegpt", 6.0)))
     for stage in fitted.stages:
-        assert min(stage.base_s, *stage.slopes_s, stage.attended_s, stage.sample_s) >= 0.0
+        layer, tail = stage.costs.layer, stage.costs.tail
+        times_ms = (0.0, *layer.rows.times_ms)
+        assert min(layer.rows.row_ms, layer.prefill_attended_ms, tail.row_ms) >= 0.0
+        assert all(more >= less for less, more in pairwise(times_ms))
 
 
 def test_a_short_trace_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "short.jsonl"
     path.write_text("")
-    with pytest.raises(ConfigurationError, match="0 steps; at least 200"):
+    with pytest.raises(ConfigurationError, match=r"0 steps.* 200"):
         fit_trace(path)
 
 
 def test_a_slower_run_of_the_same_pipeline_tells_by_how_much(tmp_path: Path) -> None:
     fit = fit_trace(recorded(tmp_path, simulation(TRUE, "sharegpt", 20.0)))
     slower = simulation(TRUE.slowed_by(1.3), "azure_conv", 5.0)
-    assert fit.slowness_of([step.record for step in slower.steps]) == pytest.approx(1.3, rel=0.05)
+    assert slowness_of([step.record for step in slower.steps], fit) == pytest.approx(1.3, rel=0.05)
 
 
 def test_a_robust_fit_goes_on_beyond_the_sizes_that_were_measured() -> None:
@@ -131,8 +148,9 @@ def test_a_robust_fit_goes_on_beyond_the_sizes_that_were_measured() -> None:
         stage_ms = (2.0 + 0.1 * tokens) * (10.0 if number % 50 == 0 else held_up)
         record = made_up_record(work, [stage_ms], step_id=number)
         records.append(msgspec.structs.replace(record, attended_tokens=0))
-    plain, robust = (
-        fit_records(records, "a run", is_robust=is_robust).stages[0] for is_robust in (False, True)
+    (plain_s,), (robust_s,) = (
+        fitted_s(fit_records(records, "a run", is_robust=is_robust).stages, prompt_rows(64))
+        for is_robust in (False, True)
     )
-    assert robust.seconds(64, 0, 0) == pytest.approx(8.4e-3, rel=0.5)
-    assert plain.seconds(64, 0, 0) > 2 * 8.4e-3
+    assert robust_s == pytest.approx(8.4e-3, rel=0.5)
+    assert plain_s > 2 * 8.4e-3

@@ -4,8 +4,9 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from support.pipelines import new_scheduler
 
-from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.costs.stage_costs import StageCosts
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.host_network import HostNetwork, HostPair, NetworkLink, PaperHost
@@ -16,7 +17,6 @@ from sgl_pipeline.simulator.pipeline_costs import PipelineCosts, SimulatedLink
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
-from sgl_pipeline.throttle import make_policy
 
 ROW_BYTES = 10_000
 
@@ -36,12 +36,10 @@ class FlatSeconds:
 
 
 def scheduler(num_stages: int) -> StepScheduler:
-    return StepScheduler(
-        SchedulingArgs(page_size=4),
-        make_policy(ThrottleArgs(policy="sarathi", max_prefill_tokens=64)),
+    return new_scheduler(
+        throttle=ThrottleArgs(policy="sarathi", max_prefill_tokens=64),
         num_pages=4000,
         num_stages=num_stages,
-        context_length=1000,
     )
 
 

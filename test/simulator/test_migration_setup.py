@@ -8,8 +8,9 @@ import pytest
 from sgl_pipeline.args import MigrationArgs, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.layer_partition import even_layer_counts
 from sgl_pipeline.migration.delta_rule import even_split_less
+from sgl_pipeline.migration.step_fit import errors_on
 from sgl_pipeline.simulator.experiment import Cluster, simulate
-from sgl_pipeline.simulator.forecasts import fit_errors
+from sgl_pipeline.simulator.forecasts import fitted_costs, part_samples
 from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
 from sgl_pipeline.simulator.migration_setup import Migration
 from sgl_pipeline.simulator.models import MODELS
@@ -78,7 +79,8 @@ def test_fitted_costs_predict_steps_that_they_were_not_fitted_to(
         prefills = ((chunk, random.choice((0, 300))),) if chunk else ()
         steps.append(StepShape(prefills, contexts, decodes + (chunk > 0)))
     shape = MODELS[model]
-    errors = fit_errors(part_seconds(DEVICES[device], shape), shape.num_layers, steps)
+    parts = part_seconds(DEVICES[device], shape)
+    errors = errors_on(fitted_costs(parts, shape.num_layers), part_samples(parts, steps), (0,))
     assert errors.layer < most
     assert errors.tail < 0.02
 

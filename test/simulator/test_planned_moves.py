@@ -1,6 +1,7 @@
 """The server's planner in virtual time: where it ends, and what it does about slow stages."""
 
 import pytest
+from support.splits import all_splits
 from support.virtual_runs import AUTO, TokenSeconds, run_planned, scheduler
 
 from sgl_pipeline.migration.planner_args import PlannerArgs
@@ -41,12 +42,6 @@ def test_in_each_step_all_stages_but_the_last_idle_for_the_tail() -> None:
     assert bubble_share(moved) == pytest.approx(0.0, abs=0.01)
 
 
-def all_splits(num_layers: int) -> list[tuple[int, int, int]]:
-    return [
-        (a, b, num_layers - a - b) for a in range(1, num_layers) for b in range(1, num_layers - a)
-    ]
-
-
 @pytest.mark.parametrize("knows_costs", [True, False])
 @pytest.mark.parametrize("start", [(4, 4, 4), (10, 1, 1), (1, 1, 10)])
 def test_on_a_steady_load_the_planner_ends_with_the_best_of_all_splits(
@@ -56,7 +51,7 @@ def test_on_a_steady_load_the_planner_ends_with_the_best_of_all_splits(
         split: summarize(
             VirtualPipeline(scheduler(3), PipelineCosts(PARTS, split)).run(steady_load(9, 4))
         ).output_tokens_per_s
-        for split in all_splits(12)
+        for split in all_splits(12, 3)
     }
     best = max(tokens_per_s.values())
     migration = Migration(args=AUTO, planner=EAGER)

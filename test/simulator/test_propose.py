@@ -5,20 +5,19 @@ from random import Random
 
 import msgspec
 import pytest
+from support.pipelines import new_scheduler
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pipeline.recent_load import PastRequest, RecentWork
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.records.throttle_change import Knob
-from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.past_load import past_requests
 from sgl_pipeline.simulator.propose import KnobProposal, Prediction, TuneTask, predict, propose
 from sgl_pipeline.simulator.summary import LatencyTarget
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds, poisson_arrivals
-from sgl_pipeline.throttle import make_policy
 
 pytestmark = pytest.mark.slow
 
@@ -46,9 +45,9 @@ class Server:
 
     def __init__(self, throttle: ThrottleArgs, page_size: int = 16) -> None:
         args = SchedulingArgs(page_size=page_size)
-        scheduler = StepScheduler(
+        scheduler = new_scheduler(
             args,
-            make_policy(throttle),
+            throttle,
             num_pages=POOL_TOKENS // page_size,
             num_stages=4,
             context_length=POOL_TOKENS,

@@ -108,7 +108,7 @@ def test_the_split_by_time_sees_cheaper_layers() -> None:
 def test_cards_without_times_of_fp8_are_refused_by_name(
     device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigurationError, match=rf"no times of FP8 .* on {device}.*l40s"):
+    with pytest.raises(ConfigurationError, match=rf"FP8 .* on {device}.*l40s"):
         Cluster(model=QWEN, device=device, quantization="fp8").costs()
     flags = ["run", "--model", QWEN, "--device", device, "--quantization", "fp8"]
     assert main([*flags, "--requests", "3"]) == 2
@@ -116,9 +116,9 @@ def test_cards_without_times_of_fp8_are_refused_by_name(
 
 
 def test_cards_without_times_of_fp8_pages_are_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="no times of FP8 keys and values on a100-80g"):
+    with pytest.raises(ConfigurationError, match="FP8 keys and values on a100-80g"):
         Cluster(model=QWEN, device="a100-80g", kv_cache_dtype="fp8_e4m3").costs()
-    with pytest.raises(ConfigurationError, match="no times of FP8 products or keys and values on"):
+    with pytest.raises(ConfigurationError, match="FP8 products or keys and values"):
         both = Cluster(model=QWEN, device="a100-80g", quantization="fp8", kv_cache_dtype="fp8_e4m3")
         both.costs()
 

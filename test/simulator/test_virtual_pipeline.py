@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
+from support.pipelines import new_scheduler
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.scheduling import StepScheduler
@@ -14,7 +15,6 @@ from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.summary import bubble_share, summarize
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import Segment, SimulatedRequest, TokenIds
-from sgl_pipeline.throttle import make_policy
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,11 @@ class TokenSeconds:
 
 
 def scheduler(num_stages: int, **scheduling: int) -> StepScheduler:
-    return StepScheduler(
+    return new_scheduler(
         SchedulingArgs(page_size=4, **scheduling),
-        make_policy(ThrottleArgs(policy="sarathi", max_prefill_tokens=64)),
+        ThrottleArgs(policy="sarathi", max_prefill_tokens=64),
         num_pages=1000,
         num_stages=num_stages,
-        context_length=1000,
     )
 
 

@@ -48,6 +48,8 @@ class FakeDecodeWrapper:
         head_dim: int,
         page_size: int,
         *,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
         q_data_type: DataType | None = "float16",
         kv_data_type: DataType | None = None,
         sm_scale: float | None = None,
@@ -59,6 +61,8 @@ class FakeDecodeWrapper:
             "q_data_type": q_data_type,
             "kv_data_type": kv_data_type,
             "sm_scale": sm_scale,
+            "window_left": window_left,
+            "logits_soft_cap": logits_soft_cap,
         }
 
     def _keep(self, *arrays: torch.Tensor) -> None:
@@ -94,6 +98,8 @@ class FakePrefillWrapper:
         *,
         causal: bool = False,
         sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
         q_data_type: DataType = "float16",
         kv_data_type: DataType | None = None,
     ) -> None:
@@ -105,6 +111,8 @@ class FakePrefillWrapper:
             "q_data_type": q_data_type,
             "kv_data_type": kv_data_type,
             "sm_scale": sm_scale,
+            "window_left": window_left,
+            "logits_soft_cap": logits_soft_cap,
         }
 
     def run(
@@ -132,7 +140,10 @@ def attend(
     assert options["q_data_type"] == q.dtype
     assert (options["kv_data_type"] or options["q_data_type"]) == pages[0].dtype
     scale = options["sm_scale"] or head_dim**-0.5
-    arithmetic.attention_of_indices(q, pages, qo_indptr, *arrays, scale, is_causal, out)
+    window_left, soft_cap = options["window_left"], options["logits_soft_cap"] or 0.0
+    arithmetic.attention_of_indices(
+        q, pages, qo_indptr, *arrays, scale, is_causal, out, window_left, soft_cap
+    )
 
 
 @dataclass

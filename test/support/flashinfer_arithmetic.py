@@ -22,9 +22,12 @@ def attention_of_indices(
     sm_scale: float,
     is_causal: bool,
     out: torch.Tensor,
+    window_left: int = -1,
+    soft_cap: float = 0.0,
 ) -> None:
     """FlashInfer's tutorial on the KV layout: if it `is_causal`, the last row of a request sees all
-    of its keys and each row before it one less."""
+    of its keys and each row before it one less. A row sees `window_left` keys before its own (-1:
+    all), and scores are capped at `soft_cap` (0: not)."""
     for table in (qo_indptr, kv_indptr, indices, last_page_len):
         _check_table(table, q.device)
     assert len(qo_indptr) == len(kv_indptr) == len(last_page_len) + 1
@@ -47,9 +50,15 @@ def attention_of_indices(
         rows = slice(query_ends[request], query_ends[request + 1])
         queries = q[rows].double()
         scores = torch.einsum("thd,khd->htk", queries, keys) * sm_scale
+        if soft_cap > 0:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        own_keys = torch.arange(length - len(queries), length)[:, None]
+        hidden = torch.zeros(len(queries), length, dtype=torch.bool)
         if is_causal:
-            hidden = torch.ones(len(queries), length).triu(length - len(queries) + 1).bool()
-            scores = scores.masked_fill(hidden, float("-inf"))
+            hidden |= torch.arange(length) > own_keys
+        if window_left >= 0:
+            hidden |= torch.arange(length) < own_keys - window_left
+        scores = scores.masked_fill(hidden, float("-inf"))
         out[rows] = torch.einsum("htk,khd->thd", scores.softmax(dim=-1), values).to(q.dtype)
 
 

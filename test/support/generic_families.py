@@ -232,9 +232,7 @@ def _spread(model: PreTrainedModel) -> None:
             tensor.uniform_(0.5, 1.5)
         elif "layer_scalar" in name or "scale" in name:
             tensor.uniform_(0.8, 1.2)
-        elif tensor.dim() < 2 or name.endswith("bias"):
-            tensor.normal_(0.0, 0.2)
-        elif "experts" in name:
+        elif tensor.dim() < 2 or name.endswith("bias") or "experts" in name:
             tensor.normal_(0.0, 0.2)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from support.adjusted_logits import adjusted_by_hand
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sgl_pipeline.requests import GREEDY, SamplingSpec
 
@@ -23,9 +23,19 @@ def reference_model(path: Path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-@torch.inference_mode()
 def count_ties(
     path: Path,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    sampling: SamplingSpec = GREEDY,
+) -> int:
+    """`ties_of` the checkpoint `path`."""
+    return ties_of(reference_model(path), prompt_ids, output_ids, sampling)
+
+
+@torch.inference_mode()
+def ties_of(
+    model: PreTrainedModel,
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     sampling: SamplingSpec = GREEDY,
@@ -35,7 +45,7 @@ def count_ties(
     `sampling` is greedy; its penalties, bias and min_new_tokens are applied to the reference.
     """
     tokens = torch.tensor([[*prompt_ids, *output_ids]])
-    logits = reference_model(path)(tokens).logits[0, len(prompt_ids) - 1 : -1]
+    logits = model(tokens).logits[0, len(prompt_ids) - 1 : -1]
     if sampling != GREEDY:
         rows = [
             adjusted_by_hand(row, sampling, output_ids[:count])

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from support.pipelines import new_scheduler
 
 from sgl_pipeline.args import MigrationArgs, SchedulingArgs, StageArgs, ThrottleArgs
 from sgl_pipeline.costs.step_costs import StepCosts
@@ -27,15 +28,14 @@ from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
-from sgl_pipeline.pp_runner.stage_model_choice import load_stage_model
 from sgl_pipeline.pp_runner.output.output_tail import Tail
+from sgl_pipeline.pp_runner.stage_model_choice import load_stage_model
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.pp_runner.stage_site import StageSite
 from sgl_pipeline.records.move_record import MoveRecord
 from sgl_pipeline.requests import Request
-from sgl_pipeline.scheduling import RecoveryLog, StepScheduler, TokenEvent
+from sgl_pipeline.scheduling import RecoveryLog, TokenEvent
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.wire.move_orders import AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.wire.stage_messages import StageAssignment, StageReport
 from sgl_pipeline.wire.stage_orders import OrderReader, StageOrder
@@ -116,9 +116,9 @@ class LocalPipeline:
         log = None
         if log_pages is not None:
             log = RecoveryLog(plan.num_stages, scheduling.page_size, log_pages)
-        self.scheduler = StepScheduler(
+        self.scheduler = new_scheduler(
             scheduling,
-            make_policy(throttle or ThrottleArgs()),
+            throttle or ThrottleArgs(),
             num_pages=num_pages,
             num_stages=plan.num_stages,
             context_length=(spec or read_model_spec(model_path)).context_length,

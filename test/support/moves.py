@@ -1,14 +1,15 @@
 """Layer moves as drivers and reports see them."""
 
-from sgl_pipeline.args import MigrationArgs, SchedulingArgs, ThrottleArgs
+from support.pipelines import new_scheduler
+
+from sgl_pipeline.args import MigrationArgs
 from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.records.move_record import MoveOutcome, MoveRecord
 from sgl_pipeline.records.trace import StepRecord
-from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
+from sgl_pipeline.scheduling import RecoveryLog
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.wire.move_orders import MoveDone, MoveFailed, MoveReady
 
 
@@ -20,14 +21,7 @@ def movable_core(
 ) -> PipelineCore:
     """A core of that split whose layers may move, two more to each stage."""
     plan = StagePlan(0, layer_counts)
-    steps = StepScheduler(
-        SchedulingArgs(page_size=4),
-        make_policy(ThrottleArgs()),
-        num_pages=64,
-        num_stages=plan.num_stages,
-        context_length=128,
-        log=log,
-    )
+    steps = new_scheduler(num_pages=64, num_stages=plan.num_stages, context_length=128, log=log)
     args = MigrationArgs(mode=mode, timeout_s=5.0)
     forecast = planner.forecast if planner else None
     return PipelineCore(steps, plan, MigrationControl.of(args, plan, planner), forecast)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from fault_schedules.fake_model import FakeStage, NoRepeats, Oracle
 
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
@@ -21,12 +22,16 @@ from sgl_pipeline.requests import (
     StopRules,
 )
 from sgl_pipeline.scheduling import StepScheduler, TokenEvent
+from sgl_pipeline.scheduling.recovery_log import RecoveryLog
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.wire.stage_messages import StageReport
 from sgl_pipeline.wire.stage_orders import OrderReader
 from sgl_pipeline.wire.step_order import MirroredChunk, MirrorSnapshot, RequestMirror, StepOrder
 
 NO_TIME = StageTiming(*[0.0] * 7)
+FOUR_TOKEN_PAGES = SchedulingArgs(page_size=4)
+TOKEN_THROTTLE = ThrottleArgs()
 
 
 def make_request(
@@ -62,6 +67,26 @@ def output_when_alone(request: Request) -> list[int]:
 def logprobs_when_alone(request: Request) -> list[int]:
     """What must stand in the rows of `request`, which ended by itself: one of each position."""
     return Oracle(request).rows
+
+
+def new_scheduler(
+    args: SchedulingArgs = FOUR_TOKEN_PAGES,
+    throttle: ThrottleArgs = TOKEN_THROTTLE,
+    *,
+    num_pages: int,
+    num_stages: int,
+    context_length: int = 1000,
+    log: RecoveryLog | None = None,
+) -> StepScheduler:
+    """One without requests, whose policy is that of `throttle`."""
+    return StepScheduler(
+        args,
+        make_policy(throttle),
+        num_pages=num_pages,
+        num_stages=num_stages,
+        context_length=context_length,
+        log=log,
+    )
 
 
 class FakePipeline:
@@ -157,3 +182,18 @@ class FakePipeline:
             events += self.complete()
             self.scheduler.check_invariants()
         raise AssertionError(f"not done after {max_steps} steps")
+
+
+def new_pipeline(
+    args: SchedulingArgs = FOUR_TOKEN_PAGES,
+    throttle: ThrottleArgs = TOKEN_THROTTLE,
+    *,
+    num_pages: int,
+    num_stages: int,
+    context_length: int = 1000,
+) -> FakePipeline:
+    """Around a `new_scheduler`."""
+    scheduler = new_scheduler(
+        args, throttle, num_pages=num_pages, num_stages=num_stages, context_length=context_length
+    )
+    return FakePipeline(scheduler, args.page_size)

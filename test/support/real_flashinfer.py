@@ -69,9 +69,10 @@ class EmulatedCard:
         assert q_dtype == out_dtype and index_dtype == torch.int32
         assert kv_dtype == q_dtype or (kv_dtype == arithmetic.FP8 and name != "fa3")
         assert head_dim == head_dim_of_values
-        assert variant[6:9] == (0, False, False), "rotary embedding, sliding window, soft cap"
+        rotary, has_window, has_soft_cap = variant[6:9]
+        assert rotary == 0
         self.attention_modules.append(name)
-        return CompiledAttention(self, name, q_dtype, kv_dtype, head_dim)
+        return CompiledAttention(self, name, q_dtype, kv_dtype, head_dim, has_window, has_soft_cap)
 
 
 @contextmanager
@@ -130,8 +131,11 @@ class CompiledAttention:
         dtype: torch.dtype,
         kv_dtype: torch.dtype,
         head_dim: int,
+        has_window: bool,
+        has_soft_cap: bool,
     ) -> None:
         self._card = card
+        self._has_window, self._has_soft_cap = has_window, has_soft_cap
         self._is_decode = name == "decode"
         self._num_fa2_options = 4 if name == "fa2" else 0
         self._dtype = dtype
@@ -152,15 +156,16 @@ class CompiledAttention:
         assert pin_memory_int_workspace_buffer.shape == int_workspace_buffer.shape
         if self._is_decode:
             indptr, num_requests, *sizes, _, window, soft_cap, dim, dim_of_values, _, _ = step
-            assert (window, soft_cap) == (-1, 0.0)
+            assert (soft_cap > 0) is self._has_soft_cap
         else:
             end = len(step) - self._num_fa2_options
             (_, indptr, kv_lengths, _, num_requests, *sizes, _, dim, dim_of_values, _, window) = (
                 step[:end]
             )
-            assert window == -1 and len(kv_lengths) == num_requests
+            assert len(kv_lengths) == num_requests
             assert kv_lengths.dtype == torch.int32
         assert dim == dim_of_values == self._head_dim
+        assert (window >= 0) is self._has_window
         assert indptr.dtype == torch.int32 and len(indptr) == num_requests + 1
         self._sizes = (num_requests, *sizes)
         self._plans = [len(self._plans)]
@@ -189,7 +194,8 @@ class CompiledAttention:
         rope_theta: float,
     ) -> None:
         assert self._is_decode and len(q) == len(paged_kv_last_page_len)
-        assert (maybe_lse, layout, window_left, logits_soft_cap) == (None, NHD, -1, 0.0)
+        assert (maybe_lse, layout) == (None, NHD)
+        assert (window_left >= 0, logits_soft_cap > 0) == (self._has_window, self._has_soft_cap)
         self._launch(
             plan_info_vec,
             q,
@@ -201,6 +207,8 @@ class CompiledAttention:
             sm_scale,
             False,
             o,
+            window_left,
+            logits_soft_cap,
         )
 
     def paged_run(
@@ -232,7 +240,8 @@ class CompiledAttention:
         *of_other_kernels: Any,
     ) -> None:
         assert not self._is_decode and mask_mode in (NOT_CAUSAL, CAUSAL)
-        assert (maybe_lse, layout, window_left, logits_soft_cap) == (None, NHD, -1, 0.0)
+        assert (maybe_lse, layout) == (None, NHD)
+        assert (window_left >= 0, logits_soft_cap > 0) == (self._has_window, self._has_soft_cap)
         assert maybe_custom_mask is maybe_prefix_len_ptr is None
         self._launch(
             plan_info_vec,
@@ -245,6 +254,8 @@ class CompiledAttention:
             sm_scale,
             mask_mode == CAUSAL,
             o,
+            window_left,
+            logits_soft_cap,
         )
 
     def _launch(

@@ -1,15 +1,15 @@
 """A roster, a core and their recovery, whose workers say what a test has them say."""
 
+from support.pipelines import new_scheduler
 from support.worker_messages import NUM_LAYERS, hello, loaded, measured, ready
 
-from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs, SchedulingArgs, StageArgs
+from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs, StageArgs
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.recovery import StageRecovery
 from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
-from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
+from sgl_pipeline.scheduling import RecoveryLog
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.wire.stage_messages import MeasureCosts, Regrouped
 
 PLAN = StagePlan(0, (3, 3, 2))
@@ -47,13 +47,8 @@ class Server:
             self.roster.take(loaded(stage))
         for stage in range(3):
             self.roster.take(ready(stage, log_pages=0 if log is None else log.capacity))
-        scheduler = StepScheduler(
-            SchedulingArgs(page_size=4),
-            make_policy(args.throttle),
-            num_pages=10,
-            num_stages=3,
-            context_length=40,
-            log=log,
+        scheduler = new_scheduler(
+            throttle=args.throttle, num_pages=10, num_stages=3, context_length=40, log=log
         )
         control = MigrationControl.of(args.migration, plan)
         self.core = PipelineCore(scheduler, plan, control)

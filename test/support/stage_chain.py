@@ -38,7 +38,8 @@ def new_request(prompt_ids: Sequence[int], sampling: SamplingSpec = GREEDY) -> R
 class StageChain:
     """All stages of a model on a CPU, each with its own KV pool.
 
-    `spec` is that of our own layers by default. `logits` holds, for each request, the logits row [V] of every token that was sampled from it.
+    `spec` is that of our own layers by default. `logits` holds, for each request, the logits row
+    [V] of every token that was sampled from it.
     """
 
     def __init__(
@@ -53,14 +54,19 @@ class StageChain:
         attention: str = "torch",
         kernels: str = "torch",
         kv_cache_dtype: str = "auto",
+        quantization: str | None = None,
+        context_length: int | None = None,
         spec: ModelSpec | None = None,
     ) -> None:
-        self.spec = read_model_spec(path) if spec is None else spec
+        if spec is None:
+            spec = read_model_spec(path, quantization, context_length=context_length)
+        self.spec = spec
         self.logits: dict[Request, list[torch.Tensor]] = {}
         self._page_size = page_size
         self._plan = plan = StagePlan(0, layer_counts)
         shapes = self.spec.attention_shapes(page_size, dtype, CPU, kv_cache_dtype)
         choice = choose_attention_backend(attention, shapes[0])
+        layer_kernels = choose_layer_kernels(kernels, dtype, CPU, self.spec.quantization)
         self._attention = make_stage_attention(choice, shapes)
         self.stages = [
             load_stage_model(
@@ -71,7 +77,7 @@ class StageChain:
                 is_last=stage == plan.num_stages - 1,
                 dtype=dtype,
                 device=CPU,
-                kernels=make_layer_kernels(choose_layer_kernels(kernels, dtype, CPU)),
+                kernels=make_layer_kernels(layer_kernels, shapes[0]),
                 load_format=load_format,
             )
             for stage in range(plan.num_stages)
@@ -89,15 +95,9 @@ class StageChain:
         """Runs the next `length` tokens of each request in one microbatch and appends the greedy
         token to those that reached their last known one. Decodes must come first."""
         chunks = [self._chunk(request, length) for request, length in lengths]
-        plan = self._encoder.encode(microbatch_of(next(self._step_ids), tuple(chunks)))
-        inputs = build_step_inputs(self._mirror.apply(plan), self._page_size, CPU)
-        self._attention.plan(inputs.layout)
-        hidden = None
-        for stage, held in enumerate(self._held):
-            hidden = held.forward(self._plan.layers_of(stage), inputs, hidden, self._attention)
-        assert hidden is not None
+        hidden, sample_rows = self._run(chunks)
         sampled = [chunk.request for chunk in chunks if chunk.samples]
-        rows = self.stages[-1].logits(hidden[inputs.sample_rows])
+        rows = self.stages[-1].logits(hidden[sample_rows])
         for request, logits in zip(sampled, rows, strict=True):
             self.logits.setdefault(request, []).append(logits.clone())
             request.output_ids.append(int(logits.argmax()))
@@ -108,6 +108,25 @@ class StageChain:
             left = request.num_tokens - request.num_scheduled
             self.step((request, min(left, chunk_length)))
         return request.output_ids
+
+    def log_likelihoods(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """That of each token [T - 1] after those before it, in one step; keeps no pages."""
+        request = new_request(token_ids)
+        hidden, _ = self._run([self._chunk(request, len(token_ids))])
+        self._free_pages += reversed(request.pages)
+        scores = self.stages[-1].logits(hidden[:-1]).log_softmax(dim=1)
+        return scores.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+    def _run(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream behind the last layer, and its rows that are sampled from."""
+        plan = self._encoder.encode(microbatch_of(next(self._step_ids), tuple(chunks)))
+        inputs = build_step_inputs(self._mirror.apply(plan), self._page_size, CPU)
+        self._attention.plan(inputs.layout)
+        hidden = None
+        for stage, held in enumerate(self._held):
+            hidden = held.forward(self._plan.layers_of(stage), inputs, hidden, self._attention)
+        assert hidden is not None
+        return hidden, inputs.sample_rows
 
     def _chunk(self, request: Request, length: int) -> Chunk:
         start = request.num_scheduled

@@ -170,6 +170,71 @@ _VARIANTS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any], int | No
 }
 TINY_MODELS = (*_VARIANTS, "chatglm")
 
+# By rope type; the original contexts are shorter than the tests' prompts.
+_YARN_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_LONG_CONTEXT: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any], int | None]] = {
+    "qwen2-yarn": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {"rope_parameters": _YARN_ROPE, "max_position_embeddings": 32},
+        None,
+    ),
+    "qwen3-yarn-mscale": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {
+            "rope_parameters": {
+                **_YARN_ROPE,
+                "beta_fast": 8.0,
+                "beta_slow": 0.5,
+                "truncate": False,
+                "mscale": 2.0,
+                "mscale_all_dim": 0.5,
+            },
+            "max_position_embeddings": 128,
+        },
+        None,
+    ),
+    "glm4-yarn": (
+        Glm4ForCausalLM,
+        Glm4Config,
+        {
+            "rope_parameters": {**_YARN_ROPE, "partial_rotary_factor": 0.5},
+            "max_position_embeddings": 128,
+        },
+        None,
+    ),
+    "llama-dynamic": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+            "max_position_embeddings": 64,
+        },
+        None,
+    ),
+    "llama-longrope": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0, 1.0, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5],
+                "long_factor": [1.0, 1.1, 1.4, 1.9, 2.6, 3.5, 4.2, 5.0],
+            },
+            "max_position_embeddings": 256,
+        },
+        None,
+    ),
+}
+
 
 @cache
 def _session_directory() -> tempfile.TemporaryDirectory[str]:
@@ -179,7 +244,8 @@ def _session_directory() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def tiny_model(name: str) -> Path:
-    """The directory of a checkpoint from TINY_MODELS; written once per test session.
+    """The directory of a checkpoint from TINY_MODELS, or of one with a stretched context; written
+    once per test session.
 
     Biases and norm weights are random too: transformers starts them at 0 and 1, where a decoder
     that forgets them would pass.
@@ -188,8 +254,8 @@ def tiny_model(name: str) -> Path:
     if name == "chatglm":
         _write_chatglm(directory)
         return directory
-    model_class, config_class, changes, shard_bytes = _VARIANTS[name]
-    torch.manual_seed(TINY_MODELS.index(name))
+    model_class, config_class, changes, shard_bytes = (_VARIANTS | _LONG_CONTEXT)[name]
+    torch.manual_seed((*TINY_MODELS, *_LONG_CONTEXT).index(name))
     model = model_class(config_class(**{**_SIZES, **changes}))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

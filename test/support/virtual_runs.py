@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from support.pipelines import new_scheduler
+
 from sgl_pipeline.args import MigrationArgs, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
@@ -18,7 +20,6 @@ from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.throttle import make_policy
 
 MANUAL = MigrationArgs(mode="manual", spare_layers=8, timeout_s=1e6)
 AUTO = MigrationArgs(mode="auto", spare_layers=8)
@@ -44,12 +45,11 @@ class TokenSeconds:
 
 
 def scheduler(num_stages: int) -> StepScheduler:
-    return StepScheduler(
+    return new_scheduler(
         SchedulingArgs(page_size=4, radix_cache=False),
-        make_policy(ThrottleArgs(policy="throttle", max_prefill_tokens=64)),
+        ThrottleArgs(policy="throttle", max_prefill_tokens=64),
         num_pages=1000,
         num_stages=num_stages,
-        context_length=1000,
     )
 
 

@@ -93,15 +93,16 @@ class WarmLauncher:
 
 
 def _main(control: socket.socket) -> None:
-    from sgl_pipeline import launch_server
     from sgl_pipeline.managers.child_entries import prepare_imports
+    from sgl_pipeline.managers.main_process import set_environment
     from sgl_pipeline.process_lifetime import die_with_parent
 
     die_with_parent()
-    launch_server._set_environment(tempfile.gettempdir())
+    set_environment(tempfile.gettempdir())
     prepare_imports()
+    import sgl_pipeline.launch_server
     import sgl_pipeline.managers.command_line.server_args
-    import sgl_pipeline.managers.entrance.front_guard
+    import sgl_pipeline.managers.entrance.http_front
     import sgl_pipeline.managers.forked_children  # noqa: F401
 
     setproctitle.getproctitle()  # finds the place of titles from the environment of the start

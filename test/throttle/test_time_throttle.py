@@ -253,7 +253,7 @@ def test_targets_are_times(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match="milliseconds above 0"):
         ThrottleArgs(policy="throttle-time", **wrong)  # type: ignore[arg-type]
     (name,) = wrong
-    with pytest.raises(ConfigurationError, match="needs --policy throttle-time"):
+    with pytest.raises(ConfigurationError, match="--policy throttle-time"):
         ThrottleArgs(**{name: 5.0})  # type: ignore[arg-type]
 
 

@@ -5,11 +5,14 @@ main process nor the scheduler imports the code of models. They run once for a s
 travels to the stages as JSON in `StageArgs.generic_spec`.
 """
 
+import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from typing import NamedTuple
 
+from sgl_pipeline.args.checks import require
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.pp_runner.model.generic.tested_families import TESTED_MODEL_TYPES
@@ -29,20 +32,29 @@ class ChosenModel(NamedTuple):
     generic_spec: str
 
 
-def choose_model(path: str, quantization: str | None, model_impl: str) -> ChosenModel:
+def choose_model(
+    path: str,
+    quantization: str | None,
+    model_impl: str,
+    context_length: int | None = None,
+    rope_overrides: str = "{}",
+) -> ChosenModel:
     """The spec of the model directory `path`, by the code that `model_impl` asks for.
 
     Args:
         quantization: as `--quantization`; None: as the checkpoint is.
         model_impl: as `--model-impl`; one of `args.MODEL_IMPLS`.
+        context_length: as `--context-length`, in tokens; None: the model's own.
+        rope_overrides: as `--json-model-override-args`, for layers of ours.
 
     Raises ConfigurationError when the model cannot be read, and UnsupportedModelError, which says
     why, when that code cannot serve it.
     """
     if model_impl == "transformers":
-        return _probed(path, quantization)
+        return _probed(path, quantization, context_length, rope_overrides)
     try:
-        return ChosenModel(read_model_spec(path, quantization), "")
+        spec = read_model_spec(path, quantization, context_length, rope_overrides)
+        return ChosenModel(spec, "")
     except UnsupportedModelError as error:
         if model_impl == "sglang":
             raise UnsupportedModelError(
@@ -51,18 +63,30 @@ def choose_model(path: str, quantization: str | None, model_impl: str) -> Chosen
             ) from None
         reason = error
     try:
-        chosen = _probed(path, quantization)
+        chosen = _probed(path, quantization, context_length, rope_overrides)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{reason}; {error}") from None
     logger.info("transformers computes the layers: %s", reason)
     return chosen
 
 
-def _probed(path: str, quantization: str | None) -> ChosenModel:
+def _probed(
+    path: str, quantization: str | None, context_length: int | None, rope_overrides: str
+) -> ChosenModel:
     """The model as transformers' code computes it. A family that no test compares with transformers
     is announced in a warning."""
-    generic_spec = _run_probes(path, quantization)
-    spec = GenericSpec.from_json(generic_spec)
+    if json.loads(rope_overrides):
+        raise UnsupportedModelError(
+            "--json-model-override-args is for models whose layers are ours; write the fields into "
+            "the model's config.json"
+        )
+    spec = GenericSpec.from_json(_run_probes(path, quantization))
+    if context_length is not None:
+        require(
+            context_length <= spec.context_length,
+            f"--context-length {context_length} is more than this model's {spec.context_length}",
+        )
+        spec = replace(spec, context_length=context_length)
     if spec.model_type not in TESTED_MODEL_TYPES:
         logger.warning(
             "%s passes the probes of transformers' code, but no test compares the tokens of this "
@@ -70,7 +94,7 @@ def _probed(path: str, quantization: str | None) -> ChosenModel:
             spec.architecture,
             spec.model_type,
         )
-    return ChosenModel(spec, generic_spec)
+    return ChosenModel(spec, spec.to_json())
 
 
 def _run_probes(path: str, quantization: str | None) -> str:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.gguf_index import INDEX_FILE
 from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
+from sgl_pipeline.model_directory import find_gguf_file, weight_format
 
 if TYPE_CHECKING:
     # It imports torch, which a host's agent has no time for.
@@ -37,20 +39,33 @@ class ModelLimits:
 
 
 def find_model(
-    model: str | None, revision: str | None, cache_dir: str | None, *, may_fetch: bool = True
+    model: str | None,
+    revision: str | None,
+    cache_dir: str | None,
+    load_format: str = "auto",
+    *,
+    may_fetch: bool = True,
 ) -> str:
     """The local directory of `model`: the demo model (None), a path, or a hub id, fetched here, or,
-    unless it `may_fetch`, looked up among what was fetched before.
+    unless it `may_fetch`, looked up among what was fetched before. That of a GGUF file is made
+    (`managers/gguf/`), where `load_format` is `gguf`, or `auto` and there is one.
 
     Raises ConfigurationError when it is neither a model directory nor a hub id that can be fetched.
     """
-    if model is None:
+    if model is None and load_format != "gguf":
         if not (DEMO_MODEL / "config.json").is_file():
             raise ConfigurationError(
                 f"the demo model is missing from {DEMO_MODEL}; name a model with --model-path"
             )
         return str(DEMO_MODEL)
-    path = Path(model).expanduser()
+    path = Path(model).expanduser() if model is not None else DEMO_MODEL
+    if path.exists() and (path.is_file() or weight_format(load_format, path) == "gguf"):
+        return _directory_of_gguf(path, load_format)
+    assert model is not None
+    if load_format == "gguf":
+        raise ConfigurationError(
+            f"--load-format gguf: --model-path {model} does not exist; name a GGUF file"
+        )
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigurationError(
@@ -59,10 +74,35 @@ def find_model(
         return str(path.resolve())
     if not _is_hub_id(model):
         raise ConfigurationError(
-            f"--model-path {model} does not exist; give a directory, or a hub id like "
-            "Qwen/Qwen3-0.6B"
+            f"--model-path {model} does not exist; give a directory, a GGUF file, or a "
+            "hub id like Qwen/Qwen3-0.6B"
         )
     return _fetch(model, revision, cache_dir, may_fetch)
+
+
+def _directory_of_gguf(path: Path, load_format: str) -> str:
+    if load_format == "safetensors":
+        raise ConfigurationError(
+            f"--load-format safetensors: --model-path {path} is a file; name a model directory, or "
+            "leave the flag out for a GGUF file"
+        )
+    if (path / INDEX_FILE).is_file():
+        return str(path.resolve())
+    # It imports gguf and transformers, which other formats have no need of.
+    from sgl_pipeline.managers.gguf.gguf_directory import gguf_directory
+
+    return str(gguf_directory(find_gguf_file(path)))
+
+
+def require_tokenizer(model_path: str) -> None:
+    """Has a model directory that was made of a GGUF file hold its tokenizer, too.
+
+    Raises UnsupportedModelError where the file has none that is known.
+    """
+    if (Path(model_path) / INDEX_FILE).is_file():
+        from sgl_pipeline.managers.gguf.gguf_directory import add_tokenizer
+
+        add_tokenizer(Path(model_path))
 
 
 def _is_hub_id(model: str) -> bool:

@@ -6,6 +6,7 @@ that cannot be honored ends in a ConfigurationError that names the flag.
 """
 
 import argparse
+import json
 import logging
 import math
 import os
@@ -25,7 +26,6 @@ from sgl_pipeline.args import (
     SchedulingArgs,
     StageArgs,
     ThrottleArgs,
-    stage_load_format,
 )
 from sgl_pipeline.args.checks import require_choice
 from sgl_pipeline.args.flags import add_flags, read_section
@@ -33,7 +33,11 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import parse_layer_partition
 from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
 from sgl_pipeline.managers.command_line.model_choice import choose_model
-from sgl_pipeline.managers.command_line.model_files import find_model, resolve_dtype
+from sgl_pipeline.managers.command_line.model_files import (
+    find_model,
+    require_tokenizer,
+    resolve_dtype,
+)
 from sgl_pipeline.managers.upstream.openai_fields import ServedFeatures
 from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
 from sgl_pipeline.managers.upstream.upstream_checks import (
@@ -47,7 +51,9 @@ from sgl_pipeline.managers.upstream.upstream_environment import (
     name_variables_without_effect,
 )
 from sgl_pipeline.managers.upstream.upstream_fields import HELP, NOTED, UPSTREAM_VALUES
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.model_directory import weight_format
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ModelSpec
+from sgl_pipeline.pp_runner.model.rope_spec import YarnScaling
 from sgl_pipeline.pp_runner.weights.quantization_config import W4A8_INT8
 
 logger = logging.getLogger(__name__)
@@ -81,18 +87,26 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     Fetches the model when it is named by a hub id. Raises ConfigurationError for a value that
     cannot be honored; argparse itself ends the process for an unknown flag.
     """
+    return launch_plan(_parse(argv))
+
+
+def launch_plan(options: argparse.Namespace) -> LaunchPlan:
+    """What the options of `make_parser` ask for; as `parse_command_line` otherwise."""
     from sglang.srt.server_args import ServerArgs
 
-    options = _parse(argv)
     note_flags_without_effect(options)
     refuse_unsupported(options)
     name_variables_without_effect()
     options.pp_layer_partition, source = layer_partition_of(
         options.pp_layer_partition, options.pp_size
     )
-    model_path = find_model(options.model_path, options.revision, options.download_dir)
+    load_format = weight_format(options.load_format, options.model_path)
+    model_path = find_model(options.model_path, options.revision, options.download_dir, load_format)
+    if options.tokenizer_path is None:
+        require_tokenizer(model_path)
     served_name = options.served_model_name or options.model_path
-    pipeline, spec = _pipeline_of_model(options, model_path)
+    pipeline, spec = _pipeline_of_model(options, model_path, load_format)
+    _note_context_length(spec, options.context_length)
     stages = pipeline.stages
     if stages.kv_cache_dtype == "int8" and stages.device != "cpu":
         raise ConfigurationError(
@@ -105,6 +119,8 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
     for name, value in UPSTREAM_VALUES.items():
         setattr(options, name, value)
     options.model_path, options.dtype = model_path, stages.dtype
+    options.context_length = spec.context_length
+    options.json_model_override_args = _config_of_front(spec, options.json_model_override_args)
     options.served_model_name = served_name or "sgl-pipeline-demo"
     upstream = ServerArgs.from_cli_args(options)
     try:
@@ -118,7 +134,7 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
             f"SGLang's front cannot read the config of {model_path}: {type(error).__name__}: "
             f"{error!s:.200}"
         ) from error
-    return LaunchPlan(upstream, pipeline, upstream.context_length or spec.context_length)
+    return LaunchPlan(upstream, pipeline, spec.context_length)
 
 
 def check_port_is_free(host: str, port: int) -> None:
@@ -138,12 +154,14 @@ def check_port_is_free(host: str, port: int) -> None:
         ) from error
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(
+    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> argparse.ArgumentParser:
     """SGLang's flags and ours. The model is not required, because we ship one; keys and values may
     have a dtype, and products a format, that upstream does not know. Help says what holds here."""
     from sglang.srt.server_args import ServerArgs
 
-    parser = argparse.ArgumentParser(prog="python -m sgl_pipeline.launch_server")
+    parser = kind(prog="python -m sgl_pipeline.launch_server")
     ServerArgs.add_cli_args(parser)
     ours = {"kv_cache_dtype": KV_CACHE_DTYPES, "quantization": (W4A8_INT8,)}
     for action in parser._actions:
@@ -185,14 +203,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _pipeline_of_model(
-    options: argparse.Namespace, model_path: str
+    options: argparse.Namespace, model_path: str, load_format: str
 ) -> tuple[PipelineArgs, ModelSpec]:
     """All sections, and the spec of the model, whose own quantization `options` get."""
     require_choice("--model-impl", options.model_impl, MODEL_IMPLS)
     _check_our_side(options)
     _settle_extra_steps_in_flight(options)
     device = _device(options)
-    chosen = choose_model(model_path, options.quantization, options.model_impl)
+    chosen = choose_model(
+        model_path,
+        options.quantization,
+        options.model_impl,
+        options.context_length,
+        options.json_model_override_args,
+    )
     options.quantization = chosen.spec.quantization_method
     dtype = resolve_dtype(options.dtype, chosen.spec.dtype)
     pipeline = read_section(
@@ -203,7 +227,7 @@ def _pipeline_of_model(
             options,
             model_path=model_path,
             generic_spec=chosen.generic_spec,
-            load_format=stage_load_format(options.load_format),
+            load_format=load_format,
             dtype=dtype,
             device=device,
             graphs="off" if options.disable_cuda_graph else options.stage_graphs,
@@ -222,6 +246,39 @@ def _pipeline_of_model(
         cluster=read_section(ClusterArgs, options),
     )
     return pipeline, chosen.spec
+
+
+def _note_context_length(spec: ModelSpec, asked: int | None) -> None:
+    """Says where a rotary embedding that depends on the length of a sequence has one for all."""
+    if not isinstance(spec, DecoderSpec):
+        return
+    own = spec.own_context_lengths
+    if own.default == own.longest:
+        return
+    if asked is None:
+        logger.warning(
+            "serves %d tokens of context, as far as this model's rotary embedding is the same for "
+            "all lengths; --context-length takes up to %d, and changes it for short prompts, too",
+            own.default,
+            own.longest,
+        )
+    elif asked > own.default:
+        logger.warning(
+            "--context-length %d is more than %d: all prompts, short ones too, have the rotary "
+            "embedding that this model uses for sequences of %d tokens",
+            asked,
+            own.default,
+            asked,
+        )
+
+
+def _config_of_front(spec: ModelSpec, overrides: str) -> str:
+    """`--json-model-override-args` of upstream, which takes `max_position_embeddings` for the whole
+    context of YaRN, whatever its factor is."""
+    if not isinstance(spec, DecoderSpec) or not isinstance(spec.rope.scaling, YarnScaling):
+        return overrides
+    longest = {"max_position_embeddings": spec.own_context_lengths.longest}
+    return json.dumps({**json.loads(overrides), **longest})
 
 
 def _settle_extra_steps_in_flight(options: argparse.Namespace) -> None:
@@ -263,8 +320,6 @@ def _check_our_side(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--grammar-backend {options.grammar_backend} is not supported; choose xgrammar or none"
         )
-    if options.context_length is not None and options.context_length < 2:
-        raise ConfigurationError(f"--context-length {options.context_length} must be at least 2")
     _check_tracing(options)
     if options.stream_interval < 1:
         raise ConfigurationError(f"--stream-interval {options.stream_interval} must be at least 1")

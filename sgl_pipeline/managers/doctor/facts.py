@@ -5,7 +5,7 @@ import importlib.metadata
 import platform
 import time
 
-from sgl_pipeline.args import ClusterArgs, stage_load_format
+from sgl_pipeline.args import ClusterArgs
 from sgl_pipeline.cluster.doors import join_address, split_address
 from sgl_pipeline.cluster.interfaces import OwnAddress, agent_own_address, head_own_address
 from sgl_pipeline.cluster.model_digest import model_digest
@@ -14,6 +14,7 @@ from sgl_pipeline.host_memory import available_memory_bytes
 from sgl_pipeline.managers.command_line.model_files import find_model
 from sgl_pipeline.managers.doctor.doctor_messages import HostFacts
 from sgl_pipeline.managers.hosts.host_facts import host_hello
+from sgl_pipeline.model_directory import weight_format
 
 _PACKAGES = ("torch", "sglang")
 
@@ -24,7 +25,7 @@ def own_facts(cluster: ClusterArgs, options: argparse.Namespace) -> HostFacts:
     Raises ConfigurationError where the others could not reach this host.
     """
     own, address = _own_address(cluster)
-    digest, fault = _digest(options.model, stage_load_format(options.load_format))
+    digest, fault = _digest(options.model, weight_format(options.load_format, options.model))
     step_ms, missing = None, ""
     if options.model is not None and not fault:
         step_ms, missing = _step_ms(options, cluster)
@@ -55,7 +56,8 @@ def _digest(model: str | None, load_format: str) -> tuple[str, str]:
     if model is None:
         return "", ""
     try:
-        return model_digest(find_model(model, None, None, may_fetch=False), load_format), ""
+        path = find_model(model, None, None, load_format, may_fetch=False)
+        return model_digest(path, load_format), ""
     except ConfigurationError as error:
         return "", str(error)
 

@@ -1,28 +1,24 @@
-"""Upstream's TokenizerManager with checks before it and an end that has a time limit.
+"""Upstream's TokenizerManager with checks before it.
 
 Upstream's launcher takes it as an argument. It exists because a few requests would block or break
-upstream's own front; `route_guard.py` guards the routes. Nothing of upstream is patched, and
-nothing that works is changed.
+upstream's own front; `route_guard.py` guards the routes, and `http_front.py` adds what only an
+HTTP server needs. Nothing of upstream is patched, and nothing that works is changed.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Any, NoReturn
+from typing import Any
 
 from sglang.srt.managers.io_struct import (
     BatchTokenizedGenerateReqInput,
     PickleWrapper,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotReader
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from starlette.background import BackgroundTask
 
-from sgl_pipeline.managers.entrance import quiet_start
-from sgl_pipeline.managers.entrance.graceful_stop import StopSignals, drain
 from sgl_pipeline.managers.entrance.ollama_routes import OLLAMA_ROUTES, ends_apart
 from sgl_pipeline.managers.entrance.sample_seeds import spread_seeds
 from sgl_pipeline.managers.upstream.request_checks import (
@@ -43,64 +39,7 @@ _SAMPLED = 1  # of a traceparent's flags
 
 
 class GuardedTokenizerManager(TokenizerManager):
-    """Upstream's, with a check in front of it, refusals that also reach streams, and an end that
-    has a time limit.
-
-    Args:
-        loads_path: the file of `load_report.py`.
-        drain_timeout_s: seconds that running requests may go on after Ctrl-C or a SIGTERM.
-        on_interrupt: called when Ctrl-C stops the server.
-        end_now: ends the whole server with an exit code; the rest is upstream's.
-        before_listening: called when upstream's application is complete.
-        before_closing: called when the HTTP server is about to wait for its open connections.
-    """
-
-    def __init__(
-        self,
-        server_args: Any,
-        port_args: Any,
-        *,
-        loads_path: str,
-        drain_timeout_s: float,
-        end_now: Callable[[int], NoReturn],
-        on_interrupt: Callable[[], None],
-        before_listening: Callable[[], None],
-        before_closing: Callable[[], None],
-    ) -> None:
-        super().__init__(server_args, port_args)
-        self._before_listening = before_listening
-        self._before_closing = before_closing
-        self.load_snapshot_reader = ShmLoadSnapshotReader(loads_path, dp_size=1)
-        self.stop_requested = asyncio.Event()
-        self.end_now = end_now
-        self.on_interrupt = on_interrupt
-        self.signal_handler_class = StopSignals
-        self.drain_timeout_s = drain_timeout_s
-
-    def set_server_stop_hook(self, hook: Callable[[], None]) -> None:
-        """Upstream calls it right before it listens: all its own middleware has been added."""
-        super().set_server_stop_hook(hook)
-        self._before_listening()
-
-    async def sigterm_watchdog(self) -> None:
-        """As upstream's, which goes on at once if no request is left."""
-        await self.stop_requested.wait()
-        if not await drain(self, self.drain_timeout_s):
-            self.end_now(1)
-        self._before_closing()
-        if self.server_args.log_level != "debug":
-            quiet_start.begin()  # upstream logs its end at length
-        await super().sigterm_watchdog()
-
-    async def get_loads(
-        self, include: list[str] | None = None, dp_rank: int | None = None
-    ) -> list[LoadSnapshot]:
-        """As upstream's, which notices an unknown section too late for a 400: a ValueError."""
-        if unknown := set(include or ()) - LoadSnapshot.VALID_SECTIONS:
-            valid = ", ".join(sorted(LoadSnapshot.VALID_SECTIONS))
-            raise ValueError(f"include: {', '.join(sorted(unknown))}; choose from {valid}")
-        loads: list[LoadSnapshot] = await super().get_loads(include, dp_rank)
-        return loads
+    """Upstream's, with a check in front of it, and refusals that also reach streams."""
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """As upstream's. Raises RefusedRequestError, a ValueError, for a refused request."""
@@ -116,7 +55,7 @@ class GuardedTokenizerManager(TokenizerManager):
         async with aclosing(all_replies) as replies:
             try:
                 async for reply in replies:
-                    if (error := _refusal_in(reply)) is not None and not has_replied:
+                    if (error := refusal_in(reply)) is not None and not has_replied:
                         raise error
                     has_replied = True
                     yield reply
@@ -145,16 +84,6 @@ class GuardedTokenizerManager(TokenizerManager):
             return await tokenize
         return await asyncio.to_thread(asyncio.run, tokenize)
 
-    def create_abort_task(self, obj: Any) -> BackgroundTask:
-        """As upstream's, which does not recognize a request that was refused at the entrance."""
-        abort = super().create_abort_task(obj)
-
-        async def abort_if_taken() -> None:
-            if hasattr(obj, "is_single"):
-                await abort()
-
-        return BackgroundTask(abort_if_taken)
-
 
 def _trace_parent(state: Any) -> bytes | None:
     """The W3C traceparent of a request's span; None if it has no span or is not sampled."""
@@ -168,7 +97,7 @@ def _trace_parent(state: Any) -> bytes | None:
     return parent.encode() if int(parent[-2:], 16) & _SAMPLED else None
 
 
-def _refusal_in(reply: Any) -> RefusedRequestError | None:
+def refusal_in(reply: Any) -> RefusedRequestError | None:
     """The error that a reply of our scheduler reports, with the status that upstream looks for:
     its stream handlers expect an HTTPStatus, which the wire format turns into an integer."""
     meta = reply.get("meta_info") if isinstance(reply, dict) else None

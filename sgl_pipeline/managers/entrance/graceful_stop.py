@@ -29,7 +29,7 @@ _POLL_S = 0.1
 class StopSignals(SignalHandler):  # type: ignore[misc]
     """Signal handlers once the server is up. Upstream creates them in the event loop.
 
-    Its manager has the attributes of `GuardedTokenizerManager`.
+    Its manager has the attributes of `HttpTokenizerManager`.
     """
 
     def __init__(self, tokenizer_manager: Any) -> None:

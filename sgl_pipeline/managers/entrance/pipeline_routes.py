@@ -16,8 +16,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from sgl_pipeline.decoding import decode
-from sgl_pipeline.errors import MalformedData, RequestError
+from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.channels.operator_channel import (
     ChangeThrottle,
     DeskAnswer,
@@ -69,9 +68,6 @@ class PlanChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return UndoMove(self.preview)
 
 
-_decoder = msgspec.json.Decoder(PlanChange)
-
-
 def add_pipeline_routes(
     app: Any, address: str, move_timeout_s: float, keys: ServerKeys | None = None
 ) -> None:
@@ -83,63 +79,22 @@ def add_pipeline_routes(
         keys: the keys that upstream will ask for; None: no key.
     """
     routes = _PipelineRoutes(DeskClient(address), move_timeout_s, keys or ServerKeys())
-
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def show_plan() -> Response:
-        """The layer split in use, its stages' use of time, and the moves so far."""
-        return await routes.show_plan()
-
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def change_plan(request: Request) -> Response:
-        """Moves layers between stages, or predicts the effect."""
-        return await routes.change_plan(request)
-
-    async def explain_request(rid: str) -> Response:
-        """Explains why a request waits: the rule, its numbers, the request before it, and when it
-        will run."""
-        return await routes.explain_request(rid)
-
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def show_throttle() -> Response:
-        """The knobs of the throttle, their ranges, and past changes with their authors."""
-        return await routes.show_throttle()
-
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def change_throttle(request: Request) -> Response:
-        """Changes knobs between two steps, for good or for some time."""
-        return await routes.change_throttle(request)
-
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def tune_throttle(request: Request) -> Response:
-        """Proposes knobs for latencies, by running the last minutes again in the simulator."""
-        return await routes.tune_throttle(request)
-
-    app.add_api_route(
-        "/pipeline/tune",
-        tune_throttle,
-        methods=["POST"],
-        response_model=None,
-        dependencies=[Depends(validate_json_request)],
-    )
-    app.add_api_route("/pipeline/throttle", show_throttle, methods=["GET"], response_model=None)
-    app.add_api_route(
-        "/pipeline/throttle",
-        change_throttle,
-        methods=["PATCH"],
-        response_model=None,
-        dependencies=[Depends(validate_json_request)],
-    )
-    app.add_api_route(
-        "/pipeline/explain/{rid:path}", explain_request, methods=["GET"], response_model=None
-    )
-    app.add_api_route("/pipeline/plan", show_plan, methods=["GET"], response_model=None)
-    app.add_api_route(
-        "/pipeline/plan",
-        change_plan,
-        methods=["POST"],
-        response_model=None,
-        dependencies=[Depends(validate_json_request)],
-    )
+    for method, path, handler in (
+        ("POST", "/pipeline/tune", routes.tune_throttle),
+        ("GET", "/pipeline/throttle", routes.show_throttle),
+        ("PATCH", "/pipeline/throttle", routes.change_throttle),
+        ("GET", "/pipeline/explain/{rid:path}", routes.explain_request),
+        ("GET", "/pipeline/plan", routes.show_plan),
+        ("POST", "/pipeline/plan", routes.change_plan),
+    ):
+        has_body = method != "GET"
+        app.add_api_route(
+            path,
+            handler,
+            methods=[method],
+            response_model=None,
+            dependencies=[Depends(validate_json_request)] if has_body else None,
+        )
 
 
 class _PipelineRoutes:
@@ -152,16 +107,24 @@ class _PipelineRoutes:
         self._tuner = Tuner()
         self._move_timeout_s = move_timeout_s
 
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def show_plan(self) -> Response:
+        """The layer split in use, its stages' use of time, and the moves so far."""
         return await self._ask(ShowPlan(), ANSWER_TIMEOUT_S)
 
     async def explain_request(self, rid: str) -> Response:
+        """Explains why a request waits: the rule, its numbers, the request before it, and when it
+        will run."""
         return await self._ask(ExplainRequest(rid), ANSWER_TIMEOUT_S)
 
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def show_throttle(self) -> Response:
+        """The knobs of the throttle, their ranges, and past changes with their authors."""
         return await self._ask(ShowThrottle(), ANSWER_TIMEOUT_S)
 
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def change_throttle(self, request: Request) -> Response:
+        """Changes knobs between two steps, for good or for some time."""
         try:
             body = read_body(await request.body(), ThrottleBody)
             question = body.question(self._keys.author_of(request))
@@ -171,8 +134,10 @@ class _PipelineRoutes:
             return _refusal(str(error), error.status_code)
         return await self._ask(question, ANSWER_TIMEOUT_S)
 
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def tune_throttle(self, request: Request) -> Response:
-        """Tuning goes on when the client leaves, and its proposal is applied if that was asked."""
+        """Proposes knobs for latencies, by running the last minutes again in the simulator."""
+        # This goes on when the client leaves, and applies the proposal if that was asked.
         author = self._keys.author_of(request)
         try:
             body = read_body(await request.body(), TuneBody, HOW_TO_TUNE)
@@ -210,9 +175,11 @@ class _PipelineRoutes:
             told["applied"] = msgspec.json.decode(answer.body)
         return Response(msgspec.json.encode(told), media_type="application/json")
 
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def change_plan(self, request: Request) -> Response:
+        """Moves layers between stages, or predicts the effect."""
         try:
-            question = read_plan_change(await request.body()).question()
+            question = read_body(await request.body(), PlanChange, _HOW_TO_ASK).question()
         except ClientDisconnect:
             return _refusal("the client has left", 400)
         except RequestError as error:
@@ -227,14 +194,6 @@ class _PipelineRoutes:
         except RequestError as error:
             return _refusal(str(error), error.status_code)
         return _no_answer(timeout_s) if answer is None else _json(answer)
-
-
-def read_plan_change(body: bytes) -> PlanChange:
-    """Reads the body of POST /pipeline/plan. Raises RequestError for any other body."""
-    try:
-        return decode(_decoder, body)
-    except MalformedData as error:
-        raise RequestError(f"the body cannot be read: {error}; {_HOW_TO_ASK}") from error
 
 
 def _json(answer: DeskAnswer) -> Response:

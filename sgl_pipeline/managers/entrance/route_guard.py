@@ -21,6 +21,7 @@ from sgl_pipeline.managers.entrance.graceful_stop import SHUTTING_DOWN
 from sgl_pipeline.managers.entrance.ollama_routes import is_ollama, ollama_refusal
 from sgl_pipeline.managers.entrance.retry_after import RetryAfter
 from sgl_pipeline.managers.upstream import openai_fields
+from sgl_pipeline.managers.upstream.refused_features import REFUSED_ROUTES, refusal_of
 from sgl_pipeline.managers.upstream.request_checks import (
     MALFORMED,
     check_decodable,
@@ -36,36 +37,6 @@ CONVERSATION_OVERHEAD_BYTES = 64 * 2**10
 # while every request waits, so these are limited by the context.
 BATCH_ROUTES = frozenset({"/generate", "/v1/completions", "/vertex_generate"})
 
-_MEMORY = "releasing memory at run time"
-_EXPERTS = "recording expert distributions"
-# Upstream holds back every new request until all running ones have ended, and asks only then.
-_WEIGHTS = "changing weights at run time"
-_EMBEDDINGS = "embeddings, classification and reranking"
-_SESSIONS = "sessions"
-_SPEECH = "speech recognition"
-REFUSED_ROUTES = {
-    "/release_memory_occupation": _MEMORY,
-    "/resume_memory_occupation": _MEMORY,
-    "/slow_down": "slowing down on purpose",
-    "/start_expert_distribution_record": _EXPERTS,
-    "/stop_expert_distribution_record": _EXPERTS,
-    "/dump_expert_distribution_record": _EXPERTS,
-    "/update_weights_from_disk": _WEIGHTS,
-    "/update_weights_from_distributed": _WEIGHTS,
-    "/update_weights_from_ipc": _WEIGHTS,
-    "/update_weights_from_tensor": _WEIGHTS,
-    "/begin_weight_update": _WEIGHTS,
-    "/end_weight_update": _WEIGHTS,
-    "/open_session": _SESSIONS,
-    "/close_session": _SESSIONS,
-    "/encode": _EMBEDDINGS,
-    "/classify": _EMBEDDINGS,
-    "/v1/embeddings": _EMBEDDINGS,
-    "/v1/classify": _EMBEDDINGS,
-    "/v1/rerank": _EMBEDDINGS,
-    "/v1/audio/transcriptions": _SPEECH,
-    "/set_internal_state": "changing scheduler settings at run time",
-}
 # What helps a server to stop.
 _OPEN_WHILE_STOPPING = frozenset({"/abort_request", "/continue_generation", "/stop_profile"})
 # Upstream's handlers of these raise a RuntimeError where the reply refuses.
@@ -160,7 +131,7 @@ class RouteGuard:
 
     def _refusal(self, method: str, path: str) -> JSONResponse | None:
         if (feature := REFUSED_ROUTES.get(path)) is not None:
-            return _refusal(f"{feature}: not supported by this server yet")
+            return _refusal(refusal_of(feature))
         is_work = method not in ("GET", "HEAD") and path not in _OPEN_WHILE_STOPPING
         if is_work and self._is_stopping():
             return _refusal(SHUTTING_DOWN, HTTPStatus.SERVICE_UNAVAILABLE)

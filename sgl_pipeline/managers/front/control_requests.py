@@ -125,7 +125,7 @@ CONTROL_TYPES: tuple[type, ...] = (*_SERVED, *_REFUSALS, *_UNANSWERED)
 
 
 class Front(Protocol):
-    """Where replies go (`sglang_io.SglangFront`)."""
+    """Sends replies (`sglang_io.SglangFront`)."""
 
     def reply(self, message: SglangMessage, to: SglangMessage) -> None: ...
     def forward_to_detokenizer(self, message: SglangMessage) -> None: ...

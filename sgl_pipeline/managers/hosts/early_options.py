@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_pipeline.args import ClusterArgs, StageArgs, stage_load_format
+from sgl_pipeline.args import ClusterArgs, StageArgs
 from sgl_pipeline.args.flags import add_early_flags, option_name, read_section
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.model_directory import weight_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def read_early_options(argv: Sequence[str]) -> EarlyOptions | None:
         options.model_path,
         options.revision,
         options.download_dir,
-        stage_load_format(options.load_format),
+        weight_format(options.load_format, options.model_path),
         options.pp_size,
         options.cpu_threads_per_stage,
     )

@@ -114,7 +114,7 @@ def ray_setup(options: EarlyOptions, secret: bytes) -> RaySetup:
     """What the driver needs to know of the command line."""
     cluster = options.cluster
     model = options.model
-    if model is not None and Path(model).expanduser().is_dir():
+    if model is not None and Path(model).expanduser().exists():
         model = str(Path(model).expanduser().resolve())
     shared = ["--nnodes", str(cluster.num_hosts), "--dist-init-addr", cluster.head_address or ""]
     shared += ["--host-silence-s", str(cluster.silence_s)]

@@ -81,9 +81,8 @@ class HostAgent:
         import os
         import subprocess
         import sys
-        from pathlib import Path
 
-        import sgl_pipeline
+        from sgl_pipeline.process_lifetime import child_environment
 
         code = (
             "from sgl_pipeline.process_lifetime import die_with_parent\n"
@@ -91,11 +90,9 @@ class HostAgent:
             "from sgl_pipeline.launch_server import run_and_exit\n"
             "run_and_exit()\n"
         )
-        root = str(Path(sgl_pipeline.__file__).parents[1])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         agent = subprocess.Popen(
             [sys.executable, "-c", code, *flags, "--cluster-key-file", "/dev/stdin"],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=child_environment(),
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )

@@ -1,7 +1,4 @@
-"""What `GET /pipeline/explain/{rid}` says of one request.
-
-Called by `front/operator_replies.py`. JSON types only, and nothing of any request's text.
-"""
+"""Answers `GET /pipeline/explain/{rid}`, in JSON types and without any request's text."""
 
 from dataclasses import asdict
 from typing import Any

@@ -1,6 +1,6 @@
 """Puts what the scheduler process sends to the live page into JSON, as short as a page needs it.
 
-Called by `entrance/live_hub.py`, once for all viewers. `page/model.js` reads it: whoever changes
+Once for all viewers. `page/model.js` reads it: whoever changes
 one changes the other. Moments are microseconds of the host's monotonic clock.
 """
 

@@ -5,7 +5,7 @@ process exports the latencies and token counts of requests. Counts are written a
 from a state that exists anyway: Prometheus asks less often, and no step waits for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, get_args
 
@@ -32,6 +32,7 @@ from sgl_pipeline.throttle import Bound, Target
 _INTERVAL_S = 1.0
 _RECOVERY_SECONDS = (0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0, 120.0)
 _HANDOVER_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_KNOBS = ("prefill_spread_steps", "max_prefill_tokens", "min_prefill_tokens", "pause_free_share")
 _MOVE_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -89,13 +90,13 @@ class MetricsReport:
         own.move_seconds.labels(**own.labels, outcome=outcome).observe(
             record.ended_s - record.began_s
         )
-        own.copied_bytes.inc(record.copied_bytes)
-        own.patched_bytes.inc(record.patched_bytes)
+        own.move_bytes["copied"].inc(record.copied_bytes)
+        own.move_bytes["patched"].inc(record.patched_bytes)
         if record.outcome is MoveOutcome.DONE:
             own.move_gap_s.set(record.gap_ms / 1e3)
 
     def _count_change(self, change: ThrottleChange) -> None:
-        self._own.throttle_changes.labels(**self._own.labels, cause=change.cause).inc()
+        self._own.throttle_changes[change.cause].inc()
 
     def _count_recovery(self, record: RecoveryRecord) -> None:
         assert record.ended_s is not None
@@ -109,7 +110,7 @@ class MetricsReport:
         own.recomputed_tokens.inc(record.num_tokens)
         if record.has_other_stages:
             direction = "fewer" if record.num_stages < record.stages_before else "more"
-            own.stage_changes.labels(**own.labels, direction=direction).inc()
+            own.stage_changes[direction].inc()
 
     def publish(self, load: LoadSnapshot, state: PipelineState) -> None:
         """Writes `state`, if it is time; `load` is the same as upstream counts it."""
@@ -120,7 +121,7 @@ class MetricsReport:
         self._publish_own(state)
 
     def _publish_upstream(self, load: LoadSnapshot, state: PipelineState) -> None:
-        """Those of upstream's that mean something here; the others keep upstream's "nothing"."""
+        """Publishes upstream's metrics that mean something here; the others keep "nothing"."""
         cached_pages = state.load.free_pages - state.unused_pages
         retracted = self._upstream.num_retracted_reqs_total.labels(**self._upstream.labels)
         self._upstream.log_stats(
@@ -168,8 +169,8 @@ class MetricsReport:
         if state.throttle is not None:
             self._publish_throttle(state.throttle)
         self._count(own.steps, state.num_steps)
-        self._count(own.prefill_tokens, state.prefill_tokens)
-        self._count(own.decodes, state.decodes)
+        self._count(own.step_tokens["prefill"], state.prefill_tokens)
+        self._count(own.step_tokens["decode"], state.decodes)
         if state.recent_steps:
             self._publish_recent(state)
         for number, stage in enumerate(state.stages):
@@ -189,12 +190,12 @@ class MetricsReport:
             gauge.set(policy == knobs["policy"])
 
     def _publish_recent(self, state: PipelineState) -> None:
-        """What the newest steps carried, and how their stages spent their time."""
+        """Publishes the tokens of the newest steps, and the shares of their stages' time."""
         own, newest = self._own, state.recent_steps[-1]
-        own.microbatch_prefill_tokens.set(newest.prefill_tokens)
-        own.microbatch_decodes.set(newest.decodes)
-        own.prefill_budget.set(newest.prefill_budget)
-        own.decode_budget.set(newest.decode_budget)
+        own.microbatch_tokens["prefill"].set(newest.prefill_tokens)
+        own.microbatch_tokens["decode"].set(newest.decodes)
+        own.budgets["prefill"].set(newest.prefill_budget)
+        own.budgets["decode"].set(newest.decode_budget)
         for rule, gauge in own.bound_by.items():
             gauge.set(rule == newest.bound_by)
         for target, gauge in own.missed_targets.items():
@@ -210,7 +211,7 @@ class MetricsReport:
 
 
 def _labels(server_args: Any) -> dict[str, Any]:
-    """Those of upstream's scheduler (`SchedulerMetricsCollector.init_new`) at one process."""
+    """The labels of upstream's scheduler (`SchedulerMetricsCollector.init_new`) at one process."""
     labels = {
         "model_name": server_args.served_model_name,
         "engine_type": "unified",
@@ -228,183 +229,163 @@ class _PipelineMetrics:
 
     def __init__(self, labels: dict[str, str], num_stages: int) -> None:
         self.labels = labels
-        self._add_moves(num_stages)
+        self._stages = [str(stage) for stage in range(num_stages)]
+        self._add_moves()
         self._add_throttle()
         self._add_recoveries()
-        self._add_slow_stages(num_stages)
-        self.waiting_tokens = _gauge(
-            "waiting_tokens", "Prompt tokens not yet scheduled, cache hits excluded.", labels
+        self._add_stage_times()
+        self.waiting_tokens = self._gauge(
+            "waiting_tokens", "Prompt tokens not yet scheduled, cache hits excluded."
         )
-        self.free_page_share = _gauge(
-            "free_page_share", "Share of the KV pages that is free or evictable.", labels
+        self.free_page_share = self._gauge(
+            "free_page_share", "Share of the KV pages that is free or evictable."
         )
-        self.naive_waiting_tokens = _gauge(
-            "naive_waiting_tokens", "Prompt tokens not yet scheduled, cached or not.", labels
+        self.naive_waiting_tokens = self._gauge(
+            "naive_waiting_tokens", "Prompt tokens not yet scheduled, cached or not."
         )
-        self.naive_free_page_share = _gauge(
-            "naive_free_page_share", "Share of the KV pages that is free; cached are not.", labels
+        self.naive_free_page_share = self._gauge(
+            "naive_free_page_share", "Share of the KV pages that is free; cached are not."
         )
-        carried = _labeled_gauge("microbatch_tokens", "Tokens of the newest step.", labels, "kind")
-        self.microbatch_prefill_tokens = carried.labels(**labels, kind="prefill")
-        self.microbatch_decodes = carried.labels(**labels, kind="decode")
-        budget = _labeled_gauge(
-            "microbatch_budget_tokens", "Most that the policy gave the newest step.", labels, "kind"
+        kinds = ("prefill", "decode")
+        self.microbatch_tokens = self._gauges(
+            "microbatch_tokens", "Tokens of the newest step.", "kind", kinds
         )
-        self.prefill_budget = budget.labels(**labels, kind="prefill")
-        self.decode_budget = budget.labels(**labels, kind="decode")
-        bound = _labeled_gauge(
+        self.budgets = self._gauges(
+            "microbatch_budget_tokens", "Most that the policy gave the newest step.", "kind", kinds
+        )
+        self.steps_in_flight = self._gauge("steps_in_flight", "Steps between first and last stage.")
+        self.num_stages = self._gauge("num_stages", "Pipeline stages that serve.")
+        self.num_stages.set(num_stages)
+        configured = "Pipeline stages that the server was started with."
+        self._gauge("configured_stages", configured).set(num_stages)
+        self.steps = self._counter("steps", "Steps scheduled.").labels(**labels)
+        self.step_tokens = self._counters(
+            "step_tokens", "Tokens of the steps scheduled.", "kind", kinds
+        )
+
+    def _add_throttle(self) -> None:
+        """Adds metrics of the policy and its knobs."""
+        self.bound_by = self._gauges(
             "budget_bound_by",
             "1 for the rule that bound the newest prefill budget.",
-            labels,
             "rule",
+            get_args(Bound),
         )
-        self.bound_by = {rule: bound.labels(**labels, rule=rule) for rule in get_args(Bound)}
-        missed = _labeled_gauge(
+        self.missed_targets = self._gauges(
             "target_missed",
             "1 for the target that cannot be met as things stand.",
-            labels,
             "target",
+            get_args(Target),
         )
-        self.missed_targets = {
-            target: missed.labels(**labels, target=target) for target in get_args(Target)
-        }
-        bubbles = _labeled_gauge(
+        self.throttle_knobs = self._gauges(
+            "throttle_knob", "A knob of the policy in force.", "knob", _KNOBS
+        )
+        self.policies = self._gauges("policy", "1 for the policy in force.", "policy", POLICIES)
+        self.throttle_changes = self._counters(
+            "throttle_changes", "Changes of the policy's knobs.", "cause", get_args(Cause)
+        )
+
+    def _add_moves(self) -> None:
+        """Adds metrics of the layer split and its changes."""
+        self.stage_layers = self._gauges_of_stages("stage_layers", "Layers of the plan in use.")
+        self.plan_epoch = self._gauge("plan_epoch", "Number of the plan in use.")
+        self.moves = self._counter("layer_moves", "Layer moves.", "outcome", "wanted_by")
+        self.move_bytes = self._counters(
+            "layer_move_bytes",
+            "Keys and values sent by moves.",
+            "phase",
+            ("copied", "patched"),
+        )
+        self.move_gap_s = self._gauge(
+            "layer_move_gap_seconds", "At most how long the last move held up a step."
+        )
+        self.move_seconds = self._histogram(
+            "layer_move_seconds", "From the wish for a move to its end.", _MOVE_SECONDS, "outcome"
+        )
+
+    def _add_stage_times(self) -> None:
+        bubbles = _gauge(
             "stage_bubble_share",
             f"Share of a stage's time lost to this cause over the newest {RECENT_STEPS} steps.",
-            labels,
-            "stage",
-            "cause",
+            [*self.labels, "stage", "cause"],
         )
         self.bubble_shares = [
             {
-                cause: bubbles.labels(**labels, stage=str(stage), cause=cause)
+                cause: bubbles.labels(**self.labels, stage=stage, cause=cause)
                 for cause in BUBBLE_CAUSES
             }
-            for stage in range(num_stages)
+            for stage in self._stages
         ]
-        self.steps_in_flight = _gauge(
-            "steps_in_flight", "Steps between first and last stage.", labels
+        self.stage_slowdown = self._gauges_of_stages(
+            "stage_slowdown", "A stage's times over what is predicted for them."
         )
-        self.num_stages = _gauge("num_stages", "Pipeline stages that serve.", labels)
-        self.num_stages.set(num_stages)
-        configured = "Pipeline stages that the server was started with."
-        _gauge("configured_stages", configured, labels).set(num_stages)
-        self.steps = _counter("steps", "Steps scheduled.", labels).labels(**labels)
-        tokens = _counter("step_tokens", "Tokens of the steps scheduled.", labels, "kind")
-        self.prefill_tokens = tokens.labels(**labels, kind="prefill")
-        self.decodes = tokens.labels(**labels, kind="decode")
-        waits = _counter(
-            "stage_input_wait_seconds", "Time a stage has waited for work.", labels, "stage"
+        self.stage_is_slow = self._gauges_of_stages(
+            "stage_is_slow", "1 for a stage that is slower than it should be."
         )
-        computes = _counter("stage_compute_seconds", "Time a stage has worked.", labels, "stage")
-        stages = range(num_stages)
-        self.stage_input_wait_s = [waits.labels(**labels, stage=str(stage)) for stage in stages]
-        self.stage_compute_s = [computes.labels(**labels, stage=str(stage)) for stage in stages]
-
-    def _add_throttle(self) -> None:
-        """Those of the policy and its knobs."""
-        labels = self.labels
-        knobs = _labeled_gauge("throttle_knob", "A knob of the policy in force.", labels, "knob")
-        self.throttle_knobs = {
-            knob: knobs.labels(**labels, knob=knob)
-            for knob in (
-                "prefill_spread_steps",
-                "max_prefill_tokens",
-                "min_prefill_tokens",
-                "pause_free_share",
-            )
-        }
-        policies = _labeled_gauge("policy", "1 for the policy in force.", labels, "policy")
-        self.policies = {one: policies.labels(**labels, policy=one) for one in POLICIES}
-        self.throttle_changes = _counter(
-            "throttle_changes", "Changes of the policy's knobs.", labels, "cause"
-        )
-        for cause in get_args(Cause):
-            self.throttle_changes.labels(**labels, cause=cause)
-
-    def _add_moves(self, num_stages: int) -> None:
-        """Those of the layer split and its changes."""
-        labels = self.labels
-        layers = _labeled_gauge("stage_layers", "Layers of the plan in use.", labels, "stage")
-        self.stage_layers = [
-            layers.labels(**labels, stage=str(stage)) for stage in range(num_stages)
+        waits = "Time a stage has waited for work."
+        works = "Time a stage has worked."
+        self.stage_input_wait_s = [
+            *self._counters("stage_input_wait_seconds", waits, "stage", self._stages).values()
         ]
-        self.plan_epoch = _gauge("plan_epoch", "Number of the plan in use.", labels)
-        self.moves = _counter("layer_moves", "Layer moves.", labels, "outcome", "wanted_by")
-        moved = _counter("layer_move_bytes", "Keys and values sent by moves.", labels, "phase")
-        self.copied_bytes = moved.labels(**labels, phase="copied")
-        self.patched_bytes = moved.labels(**labels, phase="patched")
-        self.move_gap_s = _gauge(
-            "layer_move_gap_seconds", "At most how long the last move held up a step.", labels
-        )
-        self.move_seconds = Histogram(
-            "sgl_pipeline_layer_move_seconds",
-            "From the wish for a move to its end.",
-            labelnames=[*labels, "outcome"],
-            buckets=_MOVE_SECONDS,
-        )
-
-    def _add_slow_stages(self, num_stages: int) -> None:
-        labels = self.labels
-        slowdown = _labeled_gauge(
-            "stage_slowdown", "A stage's times over what is predicted for them.", labels, "stage"
-        )
-        is_slow = _labeled_gauge(
-            "stage_is_slow", "1 for a stage that is slower than it should be.", labels, "stage"
-        )
-        stages = [str(stage) for stage in range(num_stages)]
-        self.stage_slowdown = [slowdown.labels(**labels, stage=stage) for stage in stages]
-        self.stage_is_slow = [is_slow.labels(**labels, stage=stage) for stage in stages]
+        self.stage_compute_s = [
+            *self._counters("stage_compute_seconds", works, "stage", self._stages).values()
+        ]
 
     def _add_recoveries(self) -> None:
-        labels = self.labels
-        self.is_recovering = _gauge(
-            "is_recovering", "1 while a stage is replaced, or others take over its layers.", labels
+        self.is_recovering = self._gauge(
+            "is_recovering", "1 while a stage is replaced, or others take over its layers."
         )
-        self.lost_workers = _counter("lost_workers", "Workers that were replaced.", labels, "stage")
-        self.recomputed_tokens = _counter(
-            "recovery_tokens", "Tokens to prefill again because a stage was lost.", labels
-        ).labels(**labels)
-        self.stage_changes = _counter(
+        self.lost_workers = self._counter("lost_workers", "Workers that were replaced.", "stage")
+        self.recomputed_tokens = self._counter(
+            "recovery_tokens", "Tokens to prefill again because a stage was lost."
+        ).labels(**self.labels)
+        self.stage_changes = self._counters(
             "stage_changes",
             "Times that fewer stages went on, or more again.",
-            labels,
             "direction",
+            ("fewer", "more"),
         )
-        for direction in ("fewer", "more"):
-            self.stage_changes.labels(**labels, direction=direction)
-        self.replayed_tokens = _counter(
+        self.replayed_tokens = self._counter(
             "replayed_tokens",
             "Tokens that a stage which was replaced has computed again by itself.",
-            labels,
             "stage",
         )
-        self.recovery_seconds = Histogram(
-            "sgl_pipeline_recovery_seconds",
+        self.recovery_seconds = self._histogram(
+            "recovery_seconds",
             "From the loss of a stage to the first step that all stages can run.",
-            labelnames=[*labels],
-            buckets=_RECOVERY_SECONDS,
+            _RECOVERY_SECONDS,
         )
-        self.handover_seconds = Histogram(
-            "sgl_pipeline_handover_seconds",
+        self.handover_seconds = self._histogram(
+            "handover_seconds",
             "How long no step began while a worker that leaves handed its stage over.",
-            labelnames=[*labels],
-            buckets=_HANDOVER_SECONDS,
+            _HANDOVER_SECONDS,
         )
 
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return _gauge(name, text, [*self.labels]).labels(**self.labels)
 
-def _gauge(name: str, text: str, labels: dict[str, str]) -> Gauge:
-    return _labeled_gauge(name, text, labels).labels(**labels)
+    def _gauges(self, name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Gauge]:
+        """A gauge for each value of `label`."""
+        gauge = _gauge(name, text, [*self.labels, label])
+        return {value: gauge.labels(**self.labels, **{label: value}) for value in values}
+
+    def _gauges_of_stages(self, name: str, text: str) -> list[Gauge]:
+        return [*self._gauges(name, text, "stage", self._stages).values()]
+
+    def _counter(self, name: str, text: str, *more: str) -> Counter:
+        return Counter(f"sgl_pipeline_{name}", text, labelnames=[*self.labels, *more])
+
+    def _counters(
+        self, name: str, text: str, label: str, values: Iterable[str]
+    ) -> dict[str, Counter]:
+        """A counter for each value of `label`."""
+        counter = self._counter(name, text, label)
+        return {value: counter.labels(**self.labels, **{label: value}) for value in values}
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *more: str) -> Histogram:
+        labels = [*self.labels, *more]
+        return Histogram(f"sgl_pipeline_{name}", text, labelnames=labels, buckets=buckets)
 
 
-def _labeled_gauge(name: str, text: str, labels: dict[str, str], *more: str) -> Gauge:
-    return Gauge(
-        f"sgl_pipeline_{name}",
-        text,
-        labelnames=[*labels, *more],
-        multiprocess_mode="mostrecent",
-    )
-
-
-def _counter(name: str, text: str, labels: dict[str, str], *more: str) -> Counter:
-    return Counter(f"sgl_pipeline_{name}", text, labelnames=[*labels, *more])
+def _gauge(name: str, text: str, labels: Sequence[str]) -> Gauge:
+    return Gauge(f"sgl_pipeline_{name}", text, labelnames=labels, multiprocess_mode="mostrecent")

@@ -1,7 +1,4 @@
-"""What `GET /pipeline/plan` says of the layer split, and how a move is described in JSON.
-
-Called by `front/operator_replies.py`. JSON types only, and nothing of any request's text.
-"""
+"""Describes the layer split, for `GET /pipeline/plan`, and layer moves, in JSON types."""
 
 import time
 from dataclasses import asdict
@@ -50,7 +47,7 @@ def describe_plan(state: PipelineState, migration: MigrationControl) -> dict[str
 
 
 def describe_prediction(prediction: MoveProposal) -> dict[str, Any]:
-    """What another split is predicted to bring."""
+    """The predicted effect of another split."""
     return {
         "layer_counts": list(prediction.layer_counts),
         "stage_ms_before": [round(one, 3) for one in prediction.before_ms],

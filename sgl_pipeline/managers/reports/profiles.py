@@ -40,7 +40,7 @@ class _Stages(Protocol):
 
     @property
     def stages(self) -> range:
-        """Those that serve."""
+        """The stages that serve."""
 
     def send(self, stage: int, message: ToWorker) -> None: ...
 
@@ -166,7 +166,7 @@ class Profiles:
 
 
 def _path(message: ProfileMessage, name: str) -> str:
-    """Where the request wants the file that ends in `name`."""
+    """The requested path of the file that ends in `name`."""
     directory = message.output_dir or os.environ.get("SGLANG_TORCH_PROFILER_DIR", "/tmp")
     parts = (message.profile_prefix, message.profile_id, name)
     folder = os.path.abspath(os.path.expanduser(directory))

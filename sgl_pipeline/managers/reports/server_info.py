@@ -1,7 +1,5 @@
-"""What `/server_info` says of the pipeline: how it was started, and how it is doing.
-
-Called by the scheduler process; upstream adds what its front knows. JSON types only.
-"""
+"""The pipeline's part of `/server_info`: its start and its state, in JSON types. Upstream adds what
+its front knows."""
 
 import time
 from collections.abc import Mapping
@@ -63,7 +61,7 @@ def summarize_start(facts: Mapping[str, Any]) -> str:
 
 
 def describe_page(args: PipelineArgs, server_args: Any) -> dict[str, Any]:
-    """What the live page shows beside `describe_start`: the model, and what bounds a step."""
+    """The live page's facts beside `describe_start`: the model, and the bounds of a step."""
     throttle = args.throttle
     return {
         "model": server_args.served_model_name,
@@ -136,7 +134,7 @@ def _describe_recovery(record: RecoveryRecord, now_s: float) -> dict[str, Any]:
 
 
 def _describe_recent(state: PipelineState) -> dict[str, Any]:
-    """What the recent steps carried, what bound the newest, and the shares of each stage's time."""
+    """Tokens of the recent steps, the bound of the newest, and the shares of each stage's time."""
     steps = state.recent_steps
     if not steps:
         return {"steps": 0}

@@ -1,7 +1,4 @@
-"""How the window that `POST /pipeline/tune` runs again was really served, to judge its predictions.
-
-Called by `entrance/pipeline_routes.py`. JSON types only.
-"""
+"""Measures how the window of `POST /pipeline/tune` was served, to judge its predictions."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -11,8 +8,8 @@ from sgl_pipeline.pipeline.recent_load import RecentWork
 
 
 def describe_window(work: RecentWork, ttft_ms: float, tpot_ms: float) -> dict[str, Any]:
-    """What was measured: latencies of the requests that have ended, as the scheduler saw them, and
-    the share of these that met both. `window_s` is the time since the oldest one came."""
+    """The measured latencies of the requests that have ended, as the scheduler saw them, and the
+    share of these that met both targets. `window_s` is the time since the oldest one came."""
     ended = [one for one in work.requests if one.total_ms is not None]
     ttfts = [one.first_token_ms for one in ended if one.first_token_ms is not None]
     tpots = [one.tpot_ms for one in ended if one.tpot_ms is not None]

@@ -13,7 +13,7 @@ from typing import Any
 HONORED = frozenset(
     """
     model_path model_impl revision download_dir load_format dtype quantization kv_cache_dtype
-    context_length device
+    context_length json_model_override_args device
     random_seed pp_size pp_max_micro_batch_size pp_async_batch_depth
     nnodes node_rank dist_init_addr use_ray page_size
     chunked_prefill_size
@@ -51,6 +51,25 @@ FRONT = frozenset(
     bucket_time_to_first_token bucket_inter_token_latency bucket_e2e_request_latency
     prompt_tokens_buckets generation_tokens_buckets
     trace_modules otlp_service_name
+    """.split()
+)
+
+# Arguments of both sides that mean nothing without an HTTP server: an engine refuses them.
+SERVER_ONLY = frozenset(
+    """
+    host port fastapi_root_path skip_server_warmup warmups api_key admin_api_key
+    ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password enable_ssl_refresh
+    chat_template trust_request_chat_template hf_chat_template_name completion_template
+    default_chat_template_kwargs tool_call_parser tool_server enable_response_store
+    sampling_defaults stream_response_default_include_usage
+    asr_max_buffer_seconds asr_max_concurrent_sessions log_level_http
+    uvicorn_access_log_exclude_prefixes tokenizer_metrics_custom_labels_header
+    tokenizer_metrics_allowed_custom_labels enable_metrics extra_metric_labels
+    bucket_time_to_first_token bucket_inter_token_latency bucket_e2e_request_latency
+    prompt_tokens_buckets generation_tokens_buckets
+    enable_trace otlp_traces_endpoint otlp_service_name trace_modules
+    nnodes node_rank dist_init_addr use_ray ray_wait_s host_silence_s cluster_key_file
+    ui drain_timeout_s config
     """.split()
 )
 
@@ -137,7 +156,9 @@ REFUSED_NAMESPACES = {
 _GRPC = "the gRPC front is not supported; use HTTP"
 _ONE_TOKENIZER = "one tokenizer and one detokenizer process are supported"
 _QUANTIZATION = "of weights see --quantization, of keys and values --kv-cache-dtype"
-_WEIGHTS = "weights are read from local safetensors files by each stage; no other source is built"
+_WEIGHTS = (
+    "weights are read from local files by each stage, safetensors or GGUF; no other source is built"
+)
 _REMOTE_CODE = "code from a model repository is never run; see --model-impl"
 _WHITESPACE = "xgrammar has no such pattern; see --constrained-json-max-whitespace-cnt"
 _METRICS = "only the metrics of --enable-metrics are built; --trace-path writes a record per step"
@@ -172,7 +193,7 @@ _REFUSED_TEXT = {
     _DEVICE: "base_gpu_id gpu_id_step numa_node",
     "it belongs to another platform": "mlx_enable_sampling",
     "the server's own exit path must run": "custom_sigquit_handler",
-    _REMOTE_CODE: "model_config_parser json_model_override_args",
+    _REMOTE_CODE: "model_config_parser",
     "only text generation is served": "is_embedding",
     _QUANTIZATION: """quantization_param_path modelopt_quant
         modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path

@@ -30,8 +30,8 @@ class HeadNorms(NamedTuple):
 
 class Rotation(NamedTuple):
     """The rotary embedding (arXiv 2104.09864) of a step's rows: `cosine` and `sine` [T, R / 2] fp32
-    of each pair's angle. Pairs are neighbors where `interleaved`, else the i-th of the first R / 2
-    dimensions and the i-th of the next R / 2."""
+    of each pair's angle, times the attention factor of YaRN or LongRoPE. Pairs are neighbors where
+    `interleaved`, else the i-th of the first R / 2 dimensions and the i-th of the next R / 2."""
 
     cosine: torch.Tensor
     sine: torch.Tensor

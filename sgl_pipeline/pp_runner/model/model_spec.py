@@ -18,8 +18,10 @@ from sgl_pipeline.model_directory import read_json_object
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape, LayerAttention
 from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES
 from sgl_pipeline.pp_runner.model.config_fields import ConfigFields
-from sgl_pipeline.pp_runner.model.families import FAMILIES, Family, MlpNames, TensorNames
+from sgl_pipeline.pp_runner.model.families import FAMILIES, MlpNames, TensorNames
 from sgl_pipeline.pp_runner.model.layer_attention import layer_attentions
+from sgl_pipeline.pp_runner.model.rope_config import ContextLengths, RopeConfig, with_rope_overrides
+from sgl_pipeline.pp_runner.model.rope_spec import RopeSpec
 from sgl_pipeline.pp_runner.weights.quantization_config import (
     choose_quantization,
     read_quantization,
@@ -28,22 +30,12 @@ from sgl_pipeline.pp_runner.weights.schemes import Quantization
 
 Config = Mapping[str, Any]
 
-ROPE_FACTORS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
-
 # Fields whose names sound like maths (see below) but which are read here or concern training.
 _KNOWN_FIELDS = frozenset(
     "attention_dropout hidden_act head_dim num_attention_heads rms_norm_eps"
     " rope_parameters rope_scaling rope_theta sliding_window use_sliding_window max_window_layers"
-    " max_position_embeddings tie_word_embeddings attn_implementation _attn_implementation"
+    " max_position_embeddings original_max_position_embeddings tie_word_embeddings"
+    " attn_implementation _attn_implementation"
     " _attn_implementation_autoset use_cache chunk_size_feed_forward output_attentions"
     " num_key_value_heads layer_types quantization_config".split()
 )
@@ -53,26 +45,6 @@ _MATHS_WORDS = tuple(
     " multiplier norm quant residual rope rotary router scal sliding soft_cap softcap topk vision"
     " window".split()
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """The rotary embedding: base `theta`, and `factors` by their Hugging Face names
-    (`ROPE_FACTORS[kind]`).
-
-    The first `rotated_share` of a head's dimensions are rotated, in pairs of neighbors where
-    `interleaved`, else of the two halves.
-    """
-
-    theta: float
-    kind: str = "default"
-    factors: tuple[float, ...] = ()
-    rotated_share: float = 1.0
-    interleaved: bool = False
-
-    def rotated_dims(self, head_dim: int) -> int:
-        """Number of a head's dimensions that are rotated."""
-        return int(head_dim * self.rotated_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +69,10 @@ class ModelSpec(ABC):
     """All facts about a model that the pipeline needs, whichever code computes its layers. Lengths
     in tokens.
 
-    `dtype` is the torch dtype name that the checkpoint was saved in. `eos_token_ids` are those of
-    config.json and generation_config.json; the tokenizer's are added by `managers/`. `attentions`
-    has an entry for each layer. `quantization` lists matrices of fewer than 16 bits; None: there
-    are none.
+    `context_length` is what the server serves. `dtype` is the torch dtype name that the checkpoint
+    was saved in. `eos_token_ids` are those of config.json and generation_config.json; the
+    tokenizer's are added by `managers/`. `attentions` has an entry for each layer. `quantization`
+    lists matrices of fewer than 16 bits; None: there are none.
     """
 
     architecture: str
@@ -160,6 +132,7 @@ class ModelSpec(ABC):
 class DecoderSpec(ModelSpec):
     """A model whose layers are those of `decoder.py`."""
 
+    own_context_lengths: ContextLengths
     intermediate_size: int
     norm_epsilon: float
     rope: RopeSpec
@@ -213,14 +186,21 @@ class DecoderSpec(ModelSpec):
         ]
 
 
-def read_model_spec(path: str | Path, quantization: str | None = None) -> DecoderSpec:
+def read_model_spec(
+    path: str | Path,
+    quantization: str | None = None,
+    context_length: int | None = None,
+    rope_overrides: str = "{}",
+) -> DecoderSpec:
     """The spec of the model directory `path` (config.json, and generation_config.json if it is
     there).
 
     Args:
         quantization: as `--quantization`; None: as the checkpoint is.
+        context_length: as `--context-length`; None: the model's own.
+        rope_overrides: as `--json-model-override-args`.
 
-    Raises ConfigurationError when there is no readable config or the quantization does not fit it,
+    Raises ConfigurationError when there is no readable config or an argument does not fit it,
     UnsupportedModelError when the model needs something that the decoder does not compute.
     """
     directory = Path(path)
@@ -228,15 +208,21 @@ def read_model_spec(path: str | Path, quantization: str | None = None) -> Decode
         raise ConfigurationError(f"--model-path {path}: no such directory")
     generation_path = directory / "generation_config.json"
     generation = read_json_object(generation_path) if generation_path.exists() else {}
-    spec = model_spec(read_json_object(directory / "config.json"), generation)
+    config = with_rope_overrides(read_json_object(directory / "config.json"), rope_overrides)
+    spec = model_spec(config, generation, context_length)
     chosen = choose_quantization(
         quantization, spec.quantization, spec.names.head, has_tied_head=spec.tied_embeddings
     )
     return replace(spec, quantization=chosen)
 
 
-def model_spec(config: Config, generation_config: Config | None = None) -> DecoderSpec:
+def model_spec(
+    config: Config, generation_config: Config | None = None, context_length: int | None = None
+) -> DecoderSpec:
     """The spec that the dicts of config.json and generation_config.json describe.
+
+    Args:
+        context_length: as `--context-length`; None: the model's own.
 
     Raises UnsupportedModelError naming the architecture or the field.
     """
@@ -244,15 +230,21 @@ def model_spec(config: Config, generation_config: Config | None = None) -> Decod
     family = FAMILIES[architecture]
     fields = ConfigFields({**family.defaults, **config}, family.spellings)
     _refuse_unsupported_fields(fields.raw, architecture)
+    attentions = layer_attentions(fields, family)
+    head_dim = attentions[0].head_dim
+    rope = RopeConfig(fields, family)
+    own_context_lengths = rope.context_lengths()
+    context_length = context_length or own_context_lengths.default
     spec = DecoderSpec(
         architecture=architecture,
         vocab_size=fields.positive("vocab_size"),
         hidden_size=fields.positive("hidden_size"),
         intermediate_size=fields.positive("intermediate_size"),
-        attentions=layer_attentions(fields, family),
-        context_length=fields.positive("max_position_embeddings"),
+        attentions=attentions,
+        context_length=context_length,
+        own_context_lengths=own_context_lengths,
         norm_epsilon=fields.number("rms_norm_eps", 1e-6),
-        rope=_rope_spec(fields, family),
+        rope=rope.spec(head_dim, context_length),
         qkv_bias=family.qkv_bias or bool(fields.get("qkv_bias")),
         output_bias=bool(fields.get("output_bias")),
         mlp_bias=bool(fields.get("mlp_bias")),
@@ -333,37 +325,6 @@ def _expert_spec(fields: ConfigFields) -> ExpertSpec:
             f"{fields.spelt('num_experts')} {experts.num_experts}"
         )
     return experts
-
-
-def _rope_spec(fields: ConfigFields, family: Family) -> RopeSpec:
-    """transformers 5 writes `rope_parameters`; older ones `rope_theta` and `rope_scaling`."""
-    parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise UnsupportedModelError("config.json: rope_parameters for each layer type")
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in ROPE_FACTORS:
-        raise UnsupportedModelError(
-            f"config.json: rope type {kind!r} is not supported; known are {', '.join(ROPE_FACTORS)}"
-        )
-    rotated_share = parameters.get("partial_rotary_factor")
-    if family.partial_rope and rotated_share is None:
-        rotated_share = fields.get("partial_rotary_factor")
-    rotated_share = 1.0 if rotated_share is None else rotated_share
-    if not isinstance(rotated_share, int | float) or not 0 < rotated_share <= 1:
-        raise ConfigurationError(f"config.json: partial_rotary_factor is {rotated_share!r}")
-    if rotated_share != 1 and not family.partial_rope:
-        raise UnsupportedModelError(f"config.json: partial_rotary_factor {rotated_share}, not 1")
-    fallbacks = {"original_max_position_embeddings": fields.get("max_position_embeddings")}
-    factors = []
-    for name in ROPE_FACTORS[kind]:
-        factor = parameters.get(name, fallbacks.get(name))
-        if not isinstance(factor, int | float) or factor <= 0:
-            raise ConfigurationError(f"config.json: rope type {kind} needs {name}, got {factor!r}")
-        factors.append(float(factor))
-    theta = float(parameters.get("rope_theta") or fields.get("rope_theta") or 10_000.0)
-    # ChatGLM3 stretches the base: modeling_chatglm.py, RotaryEmbedding.forward_impl.
-    theta *= fields.number("rope_ratio", 1.0)
-    return RopeSpec(theta, kind, tuple(factors), float(rotated_share), family.interleaved_rope)
 
 
 def eos_token_ids(config: Config) -> frozenset[int]:

@@ -36,7 +36,7 @@ class OutputHead:
 class NativeStageModel:
     """The weights of one stage. `layers` holds its decoder layers by model-wide id.
 
-    Use `NativeStageModel.load`. `loaded` maps the names of the tensors that it holds to their bytes.
+    Use `load` or `build`. `loaded` maps the names of the tensors that it holds to their bytes.
 
     Args:
         open_source: opens the weights, once now and again for each layer that is loaded later. An

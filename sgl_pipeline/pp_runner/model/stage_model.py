@@ -2,13 +2,12 @@
 the head on the last.
 
 Layers may come and go (`held_layers.py`). A stage model never schedules, samples or sends, and
-keeps no state of a step: two can live in one process. `native_stage.py` computes layers with our own
-code, `generic/` with transformers'.
+keeps no state of a step: two can live in one process. `native_stage.py` computes layers with our
+own code, `generic/` with transformers'.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch

@@ -1,4 +1,5 @@
 """The source of a stage's weights: safetensors files, or random numbers for measurements.
+`gguf_weights.py` has that of GGUF files.
 
 Layers ask for one tensor after the other by its Hugging Face name. Must never read a tensor that
 was not asked for: a stage holds its own layers and no others.
@@ -14,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sgl_pipeline.errors import CheckpointError, ConfigurationError
+from sgl_pipeline.gguf_index import read_gguf_index
 from sgl_pipeline.model_directory import SINGLE_FILE, indexed_files
 
 # Standard deviation of dummy weights; the usual initializer_range of Hugging Face configs.
@@ -58,17 +60,21 @@ def weight_opener(
     path: str | Path, load_format: str, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], WeightSource]:
     """Opens the weights of the model directory `path`, as often as it is called; `load_format` is
-    `safetensors` or `dummy`.
+    `safetensors`, `gguf` or `dummy`.
 
     The index is read now and kept; no file of weights stays open. Raises CheckpointError as
-    `tensor_files`.
+    `tensor_files` and `read_gguf_index`.
     """
     if load_format == "dummy":
         return partial(DummyWeights, dtype, device)
     if load_format == "safetensors":
         return partial(Checkpoint, path, dtype, device, tensor_files(path))
+    if load_format == "gguf":
+        from sgl_pipeline.pp_runner.weights.gguf_weights import GgufWeights
+
+        return partial(GgufWeights, path, dtype, device, read_gguf_index(Path(path)))
     raise ConfigurationError(
-        f"load format {load_format!r} is unknown to a stage; known are safetensors and dummy"
+        f"load format {load_format!r} is unknown to a stage; known are safetensors, gguf and dummy"
     )
 
 

@@ -23,6 +23,8 @@ from sgl_pipeline.pp_runner.weights.schemes import (
 
 W8A8_INT8, W4A8_INT8, FP8 = "w8a8_int8", "w4a8_int8", "fp8"
 _BLOCK = (128, 128)
+# As small as kernels take them, because nothing but the nearest number is looked for.
+_ROUNDED_GROUP_SIZE = 32
 # Fields about the making of the checkpoint, which its tensors do not depend on.
 _MAKING = {
     "compressed-tensors": """global_compression_ratio quantization_status version run_compressed
@@ -117,8 +119,9 @@ def choose_quantization(
     asked: str | None, found: Quantization | None, head: str, *, has_tied_head: bool = False
 ) -> Quantization | None:
     """The quantization by `--quantization asked` of a checkpoint that is quantized as `found`. For
-    16 bits w8a8_int8 rounds layers and head, fp8 the layers alone, as upstream's Fp8Config does.
-    w4a8_int8 rounds rows that meet weights of 4 bits to 8, and rounds a head of 16 bits to 8.
+    16 bits w8a8_int8 rounds layers and head, fp8 the layers alone, as upstream's Fp8Config does,
+    w4a8_int8 the layers to 4 bits in groups of 32 inputs. It rounds rows that meet weights of 4
+    bits to 8, and a head of 16 bits to 8.
 
     Args:
         head: the module name of the output head.
@@ -136,7 +139,7 @@ def choose_quantization(
             return found
         raise ConfigurationError(
             f"--quantization {asked}: the checkpoint is quantized already, by {found.method}; "
-            f"leave the flag out ({W4A8_INT8} is for checkpoints of 4 bits)"
+            f"leave the flag out ({W4A8_INT8} is for checkpoints of 4 or 16 bits)"
         )
     made: dict[str, tuple[Scheme, tuple[str, ...]]] = {
         W8A8_INT8: (Int8Scheme(), ()),
@@ -145,7 +148,7 @@ def choose_quantization(
     if asked not in made:
         raise ConfigurationError(
             f"--quantization {asked}: the checkpoint has no quantization_config; of 16 bits only "
-            f"{' and '.join(made)} can be made"
+            f"{', '.join(made)} and {W4A8_INT8} can be made"
         )
     scheme, ignored = made[asked]
     everything = Names(("Linear",), matches_target)
@@ -155,12 +158,18 @@ def choose_quantization(
 
 
 def _with_rounded_rows(found: Quantization | None, head: str, has_tied_head: bool) -> Quantization:
-    """Weights other than 4-bit ones and the head stay as they are."""
-    schemes = [scheme for _, scheme in found.groups] if found is not None else []
-    if found is None or not any(isinstance(scheme, Int4Scheme) for scheme in schemes):
+    """Weights other than 4-bit ones and the head stay as they are in a quantized checkpoint."""
+    if found is None:
+        everything = Names(("Linear",), matches_target)
+        scheme = Int4Scheme(_ROUNDED_GROUP_SIZE, is_symmetric=True, rounds_rows=True)
+        nothing = Names((), is_inside)
+        return Quantization(
+            W4A8_INT8, Layout.SIXTEEN_BITS, ((everything, scheme),), nothing, rounded_head=head
+        )
+    if not any(isinstance(scheme, Int4Scheme) for _, scheme in found.groups):
         raise ConfigurationError(
-            f"--quantization {W4A8_INT8} is for checkpoints of 4 bits, and this one has no matrix "
-            "of 4 bits; leave the flag out"
+            f"--quantization {W4A8_INT8} is for checkpoints of 4 or 16 bits, and this one is "
+            f"quantized by {found.method}; leave the flag out"
         )
     groups = tuple(
         (names, replace(scheme, rounds_rows=True) if isinstance(scheme, Int4Scheme) else scheme)

@@ -17,7 +17,6 @@ from benchmark.clients.formats import (
     judge,
     measure_formats,
     server_flags,
-    table,
 )
 from benchmark.clients.lm_eval_client import Scores, read_scores
 from benchmark.models.precisions import PRECISIONS
@@ -96,17 +95,6 @@ def test_formats_may_differ_in_likelihoods_and_are_held_against_their_own_depth(
     at_depth_1 = [_measured("bf16", 1, weak), _measured("fp8", 1, weak)]
     faults = _faults(_measured("bf16"), *at_depth_1, _measured("fp8"))
     assert faults == [[], [], [], []]
-
-
-def test_the_table_has_a_line_for_each_with_checkpoint_flags_and_faults() -> None:
-    weak = replace(EXACT, accuracy=0.9, likelihoods={RIGHT: -0.5, WRONG: -8.0})
-    rows = judge([_measured("bf16"), _measured("w4a8_int8", scores=weak)])
-    _, _, first, second = table(rows).splitlines()
-    assert first == "| bf16 | 16 bits |  | 2 | 0.9900 | 0.9800 | 0.0e+00 | 0.0e+00 | ok |"
-    assert second == (
-        "| w4a8_int8 | pack-quantized | --quantization w4a8_int8 | 2 | 0.9900 | 0.9000 | 0.0e+00 "
-        "| 2.5e-01 | FAILED: accuracy 0.080 below bf16's |"
-    )
 
 
 def test_a_server_runs_for_each_format_at_each_depth_and_faults_are_problems(

@@ -12,7 +12,7 @@ REQUIREMENTS = Path("benchmark/peers/openvino_requirements.txt")
 
 
 def test_a_machine_without_openvino_is_told_how_to_install_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"run python -m benchmark.peers.install_openvino"):
+    with pytest.raises(ConfigurationError, match="install_openvino"):
         openvino_python(tmp_path)
 
 

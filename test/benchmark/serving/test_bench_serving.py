@@ -39,7 +39,7 @@ def test_the_default_load_is_that_of_the_peers_table() -> None:
 
 def test_runs_of_unequal_work_are_not_compared() -> None:
     check_equal_work([RUN, dataclasses.replace(RUN, engine="vllm")])
-    with pytest.raises(EngineFailure, match="ours --pp 2: 100 in, 20 out; vllm: 90 in, 20 out"):
+    with pytest.raises(EngineFailure, match=r"100 in, 20 out.*90 in, 20 out"):
         check_equal_work([RUN, dataclasses.replace(RUN, engine="vllm", input_tokens=90)])
 
 

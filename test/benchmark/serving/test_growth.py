@@ -1,12 +1,11 @@
 """What is read off a run's steps, and the table of it."""
 
 import statistics
-from dataclasses import replace
 
 import pytest
 from support.workloads import fixed_lengths
 
-from benchmark.serving.growth import LOADS, growth_of, growth_table
+from benchmark.serving.growth import LOADS, growth_of
 from benchmark.support.measured_runs import MeasuredLoad
 from benchmark.support.serving_report import METRICS, Run
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -44,16 +43,6 @@ def test_decode_steps_and_the_largest_prefill_are_told_apart(measured: MeasuredL
     }
     assert grown.prefill_us_a_token == pytest.approx(prefill / largest * 1e3)
     assert (grown.mean_tpot_ms, grown.total_tokens_per_s) == (7.0, 7.0)
-
-
-def test_the_table_has_a_row_a_load_with_the_spread_of_its_runs(measured: MeasuredLoad) -> None:
-    grown = growth_of("a model", "a load", measured)
-    slower = replace(grown, mean_tpot_ms=9.0)
-    other = replace(grown, load="another")
-    lines = growth_table([grown, slower, other]).splitlines()
-    assert len(lines) == 2 + 2
-    assert "8.0 (7.0 to 9.0)" in lines[2]
-    assert lines[3].endswith("| 7.0 |")
 
 
 def test_loads_of_a_kind_differ_in_one_thing() -> None:

@@ -11,7 +11,6 @@ from benchmark.serving.held_targets import (
     Reached,
     Setting,
     reached_by_load,
-    targets_table,
 )
 from benchmark.serving.held_targets_plot import draw
 from benchmark.support.loads import Load
@@ -73,16 +72,6 @@ def test_a_target_that_nothing_meets_is_missed_by_every_request_and_by_its_steps
     assert all(one.missed_steps["TTFT"] > 0.0 == one.missed_steps["TPOT"] for one in ttft)
     assert all(one.missed_steps["TTFT"] == 0.0 for one in tpot)
     assert {one.by_time_share for one in reached} == {1.0}
-
-
-def test_the_table_has_a_row_for_each_and_no_shares_without_a_target(
-    reached: list[Reached],
-) -> None:
-    lines = targets_table(reached).splitlines()
-    assert len(lines) == 2 + len(SETTINGS) * len(LOADS)
-    assert lines[2].startswith("| no target | 1 | server |") and "%" not in lines[2]
-    assert lines[4].startswith("| tpot-ms 12 | 1 |") and lines[4].count("%") == 2
-    assert lines[7].startswith("| ttft-ms 1 | 8 |") and "| 100% |" in lines[7]
 
 
 def test_the_plot_names_targets_and_sources(reached: list[Reached], tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_ours_as_of_a_commit_runs_in_a_work_tree_of_it(tmp_path: Path) -> None:
         subprocess.run(command, check=True)
     with pytest.raises(ConfigurationError, match="ours@nothing: "):
         parse_engine("ours@nothing", MODEL, 31000, tmp_path, [0])
-    with pytest.raises(ConfigurationError, match="only ours can be had as of a commit"):
+    with pytest.raises(ConfigurationError, match="only ours"):
         parse_engine("vllm@HEAD", MODEL, 31000, tmp_path, [0])
 
 
@@ -103,7 +103,7 @@ def test_ours_serves_the_copy_of_the_model_in_the_named_format(tmp_path: Path) -
 
 @pytest.mark.parametrize("text", ["tgi --pp 2", "ours --pp two", ""])
 def test_an_engine_that_is_not_known_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="must begin with one of ours, vllm, zentorch"):
+    with pytest.raises(ConfigurationError, match="ours, vllm, zentorch"):
         parse_engine(text, MODEL, 31000, tmp_path, [0, 1])
 
 

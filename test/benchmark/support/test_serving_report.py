@@ -7,7 +7,6 @@ import pytest
 from benchmark.support.serving_report import (
     METRICS,
     Run,
-    comparison_table,
     cost_table,
     pipeline_cost,
     spread,
@@ -86,22 +85,6 @@ def test_a_run_without_a_trace_has_no_cost() -> None:
 
 def test_the_ratio_is_of_medians() -> None:
     assert throughput_ratios(RUNS, "vllm") == {"ours": 0.8, "vllm": 1.0}
-
-
-def test_the_table_shows_median_and_extremes() -> None:
-    lines = comparison_table(RUNS, "vllm").splitlines()
-    assert lines[0].startswith("| engine | rounds | total tok/s |")
-    assert lines[2].startswith("| ours | 3 | 400 (300 to 440) |")
-    assert lines[2].endswith("| 0.800 |")
-    assert lines[3].endswith("| 1.000 |")
-
-
-def test_memory_is_shown_where_every_run_has_it() -> None:
-    weighed = [dataclasses.replace(run, memory_mib=1000.0 + run.round) for run in RUNS]
-    lines = comparison_table(weighed, "vllm").splitlines()
-    assert lines[0].endswith("| PSS MiB | of vllm |")
-    assert lines[2].endswith("| 1002 (1001 to 1003) | 0.800 |")
-    assert "PSS" not in comparison_table([*weighed[1:], RUNS[0]], "vllm")
 
 
 def test_one_round_has_no_spread_to_show() -> None:

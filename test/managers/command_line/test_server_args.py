@@ -1,5 +1,4 @@
 import argparse
-import dataclasses
 import os
 import socket
 from pathlib import Path
@@ -39,9 +38,12 @@ from sgl_pipeline.managers.upstream.upstream_checks import refuse_unsupported
 from sgl_pipeline.managers.upstream.upstream_fields import refusal
 from sgl_pipeline.pp_runner.model.generic.probe import probe
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
+from sgl_pipeline.pp_runner.model.rope_spec import YarnScaling
 from sgl_pipeline.pp_runner.stage_spec import stage_spec
 from sgl_pipeline.simulator.tune import server_flags
 from sgl_pipeline.throttle import POLICY_TABLE
+
+YARN_OVERRIDE = '{"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}'
 
 
 @pytest.fixture(scope="module")
@@ -95,60 +97,33 @@ def test_the_three_pipeline_flags_mean_stages_and_upstream_runs_at_one(
     assert (plan.upstream.pp_size, plan.upstream.tp_size) == (1, 1)
 
 
-def test_every_flag_of_ours_reaches_its_section(model: str) -> None:
-    flags = """--pp 2 --pp-layer-partition 3,1 --policy sarathi --prefill-spread-steps 5
-        --min-prefill-tokens 7 --chunked-prefill-size 100 --pause-free-share 0.2
-        --extra-steps-in-flight 1 --stage-attention-backend torch --stage-kernels torch
-        --cpu-threads-per-stage 2
-        --trace-path trace.jsonl --trace-steps steps.json --page-size 16 --max-total-tokens 999
-        --max-running-requests 9 --max-queued-requests 0 --disable-radix-cache
-        --grammar-compile-seconds 3 --grammar-compile-memory-mib 100
-        --grammar-match-ms-per-token 1.5 --grammar-backend none
-        --constrained-json-disable-any-whitespace --constrained-json-max-whitespace-cnt 2
-        --schedule-policy lof --accounting gllm --duplicate-prefills --dtype bfloat16
-        --migration manual --migration-spare-layers 3 --migration-weights resident
-        --migration-window 50 --migration-timeout-s 2.5
-        --device cpu"""
+def test_flags_reach_every_section(model: str) -> None:
+    """Which field a flag sets is in `test/args/test_flags.py`."""
+    flags = """--pp 2 --pp-layer-partition 3,1 --dtype bfloat16 --max-total-tokens 999 --device cpu
+        --policy sarathi --chunked-prefill-size 100 --min-prefill-tokens 7
+        --page-size 16 --max-queued-requests 0 --disable-radix-cache --accounting gllm
+        --migration manual --migration-spare-layers 3 --migration-timeout-s 2.5
+        --grammar-backend none --grammar-compile-seconds 3
+        --constrained-json-disable-any-whitespace --trace-path trace.jsonl"""
     pipeline = parse_command_line(["--model-path", model, *flags.split()]).pipeline
     assert pipeline.throttle == ThrottleArgs(
-        policy="sarathi",
-        prefill_spread_steps=5,
-        max_prefill_tokens=100,
-        min_prefill_tokens=7,
-        pause_free_share=0.2,
+        policy="sarathi", max_prefill_tokens=100, min_prefill_tokens=7
     )
     assert pipeline.scheduling == SchedulingArgs(
-        page_size=16,
-        max_running_requests=9,
-        max_queued_requests=0,
-        schedule_policy="lof",
-        radix_cache=False,
-        accounting="gllm",
-        duplicate_prefills=True,
-        extra_steps_in_flight=1,
+        page_size=16, max_queued_requests=0, radix_cache=False, accounting="gllm"
     )
-    assert dataclasses.replace(pipeline.stages, model_path="") == StageArgs(
+    assert pipeline.stages == StageArgs(
+        model_path=model,
         num_stages=2,
         layer_partition="3,1",
-        model_path="",
         dtype="bfloat16",
-        attention_backend="torch",
-        layer_kernels="torch",
         max_total_tokens=999,
-        cpu_threads=2,
     )
-    assert pipeline.migration == MigrationArgs(
-        mode="manual", spare_layers=3, weights="resident", window_steps=50, timeout_s=2.5
-    )
+    assert pipeline.migration == MigrationArgs(mode="manual", spare_layers=3, timeout_s=2.5)
     assert pipeline.grammars == GrammarArgs(
-        enabled=False,
-        any_whitespace=False,
-        max_whitespace_count=2,
-        compile_seconds=3.0,
-        compile_memory_mib=100,
-        match_ms_per_token=1.5,
+        enabled=False, any_whitespace=False, compile_seconds=3.0
     )
-    assert (pipeline.trace_path, pipeline.trace_steps) == ("trace.jsonl", "steps.json")
+    assert pipeline.trace_path == "trace.jsonl"
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "int8"])
@@ -162,16 +137,14 @@ def test_coded_keys_and_values_are_ours_alone(
     assert plan.upstream.kv_cache_dtype == "auto"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     if kv_cache_dtype == "int8":
-        with pytest.raises(ConfigurationError, match=r"int8 is for CPUs only; .*fp8_e4m3"):
+        with pytest.raises(ConfigurationError, match=r"int8.*CPU.*fp8_e4m3"):
             parse_command_line(flags)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e5m2", "bf16", "mxfp8", "nvfp4"])
 def test_other_dtypes_of_the_kv_cache_are_refused_by_name(kv_cache_dtype: str, model: str) -> None:
     flags = ["--model-path", model, "--device", "cpu", "--kv-cache-dtype", kv_cache_dtype]
-    with pytest.raises(
-        ConfigurationError, match=f"{kv_cache_dtype} is not built; choose from auto"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"{kv_cache_dtype} .*auto"):
         parse_command_line(flags)
 
 
@@ -188,7 +161,7 @@ def test_quantized_weights_are_ours_alone(model: str) -> None:
     assert plan.pipeline.stages.quantization == "w4a8_int8"
     assert plan.pipeline.stages.precision.endswith("-w4a8_int8")
     assert plan.upstream.quantization is None
-    with pytest.raises(ConfigurationError, match=r"quantized already, by awq"):
+    with pytest.raises(ConfigurationError, match="awq"):
         parse_command_line(["--model-path", published, "--quantization", "w8a8_int8"])
 
 
@@ -208,9 +181,9 @@ def test_prefill_kernels_are_for_flashinfer_on_a_gpu(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     flags = ["--model-path", model, "--device", "cuda", "--stage-prefill-kernels", "fa2"]
     assert parse_command_line(flags).pipeline.stages.prefill_kernels == "fa2"
-    with pytest.raises(ConfigurationError, match=r"fa2 chooses between.*backend is torch"):
+    with pytest.raises(ConfigurationError, match=r"fa2.*torch"):
         parse_command_line([*flags, "--stage-attention-backend", "torch"])
-    with pytest.raises(ConfigurationError, match="'fa4' is unknown; choose from auto, fa2, fa3"):
+    with pytest.raises(ConfigurationError, match=r"'fa4'.*auto, fa2, fa3"):
         StageArgs(model_path=model, dtype="bfloat16", device="cuda", prefill_kernels="fa4")
 
 
@@ -258,19 +231,19 @@ def test_a_timeout_that_is_no_number_is_refused(
     ],
 )
 def test_where_spans_go_is_refused_without_the_tracing(model: str, flag: str, value: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{flag} does nothing without --enable-trace"):
+    with pytest.raises(ConfigurationError, match=rf"{flag}.*--enable-trace"):
         parse_command_line(["--model-path", model, "--pp", "2", flag, value])
 
 
 def test_what_tracing_lacks_is_named(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ["--model-path", model, "--pp", "2", "--enable-trace"]
     monkeypatch.setattr(trace, "opentelemetry_imported", False)
-    with pytest.raises(ConfigurationError, match="needs OpenTelemetry: pip install"):
+    with pytest.raises(ConfigurationError, match="OpenTelemetry: pip install"):
         parse_command_line(asked)
     monkeypatch.setattr(trace, "opentelemetry_imported", True)
     assert parse_command_line(asked).upstream.enable_trace
     monkeypatch.setenv("SGLANG_TRACE_ASYNC", "1")
-    with pytest.raises(ConfigurationError, match="SGLANG_TRACE_ASYNC cannot be honored"):
+    with pytest.raises(ConfigurationError, match="SGLANG_TRACE_ASYNC"):
         parse_command_line(asked)
 
 
@@ -297,8 +270,10 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--page-size 0", "--page-size 0"),
         ("--min-prefill-tokens 0", "between 1 and"),
         ("--chunked-prefill-size -1", "--chunked-prefill-size -1"),
-        ("--load-format gguf", "--load-format gguf"),
-        ("--context-length 1", "--context-length 1"),
+        ("--load-format npcache", "--load-format npcache"),
+        ("--load-format gguf", "must hold one GGUF file, and holds none"),
+        ("--context-length 1", "--context-length 1 must be at least 2"),
+        ('--json-model-override-args {"num_hidden_layers":2}', "num_hidden_layers cannot be"),
         ("--stream-interval 0", "--stream-interval 0"),
         ("--cpu-threads-per-stage 0", "--cpu-threads-per-stage 0"),
         ("--device tpu", "--device tpu"),
@@ -354,7 +329,7 @@ def test_a_driver_that_pytorch_cannot_use_is_named(
     assert plan.pipeline.stages.device == "cpu"
     (notice,) = (line for line in caplog.messages if "--device auto" in line)
     assert "NVIDIA driver for CUDA 12.4" in notice and reason in notice
-    with pytest.raises(ConfigurationError, match=f"--device cuda: .*CUDA 12.4.*{reason}"):
+    with pytest.raises(ConfigurationError, match=rf"--device cuda: .*CUDA 12.4.*{reason}"):
         parse_command_line(["--model-path", model, "--device", "cuda"])
 
 
@@ -398,7 +373,61 @@ def test_upstreams_front_reads_the_config_of_every_family(name: str) -> None:
     assert config.hf_eos_token_id == spec.eos_token_ids
 
 
-def probe_here(path: str, quantization: str | None, model_impl: str) -> ChosenModel:
+@pytest.mark.parametrize(
+    ("name", "flags", "context_length", "context_of_stages"),
+    [
+        ("qwen2-yarn", [], 128, None),
+        ("qwen2-yarn", ["--context-length", "100"], 100, 100),
+        ("qwen3", ["--json-model-override-args", YARN_OVERRIDE], 4096, None),
+        ("llama-biases-linear-rope", [], 8192, None),
+        ("llama-dynamic", [], 64, None),
+        ("llama-dynamic", ["--context-length", "256"], 256, 256),
+        ("llama-longrope", [], 64, None),
+        ("llama-longrope", ["--context-length", "200"], 200, 200),
+    ],
+)
+def test_a_stretched_context_is_one_for_front_scheduler_and_stages(
+    name: str, flags: list[str], context_length: int, context_of_stages: int | None
+) -> None:
+    plan = parse_command_line(["--model-path", str(tiny_model(name)), "--device", "cpu", *flags])
+    assert plan.context_length == plan.upstream.context_length == context_length
+    assert ModelConfig.from_server_args(plan.upstream).context_len == context_length
+    assert plan.pipeline.stages.context_length == context_of_stages
+    assert stage_spec(plan.pipeline.stages).context_length == context_length
+
+
+def test_overrides_of_rope_fields_reach_every_stage() -> None:
+    path = str(tiny_model("qwen3"))
+    flags = ["--json-model-override-args", YARN_OVERRIDE]
+    stages = parse_command_line(["--model-path", path, "--device", "cpu", *flags]).pipeline.stages
+    assert stage_spec(stages).rope.scaling == YarnScaling(2.0, 2048, 32.0, 1.0, True)
+    assert read_model_spec(path).rope.scaling is None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-yarn", "llama-dynamic", "llama-longrope"])
+def test_more_context_than_the_rotary_embedding_is_made_for_is_refused(name: str) -> None:
+    path, longest = str(tiny_model(name)), read_model_spec(tiny_model(name)).own_context_lengths[1]
+    with pytest.raises(ConfigurationError, match=f"context_length.*{longest + 1}.*{longest}"):
+        parse_command_line(["--model-path", path, "--context-length", str(longest + 1)])
+
+
+@pytest.mark.parametrize("name", ["llama-longrope", "llama-dynamic"])
+def test_an_embedding_that_depends_on_the_context_is_said_at_the_start(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = ["--model-path", str(tiny_model(name)), "--device", "cpu"]
+    parse_command_line(line)
+    (notice,) = (message for message in caplog.messages if "--context-length" in message)
+    assert "serves 64 tokens" in notice and "up to 256" in notice
+    caplog.clear()
+    parse_command_line([*line, "--context-length", "64"])
+    assert not [message for message in caplog.messages if "--context-length" in message]
+    parse_command_line([*line, "--context-length", "65"])
+    (notice,) = (message for message in caplog.messages if "--context-length" in message)
+    assert "short ones too" in notice
+
+
+def probe_here(path: str, quantization: str | None, *_: object) -> ChosenModel:
     """As the child of `choose_model`, in this process: a child takes seconds."""
     spec = probe(path, quantization)
     return ChosenModel(spec, spec.to_json())

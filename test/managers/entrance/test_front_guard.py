@@ -2,23 +2,15 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from http import HTTPStatus
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.managers.load_snapshot import (
-    LoadSnapshot,
-    ShmLoadSnapshotReader,
-    ShmLoadSnapshotWriter,
-)
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sgl_pipeline.managers.entrance import front_guard
-from sgl_pipeline.managers.entrance.front_guard import (
-    GuardedTokenizerManager,
-)
+from sgl_pipeline.managers.entrance.front_guard import GuardedTokenizerManager
 from sgl_pipeline.managers.upstream.request_checks import RefusedRequestError
 
 
@@ -79,21 +71,6 @@ def test_an_error_in_mid_stream_carries_the_status_that_upstream_looks_for(
 
 def test_an_abort_by_the_client_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(replies_of(aborted(None), monkeypatch=monkeypatch)) == 1
-
-
-def test_loads_are_read_and_an_unknown_section_is_an_error_in_time(tmp_path: Path) -> None:
-    path = str(tmp_path / "loads")
-    manager = GuardedTokenizerManager.__new__(GuardedTokenizerManager)
-    manager.auto_create_handle_loop = lambda: None
-    manager.load_snapshot_reader = ShmLoadSnapshotReader(path, dp_size=1)
-    assert asyncio.run(manager.get_loads()) == []
-    writer = ShmLoadSnapshotWriter(path, dp_size=1, dp_rank=0)
-    writer.write(LoadSnapshot(num_waiting_reqs=3))
-    (load,) = asyncio.run(manager.get_loads(["core"]))
-    assert load.num_waiting_reqs == 3
-    with pytest.raises(ValueError, match="include: everything"):
-        asyncio.run(manager.get_loads(["everything"]))
-    writer.close()
 
 
 class _Tokenizer:

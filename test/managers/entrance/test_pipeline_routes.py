@@ -33,9 +33,9 @@ from sgl_pipeline.managers.channels.operator_channel import (
     desk_address,
 )
 from sgl_pipeline.managers.entrance import pipeline_routes
-from sgl_pipeline.managers.entrance.pipeline_routes import add_pipeline_routes, read_plan_change
+from sgl_pipeline.managers.entrance.pipeline_routes import PlanChange, add_pipeline_routes
 from sgl_pipeline.managers.entrance.route_guard import guard_routes
-from sgl_pipeline.managers.entrance.throttle_body import KNOBS, ServerKeys
+from sgl_pipeline.managers.entrance.throttle_body import KNOBS, ServerKeys, read_body
 from sgl_pipeline.managers.upstream.openai_fields import ServedFeatures
 from sgl_pipeline.records.throttle_change import Author
 
@@ -182,7 +182,7 @@ def test_a_hostile_body_is_a_400_that_says_how_to_ask(
 
 def test_a_plan_change_that_is_read_names_the_field_that_is_wrong() -> None:
     with pytest.raises(RequestError, match=r"\$\.layer_counts\[1\]"):
-        read_plan_change(b'{"layer_counts": [1, null]}')
+        read_body(b'{"layer_counts": [1, null]}', PlanChange)
 
 
 def test_a_body_must_be_called_json_and_be_no_larger_than_a_conversation(
@@ -244,38 +244,6 @@ def test_questions_beyond_the_limit_are_503s_and_later_ones_are_answered(
     assert refused.status_code == 503
     assert "2 questions about the pipeline" in refused.json()["error"]["message"]
     assert client.get("/pipeline/plan").status_code == 200
-
-
-def test_a_server_that_is_stopping_shows_its_plan_and_moves_nothing(
-    app: FastAPI, client: TestClient, scheduler: Scheduler
-) -> None:
-    app.state.is_stopping = True
-    assert client.post("/pipeline/plan", json={"undo": True}).status_code == 503
-    assert client.get("/pipeline/plan").status_code == 200
-    assert scheduler.asked == [ShowPlan()]
-
-
-@pytest.mark.parametrize(
-    ("api_key", "admin_key", "opens"),
-    [
-        (None, None, {None, "user", "admin"}),
-        ("user", None, {"user"}),
-        (None, "admin", {"admin"}),
-        ("user", "admin", {"admin"}),
-    ],
-)
-def test_both_routes_are_the_admins_as_upstreams_are(
-    app: FastAPI, scheduler: Scheduler, api_key: str | None, admin_key: str | None, opens: set[Any]
-) -> None:
-    if api_key or admin_key:  # as upstream does it
-        add_api_key_middleware(app, api_key=api_key, admin_api_key=admin_key)
-    with TestClient(app, raise_server_exceptions=False) as client:
-        for key in (None, "user", "admin", "another"):
-            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            status = 200 if key in opens or not (api_key or admin_key) else 401
-            assert client.get("/pipeline/plan", headers=headers).status_code == status
-            reply = client.post("/pipeline/plan", json={"undo": True}, headers=headers)
-            assert reply.status_code == status
 
 
 NOBODY = Author("none", "testclient")
@@ -347,7 +315,7 @@ def test_a_hostile_patch_is_a_400_that_says_how_to_ask(
         (None, "admin", "admin", {"admin"}),
     ],
 )
-def test_the_knobs_are_the_admins_and_what_is_asked_names_the_key(
+def test_plan_and_knobs_are_the_admins_and_what_is_asked_names_the_key(
     tmp_path: Path,
     scheduler: Scheduler,
     api_key: str | None,
@@ -363,22 +331,25 @@ def test_the_knobs_are_the_admins_and_what_is_asked_names_the_key(
         for key in (None, "user", "admin", "another"):
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
             status = 200 if key in opens or not (api_key or admin_key) else 401
-            assert client.get("/pipeline/throttle", headers=headers).status_code == status
-            reply = client.patch("/pipeline/throttle", json={"undo": True}, headers=headers)
-            assert reply.status_code == status
+            for path, change in (("/pipeline/plan", "POST"), ("/pipeline/throttle", "PATCH")):
+                assert client.get(path, headers=headers).status_code == status
+                reply = client.request(change, path, json={"undo": True}, headers=headers)
+                assert reply.status_code == status
             explains = 200 if api_key is None or key == api_key else 401
             assert client.get("/pipeline/explain/a", headers=headers).status_code == explains
     authors = {one.author for one in scheduler.asked if isinstance(one, UndoThrottle)}
     assert authors == {Author(kind, "testclient")}  # type: ignore[arg-type]
 
 
-def test_a_server_that_is_stopping_changes_no_knob(
+def test_a_server_that_is_stopping_shows_everything_and_changes_nothing(
     app: FastAPI, client: TestClient, scheduler: Scheduler
 ) -> None:
     app.state.is_stopping = True
+    assert client.post("/pipeline/plan", json={"undo": True}).status_code == 503
     assert client.patch("/pipeline/throttle", json={"undo": True}).status_code == 503
+    assert client.get("/pipeline/plan").status_code == 200
     assert client.get("/pipeline/throttle").status_code == 200
-    assert scheduler.asked == [ShowThrottle()]
+    assert scheduler.asked == [ShowPlan(), ShowThrottle()]
 
 
 def test_each_question_is_one_message_and_says_its_kind(scheduler: Scheduler) -> None:

@@ -9,8 +9,9 @@ from starlette.websockets import WebSocketDisconnect
 
 from sgl_pipeline.managers.entrance import route_guard
 from sgl_pipeline.managers.entrance.retry_after import RETRY_AFTER_S
-from sgl_pipeline.managers.entrance.route_guard import REFUSED_ROUTES, guard_routes
+from sgl_pipeline.managers.entrance.route_guard import guard_routes
 from sgl_pipeline.managers.upstream.openai_fields import ServedFeatures
+from sgl_pipeline.managers.upstream.refused_features import REFUSED_ROUTES
 
 
 @pytest.fixture

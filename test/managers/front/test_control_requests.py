@@ -13,11 +13,11 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_control_mixin import _COMMUNICATOR_SPECS
 from support.minimal_messages import minimal_fields
 
-from sgl_pipeline.managers.entrance.route_guard import REFUSED_ROUTES
 from sgl_pipeline.managers.front.control_requests import CONTROL_TYPES, ControlReplies
 from sgl_pipeline.managers.front.sglang_io import make_decoder
 from sgl_pipeline.managers.reports.profiles import Profiles
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
+from sgl_pipeline.managers.upstream.refused_features import REFUSED_ROUTES
 from sgl_pipeline.wire.stage_messages import ProfileReply, StartProfile
 
 # What `sglang_io.py` takes itself.

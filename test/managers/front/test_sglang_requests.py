@@ -199,7 +199,7 @@ def test_log_probabilities_are_bounded(fields: Any, named: str) -> None:
 def test_those_of_a_prompt_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_requests, "MAX_PROMPT_LOGPROBS", 20)
     assert wanted(top_logprobs_num=3, logprob_start_len=0) == LogprobSpec(0, 3)
-    with pytest.raises(RequestError, match=r"25 log-probabilities of the prompt .* 20; raise"):
+    with pytest.raises(RequestError, match=r"25 .* 20;"):
         wanted(top_logprobs_num=4, logprob_start_len=0)
 
 

@@ -190,7 +190,7 @@ def test_a_node_that_does_not_fit_is_named_and_gets_no_key(facts: Any, words: st
 def test_an_actor_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay(*ELSEWHERE)
     monkeypatch.setattr(FakeRay, "wait", lambda _, calls, **more: ([], calls))
-    with pytest.raises(ConfigurationError, match="did not start the agent of host 1, 2 within"):
+    with pytest.raises(ConfigurationError, match=r"host 1, 2.*--ray-wait-s"):
         hosts_of(ray).place()
 
 
@@ -346,7 +346,7 @@ def test_a_driver_that_dies_is_named_and_shows_no_key(ray_package: Path, tmp_pat
     seen = " ".join([*process.cmdline(), *process.environ().values()])
     assert "ray_hosts" in seen
     assert SECRET.decode() not in seen
-    with pytest.raises(ConfigurationError, match="the Ray driver has ended; see above"):
+    with pytest.raises(ConfigurationError, match="Ray driver"):
         started.wait_until_placed()
     started.close()
 

@@ -5,24 +5,20 @@ from typing import Any
 
 import pytest
 from support.moves import movable_core, stages_get_ready, stages_switch
-from support.pipelines import FakePipeline, make_request
+from support.pipelines import FakePipeline, make_request, new_pipeline
 
-from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args import SchedulingArgs
 from sgl_pipeline.managers.reports.interval_line import IntervalLine
-from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.throttle import make_policy
 
 
 @pytest.fixture
 def pipeline() -> FakePipeline:
-    scheduler = StepScheduler(
+    return new_pipeline(
         SchedulingArgs(page_size=4, max_running_requests=2),
-        make_policy(ThrottleArgs()),
         num_pages=40,
         num_stages=1,
         context_length=128,
     )
-    return FakePipeline(scheduler, 4)
 
 
 def lines(caplog: Any) -> list[str]:

@@ -4,16 +4,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.pipelines import FakePipeline, make_request
+from support.pipelines import FakePipeline, make_request, new_scheduler
 
-from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args import SchedulingArgs
 from sgl_pipeline.managers.channels.live_channel import LiveHello, LiveTick
 from sgl_pipeline.managers.reports import live_report
 from sgl_pipeline.managers.reports.live_report import QUEUE_LINES, LiveReport
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.requests import FinishReason
-from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.wire.stage_orders import SealedOrder
 
 
@@ -44,9 +42,8 @@ class Server:
     """A pipeline that reports as the scheduler process does."""
 
     def __init__(self) -> None:
-        scheduler = StepScheduler(
+        scheduler = new_scheduler(
             SchedulingArgs(page_size=4, max_running_requests=2),
-            make_policy(ThrottleArgs()),
             num_pages=60,
             num_stages=2,
             context_length=128,

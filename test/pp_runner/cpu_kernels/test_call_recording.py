@@ -1,6 +1,7 @@
 """What is recorded of a computation, and where its intermediate results are put."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.paged_attention import ChunkExtent, PagedProblem, attention_shape, random_problem
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
+from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
 from sgl_pipeline.pp_runner.cpu_kernels.call_recording import Lifetime, record, share_memory
 from sgl_pipeline.pp_runner.cpu_kernels.functions import CompiledFunctions, heard_by
 from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels, load_cpu_kernels
@@ -240,6 +244,55 @@ def test_nothing_is_heard_of_calls_that_come_later(kernels: CompiledKernels) -> 
     calls = recorded(lambda x: kernels.norm(x, NORM))
     kernels.norm(x, NORM)
     assert torch.equal(calls.run((x,), ROWS, 0, 1), kernels.norm(x, NORM))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layers_of_different_attention_are_made_again(
+    library: CpuKernels, dtype: torch.dtype
+) -> None:
+    """The sinks are tensors that stay, as weights do; a layer without any passes none."""
+    plain = attention_shape(4, 2, SIZE, 4, dtype)
+    windowed = replace(plain, window=5, softcap=2.0)
+    with_sinks = replace(plain, window=9, has_sinks=True)
+    layers = [
+        (CpuAttention(shape, library), sinks)
+        for shape, sinks in (
+            (with_sinks, torch.tensor([-1.0, 2.0, 0.0, 1.0])),
+            (plain, None),
+            (windowed, None),
+            (with_sinks, torch.tensor([3.0, -2.0, 1.0, 0.0])),
+        )
+    ]
+    steps = [
+        random_problem(chunks, plain, seed)
+        for seed, chunks in enumerate(
+            (
+                [ChunkExtent(20, 3)],
+                [ChunkExtent(30, 1), ChunkExtent(7, 1), ChunkExtent(0, 70)],
+                [ChunkExtent(2, 1)],
+            )
+        )
+    ]
+    pages = [torch.randn(40, 4, 2, SIZE).to(dtype) for _ in range(2)]
+
+    def compute(query: torch.Tensor, layout: PagedLayout) -> torch.Tensor:
+        for attention, sinks in layers:
+            attention.plan(layout)
+            query = attention.attend(query, *pages, sinks)
+        return query
+
+    def variables(step: PagedProblem) -> tuple[torch.Tensor, ...]:
+        layout = step.layout
+        indices = (layout.query_indptr, layout.page_indptr, layout.page_indices, layout.kv_lengths)
+        return step.query, *indices
+
+    first = steps[0]
+    _, calls = record(lambda: compute(first.query, first.layout), variables(first), 3)
+    assert calls is not None
+    for step in steps:
+        num_rows = step.query.shape[0]
+        found = calls.run(variables(step), num_rows, step.layout.num_chunks, 1)
+        assert torch.equal(found, compute(step.query, step.layout))
 
 
 lifetimes = st.lists(

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,8 @@ def open_attention(request: pytest.FixtureRequest) -> Iterator[OpenAttention]:
     ),
     late_decodes=st.lists(st.integers(0, 40), max_size=2),
     page_size=st.sampled_from([1, 16, 64]),
+    window=st.sampled_from([None, 1, 20]),
+    softcap=st.sampled_from([None, 5.0]),
 )
 def test_wrappers_are_fed_what_gives_the_right_answer(
     open_attention: OpenAttention,
@@ -70,13 +73,17 @@ def test_wrappers_are_fed_what_gives_the_right_answer(
     prefills: list[ChunkExtent],
     late_decodes: list[int],
     page_size: int,
+    window: int | None,
+    softcap: float | None,
 ) -> None:
     """One-row chunks behind a longer one are not counted as decodes: they must go to prefill."""
     chunks = [ChunkExtent(start, 1) for start in decodes]
     chunks += prefills + [ChunkExtent(start, 1) for start in late_decodes]
     if not chunks:
         return
-    problem = random_problem(chunks, attention_shape(*heads, 64, page_size, torch.bfloat16))
+    shape = attention_shape(*heads, 64, page_size, torch.bfloat16)
+    problem = random_problem(chunks, shape)
+    problem = replace(problem, shape=replace(shape, window=window, softcap=softcap))
     attention = open_attention(problem.shape)
     attention.plan(problem.layout)
     out = attention.attend(problem.query, problem.key_pages, problem.value_pages)
@@ -120,8 +127,16 @@ def test_fa3_is_refused_with_e4m3_pages() -> None:
         FlashInferAttention(shape, "fa3")
 
 
-def test_plan_says_sizes_types_scale_and_causality() -> None:
-    shape = replace(attention_shape(8, 2, 128, 16, torch.float16), scale=0.25)
+@pytest.mark.parametrize("kind", [{"has_sinks": True}, {"value_dim": 32}, {"head_dim": 512}])
+def test_attention_that_flashinfer_is_not_called_for_is_refused(kind: dict[str, Any]) -> None:
+    shape = replace(attention_shape(4, 2, 64, 16, torch.bfloat16), **kind)
+    with pytest.raises(ConfigurationError, match="--stage-attention-backend torch"):
+        Fakes(shape)
+
+
+def test_plan_says_sizes_types_scale_and_what_a_row_sees() -> None:
+    shape = attention_shape(8, 2, 128, 16, torch.float16)
+    shape = replace(shape, scale=0.25, window=7, softcap=30.0)
     problem = random_problem([ChunkExtent(20, 1), ChunkExtent(0, 5)], shape)
     fakes = Fakes(shape)
     fakes.attention.plan(problem.layout)
@@ -130,6 +145,8 @@ def test_plan_says_sizes_types_scale_and_causality() -> None:
         "q_data_type": torch.float16,
         "kv_data_type": torch.float16,
         "sm_scale": 0.25,
+        "window_left": 6,
+        "logits_soft_cap": 30.0,
     }
     assert fakes.decode.options == common
     assert fakes.prefill.options == {**common, "causal": True}

@@ -5,12 +5,8 @@ import json
 import pytest
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
-from sgl_pipeline.pp_runner.model.model_spec import (
-    ExpertSpec,
-    RopeSpec,
-    model_spec,
-    read_model_spec,
-)
+from sgl_pipeline.pp_runner.model.model_spec import ExpertSpec, model_spec, read_model_spec
+from sgl_pipeline.pp_runner.model.rope_spec import Llama3Scaling, RopeSpec
 
 # As transformers 4 wrote them, shortened to what matters; sizes are those of the real models.
 LLAMA_3_1_8B = {
@@ -238,7 +234,7 @@ MISTRAL_7B_V0_3 = {
 
 def test_llama_3_1_config_of_transformers_4():
     spec = model_spec(LLAMA_3_1_8B, {"eos_token_id": 7})
-    assert spec.rope == RopeSpec(500000.0, "llama3", (8.0, 1.0, 4.0, 8192.0))
+    assert spec.rope == RopeSpec(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192))
     assert (spec.num_layers, spec.num_query_heads, spec.num_kv_heads, spec.head_dim) == (
         *(32, 32, 8, 128),
     )
@@ -381,8 +377,7 @@ def test_the_first_chatglm_which_shares_only_the_name_is_refused():
         (QWEN_3_0_6B, {"layer_types": ["chunked_attention"] * 28}, "chunked_attention"),
         (QWEN_3_0_6B, {"layer_types": ["full_attention"] * 27}, "list of 28"),
         (MISTRAL_7B_V0_3, {"sliding_window": -1}, "sliding_window"),
-        (LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-        (LLAMA_3_1_8B, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        (LLAMA_3_1_8B, {"rope_scaling": {"type": "su", "factor": 4.0}}, "rope type 'su'"),
         (LLAMA_3_1_8B, {"rope_scaling": {"type": "linear"}}, "factor"),
         (QWEN_3_0_6B, {"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "rope_param"),
         (LLAMA_3_1_8B, {"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),

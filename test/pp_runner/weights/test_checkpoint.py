@@ -127,8 +127,8 @@ def test_dummy_weights_depend_on_the_name_alone(tmp_path):
 
 
 def test_an_unknown_load_format_is_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"gguf.*safetensors and dummy"):
-        weight_opener(tmp_path, "gguf", torch.float32, CPU)
+    with pytest.raises(ConfigurationError, match=r"npcache.*safetensors, gguf and dummy"):
+        weight_opener(tmp_path, "npcache", torch.float32, CPU)
 
 
 def test_the_index_is_read_once_and_no_file_stays_open(sharded, monkeypatch):

@@ -183,6 +183,13 @@ def test_rows_that_meet_four_bits_are_rounded_on_request_and_a_head_of_sixteen_b
     tied = choose_quantization("w4a8_int8", own_head, "lm_head", has_tied_head=True)
     assert tied is not None and tied.layout_of("lm_head") is Layout.SIXTEEN_BITS
     assert tied.scheme_of("lm_head") == Int8Scheme()
-    for asked, found in [("w4a8_int8", int8), ("w4a8_int8", None)]:
-        with pytest.raises(ConfigurationError, match=r"w4a8_int8 is for checkpoints of 4 bits"):
-            choose_quantization(asked, found, "lm_head")
+    with pytest.raises(ConfigurationError, match=r"w4a8_int8 is for checkpoints of 4 or 16 bits"):
+        choose_quantization("w4a8_int8", int8, "lm_head")
+
+
+def test_sixteen_bits_are_rounded_to_four_in_small_groups_and_the_head_to_eight():
+    made = choose_quantization("w4a8_int8", None, "lm_head", has_tied_head=True)
+    assert made is not None and made.method == "w4a8_int8"
+    assert made.scheme_of(Q_PROJ) == Int4Scheme(32, is_symmetric=True, rounds_rows=True)
+    assert made.scheme_of("lm_head") == Int8Scheme()
+    assert {made.layout_of(name) for name in (Q_PROJ, "lm_head")} == {Layout.SIXTEEN_BITS}

@@ -45,7 +45,8 @@ class Callee(Protocol):
         mask: Any,
         arguments: Mapping[str, Any],
     ) -> torch.Tensor:
-        """[1, T, Hq, Dv] of `query` [1, Hq, T, D], `key` [1, Hkv, T, D], `value` [1, Hkv, T, Dv]."""
+        """[1, T, Hq, Dv] of `query` [1, Hq, T, D], `key` [1, Hkv, T, D] and `value`
+        [1, Hkv, T, Dv]."""
 
 
 def _attend(
@@ -80,7 +81,7 @@ def attention_of_call(
     for name, argument in arguments.items():
         if name not in _GEOMETRY and name not in _HARMLESS and argument is not None:
             raise UnsupportedModelError(
-                f"its attention is called with {name} = {argument!r:.60}, whose meaning is not known"
+                f"its attention is called with {name} = {argument!r:.60}, which is not known"
             )
     head_dim = query.shape[-1]
     scale, softcap = arguments.get("scaling"), arguments.get("softcap")
@@ -114,8 +115,8 @@ class RunningStep:
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """The `Callee` of `layer`, a model-wide id: writes keys and values into its pages and attends to
-    what they hold. `expected` is what the probes saw."""
+    """The `Callee` of `layer`, a model-wide id: writes keys and values into its pages and attends
+    to what they hold. `expected` is what the probes saw."""
 
     layer: int
     expected: LayerAttention

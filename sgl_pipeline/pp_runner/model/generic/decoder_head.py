@@ -75,7 +75,7 @@ def read_head(
     skeleton.remake_buffers(final_norm)
     refuse_meta(final_norm, prefix)
     model = skeleton.model_of_head(_HasRun(final_norm))
-    head = skeleton.model.get_output_embeddings()
+    head = skeleton.head
     linear = _head_linear(skeleton, head, reader, table)
     model.set_submodule(skeleton.head_name, RowLinear(linear, head.out_features))
     return DecoderHead(model, head.out_features)

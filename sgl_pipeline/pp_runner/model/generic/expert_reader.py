@@ -1,8 +1,7 @@
 """Reads the experts of a layer into products of ours, one expert after the other.
 
-A checkpoint has a matrix for each projection of each expert, or stacks of all; transformers' modules
-have stacks. Shapes: E experts, H hidden size, F feed-forward size, G rows of the first product: 2 F
-with a gate, else F.
+A checkpoint has a matrix for each projection of each expert, or stacks of all; transformers'
+modules have stacks.
 """
 
 from collections.abc import Callable
@@ -13,7 +12,12 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from sgl_pipeline.errors import UnsupportedModelError
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Linear
-from sgl_pipeline.pp_runner.model.generic.layers import RowExperts, expert_gate, has_silu_gate
+from sgl_pipeline.pp_runner.model.generic.layers import (
+    RowExperts,
+    expert_gate,
+    has_silu_gate,
+    num_experts_of,
+)
 from sgl_pipeline.pp_runner.model.generic.skeleton import Entry
 from sgl_pipeline.pp_runner.model.generic.tensor_reader import TensorReader
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix, join
@@ -39,7 +43,7 @@ def read_experts(reader: TensorReader, module: nn.Module, prefix: str) -> RowExp
                 gate,
                 reader.kernels.linear(down(expert), down_biases(expert)),
             )
-            for expert in range(module.num_experts)
+            for expert in range(num_experts_of(module))
         ]
     )
 
@@ -97,7 +101,7 @@ def _separate(entry: Entry, module: nn.Module) -> list[list[str]] | None:
     wanted = [(MergeModulelist, 0)] + [(Concatenate, 1)] * (len(patterns) > 1)
     parts = [entry.sources_of(pattern) for pattern in patterns]
     parts = [names for names in parts if names]
-    if dims != wanted or any(len(names) != module.num_experts for names in parts):
+    if dims != wanted or any(len(names) != num_experts_of(module) for names in parts):
         return None
     return parts
 

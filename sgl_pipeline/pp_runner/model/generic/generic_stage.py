@@ -1,13 +1,13 @@
 """The `StageModel` of a model whose layers are transformers' code.
 
 The decoder is transformers' own, on the meta device but for what the stage holds. The layers of
-other stages pass the residual stream on, and the stage's first layer takes the stream that the stage
-before has sent, whatever the decoder made of its inputs. Its final norm belongs to the head.
+other stages pass the residual stream on, and the stage's first layer takes the stream that the
+stage before has sent, whatever the decoder made of its inputs. Its final norm belongs to the head.
 
 Shapes: T rows of the step, N rows for logits, H hidden size, V vocabulary size.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -266,8 +266,8 @@ class GenericStageModel:
             embedding.weight = nn.Parameter(table, requires_grad=False)
         self._is_first = is_first
         if is_last:
-            table = self._skeleton.embedding.weight if is_first else None
-            self._head = read_head(self._skeleton, self._norm, self._norm_name, reader, table)
+            kept = self._skeleton.embedding.weight if is_first else None
+            self._head = read_head(self._skeleton, self._norm, self._norm_name, reader, kept)
         self._end_sizes = {name: size for name, size in source.loaded.items() if name not in before}
         self.loaded |= self._end_sizes
         self._forget_order()

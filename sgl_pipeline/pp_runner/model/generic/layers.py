@@ -8,7 +8,7 @@ Shapes: T rows, H hidden size, F feed-forward size, E experts, K experts of a ro
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +103,12 @@ def is_experts(module: nn.Module) -> bool:
     in integrations/moe.py)."""
     names = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
     return all(hasattr(module, name) for name in names)
+
+
+def num_experts_of(module: nn.Module) -> int:
+    """E of a module that `is_experts`."""
+    assert isinstance(module.num_experts, int)
+    return module.num_experts
 
 
 def norm_weight(module: nn.Module) -> tuple[torch.Tensor, float] | None:
@@ -222,7 +228,7 @@ def _with_parts(
     module: nn.Module,
     *,
     parameters: dict[str, nn.Parameter] | None = None,
-    modules: dict[str, nn.Module] | None = None,
+    modules: Mapping[str, nn.Module] | None = None,
 ) -> nn.Module:
     """A copy of `module` with other parts in the place of its own, which it shares otherwise."""
     trial = copy.copy(module)

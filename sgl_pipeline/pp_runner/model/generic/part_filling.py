@@ -54,7 +54,7 @@ def _replacement(module: nn.Module, prefix: str, reader: TensorReader) -> nn.Mod
     if (names := gated_mlp(module)) is None:
         return None
     gate_up, down = names
-    linears = [module.get_submodule(name) for name in gate_up]
+    linears = [_linear(module, name) for name in gate_up]
     matrices = [
         reader.matrix(f"{prefix}{name}", one.weight.shape)
         for name, one in zip(gate_up, linears, strict=True)
@@ -68,7 +68,13 @@ def _replacement(module: nn.Module, prefix: str, reader: TensorReader) -> nn.Mod
     ]
     given = [bias for bias in biases if bias is not None]
     gated_up = reader.kernels.gated_linear(joined, torch.cat(given) if given else None)
-    return RowGatedMlp(gated_up, reader.linear(module.get_submodule(down), f"{prefix}{down}."))
+    return RowGatedMlp(gated_up, reader.linear(_linear(module, down), f"{prefix}{down}."))
+
+
+def _linear(module: nn.Module, name: str) -> nn.Linear:
+    linear = module.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    return linear
 
 
 def refuse_meta(module: nn.Module, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What stands in a decoder in the place of layers that a stage does not run, and of its first one."""
+"""What stands in a decoder for layers that a stage does not run, and for its first one."""
 
 from typing import Any
 

@@ -45,7 +45,7 @@ def probe(path: str | Path, quantization: str | None = None) -> GenericSpec:
             "its checkpoint has scales for keys and values, which only our own layers apply"
         )
     vocab_size, hidden_size = skeleton.embedding.weight.shape
-    if skeleton.model.get_output_embeddings().out_features != vocab_size:
+    if skeleton.head.out_features != vocab_size:
         raise UnsupportedModelError("its head has another vocabulary than its embedding")
     return GenericSpec(
         architecture=type(skeleton.model).__name__,

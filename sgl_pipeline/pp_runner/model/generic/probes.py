@@ -1,9 +1,9 @@
 """What a model of transformers does, seen by running its code without weights.
 
-The attention probe records every attention, and the mask probe every mask, of three rows on the meta
-device: geometry is what was seen, and no field of a config says it. A model that does something else
-with its rows than to pass one residual stream through layers that attend once is refused, with what
-was seen.
+The attention probe records every attention, and the mask probe every mask, of three rows on the
+meta device: geometry is what was seen, and no field of a config says it. A model that does
+something else with its rows than to pass one residual stream through layers that attend once is
+refused, with what was seen.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from sgl_pipeline.pp_runner.model.generic.attention_call import (
     attention_of_call,
     direct_attention,
 )
-from sgl_pipeline.pp_runner.model.generic.layers import is_experts
+from sgl_pipeline.pp_runner.model.generic.layers import is_experts, num_experts_of
 from sgl_pipeline.pp_runner.model.generic.skeleton import Skeleton
 
 _ROWS = 3
@@ -105,9 +105,9 @@ def _kinds_of_layers(skeleton: Skeleton) -> str:
 def _miscount(attentions: list[list[LayerAttention]], first: int) -> str:
     others = sum(len(calls) != 1 for calls in attentions)
     return (
-        f"{others} of its {len(attentions)} layers do not attend exactly once through transformers' "
-        f"attention interface (layer {first}: {len(attentions[first])} times): they keep another "
-        "state, or none"
+        f"{others} of its {len(attentions)} layers do not attend exactly once through "
+        f"transformers' attention interface (layer {first}: {len(attentions[first])} times): they "
+        "keep another state, or none"
     )
 
 
@@ -159,7 +159,7 @@ def _watch(skeleton: Skeleton, seen: _Seen, hooks: ExitStack) -> None:
         for name, module in [*layer.named_modules()]:
             if is_experts(module):
                 seen.expert_layers.add(number)
-                _replace(layer, name, _NoExperts(module.num_experts))
+                _replace(layer, name, _NoExperts(num_experts_of(module)))
                 hooks.callback(_replace, layer, name, module)
     for name, module in decoder.named_children():
         if name != "layers":
@@ -257,7 +257,7 @@ def _mask(
         except Exception as error:
             raise UnsupportedModelError(
                 f"its mask is not a function of two positions: {type(error).__name__}: "
-                f"{str(error):.120}"
+                f"{error!s:.120}"
             ) from None
         if shown != wanted:
             raise UnsupportedModelError(

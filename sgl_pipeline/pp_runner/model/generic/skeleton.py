@@ -28,7 +28,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
+from sgl_pipeline.errors import UnsupportedModelError
 
 # The last parts of the names under which layouts of quantized weights store a matrix.
 _STORED_AS = re.compile(
@@ -53,14 +53,22 @@ class Skeleton:
         return self.model.config.get_text_config()
 
     @property
-    def embedding(self) -> nn.Module:
-        embedding: nn.Module = self.decoder.get_input_embeddings()
+    def embedding(self) -> nn.Embedding:
+        embedding = _input_embeddings(self.decoder)
+        assert isinstance(embedding, nn.Embedding)
         return embedding
+
+    @property
+    def head(self) -> nn.Linear:
+        """The output head; its template, as long as none was read."""
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        return head
 
     @property
     def head_name(self) -> str:
         """The module name of the output head."""
-        return self._name_of(self.model.get_output_embeddings())
+        return self._name_of(self.head)
 
     @property
     def embedding_name(self) -> str:
@@ -111,6 +119,12 @@ class Skeleton:
         return next(name for name, one in self.model.named_modules() if one is wanted)
 
 
+def _input_embeddings(decoder: nn.Module) -> nn.Module | None:
+    assert isinstance(decoder, PreTrainedModel)
+    embedding: nn.Module | None = decoder.get_input_embeddings()
+    return embedding
+
+
 _UNSET = -977.0  # no frequency, scale or position
 
 
@@ -143,7 +157,7 @@ def make_skeleton(path: str | Path, dtype: torch.dtype, attention: str) -> Skele
             f"{type(decoder).__name__} has no list `layers` of decoder layers inside "
             f"{type(model).__name__}"
         )
-    head, embedding = model.get_output_embeddings(), decoder.get_input_embeddings()
+    head, embedding = model.get_output_embeddings(), _input_embeddings(decoder)
     if type(head) is not nn.Linear or not isinstance(embedding, nn.Embedding):
         raise UnsupportedModelError(
             f"{type(model).__name__} has a {type(head).__name__} for a head and a "

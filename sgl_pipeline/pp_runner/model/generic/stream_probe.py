@@ -1,5 +1,5 @@
-"""Proves, with real tensors, that a decoder does nothing with the residual stream beside its layers,
-and that what it gives to layers belongs to their rows.
+"""Proves, with real tensors, that a decoder does nothing with the residual stream beside its
+layers, and that what it gives to layers belongs to their rows.
 
 Else a model would compute something else where it is cut into stages, or in steps with other
 requests' rows.

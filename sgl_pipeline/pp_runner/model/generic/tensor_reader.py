@@ -35,13 +35,13 @@ class TensorReader:
         self.quantization = quantization
         self._made: dict[str, torch.Tensor] = {}  # parameters whose entry made several
 
-    def linear(self, module: nn.Module, prefix: str) -> Linear:
+    def linear(self, module: nn.Linear, prefix: str) -> Linear:
         """Our product with the weight and bias of the Linear `module`."""
         name = prefix.rstrip(".")
         matrix = self.matrix(name, module.weight.shape)
         return self.kernels.linear(matrix, self.bias(module, name))
 
-    def bias(self, module: nn.Module, name: str) -> torch.Tensor | None:
+    def bias(self, module: nn.Linear, name: str) -> torch.Tensor | None:
         if module.bias is None:
             return None
         return self.tensor(f"{name}.bias", module.bias)

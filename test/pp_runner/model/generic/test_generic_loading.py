@@ -45,7 +45,7 @@ def load(path: Path, layers: range, **arguments: Any) -> Any:
 def test_the_stages_of_a_model_read_each_tensor_once() -> None:
     path = generic_model("mixtral")
     stages = [
-        load(path, range(0, 1), is_first=True),
+        load(path, range(1), is_first=True),
         load(path, range(1, 3)),
         load(path, range(3, 4), is_last=True),
     ]
@@ -60,7 +60,7 @@ def test_the_stages_of_a_model_read_each_tensor_once() -> None:
 def test_a_tied_head_is_the_embedding_of_the_first_stage_or_read_on_the_last() -> None:
     path = generic_model("qwen2")
     table = "model.embed_tokens.weight"
-    assert table in load(path, range(0, 2), is_first=True).loaded
+    assert table in load(path, range(2), is_first=True).loaded
     assert table in load(path, range(2, 4), is_last=True).loaded
     assert table not in load(path, range(1, 3)).loaded
 
@@ -70,7 +70,7 @@ def test_a_stage_takes_another_ones_place() -> None:
     path = generic_model("glm4-moe")
     chain = StageChain(path, (4,), spec=probe(path))
     wanted = chain.generate(new_request(PROMPT), 6)
-    stage = load(path, range(0, 2), is_first=True)
+    stage = load(path, range(2), is_first=True)
     before = stage.layers[1]
     read: list[None] = []
     stage.take_over(range(1, 4), is_first=False, is_last=True, on_layer=lambda: read.append(None))
@@ -87,7 +87,7 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     del tensors["model.layers.2.self_attn.k_proj.weight"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    load(path, range(0, 2))
+    load(path, range(2))
     with pytest.raises(CheckpointError, match=r"layers\.2\.self_attn\.k_proj"):
         load(path, range(1, 3))
 
@@ -98,7 +98,7 @@ def test_a_tensor_that_the_code_does_not_use_is_refused(tmp_path: Path) -> None:
     tensors["model.layers.1.self_attn.k_norm.weight"] = torch.ones(16)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"k_norm.*does not use"):
-        load(path, range(0, 2))
+        load(path, range(2))
 
 
 def test_made_up_weights_need_no_files(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_sixteen_bits_are_rounded_as_asked(name: str) -> None:
 def test_stacked_experts_are_not_quantized() -> None:
     path = generic_model("gpt-oss")
     with pytest.raises(UnsupportedModelError, match="several experts at once"):
-        load(path, range(0, 1), spec=probe(path, "w8a8_int8"))
+        load(path, range(1), spec=probe(path, "w8a8_int8"))
 
 
 def test_a_quantization_that_does_not_fit_is_refused() -> None:
@@ -178,13 +178,13 @@ def test_a_buffer_that_is_not_made_again_is_refused(monkeypatch: pytest.MonkeyPa
     spec = probe(path)
     monkeypatch.setattr("transformers.PreTrainedModel._init_weights", lambda self, module: None)
     with pytest.raises(UnsupportedModelError, match=r"the buffer rotary_emb\.\w*inv_freq"):
-        load(path, range(0, 1), spec=spec)
+        load(path, range(1), spec=spec)
 
 
 def test_the_spec_chooses_the_code() -> None:
     path = tiny_model("llama")
-    assert isinstance(load(path, range(0, 1)), GenericStageModel)
-    assert not isinstance(load(path, range(0, 1), spec=read_model_spec(path)), GenericStageModel)
+    assert isinstance(load(path, range(1)), GenericStageModel)
+    assert not isinstance(load(path, range(1), spec=read_model_spec(path)), GenericStageModel)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A model that transformers' code would compute wrongly in stages is refused, with what was seen."""
+"""A model that transformers' code would compute wrongly in stages is refused, with the reason."""
 
 import json
 import subprocess
@@ -16,11 +16,11 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
+from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.generic import layers
 from sgl_pipeline.pp_runner.model.generic.probe import probe
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.pp_runner.stage_model_choice import load_stage_model
-from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
 EXPERTS = {
@@ -119,7 +119,7 @@ def test_a_layer_that_attends_otherwise_is_seen(
 
     monkeypatch.setattr(modeling_qwen3.Qwen3Attention, "forward", forward)
     times = "0" if dropped == "all" else "2"
-    with pytest.raises(UnsupportedModelError, match=f"1 of its 4 .*layer 2: {times} times"):
+    with pytest.raises(UnsupportedModelError, match=rf"1 of its 4 layers .*layer 2: {times} times"):
         probe(generic_model("qwen3"))
 
 
@@ -130,7 +130,7 @@ def test_an_argument_of_unknown_meaning_is_refused(monkeypatch: pytest.MonkeyPat
         "forward",
         lambda self, *args, **kwargs: attend(self, *args, **kwargs, temperature=2.0),
     )
-    with pytest.raises(UnsupportedModelError, match="called with temperature = 2.0"):
+    with pytest.raises(UnsupportedModelError, match=r"called with temperature = 2\.0"):
         probe(generic_model("llama"))
 
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from sgl_pipeline.records.trace import StepRecord
+from sgl_pipeline.simulator.calibration import FittedCosts, fitted_s
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 
 
@@ -64,3 +65,9 @@ def run_figures(records: Sequence[StepRecord]) -> RunFigures:
         mean_tpot_ms=float(np.mean(tpots_ms)),
         idle_shares=tuple(float(1.0 - s / (duration_s * 1e3)) for s in compute_ms.sum(axis=0)),
     )
+
+
+def slowness_of(records: Sequence[StepRecord], costs: FittedCosts) -> float:
+    """How long the stages took in a run, over what the fit of another run says of its steps."""
+    measured_s = sum(stage.compute_ms for record in records for stage in record.stages) * 1e-3
+    return measured_s / sum(sum(fitted_s(costs.stages, record.work)) for record in records)

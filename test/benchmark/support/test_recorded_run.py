@@ -4,9 +4,9 @@ from random import Random
 
 import pytest
 
+from benchmark.support.recorded_run import recorded_requests, run_figures
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.simulator.experiment import Cluster, simulate
-from sgl_pipeline.simulator.recorded_run import recorded_requests, run_figures
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import summarize
 from sgl_pipeline.simulator.traces import load_trace

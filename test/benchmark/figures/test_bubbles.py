@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from sgl_pipeline.simulator.bubbles import CAUSES, bubble_causes
+from benchmark.figures.bubbles import CAUSES, bubble_causes
 from sgl_pipeline.simulator.pipeline_costs import PipelineCosts
 from sgl_pipeline.simulator.step_shape import StepShape
 

@@ -1,0 +1,1 @@
+"""Makes the model directory of a GGUF file; weights stay where they are."""
