@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import (
@@ -239,19 +239,15 @@ def _spread(model: PreTrainedModel) -> None:
 @cache
 def _reference(directory: Path) -> PreTrainedModel:
     # The others leave out softcaps.
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    has_tower = hasattr(AutoConfig.from_pretrained(directory), "vision_config")
+    kind = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
+    return kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()
 def generated(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
     """The tokens of transformers' greedy `generate`."""
-    return _greedy(_reference(directory), prompt, num_tokens)
-
-
-def _greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
-    output = model.generate(
+    output = _reference(directory).generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         max_new_tokens=num_tokens,
@@ -262,58 +258,8 @@ def _greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[
     return output[0, len(prompt) :].tolist()
 
 
-class MultimodalModel(NamedTuple):
-    """A checkpoint of text part and tower, and transformers' model of both."""
-
-    path: Path
-    model: PreTrainedModel
-
-    @torch.inference_mode()
-    def generated(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """The tokens of greedy `generate` without an image."""
-        return _greedy(self.model, prompt, num_tokens)
-
-
-_TOWER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
-# The family of the text part, what is different in it, and its tower.
-_MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "gemma3": ("gemma3", {}, {"model_type": "siglip_vision_model"}),
-    "gemma4": ("gemma4", {}, {"model_type": "gemma4_vision", "head_dim": 16}),
-    "mistral3": ("ministral3", {}, {"model_type": "pixtral"}),
-    "qwen3_vl": (
-        "qwen3",
-        {
-            "model_type": "qwen3_vl_text",
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10_000.0,
-                "mrope_section": [4, 4, 4],
-            },
-        },
-        {"depth": 1, "out_hidden_size": 48, "num_heads": 2, "deepstack_visual_indexes": [0]},
-    ),
-}
-
-
-@cache
-def multimodal_model(model_type: str) -> MultimodalModel:
-    """A tiny checkpoint of `model_type`, one of gemma3, gemma4, mistral3 and qwen3_vl."""
-    name, changes, tower = _MULTIMODAL[model_type]
-    family = GENERIC_FAMILIES[name]
-    text = {**MODEL_SIZES, "model_type": family.model_type, **family.changes, **changes}
-    others = {"audio_config": None} if model_type == "gemma4" else {}
-    config = AutoConfig.for_model(
-        model_type, text_config=text, vision_config={**_TOWER, **tower}, **others
-    )
-    torch.manual_seed(3)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-    _spread(model)
-    path = Path(_session_directory().name) / f"multimodal-{model_type}"
-    model.save_pretrained(path)
-    model.set_attn_implementation("eager")
-    return MultimodalModel(path, model)
+@torch.inference_mode()
+def reference_logits(directory: Path, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """transformers' logits [N, V] of each of the N tokens `output` after `prompt`."""
+    logits = _reference(directory)(torch.tensor([prompt + output])).logits
+    return logits[0, len(prompt) - 1 : -1]

@@ -6,6 +6,7 @@ error and no signal that kills the process.
 """
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import gguf
@@ -51,6 +52,14 @@ class GgufWeights:
 
     def has(self, name: str) -> bool:
         return name in self._index.tensors
+
+    def names(self) -> Iterable[str]:
+        return self._index.tensors.keys()
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        if (found := self._index.tensors.get(name)) is None:
+            raise CheckpointError(f"{self._file_name} holds no tensor {name}")
+        return tuple(found.shape)
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         found = self._index.tensors.get(name)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.generic_families import VOCAB_SIZE, generic_model, multimodal_model
+from support.generic_families import VOCAB_SIZE, generated, generic_model
+from support.multimodal_models import MULTIMODAL, multimodal_model
 from support.quantized_models import FORMATS, quantized_model, write_config
 from support.stage_chain import StageChain, new_request
 from support.tiny_models import tiny_model
@@ -111,12 +112,11 @@ def test_made_up_weights_need_no_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3", "qwen3_vl"])
+@pytest.mark.parametrize("name", MULTIMODAL)
 def test_the_text_part_of_a_multimodal_checkpoint_is_served(name: str) -> None:
-    model = multimodal_model(name)
-    wanted = model.generated(PROMPT, 12)
-    chain = StageChain(model.path, (1, 3), spec=probe(model.path))
-    assert chain.generate(new_request(PROMPT), 12, 5) == wanted
+    path = multimodal_model(name)
+    chain = StageChain(path, (2, 4), spec=probe(path))
+    assert chain.generate(new_request(PROMPT), 12, 5) == generated(path, PROMPT, 12)
     names = [one for stage in chain.stages for one in stage.loaded]
     assert not [one for one in names if "vis" in one or "projector" in one]
 
