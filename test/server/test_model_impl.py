@@ -8,12 +8,11 @@ import requests
 import torch
 from support.front_model import VOCAB_SIZE, byte_tokenizer
 from support.live_server import LiveServer, live_server
+from support.multimodal_models import multimodal_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    Gemma3Config,
     Olmo3Config,
-    PreTrainedConfig,
     PreTrainedModel,
     Qwen3_5TextConfig,
 )
@@ -40,20 +39,6 @@ _SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
-
-
-def write_checkpoint(directory: Path, auto: type, config: PreTrainedConfig) -> Path:
-    """A model of random weights, and a tokenizer."""
-    torch.manual_seed(0)
-    auto.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
 
 
 @torch.inference_mode()
@@ -79,7 +64,11 @@ def served(server: LiveServer, prompt: list[int], count: int) -> dict:
 def olmo3_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A family that our table does not have."""
     directory = tmp_path_factory.mktemp("olmo3")
-    return write_checkpoint(directory, AutoModelForCausalLM, Olmo3Config(**_SIZES))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Olmo3Config(**_SIZES), dtype=torch.float32)
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
 
 
 def test_transformers_computes_the_layers_of_two_stages(olmo3_path: Path) -> None:
@@ -97,25 +86,16 @@ def test_transformers_computes_the_layers_of_two_stages(olmo3_path: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def gemma3_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A multimodal model, as its publisher has it."""
-    config = Gemma3Config(text_config=_SIZES, vision_config=_TOWER)
-    directory = tmp_path_factory.mktemp("gemma3")
-    return write_checkpoint(directory, AutoModelForImageTextToText, config)
-
-
-@pytest.fixture(scope="module")
-def gemma3_server(gemma3_path: Path) -> Iterator[LiveServer]:
-    flags = ["--model-path", str(gemma3_path), "--device", "cpu"]
+def gemma3_server() -> Iterator[LiveServer]:
+    flags = ["--model-path", str(multimodal_model("gemma3")), "--device", "cpu"]
     with live_server("--pp", "2", *flags) as server:
         yield server
 
 
-def test_the_text_of_a_multimodal_model_is_served(
-    gemma3_server: LiveServer, gemma3_path: Path
-) -> None:
+def test_the_text_of_a_multimodal_model_is_served(gemma3_server: LiveServer) -> None:
     assert gemma3_server.facts()["model_impl"] == "transformers"
-    reference = AutoModelForImageTextToText.from_pretrained(gemma3_path, dtype=torch.float32).eval()
+    path = multimodal_model("gemma3")
+    reference = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     for prompt in _PROMPTS:
         wanted = generated(reference, prompt, 24)
         assert served(gemma3_server, prompt, 24)["output_ids"] == wanted
@@ -165,9 +145,9 @@ _SOURCE = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
     ],
 )
 def test_a_request_with_an_image_is_refused(
-    gemma3_server: LiveServer, gemma3_path: Path, route: str, body: dict
+    gemma3_server: LiveServer, route: str, body: dict
 ) -> None:
-    named = {"model": str(gemma3_path)} | body
+    named = {"model": str(multimodal_model("gemma3"))} | body
     answer = requests.post(f"{gemma3_server.url}{route}", json=named, timeout=30)
     assert answer.status_code == 400, answer.text
     assert "image" in answer.text and "support" in answer.text

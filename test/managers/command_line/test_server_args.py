@@ -11,7 +11,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.observability import trace
 from sglang.srt.server_args import ServerArgs
 from support.front_model import byte_tokenizer, write_front_model
-from support.generic_families import GENERIC_FAMILIES, generic_model, multimodal_model
+from support.generic_families import GENERIC_FAMILIES, generic_model
+from support.multimodal_models import MULTIMODAL, multimodal_model
 from support.quantized_models import quantized_model
 from support.tiny_models import tiny_model
 from transformers import AutoConfig
@@ -458,11 +459,11 @@ def test_upstreams_front_takes_the_families_that_transformers_computes(
     read_by_the_front(generic_model(name), monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3", "qwen3_vl"])
+@pytest.mark.parametrize("name", MULTIMODAL)
 def test_upstreams_front_takes_the_text_of_multimodal_models(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = read_by_the_front(multimodal_model(name).path, monkeypatch)
+    config = read_by_the_front(multimodal_model(name), monkeypatch)
     assert not config.is_multimodal
     assert not config.is_image_understandable_model
 
