@@ -5,9 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+from support.generic_families import GENERIC_FAMILIES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sgl_pipeline.args import SECTIONS
 from sgl_pipeline.args.flags import flags_of
+from sgl_pipeline.pp_runner.model.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -76,3 +79,14 @@ def test_every_flag_of_ours_is_explained() -> None:
     text = "".join(page.read_text() for page in DOCS.glob("*.md"))
     ours = [flag.name for section in SECTIONS for _, flag in flags_of(section) if flag.name]
     assert [name for name in ours if f"`{name}" not in text] == []
+
+
+def test_the_page_of_models_lists_the_families_that_are_tested() -> None:
+    table = (DOCS / "models.md").read_text().partition("## Families")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (yes|) ?\| yes \|$", table, re.MULTILINE)
+    listed = {
+        family.model_type: (family.published, "yes" * (architecture in FAMILIES))
+        for family in GENERIC_FAMILIES.values()
+        for architecture in [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
+    }
+    assert {model_type: (published, ours) for model_type, published, ours in rows} == listed

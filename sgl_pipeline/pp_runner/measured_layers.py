@@ -27,9 +27,11 @@ Call = Callable[[], object]
 
 
 class MeasuredLayers(Protocol):
-    """The first layer of each kind; a layer of each has `kind_bytes` of weights."""
+    """The first layer of each kind."""
 
-    kind_bytes: Sequence[int]
+    @property
+    def kind_bytes(self) -> Sequence[int]:
+        """The bytes of a layer's weights, for each kind."""
 
     def calls(self, inputs: StepInputs) -> list[Call]:
         """A layer of each kind on a step for which the attention has been planned."""

@@ -1,7 +1,5 @@
 """Servers whose layers transformers computes, and servers whose layers it does not."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import torch
 from support.front_model import VOCAB_SIZE, byte_tokenizer
 from support.live_server import LiveServer, live_server
 from support.multimodal_models import multimodal_model
-from support.tiny_models import tiny_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -27,26 +24,21 @@ pytestmark = pytest.mark.multiproc
 _PROMPTS = [[(7 * place) % 250 + 3 for place in range(length)] for length in (1, 40)]
 
 
-def olmo3(directory: Path) -> Path:
-    """A family that our table does not have, with windows that the prompts exceed."""
-    config = Olmo3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        sliding_window=12,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "sliding_window": 12,  # which the longer prompt exceeds
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 @torch.inference_mode()
@@ -70,7 +62,13 @@ def served(server: LiveServer, prompt: list[int], count: int) -> dict:
 
 @pytest.fixture(scope="module")
 def olmo3_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return olmo3(tmp_path_factory.mktemp("olmo3"))
+    """A family that our table does not have."""
+    directory = tmp_path_factory.mktemp("olmo3")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Olmo3Config(**_SIZES), dtype=torch.float32)
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
 
 
 def test_transformers_computes_the_layers_of_two_stages(olmo3_path: Path) -> None:
@@ -89,16 +87,15 @@ def test_transformers_computes_the_layers_of_two_stages(olmo3_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def gemma3_server() -> Iterator[LiveServer]:
-    path = str(multimodal_model("gemma3"))
-    with live_server("--pp", "2", "--model-path", path, "--device", "cpu") as server:
+    flags = ["--model-path", str(multimodal_model("gemma3")), "--device", "cpu"]
+    with live_server("--pp", "2", *flags) as server:
         yield server
 
 
 def test_the_text_of_a_multimodal_model_is_served(gemma3_server: LiveServer) -> None:
     assert gemma3_server.facts()["model_impl"] == "transformers"
-    reference = AutoModelForImageTextToText.from_pretrained(
-        multimodal_model("gemma3"), dtype=torch.float32
-    ).eval()
+    path = multimodal_model("gemma3")
+    reference = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     for prompt in _PROMPTS:
         wanted = generated(reference, prompt, 24)
         assert served(gemma3_server, prompt, 24)["output_ids"] == wanted
@@ -160,33 +157,6 @@ def test_a_model_that_would_be_wrong_is_refused_by_the_probes(tmp_path: Path) ->
     """Qwen3.5 runs, but three of four layers keep a state that no page holds."""
     config = Qwen3_5TextConfig(num_hidden_layers=4, architectures=["Qwen3_5ForCausalLM"])
     config.save_pretrained(tmp_path)
-    reason = r"Qwen3_5ForCausalLM.*transformers' code of this model cannot be served: "
+    reason = r"Qwen3_5ForCausalLM.*code of this model cannot be served: .*linear_attention"
     with pytest.raises(UnsupportedModelError, match=reason):
         choose_model(str(tmp_path), None, "auto")
-
-
-def test_a_stage_of_ours_does_not_import_transformers() -> None:
-    load = """
-import sys
-from sgl_pipeline.args import StageArgs
-from sgl_pipeline.pp_runner import stage_worker
-from sgl_pipeline.pp_runner.cost_measurement import measure_part_costs
-from sgl_pipeline.pp_runner.stage_loading import load_stage
-from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.wire.stage_messages import StageAssignment
-own = StageAssignment(
-    stage=0,
-    plan=StagePlan(0, (6,)),
-    args=StageArgs(model_path=sys.argv[1], dtype="float32"),
-    page_size=16,
-    links=(),
-    cpu_threads=1,
-    cpu_cores=(),
-)
-measure_part_costs(own, [])
-load_stage(own)
-print(sorted(name for name in sys.modules if name.partition(".")[0] == "transformers"))
-"""
-    command = [sys.executable, "-W", "ignore", "-c", load, str(tiny_model("qwen3"))]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.stdout.strip() == "[]", ended.stdout + ended.stderr

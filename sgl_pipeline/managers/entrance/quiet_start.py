@@ -9,7 +9,10 @@ import logging
 
 # Upstream's warnings that do not matter here, by their logger.
 _IRRELEVANT = {
-    "sglang.srt.arg_groups.overrides": "does not support Intel AMX",  # for upstream's own kernels
+    # Upstream has no pools here.
+    "sglang.srt.arg_groups.model_overrides.exaone": "hybrid SWA memory",
+    "sglang.srt.arg_groups.model_overrides.gemma2_gemma3": "hybrid SWA memory",
+    "sglang.srt.arg_groups.model_overrides.olmo2": "hybrid SWA memory",
     "sglang.srt.utils.common": "Fail to set RLIMIT_NOFILE",  # the limit stays as the user set it
     "sglang.srt.entrypoints.openai.serving_rerank": "Using fallback token IDs",  # reranks nothing
 }

@@ -54,9 +54,10 @@ def summarize_start(facts: Mapping[str, Any]) -> str:
     held = "" if facts["kv_cache_dtype"] == "auto" else f" in {facts['kv_cache_dtype']}"
     return (
         f"pipeline ready: {facts['num_stages']} stages on {facts['device']}, "
-        f"layers {counts}{generic}, weights {mebibytes} MiB ({facts['dtype']}), {facts['total_pages']} KV pages of "
-        f"{facts['page_size']} tokens{held}, policy {facts['policy']}, attention "
-        f"{facts['stage_attention_backend']}, kernels {facts['stage_kernels']}"
+        f"layers {counts}{generic}, weights {mebibytes} MiB ({facts['dtype']}), "
+        f"{facts['total_pages']} KV pages of {facts['page_size']} tokens{held}, "
+        f"policy {facts['policy']}, attention {facts['stage_attention_backend']}, kernels "
+        f"{facts['stage_kernels']}"
     )
 
 

@@ -113,7 +113,7 @@ def test_a_config_that_our_decoder_does_not_compute_goes_to_transformers(
 
 
 def test_ours_alone_refuses_another_family(probes, other: str) -> None:
-    with pytest.raises(UnsupportedModelError, match="OlmoXForCausalLM.*--model-impl transformers"):
+    with pytest.raises(UnsupportedModelError, match=r"OlmoXForCausalLM.*--model-impl transformers"):
         choose_model(other, None, "sglang")
 
 
@@ -151,5 +151,5 @@ def test_a_family_that_no_test_compares_is_announced(
 
 
 def test_layers_of_transformers_are_for_cpus() -> None:
-    with pytest.raises(ConfigurationError, match="--device cuda: .*built for CPUs only"):
+    with pytest.raises(ConfigurationError, match=r"--device cuda: .*built for CPUs only"):
         StageArgs(model_path="", dtype="bfloat16", device="cuda", generic_spec=_SPEC.to_json())

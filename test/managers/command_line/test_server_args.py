@@ -485,11 +485,8 @@ def test_checks_of_upstreams_own_attention_are_none_of_ours(
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     config.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    monkeypatch.setattr(
-        server_args,
-        "choose_model",
-        lambda *_: ChosenModel(read_model_spec(tiny_model("qwen3")), ""),
-    )
+    ours = ChosenModel(read_model_spec(tiny_model("qwen3")), "")
+    monkeypatch.setattr(server_args, "choose_model", lambda *_: ours)
     plan = parse_command_line(["--model-path", str(tmp_path), "--device", "cpu"])
     assert ModelConfig.from_server_args(plan.upstream).is_generation
 
