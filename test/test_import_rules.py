@@ -152,7 +152,9 @@ def modules_after(statement: str) -> set[str]:
 
 @pytest.mark.multiproc
 def test_importing_the_package_imports_nothing_and_the_engine_only_light_modules() -> None:
-    ours = {name for name in modules_after(f"import {PACKAGE}") if name.startswith(PACKAGE)}
+    ours = {
+        name for name in modules_after(f"import {PACKAGE}") if f"{name}.".startswith(f"{PACKAGE}.")
+    }
     assert ours == {PACKAGE}
     heavy = {"torch", "sglang", "numpy", "zmq", "transformers"}
     assert not modules_after(f"from {PACKAGE} import Engine") & heavy

@@ -4,6 +4,8 @@ A choice of experts is a step: where rounding sends a row to another expert, its
 one, right as it may be. So models with experts get weights with which it cannot.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from sgl_pipeline.pp_runner.model.families import TensorNames
@@ -39,6 +41,12 @@ class UpcastWeights:
 
     def has(self, name: str) -> bool:
         return self._source.has(name)
+
+    def names(self) -> Iterable[str]:
+        return self._source.names()
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._source.shape_of(name)
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self._source.read(name, shape).float()

@@ -82,7 +82,8 @@ class EngineDesk:
     async def serve(self) -> None:
         """Answers calls until the program wants no more, is gone, or the engine fails."""
         reading = asyncio.create_task(self._read_calls())
-        await asyncio.wait({reading, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {reading, self._failure}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         reading.cancel()
         if self._failure.done():
             with contextlib.suppress(OSError):
@@ -184,11 +185,21 @@ def read_request(fields: dict[str, Any]) -> GenerateReqInput:
     if unknown := sorted(fields.keys() - _FIELDS):
         raise _refused(f"generate() has no argument {unknown[0]!r}")
     if (error := generate_contract_error(fields)) is not None:
-        raise _refused(error)
+        raise _refused(f"{_field_of(error, fields)}{error}")
     try:
         return _requests.validate_python(fields)
     except ValidationError as error:
         raise _refused(str(error)) from error
+
+
+def _field_of(error: str, fields: dict[str, Any]) -> str:
+    """The name of the field that upstream complains of, which it leaves out: without it there is no
+    such complaint."""
+    for name in fields:
+        others = {other: value for other, value in fields.items() if other != name}
+        if generate_contract_error(others) != error:
+            return f"{name}: "
+    return ""
 
 
 def _refused(message: str) -> RefusedRequestError:

@@ -4,7 +4,11 @@ from typing import Any
 import pytest
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.managers.command_line.keyword_arguments import command_line_of, parse_keywords
+from sgl_pipeline.managers.command_line.keyword_arguments import (
+    _actions_by_name,
+    command_line_of,
+    parse_keywords,
+)
 from sgl_pipeline.managers.command_line.server_args import make_parser, parse_command_line
 from sgl_pipeline.managers.upstream.upstream_fields import SERVER_ONLY
 
@@ -76,10 +80,11 @@ def test_what_is_a_servers_alone_names_flags_that_there_are(
 
 
 def test_every_flag_can_be_a_keyword(parser: argparse.ArgumentParser) -> None:
-    for action in parser._actions:
-        if action.dest in SERVER_ONLY or action.dest == "help":
+    for name, action in _actions_by_name(parser._actions).items():
+        if action.dest in SERVER_ONLY:
             continue
         values = {"store_true": True, "store_false": False}
         kind = "store_true" if action.const is True else "store_false"
-        value = values[kind] if action.nargs == 0 else "text"
-        assert command_line_of(parser, {action.dest: value}), action.dest
+        is_switch = isinstance(action, argparse.BooleanOptionalAction)
+        value = values[kind] if action.nargs == 0 and not is_switch else is_switch or "text"
+        assert command_line_of(parser, {name: value}), name
