@@ -195,11 +195,18 @@ def read_request(fields: dict[str, Any]) -> GenerateReqInput:
 def _field_of(error: str, fields: dict[str, Any]) -> str:
     """The name of the field that upstream complains of, which it leaves out: without it there is no
     such complaint."""
-    for name in fields:
-        others = {other: value for other, value in fields.items() if other != name}
-        if generate_contract_error(others) != error:
-            return f"{name}: "
+    for name, value in fields.items():
+        if generate_contract_error(_without(name, fields)) == error:
+            continue
+        for inner in value if isinstance(value, dict) else ():
+            if generate_contract_error(fields | {name: _without(inner, value)}) != error:
+                return f"{inner}: "
+        return f"{name}: "
     return ""
+
+
+def _without(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    return {other: value for other, value in fields.items() if other != name}
 
 
 def _refused(message: str) -> RefusedRequestError:
