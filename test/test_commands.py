@@ -9,6 +9,7 @@ import pytest
 from sgl_pipeline import launch_server
 from sgl_pipeline.__main__ import COMMANDS, main
 from sgl_pipeline.completion import SHELLS, command_parser
+from sgl_pipeline.managers import main_process
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -57,4 +58,4 @@ def test_completions_know_commands_and_flags(shell: str) -> None:
 
 def test_what_is_missing_is_said_with_the_pins_of_the_set_up() -> None:
     pins = re.findall(r"^[\w-]+==\S+", (ROOT / "requirements/sglang-cpu.txt").read_text(), re.M)
-    assert pins and all(pin in launch_server._HOW_TO_INSTALL for pin in pins)
+    assert pins and all(pin in main_process._HOW_TO_INSTALL for pin in pins)

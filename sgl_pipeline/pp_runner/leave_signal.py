@@ -1,8 +1,8 @@
 """SIGTERM as a request to leave: a worker that serves a stage goes on until another one has taken
 it over.
 
-Before its first stage runs, a worker has nothing to hand over, and a SIGTERM ends it as it ends any
-process; so does a second one.
+Before its first stage gets ready, a worker has nothing to hand over, and a SIGTERM ends it as it
+ends any process; so does a second one.
 """
 
 import signal
@@ -24,8 +24,10 @@ class LeaveSignal:
 
     def take(self) -> bool:
         """Whether the signal has come; True once."""
-        has_come, self._has_come = self._has_come, False
-        return has_come
+        if not self._has_come:
+            return False  # without a write, which could undo that of a signal in between
+        self._has_come = False
+        return True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Runs between any two instructions of the worker, so it must not send."""

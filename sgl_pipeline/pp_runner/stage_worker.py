@@ -99,10 +99,10 @@ class StageWorker:
         self, assignment: StageAssignment, stage: LoadedStage, pool: PoolSize
     ) -> StageAssignment | None:
         """Runs the stage of `assignment`; returns as `ReadyStage.serve`."""
+        if self._leave is not None:  # first: who is told that the worker is ready may ask it to go
+            self._leave.listen()
         runner = self._become_ready(assignment, stage, pool.num_pages)
         mover = self._open_mover(assignment, runner)
-        if self._leave is not None:
-            self._leave.listen()
         profile = StageProfile(assignment.stage, assignment.args.device == "cuda")
         try:
             return self.serve(runner, mover, profile)

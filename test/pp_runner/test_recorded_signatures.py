@@ -47,9 +47,8 @@ def binds(call: OurCall, text: str) -> bool:
 
 
 def test_the_record_is_of_the_pinned_versions() -> None:
-    """torch's of the CPU set and of the lent machine; that of the CUDA set has a build for CUDA
-    only, which cannot be imported without its libraries."""
-    sets = (ROOT / "requirements" / "cpu.txt", LENT_MACHINE)
+    """Of the CPU set, the CUDA set and the lent machine."""
+    sets = (ROOT / "requirements" / "cpu.txt", CUDA_REQUIREMENTS, LENT_MACHINE)
     flashinfer = pins(CUDA_REQUIREMENTS)["flashinfer-python"]
     assert set(RECORD) == {
         *(f"torch {pins(path)['torch'].partition('+')[0]}" for path in sets),

@@ -39,15 +39,20 @@ class Uses:
     calls: tuple[OurCall, ...]
 
 
-def uses_of(library: str, folder: Path, methods: Mapping[str, str] = {}) -> Uses:
+def uses_of(
+    library: str, folder: Path, methods: Mapping[str, str] = {}, left_out: str = ""
+) -> Uses:
     """What the sources in `folder` use of `library`.
 
     Args:
         methods: of objects that the library made: the whole path of each that is called by such a
             name, whatever the object is called.
+        left_out: a folder in `folder` whose sources do not count; empty: none.
     """
     names, calls = set[str](), list[OurCall]()
     for path in sorted(folder.rglob("*.py")):
+        if left_out and path.is_relative_to(folder / left_out):
+            continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         known = dict(_imported(tree, library))
         for node in ast.walk(tree):

@@ -44,8 +44,9 @@ Signatures = dict[str, list[str]]  # of each name; none for what has none
 
 
 def torch_uses() -> Uses:
-    """Of the stage workers, which are all that runs on a GPU."""
-    uses = uses_of("torch", SOURCES, TORCH_METHODS)
+    """Of the stage workers, which are all that runs on a GPU, but for the generic backend, which
+    does not."""
+    uses = uses_of("torch", SOURCES, TORCH_METHODS, left_out="model/generic")
     return Uses(uses.names | _READ | _EVENT, uses.calls)
 
 

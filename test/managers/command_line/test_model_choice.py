@@ -47,7 +47,8 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Sets what the probes print and their exit code; the words they were started with are in
     `asked.json`."""
     monkeypatch.setattr(model_choice, "PROBES", "stand_in_probes")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    others = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *others]))
 
     def answer(text: str, code: int = 0, to: str = "stdout") -> None:
         (tmp_path / "stand_in_probes.py").write_text(

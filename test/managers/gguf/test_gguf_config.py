@@ -12,7 +12,8 @@ from support.tiny_models import tiny_model
 from sgl_pipeline.errors import CheckpointError, UnsupportedModelError
 from sgl_pipeline.managers.gguf.gguf_config import config_of
 from sgl_pipeline.managers.gguf.gguf_file import read_gguf_file
-from sgl_pipeline.pp_runner.model.model_spec import RopeSpec, model_spec
+from sgl_pipeline.pp_runner.model.model_spec import model_spec
+from sgl_pipeline.pp_runner.model.rope_spec import Llama3Scaling, RopeSpec
 
 
 def config_with(tmp_path: Path, metadata: dict[str, Any], **tensors: Any) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def test_the_factors_of_llama_3_are_its_rule(tmp_path: Path) -> None:
     config = config_with(
         tmp_path, {"llama.rope.freq_base": 500_000.0}, tensors={"rope_freqs.weight": factors}
     )
-    expected = RopeSpec(500_000.0, "llama3", (32.0, 1.0, 4.0, 8192.0))
+    expected = RopeSpec(500_000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192))
     assert model_spec(config).rope == expected
 
 
