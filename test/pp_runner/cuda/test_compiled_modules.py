@@ -55,9 +55,9 @@ CALLS = {
     "decode-128": decode_plan(128, NONE),
     "decode-64": decode_plan(64, NONE),
     "decode-128-e4m3": decode_plan(128, NONE_E4M3),
-    "prefill-fa2-128": prefill_plan(128, -1, False, 0),
-    "prefill-fa2-64": prefill_plan(64, -1, False, 0),
-    "prefill-fa2-128-e4m3": prefill_plan(128, -1, False, 0),
+    "prefill-fa2-128": prefill_plan(128, -1, False, 0, 0),
+    "prefill-fa2-64": prefill_plan(64, -1, False, 0, 0),
+    "prefill-fa2-128-e4m3": prefill_plan(128, -1, False, 0, 0),
     "prefill-fa3-128": prefill_plan(128),
     "prefill-fa3-64": prefill_plan(64),
 }
