@@ -1,6 +1,6 @@
 """The `StageModel` of a model whose layers are transformers' code.
 
-The decoder is transformers' own, on the meta device but for what the stage holds. The layers of
+The decoder is transformers' own, on the meta device except what the stage holds. The layers of
 other stages pass the residual stream on, and the stage's first layer takes the stream that the
 stage before has sent, whatever the decoder made of its inputs. Its final norm belongs to the head.
 

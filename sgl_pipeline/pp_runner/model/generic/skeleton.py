@@ -40,7 +40,7 @@ _STORED_AS = re.compile(
 @dataclass(frozen=True, slots=True)
 class Skeleton:
     """A model on the meta device. `decoder` is the part between token ids and hidden states, `name`
-    its name in `model`; `layers` are templates, which nobody changes."""
+    its name in `model`; `layers` are templates, which never change."""
 
     model: PreTrainedModel
     decoder: nn.Module
