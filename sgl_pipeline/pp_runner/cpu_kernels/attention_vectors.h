@@ -88,12 +88,6 @@ struct Lanes {
   int visible;
 };
 
-// The keys [hidden, visible) of a tile, those that a lane sees.
-struct Seen {
-  int hidden;  // may be negative
-  int visible;
-};
-
 // The scores of kWidth keys at once: their partial products are added up together.
 template <int kVectors, typename T>
 inline Vec score(const Vec* query, Rows<T> keys, int first_key, int num_vectors) {
@@ -110,10 +104,11 @@ inline Vec score(const Vec* query, Rows<T> keys, int first_key, int num_vectors)
   return totals(partial);
 }
 
-// Scores a key tile for one lane, and folds it into the softmax. Plain: the lane sees the tile from
-// its first key on, and there is no softcap. Otherwise products are in units of the softcap.
+// Scores a key tile for one lane that sees the keys [hidden, visible) of it, and folds it into the
+// softmax. Plain: `hidden` is at most 0, and there is no softcap, in units of which products are
+// otherwise.
 template <int kVectors, bool kPlain, typename T>
-NOINLINE void update_softmax(VectorState& scratch, Rows<T> keys, int lane, Seen seen,
+NOINLINE void update_softmax(VectorState& scratch, Rows<T> keys, int lane, int visible, int hidden,
                              float softcap) {
   const int vectors = scratch.vectors, value_vectors = scratch.value_vectors;
   Vec* scores = &scratch.scores[lane * kScoreVectors];
@@ -124,9 +119,9 @@ NOINLINE void update_softmax(VectorState& scratch, Rows<T> keys, int lane, Seen 
     Vec all = score<kVectors>(&scratch.queries[lane * vectors], keys, s * kWidth, vectors);
     if constexpr (!kPlain) {
       if (softcap != 0) all = softcap * hyperbolic_tangent(all);
-      all = position < seen.hidden ? broadcast(kLowest) : all;
+      all = position < hidden ? broadcast(kLowest) : all;
     }
-    scores[s] = position < seen.visible ? all : broadcast(kLowest);
+    scores[s] = position < visible ? all : broadcast(kLowest);
     highest = maximum(highest, scores[s]);
   }
   const float new_maximum = largest(highest);
@@ -175,14 +170,14 @@ NOINLINE void add_values(VectorState& scratch, Rows<T> values, int lane, int num
 template <bool kPlain, typename T>
 void update_lanes(const Step& step, VectorState& scratch, Rows<T> keys, int num_keys, Lanes lanes) {
   for (int lane = lanes.first; lane < lanes.end; ++lane) {
-    const int visible = lanes.visible + (lane - lanes.first) / lanes.group;
-    const Seen seen{visible - step.window, std::min(num_keys, visible)};
+    const int end = lanes.visible + (lane - lanes.first) / lanes.group;
+    const int visible = std::min(num_keys, end), hidden = end - step.window;
     if (scratch.vectors == 4)
-      update_softmax<4, kPlain>(scratch, keys, lane, seen, step.softcap);
+      update_softmax<4, kPlain>(scratch, keys, lane, visible, hidden, step.softcap);
     else if (scratch.vectors == 8)
-      update_softmax<8, kPlain>(scratch, keys, lane, seen, step.softcap);
+      update_softmax<8, kPlain>(scratch, keys, lane, visible, hidden, step.softcap);
     else
-      update_softmax<0, kPlain>(scratch, keys, lane, seen, step.softcap);
+      update_softmax<0, kPlain>(scratch, keys, lane, visible, hidden, step.softcap);
   }
 }
 

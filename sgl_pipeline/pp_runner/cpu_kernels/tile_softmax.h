@@ -105,8 +105,10 @@ NOINLINE void weigh_lanes(TileState& state, int head_lane, int lane, int rows, i
 // for the key tile that begins with key `start`.
 inline void weigh(TileState& state, int head_lane, int lane, int rows, int start,
                   const Scoring& scoring, const Vec* products) {
-  const auto weigh_all = scoring.is_plain ? weigh_lanes<true> : weigh_lanes<false>;
-  weigh_all(state, head_lane, lane, rows, start, scoring, products);
+  if (scoring.is_plain)
+    weigh_lanes<true>(state, head_lane, lane, rows, start, scoring, products);
+  else
+    weigh_lanes<false>(state, head_lane, lane, rows, start, scoring, products);
 }
 
 }  // namespace
