@@ -135,7 +135,15 @@ def test_whoever_stops_reading_aborts_the_request(engine: Engine) -> None:
     wait_until(lambda: num_running(engine) == 0)
 
 
-def test_an_interrupted_call_aborts_its_request(engine: Engine) -> None:
+@pytest.fixture
+def restored_interrupts() -> Iterator[None]:
+    """A shell that starts the tests in the background has SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_call_aborts_its_request(engine: Engine, restored_interrupts: None) -> None:
     def interrupt() -> None:
         wait_until(lambda: num_running(engine) == 1)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
