@@ -119,7 +119,10 @@ def fit_costs(
 def stages_of(options: argparse.Namespace) -> tuple[StageArgs, ModelSpec]:
     """The stages that a command's options describe, and their model."""
     model_path = find_model(options.model, None, None)
-    spec, generic_spec = choose_model(model_path, options.quantization, options.model_impl)
+    overrides = options.json_model_override_args
+    spec, generic_spec = choose_model(
+        model_path, options.quantization, options.model_impl, rope_overrides=overrides
+    )
     stages = StageArgs(
         num_stages=options.pp,
         model_path=model_path,
@@ -129,6 +132,7 @@ def stages_of(options: argparse.Namespace) -> tuple[StageArgs, ModelSpec]:
         device=options.device,
         quantization=spec.quantization_method,
         kv_cache_dtype=options.kv_cache_dtype,
+        rope_overrides=overrides,
         cpu_threads=options.cpu_threads_per_stage,
     )
     return stages, spec
