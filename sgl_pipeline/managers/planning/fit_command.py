@@ -100,7 +100,8 @@ def fit_costs(
     with measuring_worker(stages, spec.num_layers) as worker:
         kinds, samples = measure_steps(worker, steps, rounds)
     fitted = len(samples) - max(1, int(_HELD_OUT_SHARE * len(samples)))
-    costs = fit_parts(samples[:fitted], kinds)
+    windows = [attention.window for attention in spec.attentions]
+    costs = fit_parts(samples[:fitted], kinds, windows=windows)
     return (
         CostFile(
             model=model_name(stages.model_path),
