@@ -7,7 +7,6 @@ steps, where a stage's layers and ends are one time.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from sgl_pipeline.costs.stage_costs import PartSample
@@ -77,9 +76,8 @@ def fit_parts(
     )
     measured_ms = np.array([sample.kinds_ms for sample in samples]).mean(axis=0)
     ratios = measured_ms / _kinds_ms(StepPredictor(costs), samples, kinds).mean(axis=0)
-    return msgspec.structs.replace(
-        costs, layer_weights=tuple(float(ratios[kind] / ratios[usual]) for kind in kinds)
-    )
+    weights = tuple(float(ratios[kind] / ratios[usual]) for kind in kinds)
+    return StepCosts(costs.layer, costs.embedding, costs.tail, weights, own_windows)
 
 
 def fit_stages(samples: Sequence[StageSample], num_layers: int, outlier_share: float) -> StepCosts:
