@@ -6,7 +6,6 @@ Pure; the numbers come from a `StepCosts`.
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from operator import mul
 from typing import NamedTuple
 
 from sgl_pipeline.costs.step_costs import RowCost, StepCosts
@@ -28,7 +27,8 @@ class PartTimes(NamedTuple):
         """Time of layers that weigh so much: those without a window, then those of each."""
         if not self.windows_ms:
             return weights[0] * self.layer_ms
-        return sum(map(mul, weights, (self.layer_ms, *self.windows_ms)))
+        times_ms = (self.layer_ms, *self.windows_ms)
+        return sum(weight * one_ms for weight, one_ms in zip(weights, times_ms, strict=True))
 
 
 class StepPredictor:
