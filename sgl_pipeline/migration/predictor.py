@@ -77,9 +77,12 @@ class StepPredictor:
             + self._decode_attended_ms * by_decodes
             + self._prefill_attended_ms * by_prefill
         )
-        windows_ms = tuple(
-            layer_ms - self._beyond_ms(work, windowed_work(work, window)) for window in self.windows
-        )
+        windows_ms: tuple[float, ...] = ()
+        if self.windows:
+            windows_ms = tuple(
+                layer_ms - self._beyond_ms(work, windowed_work(work, window))
+                for window in self.windows
+            )
         rows, starts_ms, slopes_ms = self._embedding
         place = bisect_right(rows, tokens)
         embedding_ms = starts_ms[place] + slopes_ms[place] * tokens
