@@ -32,9 +32,9 @@ class StageTerms:
 def can_stay_below(
     slowest_ms: float, layer_ms: float, stages: Sequence[StageTerms], weight_ends: Sequence[float]
 ) -> bool:
-    """Whether a split may keep all stages at `slowest_ms` or less, without limits on layers: each
-    takes as many as it can, in order. Exact if all layers weigh the same; never False if there is
-    such a split."""
+    """True if a split may keep all stages at `slowest_ms` or less, without limits on layers: each
+    stage takes as many as it can, in order. Exact if all layers weigh the same; never False if
+    there is such a split."""
     end, last = 0, len(weight_ends) - 1
     lightest = min(high - low for low, high in pairwise(weight_ends))
     layer_ms = max(layer_ms, 1e-9)
@@ -114,7 +114,7 @@ class SplitSearch:
         )
 
     def is_allowed(self, layer_counts: Sequence[int]) -> bool:
-        """Whether every stage may hold its layers of that split beside its present ones."""
+        """True if every stage may hold its layers of that split beside its present ones."""
         ends = [0, *accumulate(layer_counts)]
         return all(
             bool(np.isfinite(weights[start, end]))
