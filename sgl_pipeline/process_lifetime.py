@@ -66,7 +66,7 @@ class WatchedProcess:
         return self._descriptor
 
     def wait(self, timeout_s: float = 0.0) -> bool:
-        """Whether it has ended, or does so within `timeout_s`."""
+        """Waits up to `timeout_s`; True if the process has ended."""
         poller = select.poll()
         poller.register(self._descriptor, select.POLLIN)
         return bool(poller.poll(timeout_s * 1000))

@@ -124,7 +124,7 @@ class LayerPlanner:
         return preview if preview and preview.gain_share >= self._args.min_gain_share else None
 
     def is_allowed(self, current: Sequence[int], layer_counts: Sequence[int]) -> bool:
-        """Whether every stage may hold its layers of both splits."""
+        """True if every stage may hold its layers of both splits."""
         return self._search_from(tuple(current)).is_allowed(layer_counts)
 
     def learn_price(self, layer_price_s: float) -> None:

@@ -32,7 +32,7 @@ class StageTerms:
 def can_stay_below(
     slowest_ms: float, ends_ms: Sequence[float], stages: Sequence[StageTerms]
 ) -> bool:
-    """Whether a split may keep all stages at `slowest_ms` or less, without limits on layers: each
+    """True if a split may keep all stages at `slowest_ms` or less, without limits on layers: each
     takes as many as it can, in order. Exact if all layers take the same time; never False if there
     is such a split.
 
@@ -121,7 +121,7 @@ class SplitSearch:
         )
 
     def is_allowed(self, layer_counts: Sequence[int]) -> bool:
-        """Whether every stage may hold its layers of that split beside its present ones."""
+        """True if every stage may hold its layers of that split beside its present ones."""
         ends = [0, *accumulate(layer_counts)]
         return all(
             bool(allowed[start, end])

@@ -1,7 +1,7 @@
-"""Whose code computes a model's layers: ours, or that of transformers (`--model-impl`).
+"""Chooses the code that computes a model's layers: ours, or that of transformers (`--model-impl`).
 
-Whether transformers' code can be served is found by probes, in a process of their own: neither the
-main process nor the scheduler imports the code of models. They run once for a start; what they saw
+Probes in a process of their own find whether transformers' code can be served: neither the main
+process nor the scheduler imports the code of models. They run once for a start; what they saw
 travels to the stages as JSON in `StageArgs.generic_spec`.
 """
 

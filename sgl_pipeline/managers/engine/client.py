@@ -51,7 +51,7 @@ class _Ended(msgspec.Struct, frozen=True):
 
 
 class _Inbox(Protocol):
-    """Where the answers to one call arrive."""
+    """Receives the answers to one call."""
 
     def put(self, answer: Answer | _Ended) -> None: ...
 

@@ -123,8 +123,8 @@ class RopeConfig:
         return RopeSpec(theta, scaling, attention_factor, self._rotated_share, self._interleaved)
 
     def _factor(self) -> float:
-        """How far the context is stretched. DeepSeek's configs may say so by lengths alone, with a
-        factor of null; LongRoPE's may have none."""
+        """The factor by which the context is stretched. DeepSeek's configs may give it by lengths
+        alone, with a factor of null; LongRoPE's may have none."""
         parameters = self._parameters
         by_lengths = self._kind == "longrope" or (self._kind == "yarn" and "factor" in parameters)
         if by_lengths and parameters.get("factor") is None:
