@@ -119,7 +119,7 @@ class StepPredictor:
         return tuple(times)
 
     def _beyond_ms(self, work: StepWork, seen: StepWork) -> float:
-        """What a layer saves where a window hides all of `work` but `seen`."""
+        """The time that a layer saves where a window hides all of `work` except `seen`."""
         by_decodes = work.decode_attended_tokens - seen.decode_attended_tokens
         by_prefill = work.prefill_attended_tokens - seen.prefill_attended_tokens
         return self._decode_attended_ms * by_decodes + self._prefill_attended_ms * by_prefill
