@@ -31,7 +31,7 @@ from sgl_pipeline.wire.step_order import (
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype, name: str = "auto") -> LayerKernels:
-    """What `--stage-kernels name` means."""
+    """The kernels that `--stage-kernels name` chooses."""
     return make_layer_kernels(choose_layer_kernels(name, dtype, device))
 
 

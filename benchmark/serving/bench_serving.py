@@ -76,7 +76,7 @@ def _engines(options: Options, model: Path) -> list[Engine]:
 def report_of(
     name: str, load: Load, model: Path, runs: list[Run], against: str | None = None
 ) -> Report:
-    """What `runs` say, with ratios over the engine `against`."""
+    """The report on `runs`, with ratios over the engine `against`."""
     work = f"{runs[0].input_tokens} tokens in, {runs[0].output_tokens} out a run"
     return Report(
         name=name,

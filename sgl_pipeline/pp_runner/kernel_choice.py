@@ -57,7 +57,8 @@ class BackendChoice:
 
 @dataclass(frozen=True, slots=True)
 class GraphChoice:
-    """Whether steps run from CUDA graphs; `notice` explains why not, if they might be expected."""
+    """The decision to run steps from CUDA graphs or not; `notice` explains why not, if they might
+    be expected."""
 
     is_on: bool
     notice: str = ""

@@ -42,7 +42,7 @@ class RecordedLayers:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether steps like the last one run from recorded calls."""
+        """True if steps like the last one run from recorded calls."""
         return self._recorded is not None and self._recorded_layers == self._planned
 
     def prepare(self, epoch: int, layers: range) -> None:

@@ -173,7 +173,7 @@ class StageRunner:
         self._mirror = RequestMirror()
 
     def can_launch(self) -> bool:
-        """Whether `launch` would find its activations there."""
+        """True if `launch` would find its activations there."""
         return self._is_first or self._link.has_rows()
 
     def launch(self, step: PreparedStep) -> PendingReport:

@@ -49,8 +49,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepRecord(msgspec.Struct, Event, frozen=True, kw_only=True):
-    """What one step carried and what it cost. Times are seconds of the producer's clock, the same
-    for scheduler and stages.
+    """The load of one step and its times. Times are seconds of the producer's clock, the same for
+    scheduler and stages.
 
     `samples` are the rows that went through the head, `attended_tokens` the pairs of a row and a
     token that it attends to, `decode_attended_tokens` those of decodes, each of which costs several
@@ -88,7 +88,7 @@ class StepRecord(msgspec.Struct, Event, frozen=True, kw_only=True):
 
     @property
     def work(self) -> StepWork:
-        """What its time depends on."""
+        """The work on which the step's time depends."""
         return StepWork(
             self.prefill_tokens + self.decodes,
             self.decodes,

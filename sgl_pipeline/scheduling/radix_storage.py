@@ -84,7 +84,7 @@ class RadixStorage:
         return [page for pages in reversed(runs) for page in pages]
 
     def accepts(self, below: RadixNode, tokens: list[int], namespace: str = "") -> bool:
-        """Whether there is a page of `tokens` after `below`, and `insert` would decline none of
+        """True if there is a page of `tokens` after `below`, and `insert` would decline none of
         them.
 
         The first page decides: if it is not cached, no page behind it is.
@@ -240,7 +240,7 @@ class RadixStorage:
 
 
 def _is_evictable(node: RadixNode) -> bool:
-    """Whether it has pages that no request uses and that no cached prefix continues."""
+    """True if the node has pages that no request uses and that no cached prefix continues."""
     run = node.run
     return (
         run is not None

@@ -44,7 +44,7 @@ class RadixNode:
 
     @property
     def is_cached(self) -> bool:
-        """Whether a request can use the KV of these tokens where it lies."""
+        """True if a request can use the KV of these tokens where it lies."""
         return self.run is not None
 
 

@@ -50,7 +50,7 @@ class RecoveryLog:
 
     @property
     def owes(self) -> bool:
-        """Whether any stage owes any page, in use or not."""
+        """True if any stage owes any page, in use or not."""
         return any(self._owed)
 
     def contents(self) -> LogContents:
@@ -114,7 +114,7 @@ class RecoveryLog:
 
     @property
     def has_displaced_owed(self) -> bool:
-        """Whether `unreachable` has become more, because an owed page left the log."""
+        """True if `unreachable` has grown, because an owed page left the log."""
         return self._has_displaced_owed
 
     def all_owed(self) -> set[int]:

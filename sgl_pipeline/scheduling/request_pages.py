@@ -62,7 +62,7 @@ class RequestPages:
         return -(-num_tokens // self._page_size)
 
     def fits(self, request: Request, path: RadixNode, num_reserved: int) -> bool:
-        """Whether `try_open` would succeed now."""
+        """True if `try_open` would succeed now."""
         match = self._storage.match(path)
         self._storage.lock(match)
         fits = self._fits_beside(match, request, num_reserved)

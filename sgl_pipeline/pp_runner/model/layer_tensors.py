@@ -36,7 +36,7 @@ class LayerTensors:
         return read_kv_scales(self._weights, self._quantization, attention)
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the matrix `name` is not of 16 bits."""
+        """True if the matrix `name` is not of 16 bits."""
         quantization = self._quantization
         return quantization is not None and (
             quantization.scheme_of(f"{self._prefix}{name}") is not None

@@ -128,17 +128,17 @@ class NativeStageModel:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage begins with token ids."""
+        """True if the stage begins with token ids."""
         return self._embedding is not None
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage ends with logits."""
+        """True if the stage ends with logits."""
         return self._head is not None
 
     @property
     def has_experts(self) -> bool:
-        """Whether any of the stage's layers is a mixture of experts."""
+        """True if any of the stage's layers is a mixture of experts."""
         return any(layer.has_experts for layer in self.layers.values())
 
     @property

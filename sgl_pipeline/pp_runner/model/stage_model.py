@@ -47,15 +47,15 @@ class StageModel(Protocol):
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage begins with token ids."""
+        """True if the stage begins with token ids."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage ends with logits."""
+        """True if the stage ends with logits."""
 
     @property
     def has_experts(self) -> bool:
-        """Whether any of the stage's layers is a mixture of experts."""
+        """True if any of the stage's layers is a mixture of experts."""
 
     @property
     def weight_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What stands in a decoder for layers that a stage does not run, and for its first one."""
+"""Stand-ins in a decoder: for layers that a stage does not run, and for the stage's first layer."""
 
 from typing import Any
 
