@@ -82,7 +82,7 @@ class PageLoads:
     """All that is looked up or on its way.
 
     Args:
-        on_loaded: gets the pages that hold what they should, before they are cached.
+        on_loaded: gets pages that have just been cached, and the end of their prefix.
         broken: gets the hashes of pages whose objects are missing or altered.
     """
 
@@ -94,7 +94,7 @@ class PageLoads:
         pages: RequestPages,
         waiting: WaitingQueue,
         counts: TierCounts,
-        on_loaded: Callable[[list[int]], None],
+        on_loaded: Callable[[RadixNode, list[int]], None],
         broken: list[bytes],
     ) -> None:
         self._tree, self._demand, self._storage = tree, demand, storage
@@ -209,13 +209,17 @@ class PageLoads:
         for wish in self._found:
             self._let_go_late(wish, now_s, rules)
         for load in self._loads.values():
-            if load.is_claimed and load.parked_s is None and self._has_parked(load):
-                load.parked_s = now_s
-            if load.is_claimed and load.parked_s is not None:
-                if now_s - load.parked_s >= rules.patience_s(load.num_tokens):
-                    self._counts.miss("deadline", load.num_tokens)
-                    load.is_claimed = False
-                    self._demand.unclaim(load.path)
+            if load.is_claimed:
+                self._give_up_if_late(load, now_s, rules.patience_s(load.num_tokens))
+
+    def _give_up_if_late(self, load: PageLoad, now_s: float, patience_s: float) -> None:
+        """The time of a load runs from the moment at which a request is parked for it."""
+        if load.parked_s is None and self._has_parked(load):
+            load.parked_s = now_s
+        if load.parked_s is not None and now_s - load.parked_s >= patience_s:
+            self._counts.miss("deadline", load.num_tokens)
+            load.is_claimed = False
+            self._demand.unclaim(load.path)
 
     def _let_go_late(self, wish: _Wish, now_s: float, rules: TierRules) -> None:
         """Ends the hold on a request if it has lasted for too long. What is found for it later can
@@ -224,10 +228,13 @@ class PageLoads:
         if now_s - wish.held_s >= rules.patience_s(num_tokens):
             self._waiting.let_go(wish.request)
 
-    def cancel(self) -> None:
-        """Forgets all lookups and loads; requests that still wait may be `queued` again."""
-        for wish in (*self._new, *self._asked.values(), *self._found):
-            self._waiting.let_go(wish.request)
+    def cancel(self) -> list[Request]:
+        """Forgets all lookups and loads; returns the requests that still wait for them."""
+        wishes = (*self._new, *self._asked.values(), *self._found)
+        requests = [wish.request for wish in wishes if self._waiting.is_held(wish.request)]
+        requests += [load.request for load in self._loads.values()]
+        for request in requests:
+            self._waiting.let_go(request)
         self._held.clear()
         self._new.clear()
         self._asked.clear()
@@ -238,6 +245,7 @@ class PageLoads:
                 self._demand.unclaim(load.path)
             self._pages.take_back(load.match, load.pages)
         self._loads.clear()
+        return [request for request in requests if request in self._waiting]
 
     # Queries
 
@@ -342,9 +350,9 @@ class PageLoads:
         good, rest = load.pages[:num_pages], load.pages[num_pages:]
         self._counts.loaded_tokens += num_tokens
         self._counts.miss("storage_transfer", load.num_tokens - num_tokens)
-        self._on_loaded(good)
         tokens = load.tokens[: load.match.end + num_tokens]
-        self._pages.cache_loaded(load.match, tokens, good, rest, load.request.cache_namespace)
+        end = self._pages.cache_loaded(load.match, tokens, good, rest, load.request.cache_namespace)
+        self._on_loaded(end, good)
         if load.is_claimed:
             self._demand.unclaim(load.path)
         load.request.loaded_tokens += num_tokens

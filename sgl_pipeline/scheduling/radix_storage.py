@@ -17,7 +17,6 @@ from sgl_pipeline.scheduling.page_run import PageRun
 from sgl_pipeline.scheduling.radix_demand import RadixDemand
 from sgl_pipeline.scheduling.radix_tree import RadixNode, RadixTree
 
-
 # Leaves that one call of `evict` spares because waiting requests want them.
 MAX_SPARED = 64
 

@@ -75,6 +75,13 @@ class RecoveryLog:
             if old.layers_of(stage).stop != new.layers_of(stage).stop:
                 self._unlogged[stage] = set(pages_in_use)
 
+    def fill(self, pages: Iterable[int]) -> None:
+        """Each stage has new keys and values in `pages`, and kept no rows of them."""
+        for owed in self._owed:
+            owed.difference_update(pages)
+        for unlogged in self._unlogged:
+            unlogged.update(pages)
+
     def take_up(self, chunks: Sequence[Chunk], released: Iterable[Request]) -> tuple[Replay, ...]:
         """Prepares a step that is about to be sent: returns the recomputations before it, and
         enters its new pages in the log."""

@@ -193,13 +193,18 @@ class RequestPages:
         good: list[int],
         rest: list[int],
         namespace: str,
-    ) -> None:
+    ) -> RadixNode:
         """Takes back all pages that `lend` gave out for `match`: `good` hold what follows it of
-        `tokens` and become matchable, the `rest` is of no use."""
+        `tokens` and become matchable, the `rest` is of no use. Returns the end of the prefix."""
         insertion = self._storage.insert(match, tokens, good, namespace)
         self._storage.unlock(match)
         self._pool.free((*insertion.declined, *rest))
         self._num_lent -= len(good) + len(rest)
+        return insertion.node
+
+    def hit_of(self, request: Request) -> RadixNode:
+        """The end of the cached prefix that a running request uses."""
+        return self._holdings[request].locked
 
     def take_released(self) -> tuple[Request, ...]:
         """The requests released since the last call, for the stages to forget."""

@@ -23,10 +23,11 @@ WAIT_POLICIES: tuple[WaitPolicy, ...] = ("timeout", "best_effort", "wait_complet
 class TierRules:
     """`write_policy`: a page is saved when it is cached, when it is hit, or before it is evicted.
 
-    A prefix is loaded if at least `least_tokens` of it are in the store and not cached. `wait_policy`
-    says how long a request waits for it: `timeout_base_s` and `timeout_s_per_ki_token` for every
-    1,024 tokens, at most `timeout_cap_s`; not at all; or as long as it takes. Loads fill at most
-    `load_share` of all pages at a time, saves keep at most `save_share` of them from eviction.
+    A prefix is loaded if at least `least_tokens` of it are in the store and not cached.
+    `wait_policy` says how long a request waits for it: `timeout_base_s` and
+    `timeout_s_per_ki_token` for every 1,024 tokens, at most `timeout_cap_s`; not at all; or as long
+    as it takes. Loads fill at most `load_share` of all pages at a time, saves keep at most
+    `save_share` of them from eviction.
     """
 
     write_policy: WritePolicy = "write_through"

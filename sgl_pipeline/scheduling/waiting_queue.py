@@ -21,7 +21,7 @@ class WaitingQueue:
     """Ordered by `Request.order`, except for requests that are parked.
 
     A request is parked while another one prefills pages that it needs too: they are computed once,
-    unless parking is switched off. A request is held while nobody knows yet whether its prefix can be
+    unless parking is switched off. A request is held until it is known whether its prefix can be
     loaded. `on_add` hears of each request that enters.
     """
 
