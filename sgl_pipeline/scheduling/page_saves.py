@@ -148,6 +148,11 @@ class PageSaves:
         self._due.clear()
 
     @property
+    def is_busy(self) -> bool:
+        """True if pages are due or on their way."""
+        return bool(self._due or self._saves)
+
+    @property
     def saving_pages(self) -> int:
         """Pages on their way."""
         return sum(len(save.pages) for save in self._saves.values())
