@@ -73,7 +73,7 @@ class KvTier:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a store."""
+        """True if there is a store."""
         return self._place is not None
 
     def use(self, place: StorePlace | None, rules: TierRules) -> None:

@@ -139,7 +139,7 @@ class PageLoads:
 
     def found(self, number: int, records: Sequence[PageRecord]) -> None:
         """The store's answer: the records of the first pages that were asked for. An answer that
-        nobody waits for any more has no effect."""
+        no request waits for any more has no effect."""
         wish = self._asked.pop(number, None)
         if wish is None:
             return
@@ -251,7 +251,7 @@ class PageLoads:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether anything is held, looked up or on its way."""
+        """True if anything is held, looked up or on its way."""
         return bool(self._new or self._asked or self._found or self._loads)
 
     @property
@@ -317,7 +317,7 @@ class PageLoads:
     def _is_slower(
         self, start: int, num_pages: int, times: StepTimes | None, pending_work: StepWork
     ) -> bool:
-        """Whether a load takes longer than the wait in the queue and the computation."""
+        """True if a load takes longer than the wait in the queue and the computation."""
         if times is None or self.page_s is None:
             return False
         tokens = num_pages * self._pages.page_size

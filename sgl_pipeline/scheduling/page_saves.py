@@ -206,7 +206,7 @@ class PageSaves:
 
 
 def _is_whole(report: PagesSaved, num_pages: int) -> bool:
-    """Whether `report` has a checksum for each object that it names."""
+    """True if `report` has a checksum for each object that it names."""
     first, end = report.layers
     num_layers = len(report.sizes)
     return (

@@ -1,4 +1,4 @@
-"""What has gone to a store and come back since the start, in numbers that only grow."""
+"""Counts of what has gone to a store and come back since the start; they only grow."""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -102,7 +102,7 @@ class WaitingQueue:
             heapq.heappush(self._heap, (request.order, request))
 
     def is_held(self, request: Request) -> bool:
-        """Whether `head` passes over it until `let_go`."""
+        """True if `head` passes over it until `let_go`."""
         return request in self._held
 
     def discard(self, request: Request) -> None:
