@@ -174,7 +174,7 @@ class LoneStage:
 
     def run(self) -> StageReport:
         """The next of the prepared repeats; waits for the device on the last stage alone."""
-        return self.runner.run_step(self._plans.pop()).report()
+        return self.runner.launch(self.runner.prepare(self._plans.pop())).report()
 
     def step_ms(self, step: Step, warmups: int = 3, repeats: int = 20) -> float:
         """Milliseconds of a step among `repeats` that follow each other without a pause."""

@@ -8,7 +8,7 @@ files and cannot tell who wrote them.
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Protocol, TypeVar
+from typing import IO, Protocol
 
 import msgspec
 
@@ -16,8 +16,6 @@ from sgl_pipeline.records.event import Event
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import Request
 from sgl_pipeline.step_work import StepWork
-
-Kind = TypeVar("Kind", bound=Event)
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,16 +139,3 @@ def read_trace(path: str | Path) -> Iterator[StepRecord]:
         for line in lines:
             if not _KEYED_LINE.match(line):
                 yield decoder.decode(line)
-
-
-def read_events(path: str | Path, kind: type[Kind]) -> Iterator[Kind]:
-    """The events of one kind besides steps in a trace file, in the order in which they ended.
-
-    Raises msgspec.ValidationError for a line of this kind that cannot be read.
-    """
-    decoder = msgspec.json.Decoder(dict[str, kind])  # type: ignore[valid-type]
-    start = b'{"%s":' % kind.trace_key.encode()
-    with open(path, "rb") as lines:
-        for line in lines:
-            if line.startswith(start):
-                yield decoder.decode(line)[kind.trace_key]
