@@ -184,9 +184,8 @@ def make_step_layers(
     """The way in which steps run `held_layers`, prepared for steps of `epoch`, which run `layers`.
     With graphs the pool must have a padding page, and all layers have `shape`."""
     backend = attention.of(0)
-    steps = held_layers.model.plain_steps
-    if isinstance(backend, CpuAttention) and steps is not None:
-        return RecordedLayers(held_layers, steps, attention)
+    if isinstance(backend, CpuAttention) and held_layers.model.plain_steps is not None:
+        return RecordedLayers(held_layers, attention)
     if not with_graphs:
         return EagerLayers(held_layers, attention)
     assert isinstance(backend, FlashInferAttention)

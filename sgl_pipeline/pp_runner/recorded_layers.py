@@ -14,7 +14,6 @@ from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.cpu_kernels.call_recording import RecordedCalls, record
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Rotation
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.model.stage_model import PlainSteps
 
 logger = logging.getLogger(__name__)
 
@@ -23,16 +22,16 @@ MOST_ROWS = 1024
 
 
 class RecordedLayers:
-    """The `StepLayers` of a CPU stage whose layers are our own, `steps` of its model.
+    """The `StepLayers` of a CPU stage whose model has `plain_steps`.
 
     The first step of a range of layers is the one that is recorded. A recording holds the addresses
     of the weights and pages of all its layers: there is one at most, and none when one of them has
     gone.
     """
 
-    def __init__(
-        self, held_layers: HeldLayers, steps: PlainSteps, attention: LayerwiseAttention
-    ) -> None:
+    def __init__(self, held_layers: HeldLayers, attention: LayerwiseAttention) -> None:
+        steps = held_layers.model.plain_steps
+        assert steps is not None, "torch's own calls leave no record"
         self._held_layers = held_layers
         self._steps = steps
         self._attention = attention
