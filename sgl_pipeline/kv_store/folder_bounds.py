@@ -72,6 +72,7 @@ class FolderBounds:
         """Counts a page that was committed."""
         self.held_bytes += sum(record.sizes)
         self.held_files += len(record.sizes) + 1
+        self._next_scan_when_over_s = float("-inf")
 
     def rescan(self) -> None:
         """Counts anew, since many files have gone."""
