@@ -1,8 +1,8 @@
 """Keeps a store's folder within its bounds: the pages that were used least recently go.
 
-Pages of all digests count, since nobody asks any more for those of earlier weights. Several servers
-may use one folder: each scans it now and then, and files that vanish meanwhile do no harm. Files
-with other names than ours are never touched.
+Pages of all digests count, since no server asks any more for those of earlier weights. Several
+servers may use one folder: each scans it now and then, and files that vanish meanwhile do no harm.
+Files with other names than ours are never touched.
 """
 
 import os

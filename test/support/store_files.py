@@ -1,4 +1,4 @@
-"""Pages in a folder, for tests of stores: objects and records as stages and scheduler write them."""
+"""Pages in a store, as stages and scheduler write and find them."""
 
 import array
 import itertools
@@ -18,6 +18,8 @@ from sgl_pipeline.page_record import PageRecord
 NUM_LAYERS = 3
 DIGEST = namespace_digest(model_id="m", dtype="bfloat16", page_size=16, num_kv_heads=2)
 
+UNBOUNDED = StoreBounds(min_free_bytes=0)
+
 
 def page_hash(number: int) -> bytes:
     return random.Random(number).randbytes(32)
@@ -30,7 +32,7 @@ def page_content(number: int, layer: int, num_bytes: int = 96) -> bytes:
 def open_store(
     path: Path,
     *,
-    bounds: StoreBounds = StoreBounds(min_free_bytes=0),  # noqa: B008 - frozen
+    bounds: StoreBounds = UNBOUNDED,
     clock: Callable[[], float] | None = None,
     digest: str = DIGEST,
 ) -> tuple[FileStore, ObjectFiles]:
@@ -62,9 +64,7 @@ def read_page(objects: ObjectStore, record: PageRecord) -> list[bytes]:
     contents = []
     for layer, (size, checksum) in enumerate(zip(record.sizes, checksums, strict=True)):
         buffer = bytearray(size)
-        objects.read_into(
-            object_name(record.page_hash, DIGEST, layer), buffer, size, checksum
-        )
+        objects.read_into(object_name(record.page_hash, DIGEST, layer), buffer, size, checksum)
         contents.append(bytes(buffer))
     return contents
 
