@@ -171,7 +171,7 @@ class FolderBounds:
                     yield
 
     def _is_leftover(self, name: str, known: set[tuple[str, str]]) -> bool:
-        """Whether it is a draft, or an object of a page without a record."""
+        """True if it is a draft, or an object of a page without a record."""
         found = OBJECT_NAME.fullmatch(name.removesuffix(".bin"))
         if found is None:
             return DRAFT_NAME.fullmatch(name) is not None

@@ -163,6 +163,7 @@ def test_random_operations(tmp_path: Path, seed: int, monkeypatch: pytest.Monkey
     Machine(tmp_path, seed, monkeypatch).run(60)
 
 
+TEST_FOLDER = str(Path(__file__).parents[1])
 WRITER = """
 import sys
 from pathlib import Path
@@ -182,8 +183,7 @@ def test_a_killed_writer_leaves_whole_pages_alone(tmp_path: Path) -> None:
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(path)],
             stdout=subprocess.PIPE,
-            env=child_environment(PYTHONPATH=os.pathsep.join(sys.path)),
-            cwd=Path(__file__).parents[1],
+            env=child_environment() | {"PYTHONPATH": os.pathsep.join((TEST_FOLDER, *sys.path))},
         )
         assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
         time.sleep(random.Random(seed).uniform(0.0, 0.1))
