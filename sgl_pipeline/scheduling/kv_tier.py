@@ -77,11 +77,12 @@ class KvTier:
         return self._place is not None
 
     def use(self, place: StorePlace | None, rules: TierRules) -> None:
-        """Uses the store at `place` from the next order on, by `rules`; None: none."""
+        """Uses the store at `place` from the next order on, by `rules`; None: none. It may be the
+        one that is in use, after it was cleared."""
         self._place = None
         self.interrupt()
-        self.saves.forget()
         self._place, self.rules = place, rules
+        self.saves.begin(rules.write_policy)
         is_on = place is not None
         self._storage.spares_wanted = is_on
         self._storage.watch = self if is_on else None
@@ -134,10 +135,11 @@ class KvTier:
             return
         spare = self._pages.num_available - len(self._running)
         most = int(self.rules.load_share * num_pages) - self.loads.loading_pages
+        owed = set() if self._log is None or not self._log.owes else self._log.all_owed()
         yield from self.loads.next_orders(
-            now_s, self.rules, times, pending_work, min(most, spare), self._transfer
+            now_s, self.rules, times, pending_work, min(most, spare), owed, self._transfer
         )
-        yield from self._save_orders(num_pages)
+        yield from self._save_orders(num_pages, owed)
 
     def take(self, report: StoreReport, num_stages: int) -> None:
         """Applies a stage's report; that of a cancelled transfer has no effect. Raises
@@ -193,9 +195,8 @@ class KvTier:
         self._next_transfer += 1
         return self._next_transfer - 1
 
-    def _save_orders(self, num_pages: int) -> Iterator[SavePages]:
+    def _save_orders(self, num_pages: int, owed: set[int]) -> Iterator[SavePages]:
         most = int(self.rules.save_share * num_pages)
         if self.rules.write_policy == "write_back" and self._pages.num_free < most:
             self.saves.save_before_eviction()
-        owed = set() if self._log is None or not self._log.owes else self._log.all_owed()
         yield from self.saves.next_orders(owed, most - self.saves.saving_pages, self._transfer)

@@ -1,7 +1,4 @@
-"""The page hashes of prefixes in the radix tree, each computed once.
-
-The hash at a node's end stays on the node. A node's pages follow from its parent's hash.
-"""
+"""The page hashes of prefixes in the radix tree, each computed once and kept on its node."""
 
 from sgl_pipeline.page_hash import page_hashes
 from sgl_pipeline.scheduling.radix_tree import RadixNode
@@ -9,16 +6,14 @@ from sgl_pipeline.scheduling.radix_tree import RadixNode
 
 def hashes_of(node: RadixNode, page_size: int) -> list[bytes]:
     """The hash of each page of `node`, which is not the root."""
-    unknown = [node]
-    while (above := unknown[-1].parent) is not None and above.page_hash is None:
-        if above.parent is None:
-            break
+    unknown: list[RadixNode] = []
+    above = node
+    while above.parent is not None and not above.page_hashes:
         unknown.append(above)
-    hashes: list[bytes] = []
+        above = above.parent
     for one in reversed(unknown):
-        hashes = page_hashes(one.tokens, page_size, _prior(one))
-        one.page_hash = hashes[-1]
-    return hashes
+        one.page_hashes = page_hashes(one.tokens, page_size, _prior(one))
+    return node.page_hashes
 
 
 def prefix_hashes(path: RadixNode, page_size: int) -> list[bytes]:
@@ -32,10 +27,9 @@ def prefix_hashes(path: RadixNode, page_size: int) -> list[bytes]:
 
 
 def _prior(node: RadixNode) -> bytes:
-    """The hash before the first page of `node`: of its parent, or of its namespace."""
+    """The hash before the first page of `node`: of its parent's last page, or of its namespace."""
     assert node.parent is not None
     if node.parent.parent is not None:
-        assert node.parent.page_hash is not None
-        return node.parent.page_hash
+        return node.parent.page_hashes[-1]
     assert isinstance(node.key, tuple)
     return bytes.fromhex(node.key[0])

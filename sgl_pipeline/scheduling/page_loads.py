@@ -10,7 +10,7 @@ pages of the first requests of the queue are loaded while others still run.
 import heapq
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from sgl_pipeline.errors import ProtocolError
@@ -30,6 +30,8 @@ from sgl_pipeline.wire.store_orders import LoadPages, PagesLoaded
 
 # Requests whose prefixes are looked up or loaded at a time.
 LOOK_AHEAD = 64
+# A load that is declined makes the next one look faster by this.
+FORGOTTEN = 0.9
 # The newest load's share in the measured time of a page.
 NEWEST_SHARE = 0.25
 
@@ -175,11 +177,13 @@ class PageLoads:
         times: StepTimes | None,
         pending_work: StepWork,
         room: int,
+        owed: Set[int],
         next_transfer: Callable[[], int],
     ) -> Iterator[LoadPages]:
         """Starts loads in the order of the queue, into at most `room` more pages.
 
-        `pending_work` is that of all waiting requests, by which the wait is predicted.
+        `pending_work` is that of all waiting requests, by which the wait is predicted. Nothing is
+        loaded behind a page that is `owed`, which may be forgotten at any time.
         """
         blocked: list[_Wish] = []
         while self._found and room > 0:
@@ -191,7 +195,9 @@ class PageLoads:
                 # Parked with it held: it goes on behind what another request or load brings.
                 blocked.append(wish)
                 continue
-            load = self._start(wish, path, rules, times, pending_work, room, now_s)
+            load = None
+            if not owed or owed.isdisjoint(self._storage.pages_of(self._storage.match(path))):
+                load = self._start(wish, path, rules, times, pending_work, room, now_s)
             self._waiting.let_go(wish.request)
             if load is None:
                 continue
@@ -297,6 +303,8 @@ class PageLoads:
             self._counts.miss("below_threshold", len(records) * size)
             return None
         if self._is_slower(match.end, len(records), times, pending_work):
+            assert self.page_s is not None
+            self.page_s *= FORGOTTEN  # so that a slow hour of the store does not last for ever
             self._counts.miss("slower_than_compute", len(records) * size)
             return None
         self._storage.lock(match)

@@ -8,6 +8,7 @@ is bounded, so pages that wait for too long are evicted unsaved, and counted.
 from array import array
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
+from itertools import islice
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.page_record import PageRecord
@@ -23,6 +24,8 @@ from sgl_pipeline.wire.store_orders import UINT32, PagesSaved, SavePages
 # Pages of one order, and orders that a stage has at a time: one runs, the next one waits.
 PAGES_PER_SAVE = 32
 SAVES_AT_A_TIME = 2
+# Nodes that one call looks at.
+DUE_LOOK_AHEAD = 16
 # Nodes next to be evicted that `write_back` looks at.
 EVICTION_LOOK_AHEAD = 16
 
@@ -72,7 +75,12 @@ class PageSaves:
 
     def evicted(self, node: RadixNode, run: PageRun) -> None:
         """`node` is about to lose `run`."""
-        self._due.pop(node, None)
+        above = node.parent
+        if node in self._due:
+            del self._due[node]
+            # It may be the tail of a longer node that was cut for this eviction.
+            if above is not None and above.run is not None and above.parent is not None:
+                self._due[above] = None
         self._counts.unsaved_tokens += (len(run.pages) - run.num_saved) * self._page_size
 
     def save_before_eviction(self) -> None:
@@ -106,25 +114,36 @@ class PageSaves:
         """Starts saves, of at most `room` more pages.
 
         Args:
-            owed: pages that some stage must compute again first.
+            owed: pages that some stage must compute again first. No prefix that has one is locked:
+                it may be forgotten at any time.
         """
-        while self._due and len(self._saves) < SAVES_AT_A_TIME and room > 0:
-            node = self._topmost_unsaved(next(iter(self._due)))
-            if node is None:
-                del self._due[next(iter(self._due))]
-                continue
-            run = node.run
-            assert run is not None
-            first = run.num_saved
-            pages = run.pages[first : first + min(PAGES_PER_SAVE, room)]
-            if not owed.isdisjoint(pages) or any(one.node is node for one in self._saves.values()):
+        for due in list(islice(self._due, DUE_LOOK_AHEAD)):
+            if len(self._saves) == SAVES_AT_A_TIME or room <= 0:
                 return
-            hashes = hashes_of(node, self._page_size)[first : first + len(pages)]
-            save = PageSave(next_transfer(), node, pages, hashes)
-            self._storage.lock(node)
-            self._saves[save.transfer] = save
-            room -= len(pages)
-            yield SavePages(save.transfer, array(INT32, pages).tobytes(), b"".join(hashes))
+            del self._due[due]
+            node = self._topmost_unsaved(due)
+            if node is None:
+                continue
+            self._due[due] = None  # behind all others, until nothing of it is unsaved
+            is_owed = owed and not owed.isdisjoint(self._storage.pages_of(node))
+            if is_owed or any(one.node is node for one in self._saves.values()):
+                continue
+            save = self._start(node, room, next_transfer)
+            room -= len(save.pages)
+            hashes = b"".join(save.hashes)
+            yield SavePages(save.transfer, array(INT32, save.pages).tobytes(), hashes)
+
+    def _start(self, node: RadixNode, room: int, next_transfer: Callable[[], int]) -> PageSave:
+        """Begins to save the next pages of `node`."""
+        run = node.run
+        assert run is not None
+        first = run.num_saved
+        pages = run.pages[first : first + min(PAGES_PER_SAVE, room)]
+        hashes = hashes_of(node, self._page_size)[first : first + len(pages)]
+        save = PageSave(next_transfer(), node, pages, hashes)
+        self._storage.lock(node)
+        self._saves[save.transfer] = save
+        return save
 
     def loaded(self, path: RadixNode, num_pages: int) -> None:
         """The store has the last `num_pages` pages of the cached `path`, and all before them."""
@@ -143,14 +162,13 @@ class PageSaves:
                 self._due[save.node] = None
         self._saves.clear()
 
-    def forget(self) -> None:
-        """Nothing is due any more; after `cancel`."""
+    def begin(self, policy: WritePolicy) -> None:
+        """Another store, or none, is used from now on; after `cancel`. It has no page yet."""
         self._due.clear()
-
-    @property
-    def is_busy(self) -> bool:
-        """True if pages are due or on their way."""
-        return bool(self._due or self._saves)
+        for node in self._storage.cached_nodes():
+            assert node.run is not None
+            node.run.num_saved = 0
+            self.cached(node, policy)
 
     @property
     def saving_pages(self) -> int:

@@ -170,6 +170,14 @@ class RadixStorage:
             evicted += self._drop_run(node)
         return evicted
 
+    def cached_nodes(self) -> Iterator[RadixNode]:
+        """All nodes that have pages, parents first."""
+        nodes = list(self._cached_children(self._tree.root))
+        while nodes:
+            node = nodes.pop()
+            nodes += self._cached_children(node)
+            yield node
+
     def next_evicted(self, num_nodes: int) -> list[RadixNode]:
         """The cached nodes that come up for eviction next, about in order; looks at all of them."""
         first = heapq.nsmallest(num_nodes, self._eviction_heap)

@@ -39,8 +39,8 @@ class RadixNode:
     # Waiting requests that are parked until this node's pages are committed, by the request that
     # prefills them or the load that brings them.
     parked: list[Request] = field(default_factory=list)
-    # The page hash at `end`, once it is known: written by `page_saves.py`.
-    page_hash: bytes | None = None
+    # The hash of each of its pages, once they are known: written by `page_hashing.py`.
+    page_hashes: list[bytes] = field(default_factory=list)
 
     @property
     def is_cached(self) -> bool:
@@ -115,6 +115,9 @@ class RadixTree:
         )
         node.tokens = node.tokens[length:]
         del upper.tokens[length:]
+        num_pages = length // self.page_size
+        upper.page_hashes = node.page_hashes[:num_pages]
+        node.page_hashes = node.page_hashes[num_pages:]
         parent.children[node.key] = upper
         node.parent, node.key = upper, self._child_key(upper, node.tokens, 0, "")
         upper.children[node.key] = node

@@ -175,8 +175,6 @@ def test_writing_back_saves_what_is_about_to_be_evicted() -> None:
     pipeline = StoredPipeline(store, num_pages=16, rules=rules)
     pipeline.add(PROMPT)
     pipeline.run()
-    pipeline.fill()
-    pipeline.run()
     assert len(store.records) == 9
     pipeline.add([(token + 1) % 7 for token in PROMPT])
     pipeline.run()
@@ -278,7 +276,8 @@ def test_any_order_of_events_gives_the_right_tokens(seed: int) -> None:
             write_policy=random.choice(WRITE_POLICIES),
             wait_policy=random.choice(["timeout", "best_effort"]),
         )
-        pipeline = StoredPipeline(store, layer_counts, random.choice([20, 40]), rules)
+        log_pages = random.choice([None, 6, 40])
+        pipeline = StoredPipeline(store, layer_counts, random.choice([20, 40]), rules, log_pages)
         for _ in range(400):
             one_operation(pipeline, random)
         pipeline.core.is_held = False

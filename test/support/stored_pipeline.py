@@ -16,6 +16,7 @@ from support.pipelines import NO_TIME, make_request, new_scheduler
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import Request
+from sgl_pipeline.scheduling import RecoveryLog
 from sgl_pipeline.scheduling.page_loads import Lookup
 from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.stage_plan import StagePlan
@@ -69,6 +70,10 @@ class MemoryStore:
         return found
 
 
+def empty_pages(num_pages: int) -> list[Slots]:
+    return [[None] * PAGE_SIZE for _ in range(num_pages)]
+
+
 def checksum(slots: Slots) -> int:
     return zlib.crc32(repr(slots).encode())
 
@@ -82,9 +87,11 @@ class StoredStage:
         self.transfers: list[SavePages | LoadPages] = []
         self._reader, self._mirror = OrderReader(), RequestMirror()
         self._is_used = False
-        self._slots: dict[int, list[Slots]] = {
-            layer: [[None] * PAGE_SIZE for _ in range(num_pages)] for layer in layers
-        }
+        self._slots: dict[int, list[Slots]] = {layer: empty_pages(num_pages) for layer in layers}
+        # The rows that it keeps, by page, and copies of those that it sent again, by step.
+        self._rows = empty_pages(num_pages)
+        self._sent: dict[int, dict[int, Slots]] = {}
+        self.before: StoredStage | None = None
 
     def forget_stream(self) -> None:
         """As a stage does that regroups."""
@@ -110,7 +117,9 @@ class StoredStage:
 
     def _run(self, order: StepOrder) -> StageReport:
         drawn: list[int] = []
-        for chunk in self._mirror.apply(order):
+        chunks = self._mirror.apply(order)
+        self._replay(order)
+        for chunk in chunks:
             tokens, end = tuple(chunk.request.tokens), chunk.start + chunk.length
             for layer in self.layers:
                 for position in range(chunk.start):
@@ -119,6 +128,9 @@ class StoredStage:
                 for position in range(chunk.start, end):
                     page = self._slots[layer][chunk.request.pages[position // PAGE_SIZE]]
                     page[position % PAGE_SIZE] = tokens[: position + 1]
+            for position in range(chunk.start, end):
+                rows = self._rows[chunk.request.pages[position // PAGE_SIZE]]
+                rows[position % PAGE_SIZE] = tokens[: position + 1]
             if chunk.samples:
                 drawn.append(next_token(tokens[:end]))
         is_last = self.layers.stop == NUM_LAYERS
@@ -129,6 +141,26 @@ class StoredStage:
             timing=NO_TIME,
             token_ids=tuple(drawn) if is_last else None,
         )
+
+    def _replay(self, order: StepOrder) -> None:
+        """Computes again what it has lost, from the rows that the stage before it has kept."""
+        sent = self._sent.setdefault(order.step_id, {})
+        for stages, chunks in self._mirror.replays(order):
+            for chunk in chunks:
+                for position in range(chunk.start, chunk.start + chunk.length):
+                    page, slot = chunk.request.pages[position // PAGE_SIZE], position % PAGE_SIZE
+                    right = tuple(chunk.request.tokens[: position + 1])
+                    if self.stage in stages:
+                        if self.before is not None:
+                            assert self.before.sent(order.step_id, page)[slot] == right
+                        for layer in self.layers:
+                            self._slots[layer][page][slot] = right
+                        self._rows[page][slot] = right
+                    sent[page] = self._rows[page][:]
+
+    def sent(self, step_id: int, page: int) -> Slots:
+        """The rows of `page` that it sent again in a step."""
+        return self._sent[step_id][page]
 
     def _slot(self, layer: int, pages: Sequence[int], position: int) -> tuple[int, ...] | None:
         return self._slots[layer][pages[position // PAGE_SIZE]][position % PAGE_SIZE]
@@ -197,16 +229,21 @@ class StoredPipeline:
         layer_counts: tuple[int, ...] = (3, 3),
         num_pages: int = 32,
         rules: TierRules = RULES,
+        log_pages: int | None = None,
     ) -> None:
         self.store, self.now_s = store, 0.0
         plan = StagePlan(0, layer_counts)
         scheduler = new_scheduler(
-            num_pages=num_pages, num_stages=plan.num_stages, context_length=num_pages * PAGE_SIZE
+            num_pages=num_pages,
+            num_stages=plan.num_stages,
+            context_length=num_pages * PAGE_SIZE,
+            log=None if log_pages is None else RecoveryLog(plan.num_stages, PAGE_SIZE, log_pages),
         )
         self.core = PipelineCore(scheduler, plan, vocab_size=7)
         self.tier = scheduler.tier
         self._num_pages = num_pages
         self.stages = [self._new_stage(stage) for stage in range(plan.num_stages)]
+        self._join_stages()
         self.lookups: list[Lookup] = []
         self.requests: list[Request] = []
         self._incarnation = 0
@@ -215,6 +252,10 @@ class StoredPipeline:
     def _new_stage(self, stage: int) -> StoredStage:
         layers = self.core.plan.layers_of(stage)
         return StoredStage(stage, range(layers.start, layers.stop), self._num_pages, self.store)
+
+    def _join_stages(self) -> None:
+        for stage in self.stages[1:]:
+            stage.before = self.stages[stage.stage - 1]
 
     def add(self, prompt: Sequence[int], max_new_tokens: int = 3, namespace: str = "") -> Request:
         request = make_request(
@@ -263,6 +304,7 @@ class StoredPipeline:
         """Another worker fills the stage; all begin anew."""
         self.core.halt([stage], "lost", self.now_s)
         self.stages[stage] = self._new_stage(stage)
+        self._join_stages()
         for one in self.stages:
             one.forget_stream()
         self._incarnation += 1
@@ -275,12 +317,13 @@ class StoredPipeline:
             while transfers and self.lookups:
                 self.answer()
             self.fill()
+            has_sent = any(stage.inbox for stage in self.stages)
             for stage in self.stages:
                 while stage.inbox:
                     self.run_order(stage.stage)
                 while transfers and stage.transfers:
                     self.end_transfer(stage.stage)
-            if self.core.scheduler.is_idle and not (transfers and self.tier.saves.is_busy):
+            if self.core.scheduler.is_idle and not (transfers and has_sent):
                 return
         raise AssertionError("a request never ended")
 
