@@ -1,0 +1,1 @@
+"""What keys and values are worth that outlive the pool."""
