@@ -1,1 +1,1 @@
-"""What keys and values are worth that outlive the pool."""
+"""The worth of keys and values that outlive the pool."""

@@ -29,8 +29,10 @@ def tokens_of_text(text_ids: Sequence[int]) -> TokenSource:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTurn:
-    """What a user adds to the conversation `session`, in its `turn` from 1 on, not before `at_s` of
-    the load nor before the turn before it has been answered."""
+    """The tokens that a user adds to the conversation `session` in its `turn`, from 1 on.
+
+    They are sent not before `at_s` of the load, nor before the turn before is answered.
+    """
 
     session: int
     turn: int

@@ -1,5 +1,5 @@
-"""What is a store of keys and values worth to conversations that come back after their pages were
-evicted?
+"""Measures conversations that come back after their pages were evicted, with a store of keys and
+values and without.
 
     python -m benchmark.tiers.returning_turns
     python -m benchmark.tiers.returning_turns --model smollm2

@@ -80,7 +80,7 @@ class Router:
         self.url = url
 
     def workers(self) -> list[dict[str, object]]:
-        """Those that are healthy."""
+        """The healthy ones."""
         reply = requests.get(f"{self.url}/workers", timeout=_TIMEOUT_S)
         return [one for one in reply.json()["workers"] if one["is_healthy"]]
 
@@ -127,7 +127,7 @@ def router_before(replica_url: str, port: int) -> Iterator[Router]:
 
 
 def _router_folder() -> Path:
-    """Where the router is: on Python's path, or where `make test-alone` installs it."""
+    """The router's place: on Python's path, or the folder of `make test-alone`."""
     spec = importlib.util.find_spec("sglang_router")
     folder = Path(spec.origin).parents[1] if spec and spec.origin else Path(sys.prefix) / "router"
     if not (folder / "sglang_router").is_dir():

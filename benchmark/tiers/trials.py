@@ -27,7 +27,7 @@ _WARM_UP_SEED = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What every run is given.
+    """The facts that all runs share.
 
     Args:
         planned: the turns of `load` that are sent.

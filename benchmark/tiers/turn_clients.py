@@ -120,7 +120,7 @@ class TurnClients:
         )
 
     def _stream(self, prompt: tuple[int, ...]) -> tuple[list[float], dict[str, Any]]:
-        """When the parts of the answer came, and the last of them, which has all tokens.
+        """The moments at which parts of the answer came, and the last part, which has all tokens.
 
         Raises ValueError where it has fewer.
         """

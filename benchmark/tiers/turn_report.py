@@ -1,4 +1,4 @@
-"""What runs of returning turns say: medians, ratios and the tables of a dated result.
+"""The figures of returning turns: medians, ratios and the tables of a dated result.
 
 Pure functions of what the clients saw, and of the sizes that were planned.
 """
@@ -85,7 +85,7 @@ def kept_share(before: Answers, after: Answers, page_size: int) -> float:
 
 
 def equal_answers(run: TurnRun, other: TurnRun) -> tuple[int, int]:
-    """How many turns have the same answer in both runs, of how many with the same prompt."""
+    """The number of turns with the same answer in both runs, and of those with the same prompt."""
     others = {(one.session, one.turn): one for one in other.all_turns}
     pairs = [(one, others[one.session, one.turn]) for one in run.all_turns]
     same = [(one, twin) for one, twin in pairs if one.prompt == twin.prompt]
