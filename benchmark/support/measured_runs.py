@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -29,8 +29,10 @@ from sgl_pipeline.records.trace import StepRecord, read_trace
 
 DEFAULT_PRESET = "0.27b"
 
+Competitor = TypeVar("Competitor")
 
-def turns(engines: Sequence[Engine], num_rounds: int) -> Iterator[tuple[int, Engine]]:
+
+def turns(engines: Sequence[Competitor], num_rounds: int) -> Iterator[tuple[int, Competitor]]:
     """Each engine once a round, with the round's number from 1, in an order that turns around from
     round to round (A B, B A): the one that runs second may find the machine slower."""
     for round_number in range(1, num_rounds + 1):

@@ -1,0 +1,1 @@
+"""The worth of keys and values that outlive the pool."""
