@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.managers.tiers.storage_process import READY, StorageSettings
+from sgl_pipeline.managers.tiers.storage_server import READY, StorageSettings
 
 # It imports SGLang and connects to what keeps the bytes.
 START_TIMEOUT_S = 120.0

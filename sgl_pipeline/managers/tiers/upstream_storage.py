@@ -13,7 +13,7 @@ from sgl_pipeline.managers.tiers.staging_pool import StagingPool
 
 # Those that were tried, and whether they read and write the pool by index (upstream's interface
 # "v1"). A `dynamic` one says so itself.
-BACKENDS = {"file": False, "dynamic": False, "nixl": True, "mooncake": True}
+BACKENDS = {"dynamic": False, "nixl": True, "mooncake": True}
 
 
 class UpstreamStorage:
@@ -33,7 +33,7 @@ class UpstreamStorage:
         if backend not in BACKENDS:
             raise ConfigurationError(
                 f"--hicache-storage-backend {backend} has not been tried here; "
-                f"choose from {', '.join(BACKENDS)}"
+                f"choose from file, {', '.join(BACKENDS)}"
             )
         self._pool = pool
         self._is_indexed = BACKENDS[backend] or (
