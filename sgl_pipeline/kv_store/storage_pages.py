@@ -19,7 +19,8 @@ LENGTH_BYTES = 4
 class StoragePages:
     """A `PageStore`. SGLang's interface cannot delete: a dropped page is not found by this server
     until it is committed again, and other servers learn by themselves that it is broken. `clear`
-    removes all that the backend has, as upstream's does."""
+    removes all that the backend has, as upstream's does; mooncake keeps for some seconds what was
+    read."""
 
     def __init__(self, client: StorageClient, digest: str, num_layers: int) -> None:
         self._client = client

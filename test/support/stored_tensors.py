@@ -42,7 +42,7 @@ class StoredTensors(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        return all([self.set(key, value) for key, value in zip(keys, values, strict=True)])
+        return all(self.set(key, value) for key, value in zip(keys, values, strict=True))
 
     def exists(self, key: str) -> bool:
         return key in self._tensors

@@ -1,13 +1,16 @@
 """SGLang's storage backends, unmodified, behind the storage process keep pages for all clients."""
 
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ports import number_of, reserve_port
 from support.store_files import (
     DIGEST,
     NUM_LAYERS,
@@ -28,8 +31,11 @@ from sgl_pipeline.managers.tiers.storage_server import StorageSettings
 from sgl_pipeline.process_lifetime import child_environment
 from sgl_pipeline.wire.store_orders import StorePlace
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
-pytest.importorskip("sglang.srt.mem_cache.hicache_storage")
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
+]
 
 DYNAMIC = {
     "backend_name": "stored tensors",
@@ -163,6 +169,43 @@ def test_upstreams_file_backend_and_a_process_that_comes_back(
     with storage_process(tmp_path, "dynamic", config):
         assert len(store.lookup([page_hash(1)])) == 1
         assert read_page(objects, record) == contents_of(1)
+
+
+def test_nixl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nixl", reason="nixl is not installed")
+    monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", str(tmp_path / "pages"))
+    with storage_process(tmp_path, "nixl", {"plugin": {"posix": {"active": True}}}) as place:
+        check_pages_come_back(place)
+        check_threads(place)
+        store, _ = ends(place)
+        store.clear()
+        assert store.lookup([page_hash(1)]) == []
+
+
+def test_mooncake(tmp_path: Path) -> None:
+    """Its `clear` keeps for some seconds what was read."""
+    mooncake = pytest.importorskip("mooncake", reason="mooncake is not installed")
+    held = [reserve_port(), reserve_port()]
+    port, metrics_port = map(number_of, held)
+    for one in held:
+        one.close()
+    command = [str(Path(mooncake.__file__).parent / "mooncake_master")]
+    command += ["--port", str(port), "--metrics_port", str(metrics_port)]
+    config = {
+        "master_server_address": f"127.0.0.1:{port}",
+        "metadata_server": "P2PHANDSHAKE",
+        "local_hostname": "127.0.0.1",
+        "protocol": "tcp",
+        "device_name": "",
+        "global_segment_size": 1 << 26,
+    }
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as master:
+        try:
+            with storage_process(tmp_path, "mooncake", config) as place:
+                check_pages_come_back(place)
+                check_threads(place)
+        finally:
+            master.kill()
 
 
 def test_a_backend_that_cannot_be_set_up_is_named(tmp_path: Path) -> None:

@@ -38,11 +38,13 @@ class StoredBytes:
         return ["refused" not in name for name in names]
 
     def get(self, names: tuple[str, ...], first_chunk: int) -> list[bool]:
+        """All or none, as nixl does it."""
+        if self.count(names) < len(names):
+            return [False] * len(names)
         for chunk, name in enumerate(names, first_chunk):
             start = chunk * CHUNK_BYTES
-            if name in self.objects:
-                self._memory[start : start + CHUNK_BYTES] = self.objects[name]
-        return [name in self.objects for name in names]
+            self._memory[start : start + CHUNK_BYTES] = self.objects[name]
+        return [True] * len(names)
 
     def count(self, names: tuple[str, ...]) -> int:
         missing = (index for index, name in enumerate(names) if name not in self.objects)

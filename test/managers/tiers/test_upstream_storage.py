@@ -9,7 +9,6 @@ from support.store_files import DIGEST
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.tiers.staging_pool import ALIGNMENT_BYTES, StagingPool, aligned_bytes
 
-upstream_storage = pytest.importorskip("sgl_pipeline.managers.tiers.upstream_storage")
 DYNAMIC = {
     "backend_name": "stored tensors",
     "module_path": "support.stored_tensors",
@@ -18,6 +17,9 @@ DYNAMIC = {
 
 
 def make(backend: str, config: dict[str, Any]) -> tuple[StagingPool, Any]:
+    pytest.importorskip("sglang.srt.mem_cache.hicache_storage")
+    from sgl_pipeline.managers.tiers import upstream_storage
+
     pool = StagingPool(ALIGNMENT_BYTES, 6)
     return pool, upstream_storage.UpstreamStorage(backend, config, DIGEST, pool)
 
