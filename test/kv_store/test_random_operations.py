@@ -182,7 +182,7 @@ def test_a_killed_writer_leaves_whole_pages_alone(tmp_path: Path) -> None:
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(path)],
             stdout=subprocess.PIPE,
-            env=child_environment(),
+            env=child_environment(PYTHONPATH=os.pathsep.join(sys.path)),
             cwd=Path(__file__).parents[1],
         )
         assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
