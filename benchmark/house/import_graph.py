@@ -25,7 +25,8 @@ FLOORS = (
     *("pp_runner/flashinfer", "pp_runner/cuda", "pp_runner/layer_moves", "pp_runner/links"),
     *("pp_runner",),
     *("managers/upstream", "managers/channels", "managers/gguf", "managers/command_line"),
-    *("managers/grammars", "managers/reports", "managers/front", "managers/entrance"),
+    *("managers/grammars", "managers/reports", "managers/tiers", "managers/front"),
+    *("managers/entrance",),
     *("managers/stages", "managers/hosts", "managers/planning", "managers/doctor"),
     *("managers", "managers/engine", ENTRY),
 )

@@ -3,7 +3,6 @@
 import os
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 
 from sgl_pipeline.errors import BrokenObject, StoreError
 from sgl_pipeline.kv_store.atomic_files import Buffer, remove_file, write_atomically
@@ -58,10 +57,13 @@ class ObjectFiles:
         if zlib.crc32(content) != checksum:
             raise BrokenObject(f"object {name} is altered: its checksum is another one")
 
-    def delete(self, name: str) -> None:
-        """Removes an object, if it is there and can be removed."""
-        with suppress(OSError):
+    def delete(self, name: str) -> bool:
+        """Removes an object, if it is there; False where the file cannot be removed."""
+        try:
             remove_file(self._folder.object_file(name))
+        except OSError:
+            return False
+        return True
 
 
 def _read_file(path: str, content: memoryview) -> int:

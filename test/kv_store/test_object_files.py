@@ -122,9 +122,8 @@ def test_the_self_test_notices_a_store_that(tmp_path: Path, fault: str) -> None:
             if fault == "alters":
                 buffer[0] ^= 1
 
-        def delete(self, name: str) -> None:
-            if fault != "keeps":
-                super().delete(name)
+        def delete(self, name: str) -> bool:
+            return fault == "keeps" or super().delete(name)
 
     folder = open_folder(tmp_path)
     with pytest.raises(StoreError):

@@ -1,0 +1,1 @@
+"""Storage backends of SGLang for the pages of a host."""
