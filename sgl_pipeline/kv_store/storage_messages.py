@@ -1,4 +1,4 @@
-"""What storage process and its clients say to each other: msgpack over Unix SEQPACKET.
+"""Messages that a storage process and its clients send to each other: msgpack over Unix SEQPACKET.
 
 The process runs a storage backend of SGLang for all processes of a host. Objects are handed over in
 shared memory: each connection has some chunks of it, of a fixed size, and the objects of a request
@@ -41,7 +41,7 @@ class GetObjects(msgspec.Struct, frozen=True, tag=True):
 
 
 class CountObjects(msgspec.Struct, frozen=True, tag=True):
-    """How many of these names are there, up to the first that is not?"""
+    """The number of these names that are there, up to the first that is not?"""
 
     names: tuple[str, ...]
 
@@ -51,7 +51,7 @@ class ClearAll(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """Which names of the request could be stored or read."""
+    """True for each name of the request that could be stored or read."""
 
     successes: tuple[bool, ...] = ()
 

@@ -31,7 +31,7 @@ READY = b"ready"
 
 
 class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a storage process needs to know.
+    """Settings of a storage process.
 
     `address` is the Unix socket that it makes. An object has at most `object_bytes`. At most
     `max_clients` connections have `chunks_each` chunks of staging memory each.

@@ -74,7 +74,7 @@ class UpstreamStorage:
         return _booleans([page is not None for page in pages or ()], names)
 
     def count(self, names: Sequence[str]) -> int:
-        """How many are there, up to the first that is not."""
+        """The number that are there, up to the first that is not."""
         return int(self._backend.batch_exists([*names]))
 
     def clear(self) -> None:
