@@ -41,7 +41,7 @@ class GetObjects(msgspec.Struct, frozen=True, tag=True):
 
 
 class CountObjects(msgspec.Struct, frozen=True, tag=True):
-    """The number of these names that are there, up to the first that is not?"""
+    """The number of these names that are there, up to the first that is not."""
 
     names: tuple[str, ...]
 
