@@ -36,6 +36,7 @@ from sgl_pipeline.pp_runner.model.generic.plain_layer import (
 )
 from sgl_pipeline.pp_runner.model.generic.plain_probe import TRIAL_POSITIONS, plain_forms
 from sgl_pipeline.pp_runner.model.generic.probes import trace
+from sgl_pipeline.pp_runner.model.generic.rotary_choice import hold_frequencies, return_fp32
 from sgl_pipeline.pp_runner.model.generic.skeleton import KeyTable, make_skeleton
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.pp_runner.model.generic.stream_probe import probe_stream
@@ -101,8 +102,11 @@ class GenericStageModel:
             )
             # After the table, which asks the decoder for its layers.
             self._run = DecoderRun(self._skeleton, seen.norm)
+            hold_frequencies(self._skeleton.decoder, spec.context_length)
             probe_stream(self._skeleton, self._run.passed, dtype)
             self._forms = self._plain_forms()
+            if self._forms is not None:
+                return_fp32(self._skeleton.decoder)
             for layer in layers:
                 self.add_layer(self._read_from(source, layer, on_read))
             self._load_ends(source, on_read, is_first=is_first, is_last=is_last)

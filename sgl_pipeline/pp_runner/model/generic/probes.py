@@ -24,11 +24,10 @@ from sgl_pipeline.pp_runner.model.generic.attention_call import (
     direct_attention,
 )
 from sgl_pipeline.pp_runner.model.generic.layers import is_experts, num_experts_of
+from sgl_pipeline.pp_runner.model.generic.rotary_choice import context_lengths, hold_frequencies
 from sgl_pipeline.pp_runner.model.generic.skeleton import Skeleton
 
 _ROWS = 3
-# Kinds of rotary embedding whose frequencies depend on the longest sequence of a step.
-_LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def trace(skeleton: Skeleton) -> Trace:
 
     Raises UnsupportedModelError.
     """
-    _refuse_by_length(skeleton)
+    hold_frequencies(skeleton.decoder, context_lengths(skeleton.text_config).default)
     seen = _Seen([[] for _ in skeleton.layers])
     decoder = skeleton.decoder
     ids = torch.zeros(1, _ROWS, dtype=torch.int64, device="meta")
@@ -118,17 +117,6 @@ def _refuse_other_weights(skeleton: Skeleton, norm: str) -> None:
         if [*part.parameters()]:
             raise UnsupportedModelError(
                 f"its decoder has weights in {name}, beside embedding, layers and norm"
-            )
-
-
-def _refuse_by_length(skeleton: Skeleton) -> None:
-    for module in skeleton.decoder.modules():
-        kinds = getattr(module, "rope_type", None)
-        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-        if found := _LENGTH_DEPENDENT.intersection(kind for kind in kinds if kind):
-            raise UnsupportedModelError(
-                f"its rotary embedding is of type {', '.join(found)}, whose frequencies depend on "
-                "the longest sequence of a step, so that a request's tokens would depend on others"
             )
 
 

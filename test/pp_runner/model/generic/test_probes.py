@@ -40,12 +40,6 @@ MLA = {
     "n_group": 2,
     "topk_group": 1,
 }
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10_000.0,
-    "short_factor": [1.0] * 6,
-    "long_factor": [2.0] * 6,
-}
 REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "Qwen3.5": ("qwen3_5_text", {}, "layers of full_attention, linear_attention"),
     "MiniMax-Text": ("minimax", EXPERTS, "layers of full_attention, linear_attention"),
@@ -76,11 +70,6 @@ REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
     ),
     "OPT": ("opt", {}, "weights in embed_positions"),
     "GPT-2": ("gpt2", {}, "no list `layers`"),
-    "Phi-4-mini": (
-        "phi3",
-        {"head_dim": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
-        "rotary embedding is of type longrope",
-    ),
 }
 
 
