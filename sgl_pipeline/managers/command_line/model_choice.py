@@ -116,7 +116,8 @@ def _run_probes(path: str, quantization: str | None) -> str:
         return probes.stdout.strip().rpartition("\n")[2]
     if probes.returncode == REFUSED:
         raise UnsupportedModelError(
-            f"transformers' code of this model cannot be served: {_last_line(probes.stdout)}"
+            f"transformers' code of this model cannot be served: {_last_line(probes.stdout)}. "
+            "Stages would fail or answer wrongly; docs/models.md lists families that are served"
         )
     raise ConfigurationError(
         f"transformers' code of {path} could not be probed (exit code {probes.returncode}): "

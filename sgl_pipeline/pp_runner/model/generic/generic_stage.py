@@ -83,7 +83,10 @@ class GenericStageModel:
             )
         seen = trace(make_skeleton(path, dtype, PROBED))
         if seen.attentions != spec.attentions:
-            raise UnsupportedModelError(f"{path} attends in other ways than the spec says")
+            raise UnsupportedModelError(
+                f"the model in {path} attends in other ways than the one that was probed at the "
+                "start; every host needs the same config.json"
+            )
         self.spec = spec
         self.layers: dict[int, Layer] = {}
         self.loaded: dict[str, int] = {}

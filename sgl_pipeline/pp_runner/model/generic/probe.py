@@ -49,7 +49,10 @@ def probe(path: str | Path, quantization: str | None = None) -> GenericSpec:
     lengths = context_lengths(skeleton.text_config)
     vocab_size, hidden_size = skeleton.embedding.weight.shape
     if skeleton.head.out_features != vocab_size:
-        raise UnsupportedModelError("its head has another vocabulary than its embedding")
+        raise UnsupportedModelError(
+            f"its head has a vocabulary of {skeleton.head.out_features} tokens, its embedding one "
+            f"of {vocab_size}"
+        )
     return GenericSpec(
         architecture=type(skeleton.model).__name__,
         model_type=skeleton.text_config.model_type,

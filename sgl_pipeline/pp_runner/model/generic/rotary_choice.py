@@ -26,7 +26,7 @@ def context_lengths(text_config: Any) -> ContextLengths:
     published = getattr(text_config, "max_position_embeddings", None)
     if not isinstance(published, int) or published < 1:
         raise UnsupportedModelError(
-            f"Its config has max_position_embeddings {published!r}, and a server must know how "
+            f"its config has max_position_embeddings {published!r}, and a server must know how "
             "long a context may be: write the number of tokens into config.json"
         )
     parameters = getattr(text_config, "rope_parameters", None) or {}
@@ -50,8 +50,8 @@ def hold_frequencies(decoder: nn.Module, context_length: int) -> None:
         of_layers = {*kinds.values()} if isinstance(kinds, dict) else set()
         if found := _LENGTH_DEPENDENT & of_layers:
             raise UnsupportedModelError(
-                f"Its rotary embedding {name} is of type {', '.join(sorted(found))} in some layers "
-                "and of another type in others. These types depend on the length of a sequence, "
+                f"its rotary embedding {name} is of type {', '.join(sorted(found))} in some layers "
+                "and of another type in others; these types depend on the length of a sequence, "
                 "and are served where all layers have one"
             )
         if isinstance(kinds, str) and kinds in _LENGTH_DEPENDENT:
@@ -86,7 +86,7 @@ def _hold(name: str, module: Any, kind: str, context_length: int) -> None:
     found = () if is_meta else module(rows, positions)
     if not all(torch.allclose(*pair, atol=1e-3) for pair in zip(found, wanted, strict=True)):
         raise UnsupportedModelError(
-            f"Its rotary embedding {name} of type {kind} computes something else for "
+            f"its rotary embedding {name} of type {kind} computes something else for "
             f"{context_length} tokens than the frequencies of this type: it cannot be held to one "
             "length, and a request's tokens would depend on others"
         )

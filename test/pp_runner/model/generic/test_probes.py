@@ -13,6 +13,7 @@ from support.generic_families import MODEL_SIZES, WINDOWED, generic_model
 from torch import nn
 from transformers import AutoConfig, Gemma2Model, LlamaModel, Qwen3Model
 from transformers.models.llama import modeling_llama
+from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen3 import modeling_qwen3
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
@@ -123,6 +124,55 @@ def test_an_argument_of_unknown_meaning_is_refused(monkeypatch: pytest.MonkeyPat
         probe(generic_model("llama"))
 
 
+def test_a_mask_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = modeling_llama.LlamaAttention.forward
+
+    def forward(self: nn.Module, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return attend(self, *args, attention_mask=torch.ones(3, 3), **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    with pytest.raises(UnsupportedModelError, match="a mask of its own making"):
+        probe(generic_model("llama"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda layer, rows, forward: (forward(rows),), "its layers return a tuple"),
+        (
+            lambda layer, rows, forward: forward(torch.cat([rows, rows], dim=1))[:, :3],
+            "rows of shape .* for a step of 3 rows",
+        ),
+    ],
+    ids=["a tuple", "more rows"],
+)
+def test_layers_of_another_form_are_refused(
+    change: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = modeling_llama.LlamaDecoderLayer.forward
+
+    def changed(self: nn.Module, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        kwargs = {**kwargs, "position_embeddings": (torch.ones(1, 1, 1, device="meta"),) * 2}
+        return change(self, hidden_states, lambda rows: forward(self, rows, **kwargs))
+
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", changed)
+    with pytest.raises(UnsupportedModelError, match=words):
+        probe(generic_model("llama"))
+
+
+def test_a_layer_that_runs_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = LlamaModel.forward
+
+    def twice(self: nn.Module, **kwargs: Any) -> Any:
+        output = forward(self, **kwargs)
+        self.layers[0](output.last_hidden_state, position_embeddings=(torch.ones(()),) * 2)
+        return output
+
+    monkeypatch.setattr(LlamaModel, "forward", twice)
+    with pytest.raises(UnsupportedModelError, match=r"called with no mask|runs layers 5 times"):
+        probe(generic_model("llama"))
+
+
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
@@ -202,6 +252,41 @@ def test_what_layers_get_must_follow_from_the_position_of_each_row(
     monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", changed)
     with pytest.raises(UnsupportedModelError, match=words):
         load("llama", spec)
+
+
+def test_a_rotation_that_is_not_that_of_its_type_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = probe(generic_model("phi4-mini"))
+    forward = modeling_phi3.Phi3RotaryEmbedding.forward
+
+    def changed(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        cosine, sine = forward(self, x, position_ids)
+        return (cosine, sine) if self.rope_type == "longrope" else (cosine * 1.5, sine)
+
+    monkeypatch.setattr(modeling_phi3.Phi3RotaryEmbedding, "forward", changed)
+    with pytest.raises(UnsupportedModelError, match="of type longrope computes something else"):
+        load("phi4-mini", spec)
+
+
+def test_rotation_by_length_in_some_layers_alone_is_refused(tmp_path: Path) -> None:
+    kinds = {
+        "full_attention": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    path = write_config(
+        tmp_path, "gemma3_text", {"layer_types": WINDOWED, "rope_parameters": kinds}
+    )
+    with pytest.raises(UnsupportedModelError, match="of type dynamic in some layers"):
+        probe(path)
+
+
+def test_a_context_of_unknown_length_is_refused(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "llama", {})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": None}))
+    with pytest.raises(UnsupportedModelError):
+        probe(path)
 
 
 def test_a_stage_refuses_another_model_than_the_one_that_was_probed() -> None:
