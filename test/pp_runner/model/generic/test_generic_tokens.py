@@ -81,13 +81,13 @@ def test_the_list_of_families_is_that_of_the_tests() -> None:
 def test_tokens_of_chunks_hits_and_a_move_are_those_of_generate(name: str) -> None:
     """Requests together in three stages; then, with their prefixes cached, again after a move."""
     path = generic_model(name)
-    wanted = [generated(path, list(one.prompt_ids), 10) for one in make_requests()]
+    wanted = [generated(path, list(one.prompt_ids), 10) for one in make_requests(4)]
     assert len({token for tokens in wanted for token in tokens}) > 3
     served = pipeline(path, (2, 1, 1))
-    assert served.run(make_requests()) == wanted
+    assert served.run(make_requests(4)) == wanted
     assert any(chunk.start for batch in served.microbatches for chunk in batch.chunks)
     assert served.finish_move((1, 2, 1)).outcome is MoveOutcome.DONE
-    again = make_requests()
+    again = make_requests(4)
     assert served.run(again) == wanted
     assert sum(one.cached_tokens for one in again) > 60
 

@@ -38,7 +38,10 @@ def is_plain(path: Path) -> bool:
     return model.plain_steps is not None
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3-vl", "phi4-mini", "ministral"])
+@pytestPLAIN = ("llama", "qwen2", "qwen3", "qwen3-vl", "phi3", "phi4-mini", "mistral", "ministral", "seed-oss")
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_plain_layers_are_recognized(name: str) -> None:
     """With biases, norms of heads, joined projections, partial rotation and windows."""
     assert is_plain(generic_model(name))

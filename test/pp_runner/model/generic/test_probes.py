@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.generic import layers
 from sgl_pipeline.pp_runner.model.generic.probe import probe
+from sgl_pipeline.pp_runner.model.generic.rotary_choice import context_lengths
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.pp_runner.stage_model_choice import load_stage_model
 
@@ -161,15 +163,20 @@ def test_layers_of_another_form_are_refused(
 
 
 def test_a_layer_that_runs_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = LlamaModel.forward
+    """Though it attends once."""
+    decode, pass_layer = LlamaModel.forward, modeling_llama.LlamaDecoderLayer.forward
 
     def twice(self: nn.Module, **kwargs: Any) -> Any:
-        output = forward(self, **kwargs)
-        self.layers[0](output.last_hidden_state, position_embeddings=(torch.ones(()),) * 2)
+        output = decode(self, **kwargs)
+        self.layers[0](output.last_hidden_state, again=True)
         return output
 
+    def forward(self: nn.Module, rows: torch.Tensor, again: bool = False, **kwargs: Any) -> Any:
+        return rows if again else pass_layer(self, rows, **kwargs)
+
     monkeypatch.setattr(LlamaModel, "forward", twice)
-    with pytest.raises(UnsupportedModelError, match=r"called with no mask|runs layers 5 times"):
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", forward)
+    with pytest.raises(UnsupportedModelError, match="runs layers 5 times, and has 4"):
         probe(generic_model("llama"))
 
 
@@ -281,12 +288,9 @@ def test_rotation_by_length_in_some_layers_alone_is_refused(tmp_path: Path) -> N
         probe(path)
 
 
-def test_a_context_of_unknown_length_is_refused(tmp_path: Path) -> None:
-    path = write_config(tmp_path, "llama", {})
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": None}))
-    with pytest.raises(UnsupportedModelError):
-        probe(path)
+def test_a_context_of_unknown_length_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="max_position_embeddings None"):
+        context_lengths(SimpleNamespace(max_position_embeddings=None))
 
 
 def test_a_stage_refuses_another_model_than_the_one_that_was_probed() -> None:
