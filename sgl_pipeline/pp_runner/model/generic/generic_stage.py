@@ -200,7 +200,8 @@ class GenericStageModel:
         kv_pool: KvPool,
         attention: LayerwiseAttention,
     ) -> torch.Tensor:
-        """See `StageModel.forward`; all of `layers` are waited for before the first one runs."""
+        """See `StageModel.forward`; where layers are transformers', all are waited for before the
+        first one runs."""
         assert self._is_first or hidden is not None, "this stage needs the residual stream"
         if self._forms is not None:
             stream, rotation = self.enter(inputs, hidden)
@@ -243,13 +244,12 @@ class GenericStageModel:
         return self._head(hidden)
 
     def _plain_forms(self) -> tuple[PlainForm, ...] | None:
+        """See there."""
+        given = self._run.given_to_layers(TRIAL_POSITIONS, self._dtype)
+        if given is None:
+            return None
         skeleton = self._skeleton
-        return plain_forms(
-            skeleton.layers,
-            skeleton.copy_of,
-            self._run.given_to_layers(TRIAL_POSITIONS, self._dtype),
-            self.spec.attentions,
-        )
+        return plain_forms(skeleton.layers, skeleton.copy_of, given, self.spec.attentions)
 
     def _read_from(
         self, source: WeightSource, layer: int, pause: Callable[[], None]

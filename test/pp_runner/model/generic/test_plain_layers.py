@@ -38,7 +38,17 @@ def is_plain(path: Path) -> bool:
     return model.plain_steps is not None
 
 
-@pytestPLAIN = ("llama", "qwen2", "qwen3", "qwen3-vl", "phi3", "phi4-mini", "mistral", "ministral", "seed-oss")
+PLAIN = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3-vl",
+    "phi3",
+    "phi4-mini",
+    "mistral",
+    "ministral",
+    "seed-oss",
+)
 
 
 @pytest.mark.parametrize("name", PLAIN)
