@@ -78,9 +78,7 @@ class DecoderRun:
         self._decode(inputs, hidden)
         return (first.stream[0] if hidden is None else hidden), first.given
 
-    def given_to_layers(
-        self, positions: Sequence[int], dtype: torch.dtype
-    ) -> list[Given] | None:
+    def given_to_layers(self, positions: Sequence[int], dtype: torch.dtype) -> list[Given] | None:
         """What the decoder gives to each of its layers, for rows at `positions`; None if it does
         not take such positions."""
         heard = [HeardLayer(layer) for layer in self.passed]

@@ -78,9 +78,11 @@ def _plain_form(
         if not _has_parts(layer, *names):
             continue
         trial = _small(copy_of(layer), *names, attention)
+        if trial is None:
+            continue
         for interleaved in (False, True):
-            form = trial and _form_of(trial, *names, interleaved)
-            if trial and form and _computes(trial, form, given, attention):
+            form = _form_of(trial, *names, interleaved)
+            if form is not None and _computes(trial, form, given, attention):
                 return form
     return None
 
