@@ -59,7 +59,15 @@ TRITON_LEAVES = {"pp_runner/layer_kernels/triton_rounding.py"}
 # The only ones that import transformers' code of models: workers of other models never do.
 TRANSFORMERS_LEAVES = {
     f"pp_runner/model/generic/{name}.py"
-    for name in ("attention_call", "decoder_head", "expert_reader", "probes", "skeleton")
+    for name in (
+        "attention_call",
+        "decoder_head",
+        "expert_reader",
+        "probe",
+        "probes",
+        "rotary_choice",
+        "skeleton",
+    )
 }
 # A scheduler that read a clock or drew a number would not run alike in simulator and runtime.
 DECIDING_ROOMS = {"throttle", "scheduling", "migration", "pipeline"}

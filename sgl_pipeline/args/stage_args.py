@@ -1,5 +1,6 @@
 """Settings of the stages: the model, and the means to run it."""
 
+import json
 from dataclasses import dataclass, field
 
 from sgl_pipeline.args.checks import at_least, one_of, require
@@ -94,6 +95,11 @@ class StageArgs:
     def is_generic(self) -> bool:
         """True if transformers computes the layers."""
         return bool(self.generic_spec)
+
+    @property
+    def transformers_version(self) -> str | None:
+        """The version of transformers whose code computes the layers; None where they are ours."""
+        return json.loads(self.generic_spec)["transformers_version"] if self.is_generic else None
 
     @property
     def precision(self) -> str:

@@ -283,6 +283,13 @@ class WorkerRoster(StageWorkers):
                 f"worker {hello.worker} on {hello.host} runs sgl_pipeline {hello.version}, the "
                 f"scheduler {__version__}; install the same version on every host"
             )
+        wanted = self._args.stages.transformers_version
+        if wanted is not None and hello.transformers != wanted:
+            raise ConfigurationError(
+                f"worker {hello.worker} on {hello.host} has transformers "
+                f"{hello.transformers or '(none)'}, the launcher probed this model with {wanted}: "
+                "their code of its layers may differ; install the same version on every host"
+            )
         self._workers[hello.worker] = Worker(hello)
 
     def _what_follows(self) -> Iterator[Addressed]:

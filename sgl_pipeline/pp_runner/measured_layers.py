@@ -15,7 +15,7 @@ from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.kv_format import encode, head_dim_of
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.cpu_kernels.call_recording import record
-from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels, Rotation
 from sgl_pipeline.pp_runner.made_up_weights import MadeUpWeights
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
@@ -68,23 +68,13 @@ class NativeLayers:
         rotation = rotary.at(inputs.positions)
         stream = self._weights.read("", (inputs.num_tokens, spec.hidden_size))
 
-        def call() -> torch.Tensor:
-            return layer.forward(stream, rotation, inputs.slots, kv_pool, self._attention)
-
-        is_compiled = isinstance(self._attention.of(layer.layer), CpuAttention)
-        if not is_compiled or inputs.num_tokens > MOST_ROWS:
-            return call
-        variables = (*step_variables(inputs, stream, rotation), *kv_pool.pages(layer.layer))
-        _, calls = record(call, variables, inputs.num_tokens)
-        if calls is None:
-            return call
-        sizes = (inputs.num_tokens, inputs.layout.num_chunks, torch.get_num_threads())
-        return partial(calls.run, variables, *sizes)
+        return _call_of(layer, inputs, stream, rotation, kv_pool, self._attention)
 
 
 class GenericLayers:
-    """See `MeasuredLayers`. Each call is a pass through transformers' decoder with one layer, so a
-    layer's time includes what the decoder does once a step: some tenths of a millisecond.
+    """See `MeasuredLayers`. A plain layer is one of ours. Any other call is a pass through
+    transformers' decoder with one layer, so a layer's time includes what the decoder does once a
+    step: some tenths of a millisecond.
 
     Args:
         path: the model's directory.
@@ -125,10 +115,41 @@ class GenericLayers:
     def calls(self, inputs: StepInputs) -> list[Call]:
         stream = self._weights.read("", (inputs.num_tokens, self._model.spec.hidden_size))
         kv_pool = written_pool(self._firsts, self._shapes, inputs)
+        if (steps := self._model.plain_steps) is not None:
+            stream, rotation = steps.enter(inputs, stream)
+            layers = [steps.layers[layer] for layer in self._firsts]
+            return [
+                _call_of(layer, inputs, stream, rotation, kv_pool, self._attention)
+                for layer in layers
+            ]
         return [
             partial(self._model.forward, (layer,), inputs, stream, kv_pool, self._attention)
             for layer in self._firsts
         ]
+
+
+def _call_of(
+    layer: DecoderLayer,
+    inputs: StepInputs,
+    stream: torch.Tensor,
+    rotation: Rotation,
+    kv_pool: KvPool,
+    attention: LayerwiseAttention,
+) -> Call:
+    """The layer as a stage runs it, from its input: from recorded calls where it can be."""
+
+    def call() -> torch.Tensor:
+        return layer.forward(stream, rotation, inputs.slots, kv_pool, attention)
+
+    is_compiled = isinstance(attention.of(layer.layer), CpuAttention)
+    if not is_compiled or inputs.num_tokens > MOST_ROWS:
+        return call
+    variables = (*step_variables(inputs, stream, rotation), *kv_pool.pages(layer.layer))
+    _, calls = record(call, variables, inputs.num_tokens)
+    if calls is None:
+        return call
+    sizes = (inputs.num_tokens, inputs.layout.num_chunks, torch.get_num_threads())
+    return partial(calls.run, variables, *sizes)
 
 
 def written_pool(

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from sgl_pipeline import __version__
@@ -27,7 +28,16 @@ def worker_hello(worker: int, site: WorkerSite) -> WorkerHello:
         num_gpus=count_gpus(),
         memory_bytes=total_memory_bytes(),
         version=__version__,
+        transformers=_transformers_version(),
         run_directory=site.run_directory,
         host_address=site.host_address,
         model_path=site.model_path,
     )
+
+
+def _transformers_version() -> str:
+    """Without its import, which takes seconds."""
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return ""

@@ -34,9 +34,10 @@ class WorkerHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A worker is up and waits for its position.
 
     It may use the CPU `cores` of `host`; `num_gpus` and `memory_bytes` are the whole host's.
-    `version` is that of its sgl_pipeline. Its host's sockets are in `run_directory`, the model is
-    at `model_path` (empty: where the scheduler has it). `host_address` is the host's cluster port,
-    where other hosts reach it; empty where there are no other hosts.
+    `version` is that of its sgl_pipeline, `transformers` that of the package (empty: not there).
+    Its host's sockets are in `run_directory`, the model is at `model_path` (empty: where the
+    scheduler has it). `host_address` is the host's cluster port, where other hosts reach it; empty
+    where there are no other hosts.
     """
 
     worker: int
@@ -45,6 +46,7 @@ class WorkerHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_gpus: int
     memory_bytes: int
     version: str
+    transformers: str = ""
     run_directory: str = ""
     model_path: str = ""
     host_address: str = ""

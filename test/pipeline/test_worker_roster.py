@@ -1,5 +1,6 @@
 """Workers come in any order and at any time; each is told what its next thing is, once."""
 
+import json
 import random
 
 import msgspec
@@ -25,10 +26,17 @@ from sgl_pipeline.wire.stage_messages import (
 
 
 def roster_of(
-    num_stages: int, layer_partition: str = "even", predictor: StepPredictor | None = None
+    num_stages: int,
+    layer_partition: str = "even",
+    predictor: StepPredictor | None = None,
+    generic_spec: str = "",
 ) -> WorkerRoster:
     stages = StageArgs(
-        num_stages=num_stages, layer_partition=layer_partition, model_path="m", dtype="float32"
+        num_stages=num_stages,
+        layer_partition=layer_partition,
+        model_path="m",
+        dtype="float32",
+        generic_spec=generic_spec,
     )
     return WorkerRoster(PipelineArgs(stages=stages, run_directory="run"), NUM_LAYERS, predictor)
 
@@ -232,6 +240,17 @@ def test_a_worker_of_another_version_is_refused_by_name() -> None:
     other = msgspec.structs.replace(hello(0), version="9.9")
     with pytest.raises(ConfigurationError, match=r"worker 0 on here .* 9\.9"):
         roster_of(1).take(other)
+
+
+def test_a_worker_with_another_transformers_is_refused_where_its_code_computes_layers() -> None:
+    probed = json.dumps({"transformers_version": "5.19.0"})
+    same, other = (
+        msgspec.structs.replace(hello(0), transformers=one) for one in ("5.19.0", "5.20.0")
+    )
+    roster_of(1).take(other)
+    roster_of(1, generic_spec=probed).take(same)
+    with pytest.raises(ConfigurationError, match=r"worker 0 on here has transformers 5\.20\.0"):
+        roster_of(1, generic_spec=probed).take(other)
 
 
 @pytest.mark.parametrize(

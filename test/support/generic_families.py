@@ -66,16 +66,36 @@ _YARN: dict[str, Any] = {
 }
 
 
+_LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + pair / 8 for pair in range(6)],
+    "long_factor": [2.0 + pair for pair in range(6)],
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "out_hidden_size": 48,
+    "intermediate_size": 32,
+    "depth": 1,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+
+
 @dataclass(frozen=True)
 class GenericFamily:
     """A family by transformers' `model_type`, and how its tiny model differs from the others.
 
-    `published` is a model of it that people run.
+    `published` is a model of it that people run, `around` the type of the multimodal model that
+    its checkpoints hold it in, if any.
     """
 
     model_type: str
     published: str
     changes: Mapping[str, Any] = field(default_factory=dict)
+    around: str | None = None
 
 
 # Those that the issue of models names come first.
@@ -83,6 +103,19 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
     "llama": GenericFamily("llama", "Llama 3.1 8B"),
     "qwen2": GenericFamily("qwen2", "Qwen2.5 7B", {"tie_word_embeddings": True}),
     "qwen3": GenericFamily("qwen3", "Qwen3 8B", {"head_dim": 24}),
+    "qwen3-vl": GenericFamily(
+        "qwen3_vl_text",
+        "Qwen3-VL 8B, its text",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [4, 2, 2],
+                "mrope_interleaved": True,
+            }
+        },
+        around="qwen3_vl",
+    ),
     "gemma2": GenericFamily(
         "gemma2",
         "Gemma 2 9B",
@@ -118,7 +151,17 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
     ),
     "glm4-moe": GenericFamily("glm4_moe", "GLM-4.5-Air", {**_GROUPED, "use_qk_norm": True}),
     "minimax-m2": GenericFamily("minimax_m2", "MiniMax-M2", _EXPERTS),
-    "phi3": GenericFamily("phi3", "Phi-4", {"head_dim": None, "hidden_size": 64}),
+    "phi3": GenericFamily("phi3", "Phi-4, Phi-4-mini", {"head_dim": None, "hidden_size": 64}),
+    "phi4-mini": GenericFamily(
+        "phi3",
+        "Phi-4, Phi-4-mini",
+        {
+            "head_dim": None,
+            "hidden_size": 64,
+            "rope_parameters": _LONGROPE,
+            "original_max_position_embeddings": 128,
+        },
+    ),
     "ministral3": GenericFamily(
         "ministral3",
         "Ministral 3 8B",
@@ -207,17 +250,24 @@ def _session_directory() -> tempfile.TemporaryDirectory[str]:
 def generic_model(name: str) -> Path:
     """The directory of the checkpoint of the family `name`; written once per test session."""
     family = GENERIC_FAMILIES[name]
-    return write_model(name, family.model_type, family.changes)
+    return write_model(name, family.model_type, family.changes, family.around)
 
 
-def write_model(name: str, model_type: str, changes: Mapping[str, Any]) -> Path:
+def write_model(
+    name: str, model_type: str, changes: Mapping[str, Any], around: str | None = None
+) -> Path:
     """A checkpoint of `model_type` under a new name. Biases, norm weights, sinks and scalars are
     random too, where transformers starts them with 0 and 1."""
     directory = Path(_session_directory().name) / name
     torch.manual_seed(sum(name.encode()))
     sizes = {key: value for key, value in {**MODEL_SIZES, **changes}.items() if value is not None}
-    config = AutoConfig.for_model(model_type, **sizes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    auto = AutoModelForCausalLM
+    if around is None:
+        config = AutoConfig.for_model(model_type, **sizes)
+    else:
+        auto = AutoModelForImageTextToText
+        config = AutoConfig.for_model(around, text_config=sizes, vision_config=_VISION)
+    model = auto.from_config(config, dtype=torch.float32).eval()
     _spread(model)
     model.save_pretrained(directory)
     return directory
@@ -260,6 +310,6 @@ def generated(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
 
 @torch.inference_mode()
 def reference_logits(directory: Path, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """transformers' logits [N, V] of each of the N tokens `output` after `prompt`."""
+    """transformers' logits [N + 1, V] after `prompt` and after each of the N tokens `output`."""
     logits = _reference(directory)(torch.tensor([prompt + output])).logits
-    return logits[0, len(prompt) - 1 : -1]
+    return logits[0, len(prompt) - 1 :]

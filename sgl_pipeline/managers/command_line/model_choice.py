@@ -81,10 +81,11 @@ def _probed(
             "the model's config.json"
         )
     spec = GenericSpec.from_json(_run_probes(path, quantization))
+    longest = spec.own_context_lengths.longest
     if context_length is not None:
         require(
-            context_length <= spec.context_length,
-            f"--context-length {context_length} is more than this model's {spec.context_length}",
+            context_length <= longest,
+            f"--context-length {context_length} is more than this model's {longest}",
         )
         spec = replace(spec, context_length=context_length)
     if spec.model_type not in TESTED_MODEL_TYPES:
@@ -115,7 +116,8 @@ def _run_probes(path: str, quantization: str | None) -> str:
         return probes.stdout.strip().rpartition("\n")[2]
     if probes.returncode == REFUSED:
         raise UnsupportedModelError(
-            f"transformers' code of this model cannot be served: {_last_line(probes.stdout)}"
+            f"transformers' code of this model cannot be served: {_last_line(probes.stdout)}. "
+            "Stages would fail or answer wrongly; docs/models.md lists families that are served"
         )
     raise ConfigurationError(
         f"transformers' code of {path} could not be probed (exit code {probes.returncode}): "

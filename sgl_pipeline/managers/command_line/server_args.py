@@ -250,8 +250,6 @@ def _pipeline_of_model(
 
 def _note_context_length(spec: ModelSpec, asked: int | None) -> None:
     """Says where a rotary embedding that depends on the length of a sequence has one for all."""
-    if not isinstance(spec, DecoderSpec):
-        return
     own = spec.own_context_lengths
     if own.default == own.longest:
         return

@@ -79,6 +79,7 @@ class ModelSpec(ABC):
     vocab_size: int
     hidden_size: int
     context_length: int
+    own_context_lengths: ContextLengths
     attentions: tuple[LayerAttention, ...]
     tied_embeddings: bool
     dtype: str
@@ -132,7 +133,6 @@ class ModelSpec(ABC):
 class DecoderSpec(ModelSpec):
     """A model whose layers are those of `decoder.py`."""
 
-    own_context_lengths: ContextLengths
     intermediate_size: int
     norm_epsilon: float
     rope: RopeSpec

@@ -20,6 +20,7 @@ from sgl_pipeline.managers.command_line.model_choice import choose_model
 from sgl_pipeline.pp_runner.attention.attention_backend import LayerAttention
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
+from sgl_pipeline.pp_runner.model.rope_config import ContextLengths
 from sgl_pipeline.pp_runner.stage_spec import stage_spec
 
 pytestmark = pytest.mark.multiproc  # the stand-ins are processes
@@ -32,6 +33,7 @@ _SPEC = GenericSpec(
     vocab_size=320,
     hidden_size=64,
     context_length=256,
+    own_context_lengths=ContextLengths(256, 1024),
     attentions=(_ATTENTION, _ATTENTION),
     tied_embeddings=False,
     dtype="float32",
@@ -39,6 +41,7 @@ _SPEC = GenericSpec(
     kinds=(0, 0),
     expert_layers=frozenset(),
     head="lm_head",
+    transformers_version="5.19.0",
 )
 
 

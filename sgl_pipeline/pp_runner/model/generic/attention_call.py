@@ -81,7 +81,8 @@ def attention_of_call(
     for name, argument in arguments.items():
         if name not in _GEOMETRY and name not in _HARMLESS and argument is not None:
             raise UnsupportedModelError(
-                f"its attention is called with {name} = {argument!r:.60}, which is not known"
+                f"its attention is called with {name} = {argument!r:.60}, and what that does "
+                "to the result is not known here"
             )
     head_dim = query.shape[-1]
     scale, softcap = arguments.get("scaling"), arguments.get("softcap")

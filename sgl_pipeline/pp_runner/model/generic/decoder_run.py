@@ -78,18 +78,23 @@ class DecoderRun:
         self._decode(inputs, hidden)
         return (first.stream[0] if hidden is None else hidden), first.given
 
-    def given_to_layers(self, positions: Sequence[int], dtype: torch.dtype) -> list[Given]:
-        """The arguments that the decoder gives to each of its layers, for rows at `positions`."""
+    def given_to_layers(self, positions: Sequence[int], dtype: torch.dtype) -> list[Given] | None:
+        """The arguments that the decoder gives to each of its layers, for rows at `positions`; None if it does
+        not take such positions."""
         heard = [HeardLayer(layer) for layer in self.passed]
         decoder = self._skeleton.decoder
         decoder.layers = nn.ModuleList(heard)
         hidden_size = self._skeleton.embedding.weight.shape[1]
-        decoder(
-            inputs_embeds=torch.zeros(1, len(positions), hidden_size, dtype=dtype),
-            position_ids=torch.tensor([positions]),
-            use_cache=False,
-        )
-        self.forget()
+        try:
+            decoder(
+                inputs_embeds=torch.zeros(1, len(positions), hidden_size, dtype=dtype),
+                position_ids=torch.tensor([positions]),
+                use_cache=False,
+            )
+        except (IndexError, RuntimeError):  # beyond a table of its own
+            return None
+        finally:
+            self.forget()
         return [layer.given for layer in heard]
 
     def _decode(self, inputs: StepInputs, hidden: torch.Tensor | None) -> torch.Tensor:

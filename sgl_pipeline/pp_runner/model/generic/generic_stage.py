@@ -36,6 +36,7 @@ from sgl_pipeline.pp_runner.model.generic.plain_layer import (
 )
 from sgl_pipeline.pp_runner.model.generic.plain_probe import TRIAL_POSITIONS, plain_forms
 from sgl_pipeline.pp_runner.model.generic.probes import trace
+from sgl_pipeline.pp_runner.model.generic.rotary_choice import hold_frequencies, return_fp32
 from sgl_pipeline.pp_runner.model.generic.skeleton import KeyTable, make_skeleton
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.pp_runner.model.generic.stream_probe import probe_stream
@@ -82,7 +83,10 @@ class GenericStageModel:
             )
         seen = trace(make_skeleton(path, dtype, PROBED))
         if seen.attentions != spec.attentions:
-            raise UnsupportedModelError(f"{path} attends in other ways than the spec says")
+            raise UnsupportedModelError(
+                f"the model in {path} attends in other ways than the one that was probed at the "
+                "start; every host needs the same config.json"
+            )
         self.spec = spec
         self.layers: dict[int, Layer] = {}
         self.loaded: dict[str, int] = {}
@@ -101,8 +105,11 @@ class GenericStageModel:
             )
             # After the table, which asks the decoder for its layers.
             self._run = DecoderRun(self._skeleton, seen.norm)
+            hold_frequencies(self._skeleton.decoder, spec.context_length)
             probe_stream(self._skeleton, self._run.passed, dtype)
             self._forms = self._plain_forms()
+            if self._forms is not None:
+                return_fp32(self._skeleton.decoder)
             for layer in layers:
                 self.add_layer(self._read_from(source, layer, on_read))
             self._load_ends(source, on_read, is_first=is_first, is_last=is_last)
@@ -193,7 +200,8 @@ class GenericStageModel:
         kv_pool: KvPool,
         attention: LayerwiseAttention,
     ) -> torch.Tensor:
-        """See `StageModel.forward`; all of `layers` are waited for before the first one runs."""
+        """See `StageModel.forward`; where layers are transformers', all are waited for before the
+        first one runs."""
         assert self._is_first or hidden is not None, "this stage needs the residual stream"
         if self._forms is not None:
             stream, rotation = self.enter(inputs, hidden)
@@ -236,13 +244,12 @@ class GenericStageModel:
         return self._head(hidden)
 
     def _plain_forms(self) -> tuple[PlainForm, ...] | None:
+        """How its layers are ours; None where they are not all."""
+        given = self._run.given_to_layers(TRIAL_POSITIONS, self._dtype)
+        if given is None:
+            return None
         skeleton = self._skeleton
-        return plain_forms(
-            skeleton.layers,
-            skeleton.copy_of,
-            self._run.given_to_layers(TRIAL_POSITIONS, self._dtype),
-            self.spec.attentions,
-        )
+        return plain_forms(skeleton.layers, skeleton.copy_of, given, self.spec.attentions)
 
     def _read_from(
         self, source: WeightSource, layer: int, pause: Callable[[], None]

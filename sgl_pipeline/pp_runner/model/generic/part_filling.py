@@ -81,4 +81,7 @@ def refuse_meta(module: nn.Module, name: str) -> None:
     """Raises UnsupportedModelError for a tensor of `module` that was not read."""
     for key, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
-            raise UnsupportedModelError(f"{name}{key} was not filled from the checkpoint")
+            raise UnsupportedModelError(
+                f"the checkpoint has nothing for {name}{key}, with which transformers' code of "
+                "this model computes"
+            )

@@ -78,9 +78,11 @@ def _plain_form(
         if not _has_parts(layer, *names):
             continue
         trial = _small(copy_of(layer), *names, attention)
+        if trial is None:
+            continue
         for interleaved in (False, True):
-            form = trial and _form_of(trial, *names, interleaved)
-            if trial and form and _computes(trial, form, given, attention):
+            form = _form_of(trial, *names, interleaved)
+            if form is not None and _computes(trial, form, given, attention):
                 return form
     return None
 
@@ -226,8 +228,8 @@ class _TrialMemory:
         return self
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        heads = (one.transpose(0, 1)[None] for one in (query, keys[0], values[0]))
-        return _attend_to_all(*heads, None, {})[0]
+        query, key, value = (one.transpose(0, 1)[None] for one in (query, keys[0], values[0]))
+        return _attend_to_all(query, key, value, None, {})[0]
 
 
 def _attend_to_all(

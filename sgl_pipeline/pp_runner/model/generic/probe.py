@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from sgl_pipeline.errors import CheckpointError, ConfigurationError, UnsupportedModelError
 from sgl_pipeline.model_directory import read_json_object
 from sgl_pipeline.pp_runner.model.generic.attention_call import PROBED
 from sgl_pipeline.pp_runner.model.generic.probes import Trace, trace
+from sgl_pipeline.pp_runner.model.generic.rotary_choice import context_lengths
 from sgl_pipeline.pp_runner.model.generic.skeleton import KeyTable, Skeleton, make_skeleton
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec, quantization_of
 from sgl_pipeline.pp_runner.model.model_spec import eos_token_ids
@@ -44,15 +46,20 @@ def probe(path: str | Path, quantization: str | None = None) -> GenericSpec:
         raise UnsupportedModelError(
             "its checkpoint has scales for keys and values, which only our own layers apply"
         )
+    lengths = context_lengths(skeleton.text_config)
     vocab_size, hidden_size = skeleton.embedding.weight.shape
     if skeleton.head.out_features != vocab_size:
-        raise UnsupportedModelError("its head has another vocabulary than its embedding")
+        raise UnsupportedModelError(
+            f"its head has a vocabulary of {skeleton.head.out_features} tokens, its embedding one "
+            f"of {vocab_size}"
+        )
     return GenericSpec(
         architecture=type(skeleton.model).__name__,
         model_type=skeleton.text_config.model_type,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        context_length=_context_length(skeleton),
+        context_length=lengths.default,
+        own_context_lengths=lengths,
         attentions=seen.attentions,
         tied_embeddings=skeleton.has_tied_head,
         dtype=dtype,
@@ -63,6 +70,7 @@ def probe(path: str | Path, quantization: str | None = None) -> GenericSpec:
         head=head,
         quantization_config=raw,
         asked_quantization=quantization,
+        transformers_version=transformers.__version__,
     )
 
 
@@ -72,13 +80,6 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
             if fields.get(name):
                 return str(fields[name])
     return "float32"
-
-
-def _context_length(skeleton: Skeleton) -> int:
-    length = getattr(skeleton.text_config, "max_position_embeddings", None)
-    if not isinstance(length, int) or length < 1:
-        raise UnsupportedModelError(f"its config has max_position_embeddings {length!r}")
-    return length
 
 
 def _tensor_names(directory: Path) -> Iterable[str]:

@@ -24,11 +24,10 @@ from sgl_pipeline.pp_runner.model.generic.attention_call import (
     direct_attention,
 )
 from sgl_pipeline.pp_runner.model.generic.layers import is_experts, num_experts_of
+from sgl_pipeline.pp_runner.model.generic.rotary_choice import context_lengths, hold_frequencies
 from sgl_pipeline.pp_runner.model.generic.skeleton import Skeleton
 
 _ROWS = 3
-# Kinds of rotary embedding whose frequencies depend on the longest sequence of a step.
-_LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def trace(skeleton: Skeleton) -> Trace:
 
     Raises UnsupportedModelError.
     """
-    _refuse_by_length(skeleton)
+    hold_frequencies(skeleton.decoder, context_lengths(skeleton.text_config).default)
     seen = _Seen([[] for _ in skeleton.layers])
     decoder = skeleton.decoder
     ids = torch.zeros(1, _ROWS, dtype=torch.int64, device="meta")
@@ -81,11 +80,15 @@ def trace(skeleton: Skeleton) -> Trace:
         except Exception as error:
             reason = " ".join(str(error).split())
             raise UnsupportedModelError(
-                f"{type(decoder).__name__} does not run without weights: "
-                f"{type(error).__name__}: {reason:.200}{_kinds_of_layers(skeleton)}"
+                f"{type(decoder).__name__} does not run without weights, so that nothing is known "
+                f"of its layers ({type(error).__name__}: {reason:.200})"
+                f"{_kinds_of_layers(skeleton)}"
             ) from None
     if output.shape != (1, _ROWS, skeleton.embedding.weight.shape[1]):
-        raise UnsupportedModelError(f"its decoder returns rows of shape {list(output.shape)}")
+        raise UnsupportedModelError(
+            f"its decoder returns rows of shape {list(output.shape)}, not one of the hidden size "
+            "for each token"
+        )
     for number, calls in enumerate(seen.attentions):
         if len(calls) != 1:
             raise UnsupportedModelError(_miscount(seen.attentions, number))
@@ -99,7 +102,10 @@ def _kinds_of_layers(skeleton: Skeleton) -> str:
     kinds = {*(getattr(skeleton.text_config, "layer_types", None) or ())}
     if not kinds - {"full_attention", "sliding_attention"}:
         return ""
-    return f"; its config names layers of {', '.join(sorted(map(str, kinds)))}"
+    return (
+        f"; its config names layers of {', '.join(sorted(map(str, kinds)))}, some of which "
+        "keep more than keys and values"
+    )
 
 
 def _miscount(attentions: list[list[LayerAttention]], first: int) -> str:
@@ -117,18 +123,8 @@ def _refuse_other_weights(skeleton: Skeleton, norm: str) -> None:
             continue
         if [*part.parameters()]:
             raise UnsupportedModelError(
-                f"its decoder has weights in {name}, beside embedding, layers and norm"
-            )
-
-
-def _refuse_by_length(skeleton: Skeleton) -> None:
-    for module in skeleton.decoder.modules():
-        kinds = getattr(module, "rope_type", None)
-        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-        if found := _LENGTH_DEPENDENT.intersection(kind for kind in kinds if kind):
-            raise UnsupportedModelError(
-                f"its rotary embedding is of type {', '.join(found)}, whose frequencies depend on "
-                "the longest sequence of a step, so that a request's tokens would depend on others"
+                f"its decoder has weights in {name}, beside embedding, layers and norm: no stage "
+                "would compute with them"
             )
 
 
@@ -136,7 +132,7 @@ def _norm_of(called: list[str], num_layers: int) -> str:
     """The only part of the decoder that ran after the layers, and not before them."""
     if called.count("layers") != num_layers:
         raise UnsupportedModelError(
-            f"its decoder called {called.count('layers')} of {num_layers} layers"
+            f"its decoder runs layers {called.count('layers')} times, and has {num_layers} of them"
         )
     end = len(called) - called[::-1].index("layers")
     after = called[end:]
@@ -193,8 +189,11 @@ def _recorder(seen: _Seen, layer: int) -> Callable[..., torch.Tensor]:
         arguments: Mapping[str, Any],
     ) -> torch.Tensor:
         if not isinstance(mask, _Mask):
-            what = "no mask" if mask is None else "a mask that it makes itself"
-            raise UnsupportedModelError(f"its attention is called with {what}")
+            what = "no mask" if mask is None else "a mask of its own making"
+            raise UnsupportedModelError(
+                f"its attention is called with {what}, and attention over pages shows a row the "
+                "keys up to its own"
+            )
         for rows in (query, key, value):
             if rows.dim() != 4 or rows.shape[0] != 1 or rows.shape[2] != _ROWS:
                 raise UnsupportedModelError(

@@ -112,7 +112,8 @@ class Skeleton:
             for key in missing:
                 if bool((_buffer(part, key) == _UNSET).any()):
                     raise UnsupportedModelError(
-                        f"transformers does not make the buffer {name}.{key} again"
+                        f"transformers does not make the buffer {name}.{key} again, which no "
+                        "checkpoint holds"
                     )
 
     def _name_of(self, wanted: nn.Module) -> str:
@@ -155,13 +156,13 @@ def make_skeleton(path: str | Path, dtype: torch.dtype, attention: str) -> Skele
     if not name or not isinstance(layers, nn.ModuleList) or not len(layers):
         raise UnsupportedModelError(
             f"{type(decoder).__name__} has no list `layers` of decoder layers inside "
-            f"{type(model).__name__}"
+            f"{type(model).__name__}, which could be cut into stages"
         )
     head, embedding = model.get_output_embeddings(), _input_embeddings(decoder)
     if type(head) is not nn.Linear or not isinstance(embedding, nn.Embedding):
         raise UnsupportedModelError(
             f"{type(model).__name__} has a {type(head).__name__} for a head and a "
-            f"{type(embedding).__name__} for an embedding"
+            f"{type(embedding).__name__} for an embedding, not a Linear and an Embedding"
         )
     return Skeleton(model, decoder, name, tuple(layers), head.weight is embedding.weight)
 

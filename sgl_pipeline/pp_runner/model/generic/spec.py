@@ -10,6 +10,7 @@ from typing import Any
 
 from sgl_pipeline.pp_runner.attention.attention_backend import LayerAttention
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.rope_config import ContextLengths
 from sgl_pipeline.pp_runner.weights.quantization_config import (
     choose_quantization,
     read_quantization,
@@ -28,6 +29,7 @@ class GenericSpec(ModelSpec):
         head: the output head's module name in the checkpoint.
         quantization_config: that of config.json; empty: the checkpoint has 16 bits.
         asked_quantization: as `--quantization`.
+        transformers_version: whose code the probes ran; stages must run the same.
     """
 
     model_type: str
@@ -36,6 +38,7 @@ class GenericSpec(ModelSpec):
     head: str
     quantization_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     asked_quantization: str | None = None
+    transformers_version: str = ""
 
     def layer_has_experts(self, layer: int) -> bool:
         return layer in self.expert_layers
@@ -63,6 +66,7 @@ class GenericSpec(ModelSpec):
                 "eos_token_ids": frozenset(values["eos_token_ids"]),
                 "expert_layers": frozenset(values["expert_layers"]),
                 "kinds": tuple(values["kinds"]),
+                "own_context_lengths": ContextLengths(*values["own_context_lengths"]),
                 "quantization": quantization_of(
                     values["quantization_config"],
                     values["asked_quantization"],

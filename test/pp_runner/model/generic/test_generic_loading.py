@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from support.generic_families import VOCAB_SIZE, generated, generic_model
 from support.multimodal_models import MULTIMODAL, multimodal_model
@@ -22,6 +23,7 @@ from sgl_pipeline.pp_runner.model.generic.generic_stage import GenericStageModel
 from sgl_pipeline.pp_runner.model.generic.probe import probe
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.stage_model_choice import load_stage_model
+from sgl_pipeline.pp_runner.worker_hello import WorkerSite, worker_hello
 
 PROMPT = [11 * place % VOCAB_SIZE for place in range(17)]
 
@@ -185,6 +187,10 @@ def test_the_spec_chooses_the_code() -> None:
     path = tiny_model("llama")
     assert isinstance(load(path, range(1)), GenericStageModel)
     assert not isinstance(load(path, range(1), spec=read_model_spec(path)), GenericStageModel)
+
+
+def test_a_worker_says_which_transformers_it_has() -> None:
+    assert worker_hello(0, WorkerSite("run")).transformers == transformers.__version__
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from support.generic_families import MODEL_SIZES, WINDOWED, generic_model
 from torch import nn
 from transformers import AutoConfig, Gemma2Model, LlamaModel, Qwen3Model
 from transformers.models.llama import modeling_llama
+from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen3 import modeling_qwen3
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.generic import layers
 from sgl_pipeline.pp_runner.model.generic.probe import probe
+from sgl_pipeline.pp_runner.model.generic.rotary_choice import context_lengths
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.pp_runner.stage_model_choice import load_stage_model
 
@@ -39,12 +42,6 @@ MLA = {
     "v_head_dim": 12,
     "n_group": 2,
     "topk_group": 1,
-}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10_000.0,
-    "short_factor": [1.0] * 6,
-    "long_factor": [2.0] * 6,
 }
 REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "Qwen3.5": ("qwen3_5_text", {}, "layers of full_attention, linear_attention"),
@@ -76,11 +73,6 @@ REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
     ),
     "OPT": ("opt", {}, "weights in embed_positions"),
     "GPT-2": ("gpt2", {}, "no list `layers`"),
-    "Phi-4-mini": (
-        "phi3",
-        {"head_dim": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
-        "rotary embedding is of type longrope",
-    ),
 }
 
 
@@ -131,6 +123,60 @@ def test_an_argument_of_unknown_meaning_is_refused(monkeypatch: pytest.MonkeyPat
         lambda self, *args, **kwargs: attend(self, *args, **kwargs, temperature=2.0),
     )
     with pytest.raises(UnsupportedModelError, match=r"called with temperature = 2\.0"):
+        probe(generic_model("llama"))
+
+
+def test_a_mask_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = modeling_llama.LlamaAttention.forward
+
+    def forward(self: nn.Module, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return attend(self, *args, attention_mask=torch.ones(3, 3), **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    with pytest.raises(UnsupportedModelError, match="a mask of its own making"):
+        probe(generic_model("llama"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda layer, rows, forward: (forward(rows),), "its layers return a tuple"),
+        (
+            lambda layer, rows, forward: forward(torch.cat([rows, rows], dim=1))[:, :3],
+            "rows of shape .* for a step of 3 rows",
+        ),
+    ],
+    ids=["a tuple", "more rows"],
+)
+def test_layers_of_another_form_are_refused(
+    change: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = modeling_llama.LlamaDecoderLayer.forward
+
+    def changed(self: nn.Module, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        kwargs = {**kwargs, "position_embeddings": (torch.ones(1, 1, 1, device="meta"),) * 2}
+        return change(self, hidden_states, lambda rows: forward(self, rows, **kwargs))
+
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", changed)
+    with pytest.raises(UnsupportedModelError, match=words):
+        probe(generic_model("llama"))
+
+
+def test_a_layer_that_runs_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it attends once."""
+    decode, pass_layer = LlamaModel.forward, modeling_llama.LlamaDecoderLayer.forward
+
+    def twice(self: nn.Module, **kwargs: Any) -> Any:
+        output = decode(self, **kwargs)
+        self.layers[0](output.last_hidden_state, again=True)
+        return output
+
+    def forward(self: nn.Module, rows: torch.Tensor, again: bool = False, **kwargs: Any) -> Any:
+        return rows if again else pass_layer(self, rows, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", twice)
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", forward)
+    with pytest.raises(UnsupportedModelError, match="runs layers 5 times, and has 4"):
         probe(generic_model("llama"))
 
 
@@ -213,6 +259,38 @@ def test_what_layers_get_must_follow_from_the_position_of_each_row(
     monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", changed)
     with pytest.raises(UnsupportedModelError, match=words):
         load("llama", spec)
+
+
+def test_a_rotation_that_is_not_that_of_its_type_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = probe(generic_model("phi4-mini"))
+    forward = modeling_phi3.Phi3RotaryEmbedding.forward
+
+    def changed(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        cosine, sine = forward(self, x, position_ids)
+        return (cosine, sine) if self.rope_type == "longrope" else (cosine * 1.5, sine)
+
+    monkeypatch.setattr(modeling_phi3.Phi3RotaryEmbedding, "forward", changed)
+    with pytest.raises(UnsupportedModelError, match="of type longrope computes something else"):
+        load("phi4-mini", spec)
+
+
+def test_rotation_by_length_in_some_layers_alone_is_refused(tmp_path: Path) -> None:
+    kinds = {
+        "full_attention": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    path = write_config(
+        tmp_path, "gemma3_text", {"layer_types": WINDOWED, "rope_parameters": kinds}
+    )
+    with pytest.raises(UnsupportedModelError, match="of type dynamic in some layers"):
+        probe(path)
+
+
+def test_a_context_of_unknown_length_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="max_position_embeddings None"):
+        context_lengths(SimpleNamespace(max_position_embeddings=None))
 
 
 def test_a_stage_refuses_another_model_than_the_one_that_was_probed() -> None:
