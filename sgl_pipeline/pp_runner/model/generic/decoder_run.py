@@ -79,8 +79,8 @@ class DecoderRun:
         return (first.stream[0] if hidden is None else hidden), first.given
 
     def given_to_layers(self, positions: Sequence[int], dtype: torch.dtype) -> list[Given] | None:
-        """The arguments that the decoder gives to each of its layers, for rows at `positions`; None if it does
-        not take such positions."""
+        """The arguments that the decoder gives to each of its layers, for rows at `positions`; None
+        if it does not take such positions."""
         heard = [HeardLayer(layer) for layer in self.passed]
         decoder = self._skeleton.decoder
         decoder.layers = nn.ModuleList(heard)

@@ -244,7 +244,7 @@ class GenericStageModel:
         return self._head(hidden)
 
     def _plain_forms(self) -> tuple[PlainForm, ...] | None:
-        """How its layers are ours; None where they are not all."""
+        """The form in which its layers are ours; None where they are not all."""
         given = self._run.given_to_layers(TRIAL_POSITIONS, self._dtype)
         if given is None:
             return None
