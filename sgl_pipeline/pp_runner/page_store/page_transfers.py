@@ -1,7 +1,7 @@
 """The stage's side of the orders in `wire/store_orders.py`, for the thread of the steps.
 
-Orders come in between steps, reports go out between steps. `descriptor` can be read when there is a
-report, so that a stage without work needs not look.
+Orders come in between steps, reports go out between steps. A stage without work does not look for
+them: a descriptor wakes it.
 """
 
 import contextlib
@@ -59,12 +59,18 @@ class PageTransfers:
         self._unanswered: dict[int, PageTransfer] = {}
         self._held: deque[PageTransfer] = deque()
         self._done: deque[StoreReport] = deque()
-        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     @property
     def is_open(self) -> bool:
         """Whether a transfer was ordered whose report was not taken."""
         return bool(self._unanswered)
+
+    @property
+    def descriptor(self) -> int | None:
+        """A file descriptor that can be read when `take_reports` may have something, while a
+        transfer is open."""
+        return self._news if self._unanswered else None
 
     def obey(self, order: StoreTransferOrder) -> None:
         """Begins a transfer, or uses another store.
@@ -88,10 +94,8 @@ class PageTransfers:
         """The reports to send now, each with the pages that its load has filled. To be called when
         `may_start` may have changed, too."""
         self._start_held()
-        if not self._done:
-            return []
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.descriptor)
+            os.eventfd_read(self._news)
         return [self._answer(self._done.popleft()) for _ in range(len(self._done))]
 
     def refuse_open(self, reason: str) -> list[StoreReport]:
@@ -115,7 +119,7 @@ class PageTransfers:
         self.cancel()
         if session is not None:
             session.join(JOIN_TIMEOUT_S)
-        os.close(self.descriptor)
+        os.close(self._news)
 
     def _begin_session(self) -> None:
         if self._place is None:
@@ -149,7 +153,7 @@ class PageTransfers:
     def _take_done(self, report: StoreReport) -> None:
         """Called by the threads of a session that is not over."""
         self._done.append(report)
-        os.eventfd_write(self.descriptor, 1)
+        os.eventfd_write(self._news, 1)
 
     def _answer(self, report: StoreReport) -> tuple[StoreReport, tuple[int, ...]]:
         job = self._unanswered.pop(report.transfer)

@@ -158,7 +158,7 @@ class StoreSession:
         )
 
     def _saved(
-        self, job: PageTransfer, checksums: array[int], busy_s: float, failure: Exception | None
+        self, job: PageTransfer, checksums: "array[int]", busy_s: float, failure: Exception | None
     ) -> PagesSaved:
         num_layers = len(self._layers)
         num_pages = len(checksums) // num_layers

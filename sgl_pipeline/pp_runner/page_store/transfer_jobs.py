@@ -24,9 +24,9 @@ class PageTransfer:
     """A `LoadPages`, which has checksums [pages * layers of the model], or a `SavePages`."""
 
     transfer: int
-    pages: array[int]
+    pages: "array[int]"
     hashes: bytes
-    checksums: array[int] | None = None
+    checksums: "array[int] | None" = None
 
     @property
     def is_load(self) -> bool:
@@ -65,7 +65,7 @@ def page_transfer(order: SavePages | LoadPages, num_pages: int, num_layers: int)
     return PageTransfer(order.transfer, pages, order.hashes, checksums)
 
 
-def _array(typecode: str, content: bytes) -> array[int]:
+def _array(typecode: str, content: bytes) -> "array[int]":
     """Raises ProtocolError when `content` does not have whole elements."""
     try:
         return array(typecode, content)
