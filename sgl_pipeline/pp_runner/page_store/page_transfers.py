@@ -12,8 +12,9 @@ from collections.abc import Callable
 import torch
 
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.kv_store.page_store import ObjectStore
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
-from sgl_pipeline.pp_runner.page_store.open_store import ObjectStore, open_store
+from sgl_pipeline.pp_runner.page_store.open_store import open_store
 from sgl_pipeline.pp_runner.page_store.page_bytes import PageBytes
 from sgl_pipeline.pp_runner.page_store.store_session import StoreSession
 from sgl_pipeline.pp_runner.page_store.transfer_jobs import (

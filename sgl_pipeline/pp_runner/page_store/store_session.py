@@ -15,8 +15,8 @@ import numpy as np
 
 from sgl_pipeline.errors import BrokenObject, StoreError
 from sgl_pipeline.kv_store.object_names import object_name
+from sgl_pipeline.kv_store.page_store import ObjectStore
 from sgl_pipeline.pp_runner.base.compute_threads import use_every_core
-from sgl_pipeline.pp_runner.page_store.open_store import ObjectStore
 from sgl_pipeline.pp_runner.page_store.page_bytes import PageBytes
 from sgl_pipeline.pp_runner.page_store.transfer_jobs import PageTransfer, TransferJobs
 from sgl_pipeline.wire.store_orders import UINT32, PagesLoaded, PagesSaved, StoreReport
