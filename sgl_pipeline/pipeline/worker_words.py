@@ -1,7 +1,7 @@
 """Checks that a message is one that its sender may send, for itself and for its stage.
 
-To be called for every message. Contents about steps, moves, transfers and readiness are checked where
-they are applied.
+To be called for every message. Contents about steps, moves, transfers and readiness are checked
+where they are applied.
 """
 
 from sgl_pipeline.errors import WorkerFault
