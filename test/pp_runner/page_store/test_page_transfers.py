@@ -1,5 +1,6 @@
 """Pages go to a store and come back, to stages of any split; what is cancelled touches nothing."""
 
+import os
 import select
 import threading
 import time
@@ -28,6 +29,7 @@ from support.page_transfers import (
 from sgl_pipeline.errors import ProtocolError, StoreFull
 from sgl_pipeline.kv_store.object_names import object_name
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.base import compute_threads
 from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import PagesLoaded, PagesSaved, UseStore
@@ -353,3 +355,27 @@ def test_a_pool_rests_from_the_moment_that_transfers_are_cancelled(seed: int) ->
         number = int(name[:64], 16)
         if number >= 1000:
             assert set(content) == {number % 1000}
+
+
+def test_its_threads_have_no_team_and_use_every_core_of_the_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that computed with torch would start a team of its own, on the cores of the steps;
+    one that inherited the core of a bound thread would share it with the steps."""
+    all_cores = os.sched_getaffinity(0)
+    monkeypatch.setattr(compute_threads, "_cores", sorted(all_cores))
+    affinities = set()
+    saved = Saved()
+    saved.store._on_access = lambda: affinities.add(frozenset(os.sched_getaffinity(0)))
+    before = set(os.listdir("/proc/self/task"))
+    try:
+        os.sched_setaffinity(0, {min(all_cores)})
+        transfers = start(saved.kv_pool, saved.store)
+        transfers.obey(save_order(1, PAGES, [7, 8, 9]))
+        transfers.obey(load_order(2, PAGES, NUMBERS, saved.checksums))
+        await_reports(transfers, 2)
+        assert len(set(os.listdir("/proc/self/task")) - before) == 2
+    finally:
+        os.sched_setaffinity(0, all_cores)
+    assert affinities == {frozenset(all_cores)}
+    transfers.close()

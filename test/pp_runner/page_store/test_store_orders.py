@@ -4,6 +4,7 @@ The stage is a real one, with a real channel where it must wake.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -219,29 +220,21 @@ class ScriptedChannel:
         return self.messages.popleft()  # type: ignore[return-value]
 
 
-REGROUP = Regroup(1, PLAN, ())
-
-
-@pytest.mark.parametrize("interrupt", [SwitchPlan(1, PLAN), REGROUP], ids=["switch", "regroup"])
+@pytest.mark.parametrize(
+    "interrupt", [SwitchPlan(1, PLAN), Regroup(1, PLAN, ())], ids=["switch", "regroup"]
+)
 def test_transfers_are_forgotten_before_the_plan_or_the_stream_changes(
     interrupt: SwitchPlan | Regroup,
 ) -> None:
     gate, stream = Gate(), OrderStream()
-    end = interrupt if isinstance(interrupt, Regroup) else stream_of(stream, interrupt)
-    stream = OrderStream()
     first = [stream.seal(one) for one in (UseStore(PLACE), save_order(4, [7], [20]))]
-    if isinstance(interrupt, SwitchPlan):
-        end = stream.seal(interrupt)
+    end = interrupt if isinstance(interrupt, Regroup) else stream.seal(interrupt)
     channel = ScriptedChannel([*first, gate.await_one, end, gate.open, Shutdown()])
     stage = Stage(channel, MemoryStore(gate))
     stage.ready.serve()
     assert stage.mover.noted == [(type(interrupt).__name__, False)]
     assert channel.sent == []
     stage.transfers.close()
-
-
-def stream_of(stream: OrderStream, order: StageOrder) -> ToWorker:
-    return stream.seal(order)
 
 
 def test_the_end_of_a_handover_refuses_what_the_successor_would_not_get() -> None:
@@ -272,8 +265,9 @@ def test_a_page_that_was_loaded_in_time_belongs_to_the_handover() -> None:
     stage = Stage(channel, store)
 
     def until_done() -> None:
-        while not stage.transfers._done:
-            pass
+        end_s = time.monotonic() + WAIT_S
+        while stage.transfers.is_open and not stage.transfers._done:
+            assert time.monotonic() < end_s
 
     def load() -> None:
         order = load_order(5, [3], [20], store.checksums([20], LAYERS))
