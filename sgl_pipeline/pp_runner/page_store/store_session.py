@@ -129,9 +129,8 @@ class StoreSession:
             for index, page in enumerate(job.pages):
                 for layer in self._layers:
                     num_bytes = self._pages.object_bytes(layer)
-                    self._await_turn(num_bytes)
-                    started_s = time.monotonic()
-                    with self._unless_over():
+                    with self._save_turn(num_bytes):
+                        started_s = time.monotonic()
                         self._pages.copy_out(layer, page, content)
                     name = object_name(job.hash_of(index), self._digest, layer)
                     _, checksum = self._store.write(name, [content.data[:num_bytes]])
@@ -180,12 +179,15 @@ class StoreSession:
                 self._wait(None)
             return job
 
-    def _await_turn(self, num_bytes: int) -> None:
-        """Waits until the save under way may write an object of this size."""
+    @contextlib.contextmanager
+    def _save_turn(self, num_bytes: int) -> Iterator[None]:
+        """Waits until the save under way may write an object of this size; then as
+        `_unless_over`."""
         with self._unless_over():
             while wait_s := self._jobs.save_wait_s(time.monotonic()):
                 self._wait(wait_s)
             self._jobs.save_begins(num_bytes, time.monotonic())
+            yield
 
     def _wait(self, timeout_s: float | None) -> None:
         self._news.wait(timeout_s)

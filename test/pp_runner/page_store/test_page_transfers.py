@@ -30,6 +30,7 @@ from sgl_pipeline.errors import ProtocolError, StoreFull
 from sgl_pipeline.kv_store.object_names import object_name
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base import compute_threads
+from sgl_pipeline.pp_runner.page_store import transfer_jobs
 from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import PagesLoaded, PagesSaved, UseStore
@@ -181,7 +182,8 @@ def test_a_store_that_fails_costs_the_pages_behind(error: Exception, message: st
     transfers.close()
 
 
-def test_a_load_that_comes_later_goes_first() -> None:
+def test_a_load_that_comes_later_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_jobs, "MAX_YIELD_S", 10.0**6)  # only the load's end helps
     saved, gate = Saved(), Gate()
     store = MemoryStore(gate)
     store.objects = saved.store.objects
