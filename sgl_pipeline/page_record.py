@@ -1,4 +1,4 @@
-"""What is known of a page in a store: the record that commits it."""
+"""The record that commits a page to a store."""
 
 from typing import Annotated
 

@@ -169,6 +169,8 @@ class Request:
     num_computed: int = 0
     # Prompt tokens served from the radix cache at the first admission (reported to the user).
     cached_tokens: int = 0
+    # Of these, tokens whose pages were loaded from the store for it.
+    loaded_tokens: int = 0
     num_retractions: int = 0
     # KV pages in token order; the leading ones may be shared through the radix cache.
     pages: list[int] = field(default_factory=list)

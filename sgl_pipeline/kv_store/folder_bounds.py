@@ -1,8 +1,8 @@
 """Keeps a store's folder within its bounds: the pages that were used least recently go.
 
-Pages of all digests count, since nobody asks any more for those of earlier weights. Several servers
-may use one folder: each scans it now and then, and files that vanish meanwhile do no harm. Files
-with other names than ours are never touched.
+Pages of all digests count, since no server asks any more for those of earlier weights. Several
+servers may use one folder: each scans it now and then, and files that vanish meanwhile do no harm.
+Files with other names than ours are never touched.
 """
 
 import os
@@ -72,6 +72,7 @@ class FolderBounds:
         """Counts a page that was committed."""
         self.held_bytes += sum(record.sizes)
         self.held_files += len(record.sizes) + 1
+        self._next_scan_when_over_s = float("-inf")
 
     def rescan(self) -> None:
         """Counts anew, since many files have gone."""
@@ -170,7 +171,7 @@ class FolderBounds:
                     yield
 
     def _is_leftover(self, name: str, known: set[tuple[str, str]]) -> bool:
-        """Whether it is a draft, or an object of a page without a record."""
+        """True if it is a draft, or an object of a page without a record."""
         found = OBJECT_NAME.fullmatch(name.removesuffix(".bin"))
         if found is None:
             return DRAFT_NAME.fullmatch(name) is not None

@@ -27,8 +27,8 @@ class ObjectFiles:
         Raises StoreFull while the disk is full, StoreError where the file cannot be written.
         """
         num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
-        self._guard.admit(num_bytes)
         try:
+            self._guard.admit(num_bytes)
             write_atomically(self._folder.path, f"{name}.bin", buffers)
         except OSError as error:
             if error.errno in FULL_ERRORS:

@@ -83,7 +83,7 @@ class RecordFiles:
             write_atomically(self._path, record.page_hash.hex(), [data])
 
     def delete(self, page_hash: bytes) -> bool:
-        """Whether there was one. Raises OSError where it cannot be removed."""
+        """True if there was one. Raises OSError where it cannot be removed."""
         return remove_file(f"{self._path}/{page_hash.hex()}")
 
     def _read(self, page_hash: bytes, used_ns: int) -> PageRecord | None:

@@ -1,4 +1,4 @@
-"""What a store is for the scheduler process and for stages, whatever keeps the bytes."""
+"""A store as seen by the scheduler process and for stages, whatever keeps the bytes."""
 
 import os
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class ObjectStore(Protocol):
 
 
 class StoreCounts(NamedTuple):
-    """What a store holds, of all digests, and the pages that it evicted since the start; zeros
+    """Contents of a store, of all digests, and the pages that it evicted since the start; zeros
     where its backend does not say."""
 
     held_bytes: int = 0

@@ -83,7 +83,7 @@ class StoreClient:
 
     @property
     def has_room(self) -> bool:
-        """Whether `ask`, `commit` and `drop` would be taken."""
+        """True if `ask`, `commit` and `drop` would be taken."""
         return len(self._calls) < self._max_queued
 
     @property
@@ -159,7 +159,7 @@ class StoreClient:
             wait_s = self._try(self._tend)
 
     def _try(self, call: Callable[[], float | None]) -> float:
-        """What `call` gives, or RETRY_S: nothing that a store raises ends the thread."""
+        """The result of `call`, or RETRY_S: nothing that a store raises ends the thread."""
         try:
             return call() or 0.0
         except (OSError, StoreError) as error:

@@ -45,7 +45,7 @@ class StoreFolder:
         return f"{self.path}/{name}.bin"
 
     def free_bytes(self) -> int:
-        """What this user can still write to the folder's file system."""
+        """The bytes that this user can still write to the folder's file system."""
         status = os.statvfs(self.path)
         return status.f_bavail * status.f_frsize
 

@@ -37,9 +37,9 @@ EXAMPLES: tuple[StageOrder, ...] = (
     PrepareMove(2, StagePlan(3, (4, 5)), b"pages___"),
     SwitchPlan(2, StagePlan(3, (4, 5))),
     AbandonMove(2),
-    UseStore(StorePlace(backend="file", address="/kv", digest="ukv1-0", save_bytes_per_s=9)),
-    SavePages(5, b"pages___", b"hashes"),
-    LoadPages(6, b"pages___", b"hashes", b"checksums"),
+    UseStore(StorePlace(backend="file", address="/store", digest="ukv1-0", save_bytes_per_s=9)),
+    SavePages(3, b"pages___", b"hashes__"),
+    LoadPages(4, b"pages___", b"hashes__", b"sums____"),
 )
 
 
