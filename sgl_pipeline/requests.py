@@ -152,7 +152,8 @@ class Request:
     stops: StopRules
     arrival_s: float = 0.0
     priority: int = 0
-    # Requests of different namespaces never share cached pages (SGLang's extra_key, cache_salt).
+    # Requests of different namespaces never share cached pages (SGLang's extra_key, cache_salt): the
+    # hash before the first page, in hex (`page_hash.namespace_hash`).
     cache_namespace: str = ""
     constraint: TokenConstraint | None = None
     logprobs: LogprobSpec | None = None
@@ -169,6 +170,8 @@ class Request:
     num_computed: int = 0
     # Prompt tokens served from the radix cache at the first admission (reported to the user).
     cached_tokens: int = 0
+    # Of these, tokens whose pages were loaded from the store for it.
+    loaded_tokens: int = 0
     num_retractions: int = 0
     # KV pages in token order; the leading ones may be shared through the radix cache.
     pages: list[int] = field(default_factory=list)
