@@ -126,10 +126,11 @@ $(BROWSER_STAMP): $(STAMP)
 	@$(PIP_INSTALL) --no-deps -r requirements/browser.txt
 	@touch $@
 
+# Whole files in the order of test/conftest.py: the long ones first.
 .PHONY: test
 test: $(STAMP) $(TEST_STAMPS) | check-sglang
-	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m 'not gpu and not cuda_toolkit and not alone' \
-		$(PYTEST_ARGS)
+	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		-m 'not gpu and not cuda_toolkit and not alone' $(PYTEST_ARGS)
 
 # test/conftest.py fails a test that starts a process and is not marked `multiproc`.
 .PHONY: test-fast

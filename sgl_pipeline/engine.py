@@ -21,7 +21,7 @@ TokenIds = list[int] | list[list[int]]
 
 
 class FlushResult(NamedTuple):
-    """Whether the prefix cache was emptied, and if not, why."""
+    """The outcome of emptying the prefix cache; if it was not emptied, the reason."""
 
     success: bool
     message: str
@@ -127,7 +127,7 @@ class Engine:
         return FlushResult(*self._ask("flush_cache"))
 
     def get_server_info(self) -> dict[str, Any]:
-        """What `/server_info` answers: arguments, and under `internal_states` the pipeline's."""
+        """The answer of `/server_info`: arguments, and under `internal_states` the pipeline's."""
         return dict(self._ask("get_server_info"))
 
     def get_model_info(self) -> dict[str, Any]:

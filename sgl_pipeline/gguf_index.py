@@ -1,4 +1,4 @@
-"""Where the tensors of a GGUF file lie, by the names of a checkpoint in Hugging Face format.
+"""The places of a GGUF file's tensors, by the names of a checkpoint in Hugging Face format.
 
 `managers/gguf/` writes this index once for a file; stages read their tensors by it, and
 `cluster/model_digest.py` compares hosts by it. Imports neither torch nor gguf.

@@ -30,8 +30,8 @@ def total_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """What can be allocated without swapping: of the host (MemAvailable, proc(5)), or what the
-    limits of control groups leave if that is less."""
+    """The bytes that can be allocated without swapping: of the host (MemAvailable, proc(5)), or
+    what the limits of control groups leave if that is less."""
     left = (max(0, limit - used) for limit, used in _control_groups(root))
     return min([_host_bytes(root, "MemAvailable"), *left])
 
@@ -62,7 +62,7 @@ def _control_groups(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _directories(root: Path) -> Iterator[tuple[Path, _Names]]:
-    """Where the control groups of this process may be, the outer ones included (cgroups(7)).
+    """The possible places of this process's control groups, the outer ones included (cgroups(7)).
 
     A container may see its own group as the root of the file system, whatever path is listed.
     """

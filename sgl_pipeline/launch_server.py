@@ -309,7 +309,7 @@ def _count_stages(args: PipelineArgs) -> str:
 
 
 def _listens(port: int) -> bool:
-    """Whether a socket of this process waits for connections there."""
+    """True if a socket of this process waits for connections on `port`."""
     import psutil
 
     return any(

@@ -49,8 +49,9 @@ def indexed_files(directory: Path) -> dict[str, str] | None:
 
 
 def weight_format(asked: str, model: str | Path | None) -> str:
-    """What `--load-format asked` means for a stage: `auto` is `gguf` where `model` is a GGUF file,
-    or a directory with GGUF files and no safetensors; else `safetensors`. A hub id has these."""
+    """The format that `--load-format asked` means for a stage: `auto` is `gguf` where `model` is a
+    GGUF file, or a directory with GGUF files and no safetensors; else `safetensors`. A hub id has
+    these."""
     if asked != "auto":
         return asked
     path = Path(model or "").expanduser()

@@ -66,7 +66,7 @@ class PipelineLoad:
 
     @property
     def is_moving(self) -> bool:
-        """Whether something runs without a new prefill, so that pages may come back."""
+        """True if something runs without a new prefill, so that pages may come back."""
         return self.running_decodes > 0 or self.steps_in_flight > 0
 
 

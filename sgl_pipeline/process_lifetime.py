@@ -20,10 +20,11 @@ DUMP_SIGNAL = signal.SIGUSR1
 
 def child_environment(**variables: str) -> dict[str, str]:
     """This process's environment with `variables`, for a child that imports this package: it finds
-    the same package first, in whatever directory it starts."""
+    the same package first, in whatever directory it starts, and no module in that directory."""
     root = str(Path(__file__).resolve().parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | variables | {"PYTHONPATH": os.pathsep.join(paths)}
+    own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    return os.environ | variables | own
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -65,7 +66,7 @@ class WatchedProcess:
         return self._descriptor
 
     def wait(self, timeout_s: float = 0.0) -> bool:
-        """Whether it has ended, or does so within `timeout_s`."""
+        """Waits up to `timeout_s`; True if the process has ended."""
         poller = select.poll()
         poller.register(self._descriptor, select.POLLIN)
         return bool(poller.poll(timeout_s * 1000))

@@ -4,6 +4,7 @@ mark, starting one fails, so that `make test-fast` stays in one process."""
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +27,14 @@ def one_thread() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A machine without a C++ compiler serves through the torch path, and is tested on it."""
+    """Files that take long come first, so that the workers of `make test` end together: those that
+    start servers, then those that start other processes. The order is otherwise as collected.
+
+    A machine without a C++ compiler serves through the torch path, and is tested on it.
+    """
+    starting = {item.path for item in items if item.get_closest_marker("multiproc")}
+    servers = Path(__file__).with_name("server")
+    items.sort(key=lambda item: (servers not in item.path.parents, item.path not in starting))
     try:
         find_compiler()
     except KernelBuildError as error:

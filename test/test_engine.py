@@ -106,6 +106,21 @@ def test_eight_at_once_in_an_event_loop(engine: Engine) -> None:
     assert asyncio.run(ask()) == ["42"] * 8
 
 
+def test_replies_are_read_in_any_order(engine: Engine) -> None:
+    first = engine.generate(SUM, GREEDY, stream=True)
+    next(first)
+    assert [chunk["text"] for chunk in engine.generate(SPELL, GREEDY, stream=True)][-1] == "c-a-t"
+    assert [chunk["text"] for chunk in first][-1] == "42"
+
+    async def read_last_first() -> list[str]:
+        streams = [await engine.async_generate(one, GREEDY, stream=True) for one in (SUM, SPELL)]
+        started = [await anext(stream) for stream in streams]
+        assert len(started) == 2
+        return [[chunk["text"] async for chunk in stream][-1] for stream in reversed(streams)]
+
+    assert asyncio.run(read_last_first()) == ["c-a-t", "42"]
+
+
 def test_a_call_may_block_a_running_event_loop_as_in_a_notebook(engine: Engine) -> None:
     async def cell() -> Any:
         return engine.generate(SUM, GREEDY)
@@ -135,7 +150,15 @@ def test_whoever_stops_reading_aborts_the_request(engine: Engine) -> None:
     wait_until(lambda: num_running(engine) == 0)
 
 
-def test_an_interrupted_call_aborts_its_request(engine: Engine) -> None:
+@pytest.fixture
+def restored_interrupts() -> Iterator[None]:
+    """A shell that starts the tests in the background has SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_call_aborts_its_request(engine: Engine, restored_interrupts: None) -> None:
     def interrupt() -> None:
         wait_until(lambda: num_running(engine) == 1)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
@@ -200,17 +223,35 @@ def test_what_a_servers_control_routes_do(engine: Engine) -> None:
     assert engine.get_model_info()["is_generation"] is True
 
 
-def test_a_fork_of_the_program_has_no_engine(engine: Engine) -> None:
-    pid = os.fork()
+def test_a_fork_of_the_program_has_no_engine_and_leaves_its_parents_alone(engine: Engine) -> None:
+    stream = engine.generate(SUM, ENDLESS, stream=True)
+    next(stream)
+    socket = engine._client._socket.fileno()
+    with engine._client._lock:  # as another thread of the program might
+        pid = os.fork()
     if pid == 0:
-        try:
-            engine.shutdown()
-            engine.generate(SUM, GREEDY)
-        except EngineEnded:
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        os._exit(_errors_in_fork(engine, stream, socket))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    next(stream)
+    stream.close()
     assert engine.generate(SUM, GREEDY)["text"] == "42"
+
+
+def _errors_in_fork(engine: Engine, stream: Iterator[Any], socket: int) -> int:
+    """The number of ways in which the engine is not this process's."""
+    signal.alarm(20)  # ends the fork, and the test, where it would wait for ever
+    num_errors = 0
+    for use in (
+        lambda: list(stream),
+        lambda: engine.generate(SUM, GREEDY),
+        lambda: os.fstat(socket),
+    ):
+        try:
+            use()
+        except (EngineEnded, OSError):
+            num_errors += 1
+    engine.shutdown()
+    return num_errors
 
 
 def test_a_second_engine_loses_a_stage_that_may_not_be_replaced(
@@ -281,6 +322,30 @@ def test_nothing_is_left_when_the_program_is_killed(
     wait_until(lambda: all(map(is_gone, processes)))
     wait_until(lambda: not list(directory.iterdir()))
     program.communicate()
+
+
+SCRIPT = """
+from sgl_pipeline import Engine
+with Engine(pp=2, device="cpu") as engine:
+    reply = engine.generate("<|user|>What is 17 + 25?<|end|><|assistant|>", {"temperature": 0})
+    print(reply["text"])
+"""
+
+
+def test_a_plain_script_is_served_whatever_lies_in_its_working_directory(tmp_path: Path) -> None:
+    """Without a guard of its main module, and by a Python that looks for no module beside it."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    for name in ("queue", "torch", "argparse"):
+        (tmp_path / f"{name}.py").write_text("raise AssertionError('a module of the program')")
+    done = subprocess.run(
+        [sys.executable, "-P", "script.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "42\n", done.stderr
 
 
 def test_arguments_that_cannot_be_honored_are_named_and_leave_nothing() -> None:

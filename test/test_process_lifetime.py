@@ -138,6 +138,7 @@ def test_a_child_environment_has_this_package_first(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     environment = child_environment(OMP_NUM_THREADS="1")
     assert environment["PYTHONPATH"] == f"{root}{os.pathsep}/elsewhere"
+    assert environment["PYTHONSAFEPATH"] == "1"  # nothing from where it starts
     assert environment["OMP_NUM_THREADS"] == "1" and environment["HOME"] == os.environ["HOME"]
     monkeypatch.delenv("PYTHONPATH")
     assert child_environment()["PYTHONPATH"] == root

@@ -27,7 +27,7 @@ def demo_server(depth: int, port: int, flags: tuple[str, ...]) -> Iterator[tuple
 
 
 def engine(depth: int, port: int, flags: tuple[str, ...]) -> Engine:
-    """How it is started, under MODEL_NAME whatever checkpoint `flags` name."""
+    """The server to start, under MODEL_NAME whatever checkpoint `flags` name."""
     command = [sys.executable, "-m", "sgl_pipeline.launch_server", *flags]
     command += ["--served-model-name", MODEL_NAME]
     return Engine(

@@ -1,4 +1,4 @@
-"""What each format of weights, keys and values scores in lm-eval, beside bf16, through the server.
+"""Scores each format of weights, keys and values in lm-eval, beside bf16, through the server.
 
 Used by `run.py`. bf16 is measured first, and each format at each depth is held against it.
 """

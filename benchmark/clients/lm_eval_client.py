@@ -15,8 +15,8 @@ LEAST_EXACT_MATCH = 0.9  # of the demo model in 32 or 16 bits
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What lm-eval found, each of 0 to 1, and what it was answered: the text that was generated to
-    each prompt, and the log-likelihoods of all choices; those of right answers once more."""
+    """Scores of lm-eval, each of 0 to 1, and the answers that it got: the text that was generated
+    to each prompt, and the log-likelihoods of all choices; those of right answers once more."""
 
     exact_match: float
     accuracy: float

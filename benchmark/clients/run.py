@@ -34,7 +34,7 @@ _NUM_REQUESTS = 24
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one client saw of one server."""
+    """The result of one client against one server."""
 
     client: str
     seen: str
@@ -43,7 +43,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What a client is told: the server, a directory of its own, the questions of each kind, and
+    """A client's instructions: the server, a directory of its own, the questions of each kind, and
     the likelihoods of each depth so far, to which it adds."""
 
     url: str

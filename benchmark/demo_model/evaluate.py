@@ -29,7 +29,7 @@ SHOWN_MISTAKE_COUNT = 5
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model answered and whether it ended its turn by itself."""
+    """The model's answer, and whether the model ended its turn by itself."""
 
     text: str
     stopped: bool

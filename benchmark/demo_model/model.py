@@ -19,7 +19,7 @@ from torch import Tensor, nn
 class ModelShape:
     """Sizes of the network; the defaults are those of the shipped demo model."""
 
-    vocab_size: int = 320
+    vocab_size: int = 320  # 6 specials and 256 bytes, up to a multiple of 64 for kernels
     hidden_size: int = 128
     layer_count: int = 16
     query_head_count: int = 4

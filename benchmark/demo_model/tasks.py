@@ -45,7 +45,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Content:
-    """What a question is about, before it is put into words."""
+    """The content of a question, before it is put into words."""
 
     key: str
     fields: dict[str, str]

@@ -19,8 +19,6 @@ SPECIAL_TOKENS: tuple[str, ...] = (
     PAD_TOKEN, BEGIN_TOKEN, END_TOKEN, SYSTEM_TOKEN, USER_TOKEN, ASSISTANT_TOKEN,
 )  # fmt: skip
 END_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID = 2, 3, 4, 5
-# Six specials and 256 bytes, rounded up to a multiple of 64 for tensor-shaped kernels.
-VOCABULARY_SIZE = 320
 CONTEXT_TOKEN_LIMIT = 32_768
 
 # Content may be a plain string or OpenAI's list of parts, of which only the text parts count.

@@ -1,4 +1,4 @@
-"""Why stages wait: the bubble share of a simulation, divided among its causes.
+"""Divides the bubble share of a simulation among the causes for which stages wait.
 
 Sarathi-Serve names three causes (OSDI'24, section 3.3): prefill chunks of different sizes follow
 each other, prefill follows decode, decodes attend to different lengths; the sampler on the last

@@ -1,4 +1,4 @@
-"""What a figure is, and how its numbers are computed: sweeps of simulated runs.
+"""The parts of a figure, and the computation of its numbers: sweeps of simulated runs.
 
 Shared by the files of this folder. Every number that a figure shows is in its rows, so that the
 picture can be drawn again from the JSON alone.

@@ -1,4 +1,5 @@
-"""Whether prefill and decodes should share steps or take turns, by the tables and the predictor.
+"""Compares steps that prefill and decodes share with steps in turns, by the tables and the
+predictor.
 
 No serving is simulated: each row is one mixed step beside the steps that do the same work apart.
 """

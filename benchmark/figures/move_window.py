@@ -1,4 +1,4 @@
-"""How long the planner must be of one mind: the window from 1 step to 200."""
+"""The window over which the planner must agree with itself, from 1 step to 200."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Where the odd layer goes: to the last stage for long prompts, away from it for decodes."""
+"""The best stage for the odd layer: the last one for long prompts, another one for decodes."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -60,7 +60,7 @@ def _workload(ratio: float, options: Options) -> list[SimulatedRequest]:
 
 
 def tail_layers(simulation: Simulation, cluster: Cluster) -> float:
-    """What norm, head and sampling take of a step, in layers: the mean over steps that sample."""
+    """The time of norm, head and sampling in a step, in layers: the mean over steps that sample."""
     parts = cluster.costs().stage
     steps = [step.shape for step in simulation.steps if step.shape.num_samples]
     return sum(parts.tail_s(shape) / parts.layer_s(shape) for shape in steps) / len(steps)

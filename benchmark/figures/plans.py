@@ -1,4 +1,5 @@
-"""What the figures of layer moves compare: static plans, our planner, DynaPipe's published rule.
+"""The plans that figures of layer moves compare: static plans, our planner, DynaPipe's published
+rule.
 
 Shared by those figures. A static plan has all of a card's memory for KV; who may move layers keeps
 room for `SPARE_LAYERS` more on each.

@@ -80,8 +80,8 @@ def conclude(rows: Sequence[Row]) -> list[str]:
 
 
 def rate_at(points: Sequence[Row], share: float) -> float:
-    """Where the line through the points first falls below `share`; the last rate if it never does,
-    0 if it starts below."""
+    """The rate at which the line through the points first falls below `share`; the last rate if it
+    never does, 0 if it starts below."""
     before: Row | None = None
     for row in points:
         if row["target_share"] < share:

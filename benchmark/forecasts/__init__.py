@@ -1,1 +1,1 @@
-"""What simulator, predictor and tuning promise, beside what came."""
+"""Checks the forecasts of simulator, predictor and tuning against what came."""

@@ -95,7 +95,7 @@ class Round:
     pipeline: MeasuredPipeline
 
     def front_ms(self, at_once: bool) -> float:
-        """What a first token takes outside the scheduler, on average over the calibration loads
+        """The time of a first token outside the scheduler, on average over the calibration loads
         whose requests come all at once, or one by one."""
         return statistics.fmean(
             one.run.metrics["mean_ttft_ms"] - run_figures(one.records).mean_ttft_ms

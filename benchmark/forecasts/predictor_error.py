@@ -1,4 +1,4 @@
-"""How far the predictor is off on steps that it was not fitted to, and what it costs.
+"""Measures the predictor's error on steps that it was not fitted to, and its cost.
 
     python -m benchmark.forecasts.predictor_error /some/model --pp 2 --trace FILE --layer-counts 8,8
 
@@ -115,8 +115,8 @@ def _row(source: str, lines: str, part: str, offs: Sequence[float]) -> ErrorRow:
 def trace_rows(
     records: Sequence[StepRecord], layer_counts: tuple[int, ...], costs: StepCosts
 ) -> list[ErrorRow]:
-    """How far off whole stages of a served run are: by `costs` as they are and times what the
-    planner took for the stages' speeds just then, and by what it fitted to the steps before."""
+    """Errors for whole stages of a served run: by `costs` as they are and times what the planner
+    took for the stages' speeds just then, and by what it fitted to the steps before."""
     plan = StagePlan(0, layer_counts)
     rows = []
     for lines, given in (("curves", StepPredictor(costs)), ("fitted while running", None)):

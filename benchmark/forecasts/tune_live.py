@@ -1,4 +1,4 @@
-"""What `POST /pipeline/tune` promises on badly set knobs, held to what comes of it.
+"""Holds the promises of `POST /pipeline/tune` on badly set knobs to what comes of them.
 
     python -m benchmark.forecasts.tune_live
     python -m benchmark.forecasts.tune_live --rate 2.5 --ttft-ms 800 --tpot-ms 60 --rounds 4

@@ -49,7 +49,8 @@ def build_planner(name: str, folder: Path = FOLDER, progress: Progress = print) 
 
 
 def planner_folder(folder: Path = FOLDER) -> Path:
-    """Where planners lie, each as `NAME/NAME.so`, as FlashInfer wants its prebuilt libraries."""
+    """The folder of the planners, each as `NAME/NAME.so`, as FlashInfer wants its prebuilt
+    libraries."""
     return folder / "planners"
 
 

@@ -1,4 +1,4 @@
-"""How long a device takes: calls in a row by the host's clock, kernels one by one by the profiler.
+"""Times a device: calls in a row by the host's clock, kernels one by one by the profiler.
 
 Used by all parts of the GPU benchmark. Untested on hardware.
 """
@@ -54,8 +54,8 @@ def profile_kernels(
 
 
 def kernels_of(events: Iterable[Any], repeats: int) -> list[Kernel]:
-    """What torch's profiler saw of `repeats` calls on a GPU, by name, longest first. Spans that
-    hold other events do not count."""
+    """The kernels of `repeats` calls that torch's profiler saw on a GPU, by name, longest first.
+    Spans that hold other events do not count."""
     durations_us: dict[str, list[float]] = defaultdict(list)
     for event in events:
         is_span = getattr(event, "is_user_annotation", False)

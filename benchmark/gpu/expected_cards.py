@@ -1,4 +1,4 @@
-"""What `predictions.py` expects of one card and not of others: its rates, and what follows of them.
+"""Expectations of `predictions.py` that differ by card: its rates, and what follows of them.
 
 Written down before anything of this project ran on a GPU. `reading` is a reading of the GPU path
 beside the libraries' sources, of 2026-11-22 for the H200 and of 2026-11-24 for the H100; its

@@ -23,7 +23,7 @@ import torch
 
 from benchmark.gpu.kernel_wheels import ROOT, install_compiler
 from sgl_pipeline.errors import ConfigurationError, KernelBuildError
-from sgl_pipeline.pp_runner.flashinfer.toolkit import link_pip_toolkit
+from sgl_pipeline.pp_runner.flashinfer.toolkit import linked_toolkit, pip_toolkit
 
 FOLDER = ROOT / "build" / "cuda-kernels"
 ARCHITECTURE = "9.0a"  # Hopper: H100, H200
@@ -60,9 +60,10 @@ def prepare(folder: Path = FOLDER, architecture: str = ARCHITECTURE) -> Path:
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     wheels = install_compiler(folder)
     sys.path.insert(0, str(wheels))
-    toolkit = link_pip_toolkit(folder)
-    if toolkit is None:
+    compiler = pip_toolkit()
+    if compiler is None:
         raise ConfigurationError(f"there is no nvidia/cu13/bin/nvcc in {wheels}; remove {folder}")
+    toolkit = linked_toolkit(compiler, folder)
     os.environ["CUDA_HOME"] = str(toolkit)
     os.environ["FLASHINFER_WORKSPACE_BASE"] = str(folder)
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = architecture

@@ -1,4 +1,4 @@
-"""How many registers and how much stack each compiled kernel takes: what spills there is slow.
+"""Counts the registers and the stack of each compiled kernel: what spills there is slow.
 
     python -m benchmark.gpu.kernel_stacks            # of a pack on PYTHONPATH, as README.md sets it
     python -m benchmark.gpu.kernel_stacks --record   # what they take is their bound from here on
@@ -115,7 +115,7 @@ def find_cuobjdump() -> str:
 
 
 def parse_usage(text: str) -> Module:
-    """What `cuobjdump --dump-resource-usage` printed."""
+    """The kernels in the output of `cuobjdump --dump-resource-usage`."""
     found = re.findall(r"^ Function (\S+):\n +REG:(\d+) STACK:(\d+) ", text, re.M)
     return Module(
         targets=tuple(sorted(set(re.findall(r"^arch = (\S+)$", text, re.M)))),
@@ -124,7 +124,7 @@ def parse_usage(text: str) -> Module:
 
 
 def read_bounds() -> Bounds:
-    """Those that were recorded."""
+    """The bounds that were recorded."""
     bounds: Bounds = json.loads(BOUNDS.read_text(encoding="utf-8"))
     return bounds
 

@@ -1,4 +1,4 @@
-"""What a card can do at most: bytes moved and bf16 arithmetic, measured and by its datasheet.
+"""The limits of a card: bytes moved and bf16 arithmetic, measured and by its datasheet.
 
 The benchmark's shares are of the measured limits. Untested on hardware.
 """
@@ -30,11 +30,11 @@ class CardLimits:
     flops_per_ms: float
 
     def bytes_ms(self, work: StepWork) -> float:
-        """How long moving the step's bytes takes at best."""
+        """The least time in which the step's bytes can be moved."""
         return work.num_bytes / self.bytes_per_ms
 
     def flops_ms(self, work: StepWork) -> float:
-        """How long the step's arithmetic takes at best."""
+        """The least time of the step's arithmetic."""
         return work.num_flops / self.flops_per_ms
 
     def limit_ms(self, work: StepWork) -> float:

@@ -31,7 +31,7 @@ from sgl_pipeline.wire.step_order import (
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype, name: str = "auto") -> LayerKernels:
-    """What `--stage-kernels name` means."""
+    """The kernels that `--stage-kernels name` chooses."""
     return make_layer_kernels(choose_layer_kernels(name, dtype, device))
 
 
@@ -174,7 +174,7 @@ class LoneStage:
 
     def run(self) -> StageReport:
         """The next of the prepared repeats; waits for the device on the last stage alone."""
-        return self.runner.run_step(self._plans.pop()).report()
+        return self.runner.launch(self.runner.prepare(self._plans.pop())).report()
 
     def step_ms(self, step: Step, warmups: int = 3, repeats: int = 20) -> float:
         """Milliseconds of a step among `repeats` that follow each other without a pause."""

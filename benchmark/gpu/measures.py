@@ -1,4 +1,4 @@
-"""Where a prediction finds its measured value: columns of a run's tables, and what follows of two.
+"""Finds a prediction's measured value: columns of a run's tables, and what follows of two.
 
 Used by `predictions.py`. Each `Measure` raises NotRunError where the run has not got its rows.
 """

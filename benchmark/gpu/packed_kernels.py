@@ -1,4 +1,4 @@
-"""Which of the modules that a stage calls are there as prebuilt kernels.
+"""Lists the modules that a stage calls and that are there as prebuilt kernels.
 
 `kernel_pack.py` writes the list of what it packed, for people and scripts; `bench_gpu.py` believes
 no list, but looks for each module where FlashInfer will.

@@ -39,7 +39,7 @@ References = dict[object, list[DrivenStep]]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Which pipeline it is."""
+    """The pipeline that is measured."""
 
     model: str
     stages: int
@@ -145,7 +145,7 @@ class _DrivenPipeline:
 
 
 def text(session: Session) -> str:
-    """What the pipelines did, decodes and then starts and prefills."""
+    """The report on the pipelines, decodes and then starts and prefills."""
     if not session.table("pipeline prefills"):
         return ""
     texts = [f"## Stage processes of {session.models[0]}"]

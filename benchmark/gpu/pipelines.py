@@ -35,8 +35,8 @@ _MEMORY_FRACTION = 0.8
 
 @dataclass(slots=True)
 class DrivenStep:
-    """What came back of one step: the moments of each stage by its number, the tokens that the last
-    one drew, and when the driver had them (`back_s`, monotonic)."""
+    """The result of one step: the moments of each stage by its number, the tokens that the last one
+    drew, and when the driver had them (`back_s`, monotonic)."""
 
     timings: dict[int, StageTiming] = field(default_factory=dict)
     token_ids: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ class DrivenStep:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTimes:
-    """What rounds of decodes took; the first round fills the pipeline and is left out.
+    """The times of rounds of decodes; the first round fills the pipeline and is left out.
 
     In a round every request draws one token, in a step one group of them. `turnaround_ms` is how
     long after a group's tokens were drawn the first stage begins to compute its next step, and
@@ -108,7 +108,7 @@ class ScriptedPipeline:
 
 
 def decode_times(steps: Sequence[DrivenStep], num_groups: int) -> DecodeTimes:
-    """What the rounds of `steps`, each of `num_groups`, took; at least two rounds."""
+    """The times of the rounds of `steps`, each of `num_groups`; at least two rounds."""
     num_stages = len(steps[0].timings)
     counted = steps[num_groups:]
     seconds = steps[-1].back_s - steps[num_groups - 1].back_s
@@ -149,7 +149,7 @@ def links_between(device: str, num_stages: int, num_gpus: int) -> tuple[str, ...
 
 @dataclass(frozen=True, slots=True)
 class PipelineChoice:
-    """Which pipeline to start: `link` is one of `links_between`. It gets `start_timeout_s` to be
+    """The pipeline to start: `link` is one of `links_between`. It gets `start_timeout_s` to be
     ready."""
 
     model: str

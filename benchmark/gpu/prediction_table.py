@@ -44,7 +44,7 @@ Measure = Callable[[Found], float]
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What is expected of a number before it is measured.
+    """The expectation of a number before it is measured.
 
     Attributes:
         low, high: the expected range in `unit`; equal where a single value was predicted.
@@ -74,7 +74,8 @@ class Prediction:
         return measured / ((self.low + self.high) / 2)
 
     def verdict(self, measured: float) -> str:
-        """Whether an aim was met, or an estimated range holds the value; a floor has none."""
+        """Says if an aim was met, or if an estimated range holds the value; a floor has no
+        verdict."""
         if self.kind == "at least":
             return "met" if measured >= self.low else "missed"
         if self.kind == "at most":

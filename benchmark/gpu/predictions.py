@@ -1,4 +1,4 @@
-"""What is expected of a card, written down before anything of this project ran on a GPU.
+"""Predictions for a card, written down before anything of this project ran on a GPU.
 
 A result's table of them is filled by the run alone (`prediction_table.py`) and goes with the
 SHA-256 of `SOURCES`. Never change a prediction after a measurement: add another with its source.

@@ -34,8 +34,8 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def why_not_rehearsed(name: str) -> str:
-    """Why this torch cannot rehearse products in the scheme `name`; empty where it can. FP8 on CPUs
-    is newer than FP8 on GPUs: torch 2.11 lacks it."""
+    """The reason why this torch cannot rehearse products in the scheme `name`; empty where it can.
+    FP8 on CPUs is newer than FP8 on GPUs: torch 2.11 lacks it."""
     try:
         check_product(name, _TRIED_SIZE, _TRIED_SIZE, torch.device("cpu"))
     except NotImplementedError as error:

@@ -30,7 +30,7 @@ class Script:
         return -(-self.tokens_a_request // page_size)
 
     def total_tokens(self, page_size: int) -> int:
-        """What the KV pool must hold."""
+        """The tokens that the KV pool must hold."""
         return self.num_requests * self.pages_a_request(page_size) * page_size
 
 

@@ -67,7 +67,7 @@ class NotMeasured:
 
 @dataclass
 class Session:
-    """What a run was asked for and what it has found so far.
+    """The options of a run and its findings so far.
 
     `rows` are the results by table. `save` writes all of it.
     """
@@ -129,17 +129,17 @@ class Session:
         self.save(self)
 
     def table(self, name: str) -> list[Row]:
-        """What was measured for one table."""
+        """The rows that were measured for one table."""
         return self.rows.get(name, [])
 
     @property
     def is_rehearsal(self) -> bool:
-        """Whether there is no GPU, and steps are few and small."""
+        """True if there is no GPU, and steps are few and small."""
         return self.device.type == "cpu"
 
     @property
     def is_sound(self) -> bool:
-        """Whether every check that was asked for passed and nothing failed. A check without its
+        """True if every check that was asked for passed and nothing failed. A check without its
         kernel has not passed; one that there was no time for is named, and no failure."""
         return all(check.passed for check in self.checks) and not any(
             piece.is_failure for piece in self.not_measured

@@ -92,11 +92,6 @@ class Step:
     def num_rows(self) -> int:
         return sum(chunk.length for chunk in self.chunks)
 
-    @property
-    def num_kv_tokens(self) -> int:
-        """Tokens whose keys and values the step reads, its own among them."""
-        return sum(chunk.start + chunk.length for chunk in self.chunks)
-
     def num_pages(self, page_size: int) -> int:
         return sum(-(-(chunk.start + chunk.length) // page_size) for chunk in self.chunks)
 

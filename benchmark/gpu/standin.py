@@ -91,7 +91,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a piece printed, without the machine's paths, and the status that it ended with."""
+    """The output of a piece, without the machine's paths, and the status that it ended with."""
 
     name: str
     status: int

@@ -23,7 +23,7 @@ _ANY_NUMBER_OF_SPLITS = 0  # of a request's keys: as its heuristics find best
 
 
 def why_not_there(device: torch.device) -> str:
-    """Why the rival cannot run on this device; empty where it can."""
+    """The reason why the rival cannot run on this device; empty where it can."""
     if device.type != "cuda":
         return "needs a GPU"
     if torch.cuda.get_device_capability(device)[0] != _HOPPER:
@@ -41,15 +41,15 @@ def why_not_there(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class VllmFunctions:
-    """What is called of vLLM's interface: `schedule` is its get_scheduler_metadata, `attend` its
-    flash_attn_varlen_func."""
+    """The functions that we call of vLLM's interface: `schedule` is its get_scheduler_metadata,
+    `attend` its flash_attn_varlen_func."""
 
     schedule: Callable[..., torch.Tensor]
     attend: Callable[..., torch.Tensor]
 
 
 def open_vllm_functions() -> VllmFunctions:
-    """Those of the pack. Raises ImportError where there is none."""
+    """The functions of the pack. Raises ImportError where there is none."""
     interface: Any = importlib.import_module(MODULE)
     return VllmFunctions(interface.get_scheduler_metadata, interface.flash_attn_varlen_func)
 

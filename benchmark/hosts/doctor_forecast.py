@@ -54,8 +54,8 @@ _DOCTOR_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What the doctor says of one link: its rate and delay as it found them, and output tokens/s of
-    hosts in the order of their ranks, with what binds them."""
+    """The doctor's findings on one link: its rate and delay as it found them, and output tokens/s
+    of hosts in the order of their ranks, with what binds them."""
 
     gbit_per_s: float
     delay_ms: float
@@ -189,7 +189,7 @@ def _serve(
     predictor: StepPredictor,
     options: Options,
 ) -> Iterator[Compared]:
-    """What a server of that split does over the links of `forecasts`."""
+    """Measures a server of that split over the links of `forecasts`."""
     trace = SCRATCH / "doctor_forecast.jsonl"
     trace.unlink(missing_ok=True)
     rates, times = [], []
@@ -220,7 +220,7 @@ def _serve(
 def slowness(
     records: Sequence[StepRecord], predictor: StepPredictor, counts: tuple[int, ...]
 ) -> float:
-    """What the stages took for these steps, over what the costs say."""
+    """The stages' time for these steps, divided by the time that the costs give."""
     measured_ms = sum(stage.compute_ms for one in records for stage in one.stages)
     predicted_ms = sum(
         sum(predictor.stage_times_ms(predictor.parts_ms(one.work), counts)) for one in records

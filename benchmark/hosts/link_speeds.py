@@ -189,7 +189,7 @@ def link_name(gbit_per_s: float, delay_ms: float) -> str:
 def predicted_rate(
     costs: FittedCosts, gbit_per_s: float, delay_ms: float, pool_tokens: int
 ) -> float:
-    """What the simulator says of `LOAD` over that link, in the middle of a run."""
+    """The simulator's rate for `LOAD` over that link, in the middle of a run."""
     bytes_per_s = gbit_per_s * 1e9 / 8 if gbit_per_s else float("inf")
     link = SimulatedLink(
         latency_s=costs.link.latency_s + delay_ms * 1e-3,

@@ -32,7 +32,7 @@ _NAME = re.compile(r"sglp-(\d+)-\d+")
 
 
 def why_no_hosts() -> str:
-    """What this machine lacks, to be told with a test that is skipped; "" where it has all."""
+    """The reason why this machine cannot run hosts, for a test that is skipped; "" where it can."""
     if os.geteuid() != 0:
         return "hosts of namespaces need root"
     if shutil.which("ip") is None or shutil.which("ss") is None:
@@ -60,7 +60,8 @@ class Host:
         return f"host{self.number}"
 
     def command(self, *argv: str) -> list[str]:
-        """What runs `argv` on the host, with its own /dev/shm and TMPDIR, from `ROOT`."""
+        """The command that runs `argv` on the host, with its own /dev/shm and TMPDIR, from
+        `ROOT`."""
         cores = ",".join(map(str, self.cores))
         enter = [sys.executable, "-S", "-m", "benchmark.hosts.enter"]
         enter += [f"--cores={cores}", f"--clock-offset-s={self.clock_offset_s}"]
@@ -72,7 +73,8 @@ class Host:
         return subprocess.Popen(self.command(*argv), cwd=ROOT, text=True, **options)
 
     def run(self, *argv: str) -> str:
-        """What a command on the host prints. Raises CalledProcessError where it fails."""
+        """Runs a command on the host and returns its output. Raises CalledProcessError where it
+        fails."""
         return subprocess.run(
             self.command(*argv), cwd=ROOT, text=True, capture_output=True, check=True
         ).stdout

@@ -25,8 +25,8 @@ _STOP_TIMEOUT_S = 60.0
 
 
 def cluster_flags(network: Network, rank: int) -> list[str]:
-    """Those of server and doctor that make `network` one cluster, whose key is made anew by rank
-    0."""
+    """The flags of server and doctor that make `network` one cluster, whose key is made anew by
+    rank 0."""
     key = SCRATCH / "cluster.key"
     if rank == 0:
         key.touch(mode=0o600)

@@ -34,7 +34,7 @@ _FRAMES_A_TURN = 32
 
 
 class Setting(msgspec.Struct, kw_only=True):
-    """What the cable of one port is from now on. A frame takes `delay_ms` of both cables that it
+    """Settings of one port's cable from now on. A frame takes `delay_ms` of both cables that it
     passes; a cable carries `gbit_per_s` each way at once (0: any amount) and loses a share of the
     frames that it brings to its host. A cut cable loses all, both ways, silently."""
 
@@ -104,8 +104,8 @@ class Switch:
 
 
 def wire_bytes(frame: bytes) -> int:
-    """What a frame (with its virtio header) takes of a cable: TCP's, with the headers of every
-    segment that a network card would make of it."""
+    """The bytes that a frame (with its virtio header) takes of a cable: TCP's, with the headers of
+    every segment that a network card would make of it."""
     segment_bytes = int.from_bytes(frame[4:6], sys.byteorder)
     num_bytes = len(frame) - _VNET_HEADER_BYTES
     if not segment_bytes:

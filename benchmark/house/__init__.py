@@ -1,1 +1,1 @@
-"""How the package is built: its rooms and what each imports."""
+"""Checks of the package's build: its rooms, their imports, the words of its docstrings."""

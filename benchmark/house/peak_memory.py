@@ -37,7 +37,7 @@ def processes_under(pid: int) -> list[psutil.Process]:
 
 
 def sample(pid: int) -> list[Holding]:
-    """What each process under `pid` holds now, the largest first."""
+    """The memory that each process under `pid` holds now, the largest first."""
     holdings = []
     for process in processes_under(pid):
         try:

@@ -1,4 +1,5 @@
-"""Lints prose: words in the pages and in the package's lines that make a native reader stop.
+"""Lints prose: words in the pages and in the package's lines that make a native reader stop, and
+docstrings of package and benchmarks that begin with a clause.
 
     python -m benchmark.house.prose
 
@@ -7,6 +8,7 @@ runs; codespell and the like know words and not phrases.
 """
 
 import argparse
+import ast
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -37,6 +39,9 @@ AVOIDED_IN_PAGES = AVOIDED | {
     r"\bthose that\b": "the noun",
     r"\*\*What |[.;:] What (?!is 17)": "the noun; a clause is a hard subject",
 }
+# A docstring that begins so has a clause where a reader expects the thing or its verb.
+CLAUSE = re.compile(r"(What|Where|Whether|When|Which|Whose|Who|Why|How|That|Those)\b[^.:\n]*")
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def pages() -> list[Path]:
@@ -54,6 +59,15 @@ def findings(path: Path, avoided: dict[str, str]) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{number}: {found[0]!r}; write {instead}"
 
 
+def clauses(path: Path) -> Iterator[str]:
+    """A line for each docstring of `path` that begins with a clause."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, DOCUMENTED) and (found := CLAUSE.match(ast.get_docstring(node) or "")):
+            line = node.body[0].lineno
+            instead = "'True if', a noun or a verb"
+            yield f"{path.relative_to(ROOT)}:{line}: {found[0][:40]!r}; begin with {instead}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints all findings; 1 where there are any."""
     argparse.ArgumentParser(
@@ -61,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).parse_args(argv)
     found = [line for path in pages() for line in findings(path, AVOIDED_IN_PAGES)]
     found += [line for path in source_files() for line in findings(path, AVOIDED)]
+    programs = sorted((ROOT / "benchmark").rglob("*.py"))
+    found += [line for path in (*source_files(), *programs) for line in clauses(path)]
     num_lines = len((ROOT / "README.md").read_text().splitlines())
     if num_lines > MAX_README_LINES:
         found.append(f"README.md: {num_lines} lines; at most {MAX_README_LINES}")

@@ -190,7 +190,7 @@ def attend_step(
     query: torch.Tensor,
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """What a stage does in a step: one plan for all of its layers."""
+    """Attends as a stage does in a step: one plan for all of its layers."""
     backend.plan(layout)
     for key_pages, value_pages in layers:
         backend.attend(query, key_pages, value_pages)

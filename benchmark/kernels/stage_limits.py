@@ -1,4 +1,4 @@
-"""How near our stages come to what two cores can do, and where the rest of their time goes.
+"""Compares our stages with the limits of two cores, and finds where the rest of their time goes.
 
     python -m benchmark.kernels.stage_limits
     python -m benchmark.kernels.stage_limits --load decode-heavy --policies throttle --layers 8,8
@@ -40,7 +40,7 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class CoreRates:
-    """What one core does at most while nothing else runs."""
+    """The rates that one core reaches at most while nothing else runs."""
 
     read_bytes_per_ms: float
     flops_per_ms: float
@@ -55,7 +55,7 @@ class CoreRates:
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """What a stage of a `preset` has to read and to multiply."""
+    """The bytes that a stage of a `preset` has to read, and its products."""
 
     preset: Preset
     num_layers: int

@@ -119,7 +119,7 @@ def measure_quantized_steps(rounds: int) -> list[Row]:
 
 
 def measure_operations(dtype: torch.dtype, rounds: int) -> list[Row]:
-    """What a layer does between its products, as often as the stage has layers."""
+    """Times a layer's operations between its products, as often as the stage has layers."""
     table = []
     for num_rows in OPERATION_ROWS:
         kernels = competitors()

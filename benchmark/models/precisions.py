@@ -39,7 +39,7 @@ class Precision:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What a server of the checkpoint is told."""
+        """The flags for a server of the checkpoint."""
         asked = ("--quantization", self.quantization) if self.quantization else ()
         coded = self.kv_cache_dtype != "auto"
         return (*asked, *(("--kv-cache-dtype", self.kv_cache_dtype) if coded else ()))

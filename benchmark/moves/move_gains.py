@@ -1,5 +1,5 @@
-"""What layer moves are worth: `--migration auto` beside every fixed layer split, on loads that want
-different ones.
+"""Measures the worth of layer moves: `--migration auto` beside every fixed layer split, on loads
+that want different ones.
 
     python -m benchmark.moves.move_gains
 
@@ -154,7 +154,8 @@ class Clients:
         }
 
     def _tokens_out(self, line: bytes, shown: int, output_tokens: int) -> int:
-        """What a line of an answer counts, of which `shown` of `output_tokens` were counted."""
+        """The tokens that a line of an answer counts, of which `shown` of `output_tokens` were
+        counted."""
         return 1 if line.startswith(b"data: {") else 0
 
 

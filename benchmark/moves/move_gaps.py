@@ -1,4 +1,5 @@
-"""What users notice of a layer move: the longest gap in their streams, and the rate around it.
+"""Measures the effect of a layer move on users: the longest gap in their streams, and the rate
+around it.
 
     python -m benchmark.moves.move_gaps
     python -m benchmark.moves.move_gaps --stages 4 --moves 20

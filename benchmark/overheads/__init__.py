@@ -1,1 +1,1 @@
-"""What our own machinery costs: decisions, tracing, the live page, features of a request."""
+"""Costs of our own machinery: decisions, tracing, the live page, features of a request."""

@@ -1,4 +1,4 @@
-"""What each feature of a request costs: TPOT with it over TPOT without, in one server.
+"""Measures the cost of each feature of a request: TPOT with it over TPOT without, in one server.
 
     python -m benchmark.overheads.feature_overhead --rounds 5
 

@@ -1,4 +1,4 @@
-"""What recording the steps costs: processor time for each step, beside the steps' own.
+"""Measures the cost of recording steps: processor time for each step, beside the steps' own.
 
     python -m benchmark.overheads.tracing_cost
 
@@ -92,7 +92,7 @@ def cost_table(costs_us: dict[str, list[float]]) -> str:
 
 
 def _recording_us(writers: list[EventWriter], num_steps: int) -> float:
-    """What the scheduler process spends on its records."""
+    """The time that the scheduler process spends on its records."""
     traces, history, spent_s = TraceFiles(writers), StepHistory(STAGES), 0.0
     for step in _steps(num_steps):
         started = time.thread_time()
@@ -105,7 +105,7 @@ def _recording_us(writers: list[EventWriter], num_steps: int) -> float:
 
 
 def _moments_us(num_steps: int) -> float:
-    """What a stage spends on looking at the clock and keeping what it saw."""
+    """The time that a stage spends on looking at the clock and keeping what it saw."""
     started = time.thread_time()
     for step_id in range(num_steps):
         _report(0, step_id)

@@ -1,4 +1,4 @@
-"""What the live page costs the server: its load with 0 and with 4 viewers, in turns.
+"""Measures the cost of the live page: the server's load with 0 and with 4 viewers, in turns.
 
     python -m benchmark.overheads.viewer_cost
     python -m benchmark.overheads.viewer_cost --rounds 5 --viewers 4
@@ -179,7 +179,7 @@ def _run(
 
 @contextmanager
 def _looking(url: str, viewers: int, counts: dict[str, int]) -> Iterator[None]:
-    """That many viewers look meanwhile; what they have read is added to `counts`."""
+    """Has `viewers` viewers look meanwhile; what they have read is added to `counts`."""
     if not viewers:
         yield
         return

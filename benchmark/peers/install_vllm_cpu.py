@@ -59,7 +59,7 @@ def rename_metadata(directory: Path) -> None:
 
 
 def vllm_environment(directory: Path) -> dict[str, str]:
-    """What vLLM's CPU backend wants around it: tcmalloc and Intel's OpenMP preloaded.
+    """The environment that vLLM's CPU backend wants: tcmalloc and Intel's OpenMP preloaded.
 
     Raises ConfigurationError where vLLM or one of the two libraries is missing.
     """

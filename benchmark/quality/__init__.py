@@ -1,1 +1,1 @@
-"""What an option costs in quality of the answers."""
+"""Costs of options in quality of the answers."""

@@ -1,4 +1,5 @@
-"""What each quantized format costs in quality: the demo model's held-out questions, and logits.
+"""Measures the cost of each quantized format in quality: the demo model's held-out questions, and
+logits.
 
     python -m benchmark.quality.quantization_quality
 

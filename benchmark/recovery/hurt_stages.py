@@ -166,7 +166,7 @@ def _hurt(url: str, rng: Random, kind: str, wishes: Path) -> Hurt:
 
 
 def _num_losses(facts: dict[str, Any]) -> int:
-    """How many recoveries there have been, of which the newest are listed."""
+    """The number of recoveries so far, of which the newest are listed."""
     return int(facts["recoveries"][-1]["incarnation"]) if facts["recoveries"] else 0
 
 

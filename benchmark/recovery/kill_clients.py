@@ -39,7 +39,8 @@ def make_prompts(rng: Random, count: int, vocabulary: int) -> list[Prompt]:
 
 @dataclass(slots=True)
 class Tally:
-    """What all clients have seen. `moments` are of tokens, `gaps` pairs of an end and a length."""
+    """The sum of what all clients have seen. `moments` are of tokens, `gaps` pairs of an end and a
+    length."""
 
     num_answers: int = 0
     num_aborted: int = 0
@@ -93,7 +94,7 @@ class KillClients:
                 self.tally.failures.append("a stream never ended")
 
     def all_go_on_after(self, moment_s: float) -> bool:
-        """Whether every client that stays has got a token since, or nothing will ever come."""
+        """True if every client that stays has got a token since, or nothing will ever come."""
         return bool(self.tally.failures) or min(self._latest_s) > moment_s
 
     def _run(self, rng: Random, number: int, leaves: bool) -> None:
@@ -115,7 +116,7 @@ class KillClients:
     def _stream(
         self, prompt: Prompt, number: int, stay_s: float | None
     ) -> tuple[str | None, list[float]]:
-        """What was wrong with the answer, if anything, and when its tokens came.
+        """Reads one stream; returns the answer's fault, if any, and the times of its tokens.
 
         Args:
             stay_s: the client leaves after so many seconds, or as long after its last token; None:
@@ -155,7 +156,7 @@ class KillClients:
 
 
 def _is_timeout(error: Exception) -> bool:
-    """Whether nothing came for as long as the client would wait. In the middle of a stream requests
+    """True if nothing came for as long as the client would wait. In the middle of a stream requests
     wraps that as a ConnectionError."""
     return isinstance(error, requests.Timeout) or "Read timed out" in str(error)
 

@@ -1,4 +1,4 @@
-"""What users notice of stages that are killed: nothing but a gap in their streams. How long is it?
+"""Measures all that users notice of stages that are killed: the gap in their streams.
 
     python -m benchmark.recovery.kill_stages
     python -m benchmark.recovery.kill_stages --stages 4 --model 0.27b --kills 50
@@ -265,7 +265,7 @@ def open_descriptors(server: psutil.Process) -> dict[str, int]:
 
 
 def _is_lasting(process: psutil.Process) -> bool:
-    """Whether it is no stage, of which those that were killed are zombies for a while."""
+    """True unless the process is a stage; stages that were killed are zombies for a while."""
     try:
         return "--worker" not in process.cmdline()
     except psutil.NoSuchProcess:
@@ -273,7 +273,7 @@ def _is_lasting(process: psutil.Process) -> bool:
 
 
 def leftovers_of(url: str, server: psutil.Process, before: dict[str, int]) -> list[str]:
-    """What the kills have left behind: pages, requests, descriptors, workers."""
+    """The remains of the kills: pages, requests, descriptors, workers."""
     found = []
     deadline_s = time.monotonic() + 10.0
     while (facts := facts_of(url))["num_running_requests"] and time.monotonic() < deadline_s:

@@ -1,4 +1,4 @@
-"""Whether one request can hurt another: the pace of a stream beside every hurtful request.
+"""Measures if one request can hurt another: the pace of a stream beside every hurtful request.
 
     python -m benchmark.robustness.hurtful_requests --url http://127.0.0.1:30000
 

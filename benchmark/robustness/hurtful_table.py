@@ -52,7 +52,7 @@ class HurtfulRequest:
         )
 
     def fault_of(self, answer: requests.Response) -> str:
-        """What is wrong with `answer`; empty when it is as it must be."""
+        """The fault of `answer`; empty when it is as it must be."""
         missing = [word for word in self.words if word not in answer.text]
         if answer.status_code == self.status and not missing:
             return ""

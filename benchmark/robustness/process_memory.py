@@ -24,7 +24,7 @@ class Growth:
     slope_mib_per_minute: float
 
     def is_flat(self, most_growth: float) -> bool:
-        """Whether the memory grew by at most that share since the warm-up."""
+        """True if the memory grew by at most that share since the warm-up."""
         return self.last_mib <= self.after_warm_up_mib * (1 + most_growth)
 
 

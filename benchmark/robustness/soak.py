@@ -32,7 +32,7 @@ _PROGRESS_INTERVAL_S = 10.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a soak checks, and what it saw."""
+    """One check of a soak, and what the check saw."""
 
     what: str
     seen: str

@@ -30,7 +30,7 @@ _EXAMPLES_KEPT = 10
 
 @dataclass(slots=True)
 class Tally:
-    """How the requests ended, and what was wrong with the first that failed."""
+    """Counts of the requests' ends, and the fault of the first that failed."""
 
     outcomes: Counter[Outcome] = field(
         default_factory=lambda: Counter(dict.fromkeys(get_args(Outcome), 0))
@@ -161,7 +161,7 @@ class SoakClients:
         return read_answer(ask.path, payload, is_stream=False).text
 
     async def _find_features(self, session: aiohttp.ClientSession) -> tuple[str, ...]:
-        """Those of OPTIONAL_FEATURES that the server answers."""
+        """The names of OPTIONAL_FEATURES that the server answers."""
         found = []
         for name, (path, extra) in OPTIONAL_FEATURES.items():
             body = {"text": "a", **extra}

@@ -1,4 +1,4 @@
-"""What the clients of a soak ask, and what counts as an answer.
+"""The questions of a soak's clients, and the rules for an answer.
 
 Drawn by `soak.py` from a seed, so that a run can be asked again. Knows the wire formats of
 `/generate` and of OpenAI's two completions, and nothing of how requests are sent.
@@ -155,7 +155,7 @@ class RequestMix:
 
 @dataclass(slots=True)
 class Answer:
-    """What came back of one request: `text` of the first answer, the reason why each ended."""
+    """The answer to one request: `text` of the first answer, the reason why each ended."""
 
     text: str = ""
     finish_reasons: tuple[str, ...] = ()

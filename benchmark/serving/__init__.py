@@ -1,1 +1,1 @@
-"""How fast a server answers, ours beside its peers."""
+"""Speeds of servers, ours beside its peers."""

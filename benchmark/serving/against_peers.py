@@ -116,7 +116,7 @@ def _ready(name: str, vocab_size: int) -> ClientLoad:
 
 
 def _throughputs(runs: dict[str, list[Run]], names: Sequence[str]) -> str:
-    """What the latest run of each load carried."""
+    """The throughput of the latest run of each load."""
     return ", ".join(
         f"{name} {runs[name][-1].metrics['total_throughput']:.0f} tok/s" for name in names
     )

@@ -41,8 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--trace-path", help="where the server at --base-url writes its trace")
     add("--name", default="serving", help="of the result files (default: serving)")
     for field in dataclasses.fields(Load):
-        flag, kind = "--" + field.name.replace("_", "-"), type(field.default)
-        add(flag, type=kind, default=field.default, help=f"(default: {field.default})")
+        flag, default = "--" + field.name.replace("_", "-"), field.default
+        # Only a count may be None.
+        kind = int if default is None else type(default)
+        add(flag, type=kind, default=default, help=f"(default: {default})")
     return command.run(_measure, argv)
 
 
@@ -76,7 +78,7 @@ def _engines(options: Options, model: Path) -> list[Engine]:
 def report_of(
     name: str, load: Load, model: Path, runs: list[Run], against: str | None = None
 ) -> Report:
-    """What `runs` say, with ratios over the engine `against`."""
+    """The report on `runs`, with ratios over the engine `against`."""
     work = f"{runs[0].input_tokens} tokens in, {runs[0].output_tokens} out a run"
     return Report(
         name=name,

@@ -33,7 +33,7 @@ SPLIT = "--pp-layer-partition 9,7"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What is compared on which requests; the throughput of the first of `ours` is 1."""
+    """The flags to compare and the requests to send; the throughput of the first of `ours` is 1."""
 
     ours: tuple[str, ...]
     peers: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Comparison:
 
 
 def policies(names: Sequence[str], num_requests: int, requests_per_s: float) -> Comparison:
-    """What steps carry, on an online load; the peers that are installed are measured beside."""
+    """Compares policies on an online load; the peers that are installed are measured beside."""
     return Comparison(
         ours=tuple(f"--policy {name}" for name in names),
         peers=_installed_peers(),
@@ -56,7 +56,7 @@ def policies(names: Sequence[str], num_requests: int, requests_per_s: float) -> 
 
 
 def accountings(names: Sequence[str], num_requests: int, requests_per_s: float) -> Comparison:
-    """What the policy is told, where most of a prompt is in the cache."""
+    """Compares the counts that a policy sees, where most of a prompt is in the cache."""
     requests = scaled_trace("azure_conv", num_requests, 1.0, 48)
     return Comparison(
         ours=tuple(f"--accounting {name}" for name in names),
@@ -84,8 +84,8 @@ def recovery(names: Sequence[str], num_requests: int, requests_per_s: float) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Default:
-    """How a comparison is made unless told otherwise: the first of `names` is what the others'
-    throughput is divided by, and the rate is near saturation on two cores."""
+    """Defaults of a comparison: the throughput of the others is divided by that of the first of
+    `names`, and the rate is near saturation on two cores."""
 
     make: Callable[[Sequence[str], int, float], Comparison]
     names: tuple[str, ...]

@@ -1,4 +1,5 @@
-"""How the cost of our server's steps grows with context, with concurrency and with the vocabulary.
+"""Measures how the cost of our server's steps grows with context, with concurrency and with the
+vocabulary.
 
     python -m benchmark.serving.growth
 

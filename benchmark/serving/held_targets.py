@@ -77,7 +77,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """What one load reached. `missed_steps[t]` is the share of the steps that named target `t` as
+    """The result of one load. `missed_steps[t]` is the share of the steps that named target `t` as
     missed, `late_requests` the share of requests beyond a target that there was, and
     `by_time_share` that of the steps which the policy limited by time."""
 
@@ -206,7 +206,7 @@ def _simulate(
 def reached_by_load(
     setting: Setting, source: str, records: Sequence[StepRecord], loads: Sequence[Load]
 ) -> list[Reached]:
-    """What each load reached, which came one after the other, after the warm-ups."""
+    """The result of each load, which came one after the other, after the warm-ups."""
     rest = iter(records)
     take_requests(rest, sum(load.num_requests for load in WARM_UPS))
     return [

@@ -39,7 +39,7 @@ def draw(reached: Sequence["Reached"], path: Path) -> None:
 
 
 def _settings(reached: Sequence["Reached"], target: str) -> list["Setting"]:
-    """Those with this target, after the one without any."""
+    """The settings with this target, after the one without any."""
     settings = dict.fromkeys(one.setting for one in reached)
     return [one for one in settings if not one.flags or getattr(one, TARGETS[target]) is not None]
 

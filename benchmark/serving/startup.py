@@ -1,5 +1,5 @@
-"""How long a server takes to its first answer, started and restarted after Ctrl-C, and what its
-processes do when it is idle.
+"""Measures the time to a server's first answer, started and restarted after Ctrl-C, and the work of
+its processes when it is idle.
 
     python -m benchmark.serving.startup
 
@@ -83,7 +83,7 @@ def _cpu_shares(processes: Sequence[psutil.Process], seconds: float) -> dict[str
 
 
 def _kind(process: psutil.Process) -> str:
-    """What a process is, by its command line, which some of them have replaced by a title."""
+    """The kind of a process, by its command line, which some of them have replaced by a title."""
     line = " ".join(process.cmdline())
     kinds = {
         "launch_server": "HTTP server and TokenizerManager (SGLang)",

@@ -1,1 +1,1 @@
-"""What the benchmarks share: engines, loads, reports and dated results."""
+"""Shared support of the benchmarks: engines, loads, reports and dated results."""

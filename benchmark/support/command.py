@@ -30,7 +30,7 @@ Options = argparse.Namespace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a command has measured.
+    """The results of a command.
 
     Args:
         name: of the result's files, after their date.

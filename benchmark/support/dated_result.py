@@ -48,7 +48,7 @@ def write_record(stem: Path, record: Mapping[str, Any]) -> Path:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What `write_record` wrote to `path`."""
+    """The record that `write_record` wrote to `path`."""
     content = path.read_bytes()
     return dict(json.loads(gzip.decompress(content) if path.suffix == ".gz" else content))
 

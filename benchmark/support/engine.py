@@ -1,4 +1,4 @@
-"""What a benchmark knows of one server, and what the builder of its command line is told.
+"""A benchmark's view of one server, and the input to the builder of its command line.
 
 Used by `engines.py`, which starts servers, and by `peer_engines.py`, which has those of the peers.
 """
@@ -34,9 +34,9 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What every engine is told: the model in 16 bits, the format of the weights to serve instead
-    of it, where to listen, how many stages, further flags, and whether equal prefixes are computed
-    once."""
+    """The input to every engine: the model in 16 bits, the format of the weights to serve instead
+    of it, the address to listen on, the number of stages, further flags, and whether equal prefixes
+    are computed once."""
 
     label: str
     model: Path

@@ -18,7 +18,7 @@ MIN_TOKENS = 2
 
 
 class ClientLoad(Protocol):
-    """What `bench_serving.measure` needs to know of a load."""
+    """The part of a load that `bench_serving.measure` needs."""
 
     @property
     def num_requests(self) -> int: ...

@@ -1,4 +1,4 @@
-"""What a dated result must say of the machine and the software that made it.
+"""Facts of the machine and the software that made a dated result.
 
 Used by the benchmarks in this folder. Reads only; a fact that is not available is left out.
 """
@@ -73,7 +73,7 @@ def usable_cores() -> list[int]:
 
 
 def _output(*command: str) -> str:
-    """What the command prints, or nothing where it is missing or fails."""
+    """The output of the command, or nothing where it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -75,7 +75,7 @@ def measure_rounds(
 
 
 def _log_path(engine: Engine) -> Path:
-    """Where the output of the engine's latest start goes."""
+    """The path of the output of the engine's latest start."""
     return SCRATCH / re.sub(r"[^\w.]+", "_", f"{engine.label}.log")
 
 

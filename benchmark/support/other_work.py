@@ -1,4 +1,4 @@
-"""How much of the processors other processes took while something was measured.
+"""Measures the processor time that other processes took while something was measured.
 
 Used by `calibrate.py`: on a machine that is not quiet, a prediction of times cannot hold.
 """

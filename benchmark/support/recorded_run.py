@@ -15,9 +15,10 @@ from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 
 
 class RunFigures(msgspec.Struct, frozen=True):
-    """What the scheduler saw of a run: times count from a request's arrival there to the step that
-    brought its token. Throughput counts prompt and output tokens from the first arrival to the last
-    token; `idle_shares[s]` is the part of that time in which stage `s` did not compute."""
+    """Figures of a run as the scheduler saw it: times count from a request's arrival there to the
+    step that brought its token. Throughput counts prompt and output tokens from the first arrival
+    to the last token; `idle_shares[s]` is the part of that time in which stage `s` did not
+    compute."""
 
     total_tokens_per_s: float
     mean_ttft_ms: float
@@ -68,6 +69,7 @@ def run_figures(records: Sequence[StepRecord]) -> RunFigures:
 
 
 def slowness_of(records: Sequence[StepRecord], costs: FittedCosts) -> float:
-    """How long the stages took in a run, over what the fit of another run says of its steps."""
+    """The time that the stages took in a run, divided by the time that the fit of another run gives
+    for its steps."""
     measured_s = sum(stage.compute_ms for record in records for stage in record.stages) * 1e-3
     return measured_s / sum(sum(fitted_s(costs.stages, record.work)) for record in records)

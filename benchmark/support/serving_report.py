@@ -23,7 +23,7 @@ METRICS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineCost:
-    """What one run cost inside our server, from its trace.
+    """The costs of one run inside our server, from its trace.
 
     Scheduler time is deciding and encoding a step plus applying its result. A stage is idle while
     it waits for its input: `stage_idle_shares[s]` = wait / (wait + compute). `cache_hit_share` is

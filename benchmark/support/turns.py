@@ -37,7 +37,7 @@ def take_turns(competitors: Mapping[str, Callable[[], object]], rounds: int) -> 
 
 
 def read_bytes_per_ms(rounds: int) -> float:
-    """How fast one core reads memory: a sum over 256 MiB.
+    """The rate at which one core reads memory: a sum over 256 MiB.
 
     Code that asks for memory ahead can be some 20 % faster than this.
     """
@@ -46,7 +46,7 @@ def read_bytes_per_ms(rounds: int) -> float:
 
 
 def flops_per_ms(kernels: LayerKernels, dtype: torch.dtype, rounds: int) -> float:
-    """What one core computes in a large matrix product of `kernels`, of random numbers."""
+    """The rate of one core in a large matrix product of `kernels`, of random numbers."""
     linear = kernels.linear(torch.randn(4096, 1024).to(dtype))
     row = take_turns({"product": partial(linear, torch.randn(512, 1024).to(dtype))}, rounds)
     return 2 * 512 * 4096 * 1024 / row["product_ms"]

@@ -22,7 +22,7 @@ WHY_NO_FLAG = "why no flag"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
-    """How a field is set on the command line.
+    """The place of a field on the command line.
 
     `name` is the flag that we add to SGLang's (empty: none), with its `help`; `upstream` are the
     names that SGLang gives the same option. `check` takes the flag and a value other than None, and
@@ -142,6 +142,6 @@ def option_name(name: str) -> str:
 
 
 def _kind_of(field: "dataclasses.Field[Any]") -> dict[str, Any]:
-    """What argparse is told of the field's type."""
+    """The argparse arguments for the field's type."""
     kinds = [one for one in get_args(field.type) or [field.type] if one is not NoneType]
     return {"action": "store_true"} if kinds == [bool] else {"type": kinds[0]}

@@ -8,7 +8,7 @@ from sgl_pipeline.args.flags import check_flags, our_flag, upstream_flag, withou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarArgs:
-    """How output is held to a grammar (JSON schema, regex, EBNF, structural tag).
+    """Settings that hold output to a grammar (JSON schema, regex, EBNF, structural tag).
 
     `compile_seconds` are of wall time, `match_ms_per_token` of CPU time.
     """

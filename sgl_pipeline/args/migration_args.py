@@ -1,4 +1,4 @@
-"""Whether and how layers move between stages."""
+"""Settings of layer moves between stages."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ MIGRATION_WEIGHTS = ("resident", "background")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationArgs:
-    """Whether and how layers move between stages while requests run (DynaPipe, NeurIPS'25).
+    """Settings of layer moves between stages while requests run (DynaPipe, NeurIPS'25).
 
     With `background` weights, those of layers that leave stay while there is room.
     """

@@ -1,4 +1,4 @@
-"""What happens when a stage is lost."""
+"""Settings for the loss of a stage."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ DEFAULT_LOG_MIB = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryArgs:
-    """What happens when a stage's worker is lost.
+    """Settings for the loss of a stage's worker.
 
     Spare workers have imported all they need. A `log_mib` of None is the device's default.
     """

@@ -1,4 +1,4 @@
-"""What the scheduler admits, and in which order."""
+"""Settings of the scheduler: the requests that it admits, and their order."""
 
 from dataclasses import dataclass
 

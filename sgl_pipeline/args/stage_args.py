@@ -1,4 +1,4 @@
-"""How stages hold and run the model."""
+"""Settings of the stages: the model, and the means to run it."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageArgs:
-    """How the stages hold and run the model.
+    """The model that the stages hold, and the settings under which they run it.
 
     `model_path` is a directory, `dtype` a torch dtype name without `torch.`; `quantization` is the
     method of the weights, from the checkpoint or from `--quantization`. `context_length` in tokens;
@@ -92,7 +92,7 @@ class StageArgs:
 
     @property
     def is_generic(self) -> bool:
-        """Whether transformers computes the layers."""
+        """True if transformers computes the layers."""
         return bool(self.generic_spec)
 
     @property

@@ -1,4 +1,4 @@
-"""How many tokens a microbatch carries, and which counts its policy sees."""
+"""Settings of the throttle: the tokens of a microbatch, and the counts that its policy sees."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ _WITH_TARGETS = [name for name, entry in POLICY_TABLE.items() if entry.has_targe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThrottleArgs:
-    """How many tokens a microbatch carries (gLLM, SC'25, section 3 and its default values).
+    """Limits on the tokens of a microbatch (gLLM, SC'25, section 3 and its default values).
 
     `max_prefill_tokens` is also the fixed budget of `sarathi` and `greedy-queue`, which decodes
     share there. Read it as `prefill_limit`, which knows the policy's own default.
@@ -97,7 +97,7 @@ class ThrottleArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accounting:
-    """How the counts that a policy sees are made; pages are handed out alike under all.
+    """Rules for the counts that a policy sees; pages are handed out alike under all.
 
     `hits`: tokens that the prefix cache will serve are not waiting. `shared_once`: of the others,
     those that several requests wait for count once, and not at all while one of them prefills them.

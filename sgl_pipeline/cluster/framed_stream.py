@@ -33,7 +33,7 @@ class FramedStream:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether something waits until the file descriptor can be written to."""
+        """True if bytes wait until the file descriptor can be written to."""
         return bool(self._backlog)
 
     def send(self, payload: bytes) -> None:

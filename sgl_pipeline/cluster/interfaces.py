@@ -89,7 +89,7 @@ def agent_own_address(head_address: str) -> OwnAddress:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether an IP address is one of this host's."""
+    """True if an IP address is one of this host's."""
     return _interface_of(host) is not None
 
 

@@ -8,7 +8,6 @@ into the private run directory; no secret is in a command line.
 
 import datetime
 import functools
-import hashlib
 import hmac
 import os
 import secrets
@@ -98,11 +97,6 @@ def tls_context(directory: str, *, is_server: bool) -> ssl.SSLContext:
     if is_server:
         context.num_tickets = 0  # whoever only sends would never read them
     return context
-
-
-def fingerprint(secret: bytes) -> str:
-    """A few characters by which people can compare keys."""
-    return hashlib.sha256(derive(secret, b"fingerprint")).hexdigest()[:8]
 
 
 def _identity_pem(seed: bytes) -> bytes:

@@ -74,7 +74,7 @@ def _loaded_tensors(directory: Path) -> dict[str, TensorSample | None]:
 
 
 def _gguf_tensors(directory: Path) -> dict[str, TensorSample | None]:
-    """Those of a GGUF file, unchanged as they lie in it."""
+    """Samples of the tensors of a GGUF file, unchanged as they lie in it."""
     index, path = read_gguf_index(directory), str(weights_file(directory))
     with open_gguf(directory, index) as file:
         try:

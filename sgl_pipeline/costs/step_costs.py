@@ -31,13 +31,16 @@ class LayerCost(msgspec.Struct, frozen=True):
 
 class StepCosts(msgspec.Struct, frozen=True):
     """A model's parts. A layer costs `layer` times its entry in `layer_weights`, which has one for
-    each layer of the model. The embedding goes by a step's tokens, the tail (final norm, head and
-    sampling) by its samples; without samples it takes no time."""
+    each layer of the model; `layer_windows[l]` is the number of tokens that a row of layer `l`
+    attends to at most, None for all of them (empty: None everywhere). The embedding goes by a
+    step's tokens, the tail (final norm, head and sampling) by its samples; without samples it takes
+    no time."""
 
     layer: LayerCost
     embedding: RowCost
     tail: RowCost
     layer_weights: tuple[float, ...]
+    layer_windows: tuple[int | None, ...] = ()
 
 
 class FitErrors(msgspec.Struct, frozen=True):
@@ -115,7 +118,7 @@ def decode_costs(
 
 
 def _check(costs: StepCosts, name: str) -> None:
-    """Raises ConfigurationError where a number cannot be a time."""
+    """Raises ConfigurationError where a number cannot be a time, or a window."""
     layer = costs.layer
     for rows in (layer.rows, costs.embedding, costs.tail):
         is_ascending = all(a < b for a, b in zip(rows.rows, rows.rows[1:], strict=False))
@@ -126,3 +129,10 @@ def _check(costs: StepCosts, name: str) -> None:
     slopes = (layer.decode_ms, layer.decode_attended_ms, layer.prefill_attended_ms)
     if min(*slopes, *costs.layer_weights) < 0.0:
         raise ConfigurationError(f"{name} has a time below zero")
+    windows = costs.layer_windows
+    if len(windows) not in (0, len(costs.layer_weights)):
+        raise ConfigurationError(
+            f"{name} has the windows of {len(windows)} of {len(costs.layer_weights)} layers"
+        )
+    if any(window is not None and window < 1 for window in windows):
+        raise ConfigurationError(f"{name} has a window of less than one token")

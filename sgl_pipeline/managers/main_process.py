@@ -1,4 +1,4 @@
-"""What a main process does before it serves, that of a server and that of an engine.
+"""Prepares a main process for serving, that of a server and that of an engine.
 
 Imports neither sglang nor torch at its top: they come after the workers have been started, and a
 spawned child runs the main module again before it does anything else.
@@ -29,7 +29,7 @@ _HOW_TO_INSTALL = (
 
 
 def why_not_here() -> str | None:
-    """What this Python lacks to serve at all; None if nothing."""
+    """The reason why this Python cannot serve at all; None if it can."""
     if sys.version_info[:2] not in _SUPPORTED_PYTHONS:
         supported = " or ".join(f"{major}.{minor}" for major, minor in _SUPPORTED_PYTHONS)
         return f"Python {supported} is needed, this is {sys.version.split()[0]}"
@@ -55,7 +55,7 @@ def upstream_functions(
     head: "HeadProcess",
     tokenizer_manager: Callable[..., Any],
 ) -> dict[str, Callable[..., Any]]:
-    """What upstream's launchers take in the place of their own functions.
+    """Functions that upstream's launchers take in the place of their own.
 
     Args:
         tokenizer_manager: makes it, from upstream's arguments and addresses.

@@ -242,7 +242,7 @@ class PipelineScheduler:
 
     def _fill_pipeline(self, now_s: float) -> None:
         """Sends what layer moves need, and steps while there is work and room in the pipeline."""
-        for order in self._core.move_orders(now_s):
+        for order in self._core.orders_before_step(now_s):
             self._launcher.broadcast(order)
         while True:
             # Not the turn's moment: requests have arrived since then, a stage's idle time counts

@@ -35,7 +35,7 @@ def install_torchvision_shim() -> bool:
 
 
 def _loads_own_operators(package: importlib.machinery.ModuleSpec) -> bool:
-    """Whether torchvision's compiled extension is there and fits this torch."""
+    """True if torchvision's compiled extension is there and fits this torch."""
     loaders = (
         importlib.machinery.ExtensionFileLoader,
         importlib.machinery.EXTENSION_SUFFIXES,

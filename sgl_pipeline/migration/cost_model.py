@@ -4,7 +4,7 @@ Measures nothing: that is `pp_runner/`'s job.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import median
 
 from sgl_pipeline.costs.stage_costs import StageCosts
@@ -18,7 +18,8 @@ SPEED_TOLERANCE = 0.15
 def predicted_costs(predictor: StepPredictor, work: StepWork) -> StageCosts:
     """Time of each part of the predictor's model in a step of that work, layer by layer."""
     parts = predictor.parts_ms(work)
-    layers_ms = tuple(weight * parts.layer_ms for weight in predictor.costs.layer_weights)
+    ends_ms = predictor.layer_ends_ms(parts)
+    layers_ms = tuple(end_ms - start_ms for start_ms, end_ms in pairwise(ends_ms))
     return StageCosts(layers_ms, parts.embedding_ms, parts.tail_ms)
 
 

@@ -124,7 +124,7 @@ class LayerPlanner:
         return preview if preview and preview.gain_share >= self._args.min_gain_share else None
 
     def is_allowed(self, current: Sequence[int], layer_counts: Sequence[int]) -> bool:
-        """Whether every stage may hold its layers of both splits."""
+        """True if every stage may hold its layers of both splits."""
         return self._search_from(tuple(current)).is_allowed(layer_counts)
 
     def learn_price(self, layer_price_s: float) -> None:
@@ -146,23 +146,22 @@ class LayerPlanner:
     def _balanced_split(self, current: tuple[int, ...]) -> tuple[int, ...] | None:
         """The best split for the window; None if none is enough better than `current`."""
         assert self._predictor is not None
-        parts, weight_ends = self._window.mean(), self._predictor.weight_ends
+        parts = self._window.mean()
+        ends_ms = self._predictor.layer_ends_ms(parts)
         extras_ms = [0.0] * self._num_stages
         extras_ms[0] += parts.embedding_ms
         extras_ms[-1] += parts.tail_ms
         terms = [StageTerms(*pair) for pair in zip(self.forecast.speeds, extras_ms, strict=True)]
         slowest_ms = max(self._stage_times(current, parts))
         enough_ms = slowest_ms * (1.0 - self._args.min_gain_share)
-        if not can_stay_below(enough_ms, parts.layer_ms, terms, weight_ends):
+        if not can_stay_below(enough_ms, ends_ms, terms):
             return None
-        return self._search_from(current).best(parts.layer_ms, terms)
+        return self._search_from(current).best(ends_ms, terms)
 
     def _search_from(self, current: tuple[int, ...]) -> SplitSearch:
         key = (current, self.max_layers)
         if self._search is None or self._search[0] != key:
-            predictor = self._predictor
-            ends = predictor.weight_ends if predictor else tuple(range(self._num_layers + 1))
-            self._search = (key, SplitSearch(ends, current, self.max_layers))
+            self._search = (key, SplitSearch(current, self.max_layers))
         return self._search[1]
 
     def _note_removal(self, parts: PartTimes) -> None:

@@ -9,16 +9,26 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from sgl_pipeline.costs.step_costs import RowCost, StepCosts
+from sgl_pipeline.costs.windows import windowed_work
 from sgl_pipeline.step_work import StepWork
 
 
 class PartTimes(NamedTuple):
     """Milliseconds of one step: of a layer of weight 1, of the embedding (only the first stage has
-    it) and of the tail (only the last stage has it)."""
+    it) and of the tail (only the last stage has it); `windows_ms` of a layer of weight 1 with each
+    of the predictor's `windows`."""
 
     layer_ms: float
     embedding_ms: float
     tail_ms: float
+    windows_ms: tuple[float, ...] = ()
+
+    def layers_ms(self, weights: Sequence[float]) -> float:
+        """Time of layers that weigh so much: those without a window, then those of each."""
+        if not self.windows_ms:
+            return weights[0] * self.layer_ms
+        times_ms = (self.layer_ms, *self.windows_ms)
+        return sum(weight * one_ms for weight, one_ms in zip(weights, times_ms, strict=True))
 
 
 class StepPredictor:
@@ -31,14 +41,22 @@ class StepPredictor:
         "_layer",
         "_prefill_attended_ms",
         "_tail",
+        "_weight_ends",
         "costs",
-        "weight_ends",
+        "windows",
     )
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
-        # weight_ends[e] - weight_ends[p] is the weight of layers [p, e).
-        self.weight_ends = (0.0, *accumulate(costs.layer_weights))
+        own_windows = costs.layer_windows or (None,) * len(costs.layer_weights)
+        self.windows = tuple(sorted({one for one in own_windows if one is not None}))
+        # Difference of entries e and p: the weight of layers [p, e), without a window and with each
+        # of the windows.
+        layers = [*zip(costs.layer_weights, own_windows, strict=True)]
+        self._weight_ends = tuple(
+            (0.0, *accumulate(weight * (own == window) for weight, own in layers))
+            for window in (None, *self.windows)
+        )
         self._layer = _segments(costs.layer.rows)
         self._embedding = _segments(costs.embedding)
         self._tail = _segments(costs.tail)
@@ -59,20 +77,32 @@ class StepPredictor:
             + self._decode_attended_ms * by_decodes
             + self._prefill_attended_ms * by_prefill
         )
+        windows_ms: tuple[float, ...] = ()
+        if self.windows:
+            windows_ms = tuple(
+                layer_ms - self._beyond_ms(work, windowed_work(work, window))
+                for window in self.windows
+            )
         rows, starts_ms, slopes_ms = self._embedding
         place = bisect_right(rows, tokens)
         embedding_ms = starts_ms[place] + slopes_ms[place] * tokens
         if not samples:
-            return PartTimes(layer_ms, embedding_ms, 0.0)
+            return PartTimes(layer_ms, embedding_ms, 0.0, windows_ms)
         rows, starts_ms, slopes_ms = self._tail
         place = bisect_right(rows, samples)
-        return PartTimes(layer_ms, embedding_ms, starts_ms[place] + slopes_ms[place] * samples)
+        tail_ms = starts_ms[place] + slopes_ms[place] * samples
+        return PartTimes(layer_ms, embedding_ms, tail_ms, windows_ms)
 
-    def stage_weights(self, layer_counts: Sequence[int]) -> tuple[float, ...]:
-        """The weight of each stage's layers."""
-        ends, total = accumulate(layer_counts), self.weight_ends
+    def layer_ends_ms(self, parts: PartTimes) -> tuple[float, ...]:
+        """Of n layers the n + 1 sums of their times before each boundary."""
+        return tuple(parts.layers_ms(ends) for ends in zip(*self._weight_ends, strict=True))
+
+    def stage_weights(self, layer_counts: Sequence[int]) -> tuple[tuple[float, ...], ...]:
+        """The weights of each stage's layers, as `PartTimes.layers_ms` takes them."""
+        ends = list(accumulate(layer_counts))
         return tuple(
-            total[end] - total[end - count] for end, count in zip(ends, layer_counts, strict=True)
+            tuple(total[end] - total[end - count] for total in self._weight_ends)
+            for end, count in zip(ends, layer_counts, strict=True)
         )
 
     def stage_times_ms(
@@ -83,12 +113,24 @@ class StepPredictor:
         Args:
             speeds: factors of the stages' times; empty: all are 1.
         """
-        times = [weight * parts.layer_ms for weight in self.stage_weights(layer_counts)]
-        times[0] += parts.embedding_ms
-        times[-1] += parts.tail_ms
+        times = weighted_times_ms(parts, self.stage_weights(layer_counts))
         if speeds:
             times = [one * speed for one, speed in zip(times, speeds, strict=True)]
         return tuple(times)
+
+    def _beyond_ms(self, work: StepWork, seen: StepWork) -> float:
+        """The time that a layer saves where a window hides all of `work` except `seen`."""
+        by_decodes = work.decode_attended_tokens - seen.decode_attended_tokens
+        by_prefill = work.prefill_attended_tokens - seen.prefill_attended_tokens
+        return self._decode_attended_ms * by_decodes + self._prefill_attended_ms * by_prefill
+
+
+def weighted_times_ms(parts: PartTimes, weights: Sequence[Sequence[float]]) -> list[float]:
+    """Time of each stage, from `StepPredictor.stage_weights`."""
+    times = [parts.layers_ms(own) for own in weights]
+    times[0] += parts.embedding_ms
+    times[-1] += parts.tail_ms
+    return times
 
 
 class SlowestStage:
@@ -98,20 +140,26 @@ class SlowestStage:
         speeds: factors of the stages' times.
     """
 
-    __slots__ = ("_first", "_last", "_middle", "_predictor")
+    __slots__ = ("_first", "_last", "_middle", "_predictor", "_stages")
 
     def __init__(
         self, predictor: StepPredictor, layer_counts: Sequence[int], speeds: Sequence[float]
     ) -> None:
         weights = predictor.stage_weights(layer_counts)
-        layers = [speed * weight for speed, weight in zip(speeds, weights, strict=True)]
         self._predictor = predictor
+        self._stages = tuple(zip(speeds, weights, strict=True))
+        # Of layers without a window, one number says which stage's take longest in any step.
+        layers = [speed * own[0] for speed, own in self._stages]
         self._middle = max(layers)  # the first and the last stage take no less than their layers
         self._first = (layers[0], speeds[0])
         self._last = (layers[-1], speeds[-1], speeds[-1] if len(layers) == 1 else 0.0)
 
     def step_ms(self, work: StepWork) -> float:
-        layer_ms, embedding_ms, tail_ms = self._predictor.parts_ms(work)
+        parts = self._predictor.parts_ms(work)
+        if parts.windows_ms:
+            times = weighted_times_ms(parts, [weights for _, weights in self._stages])
+            return max(speed * time for (speed, _), time in zip(self._stages, times, strict=True))
+        layer_ms, embedding_ms, tail_ms, _ = parts
         weight, speed = self._first
         first_ms = weight * layer_ms + speed * embedding_ms
         weight, speed, embedding_speed = self._last

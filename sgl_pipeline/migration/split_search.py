@@ -23,26 +23,30 @@ SLACK = 0.005
 
 @dataclass(frozen=True, slots=True)
 class StageTerms:
-    """A stage's time: `speed * (weight of its layers * layer_ms + extra_ms)`."""
+    """A stage's time: `speed * (its layers' + extra_ms)`."""
 
     speed: float
     extra_ms: float
 
 
 def can_stay_below(
-    slowest_ms: float, layer_ms: float, stages: Sequence[StageTerms], weight_ends: Sequence[float]
+    slowest_ms: float, ends_ms: Sequence[float], stages: Sequence[StageTerms]
 ) -> bool:
-    """Whether a split may keep all stages at `slowest_ms` or less, without limits on layers: each
-    takes as many as it can, in order. Exact if all layers weigh the same; never False if there is
-    such a split."""
-    end, last = 0, len(weight_ends) - 1
-    lightest = min(high - low for low, high in pairwise(weight_ends))
-    layer_ms = max(layer_ms, 1e-9)
+    """True if a split may keep all stages at `slowest_ms` or less, without limits on layers: each
+    takes as many as it can, in order. Exact if all layers take the same time; never False if there
+    is such a split.
+
+    Args:
+        ends_ms: of n layers the n + 1 sums of their times before each boundary.
+    """
+    end, last = 0, len(ends_ms) - 1
+    shortest_ms = min(high - low for low, high in pairwise(ends_ms))
+    rounding_ms = 1e-9 * ends_ms[-1] / last
     for stage in stages:
-        weight = (slowest_ms / stage.speed - stage.extra_ms) / layer_ms + 1e-9
-        if weight < lightest:
+        room_ms = slowest_ms / stage.speed - stage.extra_ms + rounding_ms
+        if room_ms < shortest_ms:
             return False
-        end = bisect_right(weight_ends, weight_ends[end] + weight) - 1
+        end = bisect_right(ends_ms, ends_ms[end] + room_ms) - 1
     return end == last
 
 
@@ -50,7 +54,6 @@ class SplitSearch:
     """The splits that can follow `layer_counts`, and the layers that each moves.
 
     Args:
-        weight_ends: of n layers the n + 1 sums of their weights before each boundary.
         layer_counts: of the present split.
         max_layers: the most that each stage may hold at any moment of the move, layers that it
             loses and layers that it gets together; None: any number.
@@ -58,7 +61,6 @@ class SplitSearch:
 
     def __init__(
         self,
-        weight_ends: Sequence[float],
         layer_counts: Sequence[int],
         max_layers: Sequence[int] | None = None,
     ) -> None:
@@ -66,12 +68,10 @@ class SplitSearch:
         self._num_stages = len(layer_counts)
         bounds = np.arange(self._num_layers + 1)
         start, end = bounds[:, None], bounds[None, :]
-        weights = np.asarray(weight_ends, dtype=np.float64)
-        of_runs = weights[None, :] - weights[:, None]
         ends = list(accumulate(layer_counts))
-        # By stage and run of layers [start, end): its weight (infinite if the stage may not have
-        # it), and the number of its layers that the stage does not have now.
-        self._weights: list[Matrix] = []
+        # By stage and run of layers [start, end): whether the stage may have it, and the number of
+        # its layers that the stage does not have now.
+        self._allowed: list[npt.NDArray[np.bool_]] = []
         self._arriving: list[Matrix] = []
         for stage, (old_end, count) in enumerate(zip(ends, layer_counts, strict=True)):
             kept = np.minimum(end, old_end) - np.maximum(start, old_end - count)
@@ -79,17 +79,24 @@ class SplitSearch:
             allowed = end > start
             if max_layers is not None:
                 allowed = allowed & (count + arriving <= max_layers[stage])
-            self._weights.append(np.where(allowed, of_runs, np.inf))
+            self._allowed.append(allowed)
             self._arriving.append(arriving.astype(np.float64))
 
-    def best(self, layer_ms: float, stages: Sequence[StageTerms]) -> tuple[int, ...] | None:
+    def best(
+        self, ends_ms: Sequence[float], stages: Sequence[StageTerms]
+    ) -> tuple[int, ...] | None:
         """The split, of at least one layer a stage, with the fastest slowest stage; of splits
         within `SLACK` of it the one that moves the fewest layers, then the most even one. None if
-        no split is within the limits."""
-        layer_ms = max(layer_ms, 1e-9)
+        no split is within the limits.
+
+        Args:
+            ends_ms: as of `can_stay_below`.
+        """
+        sums_ms = np.asarray(ends_ms, dtype=np.float64)
+        of_runs = sums_ms[None, :] - sums_ms[:, None]
         times = [
-            weights * (layer_ms * term.speed) + term.extra_ms * term.speed
-            for weights, term in zip(self._weights, stages, strict=True)
+            np.where(allowed, term.speed * (of_runs + term.extra_ms), np.inf)
+            for allowed, term in zip(self._allowed, stages, strict=True)
         ]
         slowest_ms = self._least_slowest(times)
         if not np.isfinite(slowest_ms):
@@ -114,11 +121,11 @@ class SplitSearch:
         )
 
     def is_allowed(self, layer_counts: Sequence[int]) -> bool:
-        """Whether every stage may hold its layers of that split beside its present ones."""
+        """True if every stage may hold its layers of that split beside its present ones."""
         ends = [0, *accumulate(layer_counts)]
         return all(
-            bool(np.isfinite(weights[start, end]))
-            for weights, start, end in zip(self._weights, ends, ends[1:], strict=False)
+            bool(allowed[start, end])
+            for allowed, start, end in zip(self._allowed, ends, ends[1:], strict=False)
         )
 
     def _least_slowest(self, times: Sequence[Matrix]) -> float:

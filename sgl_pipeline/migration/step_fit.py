@@ -11,6 +11,7 @@ import numpy as np
 
 from sgl_pipeline.costs.stage_costs import PartSample
 from sgl_pipeline.costs.step_costs import FitErrors, LayerCost, RowCost, StepCosts
+from sgl_pipeline.costs.windows import windowed_work
 from sgl_pipeline.migration.least_squares import (
     KNOT_TOKENS,
     relative_fit,
@@ -40,21 +41,26 @@ def fit_parts(
     samples: Sequence[PartSample],
     kinds: Sequence[int],
     curve_rows: tuple[float, ...] = CURVE_ROWS,
+    windows: Sequence[int | None] = (),
 ) -> StepCosts:
     """The costs that come nearest to `samples`, in shares of their times.
 
     Args:
         kinds: of each layer of the model, the index of its kind in `PartSample.kinds_ms`.
         curve_rows: where times may bend, ascending; (1.0,) gives DynaPipe's straight lines.
+        windows: of each layer, as `StepCosts.layer_windows`; layers of a kind have the same.
     """
-    means_ms = np.array([sample.kinds_ms for sample in samples]).mean(axis=0)
     # A weight of 1 means the most common kind of layer.
     usual = max(set(kinds), key=list(kinds).count)
     layer_ms = np.array([sample.kinds_ms[usual] for sample in samples])
     works = [sample.work for sample in samples]
     tails = [sample for sample in samples if sample.work.samples]
-    return StepCosts(
-        layer=_layer_cost(works, layer_ms, curve_rows),
+    own_windows = tuple(windows) if any(windows) else ()
+    window_of = dict(zip(kinds, own_windows or (None,) * len(kinds), strict=True))
+    window = window_of[usual]
+    seen = works if window is None else [windowed_work(work, window) for work in works]
+    costs = StepCosts(
+        layer=_layer_cost(seen, layer_ms, curve_rows),
         embedding=_row_cost(
             [work.tokens for work in works],
             np.array([s.embedding_ms for s in samples]),
@@ -65,8 +71,13 @@ def fit_parts(
             np.array([s.tail_ms for s in tails]),
             curve_rows,
         ),
-        layer_weights=tuple(float(means_ms[kind] / means_ms[usual]) for kind in kinds),
+        layer_weights=(1.0,) * len(kinds),
+        layer_windows=own_windows,
     )
+    measured_ms = np.array([sample.kinds_ms for sample in samples]).mean(axis=0)
+    ratios = measured_ms / _kinds_ms(StepPredictor(costs), samples, kinds).mean(axis=0)
+    weights = tuple(float(ratios[kind] / ratios[usual]) for kind in kinds)
+    return StepCosts(costs.layer, costs.embedding, costs.tail, weights, own_windows)
 
 
 def fit_stages(samples: Sequence[StageSample], num_layers: int, outlier_share: float) -> StepCosts:
@@ -92,15 +103,25 @@ def fit_stages(samples: Sequence[StageSample], num_layers: int, outlier_share: f
 def errors_on(costs: StepCosts, samples: Sequence[PartSample], kinds: Sequence[int]) -> FitErrors:
     """Relative error of the predictions for `samples`, averaged over all kinds of layers."""
     predictor = StepPredictor(costs)
-    weights = {kind: costs.layer_weights[place] for place, kind in enumerate(kinds)}
-    layer_errors, tail_errors = [], []
-    for sample in samples:
-        parts = predictor.parts_ms(sample.work)
-        for kind, measured_ms in enumerate(sample.kinds_ms):
-            layer_errors.append(abs(weights[kind] * parts.layer_ms / measured_ms - 1.0))
-        if sample.work.samples:
-            tail_errors.append(abs(parts.tail_ms / sample.tail_ms - 1.0))
-    return FitErrors(float(np.mean(layer_errors)), float(np.mean(tail_errors)), len(samples))
+    measured_ms = np.array([sample.kinds_ms for sample in samples])
+    layer_errors = np.abs(_kinds_ms(predictor, samples, kinds) / measured_ms - 1.0)
+    tail_errors = [
+        abs(predictor.parts_ms(sample.work).tail_ms / sample.tail_ms - 1.0)
+        for sample in samples
+        if sample.work.samples
+    ]
+    return FitErrors(float(layer_errors.mean()), float(np.mean(tail_errors)), len(samples))
+
+
+def _kinds_ms(
+    predictor: StepPredictor, samples: Sequence[PartSample], kinds: Sequence[int]
+) -> np.ndarray:
+    """Predicted times [sample, kind] of a layer of each kind."""
+    ends_ms = np.array(
+        [predictor.layer_ends_ms(predictor.parts_ms(sample.work)) for sample in samples]
+    )
+    layers_ms = np.diff(ends_ms, axis=1)
+    return layers_ms[:, [kinds.index(kind) for kind in range(len(samples[0].kinds_ms))]]
 
 
 def _layer_cost(

@@ -5,7 +5,12 @@ Must be notified of every step that has ended. It serves the planner of layer mo
 """
 
 from sgl_pipeline.migration.online_fit import OnlineFit
-from sgl_pipeline.migration.predictor import PartTimes, SlowestStage, StepPredictor
+from sgl_pipeline.migration.predictor import (
+    PartTimes,
+    SlowestStage,
+    StepPredictor,
+    weighted_times_ms,
+)
 from sgl_pipeline.migration.stage_speeds import StageSpeeds
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.stage_plan import StagePlan
@@ -30,7 +35,7 @@ class StepForecast:
     ) -> None:
         self._num_stages = plan.num_stages
         self._plans: dict[int, tuple[int, ...]] = {}
-        self._weights: dict[int, tuple[float, ...]] = {}
+        self._weights: dict[int, tuple[tuple[float, ...], ...]] = {}
         self.predictor = predictor
         self._speeds = StageSpeeds(plan.num_stages) if learns else None
         self._online = OnlineFit(plan.num_layers) if learns and predictor is None else None
@@ -77,9 +82,7 @@ class StepForecast:
             weights = self._weights.get(record.epoch)
             if weights is None:
                 weights = self._weights[record.epoch] = self.predictor.stage_weights(counts)
-            predicted_ms = [weight * parts.layer_ms for weight in weights]
-            predicted_ms[0] += parts.embedding_ms
-            predicted_ms[-1] += parts.tail_ms
+            predicted_ms = weighted_times_ms(parts, weights)
             self._speeds.note([s.compute_ms for s in record.stages], predicted_ms)
         return parts
 

@@ -4,6 +4,7 @@ Each step costs one addition and one subtraction.
 """
 
 from collections import deque
+from operator import add, sub
 from typing import Generic, TypeVar
 
 from sgl_pipeline.migration.predictor import PartTimes
@@ -19,7 +20,7 @@ class WorkWindow:
     def __init__(self, num_steps: int) -> None:
         self._parts: deque[PartTimes] = deque(maxlen=num_steps)
         self._num_steps = num_steps
-        self._sums = (0.0, 0.0, 0.0)
+        self._sums: tuple[float, ...] = ()
         self._age = 0
 
     def __len__(self) -> int:
@@ -30,33 +31,31 @@ class WorkWindow:
         return len(self._parts) == self._num_steps
 
     def add(self, parts: PartTimes) -> None:
-        layer_ms, embedding_ms, tail_ms = self._sums
+        numbers = _numbers(parts)
+        sums = self._sums or (0.0,) * len(numbers)
         if len(self._parts) == self._num_steps:
-            oldest = self._parts[0]
-            layer_ms -= oldest.layer_ms
-            embedding_ms -= oldest.embedding_ms
-            tail_ms -= oldest.tail_ms
+            sums = tuple(map(sub, sums, _numbers(self._parts[0])))
         self._parts.append(parts)
         self._age += 1
         if self._age % _FRESH_SUM_STEPS == 0:
-            layer, embedding, tail = zip(*self._parts, strict=True)
-            self._sums = (sum(layer), sum(embedding), sum(tail))
+            columns = zip(*map(_numbers, self._parts), strict=True)
+            self._sums = tuple(sum(column) for column in columns)
             return
-        self._sums = (
-            layer_ms + parts.layer_ms,
-            embedding_ms + parts.embedding_ms,
-            tail_ms + parts.tail_ms,
-        )
+        self._sums = tuple(map(add, sums, numbers))
 
     def mean(self) -> PartTimes:
         """The mean of the present steps; there must be at least one."""
         count = len(self._parts)
-        layer_ms, embedding_ms, tail_ms = self._sums
-        return PartTimes(layer_ms / count, embedding_ms / count, max(0.0, tail_ms / count))
+        layer_ms, embedding_ms, tail_ms, *windows_ms = (one / count for one in self._sums)
+        return PartTimes(layer_ms, embedding_ms, max(0.0, tail_ms), tuple(windows_ms))
 
     def clear(self) -> None:
         self._parts.clear()
-        self._sums = (0.0, 0.0, 0.0)
+        self._sums = ()
+
+
+def _numbers(parts: PartTimes) -> tuple[float, ...]:
+    return *parts[:3], *parts.windows_ms
 
 
 class Unanimity(Generic[Proposed]):

@@ -73,12 +73,12 @@ class MigrationControl:
 
     @property
     def is_moving(self) -> bool:
-        """Whether layers move, or are about to."""
+        """True if layers move, or are about to."""
         return self.coordinator.current is not None
 
     @property
     def is_switching(self) -> bool:
-        """Whether steps run under a new plan, and some stage may lack pages of its layers."""
+        """True if steps run under a new plan, and some stage may lack pages of its layers."""
         current = self.coordinator.current
         return current is not None and current.outcome is MoveOutcome.SWITCHING
 

@@ -33,6 +33,7 @@ from sgl_pipeline.wire.move_orders import SwitchPlan
 from sgl_pipeline.wire.stage_messages import StageReport
 from sgl_pipeline.wire.stage_orders import OrderStream, SealedOrder
 from sgl_pipeline.wire.step_order import StepOrderEncoder
+from sgl_pipeline.wire.store_orders import PagesSaved, StoreReport
 
 
 class PipelineCore:
@@ -97,6 +98,7 @@ class PipelineCore:
         abandoned; one that is has left no stage with all its pages. May be called again before
         `start_over`.
         """
+        self.scheduler.tier.interrupt()
         self.scheduler.forget_in_flight()
         if self.migration.is_switching:
             self.scheduler.lost_pages.lose_all(now_s)
@@ -109,6 +111,7 @@ class PipelineCore:
         but only the rows that the stage has kept are lost. No step is in flight, and no layer
         moves."""
         assert not self._open and not self.migration.is_moving
+        self.scheduler.tier.interrupt()
         self.scheduler.lost_pages.hand_over(stage, now_s)
         self._stop(reason, now_s)
 
@@ -157,6 +160,7 @@ class PipelineCore:
         if num_pages is not None:
             self._unfit += self.scheduler.use_pages(num_pages, log_pages)
         self._encoder.forget()
+        self.scheduler.tier.stages_begin_anew()
         self._is_halted = False
         log = self.scheduler.lost_pages.log
         snapshot = self._encoder.snapshot(None if log is None else log.contents())
@@ -167,12 +171,21 @@ class PipelineCore:
         """The steps that some stage has not reported, oldest first."""
         return self._open.values()
 
-    def move_orders(self, now_s: float) -> list[SealedOrder]:
-        """Orders about layer moves that precede the next step. The driver must send each to every
-        stage before it asks for that step."""
-        sealed: list[SealedOrder] = []
+    def orders_before_step(self, now_s: float) -> list[SealedOrder]:
+        """Orders about stored pages and layer moves that precede the next step. The driver must
+        send each to every stage before it asks for that step."""
         if self._is_halted:
-            return sealed
+            return []
+        # First: what a move copies must not change by a load.
+        return [*self._store_orders(now_s), *self._move_orders(now_s)]
+
+    def _store_orders(self, now_s: float) -> list[SealedOrder]:
+        may_transfer = not (self.migration.is_moving or self.migration.is_held or self.is_held)
+        orders = self.scheduler.store_orders(now_s, may_transfer=may_transfer)
+        return [self._orders.seal(order) for order in orders]
+
+    def _move_orders(self, now_s: float) -> list[SealedOrder]:
+        sealed: list[SealedOrder] = []
         if self.migration.is_moving:
             # A stage cannot hand over pages that it still owes.
             self.scheduler.lost_pages.forget_owed(now_s)
@@ -228,6 +241,21 @@ class PipelineCore:
             self._reported.append(self._open.pop(report.step_id))
             self.has_run = True
         return step if is_last else None
+
+    def take_store_report(self, report: StoreReport) -> None:
+        """Applies a stage's report on pages that it saved or loaded.
+
+        Raises ProtocolError, without any other effect, for a report that no stage could send now.
+        """
+        if not 0 <= report.stage < self.plan.num_stages:
+            raise ProtocolError(f"stage {report.stage} of {self.plan.num_stages} reported pages")
+        if isinstance(report, PagesSaved):
+            own = self.plan.layers_of(report.stage)
+            if report.layers != (own.start, own.stop):
+                raise ProtocolError(
+                    f"stage {report.stage} saved layers {report.layers}, it has {own}"
+                )
+        self.scheduler.tier.take(report, self.plan.num_stages)
 
     def _expected_step(self, report: StageReport) -> OpenStep:
         """The step that its stage must report next, if `report` can belong to it."""

@@ -133,7 +133,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits, runs or has a step in flight."""
+        """True if any request waits, runs or has a step in flight."""
         return bool(self.waiting_requests or self.running_requests or self.load.steps_in_flight)
 
     @property

@@ -61,7 +61,7 @@ class StageHandovers:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a successor loads, or takes pages over."""
+        """True if a successor loads, or takes pages over."""
         return any(self._successor_of(worker) is not None for worker in self._asked_s)
 
     @property

@@ -53,7 +53,7 @@ class StageWorkers:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no worker that fills a stage owes an answer: then all can be given others."""
+        """True if no worker that fills a stage owes an answer: then all can be given others."""
         filling = (one for one in self._workers.values() if one.filled_stage is not None)
         return all(one.is_settled for one in filling)
 
@@ -63,12 +63,12 @@ class StageWorkers:
         return [number for number, worker in self._workers.items() if worker.is_joining]
 
     def is_ready(self, number: int) -> bool:
-        """Whether a worker is ready to take orders, of any stream."""
+        """True if a worker is ready to take orders, of any stream."""
         worker = self._workers.get(number)
         return worker is not None and worker.phase is WorkerPhase.READY
 
     def has_served(self, number: int) -> bool:
-        """Whether a worker was ready once, for any stage."""
+        """True if a worker was ready once, for any stage."""
         worker = self._workers.get(number)
         return worker is not None and worker.has_served
 

@@ -70,7 +70,7 @@ class WorkerRoster(StageWorkers):
 
     @property
     def can_regroup(self) -> bool:
-        """Whether stages that run can be joined anew: NCCL's processes are joined for life."""
+        """True if stages that run can be joined anew: NCCL's processes are joined for life."""
         hellos = [self._hellos[stage] for stage in sorted(self._hellos)]
         return not any(link.startswith("nccl") for link in link_addresses(self._args, hellos))
 
@@ -98,7 +98,7 @@ class WorkerRoster(StageWorkers):
 
     @property
     def has_regrouped(self) -> bool:
-        """Whether all stages that were not lost are ready for the stream of `incarnation`."""
+        """True if all stages that were not lost are ready for the stream of `incarnation`."""
         return all(
             one.incarnation == self.incarnation
             for one in self._workers.values()
@@ -107,7 +107,7 @@ class WorkerRoster(StageWorkers):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every stage has a worker that is ready for the stream of `incarnation`."""
+        """True if every stage has a worker that is ready for the stream of `incarnation`."""
         filling = [one for one in self._workers.values() if one.filled_stage is not None]
         is_ready = [one.phase is WorkerPhase.READY for one in filling]
         return len(is_ready) == self.num_stages and all(is_ready) and self.has_regrouped

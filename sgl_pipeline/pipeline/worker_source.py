@@ -50,10 +50,10 @@ class WorkerSource(Protocol):
         cause."""
 
     def is_lost_with_host(self, worker: int) -> bool:
-        """Whether a worker was lost because its host was; also after `forget`."""
+        """True if a worker was lost because its host was; also after `forget`."""
 
     def are_hosts_there(self) -> bool:
-        """Whether every host that workers come from is present."""
+        """True if every host that workers come from is present."""
 
     def take_leavers(self) -> list[int]:
         """Workers whose host was asked to go since the last call."""

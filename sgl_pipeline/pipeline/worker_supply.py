@@ -68,7 +68,7 @@ class WorkerSupply:
         self._rests_until_s = None
 
     def rests(self, now_s: float) -> bool:
-        """Whether no worker should be asked for now."""
+        """True if no worker should be asked for now."""
         return self._rests_until_s is not None and now_s < self._rests_until_s
 
     def late(self, now_s: float) -> Iterator[tuple[int, str]]:

@@ -39,7 +39,6 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.moe import groups_stay_on_device
-from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
 from sgl_pipeline.pp_runner.weights.schemes import Int4Scheme, Int8Scheme, Quantization
@@ -57,7 +56,8 @@ class BackendChoice:
 
 @dataclass(frozen=True, slots=True)
 class GraphChoice:
-    """Whether steps run from CUDA graphs; `notice` explains why not, if they might be expected."""
+    """The decision to run steps from CUDA graphs or not; `notice` explains why not, if they might
+    be expected."""
 
     is_on: bool
     notice: str = ""
@@ -185,7 +185,7 @@ def make_step_layers(
     """The way in which steps run `held_layers`, prepared for steps of `epoch`, which run `layers`.
     With graphs the pool must have a padding page, and all layers have `shape`."""
     backend = attention.of(0)
-    if isinstance(backend, CpuAttention) and isinstance(held_layers.model, NativeStageModel):
+    if isinstance(backend, CpuAttention) and held_layers.model.plain_steps is not None:
         return RecordedLayers(held_layers, attention)
     if not with_graphs:
         return EagerLayers(held_layers, attention)

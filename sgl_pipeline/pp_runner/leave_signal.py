@@ -23,7 +23,7 @@ class LeaveSignal:
             signal.signal(signal.SIGTERM, self._note)
 
     def take(self) -> bool:
-        """Whether the signal has come; True once."""
+        """Takes the signal: True once after it has come."""
         if not self._has_come:
             return False  # without a write, which could undo that of a signal in between
         self._has_come = False

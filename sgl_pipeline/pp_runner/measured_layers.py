@@ -55,7 +55,7 @@ class NativeLayers:
         self._layers: list[DecoderLayer] = []
         for layer in firsts:
             weights.loaded.clear()
-            self._layers.append(DecoderLayer(spec, layer, weights, kernels))
+            self._layers.append(DecoderLayer.load(spec, layer, weights, kernels))
             self.kind_bytes.append(sum(weights.loaded.values()))
 
     def calls(self, inputs: StepInputs) -> list[Call]:

@@ -63,7 +63,7 @@ class PendingReport:
     outputs: PendingOutputs | None
 
     def is_ready(self) -> bool:
-        """Whether `report` need not wait for the device."""
+        """True if `report` need not wait for the device."""
         return self.outputs is None or self.outputs.is_ready()
 
     def report(self) -> StageReport:

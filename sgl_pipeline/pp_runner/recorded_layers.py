@@ -14,7 +14,6 @@ from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.cpu_kernels.call_recording import RecordedCalls, record
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Rotation
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +22,7 @@ MOST_ROWS = 1024
 
 
 class RecordedLayers:
-    """The `StepLayers` of a CPU stage whose layers are our own.
+    """The `StepLayers` of a CPU stage whose model has `plain_steps`.
 
     The first step of a range of layers is the one that is recorded. A recording holds the addresses
     of the weights and pages of all its layers: there is one at most, and none when one of them has
@@ -31,9 +30,10 @@ class RecordedLayers:
     """
 
     def __init__(self, held_layers: HeldLayers, attention: LayerwiseAttention) -> None:
-        assert isinstance(held_layers.model, NativeStageModel), "torch's own calls leave no record"
+        steps = held_layers.model.plain_steps
+        assert steps is not None, "torch's own calls leave no record"
         self._held_layers = held_layers
-        self._model = held_layers.model
+        self._steps = steps
         self._attention = attention
         self._planned = range(0)
         self._recorded_layers: range | None = None
@@ -42,7 +42,7 @@ class RecordedLayers:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether steps like the last one run from recorded calls."""
+        """True if steps like the last one run from recorded calls."""
         return self._recorded is not None and self._recorded_layers == self._planned
 
     def prepare(self, epoch: int, layers: range) -> None:
@@ -61,7 +61,7 @@ class RecordedLayers:
         is_plain = not held_layers.has_waits and not _profiler_enabled()
         if inputs.num_tokens > MOST_ROWS or not is_plain or not layers:
             return held_layers.forward(layers, inputs, hidden, self._attention)
-        stream, rotation = self._model.enter(inputs, hidden)
+        stream, rotation = self._steps.enter(inputs, hidden)
         if layers != self._recorded_layers:
             return self._record(inputs, stream, rotation)
         if self._recorded is None:
@@ -89,7 +89,7 @@ class RecordedLayers:
     def _pass_layers(
         self, inputs: StepInputs, stream: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor:
-        return self._model.pass_layers(
+        return self._steps.pass_layers(
             self._planned, inputs, stream, rotation, self._held_layers.kv_pool, self._attention
         )
 

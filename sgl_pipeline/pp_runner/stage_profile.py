@@ -48,7 +48,7 @@ class StageProfile:
 
     @property
     def ends_with_this_step(self) -> bool:
-        """Whether the next `step_done` ends the recording."""
+        """True if the next `step_done` ends the recording."""
         return self._profiler is not None and self._steps_left == 1
 
     def step_done(self) -> ProfileReply | None:

@@ -124,10 +124,6 @@ class StageRunner:
         if self._log is not None and snapshot.log is not None:
             self._log.restore(snapshot.log)
 
-    def run_step(self, plan: StepOrder) -> PendingReport:
-        """`prepare` and `launch` of `plan`."""
-        return self.launch(self.prepare(plan))
-
     def prepare(self, plan: StepOrder, attend: Attend = attend_idle) -> PreparedStep:
         """Applies `plan`, runs the recomputations for lost stages, and does all work of the step
         that needs no activations.
@@ -173,7 +169,7 @@ class StageRunner:
         self._mirror = RequestMirror()
 
     def can_launch(self) -> bool:
-        """Whether `launch` would find its activations there."""
+        """True if `launch` would find its activations there."""
         return self._is_first or self._link.has_rows()
 
     def launch(self, step: PreparedStep) -> PendingReport:

@@ -1,1 +1,1 @@
-"""What has happened: steps, moves, recoveries and changes, in memory and in traces."""
+"""Records of steps, moves, recoveries and changes, in memory and in traces."""

@@ -26,6 +26,6 @@ class Event:
 
     @property
     def is_over(self) -> bool:
-        """Whether this is the end of what happened. A layer move is in the list twice: as it begins
-        and when it is over."""
+        """True if this is the end of the event. A layer move is in the list twice: as it begins and
+        when it is over."""
         return True

@@ -9,7 +9,7 @@ from sgl_pipeline.records.event import Event
 
 
 class MoveOutcome(StrEnum):
-    """How far a move has got; the last two are ends."""
+    """The progress of a move; the last two are ends."""
 
     PREPARING = "preparing"
     SWITCHING = "switching"

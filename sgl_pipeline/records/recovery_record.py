@@ -50,12 +50,12 @@ class RecoveryRecord(msgspec.Struct, Event, kw_only=True):
 
     @property
     def has_other_stages(self) -> bool:
-        """Whether more or fewer stages serve than before."""
+        """True if more or fewer stages serve than before."""
         return self.num_stages != self.stages_before
 
     @property
     def is_planned(self) -> bool:
-        """Whether no worker was lost that had not left."""
+        """True if workers were lost, and all of them had left."""
         return bool(self.lost) and all(one.has_left for one in self.lost)
 
     @property
@@ -74,5 +74,5 @@ class RecoveryRecord(msgspec.Struct, Event, kw_only=True):
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Those that were lost, ascending."""
+        """The stages that were lost, ascending."""
         return tuple(sorted({one.stage for one in self.lost if one.stage is not None}))

@@ -1,4 +1,4 @@
-"""When a stage did what in a step, and what its idle time was spent on.
+"""The moments of a stage in a step, and the causes of its idle time.
 
 Stages stamp their steps (`pp_runner/stage_runner.py`, `simulator/virtual_pipeline.py`) and send the
 stamps with their reports; `trace.StepRecord` keeps them. `bubble_shares` is what `/server_info`,
@@ -43,7 +43,7 @@ class StageTiming(msgspec.Struct, frozen=True):
 
     @property
     def is_in_order(self) -> bool:
-        """Whether these can be moments of one step: each is a number, and none before another."""
+        """True if these can be moments of one step: each is a number, and none before another."""
         moments = (0.0, *msgspec.structs.astuple(self), sys.float_info.max)
         return all(map(operator.le, moments, moments[1:]))
 
@@ -58,7 +58,7 @@ class StageTiming(msgspec.Struct, frozen=True):
 
 
 class TimedStep(Protocol):
-    """What is asked of a `trace.StepRecord`."""
+    """The part of a `trace.StepRecord` that these functions need."""
 
     @property
     def scheduled_s(self) -> float: ...

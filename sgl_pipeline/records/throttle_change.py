@@ -11,8 +11,8 @@ Cause = Literal["operator", "undo", "revert", "tune"]
 
 
 class Author(msgspec.Struct, frozen=True):
-    """Who asks for a change: with the `admin` key, with the `api` key, or where none is needed
-    (`none`), from which address. The clock is the author of what goes back by itself."""
+    """The author of a change: one with the `admin` key, with the `api` key, or where none is needed
+    (`none`), and the address. The clock is the author of what goes back by itself."""
 
     key: Literal["admin", "api", "none", "clock"]
     client: str

@@ -8,7 +8,7 @@ files and cannot tell who wrote them.
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Protocol, TypeVar
+from typing import IO, Protocol
 
 import msgspec
 
@@ -16,8 +16,6 @@ from sgl_pipeline.records.event import Event
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import Request
 from sgl_pipeline.step_work import StepWork
-
-Kind = TypeVar("Kind", bound=Event)
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,8 +47,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepRecord(msgspec.Struct, Event, frozen=True, kw_only=True):
-    """What one step carried and what it cost. Times are seconds of the producer's clock, the same
-    for scheduler and stages.
+    """The load of one step and its times. Times are seconds of the producer's clock, the same for
+    scheduler and stages.
 
     `samples` are the rows that went through the head, `attended_tokens` the pairs of a row and a
     token that it attends to, `decode_attended_tokens` those of decodes, each of which costs several
@@ -88,7 +86,7 @@ class StepRecord(msgspec.Struct, Event, frozen=True, kw_only=True):
 
     @property
     def work(self) -> StepWork:
-        """What its time depends on."""
+        """The work on which the step's time depends."""
         return StepWork(
             self.prefill_tokens + self.decodes,
             self.decodes,
@@ -141,16 +139,3 @@ def read_trace(path: str | Path) -> Iterator[StepRecord]:
         for line in lines:
             if not _KEYED_LINE.match(line):
                 yield decoder.decode(line)
-
-
-def read_events(path: str | Path, kind: type[Kind]) -> Iterator[Kind]:
-    """The events of one kind besides steps in a trace file, in the order in which they ended.
-
-    Raises msgspec.ValidationError for a line of this kind that cannot be read.
-    """
-    decoder = msgspec.json.Decoder(dict[str, kind])  # type: ignore[valid-type]
-    start = b'{"%s":' % kind.trace_key.encode()
-    with open(path, "rb") as lines:
-        for line in lines:
-            if line.startswith(start):
-                yield decoder.decode(line)[kind.trace_key]

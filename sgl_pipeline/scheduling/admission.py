@@ -4,6 +4,8 @@ The budget limits how much, the order of requests decides who is next, and the f
 whether a request fits. Admission does not depend on the reasons for the budget.
 """
 
+from collections.abc import Callable
+
 from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.requests import Request, RequestState
 from sgl_pipeline.scheduling.preemption import Preemption
@@ -25,6 +27,7 @@ class Admission:
         preemption: Preemption,
         max_running_requests: int,
         preemption_threshold: int | None = None,
+        on_admitted: Callable[[Request], None] = lambda request: None,
     ) -> None:
         self._waiting = waiting
         self._running = running
@@ -32,6 +35,7 @@ class Admission:
         self._preemption = preemption
         self._max_running_requests = max_running_requests
         self._preemption_threshold = preemption_threshold
+        self._on_admitted = on_admitted
         # Of all requests admitted so far, each counted once.
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -132,4 +136,5 @@ class Admission:
             request.cached_tokens = request.num_computed
             self.num_prompt_tokens += len(request.prompt_ids)
             self.num_cached_tokens += request.cached_tokens
+        self._on_admitted(request)
         return request

@@ -10,6 +10,7 @@ from typing import Literal
 from sgl_pipeline.args import SchedulingArgs
 from sgl_pipeline.pipeline_load import PipelineLoad, TokenBudget
 from sgl_pipeline.requests import Request, RequestState
+from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.outlook import Outlook, look_ahead
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
@@ -17,7 +18,15 @@ from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 from sgl_pipeline.throttle import Policy
 
 Rule = Literal[
-    "in-flight", "pause", "shared-prefix", "order", "running-limit", "pages", "budget", "turn"
+    "in-flight",
+    "pause",
+    "loading",
+    "shared-prefix",
+    "order",
+    "running-limit",
+    "pages",
+    "budget",
+    "turn",
 ]
 
 
@@ -26,9 +35,10 @@ class Explanation:
     """The condition that one request waits for.
 
     `rule` is what holds it: its step is in the pipeline (`in-flight`), the scheduler is paused
-    (`pause`), another request prefills its prefix (`shared-prefix`), others come first (`order`),
-    the maximum number of requests runs (`running-limit`), its prefill does not fit (`pages`), the
-    prefill budget is used up (`budget`), other decodes have been ready for longer (`turn`).
+    (`pause`), its prefix is looked up in the store or loaded from there (`loading`), another
+    request prefills its prefix (`shared-prefix`), others come first (`order`), the maximum number
+    of requests runs (`running-limit`), its prefill does not fit (`pages`), the prefill budget is
+    used up (`budget`), other decodes have been ready for longer (`turn`).
 
     `behind` is the request that it waits for: the next before it in the queue, or the one that
     prefills its prefix. `num_ahead` counts the requests before it in the queue. `text` is the
@@ -53,7 +63,9 @@ class RequestExplainer:
         waiting: WaitingQueue,
         running: RunningRequests,
         pages: RequestPages,
+        tier: KvTier,
     ) -> None:
+        self._tier = tier
         self._args = args
         self._waiting = waiting
         self._running = running
@@ -95,6 +107,16 @@ class RequestExplainer:
         )
 
     def _waiting_for(self, request: Request, budget: TokenBudget) -> Explanation:
+        if self._waiting.is_held(request):
+            text = "the store is asked how much of its prefix it has"
+            return _explanation(request, "loading", text)
+        if (load := self._tier.load_of(request)) is not None:
+            left_s = self._tier.loads.load_s(0)
+            text = (
+                f"{load.num_tokens} tokens of its prefix are loaded from the store; all loads "
+                f"under way are predicted to take {left_s:.2f} s"
+            )
+            return _explanation(request, "loading", text)
         awaited = self._waiting.awaited_node(request)
         if awaited is not None:
             claimant = self._pages.prefilling(awaited)

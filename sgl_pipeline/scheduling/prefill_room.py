@@ -35,7 +35,7 @@ class PrefillRoom:
 
     @property
     def is_open(self) -> bool:
-        """Whether another chunk may be asked for."""
+        """True if another chunk may be asked for."""
         if self._is_cut or self._left_tokens <= 0:
             return False
         return self._limit is None or self._least_tokens > 0 or self._fits(self._limit, 0, 1)

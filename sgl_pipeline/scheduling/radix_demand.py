@@ -43,12 +43,18 @@ class RadixDemand:
         """The waiting request of `path` prefills from now on."""
         self._change(path, waiting=-1, prefilling=1)
 
+    def claim_for_load(self, path: RadixNode) -> None:
+        """A load brings the pages of `path`, which its caller has just walked."""
+        self._change(path, prefilling=1)
+
     def unclaim(self, path: RadixNode) -> None:
-        """The prefilling request of `path` has finished its prompt, or never will."""
+        """The prefilling request of `path` has finished its prompt, or never will; or its load has
+        ended."""
         self._change(path, prefilling=-1)
 
     def claimed_node(self, path: RadixNode) -> RadixNode | None:
-        """The last node of `path` that is not cached yet and that another request prefills."""
+        """The last node of `path` that is not cached yet and that another request prefills, or a
+        load brings."""
         node = path
         while not node.is_cached:
             if node.num_prefilling:

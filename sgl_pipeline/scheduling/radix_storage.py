@@ -11,10 +11,24 @@ evictable sizes; it differs in evicting single pages from a leaf's tail instead 
 import heapq
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from sgl_pipeline.scheduling.page_run import PageRun
 from sgl_pipeline.scheduling.radix_demand import RadixDemand
 from sgl_pipeline.scheduling.radix_tree import RadixNode, RadixTree
+
+# Leaves that one call of `evict` spares because waiting requests want them.
+MAX_SPARED = 64
+
+
+class StorageWatch(Protocol):
+    """Whoever must know which nodes have pages."""
+
+    def on_cached(self, node: RadixNode) -> None:
+        """`node` has just been cached."""
+
+    def on_evicted(self, node: RadixNode, run: PageRun) -> None:
+        """`node` is about to lose `run`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +45,9 @@ class RadixStorage:
     A node's run has one page for every `page_size` of its tokens. `locked_pages` are under at least
     one lock, `evictable_pages` are all others. Every node that may be evicted has an entry in the
     eviction heap, which is at most as recent as the node's last use.
+
+    With `spares_wanted`, leaves that waiting requests want are evicted last (CachedAttention's
+    eviction window, ATC'24, section 3.3.2): coming up for eviction counts as a use of them.
     """
 
     def __init__(self, tree: RadixTree, demand: RadixDemand) -> None:
@@ -39,6 +56,8 @@ class RadixStorage:
         self.locked_pages = 0
         self._tree = tree
         self._demand = demand
+        self.spares_wanted = False
+        self.watch: StorageWatch | None = None
         self._heap_entries = 0
         self._eviction_heap: list[tuple[int, int, RadixNode]] = []
 
@@ -64,7 +83,7 @@ class RadixStorage:
         return [page for pages in reversed(runs) for page in pages]
 
     def accepts(self, below: RadixNode, tokens: list[int], namespace: str = "") -> bool:
-        """Whether there is a page of `tokens` after `below`, and `insert` would decline none of
+        """True if there is a page of `tokens` after `below`, and `insert` would decline none of
         them.
 
         The first page decides: if it is not cached, no page behind it is.
@@ -131,11 +150,15 @@ class RadixStorage:
         Returns the page ids; fewer than asked only when nothing evictable is left.
         """
         evicted: list[int] = []
+        num_spared = 0
         while len(evicted) < num_pages and self._eviction_heap:
             used, _, node = heapq.heappop(self._eviction_heap)
             run = node.run
             assert run is not None
             run.is_offered = False
+            if self.spares_wanted and node.num_waiting and num_spared < MAX_SPARED:
+                num_spared += 1
+                node.last_used = self._tree.next_use()
             if node.last_used != used:
                 self._offer_for_eviction(node)
                 continue
@@ -146,6 +169,11 @@ class RadixStorage:
                 self._tree.split(node, kept * self.page_size)
             evicted += self._drop_run(node)
         return evicted
+
+    def next_evicted(self, num_nodes: int) -> list[RadixNode]:
+        """The cached nodes that come up for eviction next, about in order; looks at all of them."""
+        first = heapq.nsmallest(num_nodes, self._eviction_heap)
+        return [node for _, _, node in first if _is_evictable(node)]
 
     def drop(self, lost: Container[int]) -> list[int]:
         """Drops each cached prefix from its first page in `lost` on; none of these pages is locked.
@@ -183,12 +211,16 @@ class RadixStorage:
         node.parent.run.num_cached_children += 1
         self.evictable_pages += len(pages)
         self._demand.on_cached(node)
+        if self.watch is not None:
+            self.watch.on_cached(node)
         self._offer_for_eviction(node)
 
     def _drop_run(self, node: RadixNode) -> list[int]:
         """Takes its pages from `node`, which is evictable."""
         run, parent = node.run, node.parent
         assert run is not None and parent is not None and parent.run is not None
+        if self.watch is not None:
+            self.watch.on_evicted(node, run)
         node.run = None
         parent.run.num_cached_children -= 1
         self.evictable_pages -= len(run.pages)
@@ -207,7 +239,7 @@ class RadixStorage:
 
 
 def _is_evictable(node: RadixNode) -> bool:
-    """Whether it has pages that no request uses and that no cached prefix continues."""
+    """True if the node has pages that no request uses and that no cached prefix continues."""
     run = node.run
     return (
         run is not None

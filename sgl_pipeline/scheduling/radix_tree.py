@@ -35,13 +35,16 @@ class RadixNode:
     run: PageRun | None = None
     # Demand: written by `RadixDemand`. Number of requests that have a path through this node.
     num_waiting: int = 0
-    num_prefilling: int = 0
-    # Waiting requests that are parked until a prefilling one has committed this node's pages.
+    num_prefilling: int = 0  # and loads
+    # Waiting requests that are parked until this node's pages are committed, by the request that
+    # prefills them or the load that brings them.
     parked: list[Request] = field(default_factory=list)
+    # The page hash at `end`, once it is known: written by `page_saves.py`.
+    page_hash: bytes | None = None
 
     @property
     def is_cached(self) -> bool:
-        """Whether a request can use the KV of these tokens where it lies."""
+        """True if a request can use the KV of these tokens where it lies."""
         return self.run is not None
 
 

@@ -50,7 +50,7 @@ class RecoveryLog:
 
     @property
     def owes(self) -> bool:
-        """Whether any stage owes any page, in use or not."""
+        """True if any stage owes any page, in use or not."""
         return any(self._owed)
 
     def contents(self) -> LogContents:
@@ -74,6 +74,13 @@ class RecoveryLog:
         for stage in range(old.num_stages - 1):
             if old.layers_of(stage).stop != new.layers_of(stage).stop:
                 self._unlogged[stage] = set(pages_in_use)
+
+    def fill(self, pages: Iterable[int]) -> None:
+        """Each stage has new keys and values in `pages`, and kept no rows of them."""
+        for owed in self._owed:
+            owed.difference_update(pages)
+        for unlogged in self._unlogged:
+            unlogged.update(pages)
 
     def take_up(self, chunks: Sequence[Chunk], released: Iterable[Request]) -> tuple[Replay, ...]:
         """Prepares a step that is about to be sent: returns the recomputations before it, and
@@ -114,7 +121,7 @@ class RecoveryLog:
 
     @property
     def has_displaced_owed(self) -> bool:
-        """Whether `unreachable` has become more, because an owed page left the log."""
+        """True if `unreachable` has grown, because an owed page left the log."""
         return self._has_displaced_owed
 
     def all_owed(self) -> set[int]:

@@ -37,6 +37,7 @@ class RequestPages:
         self._page_size = storage.page_size
         self._holdings: dict[Request, _Holding] = {}
         self._released: list[Request] = []
+        self._num_lent = 0
 
     @property
     def page_size(self) -> int:
@@ -61,7 +62,7 @@ class RequestPages:
         return -(-num_tokens // self._page_size)
 
     def fits(self, request: Request, path: RadixNode, num_reserved: int) -> bool:
-        """Whether `try_open` would succeed now."""
+        """True if `try_open` would succeed now."""
         match = self._storage.match(path)
         self._storage.lock(match)
         fits = self._fits_beside(match, request, num_reserved)
@@ -169,6 +170,42 @@ class RequestPages:
         request.pages = []
         self._released.append(request)
 
+    # Pages that a load fills
+
+    def lend(self, match: RadixNode, num_pages: int) -> list[int]:
+        """Takes `num_pages` available pages out of use, to be filled behind the cached `match`,
+        which stays cached meanwhile."""
+        self._storage.lock(match)
+        self._pool.free(self._storage.evict(num_pages - self._pool.num_free))
+        self._num_lent += num_pages
+        return self._pool.allocate(num_pages)
+
+    def take_back(self, match: RadixNode, pages: list[int]) -> None:
+        """Takes back pages that `lend` gave out for `match`; what they hold is of no use."""
+        self._storage.unlock(match)
+        self._pool.free(pages)
+        self._num_lent -= len(pages)
+
+    def cache_loaded(
+        self,
+        match: RadixNode,
+        tokens: list[int],
+        good: list[int],
+        rest: list[int],
+        namespace: str,
+    ) -> RadixNode:
+        """Takes back all pages that `lend` gave out for `match`: `good` hold what follows it of
+        `tokens` and become matchable, the `rest` is of no use. Returns the end of the prefix."""
+        insertion = self._storage.insert(match, tokens, good, namespace)
+        self._storage.unlock(match)
+        self._pool.free((*insertion.declined, *rest))
+        self._num_lent -= len(good) + len(rest)
+        return insertion.node
+
+    def hit_of(self, request: Request) -> RadixNode:
+        """The end of the cached prefix that a running request uses."""
+        return self._holdings[request].locked
+
     def take_released(self) -> tuple[Request, ...]:
         """The requests released since the last call, for the stages to forget."""
         released = tuple(self._released)
@@ -196,7 +233,7 @@ class RequestPages:
             held += request.pages[holding.num_cached :]
             assert holding.num_cached <= request.num_computed // self._page_size
         assert len(held) == len(set(held)), "two requests hold the same page"
-        counts = (self._pool.num_free, len(held), self._storage.cached_pages)
+        counts = (self._pool.num_free, len(held), self._storage.cached_pages, self._num_lent)
         assert sum(counts) == self._pool.num_pages, (
-            f"free, held, cached = {counts} of {self._pool.num_pages} pages"
+            f"free, held, cached, lent = {counts} of {self._pool.num_pages} pages"
         )

@@ -19,7 +19,7 @@ steps. One step, from the arrival of its requests to its tokens:
                                ends and releases its pages, or is ready for its next decode
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from sgl_pipeline.args import ACCOUNTINGS, Accounting, SchedulingArgs
 from sgl_pipeline.errors import RequestError
@@ -30,6 +30,7 @@ from sgl_pipeline.scheduling.age_limit import RequestAges
 from sgl_pipeline.scheduling.arrivals import DISPLACED, Arrivals
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
 from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
+from sgl_pipeline.scheduling.kv_tier import KvTier, StoreOrder
 from sgl_pipeline.scheduling.load_meter import LoadMeter
 from sgl_pipeline.scheduling.logprob_rows import keep_logprobs
 from sgl_pipeline.scheduling.lost_pages import LostPages
@@ -47,7 +48,7 @@ from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
 from sgl_pipeline.scheduling.stop_rules import finish_reason
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
-from sgl_pipeline.step_work import StepTimes
+from sgl_pipeline.step_work import StepTimes, StepWork
 from sgl_pipeline.throttle import PipelineLoad, Policy, TokenBudget, limit_decodes
 
 
@@ -58,7 +59,7 @@ class StepScheduler:
     prefilling one may have consecutive chunks in several. Pages of a step in flight are never freed
     or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under, and
     `step_times` predicts their times once these are known. `pausing` keeps steps from starting.
-    `lost_pages` handles lost stages, when no step is in flight.
+    `lost_pages` handles lost stages, when no step is in flight. `tier` keeps pages in a store.
 
     Args:
         log: the pages that replaced stages can recompute by themselves; None: all lost tokens are
@@ -85,12 +86,14 @@ class StepScheduler:
 
         tree = RadixTree(args.page_size, enabled=args.radix_cache)
         demand = RadixDemand(tree)
-        self._pages = RequestPages(PagePool(num_pages), RadixStorage(tree, demand), demand)
+        storage = RadixStorage(tree, demand)
+        self._pages = RequestPages(PagePool(num_pages), storage, demand)
         self._waiting = WaitingQueue(demand, parks=not args.duplicate_prefills)
         self._arrivals = Arrivals(args, self.limits, self._waiting)
         self._running = RunningRequests()
         self._preemption = Preemption(self._running, self._waiting, self._pages)
         self.pausing = Pausing(self._running, self._preemption)
+        self.tier = KvTier(tree, demand, storage, self._pages, self._waiting, self._running, log)
         self._admission = Admission(
             self._waiting,
             self._running,
@@ -98,8 +101,11 @@ class StepScheduler:
             self._preemption,
             args.max_running_requests,
             args.preemption_threshold,
+            self.tier.on_hit,
         )
-        self._explainer = RequestExplainer(args, self._waiting, self._running, self._pages)
+        self._explainer = RequestExplainer(
+            args, self._waiting, self._running, self._pages, self.tier
+        )
         self._now_s = 0.0
         self._decode_reserve = DecodeReserve(args.page_size, self._in_flight.limit)
         self._meter = LoadMeter(
@@ -270,6 +276,16 @@ class StepScheduler:
         if was_running and request.steps_in_flight == 0:
             self._pages.release(request)
 
+    def store_orders(self, now_s: float, *, may_transfer: bool) -> Iterator[StoreOrder]:
+        """Orders about pages in the store that precede the next step; see `KvTier.next_orders`."""
+        pending = StepWork(0, 0, 0, 0, 0)
+        if self.tier.is_on:
+            load = self.load()
+            pending = StepWork(load.waiting_tokens, 0, 0, load.waiting_attended_tokens, 0)
+        yield from self.tier.next_orders(
+            now_s, self._num_pages, self.step_times, pending, may_transfer=may_transfer
+        )
+
     # When stages are lost, or others
 
     def forget_in_flight(self) -> None:
@@ -394,6 +410,7 @@ class StepScheduler:
         is_unused = not self._running and not self._in_flight
         if not is_unused or (self._waiting and not self.pausing.is_paused):
             return False
+        self.tier.interrupt()
         self._pages.clear_cache()
         return True
 

@@ -5,6 +5,7 @@ count nor a hit needs a walk over the queue. It never decides whether a request 
 """
 
 import heapq
+from collections.abc import Callable
 
 from sgl_pipeline.args import Accounting
 from sgl_pipeline.requests import Request
@@ -20,7 +21,8 @@ class WaitingQueue:
     """Ordered by `Request.order`, except for requests that are parked.
 
     A request is parked while another one prefills pages that it needs too: they are computed once,
-    unless parking is switched off.
+    unless parking is switched off. A request is held until it is known whether its prefix can be
+    loaded. `on_add` hears of each request that enters.
     """
 
     def __init__(self, demand: RadixDemand, *, parks: bool = True) -> None:
@@ -28,6 +30,10 @@ class WaitingQueue:
         self._parks = parks
         self._paths: dict[Request, RadixNode] = {}
         self._parked: set[Request] = set()
+        # Requests that may not be served yet; those that have come to the front are not in the
+        # heap.
+        self._held: dict[Request, bool] = {}
+        self.on_add: Callable[[Request], None] | None = None
         # Every waiting request that is not parked, and some that have left the queue.
         self._heap: list[tuple[tuple[int, int, int], Request]] = []
         # Tokens that no page of a radix node will hold, and the number that they attend to.
@@ -80,11 +86,30 @@ class WaitingQueue:
         self._paths[request] = path
         self._count(request, path, 1)
         heapq.heappush(self._heap, (request.order, request))
+        if self.on_add is not None:
+            self.on_add(request)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._paths
+
+    def hold(self, request: Request) -> None:
+        """`head` passes over the waiting `request` until `let_go`."""
+        self._held.setdefault(request, False)
+
+    def let_go(self, request: Request) -> None:
+        """Ends a `hold`, if there is one."""
+        if self._held.pop(request, False):
+            heapq.heappush(self._heap, (request.order, request))
+
+    def is_held(self, request: Request) -> bool:
+        """True if `head` passes over it until `let_go`."""
+        return request in self._held
 
     def discard(self, request: Request) -> None:
         """Removes a request that will never run."""
         self._demand.unwant(self._forget(request))
         self._parked.discard(request)
+        self._held.pop(request, None)
         if len(self._heap) > 2 * len(self._paths) + MAX_PARKED_PER_CALL:
             self._heap = [entry for entry in self._heap if entry[1] in self._paths]
             heapq.heapify(self._heap)
@@ -98,6 +123,10 @@ class WaitingQueue:
             if not self._heap:
                 return None
             request = self._heap[0][1]
+            if request in self._held:
+                heapq.heappop(self._heap)
+                self._held[request] = True
+                continue
             claimed = self.awaited_node(request)
             if claimed is None:
                 return request

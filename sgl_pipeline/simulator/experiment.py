@@ -194,7 +194,7 @@ class Cluster:
         return balanced_layer_counts([costs.scaled(slow) for slow in slowness], self._fits)
 
     def _fits(self, stage: int, start: int, end: int) -> bool:
-        """Whether a card holds those layers' weights and a page."""
+        """True if a card holds those layers' weights and a page."""
         num_ends = (stage == 0) + (stage == self.num_stages - 1)
         return self.shape.weight_bytes(end - start, num_ends) < self._usable_bytes
 

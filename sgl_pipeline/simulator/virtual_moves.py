@@ -83,7 +83,7 @@ class VirtualMoves:
 
     @property
     def is_copying(self) -> bool:
-        """Whether pages are copied while steps of the old plan run."""
+        """True if pages are copied while steps of the old plan run."""
         return self._open is not None and not self._open.is_switched
 
     def take(self, sealed: SealedOrder, sent_s: float) -> None:

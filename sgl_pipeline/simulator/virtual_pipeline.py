@@ -213,7 +213,7 @@ class VirtualPipeline:
             migration.move_to(self._wishes.popleft()[1], now_s)
 
     def _fill(self, now_s: float) -> None:
-        for order in self._core.move_orders(now_s):
+        for order in self._core.orders_before_step(now_s):
             self._moves.take(order, now_s)
             if self._core.plan.layer_counts != self._costs.layer_counts:
                 # Times of steps that were sent are known already.

@@ -1,4 +1,4 @@
-"""How many tokens the next microbatch may carry: pure functions of a `PipelineLoad`.
+"""Policies that bound the tokens of the next microbatch: pure functions of a `PipelineLoad`.
 
 `StepScheduler` calls the policy that `make_policy` returns before each admission. A policy never
 remembers, never draws a random number and never sees a request: equal loads give equal budgets, in

@@ -1,4 +1,4 @@
-"""How many decodes a step carries so that all steps in flight carry about the same number.
+"""Bounds the decodes of a step so that all steps in flight carry about the same number.
 
 It never asks which requests they are: admission draws them from one global ready set, so what one
 step leaves over fills a later one that is short.

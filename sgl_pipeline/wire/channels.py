@@ -103,7 +103,7 @@ class SchedulerChannel(_Channel):
         return [self.socket] if self._others is None else [self.socket, self._others.fileno()]
 
     def wait(self, timeout_ms: int) -> bool:
-        """Whether something arrives within `timeout_ms` milliseconds."""
+        """Waits up to `timeout_ms` milliseconds; True if something has arrived."""
         return any(zmq.select(self.readable, [], [], timeout_ms * 1e-3))
 
     def receive(self) -> tuple[int, FromWorker] | None:

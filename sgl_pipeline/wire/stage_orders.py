@@ -16,8 +16,18 @@ from sgl_pipeline.decoding import decode
 from sgl_pipeline.errors import MalformedData, ProtocolError
 from sgl_pipeline.wire.move_orders import AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.wire.step_order import MirrorSnapshot, StepOrder
+from sgl_pipeline.wire.store_orders import LoadPages, SavePages, UseStore
 
-StageOrder = StepOrder | MirrorSnapshot | PrepareMove | SwitchPlan | AbandonMove
+StageOrder = (
+    StepOrder
+    | MirrorSnapshot
+    | PrepareMove
+    | SwitchPlan
+    | AbandonMove
+    | UseStore
+    | SavePages
+    | LoadPages
+)
 
 
 class SealedOrder(msgspec.Struct, frozen=True, tag=True):

@@ -2,7 +2,7 @@
 
 The scheduler decides, the stages read and write beside their steps, each its own layers. An object
 holds one page of one layer. A page is in the store when the scheduler has written its record, which
-it does when all stages have saved their layers; until then nobody looks for it. `SavePages` names
+it does when all stages have saved their layers; until then no lookup finds it. `SavePages` names
 pages that no step writes any more and that are not given away before each stage has reported.
 `LoadPages` names pages that no step reads or writes before each stage has reported. Transfers of
 one kind run in the sequence of their orders; loads go before saves. A stage forgets all transfers,

@@ -256,7 +256,7 @@ class World:
         self._go_on_recovering()
         if self._gave_up is not None:
             return
-        for order in core.move_orders(self._loop.now_s):
+        for order in core.orders_before_step(self._loop.now_s):
             self._broadcast(order)
         while (step := core.next_step(self._loop.now_s)) is not None:
             self._broadcast(step.order)

@@ -1,5 +1,7 @@
 """The predictor against formulas written out, and its file against what it must refuse."""
 
+from itertools import accumulate, pairwise
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -20,9 +22,11 @@ from sgl_pipeline.costs.step_costs import (
     decode_costs,
     encode_costs,
 )
+from sgl_pipeline.costs.windows import windowed_work
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.microbatch import Chunk
-from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.cost_model import predicted_costs
+from sgl_pipeline.migration.predictor import SlowestStage, StepPredictor
 from sgl_pipeline.step_work import StepWork
 
 COSTS = StepCosts(
@@ -133,6 +137,8 @@ def broken(**parts: object) -> bytes:
         broken(embedding=RowCost((1.0,), (-1.0,), 0.0)),
         broken(layer=LayerCost(RowCost((1.0,), (1.0,), 0.0), 0.0, -1.0, 0.0)),
         broken(layer_weights=(1.0, 1.0, 1.0, -1.0)),
+        broken(layer_windows=(None, 8)),
+        broken(layer_windows=(None, 8, 8, 0)),
     ],
 )
 def test_a_file_that_holds_no_costs_is_refused(content: bytes) -> None:
@@ -143,4 +149,57 @@ def test_a_file_that_holds_no_costs_is_refused(content: bytes) -> None:
 def test_flat_costs_are_flat() -> None:
     predictor = StepPredictor(flat_costs(4, tail_ms=3.0))
     for samples in (1, 50):
-        assert predictor.parts_ms(StepWork(samples, 0, 0, 0, samples)) == (1.0, 0.0, 3.0)
+        assert predictor.parts_ms(StepWork(samples, 0, 0, 0, samples))[:3] == (1.0, 0.0, 3.0)
+
+
+WINDOWED = StepCosts(
+    COSTS.layer, COSTS.embedding, COSTS.tail, (1.0, 2.0, 1.0, 0.5), (64, None, 8, 64)
+)
+
+
+@given(
+    st.lists(st.integers(1, 300), max_size=12),
+    st.integers(0, 200),
+    st.integers(0, 90),
+    st.sampled_from([8, 64]),
+)
+def test_a_window_hides_what_lies_beyond_it(
+    contexts: list[int], start: int, length: int, window: int
+) -> None:
+    rows = range(start + 1, start + length + 1)
+    work = StepWork(len(contexts) + length, len(contexts), sum(contexts), sum(rows), len(contexts))
+    seen = windowed_work(work, window)
+    for own, whole in ((seen[2], contexts), (seen[3], rows)):
+        exact = sum(min(one, window) for one in whole)
+        assert exact <= own <= sum(whole)
+        if all(one <= window for one in whole) or all(one >= window for one in whole):
+            assert own == exact
+
+
+@given(
+    *(st.integers(0, 40) for _ in range(2)),
+    *(st.integers(0, 5000) for _ in range(2)),
+    st.sampled_from([(1, 3), (2, 2), (4,), (1, 1, 1, 1)]),
+)
+def test_a_windowed_stage_takes_the_sum_of_its_layers(
+    decodes: int, prompt: int, by_decodes: int, by_prefill: int, counts: tuple[int, ...]
+) -> None:
+    work = StepWork(decodes + prompt, decodes, by_decodes, by_prefill, decodes)
+    plain = StepPredictor(COSTS)
+    layers = [
+        weight * plain.parts_ms(work if window is None else windowed_work(work, window)).layer_ms
+        for weight, window in zip(WINDOWED.layer_weights, WINDOWED.layer_windows, strict=True)
+    ]
+    predictor, speeds = StepPredictor(WINDOWED), [1.0 + 0.5 * stage for stage in range(len(counts))]
+    parts = predictor.parts_ms(work)
+    assert predicted_costs(predictor, work).layers_ms == pytest.approx(layers)
+    ends = [0, *accumulate(counts)]
+    expected = [sum(layers[start:end]) for start, end in pairwise(ends)]
+    expected[0] += parts.embedding_ms
+    expected[-1] += parts.tail_ms
+    expected = [one * speed for one, speed in zip(expected, speeds, strict=True)]
+    assert predictor.stage_times_ms(parts, counts, speeds) == pytest.approx(expected)
+    slowest = SlowestStage(predictor, counts, speeds)
+    assert slowest.step_ms(work) == pytest.approx(max(expected))
+    more = work._replace(tokens=work.tokens + 1, prefill_attended_tokens=by_prefill + 70)
+    assert slowest.step_ms(more) >= slowest.step_ms(work) - 1e-9

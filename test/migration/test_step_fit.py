@@ -181,3 +181,48 @@ def test_a_server_fits_ever_more_rarely() -> None:
         is not None
     ]
     assert times == [256, 512, 1024, 2048, 4096]
+
+
+WINDOWED = StepCosts(
+    TRUTH.layer, TRUTH.embedding, TRUTH.tail, (1.0, 2.5, 1.0, 1.0, 1.0), (128, None, 128, 32, 128)
+)
+WINDOWED_KINDS = (0, 1, 0, 2, 0)
+
+
+def windowed_samples(
+    count: int, seed: int, noise: float, windows: tuple[int | None, ...]
+) -> list[PartSample]:
+    """Made-up steps, timed row by row: rows of a prompt cross the window, and costs know only the
+    sum of what all see."""
+    rng, predictor = random.Random(seed), StepPredictor(TRUTH)
+    samples = []
+    for _ in range(count):
+        contexts = [rng.randrange(1, 4000)] * 32
+        start, length = rng.choice([0, rng.randrange(2000)]), rng.choice([0, rng.randrange(1, 512)])
+        rows = [*range(start + 1, start + length + 1)]
+
+        def work(window: float, contexts: list[int] = contexts, rows: list[int] = rows) -> StepWork:
+            seen = [int(sum(min(n, window) for n in one)) for one in (contexts, rows)]
+            return StepWork(32 + len(rows), 32, *seen, 32)
+
+        whole = predictor.parts_ms(work(float("inf")))
+        kinds = tuple(
+            weight
+            * predictor.parts_ms(work(window or float("inf"))).layer_ms
+            * (1.0 + noise * rng.uniform(-1.0, 1.0))
+            for window, weight in zip(windows, (1.0, 2.5, 1.0), strict=True)
+        )
+        samples.append(PartSample(work(float("inf")), kinds, whole.embedding_ms, whole.tail_ms))
+    return samples
+
+
+def test_windows_are_fitted_though_a_step_knows_only_sums() -> None:
+    windows = (128, None, 32)
+    samples = windowed_samples(300, 1, 0.02, windows)
+    held_out = windowed_samples(100, 2, 0.02, windows)
+    fitted = fit_parts(samples, WINDOWED_KINDS, windows=WINDOWED.layer_windows)
+    assert fitted.layer_windows == WINDOWED.layer_windows
+    assert fitted.layer_weights == pytest.approx(WINDOWED.layer_weights, rel=0.1)
+    assert errors_on(fitted, held_out, WINDOWED_KINDS).layer < 0.05
+    blind = fit_parts(samples, WINDOWED_KINDS)
+    assert errors_on(blind, held_out, WINDOWED_KINDS).layer > 0.08

@@ -265,15 +265,15 @@ def test_a_report_of_a_step_that_was_taken_back_means_nothing() -> None:
 def test_a_stage_lost_before_the_switch_ends_the_move_and_the_old_plan_stands() -> None:
     core = movable_core(2, 2)
     record = core.migration.move_to((1, 3), 1.0)
-    core.move_orders(1.0)
+    core.orders_before_step(1.0)
     core.halt([0], "stage 0 was killed", 2.0)
     assert (record.outcome, record.reason) == (MoveOutcome.ABANDONED, "stage 0 was killed")
     assert core.take_events()[-1] is record
     # What a stage said before it heard of that is late.
     core.migration.take(MoveReady(stage=1, move=record.move, load_ms=1.0), 2.5)
-    assert core.move_orders(2.5) == []
+    assert core.orders_before_step(2.5) == []
     core.start_over(1)
-    assert core.plan == StagePlan(0, (2, 2)) and core.move_orders(3.0) == []
+    assert core.plan == StagePlan(0, (2, 2)) and core.orders_before_step(3.0) == []
     core.migration.move_to((3, 1), 4.0)
     stages_get_ready(core, 4.0)
     stages_switch(core, 5.0)
@@ -284,7 +284,7 @@ def test_a_stage_lost_after_the_switch_does_not_take_it_back() -> None:
     core = movable_core(2, 2)
     record = core.migration.move_to((1, 3), 1.0)
     stages_get_ready(core, 2.0)
-    core.move_orders(2.0)
+    core.orders_before_step(2.0)
     core.halt([0], "stage 0 was killed", 3.0)
     assert record.outcome is MoveOutcome.DONE and core.plan == StagePlan(1, (1, 3))
     core.start_over(1)
@@ -301,7 +301,7 @@ def test_a_stage_lost_between_the_switch_and_its_end_leaves_nothing_to_go_on_wit
     core.take_report(report(1, 0, (7,)), 1.0)
     core.migration.move_to((1, 3), 1.0)
     stages_get_ready(core, 2.0)
-    core.move_orders(2.0)
+    core.orders_before_step(2.0)
     core.halt([0], "stage 0 was killed", 3.0)
     # Stage 1 may lack pages of the layer that has come to it.
     assert core.scheduler.num_running == 0 and core.scheduler.num_waiting == 1
@@ -331,9 +331,9 @@ def test_no_order_of_a_move_goes_out_while_a_stage_is_missing() -> None:
     core = movable_core(2, 2)
     core.halt([0], "stage 0 was killed", 1.0)
     core.migration.move_to((1, 3), 2.0)
-    assert core.move_orders(2.0) == []
+    assert core.orders_before_step(2.0) == []
     core.start_over(1)
-    assert len(core.move_orders(3.0)) == 1
+    assert len(core.orders_before_step(3.0)) == 1
 
 
 def test_moments_of_a_stage_on_another_host_are_shifted_to_the_drivers_clock() -> None:

@@ -268,10 +268,10 @@ def test_layers_that_move_arrive_first_and_no_others_set_out() -> None:
     migration.move_to((2, 4, 2), 1.0)
     server.recovery.take(WorkerLeaves(1), 1.0)
     assert server.recovery.reform(1.0) == []
-    server.core.move_orders(1.0)
+    server.core.orders_before_step(1.0)
     for stage in range(3):
         migration.take(MoveReady(stage=stage, move=0, load_ms=0.0), 2.0)
-    server.core.move_orders(2.0)
+    server.core.orders_before_step(2.0)
     for stage in range(3):
         done = MoveDone(
             stage=stage, move=0, copied_bytes=0, patched_bytes=0, patch_ms=0.0, wait_ms=0.0

@@ -121,7 +121,7 @@ def launches_of_a_layer(quantization: str | None, kv_cache_dtype: str) -> list[s
         lambda: CountedFunctions(launches), lambda: CountedRounding(launches)
     )
     weights = DummyWeights(torch.bfloat16, torch.device("cpu"))
-    layer = DecoderLayer(spec, 0, weights, kernels)
+    layer = DecoderLayer.load(spec, 0, weights, kernels)
     pool = KvPool([0], shapes, num_pages=4)
     stream = torch.empty(NUM_ROWS, spec.hidden_size, dtype=torch.bfloat16, device=META)
     angles = torch.empty(NUM_ROWS, spec.head_dim // 2, device=META)

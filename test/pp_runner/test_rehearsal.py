@@ -74,6 +74,7 @@ def test_nothing_is_left_of_a_rehearsal(stage: int) -> None:
             0, 0, 3, True, array("i", [5, 6, 7]).tobytes(), array("i", [4]).tobytes()
         )
         opened = RequestOpen(0, GREEDY, 3)
-        report = runner.run_step(StepOrder(0, 0, (), (opened,), (chunk,))).report()
+        step = runner.prepare(StepOrder(0, 0, (), (opened,), (chunk,)))
+        report = runner.launch(step).report()
         sent.append(deque([report.token_ids, *(row.tolist() for _, row in downstream)]))
     assert sent[0] == sent[1]

@@ -29,16 +29,16 @@ def step_of(epoch: int) -> StepOrder:
 def test_the_plan_of_the_assignment_is_known_from_the_start(runner: StageRunner) -> None:
     assert runner.held_layers.held == (1, 2, 3)
     with pytest.raises(ProtocolError, match=r"step 7 is of epoch 5, .* the plans of epochs 4$"):
-        runner.run_step(step_of(5))
+        runner.prepare(step_of(5))
     runner.know_plan(StagePlan(5, (2, 1, 3)))
     with pytest.raises(ProtocolError, match=r"epoch 6, this stage knows the plans of epochs 4, 5$"):
-        runner.run_step(step_of(6))
+        runner.prepare(step_of(6))
 
 
 def test_a_step_whose_layers_are_not_all_held_names_the_missing_one(runner: StageRunner) -> None:
     runner.held_layers.drop(2)
     with pytest.raises(ProtocolError, match=r"step 7 runs layer 2, but .* holds layers 1, 3"):
-        runner.run_step(step_of(4))
+        runner.prepare(step_of(4))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_plan_that_the_stage_cannot_run_is_refused(
     with pytest.raises(ProtocolError, match=message):
         runner.know_plan(plan)
     with pytest.raises(ProtocolError, match=r"knows the plans of epochs 4$"):
-        runner.run_step(step_of(5))
+        runner.prepare(step_of(5))
 
 
 def test_a_stage_without_layers_hands_on_a_copy_of_its_rows() -> None:
@@ -75,7 +75,7 @@ def test_a_stage_without_layers_hands_on_a_copy_of_its_rows() -> None:
         (RequestOpen(0, GREEDY, 1),),
         (ChunkOrder(0, 0, 1, True, b"\1\0\0\0", b"\0\0\0\0"),),
     )
-    runner.run_step(step)
+    runner.launch(runner.prepare(step))
     ((_, sent),) = downstream
     assert torch.equal(sent, rows)
     assert sent.data_ptr() != rows.data_ptr()

@@ -1,6 +1,7 @@
 """Servers for all tests that only talk to one, each with two stages and in fp32.
 
-With several pytest workers (`make test`), each worker has servers of its own and runs whole files.
+With several pytest workers (`make test`), each worker has servers of its own and runs whole files,
+those of this folder one after the other: then the servers end, and give their memory back.
 """
 
 import tempfile
@@ -13,7 +14,7 @@ from support.live_server import LiveServer, live_server, wait_until_idle
 from support.parrot_model import parrot_model
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_servers() -> list[LiveServer]:
     """Those of the servers below that have been started."""
     return []
@@ -27,7 +28,7 @@ def servers_are_left_idle(shared_servers: list[LiveServer]) -> Iterator[None]:
         wait_until_idle(server)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def demo_server(shared_servers: list[LiveServer]) -> Iterator[LiveServer]:
     """The demo model, with the flags that a user gets without asking."""
     with live_server("--pp", "2", "--dtype", "float32") as server:
@@ -35,7 +36,7 @@ def demo_server(shared_servers: list[LiveServer]) -> Iterator[LiveServer]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def parrot_server(shared_servers: list[LiveServer]) -> Iterator[LiveServer]:
     """A model that thinks and calls tools (`support/parrot_model.py`), and the parsers for it.
 

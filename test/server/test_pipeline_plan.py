@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import requests
 from support.live_server import LiveServer, live_server, wait_until
+from support.traced_events import read_events
 
 from sgl_pipeline.records.move_record import MoveRecord
-from sgl_pipeline.records.trace import read_events, read_trace
+from sgl_pipeline.records.trace import read_trace
 from test.server.test_metrics_and_drain import Samples
 
 pytestmark = pytest.mark.multiproc

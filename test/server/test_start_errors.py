@@ -1,24 +1,24 @@
-"""What cannot be started ends at once with one line that names the flag and the limit."""
+"""What cannot be started ends at once with one line that names the flag and the limit.
+
+Servers are forks; `test_launch_server.py` starts one that cannot start from nothing.
+"""
 
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.live_server import start_server
 
 from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 
 pytestmark = pytest.mark.multiproc
-ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(*flags: str) -> tuple[int, str]:
+def start(*flags: str, port: socket.socket | None = None) -> tuple[int, str]:
     """Exit code and output of a server that is not expected to come up."""
-    command = [sys.executable, "-W", "ignore", "-m", "sgl_pipeline.launch_server", *flags]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    return ended.returncode, ended.stdout + ended.stderr
+    server = start_server(*flags, port=port)
+    return server.wait_for_end(120), server.text
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def start(*flags: str) -> tuple[int, str]:
         (["--pp", "2", "--nnodes", "2"], ["--nnodes 2"]),
     ],
 )
-def test_a_wrong_flag_is_named(flags, words):
+def test_a_wrong_flag_is_named(flags: list[str], words: list[str]) -> None:
     code, output = start(*flags)
     assert code == 1
     error = [line for line in output.splitlines() if "error:" in line]
@@ -39,18 +39,18 @@ def test_a_wrong_flag_is_named(flags, words):
     assert "Traceback" not in output
 
 
-def test_a_taken_port_is_named():
+def test_a_taken_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
+        code, output = start(port=taken)
         port = taken.getsockname()[1]
-        code, output = start("--port", str(port))
     assert code == 1
     assert f"--port {port}" in output
     assert "Traceback" not in output
 
 
-def test_a_truncated_checkpoint_is_named(tmp_path):
+def test_a_truncated_checkpoint_is_named(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, model)
     weights = model / "model.safetensors"

@@ -11,9 +11,10 @@ import psutil
 import pytest
 import requests
 from support.live_server import LiveServer, live_server, wait_until, wait_until_idle
+from support.traced_events import read_events
 
 from sgl_pipeline.records.throttle_change import ThrottleChange
-from sgl_pipeline.records.trace import read_events, read_trace
+from sgl_pipeline.records.trace import read_trace
 from test.server.test_metrics_and_drain import Samples
 
 pytestmark = pytest.mark.multiproc

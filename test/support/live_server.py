@@ -33,6 +33,16 @@ class LiveServer:
     process: subprocess.Popen[str] | ForkedServer
     reserved_port: socket.socket
     output: list[str] = field(default_factory=list)
+    reader: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line)
 
     @property
     def port(self) -> int:
@@ -69,6 +79,12 @@ class LiveServer:
     def facts(self) -> dict:
         """The scheduler's part of /server_info."""
         return requests.get(f"{self.url}/server_info", timeout=30).json()["internal_states"][0]
+
+    def wait_for_end(self, timeout_s: float) -> int:
+        """The exit code of a server that ends by itself; `text` is then all of its output."""
+        code = self.process.wait(timeout_s)
+        self.reader.join(timeout_s)
+        return code
 
     def generate(self, **body) -> requests.Response:
         return requests.post(f"{self.url}/generate", json=body, timeout=120)
@@ -110,15 +126,7 @@ def start_server(
             text=True,
             env=own_environment,
         )
-    server = LiveServer(process, port)
-
-    def follow() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            server.output.append(line)
-
-    threading.Thread(target=follow, daemon=True).start()
-    return server
+    return LiveServer(process, port)
 
 
 @cache

@@ -160,7 +160,7 @@ class LocalPipeline:
 
     def work_at_moves(self) -> None:
         """Gives out the orders that are due, and lets each stage do one small thing."""
-        for sealed in self.core.move_orders(0.0):
+        for sealed in self.core.orders_before_step(0.0):
             order = self._orders.open(sealed)
             for mover in self.movers:
                 _obey(mover, order)

@@ -38,7 +38,7 @@ def stages_get_ready(core: PipelineCore, now_s: float) -> None:
     """All stages say that they are ready for the move under way."""
     record = core.migration.coordinator.current
     assert record is not None
-    core.move_orders(now_s)
+    core.orders_before_step(now_s)
     for stage in range(core.plan.num_stages):
         core.migration.take(MoveReady(stage=stage, move=record.move, load_ms=2.0), now_s)
 
@@ -47,7 +47,7 @@ def stages_switch(core: PipelineCore, now_s: float) -> None:
     """The switch is sealed, and all stages say that they are done."""
     record = core.migration.coordinator.current
     assert record is not None
-    core.move_orders(now_s)
+    core.orders_before_step(now_s)
     for stage in range(core.plan.num_stages):
         done = MoveDone(
             stage=stage,
@@ -64,10 +64,10 @@ def stage_fails(core: PipelineCore, now_s: float) -> None:
     """The last stage cannot get ready, and the move is abandoned."""
     record = core.migration.coordinator.current
     assert record is not None
-    core.move_orders(now_s)
+    core.orders_before_step(now_s)
     last = core.plan.num_stages - 1
     core.migration.take(MoveFailed(stage=last, move=record.move, message="no memory"), now_s)
-    core.move_orders(now_s)
+    core.orders_before_step(now_s)
 
 
 def begun_move() -> MoveRecord:

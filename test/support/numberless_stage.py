@@ -3,7 +3,6 @@
 It takes the branches of a GPU, costs no time at any size, and fails where a number is read.
 """
 
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,8 +16,7 @@ from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
-from sgl_pipeline.requests import GREEDY
-from sgl_pipeline.wire.step_order import INT32, MirroredChunk, MirroredRequest
+from sgl_pipeline.wire.step_order import MirroredChunk
 
 META = torch.device("meta")
 PAGE_SIZE = 4
@@ -98,15 +96,3 @@ class NumberlessStage:
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         layers = range(self.model.spec.num_layers)
         return self._held_layers.forward(layers, inputs, None, SameAttention(QueriesAsTheyAre()))
-
-
-def prompt_chunk(num_tokens: int) -> MirroredChunk:
-    """A whole prompt."""
-    request = MirroredRequest(
-        handle=0,
-        sampling=GREEDY,
-        prompt_length=num_tokens,
-        tokens=array(INT32, [0]) * num_tokens,
-        pages=array(INT32, range(-(-num_tokens // PAGE_SIZE))),
-    )
-    return MirroredChunk(request, 0, num_tokens, samples=True)

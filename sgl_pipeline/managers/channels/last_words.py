@@ -1,4 +1,5 @@
-"""Why the scheduler process has ended, for whoever outlives it: a file in the run directory.
+"""The reason why the scheduler process has ended: a file in the run directory, for processes that
+outlive it.
 
 Upstream's main process learns that its scheduler is gone, never why.
 """

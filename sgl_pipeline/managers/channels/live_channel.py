@@ -1,5 +1,4 @@
-"""What the scheduler process sends to the live page, and over which socket; both ends'
-messages.
+"""The channel from the scheduler process to the live page: its socket, and both ends' messages.
 
 `reports/live_report.py` sends, `entrance/live_hub.py` receives: one `ipc://` socket in the run
 directory, however many pages look. A socket without subscribers costs nothing, and one whose
@@ -34,7 +33,7 @@ class QueueLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FollowedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """How far a followed request has got; counts are tokens."""
+    """The progress of a followed request; counts are tokens."""
 
     request_id: str
     state: str  # waiting, running, finished
@@ -63,7 +62,7 @@ class LiveHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class LiveTick(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How things stand, and what has happened since the tick before.
+    """The pipeline's state, and the events since the tick before.
 
     `state` has only the steps that ended since then, and only where they have changed the moves.
     `queue` is None when it was not looked at. `missed_ticks` could not be sent before this one.
@@ -81,7 +80,7 @@ _decoder = msgspec.msgpack.Decoder(LiveHello | LiveTick)
 
 
 def live_address(run_directory: str) -> str:
-    """Where the scheduler process offers it."""
+    """The address at which the scheduler process offers the channel."""
     return "ipc://" + os.path.join(run_directory, "live")
 
 

@@ -20,7 +20,7 @@ MAX_OPEN_QUESTIONS = 64
 
 
 class ShowPlan(msgspec.Struct, frozen=True, tag=True):
-    """What is the plan, and how is it doing?"""
+    """Asks for the plan and its state."""
 
 
 class MoveLayers(msgspec.Struct, frozen=True, tag=True):
@@ -37,13 +37,13 @@ class UndoMove(msgspec.Struct, frozen=True, tag=True):
 
 
 class ExplainRequest(msgspec.Struct, frozen=True, tag=True):
-    """Why is this request where it is, and when does it get on?"""
+    """Asks why a request is where it is, and when it gets on."""
 
     request_id: str
 
 
 class ShowThrottle(msgspec.Struct, frozen=True, tag=True):
-    """Which knobs are in force, and what has changed?"""
+    """Asks for the knobs in force and their changes."""
 
 
 class ChangeThrottle(msgspec.Struct, frozen=True, tag=True):
@@ -62,8 +62,8 @@ class UndoThrottle(msgspec.Struct, frozen=True, tag=True):
 
 
 class ShowRecentWork(msgspec.Struct, frozen=True, tag=True):
-    """What has come in the last seconds, and how was it served? The answer is msgpack, a
-    `pipeline.recent_load.RecentWork`."""
+    """Asks for the requests that have come in the last seconds, and how they were served. The
+    answer is msgpack, a `pipeline.recent_load.RecentWork`."""
 
     window_s: float
 
@@ -93,7 +93,7 @@ _answer_decoder = msgspec.msgpack.Decoder(DeskAnswer)
 
 
 def desk_address(run_directory: str) -> str:
-    """Where the scheduler process listens."""
+    """The path on which the scheduler process listens."""
     return "ipc://" + os.path.join(run_directory, "desk")
 
 

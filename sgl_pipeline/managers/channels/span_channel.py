@@ -1,4 +1,4 @@
-"""What the scheduler process reports of every request that ends, for its OpenTelemetry spans
+"""The scheduler process's report of every request that ends, for its OpenTelemetry spans
 (`--enable-trace`); both ends' messages.
 
 `front/sglang_io.py` sends, `entrance/request_spans.py` receives in a thread of the HTTP server's
@@ -59,7 +59,7 @@ _decoder = msgspec.msgpack.Decoder(EndedRequest)
 
 
 def span_address(run_directory: str) -> str:
-    """Where the HTTP server's process listens."""
+    """The address on which the HTTP server's process listens."""
     return "ipc://" + os.path.join(run_directory, "spans")
 
 

@@ -25,7 +25,8 @@ class _KeywordParser(argparse.ArgumentParser):
 
 
 def parse_keywords(arguments: Mapping[str, Any]) -> LaunchPlan:
-    """What `Engine(**arguments)` asks for; the errors are those of `parse_command_line`."""
+    """The launch that `Engine(**arguments)` asks for; the errors are those of
+    `parse_command_line`."""
     parser = make_parser(_KeywordParser)
     return launch_plan(parser.parse_args(command_line_of(parser, arguments)))
 

@@ -1,11 +1,10 @@
-"""Whose code computes a model's layers: ours, or that of transformers (`--model-impl`).
+"""Chooses the code that computes a model's layers: ours, or that of transformers (`--model-impl`).
 
-Whether transformers' code can be served is found by probes, in a process of their own: neither the
-main process nor the scheduler imports the code of models. They run once for a start; what they saw
+Probes in a process of their own find whether transformers' code can be served: neither the main
+process nor the scheduler imports the code of models. They run once for a start; what they saw
 travels to the stages as JSON in `StageArgs.generic_spec`.
 """
 
-import json
 import logging
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.pp_runner.model.generic.tested_families import TESTED_MODEL_TYPES
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.rope_config import read_rope_overrides
 from sgl_pipeline.process_lifetime import child_environment
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def _probed(
 ) -> ChosenModel:
     """The model as transformers' code computes it. A family that no test compares with transformers
     is announced in a warning."""
-    if json.loads(rope_overrides):
+    if read_rope_overrides(rope_overrides):
         raise UnsupportedModelError(
             "--json-model-override-args is for models whose layers are ours; write the fields into "
             "the model's config.json"

@@ -1,4 +1,4 @@
-"""Which model directory is served, and what the front must know of the model in it.
+"""Finds the model directory to serve, and reads from it the facts that the front needs.
 
 Used by `server_args.py` before anything starts (which directory, which dtype) and by the scheduler
 process (context length, vocabulary, EOS ids, tokenizer). Never reads weights, nor runs code from
@@ -31,7 +31,8 @@ _NEEDED_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.ti
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What requests are checked against. `context_length` counts prompt and output tokens."""
+    """Limits that requests are checked against. `context_length` counts prompt and output
+    tokens."""
 
     context_length: int
     vocab_size: int

@@ -84,7 +84,7 @@ class LaunchPlan:
 
 
 def parse_command_line(argv: list[str]) -> LaunchPlan:
-    """What `python -m sgl_pipeline.launch_server <argv>` asks for.
+    """The launch that `python -m sgl_pipeline.launch_server <argv>` asks for.
 
     Fetches the model when it is named by a hub id. Raises ConfigurationError for a value that
     cannot be honored; argparse itself ends the process for an unknown flag.
@@ -93,7 +93,7 @@ def parse_command_line(argv: list[str]) -> LaunchPlan:
 
 
 def launch_plan(options: argparse.Namespace) -> LaunchPlan:
-    """What the options of `make_parser` ask for; as `parse_command_line` otherwise."""
+    """The launch that the options of `make_parser` ask for; as `parse_command_line` otherwise."""
     from sglang.srt.server_args import ServerArgs
 
     note_flags_without_effect(options)
@@ -347,7 +347,8 @@ def _check_our_side(options: argparse.Namespace) -> None:
 
 
 def _check_tracing(options: argparse.Namespace) -> None:
-    """What `--enable-trace` needs, before anything is started, and what needs it."""
+    """Checks, before anything is started, the needs of `--enable-trace` and the flags that need
+    it."""
     from sglang.srt.environ import envs
     from sglang.srt.observability.trace import opentelemetry_imported
 

@@ -162,7 +162,7 @@ def _report(cluster: ClusterArgs, options: argparse.Namespace, findings: Finding
 def _forecast(
     cluster: ClusterArgs, options: argparse.Namespace, findings: Findings
 ) -> "PipelineForecast | str":
-    """What the hosts would reach, or why that cannot be said.
+    """The pipeline that the hosts would reach, or the reason why none can be forecast.
 
     Raises ConfigurationError where the model does not fit.
     """

@@ -1,4 +1,4 @@
-"""What the doctor's processes say to each other, and what each host says of itself.
+"""Messages between the doctor's processes, and the facts that each host reports of itself.
 
 A host greets rank 0 with its facts. Rank 0 pings, asks it to probe its links to the others, and in
 the end says what was found. Frozen, tagged structs.
@@ -41,7 +41,7 @@ class ProbeHost(msgspec.Struct, frozen=True, tag=True):
 
 
 class Probed(msgspec.Struct, frozen=True, tag=True):
-    """What that has brought: a reading, or the reason why there is none."""
+    """The answer to ProbeHost: a reading, or the reason why there is none."""
 
     rank: int
     reading: LinkReading | None

@@ -1,4 +1,4 @@
-"""What this host says of itself to the doctor: beside a server's hello, why and with what."""
+"""Facts that this host reports to the doctor: a server's hello, and reasons, versions and speed."""
 
 import argparse
 import importlib.metadata
@@ -43,7 +43,8 @@ def own_facts(cluster: ClusterArgs, options: argparse.Namespace) -> HostFacts:
 
 
 def _own_address(cluster: ClusterArgs) -> tuple[OwnAddress, str]:
-    """Where the others reach this host, and that with the port; of one host alone, nowhere."""
+    """The address at which other hosts reach this one, without and with the port; empty if there is
+    one host."""
     if cluster.head_address is None:
         return OwnAddress("", "", "there is one host"), ""
     find = head_own_address if cluster.rank == 0 else agent_own_address
@@ -52,7 +53,7 @@ def _own_address(cluster: ClusterArgs) -> tuple[OwnAddress, str]:
 
 
 def _digest(model: str | None, load_format: str) -> tuple[str, str]:
-    """That of the model, and why there is none where one was named."""
+    """The model's digest, and the reason why there is none if a model was named."""
     if model is None:
         return "", ""
     try:
@@ -63,7 +64,8 @@ def _digest(model: str | None, load_format: str) -> tuple[str, str]:
 
 
 def _step_ms(options: argparse.Namespace, cluster: ClusterArgs) -> tuple[float | None, str]:
-    """What all parts of the model take here for the step that forecasts are of; else the reason."""
+    """The time that all parts of the model take here for the forecasts' step; else the reason why
+    it is unknown."""
     from sgl_pipeline.managers.doctor.pipeline_forecast import saved_costs
 
     try:

@@ -1,4 +1,4 @@
-"""What is wrong with a cluster, by what its hosts say and what their links bring. Pure.
+"""Finds the faults of a cluster in its hosts' facts and its links' readings. Pure.
 
 A fault is one line: which host, and what to do. A fault that a server's head would find has the
 head's words (`managers/hosts/host_checks.py`).
@@ -25,7 +25,7 @@ class MeasuredLink:
 
     @property
     def gbit_per_s(self) -> float:
-        """What it brings either way."""
+        """The rate that the link reaches in both directions: the lower of the two."""
         return min(self.gbit_per_s_there, self.gbit_per_s_back)
 
 
@@ -54,7 +54,7 @@ class Findings:
 
     @property
     def links(self) -> list[MeasuredLink]:
-        """Those that were measured both ways."""
+        """The links that were measured both ways."""
         found = []
         for one, other in self.probes:
             there, back = self._reading(other, one), self._reading(one, other)
@@ -72,7 +72,7 @@ class Findings:
         return found
 
     def clock(self, rank: int) -> Clock | None:
-        """That of another host than rank 0; None where the link was not measured from there."""
+        """The clock of a host other than rank 0; None if the link was not measured from there."""
         reading = self._reading(0, rank)
         if reading is None:
             return None

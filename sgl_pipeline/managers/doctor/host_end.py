@@ -1,4 +1,4 @@
-"""What the doctor runs on every host: the cluster port, and answers to probes of the others."""
+"""The doctor's part on every host: it opens the cluster port, and answers the others' probes."""
 
 import asyncio
 import logging

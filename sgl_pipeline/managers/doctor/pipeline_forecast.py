@@ -1,4 +1,4 @@
-"""What a pipeline over the hosts and links that were found would reach.
+"""Forecasts the throughput of a pipeline over the hosts and links that were found.
 
 The arithmetic is that of `sgl_pipeline plan --hosts`; hosts and links are those measured, and a
 host's speed is by the costs that `sgl_pipeline fit` has saved on it.
@@ -126,7 +126,7 @@ class PipelineForecast:
 
 
 def make_forecast(saved: SavedCosts, findings: Findings, stages: int) -> PipelineForecast:
-    """What so many stages would reach on the hosts of `findings`, all of whose links are known.
+    """The forecast for `stages` stages on the hosts of `findings`, all of whose links are known.
 
     Raises ConfigurationError where the model does not fit.
     """

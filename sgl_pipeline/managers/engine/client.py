@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -50,7 +51,7 @@ class _Ended(msgspec.Struct, frozen=True):
 
 
 class _Inbox(Protocol):
-    """Where the answers to one call arrive."""
+    """Receives the answers to one call."""
 
     def put(self, answer: Answer | _Ended) -> None: ...
 
@@ -91,6 +92,7 @@ class EngineClient:
         self._keeper = threading.Thread(
             target=self._keep, args=(theirs,), name="engine answers", daemon=True
         )
+        _clients.add(self)
         self._keeper.start()
         threading.Thread(target=self._write, name="engine calls", daemon=True).start()
         try:
@@ -146,13 +148,11 @@ class EngineClient:
     @contextlib.contextmanager
     def _open(self, make: Callable[[int], Call], inbox: _Inbox) -> Iterator[None]:
         """Sends a call whose answers go to `inbox`."""
-        if os.getpid() != self._owner:
-            raise EngineEnded("the engine belongs to the process that this one was forked from")
         number = next(self._numbers)
         frame = encode_frame(make(number))
         with self._lock:
             if self._ended is not None:
-                raise EngineEnded(f"the engine has ended: {self._ended}")
+                raise EngineEnded(self._ended)
             self._inboxes[number] = inbox
         self._outgoing.put(frame)
         try:
@@ -163,14 +163,26 @@ class EngineClient:
             if is_open:
                 self._outgoing.put(encode_frame(Cancel(number)))
 
+    def forget(self) -> None:
+        """In a fork of the program, which has none of the threads, and may have a lock that one of
+        them held: all calls end, and the socket is the parent's alone."""
+        self._lock = threading.RLock()
+        self._outgoing = queue.SimpleQueue()
+        with contextlib.suppress(OSError):  # it was closed already
+            os.close(self._socket.detach())
+        self._stop("the engine belongs to the process that this one was forked from")
+
     def _end(self, reason: str) -> None:
+        self._stop(f"the engine has ended: {reason}")
+
+    def _stop(self, message: str) -> None:
         """No call is possible any more. Those that wait for an answer get an error."""
         with self._lock:
-            self._ended = self._ended or reason
+            self._ended = self._ended or message
             waiting = [*self._inboxes.values()]
             self._inboxes.clear()
         for inbox in waiting:
-            inbox.put(_Ended(f"the engine has ended: {self._ended}"))
+            inbox.put(_Ended(self._ended))
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # the reader notices the end
@@ -211,6 +223,15 @@ class EngineClient:
             inbox = take(message.call, None)
         if inbox is not None:
             inbox.put(message)
+
+
+def _forget_engines() -> None:
+    for client in _clients:
+        client.forget()
+
+
+_clients: weakref.WeakSet[EngineClient] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_forget_engines)
 
 
 def _value_of(answer: Answer | _Ended) -> Any:

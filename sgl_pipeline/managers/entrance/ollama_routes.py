@@ -12,7 +12,7 @@ OLLAMA_ROUTES = frozenset({"/api/chat", "/api/generate"})
 
 
 def is_ollama(path: str) -> bool:
-    """Whether a route is one of Ollama's."""
+    """True if a route is one of Ollama's."""
     return path.startswith("/api/")
 
 

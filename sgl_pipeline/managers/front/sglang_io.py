@@ -272,7 +272,7 @@ class SglangFront:
 
     @property
     def _is_running(self) -> bool:
-        """Whether a step must complete soon: one that waits may wait for its grammar."""
+        """True if a step must complete soon; a step that waits may wait for its grammar."""
         return any(one.state is RequestState.RUNNING for one in self.live_requests)
 
     def _matching(self, message: AbortMessage) -> tuple[Request, ...]:

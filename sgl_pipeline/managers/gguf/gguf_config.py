@@ -17,7 +17,7 @@ from sgl_pipeline.managers.gguf.gguf_file import GgufFile
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How Hugging Face calls an architecture of GGUF; `pairs_heads` where llama.cpp's converter
+    """Hugging Face's names of an architecture of GGUF; `pairs_heads` where llama.cpp's converter
     reorders the rows of queries and keys."""
 
     model_type: str
@@ -162,7 +162,7 @@ def _biases(file: GgufFile, architecture: Architecture) -> dict[str, bool]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """What CPUs compute fast, unless all is stored in more."""
+    """The dtype that CPUs compute fast, or fp32 if all tensors are stored in it."""
     types = {tensor.ggml_type for tensor in file.tensors.values()}
     return "float32" if types == {GGMLQuantizationType.F32} else "bfloat16"
 

@@ -77,7 +77,7 @@ class GrammarQueue:
         self._compiler.start()
 
     def is_known(self, grammar: GrammarSpec) -> bool:
-        """Whether a request for `grammar` need not wait."""
+        """True if a request for `grammar` need not wait."""
         return self._cache.get(grammar.key) is not None
 
     def add(self, constrained: ConstrainedRequest) -> bool:

@@ -124,7 +124,7 @@ async def _serve(
 
 
 class _Complaints:
-    """What is said when it is new, and again now and then."""
+    """Logs a complaint when it is new, and repeats it now and then."""
 
     def __init__(self) -> None:
         self._last: tuple[str, float] = "", 0.0

@@ -68,7 +68,7 @@ class RemoteProcess:
             os.eventfd_write(self._descriptor, 1)
 
     def wait(self, timeout_s: float = 0.0) -> bool:
-        """Whether it has ended, as far as the source has heard, or does so within `timeout_s`."""
+        """Waits up to `timeout_s`; True if the worker has ended, as far as the source has heard."""
         if timeout_s > 0.0 and not self._ending:
             self._source.hear(timeout_s)
         return bool(self._ending)
@@ -231,7 +231,7 @@ class ClusterWorkers:
                 self._arrived.append(WorkerStarted(worker, 0))
 
     def _share(self, rank: int) -> int:
-        """How many stages a host starts with."""
+        """The number of stages with which a host starts."""
         num_stages, num_hosts = self._args.stages.num_stages, self._args.cluster.num_hosts
         return len(workers_of_host(num_stages, num_hosts, rank))
 

@@ -50,7 +50,8 @@ class DetachedChild:
         self._input.close()
 
     def has_output(self, limit_s: float | None) -> bool:
-        """Whether the child has written something, or has ended, within `limit_s`."""
+        """Waits up to `limit_s` (None: without end); True if the child has written something or has
+        ended."""
         return bool(select.select([self._output], [], [], limit_s)[0])
 
     def read_line(self) -> str:

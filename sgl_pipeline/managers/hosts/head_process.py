@@ -66,7 +66,7 @@ FAREWELL = b"farewell"
 
 
 class HeadSetup(msgspec.Struct, frozen=True):
-    """What the process is started with: a line of JSON on its standard input."""
+    """Setup that the process reads at its start: a line of JSON on its standard input."""
 
     run_directory: str
     cluster: ClusterArgs
@@ -76,7 +76,7 @@ class HeadSetup(msgspec.Struct, frozen=True):
 
     @property
     def title(self) -> str:
-        """How messages to people call this host."""
+        """The name of this host in messages to people."""
         return f"host 0 ({socket.gethostname()}, {self.cluster.head_address})"
 
 

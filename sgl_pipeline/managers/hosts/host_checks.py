@@ -1,4 +1,4 @@
-"""What keeps a host out of a cluster, and what to do: the words that people read.
+"""Reasons that keep a host out of a cluster, and remedies: the words that people read.
 
 Asked by the head of a server (`head_process.py`) and by the doctor, so that both say the same. Each
 function returns one clause, "" where all is well.
@@ -49,7 +49,7 @@ def rank_fault(hello: HostHello, before: HostHello | None) -> str:
 
 
 def how_to_bring(rank: int, head_address: str | None, *, by_ray: bool = False) -> str:
-    """What to do about a host that has not come."""
+    """Advice for a host that has not come."""
     start = f"run the same command on it with --node-rank {rank}"
     return (
         f"{'Ray has been asked for it' if by_ray else start} (--dist-init-addr {head_address} must "

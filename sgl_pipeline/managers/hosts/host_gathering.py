@@ -94,7 +94,7 @@ class HostGathering(ABC, Generic[Host]):
 
     @abstractmethod
     def _objection(self, host: Host, before: Host | None) -> Rejected | None:
-        """Why a host cannot be taken in; `before` is the one that has its rank."""
+        """The reason to refuse a host, or None; `before` is the one that has its rank."""
 
     @abstractmethod
     def _on_host(self, host: Host) -> None:

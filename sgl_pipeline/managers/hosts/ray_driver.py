@@ -111,7 +111,7 @@ class RayDriver:
 
 
 def ray_setup(options: EarlyOptions, secret: bytes) -> RaySetup:
-    """What the driver needs to know of the command line."""
+    """The driver's part of the command line."""
     cluster = options.cluster
     model = options.model
     if model is not None and Path(model).expanduser().exists():

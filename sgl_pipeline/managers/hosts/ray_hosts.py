@@ -41,7 +41,7 @@ _POLL_S = 0.5
 
 
 class RaySetup(msgspec.Struct, frozen=True):
-    """What the driver is started with: a line of JSON on its standard input.
+    """Setup that the driver reads at its start: a line of JSON on its standard input.
 
     `cpus` and `flags` are by rank, from 1 on: the CPUs that a host's stages take, and the command
     line of its agent. `secret` is the cluster's key.
@@ -174,7 +174,8 @@ class RayHosts:
             self._ray.util.remove_placement_group(self._group)
 
     def _within(self, deadline_s: float, is_done: Callable[[], bool]) -> bool:
-        """Whether `is_done` within the time. Raises KeyboardInterrupt when the server has ended."""
+        """Waits for `is_done`; False if it is not so at the deadline. Raises KeyboardInterrupt when
+        the server has ended."""
         while not is_done():
             if self._is_over():
                 raise KeyboardInterrupt
@@ -248,7 +249,8 @@ class RayHosts:
         return ended
 
     def _advance(self, rank: int, host: _Asked) -> str | None:
-        """What an actor's answer leads to; why its agent has ended or is not wanted, if so."""
+        """Takes the next step after an actor's answer; returns why its agent has ended or is not
+        wanted, if so."""
         try:
             answer = self._ray.get(host.call)
         except self._ray.exceptions.ActorUnavailableError:
@@ -277,7 +279,7 @@ class RayHosts:
 
 
 def _objection(node: str, python: str, version: str) -> str | None:
-    """Why a node cannot run our agent."""
+    """The reason why a node cannot run our agent; None if it can."""
     if python.split(".")[:2] != platform.python_version().split(".")[:2]:
         return (
             f"Ray's node {node} runs Python {python}, the head {platform.python_version()}; use "

@@ -18,7 +18,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def desk_path(run_directory: str) -> str:
-    """Where the scheduler process meets the head process."""
+    """The path at which the scheduler process meets the head process."""
     return f"{run_directory}/cluster-desk"
 
 

@@ -100,7 +100,8 @@ def fit_costs(
     with measuring_worker(stages, spec.num_layers) as worker:
         kinds, samples = measure_steps(worker, steps, rounds)
     fitted = len(samples) - max(1, int(_HELD_OUT_SHARE * len(samples)))
-    costs = fit_parts(samples[:fitted], kinds)
+    windows = [attention.window for attention in spec.attentions]
+    costs = fit_parts(samples[:fitted], kinds, windows=windows)
     return (
         CostFile(
             model=model_name(stages.model_path),
@@ -119,7 +120,10 @@ def fit_costs(
 def stages_of(options: argparse.Namespace) -> tuple[StageArgs, ModelSpec]:
     """The stages that a command's options describe, and their model."""
     model_path = find_model(options.model, None, None)
-    spec, generic_spec = choose_model(model_path, options.quantization, options.model_impl)
+    overrides = options.json_model_override_args
+    spec, generic_spec = choose_model(
+        model_path, options.quantization, options.model_impl, rope_overrides=overrides
+    )
     stages = StageArgs(
         num_stages=options.pp,
         model_path=model_path,
@@ -129,6 +133,7 @@ def stages_of(options: argparse.Namespace) -> tuple[StageArgs, ModelSpec]:
         device=options.device,
         quantization=spec.quantization_method,
         kv_cache_dtype=options.kv_cache_dtype,
+        rope_overrides=overrides,
         cpu_threads=options.cpu_threads_per_stage,
     )
     return stages, spec

@@ -1,6 +1,7 @@
 """The server's flags that costs hold for, as `fit`, `plan` and `doctor` take them."""
 
 import argparse
+import shlex
 
 from sgl_pipeline.args import KV_CACHE_DTYPES, MODEL_IMPLS
 
@@ -12,6 +13,9 @@ def add_stage_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization", help="as of the server: w8a8_int8, w4a8_int8 or fp8")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--cpu-threads-per-stage", type=int)
+    parser.add_argument(
+        "--json-model-override-args", default="{}", help="as of the server: rope fields, in JSON"
+    )
 
 
 def stage_words(options: argparse.Namespace) -> list[str]:
@@ -27,4 +31,6 @@ def stage_words(options: argparse.Namespace) -> list[str]:
         words += ["--kv-cache-dtype", options.kv_cache_dtype]
     if options.cpu_threads_per_stage:
         words += ["--cpu-threads-per-stage", str(options.cpu_threads_per_stage)]
+    if options.json_model_override_args != "{}":
+        words += ["--json-model-override-args", shlex.quote(options.json_model_override_args)]
     return words

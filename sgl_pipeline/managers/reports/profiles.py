@@ -36,7 +36,7 @@ class _Front(Protocol):
 class _Stages(Protocol):
     @property
     def has_vacant_stage(self) -> bool:
-        """Whether a stage is being replaced."""
+        """True if a stage is being replaced."""
 
     @property
     def stages(self) -> range:

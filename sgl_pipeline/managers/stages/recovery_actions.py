@@ -53,7 +53,7 @@ class RecoveryActions:
         return self._recovery.current
 
     def is_within_bound(self, now_s: float) -> bool:
-        """Whether a recovery is under way that has not taken longer than it may."""
+        """True if a recovery is under way that has not taken longer than it may."""
         record = self._recovery.unsettled
         return record is not None and now_s - record.began_s <= self._recovery.bound_s
 

@@ -187,7 +187,7 @@ class StageLauncher:
 
     @property
     def has_vacant_stage(self) -> bool:
-        """Whether a stage is being replaced, and its worker is not ready."""
+        """True if a stage is being replaced, and its worker is not ready."""
         return not self.roster.is_complete
 
     @property

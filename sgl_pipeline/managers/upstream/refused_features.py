@@ -1,4 +1,4 @@
-"""What upstream offers and we refuse, by the routes of its server and the methods of its Engine.
+"""Upstream's features that we refuse, by the routes of its server and the methods of its Engine.
 
 Imports nothing: an engine's program reads it, without sglang.
 """

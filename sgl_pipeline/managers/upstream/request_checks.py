@@ -146,7 +146,7 @@ def check_logprob_lists(obj: Any) -> None:
 
 
 def _is_several(prompts: Any) -> bool:
-    """Whether these are several prompts, and not the text or the token ids of a single one."""
+    """True if these are several prompts, and not the text or the token ids of a single one."""
     return isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
 
 

@@ -82,7 +82,7 @@ class StopTextCheck:
 
     @property
     def ends_in_partial_match(self) -> bool:
-        """Whether the text ends with the beginning of a stop string: then a stream must wait.
+        """True if the text ends with the beginning of a stop string: then a stream must wait.
 
         What an expression matches is not trimmed from the reply, so nothing waits for one.
         """

@@ -19,7 +19,7 @@ from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAttention:
-    """How a layer attends; layers with equal ones share all of a step's preparations.
+    """The attention of a layer; layers with equal ones share all of a step's preparations.
 
     A key's score is `scale` times its product with the query, then, if there is a `softcap` c,
     c * tanh(score / c). A row sees the last `window` keys, its own among them; None: all up to its

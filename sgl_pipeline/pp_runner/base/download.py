@@ -16,7 +16,7 @@ class HostCopy(Protocol):
     """Tensors on their way to the host."""
 
     def is_ready(self) -> bool:
-        """Whether the tensors have arrived."""
+        """True if the tensors have arrived."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors on the host; waits for them."""

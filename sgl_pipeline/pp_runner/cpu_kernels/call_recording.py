@@ -242,7 +242,7 @@ class _HeardCalls(TorchDispatchMode):
         return next((one for one in self._newest if one.begin <= address < one.end), None)
 
     def reads_within(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether an address lies behind the beginning of one of `tensors`."""
+        """True if an address lies behind the beginning of one of `tensors`."""
         words = np.array(self.words)[np.array(self.are_addresses)]
         return any(
             bool(((words > begin) & (words < begin + tensor.nbytes)).any())
@@ -252,8 +252,7 @@ class _HeardCalls(TorchDispatchMode):
 
 
 def _is_view(function: Any, args: Any, result: Any) -> bool:
-    """Whether an operation of torch gave its first argument's memory another shape, and did nothing
-    else."""
+    """True if an operation of torch only gave its first argument's memory another shape."""
     tensors = [one for one in (*args[:1], result) if isinstance(one, torch.Tensor)]
     addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     return len(tensors) == 2 and len(addresses) == 1 and not function._schema.is_mutable

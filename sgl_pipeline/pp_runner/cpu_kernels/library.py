@@ -18,7 +18,7 @@ _HEADERS = tuple(sorted(_DIRECTORY.glob("*.h")))
 
 
 class Arithmetic(IntEnum):
-    """How attention computes, which decides its bits; `Arithmetic` in attention.cpp."""
+    """The arithmetic of attention, which decides its bits; `Arithmetic` in attention.cpp."""
 
     FLOAT32_VECTORS = 0
     BFLOAT16_VECTORS = 1  # bf16 tensors, fp32 arithmetic
@@ -76,7 +76,7 @@ class CpuKernels:
         self.expanded_product = kernel("expanded_product")
 
     def has(self, arithmetic: Arithmetic) -> bool:
-        """Whether this machine and library have the arithmetic for attention.
+        """True if this machine and library have the arithmetic for attention.
 
         Asks the operating system to let this process use AMX, which it may refuse.
         """

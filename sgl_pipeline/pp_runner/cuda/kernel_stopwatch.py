@@ -28,7 +28,7 @@ class Moment(Protocol):
     """A place in the work that a device has queued."""
 
     def has_passed(self) -> bool:
-        """Whether the device has reached this point. Does not wait."""
+        """True if the device has reached this point. Does not wait."""
 
     def ms_until(self, later: Self) -> float:
         """Milliseconds between two moments that have passed."""

@@ -38,7 +38,7 @@ class GraphDecodeAttention:
         self._max_page_references = max_page_references
 
     def fits(self, layout: PagedLayout) -> bool:
-        """Whether the buffers hold the step; requests may share pages, so the pool does not limit
+        """True if the buffers hold the step; requests may share pages, so the pool does not limit
         the number of references."""
         missing = self.num_rows - layout.num_chunks
         is_decode = layout.num_decodes == layout.num_chunks

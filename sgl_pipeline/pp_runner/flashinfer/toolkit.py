@@ -46,7 +46,7 @@ def find_toolkit(cache_directory: Path, system_toolkit: Path = _SYSTEM_TOOLKIT) 
         if reason is None:
             return root
         reasons.append(reason)
-    wheels = _pip_toolkit()
+    wheels = pip_toolkit()
     if wheels is None:
         raise ConfigurationError(
             f"no CUDA {_CUDA_MAJOR} toolkit with nvcc ({', '.join(reasons)}, and pip has "
@@ -54,22 +54,12 @@ def find_toolkit(cache_directory: Path, system_toolkit: Path = _SYSTEM_TOOLKIT) 
             "requirements/cuda.txt"
         )
     try:
-        return _linked_toolkit(wheels, cache_directory)
+        return linked_toolkit(wheels, cache_directory)
     except OSError as error:
         raise ConfigurationError(
             f"the links to pip's CUDA toolkit cannot be made: {error}; set CUDA_HOME, or point "
             "FLASHINFER_WORKSPACE_BASE elsewhere"
         ) from error
-
-
-def link_pip_toolkit(cache_directory: Path) -> Path | None:
-    """Returns the toolkit of pip's wheels, even if the machine has another, or None without them.
-
-    It is a folder of links in `cache_directory`, as in `find_toolkit`. Raises OSError when the
-    links cannot be made.
-    """
-    wheels = _pip_toolkit()
-    return None if wheels is None else _linked_toolkit(wheels, cache_directory)
 
 
 def _why_unfit(root: Path) -> str | None:
@@ -88,7 +78,8 @@ def _why_unfit(root: Path) -> str | None:
     return None
 
 
-def _pip_toolkit() -> Path | None:
+def pip_toolkit() -> Path | None:
+    """The toolkit of pip's wheels, or None without them."""
     for entry in sys.path:
         folder = Path(entry or ".", _PIP_TOOLKIT).resolve()
         if (folder / "bin" / "nvcc").is_file():
@@ -96,8 +87,9 @@ def _pip_toolkit() -> Path | None:
     return None
 
 
-def _linked_toolkit(wheels: Path, cache_directory: Path) -> Path:
-    """The folder of links to `wheels`, named after what it links to, so that it stays right."""
+def linked_toolkit(wheels: Path, cache_directory: Path) -> Path:
+    """The folder of links to `wheels` in `cache_directory`, named after the libraries that it links
+    to, so that it stays right. Raises OSError when the links cannot be made."""
     make_private(cache_directory)  # compilers are run from it
     libraries = sorted((wheels / "lib").iterdir())
     hashed = hashlib.sha256("\0".join(map(str, libraries)).encode()).hexdigest()

@@ -86,7 +86,7 @@ class LayerMover(Generic[R]):
 
     @property
     def is_open(self) -> bool:
-        """Whether a move or a handover is under way, in which this worker has a part."""
+        """True if a move or a handover in which this worker has a part is under way."""
         return self._open is not None or self._handover.is_open
 
     def obey(self, order: HandoverOrder) -> None:

@@ -26,7 +26,7 @@ class LeavingPages(Protocol[R]):
     """Pages that are being read: a GPU's pages come to the host beside its kernels."""
 
     def is_read(self) -> bool:
-        """Whether `parcel` would not wait."""
+        """True if `parcel` would not wait."""
 
     def parcel(self) -> Parcel[R]:
         """The pages as written by the steps that were launched before."""
@@ -36,7 +36,7 @@ class PageSender(Protocol[R]):
     """The source's end of the link to one target."""
 
     def can_send(self) -> bool:
-        """Whether the target listens and has taken most of the parcels."""
+        """True if the target listens and has taken most of the parcels."""
 
     def send(self, parcel: Parcel[R]) -> None:
         """Sends without waiting for the target, even if `can_send` is false."""
@@ -78,7 +78,7 @@ class MoveSite(Protocol[R]):
         """Loads the weights of `layers` beside the steps."""
 
     def has_loaded(self) -> bool:
-        """Whether the layers of `begin_loading` can be held now. Raises the error of loading."""
+        """True if the layers of `begin_loading` can be held now. Raises the error of loading."""
 
     def hold(self, layers: Iterable[int]) -> None:
         """Takes over the loaded weights and gives the layers pages."""

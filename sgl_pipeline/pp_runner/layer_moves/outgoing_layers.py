@@ -49,7 +49,7 @@ class OutgoingLayers(Generic[R]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether all pages were sent once, and the pages written since are few, or would never
+        """True if all pages were sent once, and the pages written since are few, or would never
         become few."""
         is_small = len(self._written) <= SMALL_PATCH_PAGES
         is_sent = not self._queue and not self._reading

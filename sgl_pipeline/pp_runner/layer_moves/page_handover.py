@@ -51,7 +51,7 @@ class PageHandover(Generic[R]):
 
     @property
     def is_open(self) -> bool:
-        """Whether there may be something to do for it."""
+        """True if `work` may have something to do."""
         return self._outgoing is not None or self._incoming is not None
 
     def obey(self, order: HandoverOrder, layers: Sequence[int]) -> None:

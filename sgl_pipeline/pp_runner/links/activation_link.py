@@ -36,7 +36,7 @@ class ActivationLink(Protocol):
         """Hands `hidden` [T, hidden] to the downstream stage without waiting for it."""
 
     def has_room(self) -> bool:
-        """Whether the downstream stage has read most of the rows. The number of steps is limited,
+        """True if the downstream stage has read most of the rows. The number of steps is limited,
         so steps need not ask."""
 
     def receive(self, step_id: int, num_rows: int) -> torch.Tensor:
@@ -48,7 +48,7 @@ class ActivationLink(Protocol):
         """
 
     def has_rows(self) -> bool:
-        """Whether the next step's rows are there, or will be without the host waiting for them."""
+        """True if the next step's rows are there, or will be without the host waiting for them."""
 
     @property
     def descriptor(self) -> int | None:

@@ -223,7 +223,7 @@ class Inbox:
             self._socket.close()
 
     def has_news(self, timeout_s: float = 0.0) -> bool:
-        """Whether the other end has sent something, or is gone, within `timeout_s`."""
+        """Waits up to `timeout_s`; True if the other end has sent something or is gone."""
         if self._socket is None:
             if not _is_readable(self._listener, timeout_s):
                 return False

@@ -201,8 +201,8 @@ class TcpInbox:
         return self._ready.fileno()
 
     def has_news(self, timeout_s: float = 0.0) -> bool:
-        """Whether all of the next message has arrived, or the other end is gone, within
-        `timeout_s`."""
+        """Waits up to `timeout_s`; True if all of the next message has arrived, or the other end is
+        gone."""
         deadline_s = time.monotonic() + timeout_s
         while not self._advance():
             left_s = deadline_s - time.monotonic()

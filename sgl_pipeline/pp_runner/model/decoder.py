@@ -7,15 +7,19 @@ Shapes: T rows of the step, H hidden size, Hq query heads, Hkv key/value
 heads, D head dim.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     HeadNorms,
     LayerKernels,
+    Linear,
     RmsNorm,
     Rotation,
 )
@@ -27,51 +31,46 @@ from sgl_pipeline.pp_runner.weights.checkpoint import WeightSource
 from sgl_pipeline.pp_runner.weights.kv_scales import KvScales
 
 
+class LayerParts(NamedTuple):
+    """What a layer computes with, in the order of its use. The norms of outputs are those of
+    attention and MLP before they are added to the stream; None where there are none."""
+
+    attention_norm: RmsNorm
+    qkv: Linear
+    head_norms: HeadNorms | None
+    output: Linear
+    attention_output_norm: RmsNorm | None
+    mlp_norm: RmsNorm
+    mlp: Mlp
+    mlp_output_norm: RmsNorm | None
+
+
 class DecoderLayer:
     """Attention and MLP, each behind an RMS norm and added to the residual stream.
 
     Args:
-        spec: the model's, with its biases, norms and kind of MLP.
-        layer: model-wide id, which is also the number in the checkpoint's names.
-        weights: gives the layer's tensors.
+        layer: model-wide id.
         kernels: compute everything except attention.
     """
 
-    def __init__(
-        self, spec: DecoderSpec, layer: int, weights: WeightSource, kernels: LayerKernels
-    ) -> None:
+    def __init__(self, layer: int, parts: LayerParts, kernels: LayerKernels) -> None:
         self.layer = layer
+        self._parts = parts
         self._kernels = kernels
-        names, hidden = spec.names, spec.hidden_size
-        prefix = names.layer.format(layer=layer) + "."
+
+    @classmethod
+    def load(
+        cls, spec: DecoderSpec, layer: int, weights: WeightSource, kernels: LayerKernels
+    ) -> "DecoderLayer":
+        """The layer of a model with the biases, norms and kind of MLP of `spec`, from its tensors;
+        `layer` is also the number in the checkpoint's names."""
+        prefix = spec.names.layer.format(layer=layer) + "."
         tensors = LayerTensors(prefix, weights, kernels, spec.quantization)
-        query_width, kv_width = (
-            num_heads * spec.head_dim for num_heads in (spec.num_query_heads, spec.num_kv_heads)
-        )
-        self._attention_norm = load_norm(spec, tensors, names.attention_norm)
-        scales = tensors.kv_scales(names.qkv[0])
-        # A norm of the keys would undo the scaling before it.
-        in_projections = replace(scales, key=1.0) if spec.qk_norm else scales
-        widths = (query_width, kv_width, kv_width)
-        self._qkv = tensors.linear(
-            names.qkv, widths, hidden, spec.qkv_bias, in_projections.of_projections(widths)
-        )
-        self._head_norms = _load_head_norms(spec, tensors, scales) if spec.qk_norm else None
-        self._output = tensors.linear(
-            (names.output,),
-            (hidden,),
-            query_width,
-            spec.output_bias,
-            input_factor=scales.value,
-        )
-        self._attention_output_norm = _load_output_norm(spec, tensors, names.attention_output_norm)
-        self._mlp_norm = load_norm(spec, tensors, names.mlp_norm)
-        self._mlp = _load_mlp(spec, tensors, layer)
-        self._mlp_output_norm = _load_output_norm(spec, tensors, names.mlp_output_norm)
+        return cls(layer, _load_parts(spec, tensors, layer), kernels)
 
     @property
     def has_experts(self) -> bool:
-        return isinstance(self._mlp, SparseMlp)
+        return isinstance(self._parts.mlp, SparseMlp)
 
     def forward(
         self,
@@ -87,17 +86,58 @@ class DecoderLayer:
         Writes the keys and values of the rows into `slots` [T] of the layer's pages, and writes
         over `stream` only if it `may_overwrite`. The result is a new tensor either way.
         """
-        kernels, pages = self._kernels, kv_pool.pages(self.layer)
-        qkv = self._qkv(kernels.norm(stream, self._attention_norm))
-        query = kernels.place_heads(qkv, self._head_norms, rotation, slots, pages)
-        output = self._output(attention.of(self.layer).attend(query, *pages).flatten(1))
-        if self._attention_output_norm is not None:
-            output = kernels.norm(output, self._attention_output_norm)
-        stream, normed = kernels.add_norm(stream, output, self._mlp_norm, may_overwrite)
-        mixed = self._mlp(normed)
-        if self._mlp_output_norm is not None:
-            mixed = kernels.norm(mixed, self._mlp_output_norm)
+        parts, kernels, pages = self._parts, self._kernels, kv_pool.pages(self.layer)
+        qkv = parts.qkv(kernels.norm(stream, parts.attention_norm))
+        query = kernels.place_heads(qkv, parts.head_norms, rotation, slots, pages)
+        output = parts.output(attention.of(self.layer).attend(query, *pages).flatten(1))
+        if parts.attention_output_norm is not None:
+            output = kernels.norm(output, parts.attention_output_norm)
+        stream, normed = kernels.add_norm(stream, output, parts.mlp_norm, may_overwrite)
+        mixed = parts.mlp(normed)
+        if parts.mlp_output_norm is not None:
+            mixed = kernels.norm(mixed, parts.mlp_output_norm)
         return kernels.add(stream, mixed)
+
+
+def pass_layers(
+    layers: Iterable[DecoderLayer],
+    inputs: StepInputs,
+    stream: torch.Tensor,
+    rotation: Rotation,
+    kv_pool: KvPool,
+    attention: LayerwiseAttention,
+    may_overwrite: bool,
+) -> torch.Tensor:
+    """The residual stream [T, H] after `layers`, a tensor that may be written over. The first layer
+    writes over `stream` only if it `may_overwrite`."""
+    for layer in layers:
+        stream = layer.forward(stream, rotation, inputs.slots, kv_pool, attention, may_overwrite)
+        may_overwrite = True
+    return stream if may_overwrite else stream.clone()
+
+
+def _load_parts(spec: DecoderSpec, tensors: LayerTensors, layer: int) -> LayerParts:
+    names, hidden = spec.names, spec.hidden_size
+    query_width, kv_width = (
+        num_heads * spec.head_dim for num_heads in (spec.num_query_heads, spec.num_kv_heads)
+    )
+    scales = tensors.kv_scales(names.qkv[0])
+    # A norm of the keys would undo the scaling before it.
+    in_projections = replace(scales, key=1.0) if spec.qk_norm else scales
+    widths = (query_width, kv_width, kv_width)
+    factors = in_projections.of_projections(widths)
+    return LayerParts(
+        attention_norm=load_norm(spec, tensors, names.attention_norm),
+        qkv=tensors.linear(names.qkv, widths, hidden, spec.qkv_bias, factors),
+        head_norms=_load_head_norms(spec, tensors, scales) if spec.qk_norm else None,
+        output=tensors.linear(
+            (names.output,), (hidden,), query_width, spec.output_bias, input_factor=scales.value
+        ),
+        attention_output_norm=_load_output_norm(spec, tensors, names.attention_output_norm),
+        mlp_norm=load_norm(spec, tensors, names.mlp_norm),
+        mlp=_load_mlp(spec, tensors, layer),
+        mlp_output_norm=_load_output_norm(spec, tensors, names.mlp_output_norm),
+    )
 
 
 def load_norm(spec: DecoderSpec, tensors: LayerTensors, name: str) -> RmsNorm:

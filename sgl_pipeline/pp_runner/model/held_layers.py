@@ -96,7 +96,7 @@ class HeldLayers:
 
     @property
     def has_waits(self) -> bool:
-        """Whether a layer is to be waited for."""
+        """True if a layer is to be waited for."""
         return bool(self._before_run)
 
     def forget_waits(self) -> None:

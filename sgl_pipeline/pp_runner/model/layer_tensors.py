@@ -36,7 +36,7 @@ class LayerTensors:
         return read_kv_scales(self._weights, self._quantization, attention)
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the matrix `name` is not of 16 bits."""
+        """True if the matrix `name` is not of 16 bits."""
         quantization = self._quantization
         return quantization is not None and (
             quantization.scheme_of(f"{self._prefix}{name}") is not None
@@ -82,12 +82,7 @@ class LayerTensors:
                 matrices[place] = scale_rows(matrices[place], part * input_factor)
                 if (bias := biases[place]) is not None:
                     biases[place] = bias * part.to(bias)
-        return _joined(self.kernels.linear, matrices, biases) or _SeparateLinears(
-            [
-                self.kernels.linear(matrix, bias)
-                for matrix, bias in zip(matrices, biases, strict=True)
-            ]
-        )
+        return linear_of(self.kernels, matrices, biases)
 
     def gated_linear(
         self, names: Sequence[str], inner_size: int, in_features: int, has_bias: bool
@@ -95,15 +90,7 @@ class LayerTensors:
         """`LayerKernels.gated_linear` of the named projections to the gate and to the gated
         values."""
         matrices, biases = self._read(names, (inner_size, inner_size), in_features, has_bias)
-        return _joined(self.kernels.gated_linear, matrices, biases) or GatedLinear(
-            _SeparateLinears(
-                [
-                    self.kernels.linear(matrix, bias)
-                    for matrix, bias in zip(matrices, biases, strict=True)
-                ]
-            ),
-            self.kernels.gate,
-        )
+        return gated_linear_of(self.kernels, matrices, biases)
 
     def _read(
         self, names: Sequence[str], out_features: Sequence[int], in_features: int, has_bias: bool
@@ -121,6 +108,23 @@ class LayerTensors:
         return matrices, biases
 
 
+def linear_of(
+    kernels: LayerKernels, matrices: list[Matrix], biases: Sequence[torch.Tensor | None]
+) -> Linear:
+    """The product with `matrices`, one below the other, and their biases; empties the list where
+    they are joined."""
+    return _joined(kernels.linear, matrices, biases) or _separate(kernels, matrices, biases)
+
+
+def gated_linear_of(
+    kernels: LayerKernels, matrices: list[Matrix], biases: Sequence[torch.Tensor | None]
+) -> Linear:
+    """`LayerKernels.gated_linear` of the matrices of gate and values, or of the one of both, as
+    `linear_of`."""
+    joined = _joined(kernels.gated_linear, matrices, biases)
+    return joined or GatedLinear(_separate(kernels, matrices, biases), kernels.gate)
+
+
 class _SeparateLinears:
     """The products with several weights, beside each other: for projections that cannot be one,
     because they are not quantized alike."""
@@ -130,6 +134,14 @@ class _SeparateLinears:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([linear(x) for linear in self._linears], dim=1)
+
+
+def _separate(
+    kernels: LayerKernels, matrices: Sequence[Matrix], biases: Sequence[torch.Tensor | None]
+) -> _SeparateLinears:
+    return _SeparateLinears(
+        [kernels.linear(matrix, bias) for matrix, bias in zip(matrices, biases, strict=True)]
+    )
 
 
 def _joined(

@@ -96,7 +96,7 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def layer_has_experts(self, layer: int) -> bool:
-        """Whether `layer` is a mixture of experts."""
+        """True if `layer` is a mixture of experts."""
 
     @abstractmethod
     def layer_kind(self, layer: int) -> tuple[object, ...]:
@@ -299,7 +299,7 @@ def _refuse(config: Config, name: str, architecture: str) -> None:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Whether `value` does not change the maths: switched off, or a multiplication by one."""
+    """True if `value` does not change the maths: switched off, or a multiplication by one."""
     if not value:
         return True
     multiplies = any(word in name for word in ("factor", "multiplier", "scal"))

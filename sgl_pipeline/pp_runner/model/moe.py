@@ -93,7 +93,7 @@ class SeparateExperts:
 
 
 def groups_stay_on_device(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Whether `grouped_mm` leaves the ends of its groups on a GPU of this compute capability.
+    """True if `grouped_mm` leaves the ends of its groups on a GPU of this compute capability.
 
     torch (2.11 to 2.14, `_scaled_mm_allowed_device`) has such a kernel for bf16 on 9.x and 10.x.
     Elsewhere it copies them to the host and computes one product for each group.

@@ -10,10 +10,10 @@ from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttentio
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels, RmsNorm, Rotation
-from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
+from sgl_pipeline.pp_runner.model.decoder import DecoderLayer, pass_layers
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
-from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer
+from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, PlainSteps
 from sgl_pipeline.pp_runner.weights.checkpoint import PacedWeights, WeightSource, weight_opener
 from sgl_pipeline.pp_runner.weights.layouts import read_matrix, round_matrix
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
@@ -67,7 +67,7 @@ class NativeStageModel:
         with torch.inference_mode():
             weights = PacedWeights(open_source(), on_read)
             for layer in layers:
-                self.layers[layer] = DecoderLayer(spec, layer, weights, kernels)
+                self.layers[layer] = DecoderLayer.load(spec, layer, weights, kernels)
             self._load_ends(weights, is_first=is_first, is_last=is_last)
             self._rotary = RotaryEmbedding(spec.rope, spec.head_dim, device)
         self.loaded.update(weights.loaded)
@@ -128,17 +128,22 @@ class NativeStageModel:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage begins with token ids."""
+        """True if the stage begins with token ids."""
         return self._embedding is not None
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage ends with logits."""
+        """True if the stage ends with logits."""
         return self._head is not None
 
     @property
+    def plain_steps(self) -> PlainSteps:
+        """See `StageModel.plain_steps`."""
+        return self
+
+    @property
     def has_experts(self) -> bool:
-        """Whether any of the stage's layers is a mixture of experts."""
+        """True if any of the stage's layers is a mixture of experts."""
         return any(layer.has_experts for layer in self.layers.values())
 
     @property
@@ -169,7 +174,7 @@ class NativeStageModel:
         Raises CheckpointError as at the start.
         """
         weights = PacedWeights(self._open_source(), pause)
-        decoder = DecoderLayer(self.spec, layer, weights, self._kernels)
+        decoder = DecoderLayer.load(self.spec, layer, weights, self._kernels)
         prefix = self._prefix(layer)
         sizes = {name: size for name, size in weights.loaded.items() if name.startswith(prefix)}
         return LoadedLayer(layer, decoder, sizes)
@@ -270,13 +275,9 @@ class NativeStageModel:
         attention: LayerwiseAttention,
     ) -> torch.Tensor:
         """`forward` from the result of `enter`."""
-        is_ours = self.is_first  # so that a layer may write over it
-        for layer in layers:
-            stream = self.layers[layer].forward(
-                stream, rotation, inputs.slots, kv_pool, attention, is_ours
-            )
-            is_ours = True
-        return stream if is_ours else stream.clone()
+        in_turn = (self.layers[layer] for layer in layers)
+        # The first stage made the stream itself.
+        return pass_layers(in_turn, inputs, stream, rotation, kv_pool, attention, self.is_first)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

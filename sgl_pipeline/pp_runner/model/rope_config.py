@@ -123,8 +123,8 @@ class RopeConfig:
         return RopeSpec(theta, scaling, attention_factor, self._rotated_share, self._interleaved)
 
     def _factor(self) -> float:
-        """How far the context is stretched. DeepSeek's configs may say so by lengths alone, with a
-        factor of null; LongRoPE's may have none."""
+        """The factor by which the context is stretched. DeepSeek's configs may give it by lengths
+        alone, with a factor of null; LongRoPE's may have none."""
         parameters = self._parameters
         by_lengths = self._kind == "longrope" or (self._kind == "yarn" and "factor" in parameters)
         if by_lengths and parameters.get("factor") is None:
@@ -232,16 +232,14 @@ def rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters
 
 
-def with_rope_overrides(config: Mapping[str, Any], overrides: str) -> Mapping[str, Any]:
-    """`config` with the rope fields of `--json-model-override-args`, the JSON text `overrides`.
-
-    Parameters are merged as SGLang merges them: those that `overrides` does not name stay.
+def read_rope_overrides(text: str) -> dict[str, Any]:
+    """The fields of `--json-model-override-args`.
 
     Raises ConfigurationError, which names the flag, for other text and for other fields.
     """
-    flag = f"--json-model-override-args {overrides}"
+    flag = f"--json-model-override-args {text}"
     try:
-        given = json.loads(overrides)
+        given = json.loads(text)
     except ValueError as error:
         raise ConfigurationError(f"{flag} is not JSON: {error}") from None
     if not isinstance(given, dict):
@@ -251,12 +249,26 @@ def with_rope_overrides(config: Mapping[str, Any], overrides: str) -> Mapping[st
             f"{flag}: {', '.join(sorted(others))} cannot be overridden; only "
             f"{', '.join(OVERRIDABLE)} can"
         )
-    if "max_position_embeddings" in given and "max_position_embeddings" not in config:
-        raise ConfigurationError(f"{flag}: config.json has no max_position_embeddings")
-    new: dict[str, Any] = {}
     for name in _PARAMETER_FIELDS:
         if not isinstance(given.get(name, {}), dict):
             raise ConfigurationError(f"{flag}: {name} is not a JSON object")
+    return given
+
+
+def with_rope_overrides(config: Mapping[str, Any], overrides: str) -> Mapping[str, Any]:
+    """`config` with the rope fields of `--json-model-override-args`, the JSON text `overrides`.
+
+    Parameters are merged as SGLang merges them: those that `overrides` does not name stay.
+
+    Raises ConfigurationError as `read_rope_overrides`, and for a length that `config` lacks.
+    """
+    given = read_rope_overrides(overrides)
+    if "max_position_embeddings" in given and "max_position_embeddings" not in config:
+        raise ConfigurationError(
+            f"--json-model-override-args {overrides}: config.json has no max_position_embeddings"
+        )
+    new: dict[str, Any] = {}
+    for name in _PARAMETER_FIELDS:
         new |= given.pop(name, {})
     if "type" in new:  # else the type in the config, in the newer spelling, would win
         new.setdefault("rope_type", new["type"])

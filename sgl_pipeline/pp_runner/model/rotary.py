@@ -67,8 +67,8 @@ def _llama3_frequencies(scaling: Llama3Scaling, frequencies: torch.Tensor) -> to
 
 
 def _yarn_kept_share(scaling: YarnScaling, theta: float, rotated: int) -> torch.Tensor:
-    """How much of each pair's own frequency is kept, [R / 2] fp32: a ramp over the pairs from 1 to
-    0."""
+    """The share of each pair's own frequency that is kept, [R / 2] fp32: a ramp over the pairs from
+    1 to 0."""
 
     def pair_of(turns: float) -> float:
         """The pair, as a real number, that turns so often in the original context."""

@@ -15,6 +15,8 @@ import torch
 from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Rotation
+from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 
 L = TypeVar("L")
@@ -33,6 +35,30 @@ class LoadedLayer(Generic[L]):
         return sum(self.sizes.values())
 
 
+class PlainSteps(Protocol):
+    """A step in two parts, of which the second one calls kernels and nothing else."""
+
+    @property
+    def layers(self) -> Mapping[int, DecoderLayer]: ...
+
+    def enter(
+        self, inputs: StepInputs, hidden: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Rotation]:
+        """The input of the first layer: the residual stream [T, H], of the token ids or `hidden`,
+        and the rows' rotation."""
+
+    def pass_layers(
+        self,
+        layers: Iterable[int],
+        inputs: StepInputs,
+        stream: torch.Tensor,
+        rotation: Rotation,
+        kv_pool: KvPool,
+        attention: LayerwiseAttention,
+    ) -> torch.Tensor:
+        """`StageModel.forward` from the result of `enter`."""
+
+
 class StageModel(Protocol):
     """The weights of one stage. `layers` holds its decoder layers by model-wide id, `loaded` maps
     the names of the tensors that it holds to their bytes."""
@@ -47,15 +73,19 @@ class StageModel(Protocol):
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage begins with token ids."""
+        """True if the stage begins with token ids."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage ends with logits."""
+        """True if the stage ends with logits."""
+
+    @property
+    def plain_steps(self) -> PlainSteps | None:
+        """Its steps in two parts; None where its layers do more than to call kernels."""
 
     @property
     def has_experts(self) -> bool:
-        """Whether any of the stage's layers is a mixture of experts."""
+        """True if any of the stage's layers is a mixture of experts."""
 
     @property
     def weight_bytes(self) -> int:

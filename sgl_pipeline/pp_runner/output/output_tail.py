@@ -30,7 +30,7 @@ class PendingOutputs(Protocol):
     """The tokens that a step has drawn, or will draw."""
 
     def is_ready(self) -> bool:
-        """Whether `result` need not wait for the device, unless a row must be drawn again."""
+        """True if `result` need not wait for the device, unless a row must be drawn again."""
 
     def result(self) -> Outputs:
         """Waits for the device; to be called once."""

@@ -54,7 +54,7 @@ class DrawnTokens:
 
     @property
     def is_decided(self) -> bool:
-        """Whether no id can be `UNDECIDED`, and the logits are not needed any more."""
+        """True if no id can be `UNDECIDED`, and the logits are not needed any more."""
         return self._logits is None
 
     def settle(self, token_ids: list[int]) -> list[int]:

@@ -49,6 +49,6 @@ def plan_token_masks(chunks: Sequence[MirroredChunk], device: torch.device) -> T
 
 
 def allows_no_other(mask: bytes, token_ids: Sequence[int]) -> bool:
-    """Whether `mask` allows only `token_ids`, which are distinct and of the vocabulary."""
+    """True if `mask` allows only `token_ids`, which are distinct and of the vocabulary."""
     allowed = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
     return bool(allowed.sum() == allowed[list(token_ids)].sum())

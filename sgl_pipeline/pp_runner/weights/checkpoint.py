@@ -47,7 +47,7 @@ class WeightSource(Protocol):
         missing. Not for made-up weights."""
 
     def has(self, name: str) -> bool:
-        """Whether a file holds the tensor `name`; dummy weights are in no file."""
+        """True if a file holds the tensor `name`; dummy weights are in no file."""
 
     def names(self) -> Iterable[str]:
         """The names of all tensors that files hold."""
@@ -180,7 +180,7 @@ class Checkpoint:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it holds floats of 16 bits or more, which are meaningful without a scale."""
+    """True if `tensor` holds floats of 16 bits or more, which are meaningful without a scale."""
     return tensor.is_floating_point() and tensor.dtype.itemsize >= 2
 
 

@@ -84,7 +84,7 @@ def matches_target(module: str, target: str) -> bool:
 
 
 def is_inside(module: str, name: str) -> bool:
-    """Whether the parts of `name` are among those of the module's, one after the other: `lm_head`,
+    """True if the parts of `name` are among those of the module's, one after the other: `lm_head`,
     `model.layers.0`, `layers.0.mlp` (upstream's `_module_path_match` in quantization/utils.py)."""
     return f".{name}." in f".{module}."
 

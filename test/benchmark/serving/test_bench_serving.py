@@ -58,6 +58,27 @@ def test_a_request_that_makes_no_sense_is_refused_before_a_server_starts(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "load"),
+    [
+        (["--num-clients", "1", "--num-requests", "4"], Load(num_clients=1, num_requests=4)),
+        (["--requests-per-s", "2.5"], Load(requests_per_s=2.5)),
+    ],
+)
+def test_the_flags_of_the_load_are_those_of_the_client(
+    words: list[str], load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Load] = []
+
+    def measure_rounds(engines: object, model: Path, warm_up: Load, *others: object) -> list[Run]:
+        measured.append(warm_up)
+        return [RUN]
+
+    monkeypatch.setattr("benchmark.serving.bench_serving.measure_rounds", measure_rounds)
+    assert main(["--model-path", str(tmp_path), "--no-save", *words]) == 0
+    assert measured == [load]
+
+
 def test_a_result_names_the_command_the_machine_and_every_run(tmp_path: Path) -> None:
     report = report_of("sample", Load(), Path("0.27b"), [RUN])
     command = Command("benchmark.serving.bench_serving", None, folder=tmp_path)

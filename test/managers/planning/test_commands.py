@@ -1,6 +1,7 @@
 """The commands `fit` and `plan`, each with a real stage worker, and the file that joins them."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,14 @@ from support.tiny_models import NUM_LAYERS, tiny_model
 from sgl_pipeline.args import StageArgs
 from sgl_pipeline.costs.stage_costs import PartSample
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.managers.doctor.command import make_parser as doctor_parser
 from sgl_pipeline.managers.planning import cost_files, fit_command, plan_command
 from sgl_pipeline.managers.planning.cost_files import find_costs, model_name, save_costs
 from sgl_pipeline.managers.planning.fit_command import least, random_steps
 from sgl_pipeline.managers.planning.measuring import measuring_worker
+from sgl_pipeline.managers.planning.stage_flags import stage_words
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.rope_spec import YarnScaling
 from sgl_pipeline.step_work import StepWork
 
 
@@ -54,6 +59,36 @@ def test_a_plan_for_layers_that_transformers_computes(
     output = capsys.readouterr().out
     assert "float32-transformers: a step of" in output
     assert "even: 3,3" in output
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+def stages_with(override: str, model_impl: str = "auto") -> tuple[StageArgs, ModelSpec]:
+    words = ["--model", str(tiny_model("qwen3")), "--json-model-override-args", override]
+    options = fit_command.make_parser().parse_args([*words, "--model-impl", model_impl])
+    return fit_command.stages_of(options)
+
+
+def test_overridden_rope_fields_are_those_of_a_server() -> None:
+    text = json.dumps({"rope_scaling": YARN})
+    stages, spec = stages_with(text)
+    assert isinstance(spec, DecoderSpec)
+    assert spec == read_model_spec(stages.model_path, rope_overrides=text)
+    assert isinstance(spec.rope.scaling, YarnScaling)
+    assert stages.rope_overrides == text
+    # What the doctor tells people to run.
+    asked = doctor_parser().parse_args(["--json-model-override-args", text])
+    words = shlex.split(" ".join(stage_words(asked)))
+    again = plan_command.make_parser().parse_args(["--model", "m", *words])
+    assert again.json_model_override_args == text
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "sglang", "transformers"])
+@pytest.mark.parametrize("text", ["{", "[1]", '{"hidden_size": 8}'])
+def test_other_overrides_are_refused_by_the_flags_name(text: str, model_impl: str) -> None:
+    with pytest.raises(ConfigurationError, match="--json-model-override-args"):
+        stages_with(text, model_impl)
 
 
 @pytest.mark.parametrize(

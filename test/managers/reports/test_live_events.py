@@ -48,14 +48,14 @@ def test_moves_and_queue_are_there_only_when_told() -> None:
     core = movable_core(2, 2)
     assert not {"moves", "queue"} & set(told(core.state(50.0)))
     core.migration.move_to((1, 3), 50.0)
-    core.move_orders(50.0)
+    core.orders_before_step(50.0)
     line = QueueLine("a", 1.5, 8, 0, "order", "1 waiting request comes first", "b")
     event = told(core.state(50.5), (line,))
     assert event["queue"] == [["a", 1.5, 8, 0, "order", "1 waiting request comes first", "b"]]
     (move,) = event["moves"]
     assert (move["began"], move["switched"], move["over"]) == (50_000_000, None, None)
     stages_get_ready(core, 51.0)
-    core.move_orders(51.0)
+    core.orders_before_step(51.0)
     stages_switch(core, 52.0)
     (move,) = told(core.state(53.0))["moves"]
     assert (move["switched"], move["over"], move["after"]) == (51_000_000, 52_000_000, [1, 3])

@@ -8,12 +8,13 @@ import msgspec
 import pytest
 from support.moves import abandoned_move, begun_move, done_move, movable_core
 from support.step_records import recovery_record, step_record, throttle_change
+from support.traced_events import read_events
 
 from sgl_pipeline.managers.reports.reports import Reports
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.records.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.records.event import Event
-from sgl_pipeline.records.trace import TraceWriter, read_events, read_trace
+from sgl_pipeline.records.trace import TraceWriter, read_trace
 
 
 class Sink:

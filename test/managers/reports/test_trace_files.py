@@ -7,17 +7,14 @@ import msgspec
 import pytest
 from support.moves import abandoned_move, begun_move, done_move
 from support.step_records import recovery_record, step_record, throttle_change
+from support.traced_events import read_events
 
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.records.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.records.move_record import MoveRecord
 from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.records.throttle_change import ThrottleChange
-from sgl_pipeline.records.trace import (
-    TraceWriter,
-    read_events,
-    read_trace,
-)
+from sgl_pipeline.records.trace import TraceWriter, read_trace
 
 
 def test_a_writer_gets_the_steps_that_end_while_it_is_there(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class MiddleStage:
         generator = torch.Generator().manual_seed(plan.step_id)
         rows = torch.randn(num_rows, HIDDEN_SIZE, generator=generator).to(self._dtype)
         self._fed.append((plan.step_id, rows))
-        self.runner.run_step(plan)
+        self.runner.launch(self.runner.prepare(plan))
         _, hidden = self._sent.pop()
         return hidden
 

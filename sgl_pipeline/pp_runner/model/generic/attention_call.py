@@ -35,7 +35,7 @@ _HARMLESS = frozenset(
 
 
 class Callee(Protocol):
-    """What computes or records an attention."""
+    """Computes or records an attention."""
 
     def __call__(
         self,
@@ -74,7 +74,7 @@ def direct_attention(layer: nn.Module, callee: Callee) -> None:
 def attention_of_call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: Mapping[str, Any]
 ) -> LayerAttention:
-    """How a layer attends, by one call of its attention.
+    """The attention of a layer, by one call of it.
 
     Raises UnsupportedModelError for an argument that is not known.
     """
@@ -99,7 +99,7 @@ def attention_of_call(
 
 @dataclass(slots=True)
 class StageStep:
-    """What the attentions of a stage model need of the step that it runs."""
+    """The part of a step that the attentions of a stage model need."""
 
     slots: torch.Tensor
     kv_pool: KvPool

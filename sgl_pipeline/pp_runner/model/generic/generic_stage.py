@@ -1,8 +1,8 @@
 """The `StageModel` of a model whose layers are transformers' code.
 
-The decoder is transformers' own, on the meta device except what the stage holds. The layers of
-other stages pass the residual stream on, and the stage's first layer takes the stream that the
-stage before has sent, whatever the decoder made of its inputs. Its final norm belongs to the head.
+The decoder is transformers' own, on the meta device except what the stage holds (`decoder_run.py`).
+Where all of its layers compute what our own `DecoderLayer` computes, they are ours
+(`plain_layer.py`), and the decoder makes only what the first of them is given.
 
 Shapes: T rows of the step, N rows for logits, H hidden size, V vocabulary size.
 """
@@ -18,27 +18,33 @@ from sgl_pipeline.errors import CheckpointError, UnsupportedModelError
 from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
-from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels, Rotation
+from sgl_pipeline.pp_runner.model.decoder import pass_layers
 from sgl_pipeline.pp_runner.model.generic.attention_call import (
     PROBED,
     SERVED,
     PagedAttention,
-    RunningStep,
-    StageStep,
     direct_attention,
 )
 from sgl_pipeline.pp_runner.model.generic.decoder_head import DecoderHead, read_head
+from sgl_pipeline.pp_runner.model.generic.decoder_run import DecoderRun
 from sgl_pipeline.pp_runner.model.generic.part_filling import fill, refuse_meta
-from sgl_pipeline.pp_runner.model.generic.passing_layers import EnteredLayer, PassedLayer
+from sgl_pipeline.pp_runner.model.generic.plain_layer import (
+    PlainForm,
+    build_plain_layer,
+    rotation_of,
+)
+from sgl_pipeline.pp_runner.model.generic.plain_probe import TRIAL_POSITIONS, plain_forms
 from sgl_pipeline.pp_runner.model.generic.probes import trace
 from sgl_pipeline.pp_runner.model.generic.skeleton import KeyTable, make_skeleton
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.pp_runner.model.generic.stream_probe import probe_stream
 from sgl_pipeline.pp_runner.model.generic.tensor_reader import TensorReader
-from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer
+from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, PlainSteps
 from sgl_pipeline.pp_runner.weights.checkpoint import PacedWeights, WeightSource
 
-Layer = nn.Module
+# `DecoderLayer` where they are plain, else a module of transformers.
+Layer = Any
 
 
 class GenericStageModel:
@@ -86,35 +92,39 @@ class GenericStageModel:
         self._skeleton = make_skeleton(path, dtype, SERVED)
         self._norm_name = seen.norm
         self._norm = getattr(self._skeleton.decoder, seen.norm)
-        self._running = RunningStep()
         self._is_first = False
         self._head: DecoderHead | None = None
-        self._passed = [PassedLayer(layer) for layer in self._skeleton.layers]
-        self._in_place: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-        self._entered: EnteredLayer | None = None
         with torch.inference_mode():
             source = open_source()
             self._table = KeyTable(
                 self._skeleton, source.names(), is_quantized=spec.quantization is not None
             )
-            self._prepare_decoder()
+            # After the table, which asks the decoder for its layers.
+            self._run = DecoderRun(self._skeleton, seen.norm)
+            probe_stream(self._skeleton, self._run.passed, dtype)
+            self._forms = self._plain_forms()
             for layer in layers:
                 self.add_layer(self._read_from(source, layer, on_read))
             self._load_ends(source, on_read, is_first=is_first, is_last=is_last)
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage begins with token ids."""
+        """True if the stage begins with token ids."""
         return self._is_first
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage ends with logits."""
+        """True if the stage ends with logits."""
         return self._head is not None
 
     @property
+    def plain_steps(self) -> PlainSteps | None:
+        """See `StageModel.plain_steps`."""
+        return None if self._forms is None else self
+
+    @property
     def has_experts(self) -> bool:
-        """Whether any of the stage's layers is a mixture of experts."""
+        """True if any of the stage's layers is a mixture of experts."""
         return any(self.spec.layer_has_experts(layer) for layer in self.layers)
 
     @property
@@ -145,7 +155,7 @@ class GenericStageModel:
         """Removes the weights of `layer`, and returns them."""
         sizes = self._sizes.pop(layer)
         self.loaded = {name: size for name, size in self.loaded.items() if name not in sizes}
-        self._forget_order()
+        self._run.forget()
         return LoadedLayer(layer, self.layers.pop(layer), sizes)
 
     @torch.inference_mode()
@@ -184,27 +194,40 @@ class GenericStageModel:
         attention: LayerwiseAttention,
     ) -> torch.Tensor:
         """See `StageModel.forward`; all of `layers` are waited for before the first one runs."""
-        order = tuple(layers)
         assert self._is_first or hidden is not None, "this stage needs the residual stream"
+        if self._forms is not None:
+            stream, rotation = self.enter(inputs, hidden)
+            return self.pass_layers(layers, inputs, stream, rotation, kv_pool, attention)
+        order = tuple(layers)
         if hidden is not None and not order:
             return hidden.clone()
-        self._put_in_place(order)
-        self._running.step = StageStep(inputs.slots, kv_pool, attention)
-        given: dict[str, Any] = {"input_ids": inputs.token_ids[None]}
-        if hidden is not None:
-            assert self._entered is not None
-            self._entered.stream = hidden[None]
-            given = {"inputs_embeds": hidden[None]}
-        try:
-            output = self._skeleton.decoder(
-                **given, position_ids=inputs.positions[None], use_cache=False
-            )
-        finally:
-            self._running.step = None
-            if self._entered is not None:
-                self._entered.stream = None
-        rows: torch.Tensor = output.last_hidden_state[0]
-        return rows
+        return self._run.run(order, self.layers, inputs, hidden, kv_pool, attention)
+
+    @torch.inference_mode()
+    def enter(
+        self, inputs: StepInputs, hidden: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Rotation]:
+        """See `PlainSteps.enter`."""
+        assert self._forms is not None, "these layers are not ours"
+        stream, given = self._run.enter(inputs, hidden)
+        rotation = rotation_of(given, interleaved=self._forms[0].interleaved)
+        assert rotation is not None
+        return stream, rotation
+
+    @torch.inference_mode()
+    def pass_layers(
+        self,
+        layers: Iterable[int],
+        inputs: StepInputs,
+        stream: torch.Tensor,
+        rotation: Rotation,
+        kv_pool: KvPool,
+        attention: LayerwiseAttention,
+    ) -> torch.Tensor:
+        """See `PlainSteps.pass_layers`."""
+        in_turn = (self.layers[layer] for layer in layers)
+        # The first stage made the stream itself.
+        return pass_layers(in_turn, inputs, stream, rotation, kv_pool, attention, self._is_first)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -212,14 +235,14 @@ class GenericStageModel:
         assert self._head is not None, "only the last stage has the head"
         return self._head(hidden)
 
-    def _prepare_decoder(self) -> None:
-        """Takes the layers and the norm out of the decoder, makes the buffers of the rest, and
-        proves that the stream passes."""
-        decoder = self._skeleton.decoder
-        setattr(decoder, self._norm_name, nn.Identity())
-        decoder.layers = nn.ModuleList(self._passed)
-        self._skeleton.remake_buffers(decoder)
-        probe_stream(self._skeleton, self._passed, self._dtype)
+    def _plain_forms(self) -> tuple[PlainForm, ...] | None:
+        skeleton = self._skeleton
+        return plain_forms(
+            skeleton.layers,
+            skeleton.copy_of,
+            self._run.given_to_layers(TRIAL_POSITIONS, self._dtype),
+            self.spec.attentions,
+        )
 
     def _read_from(
         self, source: WeightSource, layer: int, pause: Callable[[], None]
@@ -231,17 +254,20 @@ class GenericStageModel:
                 "model does not use"
             )
         before = set(source.loaded)
-        module = fill(
-            self._skeleton.copy_of(self._skeleton.layers[layer]),
-            prefix,
-            self._reader(source, pause),
-        )
+        module = self._make_layer(layer, prefix, self._reader(source, pause))
+        sizes = {name: size for name, size in source.loaded.items() if name not in before}
+        return LoadedLayer(layer, module, sizes)
+
+    def _make_layer(self, layer: int, prefix: str, reader: TensorReader) -> Layer:
+        template = self._skeleton.layers[layer]
+        if self._forms is not None:
+            return build_plain_layer(layer, self._forms[layer], template, prefix, reader)
+        module = fill(self._skeleton.copy_of(template), prefix, reader)
         self._skeleton.remake_buffers(module)
         refuse_meta(module, prefix)
         expected = self.spec.attentions[layer]
-        direct_attention(module, PagedAttention(layer, expected, self._running))
-        sizes = {name: size for name, size in source.loaded.items() if name not in before}
-        return LoadedLayer(layer, module, sizes)
+        direct_attention(module, PagedAttention(layer, expected, self._run.running))
+        return module
 
     def _reader(self, source: WeightSource, pause: Callable[[], None]) -> TensorReader:
         paced = PacedWeights(source, pause)
@@ -270,7 +296,7 @@ class GenericStageModel:
             self._head = read_head(self._skeleton, self._norm, self._norm_name, reader, kept)
         self._end_sizes = {name: size for name, size in source.loaded.items() if name not in before}
         self.loaded |= self._end_sizes
-        self._forget_order()
+        self._run.forget()
 
     def _drop_ends(self) -> None:
         embedding = self._skeleton.embedding
@@ -280,24 +306,3 @@ class GenericStageModel:
             name: size for name, size in self.loaded.items() if name not in self._end_sizes
         }
         self._end_sizes = {}
-
-    def _put_in_place(self, order: tuple[int, ...]) -> None:
-        """Has the decoder run the layers of `order`, and the first of them begin with the stream
-        of the stage before, if there is one."""
-        held = tuple(id(self.layers[layer]) for layer in order)
-        if self._in_place == (order, held):
-            return
-        running: list[nn.Module] = list(self._passed)
-        for layer in order:
-            running[layer] = self.layers[layer]
-        self._entered = None
-        if not self._is_first:
-            self._entered = EnteredLayer(self.layers[order[0]])
-            running[order[0]] = self._entered
-        self._skeleton.decoder.layers = nn.ModuleList(running)
-        self._in_place = (order, held)
-
-    def _forget_order(self) -> None:
-        """Lets the decoder hold no layer, so that one that leaves is freed."""
-        self._in_place = self._entered = None
-        self._skeleton.decoder.layers = nn.ModuleList(self._passed)

@@ -99,8 +99,8 @@ class RowExperts(nn.Module):
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it is a module of transformers' interface for experts (`use_experts_implementation`
-    in integrations/moe.py)."""
+    """True for a module of transformers' interface for experts (`use_experts_implementation` in
+    integrations/moe.py)."""
     names = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
     return all(hasattr(module, name) for name in names)
 
@@ -136,7 +136,7 @@ def norm_weight(module: nn.Module) -> tuple[torch.Tensor, float] | None:
 
 
 def _is_norm(module: nn.Module, epsilon: float, added: float) -> bool:
-    """Whether `module` is an RMS norm times its weight and `added`, by a trial in fp32."""
+    """True if `module` is an RMS norm times its weight and `added`, by a trial in fp32."""
     size = 24
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(size, generator=generator)
@@ -173,7 +173,7 @@ def gated_mlp(module: nn.Module) -> tuple[tuple[str, ...], str] | None:
 
 
 def _is_gated(module: nn.Module, gate_up: tuple[str, ...], down: str) -> bool:
-    """Whether `module` is the MLP of these Linears, by a trial with small ones in fp32."""
+    """True if `module` is the MLP of these Linears, by a trial with small ones in fp32."""
     size, inner = 8, 12
     generator = torch.Generator().manual_seed(0)
     own = {}
@@ -192,7 +192,7 @@ def _is_gated(module: nn.Module, gate_up: tuple[str, ...], down: str) -> bool:
 
 
 def has_silu_gate(experts: nn.Module) -> bool:
-    """Whether the gate between the products of `experts` is `silu(first half) * second half`."""
+    """True if the gate between the products of `experts` is `silu(first half) * second half`."""
     if not experts.has_gate:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -205,7 +205,7 @@ def has_silu_gate(experts: nn.Module) -> bool:
 
 
 def expert_gate(experts: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What `experts` compute between their two products."""
+    """The computation of `experts` between their two products."""
     gate: Callable[[torch.Tensor], torch.Tensor] = (
         experts._apply_gate if experts.has_gate else experts.act_fn  # type: ignore[assignment]
     )

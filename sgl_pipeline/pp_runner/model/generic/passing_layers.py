@@ -1,9 +1,13 @@
-"""What stands in a decoder for layers that a stage does not run, and for its first one."""
+"""Stand-ins in a decoder: for layers that a stage does not run, and for the stage's first layer."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+# What a decoder gives to a layer: arguments after the stream, and those by name.
+Given = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 class _InPlaceOf(nn.Module):
@@ -34,3 +38,16 @@ class EnteredLayer(_InPlaceOf):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         assert self.stream is not None, "a stage after the first has no stream"
         return self.layer(self.stream, *args, **kwargs)
+
+
+class HeardLayer(_InPlaceOf):
+    """In the place of `layer`: keeps the `stream` [1, T, H] and all else that it is `given`."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.stream = torch.empty(0)
+        self.given: Given = ((), {})
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.stream, self.given = hidden_states, (args, kwargs)
+        return hidden_states

@@ -1,4 +1,4 @@
-"""What a model of transformers does, seen by running its code without weights.
+"""Finds the structure of a model of transformers by running its code without weights.
 
 The attention probe records every attention, and the mask probe every mask, of three rows on the
 meta device: geometry is what was seen, and no field of a config says it. A model that does
@@ -33,8 +33,8 @@ _LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What was seen: how each layer attends, which layers have experts, and the name in the decoder
-    of the norm after the last layer."""
+    """The structure that was seen: each layer's attention, the layers with experts, and the name in
+    the decoder of the norm after the last layer."""
 
     attentions: tuple[LayerAttention, ...]
     expert_layers: frozenset[int]

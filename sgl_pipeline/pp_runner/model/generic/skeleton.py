@@ -279,7 +279,7 @@ class KeyTable:
             self._of_target[one] = entry
 
     def entry_of(self, target: str) -> Entry | None:
-        """What makes the parameter `target`; None if the checkpoint does not have it."""
+        """The entry that makes the parameter `target`; None if the checkpoint does not have it."""
         return self._of_target.get(target)
 
     def name_of(self, target: str) -> str:

@@ -89,7 +89,7 @@ def _given(
 
 
 def _is_of_rows(tensor: torch.Tensor, turned: torch.Tensor, alone: torch.Tensor) -> bool:
-    """Whether each row of `tensor` is the same with the rows the other way round, and alone. A
+    """True if each row of `tensor` is the same with the rows the other way round, and alone. A
     tensor without rows must not change at all."""
     num_rows = len(_POSITIONS)
     dims = [dim for dim, size in enumerate(tensor.shape) if size == num_rows]

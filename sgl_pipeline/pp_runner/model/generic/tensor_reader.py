@@ -77,11 +77,11 @@ class TensorReader:
         return self.source.read_as(name, shape, like.dtype)
 
     def entry_of(self, target: str) -> Entry | None:
-        """What of the checkpoint makes the parameter `target`."""
+        """The entry of the checkpoint that makes the parameter `target`."""
         return self._table.entry_of(target)
 
     def has(self, target: str) -> bool:
-        """Whether the checkpoint has the parameter `target`."""
+        """True if the checkpoint has the parameter `target`."""
         return self._table.entry_of(target) is not None
 
     def name_of(self, target: str) -> str:
@@ -94,7 +94,7 @@ class TensorReader:
         return read_matrix(self.source, self.quantization, module, shape)
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the matrix that the checkpoint calls `name` has fewer than 16 bits in the
+        """True if the matrix that the checkpoint calls `name` has fewer than 16 bits in the
         model."""
         quantization = self.quantization
         module = name.removesuffix(".weight")

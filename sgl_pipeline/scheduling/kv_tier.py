@@ -1,0 +1,201 @@
+"""Pages that outlive the pool: what is saved to a store, and what comes back before it is needed.
+
+The face of `page_loads.py` and `page_saves.py` to `PipelineCore`. Off until `use`: then it costs
+nothing. Transfers are ordered in the stream of orders, and only while no layer moves and no stage
+is taken over: whatever interrupts them cancels them all here at once, and `UseStore`, the next
+order, in the stages. So a page that is taken back is never given out before the order that ends
+its transfer. Pure.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from sgl_pipeline.page_record import PageRecord
+from sgl_pipeline.requests import Request
+from sgl_pipeline.scheduling.page_loads import Lookup, PageLoad, PageLoads
+from sgl_pipeline.scheduling.page_run import PageRun
+from sgl_pipeline.scheduling.page_saves import PageSaves
+from sgl_pipeline.scheduling.radix_demand import RadixDemand
+from sgl_pipeline.scheduling.radix_storage import RadixStorage
+from sgl_pipeline.scheduling.radix_tree import RadixNode, RadixTree
+from sgl_pipeline.scheduling.recovery_log import RecoveryLog
+from sgl_pipeline.scheduling.request_pages import RequestPages
+from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.tier_counts import TierCounts
+from sgl_pipeline.scheduling.tier_rules import TierRules
+from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
+from sgl_pipeline.step_work import StepTimes, StepWork
+from sgl_pipeline.wire.store_orders import (
+    LoadPages,
+    PagesLoaded,
+    SavePages,
+    StorePlace,
+    StoreReport,
+    UseStore,
+)
+
+StoreOrder = UseStore | SavePages | LoadPages
+
+
+class KvTier:
+    """The store of one `StepScheduler`, whose parts these are.
+
+    A driver takes `commits` and `broken` (hashes of pages whose records are worthless) and empties
+    them.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        demand: RadixDemand,
+        storage: RadixStorage,
+        pages: RequestPages,
+        waiting: WaitingQueue,
+        running: RunningRequests,
+        log: RecoveryLog | None,
+    ) -> None:
+        self.counts = TierCounts()
+        self.commits: list[PageRecord] = []
+        self.broken: list[bytes] = []
+        self.rules = TierRules()
+        self._storage, self._pages, self._waiting = storage, pages, waiting
+        self._running, self._log = running, log
+        self.loads = PageLoads(
+            tree, demand, storage, pages, waiting, self.counts, self._on_loaded, self.broken
+        )
+        self.saves = PageSaves(storage, tree.page_size, self.counts, self.commits)
+        self._place: StorePlace | None = None
+        # What the stages use after the orders so far, and whether they must hear of it anew.
+        self._stages_use: StorePlace | None = None
+        self._is_stale = False
+        self._next_transfer = 0
+        self._first_transfer = 0  # reports of earlier ones are late
+        self._now_s = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """True if there is a store."""
+        return self._place is not None
+
+    def use(self, place: StorePlace | None, rules: TierRules) -> None:
+        """Uses the store at `place` from the next order on, by `rules`; None: none."""
+        self._place = None
+        self.interrupt()
+        self.saves.forget()
+        self._place, self.rules = place, rules
+        is_on = place is not None
+        self._storage.spares_wanted = is_on
+        self._storage.watch = self if is_on else None
+        self._waiting.on_add = self._on_queued if is_on else None
+
+    def interrupt(self) -> None:
+        """Cancels all transfers. Requests that wait for one are looked up again."""
+        requests = self.loads.cancel()
+        self.saves.cancel()
+        self._first_transfer = self._next_transfer
+        self._is_stale = True
+        if self.is_on:
+            for request in requests:
+                self._on_queued(request)
+
+    def stages_begin_anew(self) -> None:
+        """The stages use no store: a new stream of orders begins."""
+        self._stages_use, self._is_stale = None, False
+
+    # Orders, reports
+
+    def next_orders(
+        self,
+        now_s: float,
+        num_pages: int,
+        times: StepTimes | None,
+        pending_work: StepWork,
+        *,
+        may_transfer: bool,
+    ) -> Iterator[StoreOrder]:
+        """Orders that precede the next step.
+
+        Args:
+            num_pages: of the pool.
+            pending_work: of all waiting requests.
+            may_transfer: no layer moves, and no stage is taken over.
+        """
+        self._now_s = now_s
+        place = self._place if may_transfer else None
+        if place != self._stages_use and not self._is_stale:
+            self.interrupt()
+        if self._is_stale and (place is not None or self._stages_use is not None):
+            self._stages_use = place
+            yield UseStore(place)
+        self._is_stale = False
+        if not self.is_on:
+            return
+        self.loads.give_up_late(now_s, self.rules)
+        if place is None:
+            return
+        spare = self._pages.num_available - len(self._running)
+        most = int(self.rules.load_share * num_pages) - self.loads.loading_pages
+        yield from self.loads.next_orders(
+            now_s, self.rules, times, pending_work, min(most, spare), self._transfer
+        )
+        yield from self._save_orders(num_pages)
+
+    def take(self, report: StoreReport, num_stages: int) -> None:
+        """Applies a stage's report; that of a cancelled transfer has no effect. Raises
+        ProtocolError for one that no stage could send now."""
+        if report.transfer < self._first_transfer:
+            return
+        if isinstance(report, PagesLoaded):
+            self.loads.take(report, num_stages)
+        else:
+            self.saves.take(report, num_stages)
+
+    # Lookups
+
+    def take_lookups(self) -> list[Lookup]:
+        """The next questions for the store; the answers go to `found`."""
+        return self.loads.take_lookups()
+
+    def found(self, number: int, records: Sequence[PageRecord]) -> None:
+        """The store's answer to a lookup: the records of its first pages."""
+        self.loads.found(number, records)
+
+    # What the scheduler's parts report
+
+    def on_cached(self, node: RadixNode) -> None:
+        """`node` has just been cached."""
+        self.saves.cached(node, self.rules.write_policy)
+
+    def on_evicted(self, node: RadixNode, run: PageRun) -> None:
+        """`node` is about to lose `run`."""
+        self.saves.evicted(node, run)
+
+    def on_hit(self, request: Request) -> None:
+        """A request has been admitted, and uses what is cached of its prefix."""
+        if self.is_on:
+            self.saves.hit(self._pages.hit_of(request), self.rules.write_policy)
+
+    def load_of(self, request: Request) -> PageLoad | None:
+        """The load that the waiting `request` waits for."""
+        node = self._waiting.awaited_node(request)
+        return None if node is None else self.loads.load_of(node)
+
+    # Inside
+
+    def _on_queued(self, request: Request) -> None:
+        self.loads.queued(request, self.rules, max(self._now_s, request.arrival_s))
+
+    def _on_loaded(self, end: RadixNode, pages: list[int]) -> None:
+        self.saves.loaded(end, len(pages))
+        if self._log is not None:
+            self._log.fill(pages)
+
+    def _transfer(self) -> int:
+        self._next_transfer += 1
+        return self._next_transfer - 1
+
+    def _save_orders(self, num_pages: int) -> Iterator[SavePages]:
+        most = int(self.rules.save_share * num_pages)
+        if self.rules.write_policy == "write_back" and self._pages.num_free < most:
+            self.saves.save_before_eviction()
+        owed = set() if self._log is None or not self._log.owes else self._log.all_owed()
+        yield from self.saves.next_orders(owed, most - self.saves.saving_pages, self._transfer)
