@@ -86,8 +86,8 @@ class PipelineArgs:
         )
         require(
             self.scheduling.radix_cache or not self.tiers.enabled,
-            "--enable-hierarchical-cache keeps pages of the radix cache, which --disable-radix-cache "
-            "switches off; give one of them",
+            "--enable-hierarchical-cache keeps pages of the radix cache, and --disable-radix-cache "
+            "switches that off; give one of them",
         )
         hosts = self.cluster.num_hosts
         require_stage_on_each(self.stages.num_stages, hosts)

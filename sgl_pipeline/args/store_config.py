@@ -1,7 +1,7 @@
-"""The configuration of a store of pages: the keys of SGLang's `--hicache-storage-backend-extra-config`.
+"""The configuration of a store of pages.
 
-A key is a field here, declared with `_key`: what is known, its default and its check follow.
-`managers/command_line/store_config_text.py` reads JSON, files and variables.
+Its keys are those of SGLang's `--hicache-storage-backend-extra-config`, and a few of ours. A key is a field here, declared with `_key`: what is known, its default and
+its check follow. `managers/command_line/store_config_text.py` reads JSON, files and variables.
 """
 
 import dataclasses
@@ -82,8 +82,9 @@ class StoreConfig:
     default four fifths of what is free at the start, and leaves `min_free_space` bytes of its file
     system free; over that, what was used least recently goes, down to `eviction_ratio` of the
     bound. Fewer than `prefetch_threshold` tokens are computed instead of loaded. A request waits
-    for a load of n tokens at most `prefetch_timeout_base + prefetch_timeout_per_ki_token * n / 1024`
-    seconds, and never more than `prefetch_timeout_max`. A stage saves at most `save_bytes_per_s`.
+    for a load at most `prefetch_timeout_base` seconds and `prefetch_timeout_per_ki_token` more for
+    each 1,024 tokens, and never more than `prefetch_timeout_max`. A stage saves at most
+    `save_bytes_per_s`.
     """
 
     file_storage_path: str = _key("/tmp/hicache", _folder)

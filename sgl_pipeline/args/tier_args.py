@@ -13,6 +13,7 @@ LATER_BACKENDS = ("dynamic", "nixl", "mooncake")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_POLICIES = ("timeout", "best_effort", "wait_complete")
 _ENABLE = "--enable-hierarchical-cache"
+_DEFAULT_STORE = StoreConfig()
 
 
 def _require_backend(flag: str, value: str) -> None:
@@ -37,7 +38,7 @@ class TierArgs:
 
     enabled: bool = upstream_flag(False, _ENABLE, "--enable-hicache")
     backend: str | None = upstream_flag(None, "--hicache-storage-backend", check=_require_backend)
-    store: StoreConfig = upstream_flag(StoreConfig(), EXTRA_CONFIG_FLAG)
+    store: StoreConfig = upstream_flag(_DEFAULT_STORE, EXTRA_CONFIG_FLAG)
     write_policy: str = upstream_flag(
         "write_through", "--hicache-write-policy", check=one_of(WRITE_POLICIES)
     )

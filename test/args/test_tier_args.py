@@ -58,7 +58,7 @@ def test_with_an_administrator_a_store_can_come_later() -> None:
 
 
 def test_without_a_radix_cache_there_is_nothing_to_keep() -> None:
-    with pytest.raises(ConfigurationError, match="--disable-radix-cache switches off"):
+    with pytest.raises(ConfigurationError, match="--disable-radix-cache switches that off"):
         PipelineArgs(
             stages=StageArgs(model_path="m", dtype="float32"),
             scheduling=SchedulingArgs(radix_cache=False),
@@ -72,8 +72,10 @@ def test_no_backend_is_both_built_and_for_later() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [(4194304, 4194304), ("4194304", 4194304), ("20M", 20_000_000), ("1.5G", 1_500_000_000)]
-    + [("4Mi", 2**22), ("2Gi", 2**31), ("1Ti", 2**40)],
+    [
+        *((4194304, 4194304), ("4194304", 4194304), ("20M", 20_000_000), ("1.5G", 1_500_000_000)),
+        *(("4Mi", 2**22), ("2Gi", 2**31), ("1Ti", 2**40)),
+    ],
 )
 def test_sizes_are_those_of_upstream(text: object, size: int) -> None:
     from sglang.srt.mem_cache.storage.file.lru_file_evictor import _parse_size_to_bytes

@@ -1,4 +1,4 @@
-"""Reads the configuration of a store: JSON, a file of JSON, YAML or TOML, and SGLang's variables."""
+"""Reads the configuration of a store: JSON, a file in JSON, YAML or TOML, SGLang's variables."""
 
 import json
 import os

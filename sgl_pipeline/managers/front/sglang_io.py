@@ -295,7 +295,8 @@ class SglangFront:
 
     def _send_rows(self, rows: list[OutputRow]) -> None:
         if rows:
-            self._to_detokenizer.send(io_struct.msgpack_encode(output_message(rows, self.storage_backend)))
+            message = output_message(rows, self.storage_backend)
+            self._to_detokenizer.send(io_struct.msgpack_encode(message))
 
 
 def _abort_finish(reason: Mapping[str, Any]) -> FinishReason:

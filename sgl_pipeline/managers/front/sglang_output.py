@@ -137,9 +137,7 @@ def finish_dict(finish: FinishReason, num_output_tokens: int) -> dict[str, Any]:
     }
 
 
-def output_message(
-    rows: list[OutputRow], storage_backend: str | None = None
-) -> BatchTokenIDOutput:
+def output_message(rows: list[OutputRow], storage_backend: str | None = None) -> BatchTokenIDOutput:
     """One message of all `rows`, which must be of different requests.
 
     Args:

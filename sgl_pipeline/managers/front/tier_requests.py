@@ -152,17 +152,17 @@ def _wanted(message: AttachMessage, now: TierArgs) -> TierArgs:
 
     Raises ConfigurationError for what cannot be honored, and for another store than that in use.
     """
-    backend, text = message.hicache_storage_backend, message.hicache_storage_backend_extra_config_json
+    backend = message.hicache_storage_backend
     if now.backend is not None and backend != now.backend:
         raise ConfigurationError(
             f"HiCache storage backend is already enabled with backend '{now.backend}'. Cannot "
             f"attach different backend '{backend}'. Detach first."
         )
-    store = _store(text, now)
-    if now.backend is not None and store.file_storage_path != now.store.file_storage_path:
+    store = _store(message.hicache_storage_backend_extra_config_json, now)
+    folders = (now.store.file_storage_path, store.file_storage_path)
+    if now.backend is not None and folders[0] != folders[1]:
         raise ConfigurationError(
-            f"the store in {now.store.file_storage_path} is attached, and {store.file_storage_path} "
-            "is asked for. Detach first."
+            "the store in {} is attached, and {} is asked for. Detach first.".format(*folders)
         )
     return dataclasses.replace(
         now,

@@ -26,9 +26,16 @@ class TierMetrics:
     def __init__(
         self, backend: str, model: str, num_stages: int, extra_labels: dict[str, str]
     ) -> None:
-        ranks = {"tp_rank": 0, "dp_rank": 0, "pp_rank": 0, "attn_cp_rank": 0}
-        sizes = {"pp_size": num_stages, "attn_cp_size": 1}
-        self._labels: dict[str, Any] = {"storage_backend": backend, **ranks, **sizes, **extra_labels}
+        self._labels: dict[str, Any] = {
+            "storage_backend": backend,
+            "tp_rank": 0,
+            "dp_rank": 0,
+            "pp_rank": 0,
+            "pp_size": num_stages,
+            "attn_cp_rank": 0,
+            "attn_cp_size": 1,
+            **extra_labels,
+        }
         self._upstream = StorageMetricsCollector(self._labels)
         self._own: dict[str, Any] = {"model_name": model}
         self._waiting = self._gauge("waiting_tokens", "Tokens of waiting requests.", "source")

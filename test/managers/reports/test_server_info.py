@@ -76,6 +76,8 @@ def test_a_store_is_described_and_in_the_line() -> None:
     later = msgspec.structs.replace(state, now_s=20.0, tier=tier_state())
     facts = json.loads(json.dumps(describe_state(later)))["store"]
     assert (facts["backend"], facts["missed_tokens"]["deadline"]) == ("file", 60)
-    assert status_line(state, later).endswith("store file: 20 tokens to load, 800 loaded, 700 saved")
+    assert status_line(state, later).endswith(
+        "store file: 20 tokens to load, 800 loaded, 700 saved"
+    )
     again = msgspec.structs.replace(later, now_s=30.0, tier=tier_state(loaded_tokens=805))
     assert status_line(later, again).endswith(" 5 loaded, 0 saved")
