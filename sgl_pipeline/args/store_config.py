@@ -1,7 +1,8 @@
 """The configuration of a store of pages.
 
-Its keys are those of SGLang's `--hicache-storage-backend-extra-config`, and a few of ours. A key is a field here, declared with `_key`: what is known, its default and
-its check follow. `managers/command_line/store_config_text.py` reads JSON, files and variables.
+Its keys are those of SGLang's `--hicache-storage-backend-extra-config`, and a few of ours. Each is
+a field here, declared with `_key`: what is known, its default and its check follow.
+`managers/command_line/store_config_text.py` reads JSON, files and variables.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """Where keys and values go that the pool has no room for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sgl_pipeline.args.checks import one_of, require
-from sgl_pipeline.args.flags import check_flags, flags_of, upstream_flag, without_flag
+from sgl_pipeline.args.flags import Flag, check_flags, flags_of, upstream_flag, without_flag
 from sgl_pipeline.args.store_config import EXTRA_CONFIG_FLAG, StoreConfig
 
 # The storage backends that are built.
@@ -13,7 +13,6 @@ LATER_BACKENDS = ("dynamic", "nixl", "mooncake")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_POLICIES = ("timeout", "best_effort", "wait_complete")
 _ENABLE = "--enable-hierarchical-cache"
-_DEFAULT_STORE = StoreConfig()
 
 
 def _require_backend(flag: str, value: str) -> None:
@@ -38,7 +37,9 @@ class TierArgs:
 
     enabled: bool = upstream_flag(False, _ENABLE, "--enable-hicache")
     backend: str | None = upstream_flag(None, "--hicache-storage-backend", check=_require_backend)
-    store: StoreConfig = upstream_flag(_DEFAULT_STORE, EXTRA_CONFIG_FLAG)
+    store: StoreConfig = field(
+        default=StoreConfig(), metadata=Flag(upstream=(EXTRA_CONFIG_FLAG,)).metadata
+    )
     write_policy: str = upstream_flag(
         "write_through", "--hicache-write-policy", check=one_of(WRITE_POLICIES)
     )
@@ -66,9 +67,9 @@ class TierArgs:
     def __post_init__(self) -> None:
         check_flags(self)
         if not self.enabled:
-            for field, flag in flags_of(self):
+            for one, flag in flags_of(self):
                 require(
-                    getattr(self, field.name) == field.default,
+                    getattr(self, one.name) == one.default,
                     f"{flag.names[0]} does nothing without {_ENABLE}",
                 )
             return
