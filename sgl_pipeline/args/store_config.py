@@ -53,9 +53,9 @@ def _size_from(least: int) -> Callable[[str, object], int]:
     return read
 
 
-def _tokens(key: str, value: object) -> int:
+def _whole(key: str, value: object) -> int:
     is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    require(is_whole, f"{key} {value!r} must be a whole number of tokens, 1 or more")
+    require(is_whole, f"{key} {value!r} must be a whole number, 1 or more")
     return int(str(value))
 
 
@@ -80,9 +80,8 @@ class StoreConfig:
     """Where a store is, what it may take, and how long a request waits for it.
 
     `file_storage_path` is the folder of the file backend. It holds at most `max_size` bytes, by
-    default four fifths of what is free at the start, and leaves `min_free_space` bytes of its file
-    system free; over that, what was used least recently goes, down to `eviction_ratio` of the
-    bound. Fewer than `prefetch_threshold` tokens are computed instead of loaded. A request waits
+    default four fifths of what is free at the start, and `max_files` files, and leaves
+    `min_free_space` bytes of its file system free. Fewer than `prefetch_threshold` tokens are computed instead of loaded. A request waits
     for a load at most `prefetch_timeout_base` seconds and `prefetch_timeout_per_ki_token` more for
     each 1,024 tokens, and never more than `prefetch_timeout_max`. A stage saves at most
     `save_bytes_per_s`.
@@ -91,8 +90,8 @@ class StoreConfig:
     file_storage_path: str = _key("/tmp/hicache", _folder)
     max_size: int | None = _key(None, _size_from(2**20))
     min_free_space: int = _key(2**30, _size_from(0))
-    eviction_ratio: float = _key(0.9, _number(0.1, 1.0))
-    prefetch_threshold: int = _key(256, _tokens)
+    max_files: int = _key(1_000_000, _whole)
+    prefetch_threshold: int = _key(256, _whole)
     prefetch_timeout_base: float = _key(1.0, _number(0.0, MOST_SECONDS))
     prefetch_timeout_per_ki_token: float = _key(0.25, _number(0.0, MOST_SECONDS))
     prefetch_timeout_max: float = _key(30.0, _number(0.0, MOST_SECONDS))

@@ -90,7 +90,7 @@ def test_sizes_are_those_of_upstream(text: object, size: int) -> None:
         *(("prefetch_threshold", value) for value in (0, 2.5, "256", True, None)),
         *(("prefetch_timeout_base", value) for value in (-1, float("nan"), "x", True, None, [])),
         *(("prefetch_timeout_max", value) for value in (float("inf"), 3601)),
-        *(("eviction_ratio", value) for value in (0, 1.1)),
+        ("max_files", 0),
         *(("file_storage_path", value) for value in ("", 7, None)),
         ("save_bytes_per_s", 1),
         ("min_free_space", "-1"),

@@ -1,6 +1,7 @@
 """Reads the configuration of a store: JSON, a file in JSON, YAML or TOML, SGLang's variables."""
 
 import json
+import logging
 import os
 import tomllib
 from collections.abc import Callable
@@ -11,10 +12,12 @@ import yaml
 from sgl_pipeline.args.store_config import EXTRA_CONFIG_FLAG, StoreConfig, store_config
 from sgl_pipeline.errors import ConfigurationError
 
-_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_"
-# Upstream's folder variable comes before its key, the others after theirs.
-_FOLDER = "STORAGE_DIR"
-_DEFAULTS = ("max_size", "min_free_space", "eviction_ratio")
+logger = logging.getLogger(__name__)
+
+_PREFIX = "SGLANG_HICACHE_"
+# Upstream's variables: that of the folder comes before its key, the others after theirs.
+_FOLDER = f"{_PREFIX}FILE_BACKEND_STORAGE_DIR"
+_BOUNDS = {f"{_PREFIX}FILE_BACKEND_{key.upper()}": key for key in ("max_size", "min_free_space")}
 _PARSERS: dict[str, Callable[[str], object]] = {
     ".json": json.loads,
     ".yaml": yaml.safe_load,
@@ -33,11 +36,16 @@ def read_store_config(text: str | None, *, takes_files: bool = True) -> StoreCon
     Raises ConfigurationError when it cannot be read or has what a store does not take.
     """
     values = _values(text, takes_files) if text else {}
-    for key in _DEFAULTS:
-        if (given := os.environ.get(_VARIABLE + key.upper())) and key not in values:
+    for name, key in _BOUNDS.items():
+        if (given := os.environ.get(name)) and key not in values:
             values[key] = given
-    if folder := os.environ.get(_VARIABLE + _FOLDER):
+    if folder := os.environ.get(_FOLDER):
         values["file_storage_path"] = folder
+    others = [name for name in os.environ if name.startswith(_PREFIX)]
+    if unknown := sorted({*others} - {*_BOUNDS, _FOLDER}):
+        logger.warning(
+            "no effect here: %s; they are about parts of SGLang's own", ", ".join(unknown)
+        )
     return store_config(values)
 
 

@@ -46,19 +46,22 @@ def test_without_text_the_defaults_are_upstreams() -> None:
 
 
 def test_the_folder_variable_comes_first_and_the_others_last(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(f"{PREFIX}STORAGE_DIR", "/by/variable")
     monkeypatch.setenv(f"{PREFIX}MAX_SIZE", "2G")
     monkeypatch.setenv(f"{PREFIX}EVICTION_RATIO", "0.5")
+    monkeypatch.setenv("SGLANG_HICACHE_MOONCAKE_REUSE_TE", "1")
     monkeypatch.setenv(f"{PREFIX}MIN_FREE_SPACE", "3G")
     config = read_store_config('{"file_storage_path": "/x", "min_free_space": "1M"}')
     assert config == StoreConfig(
         file_storage_path="/by/variable",
         max_size=2 * 10**9,
         min_free_space=10**6,
-        eviction_ratio=0.5,
     )
+    [record] = caplog.records
+    others = f"{PREFIX}EVICTION_RATIO, SGLANG_HICACHE_MOONCAKE_REUSE_TE"
+    assert record.getMessage().startswith(f"no effect here: {others};")
 
 
 @pytest.mark.parametrize(
