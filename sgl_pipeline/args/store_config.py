@@ -77,14 +77,14 @@ MOST_SECONDS = 3600.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
-    """Where a store is, what it may take, and how long a request waits for it.
+    """The place of a store, its bounds, and the time that a request waits for it.
 
     `file_storage_path` is the folder of the file backend. It holds at most `max_size` bytes, by
     default four fifths of what is free at the start, and `max_files` files, and leaves
-    `min_free_space` bytes of its file system free. Fewer than `prefetch_threshold` tokens are computed instead of loaded. A request waits
-    for a load at most `prefetch_timeout_base` seconds and `prefetch_timeout_per_ki_token` more for
-    each 1,024 tokens, and never more than `prefetch_timeout_max`. A stage saves at most
-    `save_bytes_per_s`.
+    `min_free_space` bytes of its file system free. Fewer than `prefetch_threshold` tokens are
+    computed instead of loaded. A request waits for a load at most `prefetch_timeout_base` seconds
+    and `prefetch_timeout_per_ki_token` more for each 1,024 tokens, and never more than
+    `prefetch_timeout_max`. A stage saves at most `save_bytes_per_s`.
     """
 
     file_storage_path: str = _key("/tmp/hicache", _folder)

@@ -1,4 +1,4 @@
-"""Where keys and values go that the pool has no room for."""
+"""A store for keys and values beyond the pool."""
 
 from dataclasses import dataclass, field
 
@@ -51,8 +51,8 @@ class TierArgs:
 
     @property
     def patience(self) -> tuple[float, float, float]:
-        """How long a request waits for pages of the store: seconds, seconds for each 1,024 tokens,
-        and the most seconds."""
+        """The time that a request waits for pages of the store: seconds, seconds for each 1,024
+        tokens, and the most seconds."""
         if self.prefetch_policy == "best_effort":
             return (0.0, 0.0, 0.0)
         if self.prefetch_policy == "wait_complete":

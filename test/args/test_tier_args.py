@@ -1,15 +1,25 @@
 """The flags of a store beyond the pool: what is taken, what is refused, and in which words."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs, TierArgs
+from sgl_pipeline.args.flags import flags_of
 from sgl_pipeline.args.store_config import KEYS, StoreConfig, store_config
-from sgl_pipeline.args.tier_args import LATER_BACKENDS, STORAGE_BACKENDS, WRITE_POLICIES
+from sgl_pipeline.args.tier_args import (
+    LATER_BACKENDS,
+    PREFETCH_POLICIES,
+    STORAGE_BACKENDS,
+    WRITE_POLICIES,
+)
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.managers.upstream.upstream_checks import flag_of
+from sgl_pipeline.managers.upstream.upstream_fields import NOTED
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "tiers.md"
 FILE: dict[str, Any] = {"enabled": True, "backend": "file"}
 
 
@@ -105,3 +115,21 @@ def test_an_unknown_key_is_refused_with_the_list_of_keys() -> None:
     with pytest.raises(ConfigurationError, match="'prefetch_treshold' is unknown") as refusal:
         store_config({"prefetch_treshold": 16})
     assert [key for key in KEYS if key not in str(refusal.value)] == []
+
+
+def test_the_page_of_tiers_has_every_key_and_its_default() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.MULTILINE))
+    assert {*KEYS} <= {*rows}
+    defaults = {key: getattr(StoreConfig(), key) for key in KEYS}
+    for key, default in defaults.items():
+        shown = f"{default:g}" if isinstance(default, float) else str(default)
+        assert default is None or shown in re.findall(r"[\w./-]+", rows[key]), key
+
+
+def test_the_page_of_tiers_names_every_flag_and_refusal() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    names = [name for _, flag in flags_of(TierArgs) for name in flag.names]
+    names += [flag_of(name) for name in NOTED if name.startswith("hicache")]
+    names += [*STORAGE_BACKENDS, *LATER_BACKENDS, *WRITE_POLICIES, *PREFETCH_POLICIES]
+    assert [name for name in names if f"`{name}`" not in text] == []

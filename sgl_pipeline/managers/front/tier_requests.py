@@ -35,7 +35,7 @@ _IS_OFF = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierOutcome:
-    """Whether a change was made; `message` says why not, or what is so now."""
+    """The end of a change: `message` says why it was not made, or what is so now."""
 
     succeeded: bool
     message: str
@@ -52,7 +52,7 @@ class TierControl(Protocol):
 
     @property
     def args(self) -> TierArgs:
-        """Those in force; `backend` is None while no store is attached."""
+        """The arguments in force; `backend` is None while no store is attached."""
 
     def attach(self, args: TierArgs, then: Then) -> None:
         """Uses the store of `args`, or its new rules where it is in use already."""
@@ -132,12 +132,11 @@ class TierRequests:
 
 
 def object_layout(args: TierArgs, page_size: int) -> dict[str, Any]:
-    """What upstream tells an external router of a store's objects, here and in the ready message:
-    it describes Mooncake's only, and says why there is nothing (`mem_cache/hicache_storage.py`,
-    disabled_l3_layout)."""
-    reason = "Hierarchical cache is disabled"
-    if args.enabled:
-        reason = "Mooncake storage is not attached"
+    """The description of a store's objects for an external router, also in the ready message.
+    Upstream describes Mooncake's only, and says of others why there is nothing
+    (`mem_cache/hicache_storage.py`, disabled_l3_layout)."""
+    is_on = args.enabled
+    reason = "Mooncake storage is not attached" if is_on else "Hierarchical cache is disabled"
     return {
         "enabled": False,
         "backend": args.backend,
