@@ -12,6 +12,9 @@
     |   +-- WorkerFault             a worker's message cannot be what it should have said
     +-- MalformedData               bytes of a message or file that cannot be decoded
     +-- StageFailure                a stage process died or could not run a step
+    +-- StoreError                  a store beyond the pool could not do what it was asked for
+    |   +-- BrokenObject            an object of it is missing, short or altered
+    |   +-- StoreFull               it has no space, and saving is off for a while
     +-- PipelineLost                the stages that are left cannot serve, and no worker comes
     +-- EngineEnded                 a call of an engine that was shut down, or whose process is gone
 
@@ -74,6 +77,18 @@ class WorkerFault(ProtocolError):
 
 class MalformedData(SglPipelineError):
     """Raised when bytes from another process or a file cannot be decoded."""
+
+
+class StoreError(SglPipelineError):
+    """Raised when a store of pages cannot do what it was asked for; no request fails of it."""
+
+
+class BrokenObject(StoreError):
+    """Raised when an object of a store is missing, short or altered."""
+
+
+class StoreFull(StoreError):
+    """Raised when a store has no space for an object; saving is off for a while."""
 
 
 class PipelineLost(SglPipelineError):

@@ -26,6 +26,7 @@ LIBRARIES = {
     "costs": "msgspec",
     "records": "msgspec",
     "wire": "msgspec zmq",
+    "kv_store": "msgspec",
     "throttle": "",
     "scheduling": "",
     "cluster": "msgspec cryptography psutil",
@@ -36,10 +37,12 @@ LIBRARIES = {
 }
 # These may import what is below them but for this.
 NOT_FROM = {
-    "cluster": {"throttle", "scheduling"},
-    "migration": {"throttle", "scheduling", "cluster"},
-    "pipeline": {"cluster"},
-    "simulator": {"cluster"},
+    "kv_store": {"args", "costs", "records", "throttle"},
+    "scheduling": {"kv_store"},
+    "cluster": {"throttle", "scheduling", "kv_store"},
+    "migration": {"throttle", "scheduling", "cluster", "kv_store"},
+    "pipeline": {"cluster", "kv_store"},
+    "simulator": {"cluster", "kv_store"},
     "pp_runner": {"throttle", "scheduling", "migration", "pipeline", "simulator"},
     "managers": {"simulator"},
 }
@@ -158,6 +161,7 @@ def test_importing_the_package_imports_nothing_and_the_engine_only_light_modules
     assert ours == {PACKAGE}
     heavy = {"torch", "sglang", "numpy", "zmq", "transformers"}
     assert not modules_after(f"from {PACKAGE} import Engine") & heavy
+    assert not modules_after(f"import {PACKAGE}.kv_store.store_client") & heavy
 
 
 def test_tests_are_no_packages() -> None:

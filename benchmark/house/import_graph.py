@@ -18,8 +18,8 @@ ENTRY = "(entry)"
 ENTRY_FILES = ("__main__.py", "completion.py", "engine.py", "launch_server.py")
 # From the bottom: a room imports those before it.
 FLOORS = (
-    *(GROUND, "throttle", "args", "costs", "records", "wire", "scheduling", "cluster"),
-    *("migration", "pipeline", "simulator"),
+    *(GROUND, "throttle", "args", "costs", "records", "wire", "kv_store", "scheduling"),
+    *("cluster", "migration", "pipeline", "simulator"),
     *("pp_runner/cpu_kernels", "pp_runner/base", "pp_runner/weights", "pp_runner/layer_kernels"),
     *("pp_runner/attention", "pp_runner/model", "pp_runner/model/generic", "pp_runner/output"),
     *("pp_runner/flashinfer", "pp_runner/cuda", "pp_runner/layer_moves", "pp_runner/links"),

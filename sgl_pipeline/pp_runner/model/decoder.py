@@ -32,8 +32,8 @@ from sgl_pipeline.pp_runner.weights.kv_scales import KvScales
 
 
 class LayerParts(NamedTuple):
-    """What a layer computes with, in the order of its use. The norms of outputs are those of
-    attention and MLP before they are added to the stream; None where there are none."""
+    """The parts that a layer computes with, in the order of its use. The norms of outputs are those
+    of attention and MLP before they are added to the stream; None where there are none."""
 
     attention_norm: RmsNorm
     qkv: Linear

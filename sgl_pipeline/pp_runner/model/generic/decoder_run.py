@@ -69,8 +69,8 @@ class DecoderRun:
                 self._entered.stream = None
 
     def enter(self, inputs: StepInputs, hidden: torch.Tensor | None) -> tuple[torch.Tensor, Given]:
-        """What the decoder gives to its first layer: the residual stream [T, H], of the token ids
-        or `hidden`, and all else."""
+        """The arguments that the decoder gives to its first layer: the residual stream [T, H], of
+        the token ids or `hidden`, and all else."""
         first = self._first
         if self._in_place is not first:
             self._skeleton.decoder.layers = nn.ModuleList([first])
@@ -79,7 +79,7 @@ class DecoderRun:
         return (first.stream[0] if hidden is None else hidden), first.given
 
     def given_to_layers(self, positions: Sequence[int], dtype: torch.dtype) -> list[Given]:
-        """What the decoder gives to each of its layers, for rows at `positions`."""
+        """The arguments that the decoder gives to each of its layers, for rows at `positions`."""
         heard = [HeardLayer(layer) for layer in self.passed]
         decoder = self._skeleton.decoder
         decoder.layers = nn.ModuleList(heard)

@@ -88,7 +88,7 @@ def _plain_form(
 def _has_parts(
     layer: nn.Module, norms: Sequence[str | None], qkv: Sequence[str], head_norms: Sequence[str]
 ) -> bool:
-    """Whether the names are those of modules of `layer`, none left out but in its MLP."""
+    """True if the names are those of modules of `layer`, none left out but in its MLP."""
     names = {name for name in norms if name}
     names |= {f"self_attn.{name}" for name in (*qkv, "o_proj", *head_norms)}
     found = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
@@ -177,7 +177,7 @@ def _form_of(
 
 
 def _computes(trial: nn.Module, form: PlainForm, given: Given, attention: LayerAttention) -> bool:
-    """Whether `trial` gives the rows that our layer of the same parts gives."""
+    """True if `trial` gives the rows that our layer of the same parts gives."""
     rotation = rotation_of(given, interleaved=form.interleaved)
     assert rotation is not None
     parts = parts_of(

@@ -1,0 +1,212 @@
+"""Two servers on one folder under random operations and faults, against a dictionary; a writer
+killed at any moment; five thousand pages."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.store_files import (
+    DIGEST,
+    NUM_LAYERS,
+    contents_of,
+    open_store,
+    page_hash,
+    read_page,
+    save_page,
+    tend_until_idle,
+    write_objects,
+)
+
+from sgl_pipeline.errors import BrokenObject, StoreFull
+from sgl_pipeline.kv_store import atomic_files
+from sgl_pipeline.kv_store.disk_guard import PAUSE_S
+from sgl_pipeline.kv_store.folder_bounds import StoreBounds
+from sgl_pipeline.kv_store.object_names import object_name
+from sgl_pipeline.process_lifetime import child_environment
+
+NUM_PAGES = 12
+
+
+class Machine:
+    """Pages that `expected` has are found whole, unless a fault or the bound took them; nothing
+    that was never committed, and nothing spoiled, is ever given back."""
+
+    def __init__(self, path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.random = random.Random(seed)
+        self.path = path
+        self.monkeypatch = monkeypatch
+        self.now_s = time.time()
+        self.limit = self.random.choice([None, 5 * 96 * NUM_LAYERS])
+        self.servers = [self.start(), self.start()]
+        self.expected: set[int] = set()
+        self.may_be_there: set[int] = set()
+
+    def start(self):  # type: ignore[no-untyped-def]
+        bounds = StoreBounds(max_bytes=self.limit, min_free_bytes=0)
+        return open_store(self.path, bounds=bounds, clock=lambda: self.now_s)
+
+    def run(self, num_operations: int) -> None:
+        operations = (
+            *(self.save, self.save, self.save, self.look_up, self.look_up, self.drop, self.spoil),
+            *(self.remove, self.clear, self.restart, self.tend, self.fill_disk, self.lose_save),
+        )
+        for _ in range(num_operations):
+            self.random.choice(operations)()
+            self.now_s += self.random.choice([0, 1, 100])
+        self.look_up()
+
+    def server(self):  # type: ignore[no-untyped-def]
+        return self.random.choice(self.servers)
+
+    def page(self) -> int:
+        return self.random.randrange(NUM_PAGES)
+
+    def save(self) -> None:
+        number = self.page()
+        save_page(*self.server(), number)
+        self.expected.add(number)
+        self.may_be_there.add(number)
+
+    def lose_save(self) -> None:
+        """All objects, no record."""
+        write_objects(self.server()[1], self.page())
+
+    def look_up(self) -> None:
+        for number in range(NUM_PAGES):
+            store, objects = self.server()
+            found = store.lookup([page_hash(number)])
+            if not found:
+                assert self.limit is not None or number not in self.expected
+                continue
+            assert number in self.may_be_there
+            try:
+                assert read_page(objects, found[0]) == contents_of(number)
+            except BrokenObject:
+                assert number not in self.expected
+                store.drop(page_hash(number))
+                self.forget(number)
+
+    def drop(self) -> None:
+        number = self.page()
+        self.server()[0].drop(page_hash(number))
+        self.forget(number)
+
+    def forget(self, number: int) -> None:
+        self.expected.discard(number)
+        self.may_be_there.discard(number)
+
+    def clear(self) -> None:
+        self.server()[0].clear()
+        self.expected.clear()
+        self.may_be_there.clear()
+
+    def restart(self) -> None:
+        self.servers[self.random.randrange(2)] = self.start()
+
+    def tend(self) -> None:
+        tend_until_idle(self.server()[0])
+
+    def files_of(self, number: int) -> list[Path]:
+        names = [object_name(page_hash(number), DIGEST, layer) for layer in range(NUM_LAYERS)]
+        record = self.path / "records" / DIGEST / page_hash(number).hex()
+        return [record, *(self.path / f"{name}.bin" for name in names)]
+
+    def spoil(self) -> None:
+        """Truncates or flips a file."""
+        number = self.page()
+        file = self.random.choice(self.files_of(number))
+        if file.exists():
+            data = bytearray(file.read_bytes())
+            if data and self.random.random() < 0.5:
+                data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
+            else:
+                del data[self.random.randrange(len(data) + 1) :]
+                data = data[:-1]
+            file.write_bytes(data)
+            self.expected.discard(number)
+
+    def remove(self) -> None:
+        number = self.page()
+        self.random.choice(self.files_of(number)).unlink(missing_ok=True)
+        self.expected.discard(number)
+
+    def fill_disk(self) -> None:
+        """A save of whose writes one fails; then none goes through for a while."""
+        number, good_writes = self.page(), self.random.randrange(NUM_LAYERS)
+        store, objects = self.server()
+        writev = os.writev
+
+        def write_until_full(file, buffers):  # type: ignore[no-untyped-def]
+            nonlocal good_writes
+            good_writes -= 1
+            if good_writes < 0:
+                raise OSError(errno.ENOSPC, "full")
+            return writev(file, buffers)
+
+        with self.monkeypatch.context() as patch:
+            patch.setattr(atomic_files.os, "writev", write_until_full)
+            with pytest.raises(StoreFull):
+                save_page(store, objects, number)
+        with pytest.raises(StoreFull):
+            save_page(store, objects, number)
+        self.now_s += PAUSE_S
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_operations(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(tmp_path, seed, monkeypatch).run(60)
+
+
+TEST_FOLDER = str(Path(__file__).parents[1])
+WRITER = """
+import sys
+from pathlib import Path
+from support.store_files import open_store, save_page
+store, objects = open_store(Path(sys.argv[1]))
+print("ready", flush=True)
+for number in range(2_000):
+    save_page(store, objects, number)
+"""
+
+
+@pytest.mark.multiproc
+def test_a_killed_writer_leaves_whole_pages_alone(tmp_path: Path) -> None:
+    most_found = 0
+    for seed in range(8):
+        path = tmp_path / str(seed)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)],
+            stdout=subprocess.PIPE,
+            env=child_environment() | {"PYTHONPATH": os.pathsep.join((TEST_FOLDER, *sys.path))},
+        )
+        assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+        time.sleep(random.Random(seed).uniform(0.0, 0.1))
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        store, objects = open_store(path)
+        found = store.lookup([page_hash(number) for number in range(2_000)])
+        for number, record in enumerate(found):
+            assert read_page(objects, record) == contents_of(number)
+        tend_until_idle(store)
+        most_found = max(most_found, len(found))
+    assert most_found > 0
+
+
+@pytest.mark.slow
+def test_five_thousand_pages(tmp_path: Path) -> None:
+    store, objects = open_store(tmp_path, bounds=StoreBounds(min_free_bytes=0, max_files=4000 * 4))
+    hashes = [page_hash(number) for number in range(5000)]
+    for number in range(5000):
+        save_page(store, objects, number)
+    assert len(open_store(tmp_path)[0].lookup(hashes)) == 5000
+    tend_until_idle(store)
+    assert sum(len(store.lookup([one])) for one in hashes) == 4000
+    assert store.clear() == 4000
+    assert os.listdir(tmp_path) == ["records"]
