@@ -402,4 +402,5 @@ def _ready_message(
         "pp_size": args.stages.num_stages,
         "chunked_prefill_size": args.throttle.prefill_limit,
         "device": args.stages.device,
+        "enable_hierarchical_cache": args.tiers.enabled,
     }

@@ -255,8 +255,8 @@ REFUSED_FIELDS = {name: reason for reason, names in _REFUSED_TEXT.items() for na
 # server without a pipeline; it never sees the two sizes that only our scheduler uses (it would
 # demand that one divides the other); it looks for no kernels for quantized weights, keys or values;
 # of a multimodal model it takes the text model and the plain tokenizer; of its attentions the one
-# that no family's checks refuse, and no pools of its own for windows; and usage always reports
-# cached tokens.
+# that no family's checks refuse, and no pools of its own for windows; it has no tiers, with
+# which it would refuse some families; and usage always reports cached tokens.
 UPSTREAM_VALUES = {
     "model_impl": "auto",
     "enable_multimodal": False,
@@ -274,6 +274,7 @@ UPSTREAM_VALUES = {
     "device": "cpu",
     "page_size": None,
     "chunked_prefill_size": None,
+    "enable_hierarchical_cache": False,
     "enable_cache_report": True,
 }
 

@@ -328,6 +328,7 @@ def test_the_flags_of_a_store_reach_its_section_and_the_front(model: str) -> Non
         write_policy="write_back",
         prefetch_policy="best_effort",
     )
+    assert not plan.upstream.enable_hierarchical_cache  # type: ignore[attr-defined]
     # `GET /hicache/storage-backend` shows these.
     assert plan.upstream.hicache_storage_backend == "file"  # type: ignore[attr-defined]
     assert plan.upstream.hicache_write_policy == "write_back"  # type: ignore[attr-defined]
