@@ -152,7 +152,8 @@ class Request:
     stops: StopRules
     arrival_s: float = 0.0
     priority: int = 0
-    # Requests of different namespaces never share cached pages (SGLang's extra_key, cache_salt).
+    # Requests of different namespaces never share cached pages (SGLang's extra_key, cache_salt). It
+    # is the hash before the first page, in hex (`page_hash.namespace_hash`).
     cache_namespace: str = ""
     constraint: TokenConstraint | None = None
     logprobs: LogprobSpec | None = None

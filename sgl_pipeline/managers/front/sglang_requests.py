@@ -17,6 +17,7 @@ from sgl_pipeline.managers.front.priority_rules import PriorityRules
 from sgl_pipeline.managers.upstream.stop_regex import StopRegexes
 from sgl_pipeline.managers.upstream.stop_text import StopTextCheck, check_stop_strings
 from sgl_pipeline.managers.upstream.upstream_messages import GenerateMessage, SamplingMessage
+from sgl_pipeline.page_hash import namespace_hash
 from sgl_pipeline.requests import MAX_TOP_LOGPROBS, LogprobSpec, Request, SamplingSpec, StopRules
 
 MAX_NAMESPACE_LENGTH = 4096
@@ -266,12 +267,9 @@ def _check_range(name: str, value: object, low: float, high: float) -> None:
 
 
 def _namespace(extra_key: str | None, cache_salt: str | None) -> str:
-    """One namespace for the pair; the length keeps ("a", "bc") and ("ab", "c") apart."""
-    if not extra_key and not cache_salt:
-        return ""
-    extra_key, cache_salt = extra_key or "", cache_salt or ""
-    if len(extra_key) + len(cache_salt) > MAX_NAMESPACE_LENGTH:
+    """The hash before the first page of the pair, in hex: upstream's, so that stores agree."""
+    if len(extra_key or "") + len(cache_salt or "") > MAX_NAMESPACE_LENGTH:
         raise RequestError(
             f"extra_key and cache_salt may have {MAX_NAMESPACE_LENGTH} characters together"
         )
-    return f"{len(extra_key)}:{extra_key}{cache_salt}"
+    return namespace_hash((extra_key, cache_salt)).hex()

@@ -5,6 +5,7 @@ from typing import Any, get_type_hints
 import msgspec
 import pytest
 from sglang.srt.managers import io_struct
+from sglang.srt.mem_cache.utils import storage_namespace_seed
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.front_model import CONTEXT_LENGTH, TURN_END, VOCAB_SIZE, byte_tokenizer
 from support.upstream_front import LIMITS, POOL_TOKENS, generate
@@ -149,13 +150,17 @@ def test_a_negative_seed_is_taken_as_a_non_negative_one() -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(("a", "bc"), ("ab", "c")), (("a", None), (None, "a")), (("a", None), (None, None))],
+    [
+        *((("a", "bc"), ("ab", "c")), (("a", None), (None, "a")), (("a", None), (None, None))),
+        *((("", None), (None, None)), (("", None), (None, "")), (("ä", None), ("a", None))),
+    ],
 )
 def test_different_cache_keys_never_share_a_namespace(first: Any, second: Any) -> None:
     namespaces = [
         build(extra_key=key, cache_salt=salt).cache_namespace for key, salt in (first, second)
     ]
     assert namespaces[0] != namespaces[1]
+    assert namespaces == [storage_namespace_seed(key, salt) or "" for key, salt in (first, second)]
 
 
 def test_a_request_gets_the_priority_that_the_rules_give_it() -> None:
