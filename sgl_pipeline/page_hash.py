@@ -10,8 +10,6 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-HASH_BYTES = 32
-
 
 def page_hashes(tokens: Sequence[int], page_size: int, prior: bytes = b"") -> list[bytes]:
     """The hash of each whole page of `tokens`, which follow the page whose hash is `prior`."""

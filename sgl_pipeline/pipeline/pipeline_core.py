@@ -33,7 +33,7 @@ from sgl_pipeline.wire.move_orders import SwitchPlan
 from sgl_pipeline.wire.stage_messages import StageReport
 from sgl_pipeline.wire.stage_orders import OrderStream, SealedOrder
 from sgl_pipeline.wire.step_order import StepOrderEncoder
-from sgl_pipeline.wire.store_orders import PagesSaved, StoreReport
+from sgl_pipeline.wire.store_orders import StoreReport
 
 
 class PipelineCore:
@@ -180,8 +180,9 @@ class PipelineCore:
         return [*self._store_orders(now_s), *self._move_orders(now_s)]
 
     def _store_orders(self, now_s: float) -> list[SealedOrder]:
+        scheduler = self.scheduler
         may_transfer = not (self.migration.is_moving or self.migration.is_held or self.is_held)
-        orders = self.scheduler.store_orders(now_s, may_transfer=may_transfer)
+        orders = scheduler.tier.next_orders(now_s, scheduler.step_times, may_transfer=may_transfer)
         return [self._orders.seal(order) for order in orders]
 
     def _move_orders(self, now_s: float) -> list[SealedOrder]:
@@ -243,19 +244,8 @@ class PipelineCore:
         return step if is_last else None
 
     def take_store_report(self, report: StoreReport) -> None:
-        """Applies a stage's report on pages that it saved or loaded.
-
-        Raises ProtocolError, without any other effect, for a report that no stage could send now.
-        """
-        if not 0 <= report.stage < self.plan.num_stages:
-            raise ProtocolError(f"stage {report.stage} of {self.plan.num_stages} reported pages")
-        if isinstance(report, PagesSaved):
-            own = self.plan.layers_of(report.stage)
-            if report.layers != (own.start, own.stop):
-                raise ProtocolError(
-                    f"stage {report.stage} saved layers {report.layers}, it has {own}"
-                )
-        self.scheduler.tier.take(report, self.plan.num_stages)
+        """Applies a stage's report on pages that it saved or loaded; raises as `KvTier.take`."""
+        self.scheduler.tier.take(report, self.plan)
 
     def _expected_step(self, report: StageReport) -> OpenStep:
         """The step that its stage must report next, if `report` can belong to it."""

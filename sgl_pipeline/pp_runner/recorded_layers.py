@@ -14,6 +14,7 @@ from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.cpu_kernels.call_recording import RecordedCalls, record
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Rotation
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
+from sgl_pipeline.pp_runner.model.stage_model import pass_plain_layers
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +90,9 @@ class RecordedLayers:
     def _pass_layers(
         self, inputs: StepInputs, stream: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor:
-        return self._steps.pass_layers(
-            self._planned, inputs, stream, rotation, self._held_layers.kv_pool, self._attention
+        pool = self._held_layers.kv_pool
+        return pass_plain_layers(
+            self._steps, self._planned, inputs, stream, rotation, pool, self._attention
         )
 
     def _forget(self, layer: int) -> None:

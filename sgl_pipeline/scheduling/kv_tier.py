@@ -9,6 +9,7 @@ its transfer. Pure.
 
 from collections.abc import Iterator, Sequence
 
+from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.page_loads import Lookup, PageLoad, PageLoads
@@ -23,17 +24,16 @@ from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.tier_counts import TierCounts
 from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
-from sgl_pipeline.step_work import StepTimes, StepWork
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.step_work import StepTimes
 from sgl_pipeline.wire.store_orders import (
-    LoadPages,
     PagesLoaded,
     SavePages,
+    StoreOrder,
     StorePlace,
     StoreReport,
     UseStore,
 )
-
-StoreOrder = UseStore | SavePages | LoadPages
 
 
 class KvTier:
@@ -107,17 +107,14 @@ class KvTier:
     def next_orders(
         self,
         now_s: float,
-        num_pages: int,
         times: StepTimes | None,
-        pending_work: StepWork,
         *,
         may_transfer: bool,
     ) -> Iterator[StoreOrder]:
         """Orders that precede the next step.
 
         Args:
-            num_pages: of the pool.
-            pending_work: of all waiting requests.
+            times: by present knowledge; None: nothing is known.
             may_transfer: no layer moves, and no stage is taken over.
         """
         self._now_s = now_s
@@ -134,22 +131,30 @@ class KvTier:
         if place is None:
             return
         spare = self._pages.num_available - len(self._running)
-        most = int(self.rules.load_share * num_pages) - self.loads.loading_pages
+        most = int(self.rules.load_share * self._pages.num_pages) - self.loads.loading_pages
         owed = set() if self._log is None or not self._log.owes else self._log.all_owed()
         yield from self.loads.next_orders(
-            now_s, self.rules, times, pending_work, min(most, spare), owed, self._transfer
+            now_s, self.rules, times, min(most, spare), owed, self._transfer
         )
-        yield from self._save_orders(num_pages, owed)
+        yield from self._save_orders(owed)
 
-    def take(self, report: StoreReport, num_stages: int) -> None:
+    def take(self, report: StoreReport, plan: StagePlan) -> None:
         """Applies a stage's report; that of a cancelled transfer has no effect. Raises
-        ProtocolError for one that no stage could send now."""
+        ProtocolError, without any other effect, for one that no stage of `plan` could send now."""
         if report.transfer < self._first_transfer:
-            return
+            return  # perhaps of another plan
+        if report.stage >= plan.num_stages:
+            raise ProtocolError(f"stage {report.stage} of {plan.num_stages} reported pages")
         if isinstance(report, PagesLoaded):
-            self.loads.take(report, num_stages)
-        else:
-            self.saves.take(report, num_stages)
+            self.loads.take(report, plan.num_stages)
+            return
+        own = plan.layers_of(report.stage)
+        if report.layers != (own.start, own.stop):
+            raise ProtocolError(
+                f"stage {report.stage} saved layers {report.layers}, it has {own.start} to "
+                f"{own.stop - 1}"
+            )
+        self.saves.take(report, plan.num_stages)
 
     # Lookups
 
@@ -195,8 +200,8 @@ class KvTier:
         self._next_transfer += 1
         return self._next_transfer - 1
 
-    def _save_orders(self, num_pages: int, owed: set[int]) -> Iterator[SavePages]:
-        most = int(self.rules.save_share * num_pages)
+    def _save_orders(self, owed: set[int]) -> Iterator[SavePages]:
+        most = int(self.rules.save_share * self._pages.num_pages)
         if self.rules.write_policy == "write_back" and self._pages.num_free < most:
             self.saves.save_before_eviction()
         yield from self.saves.next_orders(owed, most - self.saves.saving_pages, self._transfer)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
+from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.requests import Request
@@ -30,6 +31,7 @@ from sgl_pipeline.wire.store_orders import LoadPages, PagesLoaded
 
 # Requests whose prefixes are looked up or loaded at a time.
 LOOK_AHEAD = 64
+_ACCOUNTING = ACCOUNTINGS["radix"]
 # A load that is declined makes the next one look faster by this.
 FORGOTTEN = 0.9
 # The newest load's share in the measured time of a page.
@@ -69,7 +71,6 @@ class PageLoad:
     tokens: list[int]
     pages: list[int]
     records: Sequence[PageRecord]
-    started_s: float
     parked_s: float | None = None
     is_claimed: bool = True
     reports: dict[int, PagesLoaded] = field(default_factory=dict)
@@ -175,15 +176,13 @@ class PageLoads:
         now_s: float,
         rules: TierRules,
         times: StepTimes | None,
-        pending_work: StepWork,
         room: int,
         owed: Set[int],
         next_transfer: Callable[[], int],
     ) -> Iterator[LoadPages]:
         """Starts loads in the order of the queue, into at most `room` more pages.
 
-        `pending_work` is that of all waiting requests, by which the wait is predicted. Nothing is
-        loaded behind a page that is `owed`, which may be forgotten at any time.
+        Nothing is loaded behind a page that is `owed`, which may be forgotten at any time.
         """
         blocked: list[_Wish] = []
         while self._found and room > 0:
@@ -197,7 +196,7 @@ class PageLoads:
                 continue
             load = None
             if not owed or owed.isdisjoint(self._storage.pages_of(self._storage.match(path))):
-                load = self._start(wish, path, rules, times, pending_work, room, now_s)
+                load = self._start(wish, path, rules, times, room)
             self._waiting.let_go(wish.request)
             if load is None:
                 continue
@@ -256,11 +255,6 @@ class PageLoads:
     # Queries
 
     @property
-    def is_waiting(self) -> bool:
-        """True if anything is held, looked up or on its way."""
-        return bool(self._new or self._asked or self._found or self._loads)
-
-    @property
     def loading_pages(self) -> int:
         """Pages on their way."""
         return sum(len(load.pages) for load in self._loads.values())
@@ -287,9 +281,7 @@ class PageLoads:
         path: RadixNode,
         rules: TierRules,
         times: StepTimes | None,
-        pending_work: StepWork,
         room: int,
-        now_s: float,
     ) -> PageLoad | None:
         """Begins the load of what `wish` lacks, if it is worth it."""
         size, request = self._pages.page_size, wish.request
@@ -302,7 +294,7 @@ class PageLoads:
         if len(records) * size < rules.least_tokens:
             self._counts.miss("below_threshold", len(records) * size)
             return None
-        if self._is_slower(match.end, len(records), times, pending_work):
+        if self._is_slower(match.end, len(records), times):
             assert self.page_s is not None
             self.page_s *= FORGOTTEN  # so that a slow hour of the store does not last for ever
             self._counts.miss("slower_than_compute", len(records) * size)
@@ -318,19 +310,22 @@ class PageLoads:
         pages = self._pages.lend(match, num_pages)
         end = self._tree.walk(match, tokens, request.cache_namespace)[-1]
         self._demand.claim_for_load(end)
-        return PageLoad(
-            -1, request, match, end, tokens, pages, records[:num_pages], started_s=now_s
-        )
+        return PageLoad(-1, request, match, end, tokens, pages, records[:num_pages])
 
-    def _is_slower(
-        self, start: int, num_pages: int, times: StepTimes | None, pending_work: StepWork
-    ) -> bool:
-        """True if a load takes longer than the wait in the queue and the computation."""
+    def _is_slower(self, start: int, num_pages: int, times: StepTimes | None) -> bool:
+        """True if a load takes longer than the computation of all that waits, and of its tokens."""
         if times is None or self.page_s is None:
             return False
+        pending = StepWork(
+            self._waiting.tokens_to_compute(_ACCOUNTING),
+            0,
+            0,
+            self._waiting.attended_to_compute(_ACCOUNTING),
+            0,
+        )
         tokens = num_pages * self._pages.page_size
         own = StepWork(tokens, 0, 0, attended_tokens(start, start + tokens), 0)
-        compute_ms = times.step_ms(own) + times.step_ms(pending_work)
+        compute_ms = times.step_ms(own) + times.step_ms(pending)
         return self.load_s(num_pages) * 1e3 > compute_ms
 
     def _has_parked(self, load: PageLoad) -> bool:

@@ -175,12 +175,6 @@ class PageSaves:
         """Pages on their way."""
         return sum(len(save.pages) for save in self._saves.values())
 
-    @property
-    def due_pages(self) -> int:
-        """Pages that wait to be saved; looks at all."""
-        runs = (node.run for node in self._due)
-        return sum(len(run.pages) - run.num_saved for run in runs if run is not None)
-
     def _topmost_unsaved(self, node: RadixNode) -> RadixNode | None:
         """The first node on the way from the root to `node` of which the store lacks pages."""
         found = None

@@ -45,6 +45,11 @@ class RequestPages:
         return self._page_size
 
     @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return self._pool.num_pages
+
+    @property
     def num_free(self) -> int:
         """Pages held by no request and not by the cache."""
         return self._pool.num_free

@@ -19,7 +19,7 @@ steps. One step, from the arrival of its requests to its tokens:
                                ends and releases its pages, or is ready for its next decode
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from sgl_pipeline.args import ACCOUNTINGS, Accounting, SchedulingArgs
 from sgl_pipeline.errors import RequestError
@@ -30,7 +30,7 @@ from sgl_pipeline.scheduling.age_limit import RequestAges
 from sgl_pipeline.scheduling.arrivals import DISPLACED, Arrivals
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
 from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
-from sgl_pipeline.scheduling.kv_tier import KvTier, StoreOrder
+from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.load_meter import LoadMeter
 from sgl_pipeline.scheduling.logprob_rows import keep_logprobs
 from sgl_pipeline.scheduling.lost_pages import LostPages
@@ -48,7 +48,7 @@ from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
 from sgl_pipeline.scheduling.stop_rules import finish_reason
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
-from sgl_pipeline.step_work import StepTimes, StepWork
+from sgl_pipeline.step_work import StepTimes
 from sgl_pipeline.throttle import PipelineLoad, Policy, TokenBudget, limit_decodes
 
 
@@ -275,16 +275,6 @@ class StepScheduler:
         self._running.drop(request)
         if was_running and request.steps_in_flight == 0:
             self._pages.release(request)
-
-    def store_orders(self, now_s: float, *, may_transfer: bool) -> Iterator[StoreOrder]:
-        """Orders about pages in the store that precede the next step; see `KvTier.next_orders`."""
-        pending = StepWork(0, 0, 0, 0, 0)
-        if self.tier.is_on:
-            load = self.load()
-            pending = StepWork(load.waiting_tokens, 0, 0, load.waiting_attended_tokens, 0)
-        yield from self.tier.next_orders(
-            now_s, self._num_pages, self.step_times, pending, may_transfer=may_transfer
-        )
 
     # When stages are lost, or others
 

@@ -16,7 +16,6 @@ WRITE_POLICIES: tuple[WritePolicy, ...] = (
     "write_through_selective",
     "write_back",
 )
-WAIT_POLICIES: tuple[WaitPolicy, ...] = ("timeout", "best_effort", "wait_complete")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,18 +16,9 @@ from sgl_pipeline.decoding import decode
 from sgl_pipeline.errors import MalformedData, ProtocolError
 from sgl_pipeline.wire.move_orders import AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.wire.step_order import MirrorSnapshot, StepOrder
-from sgl_pipeline.wire.store_orders import LoadPages, SavePages, UseStore
+from sgl_pipeline.wire.store_orders import StoreOrder
 
-StageOrder = (
-    StepOrder
-    | MirrorSnapshot
-    | PrepareMove
-    | SwitchPlan
-    | AbandonMove
-    | UseStore
-    | SavePages
-    | LoadPages
-)
+StageOrder = StepOrder | MirrorSnapshot | PrepareMove | SwitchPlan | AbandonMove | StoreOrder
 
 
 class SealedOrder(msgspec.Struct, frozen=True, tag=True):

@@ -101,5 +101,5 @@ class PagesLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     message: str = ""
 
 
-StoreTransferOrder = UseStore | SavePages | LoadPages
+StoreOrder = UseStore | SavePages | LoadPages
 StoreReport = PagesSaved | PagesLoaded

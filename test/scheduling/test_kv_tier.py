@@ -15,6 +15,7 @@ from support.stored_pipeline import (
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.requests import FinishReason
 from sgl_pipeline.scheduling.tier_rules import WRITE_POLICIES, TierRules
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import PagesLoaded
 
 PROMPT = [token % 7 for token in range(3, 40)]
@@ -283,3 +284,19 @@ def test_any_order_of_events_gives_the_right_tokens(seed: int) -> None:
         pipeline.core.is_held = False
         pipeline.run()
         pipeline.check_outputs()
+
+
+def test_a_late_report_of_another_plan_has_no_effect() -> None:
+    pipeline = StoredPipeline(MemoryStore(), (1, 2, 3))
+    pipeline.add(PROMPT)
+    while not pipeline.stages[2].transfers:
+        pipeline.now_s += 0.05
+        pipeline.fill()
+        for stage in pipeline.stages:
+            while stage.inbox:
+                pipeline.run_order(stage.stage)
+    report = pipeline.stages[2].end_transfer(0)
+    pipeline.core.halt([2], "lost", pipeline.now_s)
+    pipeline.core.use_stages(StagePlan(1, (3, 3)), (6, 6), pipeline.now_s)
+    pipeline.core.take_store_report(report)
+    assert not pipeline.tier.commits

@@ -81,10 +81,6 @@ class UpstreamStorage:
         """Removes all that the backend has, whoever stored it."""
         self._backend.clear()
 
-    def close(self) -> None:
-        if hasattr(self._backend, "close"):
-            self._backend.close()
-
 
 def _storage_config(extra_config: dict[str, Any], digest: str) -> HiCacheStorageConfig:
     """One rank of one: names are complete, so backends must not add who wrote an object."""

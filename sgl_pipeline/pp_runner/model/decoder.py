@@ -7,7 +7,6 @@ Shapes: T rows of the step, H hidden size, Hq query heads, Hkv key/value
 heads, D head dim.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ import torch
 
 from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
-from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     HeadNorms,
     LayerKernels,
@@ -97,23 +95,6 @@ class DecoderLayer:
         if parts.mlp_output_norm is not None:
             mixed = kernels.norm(mixed, parts.mlp_output_norm)
         return kernels.add(stream, mixed)
-
-
-def pass_layers(
-    layers: Iterable[DecoderLayer],
-    inputs: StepInputs,
-    stream: torch.Tensor,
-    rotation: Rotation,
-    kv_pool: KvPool,
-    attention: LayerwiseAttention,
-    may_overwrite: bool,
-) -> torch.Tensor:
-    """The residual stream [T, H] after `layers`, a tensor that may be written over. The first layer
-    writes over `stream` only if it `may_overwrite`."""
-    for layer in layers:
-        stream = layer.forward(stream, rotation, inputs.slots, kv_pool, attention, may_overwrite)
-        may_overwrite = True
-    return stream if may_overwrite else stream.clone()
 
 
 def _load_parts(spec: DecoderSpec, tensors: LayerTensors, layer: int) -> LayerParts:

@@ -10,10 +10,10 @@ from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttentio
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels, RmsNorm, Rotation
-from sgl_pipeline.pp_runner.model.decoder import DecoderLayer, pass_layers
+from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
-from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, PlainSteps
+from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, PlainSteps, pass_plain_layers
 from sgl_pipeline.pp_runner.weights.checkpoint import PacedWeights, WeightSource, weight_opener
 from sgl_pipeline.pp_runner.weights.layouts import read_matrix, round_matrix
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
@@ -251,7 +251,7 @@ class NativeStageModel:
         one for `logits`.
         """
         stream, rotation = self.enter(inputs, hidden)
-        return self.pass_layers(layers, inputs, stream, rotation, kv_pool, attention)
+        return pass_plain_layers(self, layers, inputs, stream, rotation, kv_pool, attention)
 
     @torch.inference_mode()
     def enter(
@@ -263,21 +263,6 @@ class NativeStageModel:
             hidden = F.embedding(inputs.token_ids, self._embedding)
         assert hidden is not None, "a stage after the first needs the residual stream"
         return hidden, self._rotary.at(inputs.positions)
-
-    @torch.inference_mode()
-    def pass_layers(
-        self,
-        layers: Iterable[int],
-        inputs: StepInputs,
-        stream: torch.Tensor,
-        rotation: Rotation,
-        kv_pool: KvPool,
-        attention: LayerwiseAttention,
-    ) -> torch.Tensor:
-        """`forward` from the result of `enter`."""
-        in_turn = (self.layers[layer] for layer in layers)
-        # The first stage made the stream itself.
-        return pass_layers(in_turn, inputs, stream, rotation, kv_pool, attention, self.is_first)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -41,22 +41,35 @@ class PlainSteps(Protocol):
     @property
     def layers(self) -> Mapping[int, DecoderLayer]: ...
 
+    @property
+    def is_first(self) -> bool: ...
+
     def enter(
         self, inputs: StepInputs, hidden: torch.Tensor | None
     ) -> tuple[torch.Tensor, Rotation]:
         """The input of the first layer: the residual stream [T, H], of the token ids or `hidden`,
         and the rows' rotation."""
 
-    def pass_layers(
-        self,
-        layers: Iterable[int],
-        inputs: StepInputs,
-        stream: torch.Tensor,
-        rotation: Rotation,
-        kv_pool: KvPool,
-        attention: LayerwiseAttention,
-    ) -> torch.Tensor:
-        """`StageModel.forward` from the result of `enter`."""
+
+@torch.inference_mode()
+def pass_plain_layers(
+    steps: PlainSteps,
+    layers: Iterable[int],
+    inputs: StepInputs,
+    stream: torch.Tensor,
+    rotation: Rotation,
+    kv_pool: KvPool,
+    attention: LayerwiseAttention,
+) -> torch.Tensor:
+    """`StageModel.forward` from the result of `PlainSteps.enter`: a tensor that may be written
+    over."""
+    may_overwrite = steps.is_first  # which made the stream itself
+    for layer in layers:
+        stream = steps.layers[layer].forward(
+            stream, rotation, inputs.slots, kv_pool, attention, may_overwrite
+        )
+        may_overwrite = True
+    return stream if may_overwrite else stream.clone()
 
 
 class StageModel(Protocol):

@@ -19,7 +19,6 @@ from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttentio
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels, Rotation
-from sgl_pipeline.pp_runner.model.decoder import pass_layers
 from sgl_pipeline.pp_runner.model.generic.attention_call import (
     PROBED,
     SERVED,
@@ -41,7 +40,7 @@ from sgl_pipeline.pp_runner.model.generic.skeleton import KeyTable, make_skeleto
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.pp_runner.model.generic.stream_probe import probe_stream
 from sgl_pipeline.pp_runner.model.generic.tensor_reader import TensorReader
-from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, PlainSteps
+from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, PlainSteps, pass_plain_layers
 from sgl_pipeline.pp_runner.weights.checkpoint import PacedWeights, WeightSource
 
 # `DecoderLayer` where they are plain, else a module of transformers.
@@ -205,7 +204,7 @@ class GenericStageModel:
         assert self._is_first or hidden is not None, "this stage needs the residual stream"
         if self._forms is not None:
             stream, rotation = self.enter(inputs, hidden)
-            return self.pass_layers(layers, inputs, stream, rotation, kv_pool, attention)
+            return pass_plain_layers(self, layers, inputs, stream, rotation, kv_pool, attention)
         order = tuple(layers)
         if hidden is not None and not order:
             return hidden.clone()
@@ -221,21 +220,6 @@ class GenericStageModel:
         rotation = rotation_of(given, interleaved=self._forms[0].interleaved)
         assert rotation is not None
         return stream, rotation
-
-    @torch.inference_mode()
-    def pass_layers(
-        self,
-        layers: Iterable[int],
-        inputs: StepInputs,
-        stream: torch.Tensor,
-        rotation: Rotation,
-        kv_pool: KvPool,
-        attention: LayerwiseAttention,
-    ) -> torch.Tensor:
-        """See `PlainSteps.pass_layers`."""
-        in_turn = (self.layers[layer] for layer in layers)
-        # The first stage made the stream itself.
-        return pass_layers(in_turn, inputs, stream, rotation, kv_pool, attention, self._is_first)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
