@@ -69,6 +69,18 @@ def test_the_least_recently_used_go_whatever_their_digest(
     assert store.counts() == (4 * PAGE_BYTES, 4 * PAGE_FILES, 2)
 
 
+def test_a_page_that_was_used_since_the_scan_stays(tmp_path: Path) -> None:
+    store, objects = open_store(tmp_path, bounds=bounds(max_bytes=4 * PAGE_BYTES))
+    for number in range(4):
+        save_page(store, objects, number)
+        age_record(tmp_path, number, 1000 - number)
+    tend_until_idle(store)  # scans: page 0 is the oldest
+    store.lookup([page_hash(0)])
+    save_page(store, objects, 4)
+    tend_until_idle(store)
+    assert [number for number in range(5) if store.lookup([page_hash(number)])] == [0, 2, 3, 4]
+
+
 def test_a_small_store_keeps_its_bound_under_steady_saves(tmp_path: Path) -> None:
     store, objects = open_store(tmp_path, bounds=bounds(max_bytes=5 * PAGE_BYTES))
     tend_until_idle(store)
