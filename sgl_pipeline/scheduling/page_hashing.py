@@ -1,10 +1,12 @@
 """The page hashes of prefixes in the radix tree, each computed once and kept on its node."""
 
+from collections.abc import Sequence
+
 from sgl_pipeline.page_hash import page_hashes
 from sgl_pipeline.scheduling.radix_tree import RadixNode
 
 
-def hashes_of(node: RadixNode, page_size: int) -> list[bytes]:
+def hashes_of(node: RadixNode, page_size: int) -> Sequence[bytes]:
     """The hash of each page of `node`, which is not the root."""
     unknown: list[RadixNode] = []
     above = node
@@ -18,7 +20,7 @@ def hashes_of(node: RadixNode, page_size: int) -> list[bytes]:
 
 def prefix_hashes(path: RadixNode, page_size: int) -> list[bytes]:
     """The hashes of all pages from the root to the end of `path`."""
-    runs: list[list[bytes]] = []
+    runs: list[Sequence[bytes]] = []
     node = path
     while node.parent is not None:
         runs.append(hashes_of(node, page_size))

@@ -6,7 +6,7 @@ is bounded, so pages that wait for too long are evicted unsaved, and counted.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -37,7 +37,7 @@ class PageSave:
     transfer: int
     node: RadixNode
     pages: list[int]
-    hashes: list[bytes]
+    hashes: Sequence[bytes]
     reports: dict[int, PagesSaved] = field(default_factory=dict)
 
 

@@ -4,7 +4,7 @@
 want, the other which have KV pages. It never counts tokens and never takes or returns a page.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from sgl_pipeline.requests import Request
@@ -40,7 +40,7 @@ class RadixNode:
     # prefills them or the load that brings them.
     parked: list[Request] = field(default_factory=list)
     # The hash of each of its pages, once they are known: written by `page_hashing.py`.
-    page_hashes: list[bytes] = field(default_factory=list)
+    page_hashes: Sequence[bytes] = ()
 
     @property
     def is_cached(self) -> bool:
