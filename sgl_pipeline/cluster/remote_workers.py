@@ -7,7 +7,7 @@ and the scheduler takes it in at its door. Nothing here waits but what says so.
 import contextlib
 import select
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -175,11 +175,11 @@ class RemoteWorkerChannel:
         with _no_scheduler():
             self._stream.send(self._encode(message))
 
-    def wait(self, descriptor: int | None, timeout_s: float | None = None) -> None:
+    def wait(self, descriptors: Iterable[int], timeout_s: float | None = None) -> None:
         """As `WorkerChannel.wait`."""
         poller = select.poll()
         poller.register(self._stream, self._events())
-        if descriptor is not None:
+        for descriptor in descriptors:
             poller.register(descriptor, select.POLLIN)
         poller.poll(None if timeout_s is None else timeout_s * 1e3)
         with _no_scheduler():

@@ -1,7 +1,7 @@
 """Checks that a message is one that its sender may send, for itself and for its stage.
 
-To be called for every message. Contents about steps, moves and readiness are checked where they are
-applied.
+To be called for every message. Contents about steps, moves, transfers and readiness are checked
+where they are applied.
 """
 
 from sgl_pipeline.errors import WorkerFault
@@ -17,6 +17,7 @@ from sgl_pipeline.wire.stage_messages import (
     WorkerHello,
     WorkerLeaves,
 )
+from sgl_pipeline.wire.store_orders import StoreReport
 
 
 def check_speaker(roster: WorkerRoster, number: int, message: FromWorker) -> None:
@@ -34,6 +35,6 @@ def check_speaker(roster: WorkerRoster, number: int, message: FromWorker) -> Non
     if message.stage == stage:
         return
     is_late = roster.has_served(number) and number in roster.late_workers
-    if not (is_late and isinstance(message, StageReport | MoveReport | ProfileReply)):
+    if not (is_late and isinstance(message, StageReport | MoveReport | StoreReport | ProfileReply)):
         fills = "no stage" if stage is None else f"stage {stage}"
         raise WorkerFault(number, f"it sent a {name} of stage {message.stage}, it fills {fills}")

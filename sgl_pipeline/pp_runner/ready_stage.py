@@ -15,6 +15,7 @@ from sgl_pipeline.pp_runner.base.step_inputs import written_pages
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.leave_signal import LeaveSignal
 from sgl_pipeline.pp_runner.links.activation_link import NeighborGone
+from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
 from sgl_pipeline.pp_runner.pending_reports import PendingReports
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
@@ -35,6 +36,7 @@ from sgl_pipeline.wire.stage_messages import (
 )
 from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.wire.step_order import MirrorSnapshot, StepOrder
+from sgl_pipeline.wire.store_orders import LoadPages, SavePages, UseStore
 
 # A GPU that has a step to run and one to follow never waits for the host. A third step that the
 # host launched would wait in FlashInfer's plan for the first of them.
@@ -62,6 +64,7 @@ class ReadyStage:
         inbox: WorkerInbox,
         runner: StageRunner,
         mover: LayerMover[torch.Tensor],
+        transfers: PageTransfers,
         profile: StageProfile,
         regroup: Callable[[Regroup], None],
         leave: LeaveSignal | None = None,
@@ -71,6 +74,7 @@ class ReadyStage:
         self._inbox = inbox
         self._runner = runner
         self._mover = mover
+        self._transfers = transfers
         self._profile = profile
         self._leave = leave
         self._orders = OrderReader()
@@ -79,14 +83,17 @@ class ReadyStage:
             StepOrder: self._run_step,
             MirrorSnapshot: runner.restore,
             PrepareMove: mover.prepare,
-            SwitchPlan: mover.switch,
+            SwitchPlan: self._interrupting(mover.switch),
             AbandonMove: mover.abandon,
+            UseStore: transfers.obey,
+            SavePages: transfers.obey,
+            LoadPages: transfers.obey,
         }
         self._on_message: dict[type, Callable[[Any], None]] = {
-            Regroup: regroup,
+            Regroup: self._interrupting(regroup),
             HandPagesOver: mover.obey,
             TakePagesOver: mover.obey,
-            FinishHandover: mover.obey,
+            FinishHandover: self._finish_handover,
             StartProfile: self._start_profile,
             StopProfile: self._stop_profile,
         }
@@ -119,6 +126,22 @@ class ReadyStage:
             raise ProtocolError(f"a ready stage received {type(message).__name__}")
         handler(order)
 
+    def _interrupting(self, obey: Callable[[Any], None]) -> Callable[[Any], None]:
+        """`obey`, before which all transfers of pages are forgotten."""
+
+        def interrupt_and_obey(order: object) -> None:
+            self._transfers.cancel()
+            obey(order)
+
+        return interrupt_and_obey
+
+    def _finish_handover(self, order: FinishHandover) -> None:
+        """What a load fills from here on, the other worker would not get."""
+        self._report_transfers()
+        for report in self._transfers.refuse_open("the stage is handed over to another worker"):
+            self._channel.send(report)
+        self._mover.obey(order)
+
     def _start_profile(self, order: StartProfile) -> None:
         self._channel.send(self._profile.start(order))
 
@@ -130,21 +153,42 @@ class ReadyStage:
 
         While reports are pending, the stage polls for both in turns: each waits no longer than
         `PENDING_POLL_S` and the kernel's timer slack, 0.1 ms together; a report also waits while a
-        step is prepared or launched. While layers move, the stage works on that meanwhile.
+        step is prepared or launched. While layers move, the stage works on that meanwhile. While
+        pages come from a store or go there, the end of a transfer wakes it.
         """
         self._leave_if_asked()
-        while self._pending or self._mover.is_open:
+        self._report_transfers()
+        while self._pending or self._mover.is_open or self._transfers.is_open:
             self._pending.send_ready()
             self._leave_if_asked()
             if (message := self._inbox.next(timeout_ms=0)) is not None:
                 return message
-            if not self._mover.work():
-                time.sleep(PENDING_POLL_S if self._pending else MOVE_POLL_S)
+            self._work_or_wait()
+            self._report_transfers()
         if self._leave is None:
             return self._inbox.next()
         while (message := self._inbox.next(LEAVE_POLL_MS)) is None:
             self._leave_if_asked()
         return message
+
+    def _work_or_wait(self) -> None:
+        """Does a piece of work for a move, or waits for what may come beside messages."""
+        if self._mover.work():
+            return
+        if self._pending:
+            time.sleep(PENDING_POLL_S)
+        elif self._mover.is_open:
+            time.sleep(MOVE_POLL_S)
+        else:
+            self._inbox.wait_beside(self._transfers.descriptor, timeout_s=LEAVE_POLL_MS * 1e-3)
+
+    def _report_transfers(self) -> None:
+        """Sends the reports of transfers that have ended. A move or a handover may have copied a
+        page before a load has filled it."""
+        if self._transfers.is_open:
+            for report, filled_pages in self._transfers.take_reports():
+                self._mover.wrote(filled_pages)
+                self._channel.send(report)
 
     def _leave_if_asked(self) -> None:
         if self._leave is not None and self._leave.take():
@@ -180,8 +224,10 @@ class ReadyStage:
         with it; reports, layers and the scheduler's messages do not wait for that."""
         while not self._runner.can_launch():
             self._inbox.attend()
+            self._report_transfers()
             if not (self._pending or self._mover.is_open):
-                self._inbox.wait_beside(self._runner.rows_descriptor)
+                descriptors = self._runner.rows_descriptor, self._transfers.descriptor
+                self._inbox.wait_beside(*descriptors)
                 continue
             if not self._mover.work():
                 time.sleep(PENDING_POLL_S)

@@ -26,6 +26,7 @@ from sgl_pipeline.pp_runner.leave_signal import LeaveSignal
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
 from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
+from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
 from sgl_pipeline.pp_runner.ready_stage import ReadyStage
 from sgl_pipeline.pp_runner.stage_loading import LoadedStage, load_stage
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
@@ -103,20 +104,34 @@ class StageWorker:
             self._leave.listen()
         runner = self._become_ready(assignment, stage, pool.num_pages)
         mover = self._open_mover(assignment, runner)
+        transfers = open_transfers(runner, mover)
         profile = StageProfile(assignment.stage, assignment.args.device == "cuda")
         try:
-            return self.serve(runner, mover, profile)
+            return self.serve(runner, mover, transfers, profile)
         finally:
+            transfers.close()
             mover.close()
             runner.close()
 
     def serve(
-        self, runner: StageRunner, mover: LayerMover[torch.Tensor], profile: StageProfile
+        self,
+        runner: StageRunner,
+        mover: LayerMover[torch.Tensor],
+        transfers: PageTransfers,
+        profile: StageProfile,
     ) -> StageAssignment | None:
         """See `ReadyStage.serve`."""
         regroup = functools.partial(self._regroup, runner=runner, mover=mover)
         return ReadyStage(
-            self._worker, self._channel, self._inbox, runner, mover, profile, regroup, self._leave
+            self._worker,
+            self._channel,
+            self._inbox,
+            runner,
+            mover,
+            transfers,
+            profile,
+            regroup,
+            self._leave,
         ).serve()
 
     def _regroup(
@@ -219,6 +234,17 @@ class StageWorker:
                 f"worker {self._worker} expected {kind.__name__}, got {type(message).__name__}"
             )
         return message
+
+
+def open_transfers(runner: StageRunner, mover: LayerMover[torch.Tensor]) -> PageTransfers:
+    """The transfers between the pool of a stage and a store."""
+    return PageTransfers(
+        runner.stage,
+        runner.held_layers.kv_pool,
+        runner.device,
+        plan=lambda: mover.plan,
+        may_start=lambda: not mover.awaits_pages,
+    )
 
 
 def run_worker(address: str, worker: int, site: WorkerSite) -> int:

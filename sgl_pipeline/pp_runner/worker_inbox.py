@@ -40,12 +40,13 @@ class WorkerInbox:
 
     def attend_for(self, seconds: float) -> None:
         """`attend` to messages that arrive within `seconds`."""
-        self._channel.wait(None, seconds)
+        self._channel.wait((), seconds)
         self.attend()
 
-    def wait_beside(self, descriptor: int | None) -> None:
-        """Returns when a message or something at `descriptor` has arrived."""
-        self._channel.wait(descriptor)
+    def wait_beside(self, *descriptors: int | None, timeout_s: float | None = None) -> None:
+        """Returns when a message or something at one of `descriptors`, where it is one, has
+        arrived, or after `timeout_s` (None: never)."""
+        self._channel.wait([one for one in descriptors if one is not None], timeout_s)
 
     def wait_for_the_end(self) -> NoReturn:
         """For a step that cannot go on: raises RegroupDue when the step was given up, or when the

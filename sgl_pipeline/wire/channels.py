@@ -67,7 +67,7 @@ class WorkerEnd(Protocol):
     """A worker's end of a channel, wherever the worker is; see `WorkerChannel`."""
 
     def send(self, message: FromWorker) -> None: ...
-    def wait(self, descriptor: int | None, timeout_s: float | None = None) -> None: ...
+    def wait(self, descriptors: Iterable[int], timeout_s: float | None = None) -> None: ...
     def receive(self, timeout_ms: int | None = None) -> ToWorker | None: ...
 
 
@@ -169,11 +169,10 @@ class WorkerChannel(_Channel):
         """Queues `message` for the scheduler."""
         self.socket.send(_encoder.encode(message), zmq.NOBLOCK)
 
-    def wait(self, descriptor: int | None, timeout_s: float | None = None) -> None:
-        """Returns when a message is there, or something can be read from the file `descriptor`, or
-        after `timeout_s` (None: never)."""
-        watched = [self.socket] if descriptor is None else [self.socket, descriptor]
-        zmq.select(watched, [], [], timeout_s)
+    def wait(self, descriptors: Iterable[int], timeout_s: float | None = None) -> None:
+        """Returns when a message is there, or something can be read from one of the file
+        `descriptors`, or after `timeout_s` (None: never)."""
+        zmq.select([self.socket, *descriptors], [], [], timeout_s)
 
     def receive(self, timeout_ms: int | None = None) -> ToWorker | None:
         """The next message; waits for it at most `timeout_ms` (None: for ever), then gives None."""

@@ -5,14 +5,14 @@ the layers are split by time, with `MeasuredCosts`; gets a `StageAssignment`; lo
 with a `StillLoading` now and then, and sends `StageLoaded`; gets a `PoolSize`, the smallest
 capacity of all stages; allocates, opens its links, rehearses steps and sends `StageReady`. Then
 come the `SealedOrder`s, with a `StageReport` for every step in them and the reports of
-`move_orders.py` for every layer move, and a `ProfileReply` for `StartProfile` and `StopProfile`,
-until `Shutdown` or a `WorkerFailed`. When another stage is lost, a `Regroup` comes in between,
-which is answered with `Regrouped`; when the number of stages changes, another `StageAssignment`,
-with which the worker starts over and keeps only its weights. A serving worker that is asked to go
-sends `WorkerLeaves` and continues, until another worker is ready for its stage: then it gets
-`HandPagesOver` and the other `TakePagesOver`, which it answers with `PagesCopied`;
-`FinishHandover`, between two steps, brings the `PagesTaken` of the other, and the leaver its
-`Shutdown`. Frozen, tagged structs; never pickled.
+`move_orders.py` for every layer move, those of `store_orders.py` for transfers of pages, and a
+`ProfileReply` for `StartProfile` and `StopProfile`, until `Shutdown` or a `WorkerFailed`. When
+another stage is lost, a `Regroup` comes in between, which is answered with `Regrouped`; when the
+number of stages changes, another `StageAssignment`, with which the worker starts over and keeps
+only its weights. A serving worker that is asked to go sends `WorkerLeaves` and continues, until
+another worker is ready for its stage: then it gets `HandPagesOver` and the other `TakePagesOver`,
+which it answers with `PagesCopied`; `FinishHandover`, between two steps, brings the `PagesTaken` of
+the other, and the leaver its `Shutdown`. Frozen, tagged structs; never pickled.
 """
 
 from typing import Annotated
@@ -26,6 +26,7 @@ from sgl_pipeline.requests import LogprobRows
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.move_orders import MoveDone, MoveFailed, MoveReady
 from sgl_pipeline.wire.stage_orders import SealedOrder
+from sgl_pipeline.wire.store_orders import PagesLoaded, PagesSaved
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -289,6 +290,8 @@ FromWorker = (
     | MoveReady
     | MoveDone
     | MoveFailed
+    | PagesSaved
+    | PagesLoaded
     | ProfileReply
     | WorkerFailed
 )

@@ -7,7 +7,7 @@ pages that no step writes any more and that are not given away before each stage
 `LoadPages` names pages that no step reads or writes before each stage has reported. Transfers of
 one kind run in the sequence of their orders; loads go before saves. A stage forgets all transfers,
 without reports, when it gets `UseStore`, a `SwitchPlan`, a `Regroup` or another assignment, and the
-scheduler does not wait for them any more.
+scheduler does not wait for them any more. At a `FinishHandover` it refuses them, with reports.
 """
 
 from typing import Annotated

@@ -68,7 +68,7 @@ def test_workers_here_and_elsewhere_are_alike(place: tuple[str, str]) -> None:
         scheduler.send(1, Shutdown())
         assert here.receive(5000) == PoolSize(7)
         assert there.receive(5000) == PoolSize(7)
-        there.wait(None, 5.0)
+        there.wait([], 5.0)
         assert there.receive(5000) == Shutdown()
         assert there.receive(0) is None
         there.send(hello(1))

@@ -20,6 +20,7 @@ from sgl_pipeline.wire.stage_messages import (
     StillLoading,
     WorkerFailed,
 )
+from sgl_pipeline.wire.store_orders import PagesLoaded
 
 
 @pytest.fixture
@@ -39,6 +40,7 @@ def of_stage(stage: int) -> list[FromWorker]:
     return [
         StageReport(stage=stage, step_id=0, epoch=0, timing=StageTiming(*[0.0] * 7)),
         MoveReady(stage=stage, move=0, load_ms=1.0),
+        PagesLoaded(stage=stage, transfer=0, num_pages=0, num_bytes=0, busy_s=0.0),
         ProfileReply(stage=stage, is_recording=True),
         loaded(stage),
         ready(stage),
@@ -73,7 +75,7 @@ def test_what_was_said_before_a_stage_has_regrouped_is_only_late(roster: WorkerR
     roster.regroup(roster.plan, 1)  # type: ignore[arg-type]
     roster.fill()
     late = [fails(roster, 4, message) for message in of_stage(1)]
-    assert late == [False, False, False, True, True, True]
+    assert late == [False] * 4 + [True] * 3
     roster.take(Regrouped(0, 1))
     assert all(fails(roster, 4, message) for message in of_stage(1))
 
@@ -84,7 +86,7 @@ def test_what_was_said_under_an_old_number_is_only_late(roster: WorkerRoster) ->
     roster.reassign(StagePlan(1, (4,)), 1)
     assert roster.workers_of_stages == [5]
     late = [fails(roster, 5, message) for message in of_stage(1)]
-    assert late == [False, False, False, True, True, True]
+    assert late == [False] * 4 + [True] * 3
     assert not any(fails(roster, 5, message) for message in of_stage(0))
     for message in (loaded(0), ready(0)):
         roster.take(message)

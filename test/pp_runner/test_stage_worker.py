@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -24,7 +24,7 @@ from sgl_pipeline.pp_runner.ready_stage import ReadyStage
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.pp_runner.stage_site import StageSite
-from sgl_pipeline.pp_runner.stage_worker import StageWorker, exit_code_of
+from sgl_pipeline.pp_runner.stage_worker import StageWorker, exit_code_of, open_transfers
 from sgl_pipeline.pp_runner.worker_hello import WorkerSite
 from sgl_pipeline.pp_runner.worker_inbox import WorkerInbox
 from sgl_pipeline.requests import GREEDY
@@ -66,7 +66,7 @@ class ScriptedChannel:
         self._log.append(f"report {message.step_id}" if isinstance(message, StageReport) else kind)
         self.sent.append(message)
 
-    def wait(self, descriptor: int | None, timeout_s: float | None = None) -> None:
+    def wait(self, descriptors: Iterable[int], timeout_s: float | None = None) -> None:
         self._log.append("wait")
 
     def receive(self, timeout_ms: int | None = None) -> ToWorker | None:
@@ -99,11 +99,12 @@ class Stage:
         site = StageSite(self.runner, (), 6, lambda timeout_s: None)
         links = StagePageLinks(("unix:nowhere",) * 2, stage, site.row_bytes, "")
         self.mover = LayerMover(stage, plan, site, links, self.channel.send, time.monotonic)
+        self.transfers = open_transfers(self.runner, self.mover)
         self.worker = StageWorker(self.channel, 0, WorkerSite("run"))  # type: ignore[arg-type]
 
     def serve(self) -> list[str]:
         """What happened, in order."""
-        self.worker.serve(self.runner, self.mover, StageProfile(0, has_gpu=False))
+        self.worker.serve(self.runner, self.mover, self.transfers, StageProfile(0, has_gpu=False))
         return self.log
 
 
@@ -299,6 +300,7 @@ def test_every_order_of_the_sealed_stream_has_a_handler() -> None:
         WorkerInbox(stage.channel),  # type: ignore[arg-type]
         stage.runner,
         stage.mover,
+        stage.transfers,
         StageProfile(0, has_gpu=False),
         lambda order: None,
     )

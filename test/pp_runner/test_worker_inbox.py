@@ -1,7 +1,7 @@
 """A stage hears what cannot wait, whatever it waits for, and takes all else in order."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -19,13 +19,13 @@ class Channel:
 
     def __init__(self, messages: Sequence[ToWorker]) -> None:
         self.messages = deque(messages)
-        self.waits: list[tuple[int | None, float | None]] = []
+        self.waits: list[tuple[list[int], float | None]] = []
 
     def receive(self, timeout_ms: int | None = None) -> ToWorker | None:
         return self.messages.popleft() if self.messages else None
 
-    def wait(self, descriptor: int | None, timeout_s: float | None = None) -> None:
-        self.waits.append((descriptor, timeout_s))
+    def wait(self, descriptors: Iterable[int], timeout_s: float | None = None) -> None:
+        self.waits.append(([*descriptors], timeout_s))
 
 
 def orders(count: int) -> list[SealedOrder]:
@@ -76,5 +76,6 @@ def test_it_listens_for_as_long_as_it_is_told() -> None:
     inbox, channel = inbox_of(REGROUP)
     with pytest.raises(RegroupDue):
         inbox.attend_for(0.5)
-    inbox.wait_beside(7)
-    assert channel.waits == [(None, 0.5), (7, None)]
+    inbox.wait_beside(7, None, 8)
+    inbox.wait_beside(None, timeout_s=0.1)
+    assert channel.waits == [([], 0.5), ([7, 8], None), ([], 0.1)]

@@ -9,6 +9,7 @@ imported already.
 import json
 import sys
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from sgl_pipeline.args import StageArgs
@@ -43,7 +44,7 @@ class Channel:
         if isinstance(message, StageReady | StageReport):
             self.modules.append(set(sys.modules))
 
-    def wait(self, descriptor: int | None, timeout_s: float | None = None) -> None:
+    def wait(self, descriptors: Iterable[int], timeout_s: float | None = None) -> None:
         pass
 
     def receive(self, timeout_ms: int | None = None) -> Any:

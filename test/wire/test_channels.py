@@ -132,14 +132,14 @@ def test_a_worker_waits_for_a_message_or_for_what_else_it_may_read(channels):
     scheduler, (first, _) = channels
     reader, writer = os.pipe()
     try:
-        first.wait(reader, 0.0)
+        first.wait([reader], 0.0)
         os.write(writer, b"rows")
-        first.wait(reader)
+        first.wait([reader])
         os.read(reader, 4)
         scheduler.send(0, PoolSize(7))
-        first.wait(reader)
+        first.wait([reader])
         assert first.receive(0) == PoolSize(7)
-        first.wait(None, 0.0)
+        first.wait([], 0.0)
     finally:
         os.close(reader)
         os.close(writer)

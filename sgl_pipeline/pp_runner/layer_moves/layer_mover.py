@@ -89,6 +89,11 @@ class LayerMover(Generic[R]):
         """True if a move or a handover in which this worker has a part is under way."""
         return self._open is not None or self._handover.is_open
 
+    @property
+    def awaits_pages(self) -> bool:
+        """Whether the plan has layers here whose pages are still on their way."""
+        return self._open is not None and self._open.is_switched
+
     def obey(self, order: HandoverOrder) -> None:
         """Takes part in the handover of all pages of this stage to another worker.
 
@@ -179,7 +184,7 @@ class LayerMover(Generic[R]):
         self._look_whether_done()
 
     def wrote(self, pages: Collection[int]) -> None:
-        """A step has written to these pages of all layers that it ran."""
+        """A step has written to these pages of all layers that it ran, or a load has."""
         self._handover.wrote(pages)
         if self._open is not None and not self._open.is_switched:
             for outgoing in self._open.outgoing:

@@ -1,0 +1,211 @@
+"""The transfers between a `UseStore` and the next interrupt: two threads beside the steps.
+
+One loads and one saves, an object at a time, through a buffer of its own. So the pool is touched
+for the copy of an object alone, under a lock, and never while a store is waited for: ending a
+session waits for one copy at most.
+"""
+
+import contextlib
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from sgl_pipeline.errors import BrokenObject, StoreError
+from sgl_pipeline.kv_store.object_names import object_name
+from sgl_pipeline.kv_store.page_store import ObjectStore
+from sgl_pipeline.pp_runner.base.compute_threads import use_every_core
+from sgl_pipeline.pp_runner.page_store.page_bytes import PageBytes
+from sgl_pipeline.pp_runner.page_store.transfer_jobs import PageTransfer, TransferJobs
+from sgl_pipeline.wire.store_orders import UINT32, PagesLoaded, PagesSaved, StoreReport
+
+
+class _SessionOver(Exception):
+    """The session has ended: its threads do too."""
+
+
+class StoreSession:
+    """Transfers of `layers` of `stage`.
+
+    Args:
+        pages: those of `layers`.
+        digest: of the store (`StorePlace`).
+        done: takes each report, in the thread of its transfer; never after `end`.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        layers: range,
+        pages: PageBytes,
+        store: ObjectStore,
+        digest: str,
+        jobs: TransferJobs,
+        done: Callable[[StoreReport], None],
+    ) -> None:
+        self._stage, self._layers = stage, layers
+        self._pages, self._store, self._digest = pages, store, digest
+        self._jobs, self._done = jobs, done
+        self._is_over = False
+        # Guards the pool, the jobs and the end of the session.
+        self._news = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+            for name, work in (("page loads", self._load_next), ("page saves", self._save_next))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, job: PageTransfer) -> None:
+        with self._news:
+            self._jobs.add(job)
+            self._news.notify_all()
+
+    def end(self) -> None:
+        """Forgets all transfers. The pool is not touched from here on."""
+        with self._news:
+            self._is_over = True
+            self._news.notify_all()
+
+    def join(self, timeout_s: float) -> None:
+        """Returns when the threads of a session that has ended are gone, or after twice
+        `timeout_s`: the store may be slow."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def refusal(self, job: PageTransfer, message: str) -> StoreReport:
+        """The report of a transfer of which nothing was done."""
+        if job.is_load:
+            return self._loaded(job, 0, 0.0, StoreError(message))
+        return self._saved(job, array(UINT32), 0.0, StoreError(message))
+
+    def _run(self, work: Callable[[np.ndarray], None]) -> None:
+        use_every_core()
+        content = np.empty(self._pages.largest_object_bytes, dtype=np.uint8)
+        with contextlib.suppress(_SessionOver):
+            while True:
+                work(content)
+
+    def _load_next(self, content: np.ndarray) -> None:
+        job = self._await_job(self._jobs.next_load)
+        report = self._load(job, content)
+        with self._unless_over():
+            self._jobs.load_ended()
+            self._done(report)
+            self._news.notify_all()
+
+    def _save_next(self, content: np.ndarray) -> None:
+        job = self._await_job(lambda: self._jobs.next_save(time.monotonic()))
+        report = self._save(job, content)
+        with self._unless_over():
+            self._done(report)
+
+    def _load(self, job: PageTransfer, content: np.ndarray) -> PagesLoaded:
+        num_objects, failure = 0, None
+        started_s = time.monotonic()
+        try:
+            for index, page in enumerate(job.pages):
+                for layer in self._layers:
+                    self._store.read_into(
+                        object_name(job.hash_of(index), self._digest, layer),
+                        content.data,
+                        self._pages.object_bytes(layer),
+                        job.checksum_of(index, layer),
+                    )
+                    with self._unless_over():
+                        self._pages.copy_in(layer, page, content)
+                    num_objects += 1
+        except _SessionOver:
+            raise
+        except Exception as error:
+            failure = error
+        return self._loaded(job, num_objects, time.monotonic() - started_s, failure)
+
+    def _save(self, job: PageTransfer, content: np.ndarray) -> PagesSaved:
+        checksums, busy_s, failure = array(UINT32), 0.0, None
+        try:
+            for index, page in enumerate(job.pages):
+                for layer in self._layers:
+                    num_bytes = self._pages.object_bytes(layer)
+                    with self._save_turn(num_bytes):
+                        started_s = time.monotonic()
+                        self._pages.copy_out(layer, page, content)
+                    name = object_name(job.hash_of(index), self._digest, layer)
+                    _, checksum = self._store.write(name, [content.data[:num_bytes]])
+                    checksums.append(checksum)
+                    busy_s += time.monotonic() - started_s
+        except _SessionOver:
+            raise
+        except Exception as error:
+            failure = error
+        return self._saved(job, checksums, busy_s, failure)
+
+    def _loaded(
+        self, job: PageTransfer, num_objects: int, busy_s: float, failure: Exception | None
+    ) -> PagesLoaded:
+        num_pages = num_objects // len(self._layers)
+        return PagesLoaded(
+            stage=self._stage,
+            transfer=job.transfer,
+            num_pages=num_pages,
+            num_bytes=num_pages * sum(map(self._pages.object_bytes, self._layers)),
+            busy_s=busy_s,
+            is_broken=isinstance(failure, BrokenObject),
+            message=_text(failure),
+        )
+
+    def _saved(
+        self, job: PageTransfer, checksums: "array[int]", busy_s: float, failure: Exception | None
+    ) -> PagesSaved:
+        num_layers = len(self._layers)
+        num_pages = len(checksums) // num_layers
+        return PagesSaved(
+            stage=self._stage,
+            transfer=job.transfer,
+            num_pages=num_pages,
+            layers=(self._layers.start, self._layers.stop),
+            sizes=tuple(map(self._pages.object_bytes, self._layers)),
+            checksums=checksums[: num_pages * num_layers].tobytes(),
+            busy_s=busy_s,
+            message=_text(failure),
+        )
+
+    def _await_job(self, take: Callable[[], PageTransfer | None]) -> PageTransfer:
+        """Waits for the next job of a thread."""
+        with self._unless_over():
+            while (job := take()) is None:
+                self._wait(None)
+            return job
+
+    @contextlib.contextmanager
+    def _save_turn(self, num_bytes: int) -> Iterator[None]:
+        """Waits until the save under way may write an object of this size; then as
+        `_unless_over`."""
+        with self._unless_over():
+            while wait_s := self._jobs.save_wait_s(time.monotonic()):
+                self._wait(wait_s)
+            self._jobs.save_begins(num_bytes, time.monotonic())
+            yield
+
+    def _wait(self, timeout_s: float | None) -> None:
+        self._news.wait(timeout_s)
+        if self._is_over:
+            raise _SessionOver
+
+    @contextlib.contextmanager
+    def _unless_over(self) -> Iterator[None]:
+        """Holds the lock of a session that has not ended. Raises _SessionOver otherwise."""
+        with self._news:
+            if self._is_over:
+                raise _SessionOver
+            yield
+
+
+def _text(failure: Exception | None) -> str:
+    """Why pages are missing from a report."""
+    if failure is None:
+        return ""
+    is_ours = isinstance(failure, StoreError)
+    return str(failure) if is_ours else f"{type(failure).__name__}: {failure}"

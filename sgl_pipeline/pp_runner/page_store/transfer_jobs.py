@@ -1,0 +1,119 @@
+"""Which transfer of pages comes next, and when a save may go on. No I/O, no clock, no threads.
+
+Transfers of one kind run in the sequence of their orders. Requests wait for loads, and nobody waits
+for saves: so a save lets loads go first, for a bounded time, and keeps to a rate.
+"""
+
+from array import array
+from collections import deque
+from dataclasses import dataclass
+
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.page_hash import HASH_BYTES
+from sgl_pipeline.wire.step_order import INT32
+from sgl_pipeline.wire.store_orders import UINT32, LoadPages, SavePages
+
+# A save that could go on lets loads go first for this long. Then it writes an object.
+MAX_YIELD_S = 0.02
+# A save that was late may catch up with the bytes of this time at once.
+CATCH_UP_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class PageTransfer:
+    """A `LoadPages`, which has checksums [pages * layers of the model], or a `SavePages`."""
+
+    transfer: int
+    pages: "array[int]"
+    hashes: bytes
+    checksums: "array[int] | None" = None
+
+    @property
+    def is_load(self) -> bool:
+        return self.checksums is not None
+
+    def hash_of(self, index: int) -> bytes:
+        """The page hash of `pages[index]`."""
+        return self.hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
+
+    def checksum_of(self, index: int, layer: int) -> int:
+        """The CRC-32 of the object of a load that holds `layer` of `pages[index]`."""
+        assert self.checksums is not None
+        return self.checksums[index * (len(self.checksums) // len(self.pages)) + layer]
+
+
+def page_transfer(order: SavePages | LoadPages, num_pages: int, num_layers: int) -> PageTransfer:
+    """The transfer of `order`, for a pool of `num_pages` and a model of `num_layers`.
+
+    Raises ProtocolError for pages that the pool does not have, and when its arrays do not have the
+    same number of pages.
+    """
+    pages = _array(INT32, order.pages)
+    checksums = _array(UINT32, order.checksums) if isinstance(order, LoadPages) else None
+    due_checksums = None if checksums is None else len(pages) * num_layers
+    lengths = (len(order.hashes), None if checksums is None else len(checksums))
+    if not pages or lengths != (len(pages) * HASH_BYTES, due_checksums):
+        raise ProtocolError(
+            f"transfer {order.transfer} names {len(pages)} pages, with {lengths[0]} bytes of "
+            f"hashes and {lengths[1] or 0} checksums for {num_layers} layers"
+        )
+    if not 0 <= min(pages) <= max(pages) < num_pages:
+        raise ProtocolError(
+            f"transfer {order.transfer} names pages {min(pages)} to {max(pages)}, the pool has "
+            f"{num_pages}"
+        )
+    return PageTransfer(order.transfer, pages, order.hashes, checksums)
+
+
+def _array(typecode: str, content: bytes) -> "array[int]":
+    """Raises ProtocolError when `content` does not have whole elements."""
+    try:
+        return array(typecode, content)
+    except ValueError as error:
+        raise ProtocolError(f"a transfer's array cannot be read: {error}") from None
+
+
+class TransferJobs:
+    """The transfers that are queued, and the load and the save under way."""
+
+    def __init__(self, save_bytes_per_s: float) -> None:
+        self._save_bytes_per_s = save_bytes_per_s
+        self._loads: deque[PageTransfer] = deque()
+        self._saves: deque[PageTransfer] = deque()
+        self._is_loading = False
+        self._due_s = float("-inf")  # by the rate
+        self._yields_since_s = float("-inf")
+
+    def add(self, job: PageTransfer) -> None:
+        (self._loads if job.is_load else self._saves).append(job)
+
+    def next_load(self) -> PageTransfer | None:
+        """The next load, which is under way from here on."""
+        if not self._loads:
+            return None
+        self._is_loading = True
+        return self._loads.popleft()
+
+    def load_ended(self) -> None:
+        """The load under way is over."""
+        self._is_loading = False
+
+    def next_save(self, now_s: float) -> PageTransfer | None:
+        """The next save, which waits for its turn from here on."""
+        if not self._saves:
+            return None
+        self._yields_since_s = now_s
+        return self._saves.popleft()
+
+    def save_wait_s(self, now_s: float) -> float:
+        """Seconds until the save under way may write its next object, unless loads change; 0: it
+        may now."""
+        must_yield = self._is_loading or bool(self._loads)
+        turn_s = self._yields_since_s + MAX_YIELD_S if must_yield else now_s
+        return max(0.0, self._due_s - now_s, turn_s - now_s)
+
+    def save_begins(self, num_bytes: int, now_s: float) -> None:
+        """The save under way writes an object."""
+        due_s = max(self._due_s, now_s - CATCH_UP_S)
+        self._due_s = due_s + num_bytes / self._save_bytes_per_s
+        self._yields_since_s = now_s

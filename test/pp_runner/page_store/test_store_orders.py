@@ -1,0 +1,297 @@
+"""A ready stage and its store: orders come in between steps, reports go out, whatever it waits for.
+
+The stage is a real one, with a real channel where it must wake.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+from support.local_pipeline import QueueLink, open_stage
+from support.page_transfers import PLACE, WAIT_S, Gate, MemoryStore, load_order, save_order
+from support.tiny_models import tiny_model
+
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.pp_runner import ready_stage
+from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
+from sgl_pipeline.pp_runner.ready_stage import ReadyStage
+from sgl_pipeline.pp_runner.stage_profile import StageProfile
+from sgl_pipeline.pp_runner.worker_inbox import WorkerInbox
+from sgl_pipeline.requests import GREEDY
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.channels import SchedulerChannel, WorkerChannel, WorkerEnd
+from sgl_pipeline.wire.move_orders import SwitchPlan
+from sgl_pipeline.wire.stage_messages import (
+    FinishHandover,
+    FromWorker,
+    Regroup,
+    Shutdown,
+    StageReport,
+    StopProfile,
+    ToWorker,
+    WorkerHello,
+)
+from sgl_pipeline.wire.stage_orders import OrderStream, StageOrder
+from sgl_pipeline.wire.step_order import ChunkOrder, RequestOpen, StepOrder
+from sgl_pipeline.wire.store_orders import PagesLoaded, PagesSaved, UseStore
+
+PLAN, LAYERS = StagePlan(0, (6,)), 6
+
+
+class IdleMover:
+    """No layer moves; notes the orders that it gets, and what `look` sees at that moment."""
+
+    is_open = awaits_pages = False
+
+    def __init__(self, look: Callable[[], object] = lambda: None) -> None:
+        self.noted: list[tuple[str, object]] = []
+        self._look = look
+
+    def _note(self, order: object) -> None:
+        self.noted.append((type(order).__name__, self._look()))
+
+    prepare = switch = abandon = obey = regroup = _note
+
+    def wrote(self, pages: Iterable[int]) -> None:
+        if pages:
+            self.noted.append(("wrote", tuple(pages)))
+
+    def work(self) -> bool:
+        return False
+
+
+class Stage:
+    """A stage of the tiny model, ready, with `store`."""
+
+    def __init__(
+        self, channel: WorkerEnd, store: MemoryStore, plan: StagePlan = PLAN, stage: int = 0
+    ) -> None:
+        self.rows: deque = deque()
+        link = QueueLink(self.rows, deque())
+        self.runner = open_stage(tiny_model("llama"), plan, stage, link, num_pages=8)
+        self.transfers = PageTransfers(
+            stage,
+            self.runner.held_layers.kv_pool,
+            self.runner.device,
+            lambda: plan,
+            lambda: True,
+            lambda place, device: store,
+        )
+        self.mover: Any = IdleMover(lambda: self.transfers.is_open)
+        self.ready = ReadyStage(
+            0,
+            channel,
+            WorkerInbox(channel),
+            self.runner,
+            self.mover,
+            self.transfers,
+            StageProfile(stage, has_gpu=False),
+            self.mover.regroup,
+        )
+
+
+class LiveStage(Stage):
+    """It serves in a thread of its own, until `leave`."""
+
+    def __init__(
+        self, directory: Path, store: MemoryStore, plan: StagePlan = PLAN, stage: int = 0
+    ) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        address = f"ipc://{directory}/channel"
+        self.scheduler = SchedulerChannel(self.context, address)
+        self.channel = WorkerChannel(self.context, address, 0)
+        super().__init__(self.channel, store, plan, stage)
+        self.channel.send(WorkerHello(
+            worker=0, host="", cores=(), num_gpus=0, memory_bytes=0, version=""
+        ))  # fmt: skip
+        assert isinstance(self.next_report(), WorkerHello)
+        self.stream = OrderStream()
+        self.thread = threading.Thread(target=self.ready.serve, daemon=True)
+        self.thread.start()
+
+    def order(self, *orders: StageOrder) -> None:
+        for order in orders:
+            self.scheduler.send(0, self.stream.seal(order))
+
+    def next_report(self) -> FromWorker:
+        assert self.scheduler.wait(int(WAIT_S * 1e3)), "no report came"
+        received = self.scheduler.receive()
+        assert received is not None
+        return received[1]
+
+    def leave(self) -> None:
+        self.scheduler.send(0, Shutdown())
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+        self.transfers.close()
+        self.channel.close()
+        self.scheduler.close()
+        self.context.term()
+
+
+@pytest.fixture(autouse=True)
+def _no_timed_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that waits is woken, or waits for ever."""
+    monkeypatch.setattr(ready_stage, "LEAVE_POLL_MS", 10**7)
+
+
+@contextmanager
+def live_stage(directory: Path, store: MemoryStore, *split: Any) -> Iterator[LiveStage]:
+    stage = LiveStage(directory, store, *split)
+    try:
+        yield stage
+    finally:
+        stage.leave()
+
+
+def step(step_id: int, page: int = 0) -> StepOrder:
+    """One token of a request of its own."""
+    opened = RequestOpen(step_id, GREEDY, 1)
+    chunk = ChunkOrder(step_id, 0, 1, True, b"\1\0\0\0", page.to_bytes(4, "little"))
+    return StepOrder(step_id, 0, (), (opened,), (chunk,))
+
+
+def test_the_end_of_a_transfer_wakes_a_stage_without_work(tmp_path: Path) -> None:
+    store = MemoryStore()
+    with live_stage(tmp_path, store) as stage:
+        stage.order(UseStore(PLACE), step(0), save_order(4, [0, 2], [20, 22]))
+        assert {type(stage.next_report()) for _ in range(2)} == {StageReport, PagesSaved}
+        stage.order(load_order(5, [6, 7], [20, 22], store.checksums([20, 22], LAYERS)))
+        loaded = stage.next_report()
+        assert isinstance(loaded, PagesLoaded)
+        assert (loaded.transfer, loaded.num_pages, loaded.message) == (5, 2, "")
+        for layer in range(LAYERS):
+            for pages in stage.runner.held_layers.kv_pool.pages(layer):
+                assert pages[0].any() and torch.equal(pages[0], pages[6])
+        assert stage.mover.noted == [("wrote", (6, 7))]
+
+
+def test_steps_and_reports_go_on_beside_transfers(tmp_path: Path) -> None:
+    gate = Gate()
+    with live_stage(tmp_path, MemoryStore(gate)) as stage:
+        stage.order(UseStore(PLACE), save_order(4, [7], [20]), step(0))
+        gate.await_one()
+        assert isinstance(stage.next_report(), StageReport)
+        gate.open()
+        stage.order(step(1), step(2))
+        reports = [stage.next_report() for _ in range(3)]
+        assert sorted(type(one).__name__ for one in reports) == [
+            "PagesSaved", "StageReport", "StageReport",
+        ]  # fmt: skip
+
+
+def test_a_stage_that_waits_for_rows_sends_reports(tmp_path: Path) -> None:
+    gate = Gate()
+    with live_stage(tmp_path, MemoryStore(gate), StagePlan(0, (3, 3)), 1) as stage:
+        stage.order(UseStore(PLACE), save_order(4, [7], [20]), step(0))
+        gate.await_one()
+        gate.open()
+        saved = stage.next_report()
+        assert isinstance(saved, PagesSaved) and saved.layers == (3, 6)
+        stage.rows.append((0, torch.ones(1, 64)))
+        stage.scheduler.send(0, StopProfile())  # it looks for rows again
+        assert isinstance(stage.next_report(), StageReport)
+
+
+class ScriptedChannel:
+    """Gives messages one after the other; calls what is not one."""
+
+    def __init__(self, messages: Sequence[ToWorker | Callable[[], object]]) -> None:
+        self.sent: list[Any] = []
+        self.messages = deque(messages)
+
+    def send(self, message: FromWorker) -> None:
+        self.sent.append(message)
+
+    def wait(self, descriptors: Iterable[int], timeout_s: float | None = None) -> None:
+        raise AssertionError("messages are there")
+
+    def receive(self, timeout_ms: int | None = None) -> ToWorker | None:
+        while callable(self.messages[0]):
+            self.messages.popleft()()  # type: ignore[operator]
+        return self.messages.popleft()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "interrupt", [SwitchPlan(1, PLAN), Regroup(1, PLAN, ())], ids=["switch", "regroup"]
+)
+def test_transfers_are_forgotten_before_the_plan_or_the_stream_changes(
+    interrupt: SwitchPlan | Regroup,
+) -> None:
+    gate, stream = Gate(), OrderStream()
+    first = [stream.seal(one) for one in (UseStore(PLACE), save_order(4, [7], [20]))]
+    end = interrupt if isinstance(interrupt, Regroup) else stream.seal(interrupt)
+    channel = ScriptedChannel([*first, gate.await_one, end, gate.open, Shutdown()])
+    stage = Stage(channel, MemoryStore(gate))
+    stage.ready.serve()
+    assert stage.mover.noted == [(type(interrupt).__name__, False)]
+    assert channel.sent == []
+    stage.transfers.close()
+
+
+def test_the_end_of_a_handover_refuses_what_the_successor_would_not_get() -> None:
+    store, stream = MemoryStore(), OrderStream()
+    orders = [
+        UseStore(PLACE),
+        save_order(4, [7], [20]),
+        load_order(5, [3], [20], [0] * LAYERS),
+        load_order(6, [4], [20], [0] * LAYERS),
+    ]
+    gate = Gate()
+    sealed = [stream.seal(order) for order in orders]
+    channel = ScriptedChannel([*sealed, gate.await_one, FinishHandover(0), gate.open, Shutdown()])
+    store._on_access = gate
+    stage = Stage(channel, store)
+    stage.ready.serve()
+    assert sorted((one.transfer, one.num_pages, one.message) for one in channel.sent) == [
+        (transfer, 0, "the stage is handed over to another worker") for transfer in (4, 5, 6)
+    ]
+    assert stage.mover.noted == [("FinishHandover", False)]
+    stage.transfers.close()
+
+
+def test_a_page_that_was_loaded_in_time_belongs_to_the_handover() -> None:
+    store, stream = MemoryStore(), OrderStream()
+    save = stream.seal(UseStore(PLACE)), stream.seal(save_order(4, [7], [20]))
+    channel = ScriptedChannel([])
+    stage = Stage(channel, store)
+
+    def until_done() -> None:
+        end_s = time.monotonic() + WAIT_S
+        while stage.transfers.is_open and not stage.transfers._done:
+            assert time.monotonic() < end_s
+
+    def load() -> None:
+        order = load_order(5, [3], [20], store.checksums([20], LAYERS))
+        channel.messages.appendleft(stream.seal(order))
+
+    channel.messages.extend([*save, until_done, StopProfile(), load])
+    channel.messages.extend([until_done, FinishHandover(0), Shutdown()])
+    stage.ready.serve()
+    assert stage.mover.noted == [("wrote", (3,)), ("FinishHandover", False)]
+    assert [one.num_pages for one in channel.sent if isinstance(one, PagesLoaded)] == [1]
+    stage.transfers.close()
+
+
+def test_a_transfer_without_a_store_breaks_the_protocol() -> None:
+    channel = ScriptedChannel([OrderStream().seal(save_order(4, [7], [20])), Shutdown()])
+    stage = Stage(channel, MemoryStore())
+    with pytest.raises(ProtocolError, match="no store is in use"):
+        stage.ready.serve()
+    stage.transfers.close()
+
+
+def test_a_place_travels_with_its_order() -> None:
+    order = UseStore(PLACE)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(order), type=UseStore) == order
+    slow = msgspec.structs.replace(PLACE, save_bytes_per_s=0)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(UseStore(slow)), type=UseStore)
