@@ -24,6 +24,7 @@ from sgl_pipeline.args.throttle_args import (
     Accounting,
     ThrottleArgs,
 )
+from sgl_pipeline.args.tier_args import STORAGE_BACKENDS, TierArgs
 
 __all__ = [
     "ACCOUNTINGS",
@@ -36,6 +37,7 @@ __all__ = [
     "POLICIES",
     "SCHEDULE_POLICIES",
     "SECTIONS",
+    "STORAGE_BACKENDS",
     "Accounting",
     "ClusterArgs",
     "GrammarArgs",
@@ -45,6 +47,7 @@ __all__ = [
     "SchedulingArgs",
     "StageArgs",
     "ThrottleArgs",
+    "TierArgs",
     "require",
     "require_stage_on_each",
 ]

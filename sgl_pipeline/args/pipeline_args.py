@@ -11,6 +11,7 @@ from sgl_pipeline.args.recovery_args import DEFAULT_LOG_MIB, RecoveryArgs
 from sgl_pipeline.args.scheduling_args import SchedulingArgs
 from sgl_pipeline.args.stage_args import StageArgs
 from sgl_pipeline.args.throttle_args import ThrottleArgs
+from sgl_pipeline.args.tier_args import TierArgs
 from sgl_pipeline.throttle import POLICY_TABLE
 
 
@@ -26,6 +27,7 @@ class PipelineArgs:
     recovery: RecoveryArgs = field(default_factory=RecoveryArgs)
     grammars: GrammarArgs = field(default_factory=GrammarArgs)
     cluster: ClusterArgs = field(default_factory=ClusterArgs)
+    tiers: TierArgs = field(default_factory=TierArgs)
     # Mode 0700; holds the sockets.
     run_directory: str = without_flag("", "the server makes it at the start")
     trace_path: str | None = our_flag(
@@ -82,6 +84,11 @@ class PipelineArgs:
             f"--migration {self.migration.mode} needs stages between which layers can move; start "
             "with --pp 2 or more",
         )
+        require(
+            self.scheduling.radix_cache or not self.tiers.enabled,
+            "--enable-hierarchical-cache keeps pages of the radix cache, and --disable-radix-cache "
+            "switches that off; give one of them",
+        )
         hosts = self.cluster.num_hosts
         require_stage_on_each(self.stages.num_stages, hosts)
         require(
@@ -99,5 +106,6 @@ SECTIONS = (
     MigrationArgs,
     RecoveryArgs,
     ClusterArgs,
+    TierArgs,
     PipelineArgs,
 )

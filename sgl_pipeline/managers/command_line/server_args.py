@@ -26,6 +26,7 @@ from sgl_pipeline.args import (
     SchedulingArgs,
     StageArgs,
     ThrottleArgs,
+    TierArgs,
 )
 from sgl_pipeline.args.checks import require_choice
 from sgl_pipeline.args.flags import add_flags, read_section
@@ -38,6 +39,7 @@ from sgl_pipeline.managers.command_line.model_files import (
     require_tokenizer,
     resolve_dtype,
 )
+from sgl_pipeline.managers.command_line.store_config_text import read_store_config
 from sgl_pipeline.managers.upstream.openai_fields import ServedFeatures
 from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
 from sgl_pipeline.managers.upstream.upstream_checks import (
@@ -244,8 +246,27 @@ def _pipeline_of_model(
         recovery=read_section(RecoveryArgs, options),
         grammars=read_section(GrammarArgs, options, enabled=options.grammar_backend != "none"),
         cluster=read_section(ClusterArgs, options),
+        tiers=_tiers(options),
     )
     return pipeline, chosen.spec
+
+
+def _tiers(options: argparse.Namespace) -> TierArgs:
+    """The store beyond the pool; its variables alone do not switch it on."""
+    text = options.hicache_storage_backend_extra_config
+    has_store = options.enable_hierarchical_cache or text
+    tiers = read_section(
+        TierArgs,
+        options,
+        is_attachable=bool(options.admin_api_key),
+        **({"store": read_store_config(text)} if has_store else {}),
+    )
+    if tiers.enabled and tiers.backend is None:
+        logger.warning(
+            "no store is attached: pages that the pool has no room for are lost until one is, by "
+            "PUT /hicache/storage-backend"
+        )
+    return tiers
 
 
 def _note_context_length(spec: ModelSpec, asked: int | None) -> None:

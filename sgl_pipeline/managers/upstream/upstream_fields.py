@@ -24,6 +24,8 @@ HONORED = frozenset(
     abort_on_priority_when_disabled disable_priority_preemption
     priority_scheduling_preemption_threshold
     disable_cuda_graph
+    enable_hierarchical_cache hicache_storage_backend hicache_storage_backend_extra_config
+    hicache_write_policy hicache_storage_prefetch_policy
     grammar_backend constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
     enable_metrics extra_metric_labels enable_trace otlp_traces_endpoint
     """.split()
@@ -93,6 +95,10 @@ _SAME_ATTENTION = frozenset(
     intel_amx ascend intel_xpu""".split()
 )
 _ATTENTION = Note("--stage-attention-backend chooses the stages' kernels", _SAME_ATTENTION)
+_HOST_TIER = Note(
+    "pages go between the stages' pools and the store; there is no pool in host memory between them"
+)
+_LOOKUPS = Note("a store is asked once for a request, before its turn, and not in polls")
 _GRAPHS = Note("the stages choose the sizes of their CUDA graphs; see --stage-graphs")
 
 # A flag that tunes a mechanism of upstream's, where we do by default what it does by default.
@@ -117,6 +123,14 @@ NOTED = {
         "code from a model repository is never run; a model or tokenizer that needs it does not "
         "load"
     ),
+    "hicache_host_memory_mode": _HOST_TIER,
+    "hicache_ratio": _HOST_TIER,
+    "hicache_size": _HOST_TIER,
+    "hicache_host_memory_fraction": _HOST_TIER,
+    "hicache_io_backend": _HOST_TIER,
+    "hicache_mem_layout": _HOST_TIER,
+    "hicache_storage_prefetch_retry_poll_interval": _LOOKUPS,
+    "hicache_storage_prefetch_retry_max_attempts": _LOOKUPS,
     "moe_dense_tp_size": Note("no layer is split over devices", frozenset({1})),
 }
 
@@ -168,7 +182,11 @@ _OTHER_ATTENTION = "it is for models with another attention, which are not suppo
 _POLICY = "upstream's scheduler is not used; see --policy and the throttle's options"
 _PREFILL = "prefill is bounded by --chunked-prefill-size and the throttle's options"
 _SLIDING = "sliding-window attention is not supported"
-_TIERS = "KV tiers beyond the stages' own pools are not built yet"
+_POOLS = "it lays out the pools of upstream's model runner, which is not used"
+_STORE = (
+    "it replaces upstream's radix cache, which is not used; stages read and write a store of their "
+    "own: --enable-hierarchical-cache --hicache-storage-backend file"
+)
 _EVICTION = "the radix cache evicts the least recently used pages first, and nothing else"
 
 _REFUSED_TEXT = {
@@ -209,7 +227,8 @@ _REFUSED_TEXT = {
         modelexpress_config model_checksum delete_ckpt_after_loading decrypted_config_file
         decrypted_draft_config_file checkpoint_engine_wait_weights_before_ready weight_cache_mode
         weight_cache_socket weight_cache_timeout""",
-    _OTHER_ATTENTION: "attention_backend prefill_attention_backend decode_attention_backend",
+    _OTHER_ATTENTION: """attention_backend prefill_attention_backend decode_attention_backend
+        enable_hisparse hisparse_config""",
     _POLICY: """retraction_policy num_continuous_decode_steps scheduler_recv_interval
         min_free_slots_delay""",
     _PREFILL: """prefill_max_requests prefill_decode_interval
@@ -223,14 +242,9 @@ _REFUSED_TEXT = {
     "state-space models are not supported": "max_mamba_cache_size mamba_full_memory_ratio",
     _EVICTION: """radix_eviction_policy radix_eviction_policy_config radix_cache_backend
         _radix_eviction_policy_explicitly_set""",
-    _TIERS: """enable_page_major_kv_layout enable_unified_memory enable_hierarchical_cache
-        hicache_host_memory_mode hicache_ratio hicache_size hicache_write_policy
-        hicache_io_backend hicache_mem_layout hicache_storage_backend
-        hicache_storage_prefetch_policy hicache_storage_backend_extra_config
-        hicache_storage_prefetch_retry_poll_interval hicache_storage_prefetch_retry_max_attempts
-        hicache_host_memory_fraction enable_unified_cache_external_linker
-        unified_cache_external_linker_backend unified_cache_external_linker_config
-        enable_linker_mla_dedup enable_hisparse hisparse_config enable_lmcache
+    _POOLS: "enable_page_major_kv_layout enable_unified_memory",
+    _STORE: """enable_unified_cache_external_linker unified_cache_external_linker_backend
+        unified_cache_external_linker_config enable_linker_mla_dedup enable_lmcache
         lmcache_config_file enable_flexkv flexkv_config_file""",
 }
 
@@ -241,8 +255,8 @@ REFUSED_FIELDS = {name: reason for reason, names in _REFUSED_TEXT.items() for na
 # server without a pipeline; it never sees the two sizes that only our scheduler uses (it would
 # demand that one divides the other); it looks for no kernels for quantized weights, keys or values;
 # of a multimodal model it takes the text model and the plain tokenizer; of its attentions the one
-# that no family's checks refuse, and no pools of its own for windows; and usage always reports
-# cached tokens.
+# that no family's checks refuse, and no pools of its own for windows; it has no tiers, with
+# which it would refuse some families; and usage always reports cached tokens.
 UPSTREAM_VALUES = {
     "model_impl": "auto",
     "enable_multimodal": False,
@@ -260,6 +274,7 @@ UPSTREAM_VALUES = {
     "device": "cpu",
     "page_size": None,
     "chunked_prefill_size": None,
+    "enable_hierarchical_cache": False,
     "enable_cache_report": True,
 }
 

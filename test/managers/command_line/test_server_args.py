@@ -25,7 +25,9 @@ from sgl_pipeline.args import (
     SchedulingArgs,
     StageArgs,
     ThrottleArgs,
+    TierArgs,
 )
+from sgl_pipeline.args.store_config import StoreConfig
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.command_line import server_args
 from sgl_pipeline.managers.command_line.model_choice import ChosenModel
@@ -289,6 +291,14 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--migration-spare-layers 0 --pp 2", "--migration-spare-layers 0 must be at least 1"),
         ("--recovery-log-mib -1", "--recovery-log-mib -1 must be between"),
         ("--recovery-log-mib 8 --stage-recovery off", "--stage-recovery is off"),
+        ("--enable-hicache", "on a CPU the pool is in host memory already"),
+        ("--hicache-storage-backend file", "does nothing without --enable-hierarchical-cache"),
+        ("--hicache-write-policy write_back", "does nothing without --enable-hierarchical-cache"),
+        ("--enable-hicache --hicache-storage-backend nixl", "nixl is not wired"),
+        ("--enable-lmcache", "--enable-lmcache True cannot be honored: .*storage-backend file"),
+        ("--enable-flexkv", "--enable-flexkv True cannot be honored: .*storage-backend file"),
+        ("--enable-unified-cache-external-linker", "external-linker True cannot be honored"),
+        ("--radix-eviction-policy lfu", "--radix-eviction-policy lfu .* least recently used"),
         ("--migration-window 0 --pp 2", "--migration-window 0 must be at least 1"),
         ("--migration-timeout-s nan --pp 2", "--migration-timeout-s nan"),
         (
@@ -302,6 +312,35 @@ def test_a_value_that_cannot_be_honored_is_a_clear_error(
 ) -> None:
     with pytest.raises(ConfigurationError, match=named):
         parse_command_line(["--model-path", model, *flags.split()])
+
+
+STORE_FLAGS = """--enable-hicache --hicache-storage-backend file --hicache-write-policy write_back
+    --hicache-storage-prefetch-policy best_effort
+    --hicache-storage-backend-extra-config {"file_storage_path":"/x"}"""
+
+
+def test_the_flags_of_a_store_reach_its_section_and_the_front(model: str) -> None:
+    plan = parse_command_line(["--model-path", model, *STORE_FLAGS.split()])
+    assert plan.pipeline.tiers == TierArgs(
+        enabled=True,
+        backend="file",
+        store=StoreConfig(file_storage_path="/x"),
+        write_policy="write_back",
+        prefetch_policy="best_effort",
+    )
+    assert not plan.upstream.enable_hierarchical_cache  # type: ignore[attr-defined]
+    # `GET /hicache/storage-backend` shows these.
+    assert plan.upstream.hicache_storage_backend == "file"  # type: ignore[attr-defined]
+    assert plan.upstream.hicache_write_policy == "write_back"  # type: ignore[attr-defined]
+
+
+def test_a_store_that_may_come_later_is_a_notice(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = ["--enable-hierarchical-cache", "--admin-api-key", "secret"]
+    tiers = parse_command_line(["--model-path", model, *flags]).pipeline.tiers
+    assert tiers == TierArgs(enabled=True, is_attachable=True)
+    assert "PUT /hicache/storage-backend" in caplog.text
 
 
 @pytest.fixture

@@ -1,0 +1,82 @@
+"""A store for keys and values beyond the pool."""
+
+from dataclasses import dataclass, field
+
+from sgl_pipeline.args.checks import one_of, require
+from sgl_pipeline.args.flags import Flag, check_flags, flags_of, upstream_flag, without_flag
+from sgl_pipeline.args.store_config import EXTRA_CONFIG_FLAG, StoreConfig
+
+# The storage backends that are built.
+STORAGE_BACKENDS = ("file",)
+# SGLang's own classes for these run unmodified once the process that holds them is built.
+LATER_BACKENDS = ("dynamic", "nixl", "mooncake")
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+PREFETCH_POLICIES = ("timeout", "best_effort", "wait_complete")
+_ENABLE = "--enable-hierarchical-cache"
+
+
+def _require_backend(flag: str, value: str) -> None:
+    later = value in LATER_BACKENDS
+    reason = "is not wired to the stages yet" if later else "is not built"
+    require(
+        value in STORAGE_BACKENDS,
+        f"{flag} {value} {reason}; choose from {', '.join(STORAGE_BACKENDS)}",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierArgs:
+    """A store of pages beyond the pool, by SGLang's flags.
+
+    `backend` None: none is attached. `write_policy` says when a page is saved: once it is computed
+    (`write_through`), at its second use (`write_through_selective`), or when the pool needs its
+    room (`write_back`). `prefetch_policy` says how long a request waits for pages that the store
+    has: as `store` says (`timeout`), no longer than it waits anyway (`best_effort`), or until they
+    are there (`wait_complete`).
+    """
+
+    enabled: bool = upstream_flag(False, _ENABLE, "--enable-hicache")
+    backend: str | None = upstream_flag(None, "--hicache-storage-backend", check=_require_backend)
+    store: StoreConfig = field(
+        default=StoreConfig(), metadata=Flag(upstream=(EXTRA_CONFIG_FLAG,)).metadata
+    )
+    write_policy: str = upstream_flag(
+        "write_through", "--hicache-write-policy", check=one_of(WRITE_POLICIES)
+    )
+    prefetch_policy: str = upstream_flag(
+        "timeout", "--hicache-storage-prefetch-policy", check=one_of(PREFETCH_POLICIES)
+    )
+    # Whether a store may be attached while the server runs.
+    is_attachable: bool = without_flag(False, "--admin-api-key sets it")
+
+    @property
+    def patience(self) -> tuple[float, float, float]:
+        """The time that a request waits for pages of the store: seconds, seconds for each 1,024
+        tokens, and the most seconds."""
+        if self.prefetch_policy == "best_effort":
+            return (0.0, 0.0, 0.0)
+        if self.prefetch_policy == "wait_complete":
+            return (float("inf"), 0.0, float("inf"))
+        store = self.store
+        return (
+            store.prefetch_timeout_base,
+            store.prefetch_timeout_per_ki_token,
+            store.prefetch_timeout_max,
+        )
+
+    def __post_init__(self) -> None:
+        check_flags(self)
+        if not self.enabled:
+            for one, flag in flags_of(self):
+                require(
+                    getattr(self, one.name) == one.default,
+                    f"{flag.names[0]} does nothing without {_ENABLE}",
+                )
+            return
+        require(
+            self.backend is not None or self.is_attachable,
+            f"{_ENABLE} alone keeps pages in host memory, a tier that is not built: on a CPU the "
+            "pool is in host memory already (--max-total-tokens is its size). Give a store, "
+            "--hicache-storage-backend file, or --admin-api-key, with which one can be attached "
+            "while the server runs",
+        )
