@@ -22,6 +22,7 @@ from sgl_pipeline.managers.front.sglang_io import (
     Received,
     SglangFront,
 )
+from sgl_pipeline.managers.front.tier_requests import TierRequests
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest
 from sgl_pipeline.managers.reports.profiles import Profiles
@@ -87,7 +88,9 @@ class PipelineScheduler:
         self._reports = reports
         self._profiles = Profiles(front, launcher, reports.traces)
         recovery.on_lost = self._profiles.on_lost
-        self._desk = ControlReplies(front, self, self._profiles)
+        # The control of a store, if the server has one, is not wired.
+        tiers = TierRequests(front, None, core.scheduler.args.page_size)
+        self._desk = ControlReplies(front, self, self._profiles, tiers)
         self._poller = poller
         ours = (front.socket, *launcher.channel.readable, operators.socket)
         for readable in (*ours, launcher.ends_descriptor):
@@ -305,7 +308,9 @@ class PipelineScheduler:
             self._recovery.check(now_s)
             self._core.clock_offsets_s = self._launcher.clock_offsets_s()
             self._front.answer_health_checks()
-            self._reports.publish(self._state(now_s))
+            state = self._state(now_s)
+            self._front.storage_backend = None if state.tier is None else state.tier.backend
+            self._reports.publish(state)
             self._desk.poll(now_s)
             if self._requests.is_idle and now_s >= self._next_collection_s:
                 self._next_collection_s = now_s + COLLECTION_INTERVAL_S

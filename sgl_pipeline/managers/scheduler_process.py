@@ -19,7 +19,7 @@ import zmq
 from sglang.srt.runtime_context import get_serving, publish
 from sglang.srt.utils import configure_logger
 
-from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs
+from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs, require
 from sgl_pipeline.cluster.remote_workers import RemoteWorkers
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.channels.last_words import write_last_words
@@ -31,6 +31,7 @@ from sgl_pipeline.managers.front.garbage import postpone_full_collections
 from sgl_pipeline.managers.front.operator_replies import OperatorReplies
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
 from sgl_pipeline.managers.front.sglang_io import SglangFront
+from sgl_pipeline.managers.front.tier_requests import object_layout
 from sgl_pipeline.managers.grammars.channel import CompilerSetup
 from sgl_pipeline.managers.grammars.client import GrammarCompilerClient
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
@@ -99,6 +100,7 @@ def run_scheduler_process(
     # that for a scheduler that was told to go, and would leave a front without one.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
+        require(not args.tiers.enabled, "--enable-hierarchical-cache is not wired to stages yet")
         _serve(args, stage_pids, worker_source, server_args, port_args, pipe_writer)
     except SglPipelineError as error:
         logger.error("%s", error)
@@ -395,9 +397,10 @@ def _ready_message(
         "max_total_num_tokens": pool_tokens,
         "max_req_input_len": min(limits.context_length, pool_tokens) - 1,
         "startup_time": {},
-        "hicache_object_layout": None,
+        "hicache_object_layout": object_layout(args.tiers, args.scheduling.page_size),
         "page_size": args.scheduling.page_size,
         "pp_size": args.stages.num_stages,
         "chunked_prefill_size": args.throttle.prefill_limit,
         "device": args.stages.device,
+        "enable_hierarchical_cache": args.tiers.enabled,
     }

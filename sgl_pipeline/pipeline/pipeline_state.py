@@ -28,6 +28,39 @@ class StageState(msgspec.Struct, frozen=True, kw_only=True):
     slow_since_s: float | None = None
 
 
+class TierState(msgspec.Struct, frozen=True, kw_only=True):
+    """A store beyond the pool: `backend`, None while none is attached.
+
+    Of the tokens of waiting requests, `cached_tokens` are in the pool, `loading_tokens` come from
+    the store, the last of them after a predicted `loading_s` (0: unknown), and `compute_tokens` are
+    the rest. `loading_pages` and `saving_pages` are under way. All else is since the start: times
+    that the store was asked (`lookups`) and had something (`hits`), in all `found_tokens`; tokens
+    loaded, and found but not loaded (`missed_tokens`, by reason); tokens saved, and not saved
+    (`dropped_tokens`, by reason); pages whose objects were missing, short or altered
+    (`broken_pages`); bytes, and the seconds that stages were busy with them, summed over stages.
+    """
+
+    backend: str | None
+    cached_tokens: int = 0
+    loading_tokens: int = 0
+    compute_tokens: int = 0
+    loading_s: float = 0.0
+    loading_pages: int = 0
+    saving_pages: int = 0
+    lookups: int = 0
+    hits: int = 0
+    found_tokens: int = 0
+    loaded_tokens: int = 0
+    missed_tokens: dict[str, int] = {}
+    saved_tokens: int = 0
+    dropped_tokens: dict[str, int] = {}
+    broken_pages: int = 0
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
+    load_s: float = 0.0
+    save_s: float = 0.0
+
+
 class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     """One moment, `now_s` on the driver's monotonic clock. The stages of `plan` serve; the server
     was started with `configured_stages`.
@@ -42,7 +75,8 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     are the newest layer moves, `recoveries` the newest recoveries, oldest first, those under way
     included. `replayed_tokens` counts the tokens that each stage alone has computed again since the
     start; it is empty without a recovery log, which has room for `log_pages`. `throttle` has the
-    knobs of the policy, if they can be changed.
+    knobs of the policy, if they can be changed. `tier` is None where the server has no store and
+    cannot get one.
     """
 
     now_s: float
@@ -69,6 +103,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     log_pages: int = 0
     recoveries: tuple[RecoveryRecord, ...] = ()
     throttle: ThrottleState | None = None
+    tier: TierState | None = None
 
     @property
     def current_move(self) -> MoveRecord | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from sgl_pipeline.args import PipelineArgs, StageArgs, TierArgs
 from sgl_pipeline.managers import scheduler_process
 
 # As they are closed: first those that answer somebody, last what the answers leave through.
@@ -110,3 +111,17 @@ def test_a_step_that_fails_closes_what_was_opened_before_it(
         parts.serve()
     assert parts.closed == [*CLOSED[CLOSED.index(first_closed) :]]
     assert parts.was_ready is was_ready
+
+
+def test_the_ready_message_says_what_upstream_was_not_told() -> None:
+    """Its arguments name neither tiers nor a pipeline, and a layout of objects must be there."""
+    args = PipelineArgs(
+        stages=StageArgs(model_path="", dtype="float32", num_stages=2),
+        tiers=TierArgs(enabled=True, backend="file"),
+    )
+    limits, capacity = SimpleNamespace(context_length=100), SimpleNamespace(num_pages=4)
+    message = scheduler_process._ready_message(args, limits, capacity)  # type: ignore[arg-type]
+    assert (message["pp_size"], message["max_req_input_len"]) == (2, 63)
+    assert message["enable_hierarchical_cache"] is True
+    layout = message["hicache_object_layout"]
+    assert (layout["enabled"], layout["backend"], layout["page_size"]) == (False, "file", 16)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from sglang.srt.managers import io_struct as io
 
 from sgl_pipeline.managers.front.garbage import collect_at_leisure
+from sgl_pipeline.managers.front.tier_requests import TIER_TYPES, TierRequests
 from sgl_pipeline.managers.reports.profiles import Profiles
 from sgl_pipeline.managers.upstream.upstream_messages import (
     FlushMessage,
@@ -28,7 +29,6 @@ MAX_FLUSH_WAIT_S = 600.0
 
 _WEIGHTS = "changing weights at run time is not supported by this server yet"
 _LORA = "LoRA adapters are not supported by this server yet"
-_TIERS = "hierarchical KV storage is not supported by this server yet"
 _SPECULATION = "speculative decoding is not supported by this server yet"
 _EXPERTS = "expert parallelism is not supported by this server: experts stay with their layer"
 
@@ -49,19 +49,6 @@ def _session(request: SessionMessage) -> SglangMessage:
 
 # Message type -> the refusal that its route waits for.
 _REFUSALS: dict[type, Callable[[Any], SglangMessage]] = {
-    io.ClearHiCacheReqInput: lambda request: io.ClearHiCacheReqOutput(success=False),
-    io.AttachHiCacheStorageReqInput: _says(io.AttachHiCacheStorageReqOutput, _TIERS),
-    io.DetachHiCacheStorageReqInput: _says(io.DetachHiCacheStorageReqOutput, _TIERS),
-    io.GetHiCacheL3LayoutReq: lambda request: io.GetHiCacheL3LayoutReqOutput(
-        # Upstream: mem_cache/hicache_storage.py, disabled_l3_layout.
-        layout={
-            "enabled": False,
-            "backend": None,
-            "page_size": None,
-            "hicache_object_layout": {"pools": []},
-            "reason": _TIERS,
-        }
-    ),
     io.OpenSessionReqInput: _session,
     io.UpdateWeightFromDiskReqInput: _says(io.UpdateWeightFromDiskReqOutput, _WEIGHTS),
     io.InitWeightsUpdateGroupReqInput: _says(io.InitWeightsUpdateGroupReqOutput, _WEIGHTS),
@@ -121,7 +108,7 @@ _SERVED = (
     io.ShutdownReq,
 )
 
-CONTROL_TYPES: tuple[type, ...] = (*_SERVED, *_REFUSALS, *_UNANSWERED)
+CONTROL_TYPES: tuple[type, ...] = (*_SERVED, *TIER_TYPES, *_REFUSALS, *_UNANSWERED)
 
 
 class Front(Protocol):
@@ -153,10 +140,13 @@ class ControlledServer(Protocol):
 class ControlReplies:
     """Serves or refuses one control message at a time."""
 
-    def __init__(self, front: Front, server: ControlledServer, profiles: Profiles) -> None:
+    def __init__(
+        self, front: Front, server: ControlledServer, profiles: Profiles, tiers: TierRequests
+    ) -> None:
         self._front = front
         self._server = server
         self._profiles = profiles
+        self._tiers = tiers
         # A flush that waits for the server to become idle, and its deadline (monotonic seconds).
         self._waiting_flush: tuple[FlushMessage, float] | None = None
 
@@ -164,6 +154,8 @@ class ControlReplies:
         """Answers `message`, at once or, for a flush with a timeout, from `poll`."""
         if (refusal := _REFUSALS.get(type(message))) is not None:
             self._front.reply(refusal(message), message)
+        elif isinstance(message, TIER_TYPES):
+            self._tiers.answer(message)
         elif isinstance(message, io.FlushCacheReqInput):
             self._flush(message, now_s)
         elif isinstance(message, io.PauseGenerationReqInput):

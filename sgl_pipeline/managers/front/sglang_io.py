@@ -111,7 +111,9 @@ class SglangFront:
         self._cursors: dict[str, OutputCursor] = {}
         # Health checks that the next completed step answers: proof that the stages are alive.
         self._waiting_health_checks: list[GenerateMessage] = []
-        self.is_recovering = False  # set by the scheduler's loop
+        # Set by the scheduler's loop; the second is the store that is attached, if any.
+        self.is_recovering = False
+        self.storage_backend: str | None = None
         self._decoder = make_decoder()
 
     def set_pool_tokens(self, pool_tokens: int) -> None:
@@ -293,7 +295,8 @@ class SglangFront:
 
     def _send_rows(self, rows: list[OutputRow]) -> None:
         if rows:
-            self._to_detokenizer.send(io_struct.msgpack_encode(output_message(rows)))
+            message = output_message(rows, self.storage_backend)
+            self._to_detokenizer.send(io_struct.msgpack_encode(message))
 
 
 def _abort_finish(reason: Mapping[str, Any]) -> FinishReason:

@@ -42,6 +42,7 @@ class OutputRow:
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     cached_tokens: int = 0
+    loaded_tokens: int = 0
     num_retractions: int = 0
     logprobs: LogprobFields | None = None
 
@@ -98,6 +99,7 @@ class OutputCursor:
             completion_tokens=self._num_sent,
             reasoning_tokens=self._reasoning.count,
             cached_tokens=request.cached_tokens,
+            loaded_tokens=request.loaded_tokens,
             num_retractions=request.num_retractions,
             logprobs=None if self._logprobs is None else self._logprobs.next_fields(new_ids),
         )
@@ -135,8 +137,12 @@ def finish_dict(finish: FinishReason, num_output_tokens: int) -> dict[str, Any]:
     }
 
 
-def output_message(rows: list[OutputRow]) -> BatchTokenIDOutput:
-    """One message of all `rows`, which must be of different requests."""
+def output_message(rows: list[OutputRow], storage_backend: str | None = None) -> BatchTokenIDOutput:
+    """One message of all `rows`, which must be of different requests.
+
+    Args:
+        storage_backend: the store that is attached, if any.
+    """
     assert len({row.request_id for row in rows}) == len(rows), "one row per request and message"
     return BatchTokenIDOutput(
         rids=[row.request_id for row in rows],
@@ -153,7 +159,7 @@ def output_message(rows: list[OutputRow]) -> BatchTokenIDOutput:
         reasoning_tokens=[row.reasoning_tokens for row in rows],
         completion_tokens=[row.completion_tokens for row in rows],
         cached_tokens=[row.cached_tokens for row in rows],
-        cached_tokens_details=[_cached_tokens_details(row.cached_tokens) for row in rows],
+        cached_tokens_details=[cached_tokens_details(row, storage_backend) for row in rows],
         retraction_counts=[row.num_retractions for row in rows],
         **logprob_columns([row.logprobs for row in rows]),
         output_token_entropy_val=None,
@@ -166,6 +172,16 @@ def output_message(rows: list[OutputRow]) -> BatchTokenIDOutput:
     )
 
 
-def _cached_tokens_details(cached_tokens: int) -> dict[str, int] | None:
-    """Upstream's breakdown by tier: all in the stages' own pools (output_streamer.py)."""
-    return {"device": cached_tokens, "host": 0} if cached_tokens else None
+def cached_tokens_details(
+    row: OutputRow, storage_backend: str | None
+) -> dict[str, int | str] | None:
+    """Upstream's breakdown by tier (output_streamer.py, get_cached_tokens_details): tokens that the
+    stages' pools had, and those that the store had. There is no tier in host memory."""
+    if not row.cached_tokens:
+        return None
+    details: dict[str, int | str] = {"device": row.cached_tokens - row.loaded_tokens, "host": 0}
+    if row.loaded_tokens or storage_backend is not None:
+        details["storage"] = row.loaded_tokens
+    if storage_backend is not None:
+        details["storage_backend"] = storage_backend
+    return details

@@ -88,6 +88,15 @@ class FlushMessage(SglangMessage, Protocol):
     timeout_s: float | None
 
 
+class AttachMessage(SglangMessage, Protocol):
+    """Use a store of pages (upstream: `AttachHiCacheStorageReqInput`)."""
+
+    hicache_storage_backend: str
+    hicache_storage_backend_extra_config_json: str | None
+    hicache_storage_prefetch_policy: str | None
+    hicache_write_policy: str | None
+
+
 class PauseMessage(SglangMessage, Protocol):
     """Start no step for now (upstream: `PauseGenerationReqInput`)."""
 

@@ -15,6 +15,7 @@ from support.minimal_messages import minimal_fields
 
 from sgl_pipeline.managers.front.control_requests import CONTROL_TYPES, ControlReplies
 from sgl_pipeline.managers.front.sglang_io import make_decoder
+from sgl_pipeline.managers.front.tier_requests import TierRequests
 from sgl_pipeline.managers.reports.profiles import Profiles
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.managers.upstream.refused_features import REFUSED_ROUTES
@@ -90,7 +91,8 @@ class Desk:
         self.front, self.server = FakeFront(), FakeServer()
         channel = SimpleNamespace(send=self._recorded, has_vacant_stage=False, stages=range(1))
         profiles = Profiles(self.front, channel, TraceFiles())
-        self.desk = ControlReplies(self.front, self.server, profiles)
+        tiers = TierRequests(self.front, None, page_size=16)
+        self.desk = ControlReplies(self.front, self.server, profiles, tiers)
         self._profiles = profiles
 
     def _recorded(self, stage: int, message: Any) -> None:

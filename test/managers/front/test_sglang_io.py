@@ -4,6 +4,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from sglang.srt.entrypoints.openai.utils import cached_tokens_details_from_dict
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from support.front_model import byte_tokenizer
@@ -244,6 +245,26 @@ def test_two_grammars_are_a_400_and_no_request(upstream: UpstreamFront) -> None:
 
 
 # Tokens out
+
+
+def test_cached_tokens_are_told_by_where_they_were(upstream: UpstreamFront) -> None:
+    """In upstream's form, which its OpenAI routes read."""
+
+    def details() -> Any:
+        emit(upstream, request, "x")
+        return upstream.output().cached_tokens_details[0]
+
+    request = take(upstream, text="abcdefgh", stream=True)
+    assert details() is None
+    request.cached_tokens, request.loaded_tokens = 7, 0
+    assert details() == {"device": 7, "host": 0}
+    upstream.front.storage_backend = "file"
+    assert details() == {"device": 7, "host": 0, "storage": 0, "storage_backend": "file"}
+    request.loaded_tokens = 3
+    told = cached_tokens_details_from_dict(details())
+    assert (told.device, told.host, told.storage, told.storage_backend) == (4, 0, 3, "file")
+    upstream.front.storage_backend = None
+    assert details() == {"device": 4, "host": 0, "storage": 3}
 
 
 def test_a_stream_gets_each_step_and_the_prompt_tail_once(upstream: UpstreamFront) -> None:

@@ -23,6 +23,7 @@ UPSTREAM = {
     upstream_messages.PackedMessage: io_struct.PickleWrapper,
     upstream_messages.AbortMessage: io_struct.AbortReq,
     upstream_messages.FlushMessage: io_struct.FlushCacheReqInput,
+    upstream_messages.AttachMessage: io_struct.AttachHiCacheStorageReqInput,
     upstream_messages.PauseMessage: io_struct.PauseGenerationReqInput,
     upstream_messages.SessionMessage: io_struct.OpenSessionReqInput,
     upstream_messages.LoggingMessage: io_struct.ConfigureLoggingReq,
