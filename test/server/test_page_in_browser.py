@@ -9,7 +9,11 @@ import requests
 from support.browser import browser
 from support.live_page import AUTHORIZED, COUNT_COLORS, FIND_CUT, KEY, LIVE, SECRET, load, opened
 from support.live_server import LiveServer, live_server, start_server, wait_until, wait_until_ready
+from support.moves import movable_core
+from support.step_records import tier_state
 
+from sgl_pipeline.managers.channels.live_channel import LiveTick
+from sgl_pipeline.managers.reports.live_events import describe_tick
 from sgl_pipeline.simulator.propose import KnobProposal, Prediction
 from sgl_pipeline.simulator.summary import Distribution
 
@@ -74,6 +78,30 @@ def test_a_layer_move_is_marked(chromium: Any, server: LiveServer) -> None:
         watched.wait_for(f"({COUNT_COLORS})().good > {before}")
         watched.wait_for("document.getElementById('moves').innerText.includes('8, 8 → 7, 9')")
         watched.wait_for("document.getElementById('epoch').innerText === 'plan 1'")
+
+
+SHOW_STORE = """async (store) => {
+    const { Model } = await import('./model.js'), { Panels } = await import('./panels.js');
+    const model = new Model();
+    model.tick = { waiting: 0, free_pages: 1, unused_pages: 1, total_pages: 1, layers: [], store };
+    new Panels(model).update();
+    const card = document.getElementById('store-card');
+    return card.hidden ? null : card.innerText;
+}"""
+
+
+def test_a_store_has_its_panel_while_one_is_attached(chromium: Any, server: LiveServer) -> None:
+    """The server has none: the panel is drawn from a tick of the test's."""
+    state = msgspec.structs.replace(movable_core(2, 2).state(1.0), tier=tier_state())
+    tick = LiveTick(state=state, queue=None, followed=(), carried=(), missed_ticks=0)
+    with opened(chromium, server) as watched:
+        watched.wait_for(LIVE)
+        assert watched.page.evaluate(SHOW_STORE, None) is None
+        text = watched.page.evaluate(SHOW_STORE, describe_tick(tick, 1)["store"])
+    assert "file · 6 of 8 lookups found pages · 2 pages were broken" in text
+    assert "to load in 250 ms" in text and "to compute" in text
+    assert "loaded\t4\t800\t2,000\tdeadline 60, slower than compute 40" in text
+    assert "saved\t5\t700\t250\tpressure 50, failed 6" in text
 
 
 def test_the_chat_answers_and_shows_its_way_through_the_stages(

@@ -1,10 +1,14 @@
 """Steps of two stages as they end, with numbers to check against."""
 
+from typing import Any
+
+import msgspec
 from support.microbatches import microbatch_of
 from support.pipelines import make_request
 
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.pipeline.open_step import OpenStep
+from sgl_pipeline.pipeline.pipeline_state import TierState
 from sgl_pipeline.records.recovery_record import LostWorker, RecoveryRecord
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.records.throttle_change import Author, ThrottleChange
@@ -67,3 +71,29 @@ def throttle_change() -> ThrottleChange:
         after={"prefill_spread_steps": 4, "max_prefill_tokens": 512},
         revert_after_s=60.0,
     )
+
+
+def tier_state(**changed: Any) -> TierState:
+    """A store that has been read and written."""
+    state = TierState(
+        backend="file",
+        cached_tokens=10,
+        loading_tokens=20,
+        compute_tokens=30,
+        loading_s=0.25,
+        loading_pages=4,
+        saving_pages=5,
+        lookups=8,
+        hits=6,
+        found_tokens=900,
+        loaded_tokens=800,
+        missed_tokens={"deadline": 60, "slower_than_compute": 40},
+        saved_tokens=700,
+        dropped_tokens={"pressure": 50, "failed": 6},
+        broken_pages=2,
+        loaded_bytes=3_000_000_000,
+        saved_bytes=1_000_000_000,
+        load_s=1.5,
+        save_s=4.0,
+    )
+    return msgspec.structs.replace(state, **changed)

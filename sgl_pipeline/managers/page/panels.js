@@ -40,6 +40,7 @@ export class Panels {
     this.#throttle(tick, facts);
     this.#pages(tick);
     this.#plan(tick, times);
+    this.#store(tick.store);
     this.#queue(tick);
   }
 
@@ -110,6 +111,25 @@ export class Panels {
     byId("moves").replaceChildren(...this.model.moves.slice(-3).reverse().map((move) => element("li", {},
       `${move.before.join(", ")} → ${move.after.join(", ")} · ${move.wanted_by} · ${move.outcome}`
       + (move.outcome === "done" ? ` in ${duration(move.total_ms)}, held a step up ${duration(move.patch_ms + move.wait_ms)}` : ""))));
+  }
+
+  #store(store) {
+    byId("store-card").hidden = !store;
+    if (!store) return;
+    byId("store-what").textContent = `${store.backend} · ${figure(store.hits)} of ${figure(store.lookups)} lookups found pages`
+      + (store.broken_pages ? ` · ${figure(store.broken_pages)} pages were broken` : "");
+    const [cached, loading, compute] = store.waiting;
+    const soon = store.loading_ms ? ` in ${duration(store.loading_ms)}` : "";
+    const parts = [["cached", cached, "cached"], ["decode", loading, `to load${soon}`], ["accent", compute, "to compute"]];
+    shares(byId("store-waiting"), parts);
+    legend(byId("store-legend"), parts.map(([tint, tokens, name]) => [tint, [name, element("b", {}, figure(tokens))]]));
+    byId("store").tBodies[0].replaceChildren(...[["loaded", store.missed], ["saved", store.dropped]].map(([name, lost], way) => {
+      const rate = store.seconds[way] ? store.bytes[way] / store.seconds[way] / 1e6 : null;
+      const why = Object.entries(lost).filter(([, tokens]) => tokens)
+        .map(([reason, tokens]) => `${reason.replaceAll("_", " ")} ${figure(tokens)}`).join(", ");
+      return element("tr", {}, ...[name, figure(store.under_way[way]), figure(store.tokens[way]), figure(rate), why || "–"]
+        .map((text) => element("td", {}, text)));
+    }));
   }
 
   #queue(tick) {

@@ -7,12 +7,16 @@ from sgl_pipeline.pipeline.request_forecast import RequestForecast
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import Explanation, Outlook
 
+# Rule -> the state of a waiting request that it holds, where that has a name.
+_STATES = {"shared-prefix": "parked", "loading": "loading"}
+
 
 def describe_wait(
     explanation: Explanation, outlook: Outlook, forecast: RequestForecast, now_s: float
 ) -> dict[str, Any]:
     """A request that waits or runs. `state` is `waiting`, `parked` (another one computes its
-    prefix), `retracted`, `prefilling` or `decoding`; `rule` and `text` say what holds it.
+    prefix), `loading` (its prefix comes from the store), `retracted`, `prefilling` or `decoding`;
+    `rule` and `text` say what holds it.
 
     Args:
         now_s: the clock of `Request.arrival_s`.
@@ -20,8 +24,8 @@ def describe_wait(
     request, load = outlook.request, outlook.load
     budget = outlook.policy(load)
     state: str = explanation.state
-    if state == "waiting" and explanation.rule == "shared-prefix":
-        state = "parked"
+    if state == "waiting" and explanation.rule in _STATES:
+        state = _STATES[explanation.rule]
     elif state == "waiting" and request.num_retractions:
         state = "retracted"
     return _described(
@@ -107,6 +111,7 @@ def _described(request: Request, now_s: float, **more: Any) -> dict[str, Any]:
         "priority": request.priority,
         "prompt_tokens": len(request.prompt_ids),
         "cached_tokens": request.cached_tokens,
+        "loaded_tokens": request.loaded_tokens,
         "computed_tokens": request.num_computed,
         "output_tokens": len(request.output_ids),
         "max_new_tokens": request.stops.max_new_tokens,

@@ -2,7 +2,7 @@
 
 import logging
 
-from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.pipeline.pipeline_state import PipelineState, TierState
 
 logger = logging.getLogger(__name__)
 
@@ -47,4 +47,17 @@ def status_line(since: PipelineState, state: PipelineState) -> str:
         f"running {state.running_requests}, free pages {state.load.free_share:.0%}, "
         f"{num_tokens / (state.now_s - since.now_s):.0f} tokens/s, "
         f"stages idle {idle or 'unknown'}{f', {missed} target missed' if missed else ''}"
+        f"{_store(since.tier, state.tier)}"
+    )
+
+
+def _store(since: TierState | None, now: TierState | None) -> str:
+    """The store's part; tokens are those loaded and saved since `since`."""
+    if now is None or now.backend is None:
+        return ""
+    before = since or TierState(backend=None)
+    return (
+        f", store {now.backend}: {now.loading_tokens} tokens to load, "
+        f"{now.loaded_tokens - before.loaded_tokens} loaded, "
+        f"{now.saved_tokens - before.saved_tokens} saved"
     )

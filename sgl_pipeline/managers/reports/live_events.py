@@ -10,7 +10,7 @@ import msgspec
 
 from sgl_pipeline.managers.channels.live_channel import LiveTick
 from sgl_pipeline.managers.reports.plan_report import describe_move
-from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.pipeline.pipeline_state import PipelineState, TierState
 from sgl_pipeline.records.move_record import MoveRecord
 from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.records.stage_timing import StageTiming
@@ -34,6 +34,8 @@ def describe_tick(tick: LiveTick, num_viewers: int) -> dict[str, Any]:
         optional["moves"] = [_move(record, state.now_s) for record in state.moves]
     if state.recoveries:
         optional["recoveries"] = [_recovery(record) for record in state.recoveries]
+    if state.tier is not None and state.tier.backend is not None:
+        optional["store"] = _store(state.tier)
     ended = [_ended(request, step) for step in state.recent_steps for request in step.ended]
     return (
         _counts(state)
@@ -138,6 +140,24 @@ def _recovery(record: RecoveryRecord) -> dict[str, Any]:
         "began": _us(record.began_s),
         "over": None if record.ended_s is None else _us(record.ended_s),
         "text": f"{record.what_happened}, {record.num_tokens} tokens again{alone}",
+    }
+
+
+def _store(tier: TierState) -> dict[str, Any]:
+    """The store that is attached; tokens of waiting requests, pages under way, and totals."""
+    return {
+        "backend": tier.backend,
+        "waiting": [tier.cached_tokens, tier.loading_tokens, tier.compute_tokens],
+        "loading_ms": round(1e3 * tier.loading_s, 1),
+        "under_way": [tier.loading_pages, tier.saving_pages],
+        "lookups": tier.lookups,
+        "hits": tier.hits,
+        "tokens": [tier.loaded_tokens, tier.saved_tokens],
+        "bytes": [tier.loaded_bytes, tier.saved_bytes],
+        "seconds": [round(tier.load_s, 3), round(tier.save_s, 3)],
+        "missed": tier.missed_tokens,
+        "dropped": tier.dropped_tokens,
+        "broken_pages": tier.broken_pages,
     }
 
 

@@ -18,7 +18,8 @@ from sglang.srt.observability.metrics_collector import (
 )
 
 from sgl_pipeline.args import POLICIES
-from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.managers.reports.tier_metrics import TierMetrics
+from sgl_pipeline.pipeline.pipeline_state import PipelineState, TierState
 from sgl_pipeline.pipeline.step_history import RECENT_STEPS
 from sgl_pipeline.pipeline.throttle_control import ThrottleState
 from sgl_pipeline.records.event import Event
@@ -57,6 +58,9 @@ class MetricsReport:
             {"model_name": self._upstream.labels["model_name"]}, num_stages
         )
         self._counted: dict[Any, float] = {}
+        self._tiers: TierMetrics | None = None
+        self._num_stages = num_stages
+        self._extra_labels: dict[str, str] = server_args.extra_metric_labels or {}
         self._next_report_s = 0.0
         self._counted_events: dict[type, Callable[[Any], None]] = {
             MoveRecord: self._count_move,
@@ -119,6 +123,8 @@ class MetricsReport:
         self._next_report_s = state.now_s + _INTERVAL_S
         self._publish_upstream(load, state)
         self._publish_own(state)
+        if state.tier is not None:
+            self._publish_tier(state.tier)
 
     def _publish_upstream(self, load: LoadSnapshot, state: PipelineState) -> None:
         """Publishes upstream's metrics that mean something here; the others keep "nothing"."""
@@ -178,6 +184,13 @@ class MetricsReport:
             own.stage_is_slow[number].set(stage.slow_since_s is not None)
             self._count(own.stage_input_wait_s[number], stage.input_wait_ms / 1e3)
             self._count(own.stage_compute_s[number], stage.compute_ms / 1e3)
+
+    def _publish_tier(self, tier: TierState) -> None:
+        if self._tiers is None and tier.backend is not None:
+            model = self._own.labels["model_name"]
+            self._tiers = TierMetrics(tier.backend, model, self._num_stages, self._extra_labels)
+        if self._tiers is not None:
+            self._tiers.publish(tier)
 
     def _publish_throttle(self, throttle: ThrottleState) -> None:
         """The knobs in force; the limit of prefill tokens also where the policy names it."""

@@ -7,6 +7,8 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
+import msgspec
+
 from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
@@ -111,6 +113,7 @@ def describe_state(state: PipelineState) -> dict[str, Any]:
         "is_recovering": state.current_recovery is not None,
         "recovery_log_pages": state.log_pages,
         "replayed_tokens_of_stages": list(state.replayed_tokens),
+        "store": None if state.tier is None else msgspec.structs.asdict(state.tier),
         "recoveries": [_describe_recovery(record, state.now_s) for record in state.recoveries],
     }
 

@@ -1,6 +1,7 @@
 """What operators ask is answered: at once, or when the move that they want is over."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -393,6 +394,21 @@ def test_a_pause_and_a_step_in_flight_are_explained(office: Office) -> None:
     assert office.core.next_step(office.now_s) is not None
     _, told = office.ask(ExplainRequest("mine"))
     assert (told["state"], told["rule"]) == ("prefilling", "in-flight")
+
+
+def test_a_request_whose_prefix_comes_from_a_store_is_loading(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request("mine", [7, 8, 9], 5)
+    office.core.scheduler.add(request)
+    request.cached_tokens, request.loaded_tokens = 2, 1
+    plain = office.core.explain("mine")
+    assert plain is not None
+    loading = replace(plain, rule="loading", text="4 of 16 pages are there")
+    monkeypatch.setattr(office.core, "explain", lambda request_id: loading)
+    _, told = office.ask(ExplainRequest("mine"))
+    assert (told["state"], told["rule"], told["text"]) == ("loading", "loading", loading.text)
+    assert (told["cached_tokens"], told["loaded_tokens"]) == (2, 1)
 
 
 def test_a_request_whose_grammar_is_compiled_is_explained(office: Office) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 from support.moves import movable_core, stages_get_ready, stages_switch
-from support.step_records import step_record
+from support.step_records import step_record, tier_state
 
 from sgl_pipeline.managers.channels.live_channel import LiveTick, QueueLine
 from sgl_pipeline.managers.reports.live_events import describe_tick, server_sent_event
@@ -78,3 +78,24 @@ def test_a_recovery_is_a_mark_that_says_what_was_lost() -> None:
     marks = told(core.state(50.0, recoveries=(fewer, more)))["recoveries"]
     assert marks[0]["text"] == "stage 1 lost, 1 stages in place of 2, 80 tokens again"
     assert marks[1]["text"] == "a worker came, 2 stages in place of 1, 80 tokens again"
+
+
+def test_a_store_is_told_while_one_is_attached() -> None:
+    state = movable_core(2, 2).state(50.0)
+    assert "store" not in told(state)
+    assert "store" not in told(msgspec.structs.replace(state, tier=tier_state(backend=None)))
+    store = told(msgspec.structs.replace(state, tier=tier_state()))["store"]
+    assert store == {
+        "backend": "file",
+        "waiting": [10, 20, 30],
+        "loading_ms": 250.0,
+        "under_way": [4, 5],
+        "lookups": 8,
+        "hits": 6,
+        "tokens": [800, 700],
+        "bytes": [3_000_000_000, 1_000_000_000],
+        "seconds": [1.5, 4.0],
+        "missed": {"deadline": 60, "slower_than_compute": 40},
+        "dropped": {"pressure": 50, "failed": 6},
+        "broken_pages": 2,
+    }

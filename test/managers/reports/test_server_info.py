@@ -1,7 +1,10 @@
 """`/server_info` speaks of the plan in use."""
 
+import json
+
+import msgspec
 from support.moves import movable_core, stages_get_ready, stages_switch
-from support.step_records import recovery_record
+from support.step_records import recovery_record, tier_state
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
 from sgl_pipeline.managers.reports.interval_line import status_line
@@ -63,3 +66,18 @@ def test_how_many_stages_serve_is_said_beside_how_many_should() -> None:
     assert (facts["num_stages"], facts["layer_partition"], facts["total_pages"]) == (1, [4], 3)
     line = status_line(core.state(2.0), core.state(3.0))
     assert line.startswith("step 0, 1 of 2 stages: waiting")
+
+
+def test_a_store_is_described_and_in_the_line() -> None:
+    state = movable_core(2, 2).state(10.0)
+    assert describe_state(state)["store"] is None
+    without = msgspec.structs.replace(state, now_s=20.0, tier=tier_state(backend=None))
+    assert "store" not in status_line(state, without)
+    later = msgspec.structs.replace(state, now_s=20.0, tier=tier_state())
+    facts = json.loads(json.dumps(describe_state(later)))["store"]
+    assert (facts["backend"], facts["missed_tokens"]["deadline"]) == ("file", 60)
+    assert status_line(state, later).endswith(
+        "store file: 20 tokens to load, 800 loaded, 700 saved"
+    )
+    again = msgspec.structs.replace(later, now_s=30.0, tier=tier_state(loaded_tokens=805))
+    assert status_line(later, again).endswith(" 5 loaded, 0 saved")
