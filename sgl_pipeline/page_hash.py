@@ -10,6 +10,8 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+HASH_BYTES = hashlib.sha256().digest_size
+
 
 def page_hashes(tokens: Sequence[int], page_size: int, prior: bytes = b"") -> list[bytes]:
     """The hash of each whole page of `tokens`, which follow the page whose hash is `prior`."""

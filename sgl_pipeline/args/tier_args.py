@@ -1,6 +1,7 @@
 """A store for keys and values beyond the pool."""
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from sgl_pipeline.args.checks import one_of, require
 from sgl_pipeline.args.flags import Flag, check_flags, flags_of, upstream_flag, without_flag
@@ -10,8 +11,10 @@ from sgl_pipeline.args.store_config import EXTRA_CONFIG_FLAG, StoreConfig
 STORAGE_BACKENDS = ("file",)
 # SGLang's own classes for these run unmodified once the process that holds them is built.
 LATER_BACKENDS = ("dynamic", "nixl", "mooncake")
-WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
-PREFETCH_POLICIES = ("timeout", "best_effort", "wait_complete")
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+PrefetchPolicy = Literal["timeout", "best_effort", "wait_complete"]
+WRITE_POLICIES: tuple[WritePolicy, ...] = get_args(WritePolicy)
+PREFETCH_POLICIES: tuple[PrefetchPolicy, ...] = get_args(PrefetchPolicy)
 _ENABLE = "--enable-hierarchical-cache"
 
 
@@ -40,29 +43,14 @@ class TierArgs:
     store: StoreConfig = field(
         default=StoreConfig(), metadata=Flag(upstream=(EXTRA_CONFIG_FLAG,)).metadata
     )
-    write_policy: str = upstream_flag(
+    write_policy: WritePolicy = upstream_flag(
         "write_through", "--hicache-write-policy", check=one_of(WRITE_POLICIES)
     )
-    prefetch_policy: str = upstream_flag(
+    prefetch_policy: PrefetchPolicy = upstream_flag(
         "timeout", "--hicache-storage-prefetch-policy", check=one_of(PREFETCH_POLICIES)
     )
     # Whether a store may be attached while the server runs.
     is_attachable: bool = without_flag(False, "--admin-api-key sets it")
-
-    @property
-    def patience(self) -> tuple[float, float, float]:
-        """The time that a request waits for pages of the store: seconds, seconds for each 1,024
-        tokens, and the most seconds."""
-        if self.prefetch_policy == "best_effort":
-            return (0.0, 0.0, 0.0)
-        if self.prefetch_policy == "wait_complete":
-            return (float("inf"), 0.0, float("inf"))
-        store = self.store
-        return (
-            store.prefetch_timeout_base,
-            store.prefetch_timeout_per_ki_token,
-            store.prefetch_timeout_max,
-        )
 
     def __post_init__(self) -> None:
         check_flags(self)

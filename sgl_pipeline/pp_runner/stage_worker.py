@@ -241,7 +241,6 @@ def open_transfers(runner: StageRunner, mover: LayerMover[torch.Tensor]) -> Page
     return PageTransfers(
         runner.stage,
         runner.held_layers.kv_pool,
-        runner.device,
         plan=lambda: mover.plan,
         may_start=lambda: not mover.awaits_pages,
     )

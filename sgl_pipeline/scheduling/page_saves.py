@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice
 
+from sgl_pipeline.args.tier_args import WritePolicy
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.scheduling.page_hashing import hashes_of
@@ -17,7 +18,6 @@ from sgl_pipeline.scheduling.page_run import PageRun
 from sgl_pipeline.scheduling.radix_storage import RadixStorage
 from sgl_pipeline.scheduling.radix_tree import RadixNode
 from sgl_pipeline.scheduling.tier_counts import TierCounts
-from sgl_pipeline.scheduling.tier_rules import WritePolicy
 from sgl_pipeline.wire.step_order import INT32
 from sgl_pipeline.wire.store_orders import UINT32, PagesSaved, SavePages
 

@@ -6,16 +6,9 @@ of it is loaded.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
-WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
-WaitPolicy = Literal["timeout", "best_effort", "wait_complete"]
-
-WRITE_POLICIES: tuple[WritePolicy, ...] = (
-    "write_through",
-    "write_through_selective",
-    "write_back",
-)
+from sgl_pipeline.args import TierArgs
+from sgl_pipeline.args.tier_args import PrefetchPolicy, WritePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +23,26 @@ class TierRules:
     """
 
     write_policy: WritePolicy = "write_through"
-    wait_policy: WaitPolicy = "timeout"
+    wait_policy: PrefetchPolicy = "timeout"
     least_tokens: int = 256
     timeout_base_s: float = 1.0
     timeout_s_per_ki_token: float = 0.25
     timeout_cap_s: float = 30.0
     load_share: float = 0.5
     save_share: float = 0.125
+
+    @classmethod
+    def of(cls, args: TierArgs) -> "TierRules":
+        """The rules that a server's arguments ask for."""
+        store = args.store
+        return cls(
+            write_policy=args.write_policy,
+            wait_policy=args.prefetch_policy,
+            least_tokens=store.prefetch_threshold,
+            timeout_base_s=store.prefetch_timeout_base,
+            timeout_s_per_ki_token=store.prefetch_timeout_per_ki_token,
+            timeout_cap_s=store.prefetch_timeout_max,
+        )
 
     def patience_s(self, num_tokens: int) -> float:
         """Seconds for which a request waits for `num_tokens` tokens."""

@@ -34,18 +34,6 @@ def test_every_write_policy_of_upstream_is_taken(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "patience"),
-    [
-        ("timeout", (1.0, 0.25, 30.0)),
-        ("best_effort", (0.0, 0.0, 0.0)),
-        ("wait_complete", (float("inf"), 0.0, float("inf"))),
-    ],
-)
-def test_a_prefetch_policy_bounds_the_wait(policy: str, patience: tuple[float, ...]) -> None:
-    assert TierArgs(**FILE, prefetch_policy=policy).patience == patience
-
-
-@pytest.mark.parametrize(
     ("values", "named"),
     [
         ({"enabled": True}, "is not built: on a CPU .*--hicache-storage-backend file, or --admin"),

@@ -46,7 +46,6 @@ from sgl_pipeline.wire.stage_messages import (
 )
 from sgl_pipeline.wire.stage_orders import OrderStream, SealedOrder, StageOrder
 from sgl_pipeline.wire.step_order import ChunkOrder, MirrorSnapshot, RequestOpen, StepOrder
-from sgl_pipeline.wire.store_orders import StoreOrder
 
 NEVER = 10**9  # looks until a result is there: it must be waited for
 NOTHING = None  # no message has arrived
@@ -304,9 +303,7 @@ def test_every_order_of_the_sealed_stream_has_a_handler() -> None:
         StageProfile(0, has_gpu=False),
         lambda order: None,
     )
-    # No driver sends the orders of a store: a stage refuses them.
-    unsent = set(get_args(StoreOrder))
-    assert set(ready._on_order) == set(get_args(StageOrder)) - unsent
+    assert set(ready._on_order) == set(get_args(StageOrder))
     assert set(ready._on_message) | {MeasureCosts, StageAssignment, PoolSize, SealedOrder} == (
         set(get_args(ToWorker)) - {Shutdown}
     )

@@ -12,9 +12,10 @@ from support.stored_pipeline import (
     shared_prompt,
 )
 
+from sgl_pipeline.args.tier_args import WRITE_POLICIES
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.requests import FinishReason
-from sgl_pipeline.scheduling.tier_rules import WRITE_POLICIES, TierRules
+from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import PagesLoaded
 

@@ -144,10 +144,7 @@ def open_transfers(
     may_start: Callable[[], bool] = lambda: True,
 ) -> PageTransfers:
     """The transfers of a stage, to `store` at any place."""
-    device = torch.device("cpu")
-    return PageTransfers(
-        stage, kv_pool, device, lambda: plan, may_start, lambda place, device: store
-    )
+    return PageTransfers(stage, kv_pool, lambda: plan, may_start, lambda place: store)
 
 
 def await_reports(transfers: PageTransfers, count: int = 1) -> list[StoreReport]:

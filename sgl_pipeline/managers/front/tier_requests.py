@@ -163,13 +163,13 @@ def _wanted(message: AttachMessage, now: TierArgs) -> TierArgs:
         raise ConfigurationError(
             "the store in {} is attached, and {} is asked for. Detach first.".format(*folders)
         )
-    return dataclasses.replace(
-        now,
-        backend=backend,
-        store=store,
-        write_policy=message.hicache_write_policy or now.write_policy,
-        prefetch_policy=message.hicache_storage_prefetch_policy or now.prefetch_policy,
-    )
+    changes: dict[str, Any] = {
+        "backend": backend,
+        "store": store,
+        "write_policy": message.hicache_write_policy or now.write_policy,
+        "prefetch_policy": message.hicache_storage_prefetch_policy or now.prefetch_policy,
+    }
+    return dataclasses.replace(now, **changes)
 
 
 def _store(text: str | None, now: TierArgs) -> StoreConfig:

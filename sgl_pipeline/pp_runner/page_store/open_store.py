@@ -1,26 +1,34 @@
 """The store of a server as its stages reach it."""
 
-import torch
+from collections.abc import Sequence
 
-from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.kv_store.object_files import ObjectFiles
+from sgl_pipeline.errors import ConfigurationError, StoreError
+from sgl_pipeline.kv_store.atomic_files import Buffer
+from sgl_pipeline.kv_store.open_store import open_objects
 from sgl_pipeline.kv_store.page_store import ObjectStore
-from sgl_pipeline.kv_store.store_folder import open_folder
 from sgl_pipeline.wire.store_orders import StorePlace
 
 
-def open_store(place: StorePlace, device: torch.device) -> ObjectStore:
-    """The store at `place`, for pages in the memory of `device`.
+class ClosedStore:
+    """A store that cannot be used from here: each transfer fails, and says why."""
 
-    Raises ConfigurationError when it cannot be used from here.
-    """
-    if device.type != "cpu":
-        raise ConfigurationError(
-            f"--hicache-storage-backend with --device {device.type} is not built: pages in a GPU's "
-            "memory have no way to a store; use --device cpu or leave the backend out"
-        )
-    if place.backend != "file":
-        raise ConfigurationError(
-            f"--hicache-storage-backend {place.backend} is not built for stages; use file"
-        )
-    return ObjectFiles(open_folder(place.address))
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def write(self, name: str, buffers: Sequence[Buffer]) -> tuple[int, int]:
+        raise StoreError(self._reason)
+
+    def read_into(self, name: str, buffer: Buffer, num_bytes: int, checksum: int) -> None:
+        raise StoreError(self._reason)
+
+    def delete(self, name: str) -> bool:
+        return False
+
+
+def open_store(place: StorePlace) -> ObjectStore:
+    """The store at `place`. The scheduler has tried it; a stage of another host may still not reach
+    it, which costs hits and no request."""
+    try:
+        return open_objects(place)
+    except ConfigurationError as error:
+        return ClosedStore(str(error))

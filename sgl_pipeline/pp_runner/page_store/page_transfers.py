@@ -9,8 +9,6 @@ import os
 from collections import deque
 from collections.abc import Callable
 
-import torch
-
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.kv_store.page_store import ObjectStore
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
@@ -25,9 +23,9 @@ from sgl_pipeline.pp_runner.page_store.transfer_jobs import (
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import (
     PagesLoaded,
+    StoreOrder,
     StorePlace,
     StoreReport,
-    StoreTransferOrder,
     UseStore,
 )
 
@@ -48,12 +46,11 @@ class PageTransfers:
         self,
         stage: int,
         kv_pool: KvPool,
-        device: torch.device,
         plan: Callable[[], StagePlan],
         may_start: Callable[[], bool],
-        open_store: Callable[[StorePlace, torch.device], ObjectStore] = open_store,
+        open_store: Callable[[StorePlace], ObjectStore] = open_store,
     ) -> None:
-        self._stage, self._kv_pool, self._device = stage, kv_pool, device
+        self._stage, self._kv_pool = stage, kv_pool
         self._plan, self._may_start, self._open_store = plan, may_start, open_store
         self._place: StorePlace | None = None
         self._session: StoreSession | None = None
@@ -73,11 +70,10 @@ class PageTransfers:
         transfer is open."""
         return self._news if self._unanswered else None
 
-    def obey(self, order: StoreTransferOrder) -> None:
+    def obey(self, order: StoreOrder) -> None:
         """Begins a transfer, or uses another store.
 
-        Raises ProtocolError for a transfer that has no store, or is not one of this pool, and
-        ConfigurationError as `open_store`.
+        Raises ProtocolError for a transfer that has no store, or is not one of this pool.
         """
         if isinstance(order, UseStore):
             self.cancel()
@@ -126,7 +122,7 @@ class PageTransfers:
         if self._place is None:
             return
         layers = self._plan().layers_of(self._stage)
-        store = self._open_store(self._place, self._device)
+        store = self._open_store(self._place)
         self._session = StoreSession(
             self._stage,
             layers,

@@ -1,9 +1,9 @@
-"""The file store as a stage reaches it, and what is not built."""
+"""The file store as a stage reaches it, and one that it does not reach."""
 
+import re
 from pathlib import Path
 
 import msgspec
-import pytest
 import torch
 from support.page_transfers import (
     PLACE,
@@ -16,13 +16,10 @@ from support.page_transfers import (
     shapes_of,
 )
 
-from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.pp_runner.page_store.open_store import open_store
 from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import PagesLoaded, UseStore
 
-CPU = torch.device("cpu")
 PLAN = StagePlan(0, (2,))
 
 
@@ -31,12 +28,12 @@ def test_pages_go_to_files_and_come_back(tmp_path: Path) -> None:
     shapes = shapes_of(torch.int8)
     source, target = filled_pool(range(2), shapes, 1), filled_pool(range(2), shapes, 2)
     pages = [*range(source.num_pages)]
-    there = PageTransfers(0, source, CPU, lambda: PLAN, lambda: True)
+    there = PageTransfers(0, source, lambda: PLAN, lambda: True)
     there.obey(UseStore(place))
     there.obey(save_order(1, pages, pages))
     (saved,) = await_reports(there)
     assert saved.message == "" and saved.num_pages == len(pages)
-    back = PageTransfers(0, target, CPU, lambda: PLAN, lambda: True)
+    back = PageTransfers(0, target, lambda: PLAN, lambda: True)
     back.obey(UseStore(place))
     back.obey(load_order(1, pages, pages, checksums_of(saved)))
     assert await_reports(back)[0].message == ""
@@ -51,8 +48,14 @@ def test_pages_go_to_files_and_come_back(tmp_path: Path) -> None:
     back.close()
 
 
-def test_what_is_not_built_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"--hicache-storage-backend mooncake .* use file"):
-        open_store(msgspec.structs.replace(PLACE, backend="mooncake"), CPU)
-    with pytest.raises(ConfigurationError, match="--device cuda is not built"):
-        open_store(msgspec.structs.replace(PLACE, backend="file"), torch.device("cuda"))
+def test_a_stage_without_its_folder_fails_its_transfers_alone(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("not a page")
+    pool = filled_pool(range(2), shapes_of(torch.int8), 1)
+    transfers = PageTransfers(0, pool, lambda: PLAN, lambda: True)
+    transfers.obey(UseStore(msgspec.structs.replace(PLACE, backend="file", address=str(tmp_path))))
+    transfers.obey(save_order(1, [0], [0]))
+    transfers.obey(load_order(2, [1], [1], [0, 0]))
+    for report in await_reports(transfers, 2):
+        assert report.num_pages == 0
+        assert re.search("holds files that are not of a store.*letter.txt", report.message)
+    transfers.close()

@@ -80,10 +80,9 @@ class Stage:
         self.transfers = PageTransfers(
             stage,
             self.runner.held_layers.kv_pool,
-            self.runner.device,
             lambda: plan,
             lambda: True,
-            lambda place, device: store,
+            lambda place: store,
         )
         self.mover: Any = IdleMover(lambda: self.transfers.is_open)
         self.ready = ReadyStage(
