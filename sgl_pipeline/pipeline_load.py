@@ -23,7 +23,8 @@ class PipelineLoad:
     """A snapshot of the whole system, taken before admission.
 
     `waiting_tokens` are prompt tokens that must still be computed, without radix hits and chunks in
-    flight (gLLM #WP); `prompts` counts the requests they belong to. `running_decodes` counts
+    flight (gLLM #WP); `prompts` counts the requests they belong to. `loading_tokens` come from a
+    store meanwhile: they are neither cached nor to be computed. `running_decodes` counts
     decoding requests, in flight or not (gLLM #RD); `ready_decodes` the decodes that are not in
     flight. `free_pages` are free or evictable; the running decodes are expected to need
     `reserved_pages` of them before they end. `args.Accounting` can switch single counts off.
@@ -45,6 +46,7 @@ class PipelineLoad:
     reserved_pages: int
     total_pages: int
     steps_in_flight: int
+    loading_tokens: int = 0
     waiting_attended_tokens: int = 0
     decode_attended_tokens: int = 0
     step_times: StepTimes | None = None

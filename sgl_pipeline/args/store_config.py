@@ -84,7 +84,8 @@ class StoreConfig:
     `min_free_space` bytes of its file system free. Fewer than `prefetch_threshold` tokens are
     computed instead of loaded. A request waits for a load at most `prefetch_timeout_base` seconds
     and `prefetch_timeout_per_ki_token` more for each 1,024 tokens, and never more than
-    `prefetch_timeout_max`. A stage saves at most `save_bytes_per_s`.
+    `prefetch_timeout_max`. A stage saves at most `save_bytes_per_s`. All other keys are a backend
+    of SGLang's (`backend_settings`).
     """
 
     file_storage_path: str = _key("/tmp/hicache", _folder)
@@ -96,22 +97,22 @@ class StoreConfig:
     prefetch_timeout_per_ki_token: float = _key(0.25, _number(0.0, MOST_SECONDS))
     prefetch_timeout_max: float = _key(30.0, _number(0.0, MOST_SECONDS))
     save_bytes_per_s: int = _key(256 * 2**20, _size_from(2**16))
+    backend_settings: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
-KEYS = tuple(field.name for field in dataclasses.fields(StoreConfig))
+_FIELDS = tuple(field for field in dataclasses.fields(StoreConfig) if _READ in field.metadata)
+KEYS = tuple(field.name for field in _FIELDS)
 
 
 def store_config(values: Mapping[str, object], source: str = EXTRA_CONFIG_FLAG) -> StoreConfig:
     """The configuration with these `values`, and defaults for the rest.
 
-    Raises ConfigurationError, which names `source`, for keys that are unknown and values that their
-    keys do not take.
+    Raises ConfigurationError, which names `source`, for values that their keys do not take.
     """
-    for name in values:
-        require(name in KEYS, f"{source}: {name!r} is unknown; the keys are {', '.join(KEYS)}")
     given: dict[str, Any] = {
         field.name: field.metadata[_READ](f"{source}: {field.name}", values[field.name])
-        for field in dataclasses.fields(StoreConfig)
+        for field in _FIELDS
         if field.name in values
     }
-    return StoreConfig(**given)
+    others = {name: value for name, value in values.items() if name not in KEYS}
+    return StoreConfig(**given, backend_settings=others)

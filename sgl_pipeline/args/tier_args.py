@@ -5,12 +5,10 @@ from typing import Literal, get_args
 
 from sgl_pipeline.args.checks import one_of, require
 from sgl_pipeline.args.flags import Flag, check_flags, flags_of, upstream_flag, without_flag
-from sgl_pipeline.args.store_config import EXTRA_CONFIG_FLAG, StoreConfig
+from sgl_pipeline.args.store_config import EXTRA_CONFIG_FLAG, KEYS, StoreConfig
 
-# The storage backends that are built.
-STORAGE_BACKENDS = ("file",)
-# SGLang's own classes for these run unmodified once the process that holds them is built.
-LATER_BACKENDS = ("dynamic", "nixl", "mooncake")
+# Files of our own, and SGLang's own classes in a process of theirs.
+STORAGE_BACKENDS = ("file", "dynamic", "nixl", "mooncake")
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 PrefetchPolicy = Literal["timeout", "best_effort", "wait_complete"]
 WRITE_POLICIES: tuple[WritePolicy, ...] = get_args(WritePolicy)
@@ -19,11 +17,9 @@ _ENABLE = "--enable-hierarchical-cache"
 
 
 def _require_backend(flag: str, value: str) -> None:
-    later = value in LATER_BACKENDS
-    reason = "is not wired to the stages yet" if later else "is not built"
     require(
         value in STORAGE_BACKENDS,
-        f"{flag} {value} {reason}; choose from {', '.join(STORAGE_BACKENDS)}",
+        f"{flag} {value} is not built; choose from {', '.join(STORAGE_BACKENDS)}",
     )
 
 
@@ -61,6 +57,11 @@ class TierArgs:
                     f"{flag.names[0]} does nothing without {_ENABLE}",
                 )
             return
+        unknown = ", ".join(sorted(self.store.backend_settings))
+        require(
+            not unknown or self.backend != "file",
+            f"{EXTRA_CONFIG_FLAG}: {unknown} is unknown to file; the keys are {', '.join(KEYS)}",
+        )
         require(
             self.backend is not None or self.is_attachable,
             f"{_ENABLE} alone keeps pages in host memory, a tier that is not built: on a CPU the "

@@ -28,9 +28,9 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """The answer to `clear`."""
+    """The answer to `clear`; None: it failed."""
 
-    num_pages: int
+    num_pages: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class StoreClient:
         self._counts.pages_dropped += 1
 
     def _clear(self) -> None:
-        num_pages = 0
+        num_pages = None
         try:
             num_pages = self._store.clear()
         finally:

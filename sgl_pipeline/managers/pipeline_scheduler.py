@@ -29,6 +29,7 @@ from sgl_pipeline.managers.reports.profiles import Profiles
 from sgl_pipeline.managers.reports.reports import Reports
 from sgl_pipeline.managers.stages.recovery_actions import RecoveryActions
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
+from sgl_pipeline.managers.tiers.tier_driver import TierDriver
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
@@ -49,6 +50,7 @@ from sgl_pipeline.wire.stage_messages import (
     WorkerHello,
     WorkerLeaves,
 )
+from sgl_pipeline.wire.store_orders import PagesLoaded, PagesSaved, StoreReport
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class PipelineScheduler:
 
     Args:
         operators: answers `/pipeline/...`.
+        store: None where the server has no store and cannot get one.
         poller: watches everything that may send; the sockets of front, stages and operators are
             registered here.
     """
@@ -76,6 +79,7 @@ class PipelineScheduler:
         grammars: GrammarQueue | NoGrammars,
         operators: OperatorReplies,
         reports: Reports,
+        store: TierDriver | None,
         poller: zmq.Poller,
     ) -> None:
         self._front = front
@@ -88,8 +92,8 @@ class PipelineScheduler:
         self._reports = reports
         self._profiles = Profiles(front, launcher, reports.traces)
         recovery.on_lost = self._profiles.on_lost
-        # The control of a store, if the server has one, is not wired.
-        tiers = TierRequests(front, None, core.scheduler.args.page_size)
+        self._store = store
+        tiers = TierRequests(front, store, core.scheduler.args.page_size)
         self._desk = ControlReplies(front, self, self._profiles, tiers)
         self._poller = poller
         ours = (front.socket, *launcher.channel.readable, operators.socket)
@@ -116,6 +120,8 @@ class PipelineScheduler:
             WorkerLeaves: self._on_worker,
             PagesCopied: self._on_worker,
             PagesTaken: self._on_worker,
+            PagesSaved: self._on_store,
+            PagesLoaded: self._on_store,
         }
         # When this turn of the loop began, by the monotonic clock.
         self._now_s = 0.0
@@ -168,6 +174,8 @@ class PipelineScheduler:
             self._recovery.check(now_s)
         self._recovery.serve(now_s)
         self._operators.serve(now_s)
+        if self._store is not None:
+            self._store.serve()
         self._fill_pipeline(now_s)
         # The stages have their work; everything below can wait.
         self._pass_on_results(now_s)
@@ -270,6 +278,11 @@ class PipelineScheduler:
     def _on_move(self, worker: int, report: MoveReport) -> None:
         self._core.migration.take(report, self._now_s)
 
+    def _on_store(self, worker: int, report: StoreReport) -> None:
+        self._core.take_store_report(report)
+        if self._store is not None:
+            self._store.heard(report)
+
     def _on_worker(self, worker: int, message: FromWorker) -> None:
         """A message that is not about a step."""
         self._recovery.take(message, self._now_s, worker)
@@ -309,7 +322,9 @@ class PipelineScheduler:
             self._core.clock_offsets_s = self._launcher.clock_offsets_s()
             self._front.answer_health_checks()
             state = self._state(now_s)
-            self._front.storage_backend = None if state.tier is None else state.tier.backend
+            if self._store is not None:
+                self._store.check()
+                self._front.storage_backend = self._store.args.backend
             self._reports.publish(state)
             self._desk.poll(now_s)
             if self._requests.is_idle and now_s >= self._next_collection_s:
@@ -336,7 +351,8 @@ class PipelineScheduler:
         return self._reports.describe(self._state(self._now_s)) | workers
 
     def _state(self, now_s: float) -> PipelineState:
-        return self._core.state(now_s, len(self._grammars), self._recovery.records)
+        tier = None if self._store is None else self._store.state()
+        return self._core.state(now_s, len(self._grammars), self._recovery.records, tier)
 
     def shut_down(self) -> None:
         self._is_shut_down = True

@@ -19,7 +19,7 @@ import zmq
 from sglang.srt.runtime_context import get_serving, publish
 from sglang.srt.utils import configure_logger
 
-from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs, require
+from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs
 from sgl_pipeline.cluster.remote_workers import RemoteWorkers
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.channels.last_words import write_last_words
@@ -45,6 +45,8 @@ from sgl_pipeline.managers.reports.server_info import describe_page, describe_st
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.managers.stages.recovery_actions import RecoveryActions
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
+from sgl_pipeline.managers.tiers.open_tier import OpenTier, StoreOpener, store_opener
+from sgl_pipeline.managers.tiers.tier_driver import TierDriver
 from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import PlannerArgs
 from sgl_pipeline.migration.predictor import StepPredictor
@@ -100,7 +102,6 @@ def run_scheduler_process(
     # that for a scheduler that was told to go, and would leave a front without one.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        require(not args.tiers.enabled, "--enable-hierarchical-cache is not wired to stages yet")
         _serve(args, stage_pids, worker_source, server_args, port_args, pipe_writer)
     except SglPipelineError as error:
         logger.error("%s", error)
@@ -132,6 +133,9 @@ def _serve(
         stack.callback(context.destroy, linger=500)
         traces = TraceFiles(_open_traces(args))
         stack.callback(traces.close)
+        # Before the stages load: a folder that cannot be used is told at once.
+        open_store = store_opener(args, model.spec)
+        opened = None if args.tiers.backend is None else open_store(args.tiers)
         launcher = _launcher(args, model.spec, stage_pids, context, worker_source, predictor)
         stack.callback(launcher.stop)
         stack.callback(grammars.close)
@@ -155,9 +159,12 @@ def _serve(
         if launcher.roster.incarnation > 0:
             launcher.broadcast(core.start_over(launcher.roster.incarnation))
         recovery = _recovery_actions(args, core, launcher)
+        store = _tier_driver(args, core.scheduler, open_store, opened, poller)
+        if store is not None:
+            stack.callback(store.close)
         reports = Reports(facts, args.migration.mode, traces, loads, metrics, live)
         PipelineScheduler(
-            front, core, launcher, recovery, grammars, operators, reports, poller
+            front, core, launcher, recovery, grammars, operators, reports, store, poller
         ).run()
 
 
@@ -280,6 +287,26 @@ def _recovery_actions(
         return RecoveryActions(recovery, launcher)
     watch = StageWatch(core, options.silence_s, launcher.roster.rehearsal_s, launcher.core_waits_s)
     return RecoveryActions(recovery, launcher, watch)
+
+
+def _tier_driver(
+    args: PipelineArgs,
+    steps: StepScheduler,
+    open_store: StoreOpener,
+    opened: OpenTier | None,
+    poller: zmq.Poller,
+) -> TierDriver | None:
+    """The driver of a store that is attached now or later; None without tiers.
+
+    Args:
+        opened: the store that is attached from the start.
+    """
+    if not args.tiers.enabled:
+        return None
+    driver = TierDriver(steps.tier, args.tiers, open_store, poller)
+    if opened is not None:
+        driver.use(opened, args.tiers)
+    return driver
 
 
 def _grammars(

@@ -16,7 +16,7 @@ from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.output_lengths import OutputLengths
-from sgl_pipeline.pipeline.pipeline_state import PipelineState, StageState
+from sgl_pipeline.pipeline.pipeline_state import PipelineState, StageState, TierState
 from sgl_pipeline.pipeline.recent_load import RecentLoad, RecentWork
 from sgl_pipeline.pipeline.request_forecast import Forecaster, RequestForecast
 from sgl_pipeline.pipeline.slow_stages import SlowStages
@@ -346,9 +346,10 @@ class PipelineCore:
         now_s: float,
         compiling_requests: int = 0,
         recoveries: Sequence[RecoveryRecord] = (),
+        tier: TierState | None = None,
     ) -> PipelineState:
         """A snapshot; `compiling_requests` counts the requests that the driver holds back for now,
-        `recoveries` come from its `StageRecovery`."""
+        `recoveries` come from its `StageRecovery`, `tier` from its store."""
         scheduler, history = self.scheduler, self.history
         log = scheduler.lost_pages.log
         slowdowns = dict(enumerate(self.slow_stages.slowdowns))
@@ -388,4 +389,5 @@ class PipelineCore:
             moves=tuple(map(copy, self.migration.history)),
             throttle=None if self.throttle is None else self.throttle.state(),
             recoveries=tuple(map(copy, recoveries)),
+            tier=tier,
         )

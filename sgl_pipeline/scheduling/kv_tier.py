@@ -9,6 +9,7 @@ its transfer. Pure.
 
 from collections.abc import Iterator, Sequence
 
+from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.requests import Request
@@ -180,6 +181,13 @@ class KvTier:
         """A request has been admitted, and uses what is cached of its prefix."""
         if self.is_on:
             self.saves.hit(self._pages.hit_of(request), self.rules.write_policy)
+
+    def waiting_tokens(self) -> tuple[int, int, int]:
+        """Prompt tokens of waiting requests: cached or computed for another request, to load, to
+        compute."""
+        loading = self.loads.loading_tokens
+        to_compute = self._waiting.tokens_to_compute(ACCOUNTINGS["radix"])
+        return max(0, self._waiting.num_tokens - loading - to_compute), loading, to_compute
 
     def load_of(self, request: Request) -> PageLoad | None:
         """The load that the waiting `request` waits for."""

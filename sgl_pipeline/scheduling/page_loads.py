@@ -259,6 +259,11 @@ class PageLoads:
         """Pages on their way."""
         return sum(len(load.pages) for load in self._loads.values())
 
+    @property
+    def loading_tokens(self) -> int:
+        """Tokens on their way that requests still wait for."""
+        return sum(load.num_tokens for load in self._loads.values() if load.is_claimed)
+
     def load_of(self, node: RadixNode) -> PageLoad | None:
         """The load that brings `node`."""
         for load in self._loads.values():

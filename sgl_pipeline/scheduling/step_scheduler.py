@@ -109,7 +109,12 @@ class StepScheduler:
         self._now_s = 0.0
         self._decode_reserve = DecodeReserve(args.page_size, self._in_flight.limit)
         self._meter = LoadMeter(
-            self._waiting, self._running, self._pages, self._in_flight, self._decode_reserve
+            self._waiting,
+            self._running,
+            self._pages,
+            self._in_flight,
+            self._decode_reserve,
+            self.tier.loads,
         )
         self._ages = RequestAges(args.waiting_timeout_s, args.running_timeout_s)
         self.lost_pages = LostPages(self._running, self._preemption, self._pages, self._ages, log)

@@ -8,7 +8,6 @@ key before a message is sent.
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from sglang.srt.managers import io_struct as io
@@ -17,6 +16,7 @@ from sgl_pipeline.args import TierArgs
 from sgl_pipeline.args.store_config import StoreConfig
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.command_line.store_config_text import read_store_config
+from sgl_pipeline.managers.tiers.tier_driver import Then, TierOutcome
 from sgl_pipeline.managers.upstream.upstream_messages import AttachMessage, SglangMessage
 
 logger = logging.getLogger(__name__)
@@ -33,35 +33,16 @@ _IS_OFF = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TierOutcome:
-    """The end of a change: `message` says why it was not made, or what is so now."""
-
-    succeeded: bool
-    message: str
-
-
-Then = Callable[[TierOutcome], None]
-
-
 class TierControl(Protocol):
-    """Changes the store of a server that was started with tiers.
-
-    Each change calls `then` once, in the scheduler's loop: at once, or when it is made.
-    """
+    """Changes the store of a server that was started with tiers (`tier_driver.TierDriver`)."""
 
     @property
     def args(self) -> TierArgs:
         """The arguments in force; `backend` is None while no store is attached."""
 
-    def attach(self, args: TierArgs, then: Then) -> None:
-        """Uses the store of `args`, or its new rules where it is in use already."""
-
-    def detach(self, then: Then) -> None:
-        """Uses no store any more; what it holds stays there."""
-
-    def clear(self, then: Then) -> None:
-        """Removes all that this server's kind of store holds in its place, and goes on with it."""
+    def attach(self, args: TierArgs, then: Then) -> None: ...
+    def detach(self, then: Then) -> None: ...
+    def clear(self, then: Then) -> None: ...
 
 
 class Replies(Protocol):

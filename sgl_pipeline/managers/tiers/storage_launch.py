@@ -48,9 +48,9 @@ class StorageProcess:
             raise ConfigurationError(f"--hicache-storage-backend {settings.backend}: {reason}")
 
     @property
-    def pid(self) -> int:
-        """For whoever watches it: when it ends, pages are neither saved nor loaded."""
-        return self._process.pid
+    def has_ended(self) -> bool:
+        """True if it has ended by itself: pages are neither saved nor loaded."""
+        return self._process.poll() is not None
 
     def close(self) -> None:
         """Ends it; transfers under way fail."""

@@ -10,12 +10,8 @@ from sglang.srt.mem_cache.hicache_storage import disabled_l3_layout, merge_l3_la
 
 from sgl_pipeline.args import TierArgs
 from sgl_pipeline.args.store_config import StoreConfig
-from sgl_pipeline.managers.front.tier_requests import (
-    Then,
-    TierOutcome,
-    TierRequests,
-    object_layout,
-)
+from sgl_pipeline.managers.front.tier_requests import TierRequests, object_layout
+from sgl_pipeline.managers.tiers.tier_driver import Then, TierOutcome
 
 IN_X = TierArgs(enabled=True, backend="file", store=StoreConfig(file_storage_path="/x"))
 NO_STORE = TierArgs(enabled=True, is_attachable=True)
