@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from support.pipelines import new_scheduler
@@ -161,11 +162,18 @@ class LocalPipeline:
     def work_at_moves(self) -> None:
         """Gives out the orders that are due, and lets each stage do one small thing."""
         for sealed in self.core.orders_before_step(0.0):
-            order = self._orders.open(sealed)
-            for mover in self.movers:
-                _obey(mover, order)
+            self.obey(self._orders.open(sealed))
         for mover in self.movers:
             mover.work()
+
+    def obey(self, order: Any) -> None:
+        """All stages obey an order between steps."""
+        for mover in self.movers:
+            _obey(mover, order)
+
+    def has_more(self) -> bool:
+        """True if requests wait for something other than a step."""
+        return False
 
     def complete(self) -> list[TokenEvent]:
         """Books the oldest step in flight."""
@@ -230,9 +238,10 @@ class LocalPipeline:
             while self.schedule():
                 if after_step is not None:
                     after_step(len(self.microbatches))
-            if not self._in_flight:
+            if self._in_flight:
+                self.complete()
+            elif not self.has_more():
                 break
-            self.complete()
         assert self.scheduler.is_idle
         return [request.output_ids for request in requests]
 

@@ -1,0 +1,116 @@
+"""A `LocalPipeline` with a store of files: real stages, real objects, real records.
+
+In place of the store's client the pipeline asks and tells the files itself, between steps.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from support.local_pipeline import LocalPipeline
+
+from sgl_pipeline.kv_store.file_store import FileStore
+from sgl_pipeline.kv_store.store_folder import open_folder
+from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
+from sgl_pipeline.requests import Request
+from sgl_pipeline.scheduling.tier_rules import TierRules
+from sgl_pipeline.wire.move_orders import SwitchPlan
+from sgl_pipeline.wire.store_orders import LoadPages, SavePages, StorePlace, UseStore
+
+DIGEST = "ukv1-00000000000000aa"
+RULES = TierRules(least_tokens=4, wait_policy="wait_complete")
+
+
+class TieredPipeline(LocalPipeline):
+    """Requests come back to what earlier pipelines have left in `folder`."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        layer_counts: Sequence[int],
+        folder: Path,
+        *,
+        rules: TierRules = RULES,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(model_path, layer_counts, **arguments)
+        self.files = FileStore(open_folder(folder), DIGEST, self.core.plan.num_layers)
+        self.transfers = [self._transfers(stage) for stage in range(self.core.plan.num_stages)]
+        self.tier = self.scheduler.tier
+        place = StorePlace(
+            backend="file", address=str(folder), digest=DIGEST, save_bytes_per_s=1 << 30
+        )
+        self.tier.use(place, rules)
+
+    def work_at_moves(self) -> None:
+        self.serve_store()
+        super().work_at_moves()
+
+    def obey(self, order: Any) -> None:
+        if isinstance(order, UseStore | SavePages | LoadPages):
+            for transfers in self.transfers:
+                transfers.obey(order)
+            return
+        if isinstance(order, SwitchPlan):
+            self._cancel()
+        super().obey(order)
+
+    def has_more(self) -> bool:
+        return not self.scheduler.is_idle
+
+    def lose(self, *stages: int) -> None:
+        self._cancel()
+        super().lose(*stages)
+        for stage in stages:
+            self.transfers[stage].close()
+            self.transfers[stage] = self._transfers(stage)
+
+    def serve_store(self) -> None:
+        """Passes on what stages and files have to say."""
+        for transfers, mover in zip(self.transfers, self.movers, strict=True):
+            for report, filled_pages in transfers.take_reports():
+                mover.wrote(filled_pages)
+                self.core.take_store_report(report)
+        self.files.commit(self.tier.commits)
+        self.tier.commits.clear()
+        for page_hash in self.tier.broken:
+            self.files.drop(page_hash)
+        self.tier.broken.clear()
+        for lookup in self.tier.take_lookups():
+            self.tier.found(lookup.number, self.files.lookup(lookup.hashes))
+
+    def settle(self) -> None:
+        """Saves all that is due."""
+        before = -1
+        while self.tier.saves.saving_pages or before != self.tier.counts.saved_tokens:
+            before = self.tier.counts.saved_tokens
+            self.work_at_moves()
+
+    def serve(
+        self, requests: Sequence[Request], after_step: Callable[[int], None] | None = None
+    ) -> list[list[int]]:
+        """`run`, then `settle`."""
+        outputs = self.run(requests, after_step)
+        self.settle()
+        return outputs
+
+    def close(self) -> None:
+        for transfers in self.transfers:
+            transfers.close()
+
+    def _transfers(self, stage: int) -> PageTransfers:
+        # The stage's runner and mover may be replaced.
+        return PageTransfers(
+            stage,
+            self.runners[stage].held_layers.kv_pool,
+            lambda: self.movers[stage].plan,
+            partial(self._may_start, stage),
+        )
+
+    def _may_start(self, stage: int) -> bool:
+        return not self.movers[stage].awaits_pages
+
+    def _cancel(self) -> None:
+        for transfers in self.transfers:
+            transfers.cancel()
