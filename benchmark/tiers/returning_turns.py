@@ -19,9 +19,6 @@ on its folder, as it was or by `--restart-engine`, and every session returns onc
 the pages that had been computed are found? With `--two-servers` the load goes through SGLang's
 router to one replica, then a second one on the same folder takes its place.
 
-A server refuses `--enable-hierarchical-cache` while nothing joins its parts (DESIGN.md): until then
-both engines must be named, without it.
-
 vLLM 0.32's CPU build cannot be measured beside: with `--kv-offloading-size 1`, as with
 `TieringOffloadingSpec` and its file tier, its worker ends with "CPU Offloading is currently only
 supported on CUDA-alike and XPU GPUs".

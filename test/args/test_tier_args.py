@@ -10,7 +10,6 @@ from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs, TierArgs
 from sgl_pipeline.args.flags import flags_of
 from sgl_pipeline.args.store_config import KEYS, StoreConfig, store_config
 from sgl_pipeline.args.tier_args import (
-    LATER_BACKENDS,
     PREFETCH_POLICIES,
     STORAGE_BACKENDS,
     WRITE_POLICIES,
@@ -43,7 +42,7 @@ def test_every_write_policy_of_upstream_is_taken(policy: str) -> None:
         (FILE | {"write_policy": "never"}, "--hicache-write-policy 'never' is unknown; choose"),
         (FILE | {"prefetch_policy": "x"}, "--hicache-storage-prefetch-policy 'x' is unknown"),
         (FILE | {"backend": "hf3fs"}, "--hicache-storage-backend hf3fs is not built; choose"),
-        *((FILE | {"backend": one}, f"{one} is not wired .*; choose") for one in LATER_BACKENDS),
+        (FILE | {"store": store_config({"a_key": 1})}, "a_key is unknown to file; the keys are"),
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(values: dict[str, Any], named: str) -> None:
@@ -64,8 +63,19 @@ def test_without_a_radix_cache_there_is_nothing_to_keep() -> None:
         )
 
 
-def test_no_backend_is_both_built_and_for_later() -> None:
-    assert not {*STORAGE_BACKENDS} & {*LATER_BACKENDS}
+def test_pages_in_the_memory_of_a_gpu_have_no_store() -> None:
+    with pytest.raises(ConfigurationError, match="--device cuda is not built: .* use --device cpu"):
+        PipelineArgs(
+            stages=StageArgs(model_path="m", dtype="bfloat16", device="cuda"),
+            tiers=TierArgs(**FILE),
+        )
+
+
+@pytest.mark.parametrize("backend", [one for one in STORAGE_BACKENDS if one != "file"])
+def test_a_backend_of_upstreams_gets_its_own_keys(backend: str) -> None:
+    store = store_config({"prefetch_threshold": 16, "module_path": "m"})
+    args = TierArgs(enabled=True, backend=backend, store=store)
+    assert (args.store.prefetch_threshold, args.store.backend_settings) == (16, {"module_path": "m"})
 
 
 @pytest.mark.parametrize(
@@ -100,8 +110,9 @@ def test_a_value_that_its_key_does_not_take_is_named(key: str, value: object) ->
 
 
 def test_an_unknown_key_is_refused_with_the_list_of_keys() -> None:
-    with pytest.raises(ConfigurationError, match="'prefetch_treshold' is unknown") as refusal:
-        store_config({"prefetch_treshold": 16})
+    store = store_config({"prefetch_treshold": 16})
+    with pytest.raises(ConfigurationError, match="prefetch_treshold is unknown to file") as refusal:
+        TierArgs(**FILE, store=store)
     assert [key for key in KEYS if key not in str(refusal.value)] == []
 
 
@@ -119,5 +130,5 @@ def test_the_page_of_tiers_names_every_flag_and_refusal() -> None:
     text = PAGE.read_text(encoding="utf-8")
     names = [name for _, flag in flags_of(TierArgs) for name in flag.names]
     names += [flag_of(name) for name in NOTED if name.startswith("hicache")]
-    names += [*STORAGE_BACKENDS, *LATER_BACKENDS, *WRITE_POLICIES, *PREFETCH_POLICIES]
+    names += [*STORAGE_BACKENDS, *WRITE_POLICIES, *PREFETCH_POLICIES]
     assert [name for name in names if f"`{name}`" not in text] == []

@@ -16,6 +16,7 @@ from sgl_pipeline.managers.tiers.storage_launch import StorageProcess
 from sgl_pipeline.managers.tiers.storage_server import StorageSettings
 from sgl_pipeline.managers.tiers.store_identity import StoreIdentity, store_identity
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.process_lifetime import child_environment
 from sgl_pipeline.wire.store_orders import StorePlace
 
 
@@ -100,4 +101,4 @@ def _storage_process(
         digest=identity.digest,
         object_bytes=identity.object_bytes,
     )
-    return StorageProcess(settings, os.environ)
+    return StorageProcess(settings, child_environment())
