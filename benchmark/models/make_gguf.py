@@ -128,7 +128,7 @@ def is_gguf(source: Path) -> bool:
 
 def _round(source: Path, target: Path, type_name: str) -> None:
     program = llama_program(LLAMA_CPP_DIRECTORY, "llama-quantize")
-    command = [program, "--allow-requantize", source, target, type_name.upper()]
+    command: list[str | Path] = [program, "--allow-requantize", source, target, type_name.upper()]
     if subprocess.run(command).returncode != 0:
         raise ConfigurationError(f"{source} could not be rounded; llama-quantize says why")
 

@@ -47,7 +47,7 @@ LOADS = USUAL_LOADS | {
     "clients-16": Load(num_clients=16),
     "clients-64": Load(num_clients=64),
 }
-WARM_UP = {"warm-up": Load(seed=7)}
+WARM_UP = Load(seed=7)
 ENGINES = ("ours --pp 2", "vllm --pp 2")
 
 
@@ -80,7 +80,8 @@ def _compare(options: Options) -> Report:
         )
         for text in options.engine or ENGINES
     ]
-    warm_up, *loads = [_ready(name, model) for name in [*WARM_UP, *names]]
+    warm_up = _ready("warm-up", WARM_UP, model)
+    loads = [_ready(name, LOADS[name], model) for name in names]
     times_each = 2 if options.prefix_caches else 1
     runs: dict[str, list[Run]] = {name: [] for name in names}
     with progress(options.rounds * len(engines), "turns") as bar:
@@ -108,8 +109,7 @@ def _compare(options: Options) -> Report:
     )
 
 
-def _ready(name: str, model: MeasuredModel) -> ClientLoad:
-    load = (LOADS | WARM_UP)[name]
+def _ready(name: str, load: Load | MixedLoad, model: MeasuredModel) -> ClientLoad:
     # The client itself draws random ids.
     if isinstance(load, Load) and model.page_ids is None:
         return load
