@@ -30,7 +30,7 @@ from benchmark.support.command import Command, Options, Report, progress, say
 from benchmark.support.dated_result import markdown_table
 from benchmark.support.engine import Engine
 from benchmark.support.engines import parse_engine, running
-from benchmark.support.loads import Load, WrittenLoad, scaled_trace, write_workload
+from benchmark.support.loads import Load, WrittenLoad, filler_texts, scaled_trace, write_workload
 from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import DEFAULT_PRESET, MeasuredLoad, make_model, measure
 from benchmark.support.other_work import ProcessorTimes
@@ -164,7 +164,7 @@ def _check_loads() -> list[WrittenLoad]:
     """Other lengths than those of the fit, at several rates."""
     path = SCRATCH / "calibration_check.jsonl"
     requests = scaled_trace("sharegpt", CHECK_REQUESTS, scale=0.5, max_output_tokens=96)
-    write_workload(requests, path, PRESETS[DEFAULT_PRESET].vocab_size)
+    write_workload(requests, path, filler_texts(PRESETS[DEFAULT_PRESET].vocab_size))
     return [
         WrittenLoad(path=path, num_requests=CHECK_REQUESTS, requests_per_s=rate, seed=seed)
         for seed, rate in enumerate(CHECK_RATES, 11)

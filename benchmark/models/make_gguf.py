@@ -1,10 +1,13 @@
-"""Writes a checkpoint of `make_model` as the GGUF file that llama.cpp reads.
+"""Writes a checkpoint of `make_model`, or another GGUF file, as the GGUF file that llama.cpp reads.
 
     python -m benchmark.models.make_gguf build/models/0.27b build/models/0.27b-q8_0.gguf --type q8_0
+    python -m benchmark.models.make_gguf build/models/smollm2 build/models/smollm2-bf16.gguf \
+        --type bf16
 
 Run by hand, once for each type; types of 8 and 4 bits are rounded by llama.cpp's own
-`llama-quantize`, embedding and head with the rest. Texts of the checkpoint's tokenizer are no
-products of merges, as GGUF wants them: such a file decodes ids, and must be asked with ids.
+`llama-quantize`, embedding and head with the rest. So is a GGUF file, whose numbers may have been
+rounded before. Texts of `make_model`'s tokenizer are no products of merges, as GGUF wants them:
+such a file decodes ids, and must be asked with ids.
 """
 
 import json
@@ -23,6 +26,7 @@ from benchmark.support.command import Command, Options
 from benchmark.support.paths import LLAMA_CPP_DIRECTORY
 from sgl_pipeline.args import require
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.model_directory import find_gguf_file, weight_format
 
 SIXTEEN_BITS = "bf16"
 TYPES = (SIXTEEN_BITS, "q8_0", "q4_0", "q4_k_m")
@@ -103,24 +107,36 @@ def make_gguf(source: Path, target: Path, type_name: str) -> None:
     """
     # An interrupted write must not look like a model.
     partial = target.with_name(f"{target.name}.partial")
-    if type_name == SIXTEEN_BITS:
+    if is_gguf(source):
+        _round(find_gguf_file(source), partial, type_name)
+    elif type_name == SIXTEEN_BITS:
         write_gguf(source, partial)
     else:
-        program = llama_program(LLAMA_CPP_DIRECTORY, "llama-quantize")
         whole = target.with_name(f"{target.name}.{SIXTEEN_BITS}")
         try:
             write_gguf(source, whole)
-            if subprocess.run([program, whole, partial, type_name.upper()]).returncode != 0:
-                raise ConfigurationError(f"{whole} could not be rounded; llama-quantize says why")
+            _round(whole, partial, type_name)
         finally:
             whole.unlink(missing_ok=True)
     partial.rename(target)
 
 
+def is_gguf(source: Path) -> bool:
+    """True if `source` is a GGUF file, or a directory with such files alone."""
+    return weight_format("auto", source) == "gguf"
+
+
+def _round(source: Path, target: Path, type_name: str) -> None:
+    program = llama_program(LLAMA_CPP_DIRECTORY, "llama-quantize")
+    command: list[str | Path] = [program, "--allow-requantize", source, target, type_name.upper()]
+    if subprocess.run(command).returncode != 0:
+        raise ConfigurationError(f"{source} could not be rounded; llama-quantize says why")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     command = Command(__spec__.name, __doc__, saves=False)
-    command.add("source", type=Path, help="directory of a bf16 checkpoint")
+    command.add("source", type=Path, help="directory of a bf16 checkpoint, or a GGUF file")
     command.add("target", type=Path, help="file to write, which must not exist")
     command.add("--type", choices=TYPES, required=True, help="of the weights")
     return command.run(_write, argv)
@@ -128,7 +144,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _write(options: Options) -> None:
     require(not options.target.exists(), f"{options.target} exists already")
-    require((options.source / "config.json").exists(), f"{options.source} holds no config.json")
+    is_model = (options.source / "config.json").exists() or is_gguf(options.source)
+    require(is_model, f"{options.source} holds no config.json, nor is it a GGUF file")
     make_gguf(options.source, options.target, options.type)
     print(f"{options.target}: {options.target.stat().st_size / 2**20:.0f} MiB")
 

@@ -5,11 +5,14 @@
     python -m benchmark.serving.against_peers --prefix-caches --loads offline
     python -m benchmark.serving.against_peers --loads clients-1,clients-4,clients-16,clients-64 \
         --engine "ours --pp 1 --weights int-quantized" --engine "llama --pp 1 --weights q8_0"
+    python -m benchmark.serving.against_peers --model smollm2 --loads clients-1,clients-16 \
+        --engine "ours --pp 1 --weights bf16" --engine "llama --pp 1 --weights bf16"
 
 Run by hand; half an hour for two engines, six loads and three rounds. Engines take turns, one at a
 time, each started afresh for a round, in which it gets all loads after one that is not counted.
-Prefix caches are off; with `--prefix-caches` they are on, each load comes twice, and the second
-time counts. Memory is the sum of the PSS of the server's processes right after a load.
+Random weights are asked with random ids, a trained model with the text of our pages. Prefix caches
+are off; with `--prefix-caches` they are on, each load comes twice, and the second time counts.
+Memory is the sum of the PSS of the server's processes right after a load.
 """
 
 import sys
@@ -21,16 +24,10 @@ from benchmark.support.engine import Engine
 from benchmark.support.engines import parse_engine, running
 from benchmark.support.loads import ClientLoad, Load, MixedLoad
 from benchmark.support.machine import usable_cores
-from benchmark.support.measured_runs import (
-    DEFAULT_PRESET,
-    check_equal_work,
-    make_model,
-    measure,
-    turns,
-)
+from benchmark.support.measured_models import NAMES, MeasuredModel, measured_model
+from benchmark.support.measured_runs import DEFAULT_PRESET, check_equal_work, measure, turns
 from benchmark.support.paths import SCRATCH
 from benchmark.support.serving_report import Run, comparison_table, cost_table
-from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 
 USUAL_LOADS: dict[str, Load | MixedLoad] = {
     "offline": Load(),
@@ -58,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     command = Command(__spec__.name, __doc__, rounds=3, port=31900)
     command.add("--engine", action="append", help=f"one to measure (default: {ENGINES})")
+    command.add("--model", default=DEFAULT_PRESET, help=f"{NAMES} (default: {DEFAULT_PRESET})")
     command.add(
         "--loads",
         type=names_of(list(LOADS)),
@@ -70,11 +68,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _compare(options: Options) -> Report:
     names: list[str] = options.loads
-    model = make_model(DEFAULT_PRESET)
+    model = measured_model(options.model)
     engines = [
         parse_engine(
             text,
-            model,
+            model.path,
             options.port,
             SCRATCH,
             usable_cores(),
@@ -82,14 +80,17 @@ def _compare(options: Options) -> Report:
         )
         for text in options.engine or ENGINES
     ]
-    loads = [_ready(name, read_model_spec(str(model)).vocab_size) for name in names]
+    warm_up = _ready("warm-up", WARM_UP, model)
+    loads = [_ready(name, LOADS[name], model) for name in names]
     times_each = 2 if options.prefix_caches else 1
     runs: dict[str, list[Run]] = {name: [] for name in names}
     with progress(options.rounds * len(engines), "turns") as bar:
         for round_number, engine in turns(engines, options.rounds):
             with running(engine, SCRATCH / "against_peers.log") as server:
                 repeated = [load for load in loads for _ in range(times_each)]
-                measured = measure(engine, model, [WARM_UP, *repeated], round_number, server)
+                measured = measure(
+                    engine, model.directory, [warm_up, *repeated], round_number, server
+                )
             counted = measured[times_each::times_each]
             for name, one in zip(names, counted, strict=True):
                 runs[name].append(one.run)
@@ -101,18 +102,18 @@ def _compare(options: Options) -> Report:
         name="against_peers",
         texts=_tables(runs, engines),
         facts={
-            "model": {DEFAULT_PRESET: f"prefix caches {caches}; medians (smallest to largest)"},
+            "model": {options.model: f"prefix caches {caches}; medians (smallest to largest)"},
             "loads": {name: str(LOADS[name]) for name in names},
         },
         record={"runs": {name: [asdict(run) for run in runs[name]] for name in names}},
     )
 
 
-def _ready(name: str, vocab_size: int) -> ClientLoad:
-    load = LOADS[name]
-    if isinstance(load, MixedLoad):
-        return load.written(SCRATCH / f"{name}.jsonl", vocab_size)
-    return load
+def _ready(name: str, load: Load | MixedLoad, model: MeasuredModel) -> ClientLoad:
+    # The client itself draws random ids.
+    if isinstance(load, Load) and model.page_ids is None:
+        return load
+    return load.written(SCRATCH / f"{name}.jsonl", model.texts)
 
 
 def _throughputs(runs: dict[str, list[Run]], names: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from benchmark.models.make_model import PRESETS
 from benchmark.support.command import Command, Options, Report, at_least_one
 from benchmark.support.engines import parse_engine
-from benchmark.support.loads import WrittenLoad, scaled_trace, write_workload
+from benchmark.support.loads import WrittenLoad, filler_texts, scaled_trace, write_workload
 from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import DEFAULT_PRESET, make_model, measure_rounds
 from benchmark.support.paths import SCRATCH, VLLM_DIRECTORY
@@ -135,7 +135,7 @@ def _compare(options: Options) -> Report:
     comparison = default.make(names, options.requests, rate)
     model = make_model(DEFAULT_PRESET)
     path = SCRATCH / f"compare_{options.comparison}.jsonl"
-    write_workload(comparison.requests, path, PRESETS[DEFAULT_PRESET].vocab_size)
+    write_workload(comparison.requests, path, filler_texts(PRESETS[DEFAULT_PRESET].vocab_size))
     load, warm_up = (
         WrittenLoad(
             path=path,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmark.models.make_gguf import TYPES as GGUF_TYPES
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 
 
@@ -34,9 +35,9 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The input to every engine: the model in 16 bits, the format of the weights to serve instead
-    of it, the address to listen on, the number of stages, further flags, and whether equal prefixes
-    are computed once."""
+    """The input to every engine: the model, the format of the weights to serve instead of it, the
+    address to listen on, the number of stages, further flags, and whether equal prefixes are
+    computed once."""
 
     label: str
     model: Path
@@ -56,10 +57,17 @@ class Served:
 
     @property
     def checkpoint(self) -> Path:
-        """The model, or its copy that `quantize_model` has rounded to the format `weights`."""
+        """The model, or its copy in the format `weights`: a GGUF file, or a directory that
+        `quantize_model` has written."""
         if self.weights is None:
             return self.model
+        if self.weights in GGUF_TYPES:
+            return self.gguf_file(self.weights)
         return self.copy(self.weights, "quantize_model", f"--format {self.weights}")
+
+    def gguf_file(self, type_name: str) -> Path:
+        """The copy of the model whose weights have that one of `make_gguf`'s types."""
+        return self.copy(f"{type_name}.gguf", "make_gguf", f"--type {type_name}")
 
     def cache_flags(self, turn_off: str) -> tuple[str, ...]:
         """`turn_off` unless the prefix cache is wanted; it is on by default in all engines."""

@@ -2,7 +2,8 @@
 
 Its OpenAI route refuses what the client's `vllm` backend sends (`best_of`), so its own route is
 asked: with token ids, as the texts of `make_model`'s tokenizer are no products of merges, and a
-GGUF file cannot say how they are encoded. The server counts what a request took in and gave out.
+GGUF file cannot say how they are encoded. They are encoded before the time begins. The server
+counts what a request took in and gave out.
 """
 
 import functools
@@ -29,7 +30,7 @@ def add_llama_server(serving: Any) -> None:
     async def request(request_func_input: Any, pbar: Any = None) -> Any:
         asked = request_func_input
         output = serving.RequestFuncOutput.init_new(asked)
-        encoding = tokenizer(serving.args.tokenizer).encode(asked.prompt, add_special_tokens=False)
+        encoding = tokenizer(serving.args.tokenizer).encode(asked.prompt)
         try:
             await _stream(asked.api_url, encoding.ids, asked.output_len, output)
             output.success = True

@@ -1,13 +1,13 @@
 """The loads that `sglang.bench_serving` can put on a server, as its own flags.
 
-Used by `bench_serving.py`, `calibrate.py` and `compare.py`. Clients ignore the end-of-sequence
-token, so the same load is the same work for every engine.
+Clients ignore the end-of-sequence token, so the same load is the same work for every engine.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Protocol
 
 from benchmark.models.make_model import FIRST_FILLER
@@ -15,6 +15,10 @@ from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 
 MIN_TOKENS = 2
+# The text that a model's tokenizer makes of the simulator's ids, about a token for each.
+Texts = Callable[[Sequence[int]], str]
+# Ids that a seed may leave out before its first prompt, so that seeds begin at different places.
+_LEFT_OUT = 100_000
 
 
 class ClientLoad(Protocol):
@@ -43,7 +47,7 @@ class Load:
     num_clients: int | None = None
 
     def client_flags(self) -> list[str]:
-        flags = {
+        flags: dict[str, object] = {
             "--dataset-name": "random-ids",
             "--num-prompts": self.num_requests,
             "--random-input-len": self.input_tokens,
@@ -52,9 +56,33 @@ class Load:
             "--seed": self.seed,
             "--request-rate": self.requests_per_s,
         }
-        if self.num_clients is not None:
-            flags["--max-concurrency"] = self.num_clients
-        return _words(flags)
+        return _words(flags | _client_bound(self.num_clients))
+
+    def written(self, path: Path, texts: Texts) -> "WrittenLoad":
+        """As many requests, with lengths of the same distribution and prompts of `texts`, as a file
+        for the client."""
+        random, ids = Random(self.seed), TokenIds()
+        ids.fresh(random.randrange(_LEFT_OUT))
+
+        def length(longest: int) -> int:
+            return random.randint(max(MIN_TOKENS, int(longest * self.range_ratio)), longest)
+
+        requests = [
+            SimulatedRequest(
+                arrival_s=0.0,
+                prompt=(ids.fresh(length(self.input_tokens)),),
+                output=ids.fresh(length(self.output_tokens)),
+            )
+            for _ in range(self.num_requests)
+        ]
+        write_workload(requests, path, texts)
+        return WrittenLoad(
+            path=path,
+            num_requests=self.num_requests,
+            requests_per_s=self.requests_per_s,
+            seed=self.seed,
+            num_clients=self.num_clients,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +90,7 @@ class WrittenLoad:
     """The requests of a file that `write_workload` made, shuffled by `seed`; Poisson arrivals.
 
     `flush_cache` empties the server's prefix cache first: a repeated load is not answered from it.
+    `num_clients` as in `Load`.
     """
 
     path: Path
@@ -69,15 +98,16 @@ class WrittenLoad:
     requests_per_s: float
     seed: int = 1
     flush_cache: bool = False
+    num_clients: int | None = None
 
     def client_flags(self) -> list[str]:
-        flags = {
+        flags: dict[str, object] = {
             "--dataset-name": "custom",
             "--dataset-path": self.path,
             "--num-prompts": self.num_requests,
             "--seed": self.seed,
             "--request-rate": self.requests_per_s,
-        }
+        } | _client_bound(self.num_clients)
         return [*_words(flags), *(["--flush-cache"] if self.flush_cache else [])]
 
 
@@ -88,7 +118,7 @@ class MixedLoad:
     groups: tuple[tuple[int, int, int], ...]
     requests_per_s: float = float("inf")
 
-    def written(self, path: Path, vocab_size: int) -> WrittenLoad:
+    def written(self, path: Path, texts: Texts) -> WrittenLoad:
         """The same as a file for the client."""
         ids = TokenIds()
         requests = [
@@ -96,7 +126,7 @@ class MixedLoad:
             for count, inputs, outputs in self.groups
             for _ in range(count)
         ]
-        write_workload(requests, path, vocab_size)
+        write_workload(requests, path, texts)
         return WrittenLoad(
             path=path, num_requests=len(requests), requests_per_s=self.requests_per_s
         )
@@ -120,10 +150,8 @@ def scaled_trace(
     ]
 
 
-def write_workload(requests: Sequence[SimulatedRequest], path: Path, vocab_size: int) -> None:
-    """Writes prompts and lengths for models of `make_model.py`, whose filler texts are an id each.
-
-    Equal ids of the simulator become equal ids of the model.
+def write_workload(requests: Sequence[SimulatedRequest], path: Path, texts: Texts) -> None:
+    """Writes prompts as `texts` has them, and lengths as texts of so many tokens.
 
     Raises ValueError for a request of fewer than `MIN_TOKENS` in or out, which the client drops.
     """
@@ -131,15 +159,24 @@ def write_workload(requests: Sequence[SimulatedRequest], path: Path, vocab_size:
     for request in requests:
         if min(request.input_tokens, request.output_tokens) < MIN_TOKENS:
             raise ValueError(f"the client wants {MIN_TOKENS} tokens at least in and out")
-        prompt = _text(request.prompt_ids(), vocab_size)
-        answer = _text(request.output.token_ids, vocab_size)
+        prompt, answer = texts(request.prompt_ids()), texts(request.output.token_ids)
         lines.append(json.dumps({"conversations": [{"value": prompt}, {"value": answer}]}))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _text(token_ids: Sequence[int], vocab_size: int) -> str:
+def filler_texts(vocab_size: int) -> Texts:
+    """Texts for models of `make_model.py`, whose fillers are an id each: equal ids of the simulator
+    become equal ids of the model."""
     num_fillers = vocab_size - FIRST_FILLER
-    return "".join(f"<{FIRST_FILLER + token_id % num_fillers}>" for token_id in token_ids)
+
+    def text(token_ids: Sequence[int]) -> str:
+        return "".join(f"<{FIRST_FILLER + token_id % num_fillers}>" for token_id in token_ids)
+
+    return text
+
+
+def _client_bound(num_clients: int | None) -> dict[str, object]:
+    return {} if num_clients is None else {"--max-concurrency": num_clients}
 
 
 def _words(flags: dict[str, object]) -> list[str]:

@@ -109,7 +109,7 @@ def measure(
         common = ["--backend", engine.client_backend, "--base-url", engine.base_url]
         common += ["--model", str(model), "--tokenizer", str(model), "--disable-tqdm"]
         # A warm-up request would be in the trace; a whole uncounted run comes before instead.
-        common += ["--warmup-requests", "0", "--output-file", str(output)]
+        common += ["--warmup-requests", "0", "--output-file", str(output), "--output-details"]
         command = [sys.executable, "-m", "benchmark.support.load_client"]
         if server is not None:
             command += [MEMORY_OF, str(server.pid), str(memory_path)]
@@ -148,7 +148,8 @@ def _measured(
     run = Run(
         engine=engine.label,
         round=round_number,
-        input_tokens=result["total_input_tokens"],
+        # As the server counts them.
+        input_tokens=sum(result["input_lens"]),
         output_tokens=result["total_output_tokens"],
         duration_s=result["duration"],
         metrics={name: result[name] for name in METRICS},

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmark.models.make_gguf import SIXTEEN_BITS
 from benchmark.peers.install_llama_cpp import llama_program
 from benchmark.peers.install_openvino import openvino_python
 from benchmark.peers.install_vllm_cpu import vllm_environment
@@ -100,8 +101,7 @@ def _llama(served: Served, scratch: Path, cores: Sequence[int]) -> Engine:
     """Slots have pages of their own: a step attends to the tokens of its own request alone, which
     is faster than one pool for all (`--kv-unified`), and bounds a request's tokens."""
     _require_one_stage(served)
-    weights = served.weights or "bf16"
-    checkpoint = served.copy(f"{weights}.gguf", "make_gguf", f"--type {weights}")
+    checkpoint = served.gguf_file(served.weights or SIXTEEN_BITS)
     command = [str(llama_program(LLAMA_CPP_DIRECTORY, "llama-server")), "--model", str(checkpoint)]
     command += [*served.address_flags, "--threads", str(len(cores))]
     command += ["--parallel", str(_LLAMA_SLOTS), "--no-kv-unified", "--no-context-shift"]

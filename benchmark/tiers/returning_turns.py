@@ -29,11 +29,10 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from benchmark.models.fetch_model import MODELS, fetch_model
 from benchmark.models.make_model import FIRST_FILLER, PRESETS
 from benchmark.support.command import Command, Options, Report, at_least_one, progress, say
-from benchmark.support.measured_runs import DEFAULT_PRESET, make_model, turns
-from benchmark.support.paths import DOCS, ROOT
+from benchmark.support.measured_models import NAMES, measured_model
+from benchmark.support.measured_runs import DEFAULT_PRESET, turns
 from benchmark.tiers.conversations import (
     Conversations,
     TokenSource,
@@ -73,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         help=f"may be given again; the first is what others stand beside (default: {ENGINES})",
     )
-    add("--model", default=DEFAULT_PRESET, help="a preset of make_model, smollm2, or a path")
+    add("--model", default=DEFAULT_PRESET, help=f"{NAMES} (default: {DEFAULT_PRESET})")
     add("--no-reuse", action="store_true", help="every turn is a session of its own")
     add("--restart", action="store_true", help="sessions return once more after a restart")
     add("--restart-engine", help="what is started then (default: the same engine)")
@@ -162,18 +161,10 @@ def _pool_text(load: Conversations, pool: Pool) -> str:
 
 def _model(name: str) -> tuple[Path, TokenSource]:
     """Random weights get random tokens, a trained model the text of our pages."""
-    if name in PRESETS:
-        return make_model(name), random_tokens(FIRST_FILLER, PRESETS[name].vocab_size)
-    from tokenizers import Tokenizer
-
-    from sgl_pipeline.managers.command_line.model_files import find_model, require_tokenizer
-
-    model = fetch_model(name) if name in MODELS else Path(name)
-    directory = find_model(str(model), None, None)
-    require_tokenizer(directory)
-    text = "\n\n".join(page.read_text() for page in (*ROOT.glob("*.md"), *DOCS.rglob("*.md")))
-    ids = Tokenizer.from_file(f"{directory}/tokenizer.json").encode(text).ids
-    return model, tokens_of_text(ids)
+    model = measured_model(name)
+    if model.page_ids is None:
+        return model.path, random_tokens(FIRST_FILLER, PRESETS[name].vocab_size)
+    return model.path, tokens_of_text(model.page_ids)
 
 
 def _one_line(run: TurnRun) -> str:

@@ -141,7 +141,7 @@ def _serve(
         stack.callback(grammars.close)
         capacity = launcher.start()
         facts = _log_start(args, capacity)
-        core = _core(args, model.limits, capacity, predictor)
+        core = _core(args, model, capacity, predictor)
         loads = LoadReport(loads_path(args.run_directory), args.scheduling, capacity)
         stack.callback(loads.close)
         live = _live_report(args, server_args, context, core.scheduler, facts)
@@ -219,7 +219,7 @@ def _log_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, Any]
 
 def _core(
     args: PipelineArgs,
-    limits: ModelLimits,
+    model: _ServedModel,
     capacity: PipelineCapacity,
     predictor: StepPredictor | None,
 ) -> PipelineCore:
@@ -229,15 +229,22 @@ def _core(
         make_policy(args.throttle),
         num_pages=capacity.num_pages,
         num_stages=args.stages.num_stages,
-        context_length=limits.context_length,
+        context_length=model.limits.context_length,
         log=_recovery_log(args, capacity),
     )
-    forecast = StepForecast(capacity.plan, predictor, learns=args.stages.device == "cpu")
+    forecast = StepForecast(
+        capacity.plan,
+        predictor,
+        learns=args.stages.device == "cpu",
+        layer_windows=[attention.window for attention in model.spec.attentions],
+    )
     migration = _migration(args.migration, capacity.plan, forecast)
     throttle = ThrottleControl(
         steps, args.throttle, args.scheduling.accounting, args.most_prefill_tokens
     )
-    return PipelineCore(steps, capacity.plan, migration, forecast, throttle, limits.vocab_size)
+    return PipelineCore(
+        steps, capacity.plan, migration, forecast, throttle, model.limits.vocab_size
+    )
 
 
 def _live_report(

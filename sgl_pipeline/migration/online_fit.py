@@ -4,7 +4,7 @@ Holds a bounded number of steps; fits when twice as many have been seen as at th
 a server's life has a dozen fits of a few milliseconds each.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 from sgl_pipeline.costs.step_costs import StepCosts
@@ -19,10 +19,15 @@ _OUTLIER_SHARE = 0.5
 
 
 class OnlineFit:
-    """All layers count as equal: times of whole stages do not separate them."""
+    """All layers count as equal, except for their windows: times of whole stages do not separate
+    them.
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
+    Args:
+        layer_windows: of each layer of the model, None for one that sees all tokens.
+    """
+
+    def __init__(self, layer_windows: Sequence[int | None]) -> None:
+        self._layer_windows = tuple(layer_windows)
         self._steps: deque[tuple[StepWork, tuple[int, ...], tuple[float, ...]]] = deque(
             maxlen=_MOST_KEPT_STEPS
         )
@@ -38,18 +43,19 @@ class OnlineFit:
         if self._num_seen < self._next_fit:
             return None
         self._next_fit *= 2
-        samples = [sample for step in self._steps for sample in _stage_samples(*step)]
-        return fit_stages(samples, self._num_layers, _OUTLIER_SHARE)
+        samples = [sample for step in self._steps for sample in self._stage_samples(*step)]
+        return fit_stages(samples, self._layer_windows, _OUTLIER_SHARE)
 
-
-def _stage_samples(
-    work: StepWork, layer_counts: Sequence[int], stages_ms: Sequence[float]
-) -> Iterator[StageSample]:
-    """The first stage, the last one, and those between as one: a fit takes no longer for many."""
-    last = len(layer_counts) - 1
-    yield StageSample(work, layer_counts[0], True, last == 0, stages_ms[0])
-    if last > 1:
-        between = sum(layer_counts[1:last])
-        yield StageSample(work, between, False, False, sum(stages_ms[1:last]))
-    if last > 0:
-        yield StageSample(work, layer_counts[last], False, True, stages_ms[last])
+    def _stage_samples(
+        self, work: StepWork, layer_counts: Sequence[int], stages_ms: Sequence[float]
+    ) -> Iterator[StageSample]:
+        """The first stage, the last one, and those between as one: a fit takes no longer for
+        many."""
+        last, windows = len(layer_counts) - 1, self._layer_windows
+        first_end, last_start = layer_counts[0], len(windows) - layer_counts[-1]
+        yield StageSample(work, Counter(windows[:first_end]), True, last == 0, stages_ms[0])
+        if last > 1:
+            between = Counter(windows[first_end:last_start])
+            yield StageSample(work, between, False, False, sum(stages_ms[1:last]))
+        if last > 0:
+            yield StageSample(work, Counter(windows[last_start:]), False, True, stages_ms[last])

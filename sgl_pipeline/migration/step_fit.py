@@ -4,7 +4,7 @@ The times are `PartSample`s of made-up steps, each part by itself, or `StageSamp
 steps, where a stage's layers and ends are one time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,11 +27,11 @@ CURVE_ROWS = (1.0, 8.0, 9.0, 16.0, 17.0, 24.0, 25.0, 32.0, 33.0, 64.0, 128.0, 25
 
 
 class StageSample(NamedTuple):
-    """A served step's time on a stage with `num_layers` layers. Stages between the ends have
-    neither embedding nor tail."""
+    """A served step's time on a stage: the number of its layers by their window, None for those
+    that see all tokens. Stages between the ends have neither embedding nor tail."""
 
     work: StepWork
-    num_layers: int
+    layers: Mapping[int | None, int]
     is_first: bool
     is_last: bool
     stage_ms: float
@@ -55,7 +55,7 @@ def fit_parts(
     layer_ms = np.array([sample.kinds_ms[usual] for sample in samples])
     works = [sample.work for sample in samples]
     tails = [sample for sample in samples if sample.work.samples]
-    own_windows = tuple(windows) if any(windows) else ()
+    own_windows = _own_windows(windows)
     window_of = dict(zip(kinds, own_windows or (None,) * len(kinds), strict=True))
     window = window_of[usual]
     seen = works if window is None else [windowed_work(work, window) for work in works]
@@ -80,10 +80,14 @@ def fit_parts(
     return StepCosts(costs.layer, costs.embedding, costs.tail, weights, own_windows)
 
 
-def fit_stages(samples: Sequence[StageSample], num_layers: int, outlier_share: float) -> StepCosts:
-    """The costs of equal layers that come nearest to the times of whole stages.
+def fit_stages(
+    samples: Sequence[StageSample], layer_windows: Sequence[int | None], outlier_share: float
+) -> StepCosts:
+    """The costs of layers, equal in all but their windows, that come nearest to the times of whole
+    stages.
 
     Args:
+        layer_windows: of each layer of the model, None for one that sees all tokens.
         outlier_share: see `least_squares.relative_fit`.
     """
     features = np.array([_stage_features(sample) for sample in samples])
@@ -96,8 +100,14 @@ def fit_stages(samples: Sequence[StageSample], num_layers: int, outlier_share: f
         layer=LayerCost(convex_rows(base_ms, slopes_ms), decode_ms, by_decode_ms, by_prefill_ms),
         embedding=RowCost((1.0,), (token_ms,), token_ms),
         tail=RowCost((1.0,), (tail_ms + sample_ms,), sample_ms),
-        layer_weights=(1.0,) * num_layers,
+        layer_weights=(1.0,) * len(layer_windows),
+        layer_windows=_own_windows(layer_windows),
     )
+
+
+def _own_windows(windows: Sequence[int | None]) -> tuple[int | None, ...]:
+    """The same as `StepCosts.layer_windows`: empty where no layer has one."""
+    return tuple(windows) if any(windows) else ()
 
 
 def errors_on(costs: StepCosts, samples: Sequence[PartSample], kinds: Sequence[int]) -> FitErrors:
@@ -184,17 +194,18 @@ def convex_rows(base_ms: float, slopes_ms: Sequence[float]) -> RowCost:
 
 
 def _stage_features(sample: StageSample) -> list[float]:
-    work, count = sample.work, sample.num_layers
-    layer = (
-        1.0,
-        *rows_beyond_knots(work.tokens),
-        work.decodes,
-        work.decode_attended_tokens,
-        work.prefill_attended_tokens,
-    )
+    work, count = sample.work, sum(sample.layers.values())
+    layer = (1.0, *rows_beyond_knots(work.tokens), work.decodes)
+    by_decodes = by_prefill = 0
+    for window, own_count in sample.layers.items():
+        seen = work if window is None else windowed_work(work, window)
+        by_decodes += own_count * seen.decode_attended_tokens
+        by_prefill += own_count * seen.prefill_attended_tokens
     samples = work.samples if sample.is_last else 0
     return [
         *(count * one for one in layer),
+        by_decodes,
+        by_prefill,
         work.tokens if sample.is_first else 0,
         1.0 if samples else 0.0,
         samples,

@@ -4,6 +4,8 @@ Must be notified of every step that has ended. It serves the planner of layer mo
 `SlowestStage`, policies that budget time. Pure.
 """
 
+from collections.abc import Sequence
+
 from sgl_pipeline.migration.online_fit import OnlineFit
 from sgl_pipeline.migration.predictor import (
     PartTimes,
@@ -28,17 +30,23 @@ class StepForecast:
             before that.
         learns: whether the stages' timings measure computation. On a GPU they measure its host, not
             the GPU's speed.
+        layer_windows: as `StepCosts.layer_windows`, for what is fitted.
     """
 
     def __init__(
-        self, plan: StagePlan, predictor: StepPredictor | None = None, learns: bool = True
+        self,
+        plan: StagePlan,
+        predictor: StepPredictor | None = None,
+        learns: bool = True,
+        layer_windows: Sequence[int | None] = (),
     ) -> None:
         self._num_stages = plan.num_stages
         self._plans: dict[int, tuple[int, ...]] = {}
         self._weights: dict[int, tuple[tuple[float, ...], ...]] = {}
         self.predictor = predictor
         self._speeds = StageSpeeds(plan.num_stages) if learns else None
-        self._online = OnlineFit(plan.num_layers) if learns and predictor is None else None
+        windows = layer_windows or (None,) * plan.num_layers
+        self._online = OnlineFit(windows) if learns and predictor is None else None
         self._slowest: tuple[object, SlowestStage] | None = None
         self.know_plan(plan)
 

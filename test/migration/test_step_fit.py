@@ -12,6 +12,7 @@ from sgl_pipeline.migration.least_squares import non_negative_fit, relative_fit
 from sgl_pipeline.migration.online_fit import FIRST_FIT_STEPS, OnlineFit
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_fit import errors_on, fit_parts
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_work import StepWork
 
@@ -123,13 +124,17 @@ def test_an_outlier_pulls_no_harder_than_its_bound() -> None:
 
 
 def online_costs(
-    costs: StepCosts, layer_counts: tuple[int, ...], noise: float, outliers: bool = False
+    costs: StepCosts,
+    layer_counts: tuple[int, ...],
+    noise: float,
+    outliers: bool = False,
+    windows: tuple[int | None, ...] = (),
 ) -> tuple[StepCosts, ServedSteps]:
     rng = random.Random(6)
     served = ServedSteps(
         costs, StagePlan(0, layer_counts), (), lambda: 1.0 + noise * rng.uniform(-1, 1)
     )
-    fit = OnlineFit(sum(layer_counts))
+    fit = OnlineFit(windows or costs.layer_windows or (None,) * sum(layer_counts))
     for number, step in enumerate(random_steps(FIRST_FIT_STEPS, seed=7), 1):
         record = served.run(step.work)
         times = [stage.compute_ms for stage in record.stages]
@@ -169,7 +174,7 @@ def test_the_embedding_is_the_first_stages_alone(layer_counts: tuple[int, ...]) 
 
 
 def test_a_server_fits_ever_more_rarely() -> None:
-    fit, record = OnlineFit(4), ServedSteps(flat_costs(4, 2.0), StagePlan(0, (2, 2)))
+    fit, record = OnlineFit((None,) * 4), ServedSteps(flat_costs(4, 2.0), StagePlan(0, (2, 2)))
     times = [
         number
         for number in range(1, 5000)
@@ -226,3 +231,38 @@ def test_windows_are_fitted_though_a_step_knows_only_sums() -> None:
     assert errors_on(fitted, held_out, WINDOWED_KINDS).layer < 0.05
     blind = fit_parts(samples, WINDOWED_KINDS)
     assert errors_on(blind, held_out, WINDOWED_KINDS).layer > 0.08
+
+
+@pytest.mark.parametrize("layer_counts", [(9, 7), (3, 4, 4, 3, 2)])
+def test_a_server_learns_what_layers_with_a_window_see(layer_counts: tuple[int, ...]) -> None:
+    plain, windows = card_costs(16), (None, 64, 64, 64, None, 512, 64, 64) + (64,) * 8
+    attending = LayerCost(plain.layer.rows, 0.0, 5e-6, 1e-6)
+    truth = StepCosts(attending, plain.embedding, plain.tail, plain.layer_weights, windows)
+    found, served = online_costs(truth, layer_counts, noise=0.05)
+    blind, _ = online_costs(truth, layer_counts, noise=0.05, windows=(None,) * 16)
+    assert found.layer_windows == windows and blind.layer_windows == ()
+    assert found.layer.decode_attended_ms == pytest.approx(5e-6, rel=0.1)
+
+    def error(costs: StepCosts) -> float:
+        """The mean of the errors of a stage's time in every step, for another split."""
+        shares = []
+        for step in random_steps(200, seed=8):
+            expected, told = (
+                predictor.stage_times_ms(predictor.parts_ms(step.work), (2, 14))
+                for predictor in (served.truth, StepPredictor(costs))
+            )
+            shares += [abs(one / other - 1.0) for one, other in zip(told, expected, strict=True)]
+        return float(np.mean(shares))
+
+    assert error(found) < 0.05
+    assert error(blind) > 2 * error(found)
+
+
+def test_a_forecast_fits_the_windows_that_it_is_told_of() -> None:
+    plan, windows = StagePlan(0, (2, 2)), (64, None, 64, 64)
+    forecast = StepForecast(plan, layer_windows=windows)
+    served = ServedSteps(card_costs(4), plan)
+    for step in random_steps(FIRST_FIT_STEPS, seed=7):
+        forecast.note(served.run(step.work))
+    assert forecast.predictor is not None
+    assert forecast.predictor.costs.layer_windows == windows

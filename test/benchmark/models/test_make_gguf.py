@@ -86,6 +86,30 @@ def test_another_family_is_refused(tmp_path: Path) -> None:
         write_gguf(tmp_path / "moe", tmp_path / "moe.gguf")
 
 
+def test_a_gguf_file_is_handed_to_llama_cpp_as_it_is(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "llama-quantize"
+    program.write_text('#!/bin/sh\necho "$@" > "$3"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(make_gguf, "llama_program", lambda directory, name: program)
+    published = tmp_path / "published"
+    published.mkdir()
+    source = published / "model.Q4_1.gguf"
+    write_gguf(checkpoint, source)
+    target = tmp_path / "published-bf16.gguf"
+    make_gguf.make_gguf(published, target, "bf16")
+    assert target.read_text() == f"--allow-requantize {source} {target}.partial BF16\n"
+    assert list(published.iterdir()) == [source]
+
+
+def test_a_directory_without_a_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make_gguf.main([str(tmp_path), str(tmp_path / "target"), "--type", "bf16"]) == 1
+    assert "holds no config.json, nor is it a GGUF file" in capsys.readouterr().err
+
+
 def test_a_rounding_that_fails_leaves_no_model(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from benchmark.support.peer_engines import bind_threads
 from sgl_pipeline.errors import ConfigurationError
 
 MODEL = Path("model")
+KINDS = ("ours", "llama")
 
 
 @pytest.fixture
@@ -84,6 +85,14 @@ def test_a_peer_with_a_form_of_its_own_says_how_its_copy_is_written(
     assert str(installed / copy) in engine.command
     assert value_of("--threads", engine) == "2"
     assert value_of("--port", engine) == "31000"
+
+
+@pytest.mark.parametrize("weights", ["bf16", "q8_0"])
+def test_ours_and_llama_serve_the_same_file(weights: str, installed: Path) -> None:
+    (installed / f"0.27b-{weights}.gguf").touch()
+    ours, llama = (parsed(f"{kind} --pp 1 --weights {weights}", installed) for kind in KINDS)
+    file = str(installed / f"0.27b-{weights}.gguf")
+    assert (value_of("--model-path", ours), value_of("--model", llama)) == (file, file)
 
 
 def test_every_slot_of_llama_holds_a_request_of_the_loads_of_clients(installed: Path) -> None:
