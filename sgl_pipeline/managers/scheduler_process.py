@@ -19,7 +19,7 @@ import zmq
 from sglang.srt.runtime_context import get_serving, publish
 from sglang.srt.utils import configure_logger
 
-from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs
+from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.cluster.remote_workers import RemoteWorkers
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.channels.last_words import write_last_words
@@ -27,6 +27,7 @@ from sgl_pipeline.managers.channels.live_channel import LiveSocket, live_address
 from sgl_pipeline.managers.channels.operator_channel import DeskSocket, desk_address
 from sgl_pipeline.managers.channels.span_channel import SpanSender, span_address
 from sgl_pipeline.managers.command_line.model_files import ModelLimits, load_tokenizer, model_limits
+from sgl_pipeline.managers.core_start import build_core, recovery_actions, saved_predictor
 from sgl_pipeline.managers.front.garbage import postpone_full_collections
 from sgl_pipeline.managers.front.operator_replies import OperatorReplies
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
@@ -37,34 +38,22 @@ from sgl_pipeline.managers.grammars.client import GrammarCompilerClient
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
 from sgl_pipeline.managers.grammars.vocabulary import NoGrammarsError, read_vocabulary
 from sgl_pipeline.managers.pipeline_scheduler import PipelineScheduler
-from sgl_pipeline.managers.planning.cost_files import find_costs
 from sgl_pipeline.managers.reports.live_report import LiveReport
 from sgl_pipeline.managers.reports.load_report import LoadReport, loads_path
 from sgl_pipeline.managers.reports.reports import Reports
 from sgl_pipeline.managers.reports.server_info import describe_page, describe_start, summarize_start
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
-from sgl_pipeline.managers.stages.recovery_actions import RecoveryActions
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.managers.tiers.open_tier import OpenTier, StoreOpener, store_opener
 from sgl_pipeline.managers.tiers.tier_driver import TierDriver
-from sgl_pipeline.migration.planner import LayerPlanner
-from sgl_pipeline.migration.planner_args import PlannerArgs
 from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.migration.step_forecast import StepForecast
-from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
-from sgl_pipeline.pipeline.pipeline_core import PipelineCore
-from sgl_pipeline.pipeline.recovery import StageRecovery
-from sgl_pipeline.pipeline.stage_watch import StageWatch
-from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.pipeline.worker_source import WorkerSource
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.stage_spec import stage_spec
 from sgl_pipeline.records.chrome_trace import ChromeTraceWriter
 from sgl_pipeline.records.trace import EventWriter, TraceWriter
-from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
-from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.scheduling import StepScheduler
 
 if TYPE_CHECKING:
     from sgl_pipeline.managers.reports.metrics_report import MetricsReport
@@ -126,7 +115,7 @@ def _serve(
     model = _read_model(args, server_args)
     poller = zmq.Poller()
     grammars = _grammars(args, model.limits, model.tokenizer, poller)
-    predictor = _saved_predictor(args, model.spec)
+    predictor = saved_predictor(args, model.spec)
     with contextlib.ExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Waits a moment for the last answers to leave.
@@ -141,7 +130,7 @@ def _serve(
         stack.callback(grammars.close)
         capacity = launcher.start()
         facts = _log_start(args, capacity)
-        core = _core(args, model, capacity, predictor)
+        core = build_core(args, model.spec, model.limits, capacity, predictor)
         loads = LoadReport(loads_path(args.run_directory), args.scheduling, capacity)
         stack.callback(loads.close)
         live = _live_report(args, server_args, context, core.scheduler, facts)
@@ -158,7 +147,7 @@ def _serve(
         postpone_full_collections()
         if launcher.roster.incarnation > 0:
             launcher.broadcast(core.start_over(launcher.roster.incarnation))
-        recovery = _recovery_actions(args, core, launcher)
+        recovery = recovery_actions(args, core, launcher)
         store = _tier_driver(args, core.scheduler, open_store, opened, poller)
         if store is not None:
             stack.callback(store.close)
@@ -217,36 +206,6 @@ def _log_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, Any]
     return facts
 
 
-def _core(
-    args: PipelineArgs,
-    model: _ServedModel,
-    capacity: PipelineCapacity,
-    predictor: StepPredictor | None,
-) -> PipelineCore:
-    """The pipeline over stages of this capacity, with all that may change while it serves."""
-    steps = StepScheduler(
-        args.scheduling,
-        make_policy(args.throttle),
-        num_pages=capacity.num_pages,
-        num_stages=args.stages.num_stages,
-        context_length=model.limits.context_length,
-        log=_recovery_log(args, capacity),
-    )
-    forecast = StepForecast(
-        capacity.plan,
-        predictor,
-        learns=args.stages.device == "cpu",
-        layer_windows=[attention.window for attention in model.spec.attentions],
-    )
-    migration = _migration(args.migration, capacity.plan, forecast)
-    throttle = ThrottleControl(
-        steps, args.throttle, args.scheduling.accounting, args.most_prefill_tokens
-    )
-    return PipelineCore(
-        steps, capacity.plan, migration, forecast, throttle, model.limits.vocab_size
-    )
-
-
 def _live_report(
     args: PipelineArgs,
     server_args: Any,
@@ -282,18 +241,6 @@ def _front(
         context,
         spans,
     )
-
-
-def _recovery_actions(
-    args: PipelineArgs, core: PipelineCore, launcher: StageLauncher
-) -> RecoveryActions:
-    """The recovery of lost stages; without it a hang goes unnoticed as well."""
-    options = _recovery_args(args, launcher)
-    recovery = StageRecovery(core, launcher.roster, options)
-    if options.mode == "off":
-        return RecoveryActions(recovery, launcher)
-    watch = StageWatch(core, options.silence_s, launcher.roster.rehearsal_s, launcher.core_waits_s)
-    return RecoveryActions(recovery, launcher, watch)
 
 
 def _tier_driver(
@@ -341,51 +288,6 @@ def _grammars(
         options.match_ms_per_token,
         args.scheduling.waiting_timeout_s,
     )
-
-
-def _saved_predictor(args: PipelineArgs, spec: ModelSpec) -> StepPredictor | None:
-    """The predictor that `sgl-pipeline fit` has saved for stages like these, if there is one."""
-    file = find_costs(args.stages, spec.num_layers)
-    if file is None:
-        return None
-    logger.info("step costs of %s are those fitted on %s", file.model, file.date)
-    return StepPredictor(file.costs)
-
-
-def _migration(options: MigrationArgs, plan: StagePlan, forecast: StepForecast) -> MigrationControl:
-    """The control of layer moves, with a planner unless layers stay where they are."""
-    if options.mode == "off":
-        return MigrationControl.off(plan)
-    planner = LayerPlanner(
-        PlannerArgs(
-            window_steps=options.window_steps,
-            evaluate_steps=min(PlannerArgs().evaluate_steps, options.window_steps),
-        ),
-        plan,
-        forecast,
-        max_layers=options.max_layers(plan),
-    )
-    return MigrationControl.of(options, plan, planner)
-
-
-def _recovery_args(args: PipelineArgs, launcher: StageLauncher) -> RecoveryArgs:
-    """The arguments of recovery, which is off where the stages' links do not allow it."""
-    options = args.recovery
-    if options.mode == "off" or launcher.roster.can_regroup:
-        return options
-    logger.warning(
-        "a stage that is lost will end the server: NCCL joins stages for life; with --stage-link "
-        "host it would be replaced"
-    )
-    return dataclasses.replace(options, mode="off", spare_workers=0)
-
-
-def _recovery_log(args: PipelineArgs, capacity: PipelineCapacity) -> RecoveryLog | None:
-    """The rows from which a lost stage can compute again by itself; None where none are kept."""
-    if args.log_mib == 0:
-        return None
-    stages, size = args.stages.num_stages, args.scheduling.page_size
-    return RecoveryLog(stages, size, capacity.log_pages)
 
 
 def _open_traces(args: PipelineArgs) -> list[EventWriter]:

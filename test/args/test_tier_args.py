@@ -75,7 +75,10 @@ def test_pages_in_the_memory_of_a_gpu_have_no_store() -> None:
 def test_a_backend_of_upstreams_gets_its_own_keys(backend: str) -> None:
     store = store_config({"prefetch_threshold": 16, "module_path": "m"})
     args = TierArgs(enabled=True, backend=backend, store=store)
-    assert (args.store.prefetch_threshold, args.store.backend_settings) == (16, {"module_path": "m"})
+    assert (args.store.prefetch_threshold, args.store.backend_settings) == (
+        16,
+        {"module_path": "m"},
+    )
 
 
 @pytest.mark.parametrize(

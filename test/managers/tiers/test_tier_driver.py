@@ -236,7 +236,13 @@ def test_a_reason_of_a_stage_is_logged_once(
 ) -> None:
     caplog.set_level(logging.WARNING)
     failed = PagesSaved(
-        stage=1, transfer=0, num_pages=0, layers=(0, 1), sizes=(), checksums=b"", busy_s=0.0,
+        stage=1,
+        transfer=0,
+        num_pages=0,
+        layers=(0, 1),
+        sizes=(),
+        checksums=b"",
+        busy_s=0.0,
         message="the disk is full",
     )
     for _ in range(3):
