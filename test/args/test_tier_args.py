@@ -64,7 +64,9 @@ def test_without_a_radix_cache_there_is_nothing_to_keep() -> None:
 
 
 def test_pages_in_the_memory_of_a_gpu_have_no_store() -> None:
-    with pytest.raises(ConfigurationError, match="--device cuda is not built: .* use --device cpu"):
+    with pytest.raises(
+        ConfigurationError, match=r"--device cuda is not built: .* use --device cpu"
+    ):
         PipelineArgs(
             stages=StageArgs(model_path="m", dtype="bfloat16", device="cuda"),
             tiers=TierArgs(**FILE),

@@ -1,4 +1,4 @@
-"""The driver of a store: what it passes between scheduler and client, and how stores come and go."""
+"""The driver of a store: what it passes on, and how stores come and go."""
 
 import logging
 import threading
