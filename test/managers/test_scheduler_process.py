@@ -9,7 +9,17 @@ from sgl_pipeline.args import PipelineArgs, StageArgs, TierArgs
 from sgl_pipeline.managers import scheduler_process
 
 # As they are closed: first those that answer somebody, last what the answers leave through.
-CLOSED = ("front", "operators", "live", "loads", "grammars", "launcher", "traces", "context")
+CLOSED = (
+    "store",
+    "front",
+    "operators",
+    "live",
+    "loads",
+    "grammars",
+    "launcher",
+    "traces",
+    "context",
+)
 
 
 class Parts:
@@ -23,16 +33,17 @@ class Parts:
         core: Any = SimpleNamespace(scheduler=None)
         named: dict[str, Any] = {
             "_read_model": SimpleNamespace(spec=None, limits=None, tokenizer=None),
-            "_saved_predictor": None,
+            "saved_predictor": None,
             "_open_traces": (),
             "_log_start": {},
-            "_core": core,
+            "build_core": core,
             "loads_path": "",
             "desk_address": "",
             "DeskSocket": None,
             "_ready_message": None,
             "postpone_full_collections": None,
-            "_recovery_actions": None,
+            "recovery_actions": None,
+            "store_opener": None,
             "Reports": None,
         }
         for name, value in named.items():
@@ -50,6 +61,7 @@ class Parts:
             ("_live_report", "live"),
             ("OperatorReplies", "operators"),
             ("_front", "front"),
+            ("_tier_driver", "store"),
         ):
             self._makes(function, name, self._part(name))
         self._makes("_open_metrics", "metrics", None)
@@ -66,6 +78,7 @@ class Parts:
             scheduling=None,
             grammars=SimpleNamespace(compile_seconds=1.0),
             migration=SimpleNamespace(mode="off"),
+            tiers=SimpleNamespace(backend=None),
         )
         pipe: Any = SimpleNamespace(send=ready)
         scheduler_process._serve(args, [], None, None, None, pipe)  # type: ignore[arg-type]
@@ -100,7 +113,8 @@ def test_all_is_closed_in_one_order_when_the_loop_ends(monkeypatch: pytest.Monke
         ("operators", "live", False),
         ("front", "operators", False),
         ("compiler", "front", True),
-        ("loop", "front", True),
+        ("store", "front", True),
+        ("loop", "store", True),
     ],
 )
 def test_a_step_that_fails_closes_what_was_opened_before_it(
