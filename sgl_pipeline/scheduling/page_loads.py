@@ -29,8 +29,6 @@ from sgl_pipeline.step_work import StepTimes, StepWork, attended_tokens
 from sgl_pipeline.wire.step_order import INT32
 from sgl_pipeline.wire.store_orders import LoadPages, PagesLoaded
 
-# Requests whose prefixes are looked up or loaded at a time.
-LOOK_AHEAD = 64
 _ACCOUNTING = ACCOUNTINGS["radix"]
 # A load that is declined makes the next one look faster by this.
 FORGOTTEN = 0.9
@@ -108,6 +106,8 @@ class PageLoads:
         self._asked: dict[int, _Wish] = {}
         self._found: list[_Wish] = []  # a heap, to be loaded
         self._loads: dict[int, PageLoad] = {}
+        # Pages that were loaded for requests that waited then.
+        self._awaited: dict[Request, int] = {}
         self._next_lookup = 0
         self.page_s: float | None = None  # measured seconds of a page on the slowest stage
 
@@ -123,10 +123,11 @@ class PageLoads:
         self._held.append(wish)
         heapq.heappush(self._new, wish)
 
-    def take_lookups(self) -> list[Lookup]:
-        """The next questions for the store, of the requests that are served first."""
+    def take_lookups(self, look_ahead: int) -> list[Lookup]:
+        """The next questions for the store, of the requests that are served first; `look_ahead` is
+        the rule of that name."""
         lookups: list[Lookup] = []
-        while self._new and len(self._asked) + len(self._found) + len(self._loads) < LOOK_AHEAD:
+        while self._new and len(self._asked) + len(self._found) + len(self._loads) < look_ahead:
             wish = heapq.heappop(self._new)
             if wish.request not in self._waiting:
                 continue
@@ -176,26 +177,43 @@ class PageLoads:
         now_s: float,
         rules: TierRules,
         times: StepTimes | None,
-        room: int,
+        num_reserved: int,
         owed: Set[int],
         next_transfer: Callable[[], int],
     ) -> Iterator[LoadPages]:
-        """Starts loads in the order of the queue, into at most `room` more pages.
+        """Starts loads in the order of the queue, as far as there is room for all that was loaded
+        for requests that still wait, too: a load must not evict another one's pages.
 
-        Nothing is loaded behind a page that is `owed`, which may be forgotten at any time.
+        Args:
+            num_reserved: available pages that are reserved.
+            owed: nothing is loaded behind these pages, which may be forgotten at any time.
         """
+        if not self._found:
+            return
+        most = int(rules.load_share * self._pages.num_pages)
+        awaited = self._awaited_pages()
+        spare = self._pages.num_available - num_reserved - awaited
+        room = min(spare, most - awaited - self.loading_pages)
         blocked: list[_Wish] = []
         while self._found and room > 0:
             wish = heapq.heappop(self._found)
             if wish.request not in self._waiting:
                 continue
             path = self._waiting.path_of(wish.request)
+            match = self._storage.match(path)
             if self._demand.claimed_node(path) is not None:
                 # Parked with it held: it goes on behind what another request or load brings.
                 blocked.append(wish)
                 continue
+            if match.end < wish.start:
+                heapq.heappush(self._new, wish)  # evicted since: more is missing than was asked for
+                continue
+            if min(self._lacking(wish, match), most) > room:
+                # It could not be admitted now, nor could those behind it before it.
+                blocked.append(wish)
+                break
             load = None
-            if not owed or owed.isdisjoint(self._storage.pages_of(self._storage.match(path))):
+            if not owed or owed.isdisjoint(self._storage.pages_of(match)):
                 load = self._start(wish, path, rules, times, room)
             self._waiting.let_go(wish.request)
             if load is None:
@@ -244,6 +262,7 @@ class PageLoads:
         self._new.clear()
         self._asked.clear()
         self._found.clear()
+        self._awaited.clear()
         for load in self._loads.values():
             self._counts.miss("dropped", load.num_tokens)
             if load.is_claimed:
@@ -280,6 +299,16 @@ class PageLoads:
 
     # Inside
 
+    def _awaited_pages(self) -> int:
+        """Pages that were loaded for requests that still wait."""
+        for request in [one for one in self._awaited if one not in self._waiting]:
+            del self._awaited[request]
+        return sum(self._awaited.values())
+
+    def _lacking(self, wish: _Wish, match: RadixNode) -> int:
+        """Number of pages that were found for `wish` and follow the cached `match`."""
+        return max(0, len(wish.records) - (match.end - wish.start) // self._pages.page_size)
+
     def _start(
         self,
         wish: _Wish,
@@ -291,10 +320,7 @@ class PageLoads:
         """Begins the load of what `wish` lacks, if it is worth it."""
         size, request = self._pages.page_size, wish.request
         match = self._storage.match(path)
-        if match.end < wish.start:  # evicted since: what is missing now was not asked for
-            self._counts.miss("dropped", len(wish.records) * size)
-            return None
-        records = wish.records[(match.end - wish.start) // size :]
+        records = wish.records[len(wish.records) - self._lacking(wish, match) :]
         self._counts.miss("device_covered", (len(wish.records) - len(records)) * size)
         if len(records) * size < rules.least_tokens:
             self._counts.miss("below_threshold", len(records) * size)
@@ -364,6 +390,8 @@ class PageLoads:
         if load.is_claimed:
             self._demand.unclaim(load.path)
         load.request.loaded_tokens += num_tokens
+        if load.request in self._waiting:
+            self._awaited[load.request] = num_pages
 
 
 def _order_of(load: PageLoad) -> LoadPages:

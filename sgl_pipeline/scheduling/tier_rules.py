@@ -18,8 +18,9 @@ class TierRules:
     A prefix is loaded if at least `least_tokens` of it are in the store and not cached.
     `wait_policy` says how long a request waits for it: `timeout_base_s` and
     `timeout_s_per_ki_token` for every 1,024 tokens, at most `timeout_cap_s`; not at all; or as long
-    as it takes. Loads fill at most `load_share` of all pages at a time, saves keep at most
-    `save_share` of them from eviction.
+    as it takes. The prefixes of at most `look_ahead` requests are looked up or loaded at a time.
+    Loads fill at most `load_share` of all pages at a time, saves keep at most `save_share` of them
+    from eviction.
     """
 
     write_policy: WritePolicy = "write_through"
@@ -28,6 +29,7 @@ class TierRules:
     timeout_base_s: float = 1.0
     timeout_s_per_ki_token: float = 0.25
     timeout_cap_s: float = 30.0
+    look_ahead: int = 64
     load_share: float = 0.5
     save_share: float = 0.125
 

@@ -22,12 +22,22 @@ from sgl_pipeline.args import (
     ThrottleArgs,
     require,
 )
+from sgl_pipeline.args.store_config import StoreConfig
+from sgl_pipeline.args.tier_args import PREFETCH_POLICIES, WRITE_POLICIES
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.host_network import read_host_network
 from sgl_pipeline.records.move_record import MoveRecord
 from sgl_pipeline.records.trace import TraceWriter
+from sgl_pipeline.scheduling.tier_counts import TierCounts
+from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.simulator.climb import Trial
-from sgl_pipeline.simulator.experiment import LINKS, Cluster, MeasuredPipeline, simulate
+from sgl_pipeline.simulator.experiment import (
+    LINKS,
+    SERVER_RULES,
+    Cluster,
+    MeasuredPipeline,
+    simulate,
+)
 from sgl_pipeline.simulator.kernel_costs import DEVICES
 from sgl_pipeline.simulator.migration_setup import Migration
 from sgl_pipeline.simulator.models import KV_CACHE_DTYPES, MODELS, QUANTIZATIONS
@@ -35,6 +45,7 @@ from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import LatencyTarget, Summary, summarize
 from sgl_pipeline.simulator.traces import SHIPPED, load_trace, shared_prefixes
 from sgl_pipeline.simulator.tune import search, server_flags
+from sgl_pipeline.simulator.virtual_store import StoreCosts
 from sgl_pipeline.simulator.workload import (
     SimulatedRequest,
     poisson_arrivals,
@@ -67,6 +78,8 @@ def _run(options: argparse.Namespace) -> int:
             print(_row(policy, rate, summary), flush=True)
             for move in simulation.moves:
                 print(_move_row(move), flush=True)
+            if simulation.tier is not None:
+                print(_store_row(simulation.tier, summary), flush=True)
             _write(options, policy, rate, simulation, summary)
     return 0
 
@@ -129,6 +142,11 @@ def _pipeline(options: argparse.Namespace) -> Cluster | MeasuredPipeline:
             "layers cannot move in a recorded pipeline, whose trace tells no layer from another; "
             "use --migration without --calibrate",
         )
+        require(
+            options.store_capacity_gb is None,
+            "a recorded pipeline's trace does not tell the size of its pages; use "
+            "--store-capacity-gb without --calibrate",
+        )
         return MeasuredPipeline(trace_path=options.calibrate, pool_tokens=options.pool_tokens)
     hosts = None if options.hosts is None else read_host_network(Path(options.hosts))
     require(
@@ -149,6 +167,11 @@ def _pipeline(options: argparse.Namespace) -> Cluster | MeasuredPipeline:
         memory_share=options.mem_fraction_static,
         migration=_migration(options),
         forecast=options.forecast,
+        store=_store(options),
+        tier_rules=TierRules(
+            write_policy=options.hicache_write_policy,
+            wait_policy=options.hicache_storage_prefetch_policy,
+        ),
     )
 
 
@@ -160,6 +183,19 @@ def _migration(options: argparse.Namespace) -> Migration:
         window_steps=options.migration_window,
     )
     return Migration(args=args)
+
+
+def _store(options: argparse.Namespace) -> StoreCosts | None:
+    if options.store_capacity_gb is None:
+        return None
+    require(options.store_latency_ms >= 0, "--store-latency-ms must not be below 0")
+    return StoreCosts(
+        capacity_bytes=options.store_capacity_gb * 1e9,
+        read_bytes_per_s=options.store_read_gb_per_s * 1e9,
+        write_bytes_per_s=options.store_write_gb_per_s * 1e9,
+        save_bytes_per_s=options.store_save_gb_per_s * 1e9,
+        latency_s=options.store_latency_ms * 1e-3,
+    )
 
 
 def _target(options: argparse.Namespace) -> LatencyTarget | None:
@@ -209,6 +245,15 @@ def _move_row(move: MoveRecord) -> str:
     return (
         f"    layers {before} to {after} from {move.began_s:.1f} s on: {move.outcome}, "
         f"{megabytes:.0f} MB of KV, a step waited {move.wait_ms:.1f} ms"
+    )
+
+
+def _store_row(tier: TierCounts, summary: Summary) -> str:
+    missed = ", ".join(f"{tokens} {reason}" for reason, tokens in tier.unfulfilled.items())
+    return (
+        f"    store: {summary.loaded_share:.1%} of prompt tokens loaded, "
+        f"{tier.loaded_tokens} tokens in all, {tier.saved_tokens} saved, "
+        f"{tier.unsaved_tokens} evicted unsaved; found and not loaded: {missed or 'none'}"
     )
 
 
@@ -328,8 +373,65 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
         help="planner and policy predict by costs fitted beforehand to the tables, or to the "
         "steps that they see",
     )
+    _add_store(parser)
     parser.add_argument("--target-ttft-ms", type=float)
     parser.add_argument("--target-tpot-ms", type=float)
+
+
+def _add_store(parser: argparse.ArgumentParser) -> None:
+    """A store beyond the KV pool, and the server's rules of its use."""
+    parser.add_argument(
+        "--store-capacity-gb",
+        type=_positive,
+        metavar="GB",
+        help="keep pages in a store of so many GB, empty at first; without it there is none",
+    )
+    parser.add_argument(
+        "--store-read-gb-per-s",
+        type=_positive,
+        default=2.0,
+        metavar="GB",
+        help="read by each stage, beside what it writes",
+    )
+    parser.add_argument(
+        "--store-write-gb-per-s", type=_positive, default=1.0, metavar="GB", help="by each stage"
+    )
+    parser.add_argument(
+        "--store-save-gb-per-s",
+        type=_positive,
+        default=StoreConfig().save_bytes_per_s / 1e9,
+        metavar="GB",
+        help="most that a stage saves, as the server's save_bytes_per_s",
+    )
+    parser.add_argument(
+        "--store-latency-ms",
+        type=float,
+        default=1.0,
+        metavar="MS",
+        help="before an answer of the store and before the first byte of a transfer",
+    )
+    parser.add_argument(
+        "--hicache-write-policy",
+        choices=WRITE_POLICIES,
+        default=SERVER_RULES.write_policy,
+        help="when a page is saved, as the server's flag",
+    )
+    parser.add_argument(
+        "--hicache-storage-prefetch-policy",
+        choices=PREFETCH_POLICIES,
+        default=SERVER_RULES.wait_policy,
+        help="how long a request waits for a load, as the server's flag",
+    )
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    return value
 
 
 def _rates(text: str) -> tuple[float, ...]:

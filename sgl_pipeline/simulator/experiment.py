@@ -17,6 +17,7 @@ from sgl_pipeline.migration.partition import balanced_layer_counts
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.simulator.calibration import FittedCosts, fit_trace
 from sgl_pipeline.simulator.forecasts import fitted_costs
 from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
@@ -41,6 +42,7 @@ from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.stage_clock import Slowdown
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
+from sgl_pipeline.simulator.virtual_store import SIMULATED_PLACE, StoreCosts, VirtualStore
 from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import POLICY_TABLE, make_policy
@@ -67,6 +69,9 @@ MEASURED_HOST = HostCosts(
     result_token_s=0.030e-3,
 )
 
+# Of a store, by default.
+SERVER_RULES = TierRules()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
@@ -84,6 +89,8 @@ class Cluster:
 
     With `hosts`, their links join the stages of neighboring hosts in place of `link`, and their
     speeds are those of their stages. Orders reach all hosts at once; results have the way back.
+
+    With `store`, pages go to a store, empty at first, and come back, by `tier_rules`.
     """
 
     model: str
@@ -105,6 +112,8 @@ class Cluster:
     forecast: Literal["tables", "online"] = "tables"
     pool_tokens: int | None = None
     host: HostCosts = MEASURED_HOST
+    store: StoreCosts | None = None
+    tier_rules: TierRules = SERVER_RULES
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -220,7 +229,11 @@ class Cluster:
         costs = self.costs()
         plan = StagePlan(0, costs.layer_counts)
         forecast = StepForecast(plan, learns=False)
-        if is_timed or self.migration.is_on:
+        store = self._new_store(page_size)
+        if store is not None:
+            scheduler.tier.use(SIMULATED_PLACE, self.tier_rules)
+        # A load is declined if it would take longer than to compute.
+        if is_timed or self.migration.is_on or store is not None:
             forecast = StepForecast(plan, self._predictor(costs))
         return VirtualPipeline(
             scheduler,
@@ -230,6 +243,15 @@ class Cluster:
             self.migration.move_costs(self.shape, *LINKS[self.link], page_size),
             self.slowdowns,
             self.migration.wishes,
+            store,
+        )
+
+    def _new_store(self, page_size: int) -> VirtualStore | None:
+        if self.store is None:
+            return None
+        layer_page_bytes = self.shape.kv_bytes_per_layer_token * page_size
+        return VirtualStore(
+            self.store, layer_page_bytes, self.shape.num_layers, self.host.transit_s
         )
 
     def _predictor(self, costs: PipelineCosts) -> StepPredictor | None:

@@ -39,8 +39,9 @@ class Distribution(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """`output_tokens_per_s` and `total_tokens_per_s` (prompt tokens that were served from the cache
     included) are over the time from the first arrival to the last token. `bubble_share` is the part
-    of the stages' time in which they waited although some stage was busy. `target_share` is the
-    share of requests that met the target, where there was one."""
+    of the stages' time in which they waited although some stage was busy. `cache_hit_share` is the
+    share of prompt tokens that were not computed, `loaded_share` that of those which a store had to
+    give. `target_share` is the share of requests that met the target, where there was one."""
 
     num_requests: int
     num_failed: int
@@ -58,6 +59,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     mean_step_tokens: float
     std_step_tokens: float
     target_share: float | None = None
+    loaded_share: float = 0.0
 
 
 def summarize(simulation: Simulation, target: LatencyTarget | None = None) -> Summary:
@@ -88,6 +90,7 @@ def summarize(simulation: Simulation, target: LatencyTarget | None = None) -> Su
         mean_step_tokens=float(np.mean(step_tokens)) if step_tokens else float("nan"),
         std_step_tokens=float(np.std(step_tokens)) if step_tokens else float("nan"),
         target_share=None if target is None else _target_share(simulation.requests, target),
+        loaded_share=sum(one.loaded_tokens for one in done) / max(1, input_tokens),
     )
 
 

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-import msgspec
-
 from sgl_pipeline.simulator.page_copies import PARCEL_BYTES, MoveCosts, PageCopy
 from sgl_pipeline.simulator.stage_clock import StageClock
 from sgl_pipeline.stage_plan import StagePlan
@@ -26,7 +24,6 @@ from sgl_pipeline.wire.move_orders import (
     SwitchPlan,
     layer_moves,
 )
-from sgl_pipeline.wire.stage_orders import SealedOrder
 
 _INT32_BYTES = 4
 
@@ -70,7 +67,6 @@ class VirtualMoves:
         self._clocks = clocks
         self._transit_s = transit_s
         self._open: _VirtualMove | None = None
-        self._decoder = msgspec.msgpack.Decoder(MoveOrder)
 
     @property
     def is_open(self) -> bool:
@@ -86,9 +82,8 @@ class VirtualMoves:
         """True if pages are copied while steps of the old plan run."""
         return self._open is not None and not self._open.is_switched
 
-    def take(self, sealed: SealedOrder, sent_s: float) -> None:
+    def take(self, order: MoveOrder, sent_s: float) -> None:
         """An order to all stages, each of which takes it after the steps before it."""
-        order = self._decoder.decode(sealed.payload)
         if isinstance(order, PrepareMove):
             self._prepare(order, sent_s)
         elif isinstance(order, AbandonMove):

@@ -3,8 +3,8 @@
 As in `managers/pipeline_scheduler.py`, what has arrived is taken, what has finished booked, then
 steps are sent while there is work and room. A step passes the stages in order and first in first
 out, so its times follow from the stages' last ones without a calendar of events: the only events
-are arrivals and results, and what stages say of layers that move (`virtual_moves.py`). Equal inputs
-give equal steps and equal times.
+are arrivals and results, and what is said of layers that move (`virtual_moves.py`) and of pages in
+a store (`virtual_store.py`). Equal inputs give equal steps and equal times.
 """
 
 import heapq
@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
+
+import msgspec
 
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.microbatch import Microbatch
@@ -29,9 +31,15 @@ from sgl_pipeline.simulator.simulation import ServedRequest, SimulatedStep, Simu
 from sgl_pipeline.simulator.stage_clock import Slowdown, StageClock
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_moves import VirtualMoves
+from sgl_pipeline.simulator.virtual_store import VirtualStore
 from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.move_orders import MoveOrder
 from sgl_pipeline.wire.stage_messages import StageReport
+from sgl_pipeline.wire.store_orders import StoreOrder
+
+# The server looks so often whether a request has waited for the store for too long.
+LATE_CHECK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,7 @@ class VirtualPipeline:
         move_costs: how long that takes.
         slowdowns: of stages, for some time.
         wishes: an operator's plans, each with its moment.
+        store: the one that the scheduler's tier uses; None: it uses none.
     """
 
     def __init__(
@@ -66,6 +75,7 @@ class VirtualPipeline:
         move_costs: MoveCosts | None = None,
         slowdowns: Sequence[Slowdown] = (),
         wishes: Sequence[tuple[float, tuple[int, ...]]] = (),
+        store: VirtualStore | None = None,
     ) -> None:
         plan = StagePlan(0, costs.layer_counts)
         forecast = forecast or StepForecast(plan, learns=False)
@@ -75,6 +85,8 @@ class VirtualPipeline:
         self._moves = VirtualMoves(
             move_costs or MoveCosts(), plan, self._clocks, costs.host.transit_s
         )
+        self._store = store
+        self._orders = msgspec.msgpack.Decoder(MoveOrder | StoreOrder)
         self._slowdowns = tuple(slowdowns)
         self._wishes = deque(sorted(wishes))
         self._arrivals: list[tuple[float, int, SimulatedRequest]] = []
@@ -98,7 +110,7 @@ class VirtualPipeline:
         """
         for asked in workload:
             self._expect(asked.arrival_s, asked)
-        while self._arrivals or self._in_flight or self._moves.is_open:
+        while self._is_under_way:
             if most_steps is not None and len(self._steps) >= most_steps:
                 break
             now_s = max(self._next_event_s(), self._scheduler_free_s)
@@ -115,15 +127,32 @@ class VirtualPipeline:
             tuple(self._steps),
             scheduler.num_retractions,
             self._core.migration.history,
+            None if self._store is None else scheduler.tier.counts,
         )
+
+    @property
+    def _is_under_way(self) -> bool:
+        """True if something will happen that requests, or a layer move, wait for."""
+        if self._arrivals or self._in_flight or self._moves.is_open:
+            return True
+        store = self._store
+        return store is not None and store.is_open and not self._core.scheduler.is_idle
 
     def _next_event_s(self) -> float:
         arrival_s = self._arrivals[0][0] if self._arrivals else float("inf")
         result_s = self._in_flight[0].back_s if self._in_flight else float("inf")
-        if not self._moves.is_open and not self._wishes:
+        if not self._moves.is_open and not self._wishes and self._store is None:
             return min(arrival_s, result_s)
         wish_s = self._wishes[0][0] if self._wishes else float("inf")
-        return min(arrival_s, result_s, wish_s, self._moves.next_report_s())
+        moved_s = self._moves.next_report_s()
+        return min(arrival_s, result_s, wish_s, moved_s, self._next_transfer_s())
+
+    def _next_transfer_s(self) -> float:
+        store = self._store
+        if store is None:
+            return float("inf")
+        late_s = self._scheduler_free_s + LATE_CHECK_S if store.is_awaited else float("inf")
+        return min(store.next_event_s(), late_s)
 
     def _expect(self, arrival_s: float, asked: SimulatedRequest) -> None:
         heapq.heappush(self._arrivals, (arrival_s, next(self._order), asked))
@@ -200,6 +229,7 @@ class VirtualPipeline:
         del self._live[request]
         served.finished_s = now_s
         served.cached_tokens = request.cached_tokens
+        served.loaded_tokens = request.loaded_tokens
         served.num_retractions = request.num_retractions
         if served.asked.follow_up is not None:
             self._expect(now_s + served.asked.think_s, served.asked.follow_up)
@@ -213,17 +243,28 @@ class VirtualPipeline:
             migration.move_to(self._wishes.popleft()[1], now_s)
 
     def _fill(self, now_s: float) -> None:
-        for order in self._core.orders_before_step(now_s):
-            self._moves.take(order, now_s)
-            if self._core.plan.layer_counts != self._costs.layer_counts:
-                # Times of steps that were sent are known already.
-                self._costs = self._costs.under(self._core.plan.layer_counts)
+        if self._store is not None:
+            self._store.exchange(self._core, now_s)
+        for sealed in self._core.orders_before_step(now_s):
+            self._obey(self._orders.decode(sealed.payload), now_s)
         while (step := self._core.next_step(now_s)) is not None:
             schedule_s = self._costs.host.schedule_s(len(step.microbatch.chunks))
             step.schedule_ms = schedule_s * 1e3
             now_s += schedule_s
             self._in_flight.append(self._send(step, now_s))
         self._scheduler_free_s = now_s
+
+    def _obey(self, order: MoveOrder | StoreOrder, sent_s: float) -> None:
+        """All stages take `order` after the steps before it."""
+        if isinstance(order, StoreOrder):
+            assert self._store is not None, "the tier uses a store that the pipeline does not have"
+            taken_s = [max(clock.free_s, sent_s) for clock in self._clocks]
+            self._store.take(order, self._core.plan, taken_s)
+            return
+        self._moves.take(order, sent_s)
+        if self._core.plan.layer_counts != self._costs.layer_counts:
+            # Times of steps that were sent are known already.
+            self._costs = self._costs.under(self._core.plan.layer_counts)
 
     def _send(self, step: OpenStep, sent_s: float) -> _Trip:
         """Runs a step that leaves the scheduler at `sent_s` through all stages."""
@@ -245,6 +286,8 @@ class VirtualPipeline:
             clock.free_s = end_s
             if pages:
                 clock.free_s = self._moves.ran(stage, end_s - start_s, end_s, pages)
+            if self._store is not None:
+                self._store.ran(stage, start_s, end_s)
             if stage + 1 < costs.num_stages:
                 link = costs.link_after(stage)
                 transfer_s = link.transfer_s(shape.num_tokens)

@@ -84,6 +84,37 @@ def test_requests_that_want_one_prefix_wait_for_one_load() -> None:
     assert [one.cached_tokens for one in requests] == [36, 36, 36]
 
 
+def test_so_many_prefixes_are_looked_up_at_a_time() -> None:
+    pipeline = StoredPipeline(MemoryStore(), rules=TierRules(least_tokens=8, look_ahead=2))
+    for shift in range(5):
+        pipeline.add([(token + shift) % 7 for token in PROMPT])
+    pipeline.fill()
+    assert len(pipeline.lookups) == 2
+    pipeline.answer()
+    pipeline.fill()
+    assert len(pipeline.lookups) == 2
+
+
+def test_a_load_leaves_what_waiting_requests_have_had_loaded() -> None:
+    store = MemoryStore()
+    prompts = [[(token + shift) % 7 for token in PROMPT] for shift in (0, 2, 3)]
+    for prompt in prompts:
+        first = StoredPipeline(store)
+        first.add(prompt)
+        first.run()
+    other = StoredPipeline(store, num_pages=20)  # two prompts and answers at most
+    other.core.scheduler.pausing.pause(retract=False)
+    requests = [other.add([*prompt, 1]) for prompt in prompts]
+    with pytest.raises(AssertionError, match="never ended"):
+        other.run(turns=50)
+    assert [one.loaded_tokens for one in requests] == [36, 0, 0]
+    other.core.scheduler.pausing.resume()
+    other.run()
+    other.check_outputs()
+    assert [one.cached_tokens for one in requests] == [36, 36, 36]
+    assert other.tier.counts.loaded_tokens == 3 * 36
+
+
 def test_a_request_is_explained_while_the_store_is_asked_and_while_pages_come() -> None:
     store = MemoryStore()
     served(store)

@@ -49,6 +49,36 @@ def test_moves_stand_below_the_row_of_their_run(capsys: pytest.CaptureFixture[st
     assert "done" in rows[3]
 
 
+def test_what_a_store_did_stands_below_the_row_of_its_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["run", "--model", "Qwen2.5-14B", "--trace", "sharegpt_multiturn"]
+    arguments += ["--requests", "30", "--rate", "1", "--policy", "throttle"]
+    arguments += ["--pool-tokens", "12000"]
+    assert main(arguments) == 0
+    assert "store" not in capsys.readouterr().out
+    assert main([*arguments, "--store-capacity-gb", "50", "--store-read-gb-per-s", "10"]) == 0
+    row = capsys.readouterr().out.splitlines()[3]
+    assert row.startswith("    store: ") and not row.startswith("    store: 0.0%")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--store-capacity-gb", "1", "--store-latency-ms", "-1"], "must not be below 0"),
+        (
+            ["--store-capacity-gb", "1", "--calibrate", "steps.jsonl", "--pool-tokens", "9999"],
+            "without --calibrate",
+        ),
+    ],
+)
+def test_a_store_that_cannot_be_simulated_is_refused(
+    flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *SMALL, *flags]) == 2
+    assert reason in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tune_ends_with_flags_for_the_server(
