@@ -69,7 +69,7 @@ class FakeStage:
     """One stage's KV: the pages of each layer that it holds, and what it computes on them."""
 
     def __init__(self, page_size: int, layers: Iterable[int] = (0,)) -> None:
-        self._page_size = page_size
+        self.page_size = page_size
         self.pages: dict[int, LayerPages] = {layer: {} for layer in layers}
         self._last = 0  # the last layer that ran
 
@@ -94,7 +94,7 @@ class FakeStage:
     def _run_layer(
         self, layer: int, chunks: Sequence[MirroredChunk], rows: Sequence[int]
     ) -> list[int]:
-        pages, size = self.pages[layer], self._page_size
+        pages, size = self.pages[layer], self.page_size
         incoming = iter(rows)
         outgoing = []
         for chunk in chunks:
@@ -105,6 +105,11 @@ class FakeStage:
                 pages.setdefault(own[position // size], {})[position % size] = one
                 outgoing.append(one)
         return outgoing
+
+    def content(self, layer: int, page: int) -> tuple[int, ...]:
+        """The fingerprints of a full page. Raises KeyError where one is missing."""
+        held = self.pages[layer][page]
+        return tuple(held[offset] for offset in range(self.page_size))
 
     def draw(self, chunks: Sequence[MirroredChunk]) -> list[int]:
         """The tokens of the chunks that sample; for the last stage, after `run`."""
@@ -131,7 +136,7 @@ class FakeStage:
 
     def _fingerprints(self, layer: int, own: Sequence[int], start: int, end: int) -> list[int]:
         """Those from position `start` to `end` of the request whose pages are `own`."""
-        pages, size = self.pages[layer], self._page_size
+        pages, size = self.pages[layer], self.page_size
         return [pages[own[position // size]][position % size] for position in range(start, end)]
 
 

@@ -16,14 +16,17 @@ from fault_schedules.fake_front import (
     MAX_NEW_TOKENS,
     FakeFront,
     make_clients,
+    returning_clients,
 )
 from fault_schedules.fake_moves import FakePageLinks, LoadTempo
 from fault_schedules.fake_row_links import FakeRowLinks
+from fault_schedules.fake_transfers import FakeStores
 from fault_schedules.fake_worker import FakeWorker, WorkerTempo
 from fault_schedules.outcome import Outcome, outcome_of
 from fault_schedules.outsiders import Outsiders
 from fault_schedules.random_args import random_args
-from fault_schedules.spoiled_reports import spoiled
+from fault_schedules.spoiled_reports import spoiled, spoiled_store_report
+from fault_schedules.tier_driver import TierDriver, random_stores
 from fault_schedules.virtual_time import DelayedPipe, EventLoop
 from support.pipelines import new_scheduler
 
@@ -45,10 +48,13 @@ from sgl_pipeline.scheduling import RecoveryLog
 from sgl_pipeline.wire.move_orders import MoveReport
 from sgl_pipeline.wire.stage_messages import FromWorker, Shutdown, StageReport
 from sgl_pipeline.wire.stage_orders import SealedOrder
+from sgl_pipeline.wire.store_orders import StoreReport
 
 MAX_EVENTS = 50_000
 MOST_KILLS = 6
 MOST_LEAVES = 4
+# Of the seeds, those with a store beyond the pool.
+TIER_SHARE = 1 / 3
 # A worker that was told to end is killed when it does not.
 STOP_TIMEOUT_S = 2.0
 CONTEXT_LENGTH = 1_000
@@ -74,6 +80,14 @@ class World:
         self._num_layers = self._num_stages + rng.choice((0, 1, 2, 4))
         max_tokens = rng.choice((4, 12, 30))
         clients = make_clients(rng, rng.randint(1, 40), rng.choice((0.0, 1.0, 5.0)), max_tokens)
+        # Its own, so that the other seeds are what they were without tiers.
+        self._tier_rng = tier_rng = Random(f"tiers {seed}")
+        self._stores = FakeStores(tier_rng)
+        if tier_rng.random() < TIER_SHARE:
+            clients += returning_clients(tier_rng, clients, self._num_layers, 2 * max_tokens)
+            page_size = self._args.scheduling.page_size
+            self._stores = random_stores(tier_rng, clients, self._num_layers, page_size)
+        self._tier: TierDriver | None = None
         self._front = FakeFront(clients, self._num_layers)
         # Room for the largest request and little more, or for all of them.
         most = 2 * max_tokens + MAX_NEW_TOKENS
@@ -120,6 +134,8 @@ class World:
         assert self._recovery.unsettled is None, "a recovery never ended"
         assert not self._recovery.leavers, "a worker never left"
         assert scheduler.is_idle, "requests are left, but nothing happens any more"
+        if self._tier is not None:
+            self._tier.check_end()
         load = scheduler.load()
         assert (load.free_pages, load.waiting_tokens) == (load.total_pages, 0)
         assert len(self._roster.spare_workers) >= self._args.recovery.spare_workers
@@ -188,6 +204,7 @@ class World:
             log_pages=self._log_pages,
             row_links=self._row_links,
             page_links=self._page_links,
+            stores=self._stores,
         )
         self._workers.append(worker)
         self._to_worker[number] = self._pipe(worker.take, 0.01)
@@ -202,6 +219,8 @@ class World:
     def _check(self) -> None:
         if self._core is not None and self._gave_up is None:
             self._core.scheduler.check_invariants()
+            if self._tier is not None:
+                self._tier.check()
 
     def _note(self, *facts: object) -> None:
         text = f"{self._loop.now_s!r} {facts!r}".encode()
@@ -227,6 +246,8 @@ class World:
                 self._bring_up(message)
             elif isinstance(message, StageReport):
                 booked += self._take_report(self._core, number, message)
+            elif isinstance(message, StoreReport):
+                self._take_store_report(self._core, number, message)
             elif isinstance(message, MoveReport):
                 self._core.migration.take(message, self._loop.now_s)
             else:
@@ -245,12 +266,29 @@ class World:
             except ProtocolError as error:
                 if one is report:
                     raise
-                self._to_blame.add(number)
-                lose = partial(self._lose, self._workers[number], str(error))
-                self._loop.after(self._rng.random() * 0.1, lose)
+                self._blame(number, error)
                 break
             booked += [] if step is None else [step]
         return booked
+
+    def _take_store_report(self, core: PipelineCore, number: int, report: StoreReport) -> None:
+        """As `_take_report`."""
+        first_transfer = core.scheduler.tier._first_transfer
+        for one in spoiled_store_report(report, self._rng, self._spoil_chance):
+            try:
+                core.take_store_report(one)
+                assert one is report or one.transfer < first_transfer, "a spoiled report was taken"
+            except ProtocolError as error:
+                if one is report:
+                    raise
+                self._blame(number, error)
+                break
+
+    def _blame(self, number: int, error: ProtocolError) -> None:
+        """A report of the worker was refused: it is given up a little later."""
+        self._to_blame.add(number)
+        lose = partial(self._lose, self._workers[number], str(error))
+        self._loop.after(self._rng.random() * 0.1, lose)
 
     def _go_on(self, core: PipelineCore, booked: list[OpenStep]) -> None:
         self._go_on_recovering()
@@ -260,6 +298,8 @@ class World:
             self._broadcast(order)
         while (step := core.next_step(self._loop.now_s)) is not None:
             self._broadcast(step.order)
+        if self._tier is not None:
+            self._tier.go_on()
         assert self._recovery is not None
         if self._recovery.settle(self._loop.now_s) is not None:
             self._loop.after(0.0, self._turn)  # for workers that wait to leave
@@ -386,6 +426,16 @@ class World:
             turn=self._turn,
             note=self._note,
         ).begin()
+        if self._stores.by_address:
+            self._tier = TierDriver(
+                self._core,
+                self._stores,
+                self._loop,
+                self._tier_rng,
+                turn=self._turn,
+                note=self._note,
+            )
+            self._tier.begin()
         if rng.random() < 0.4:
             for _ in range(rng.randint(1, MOST_LEAVES)):
                 self._loop.after(rng.random() * rng.choice((1.0, 6.0)), self._ask_to_leave)

@@ -1,0 +1,195 @@
+"""What joins a virtual server's scheduler with its stores, and what befalls both.
+
+It does what the server does between `KvTier` and a store: asks, commits, drops, each a while later
+and in any order; operators attach, detach and clear; a store loses and alters what it has.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+
+from fault_schedules.fake_front import Client
+from fault_schedules.fake_transfers import FakeStores
+from fault_schedules.faulty_store import FaultyStore, RightPages, random_tempo
+from fault_schedules.random_args import random_rules
+from fault_schedules.virtual_time import EventLoop
+
+from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.scheduling.page_loads import Lookup
+from sgl_pipeline.scheduling.tier_rules import TierRules
+from sgl_pipeline.wire.store_orders import StorePlace
+
+ADDRESSES = ("here", "there")
+# Requests that wait for a store are let go by the clock.
+POLL_S = 0.2
+MOST_CHANGES = 3
+MOST_HARMS = 6
+
+
+def random_stores(
+    rng: Random, clients: list[Client], num_layers: int, page_size: int
+) -> FakeStores:
+    """The stores, of which other servers may have filled some."""
+    right = RightPages(clients, num_layers, page_size)
+    stores = FakeStores(rng)
+    for address in ADDRESSES:
+        stores.by_address[address] = store = FaultyStore(rng, right, random_tempo(rng))
+        if rng.random() < 0.5:
+            store.fill()
+    return stores
+
+
+class TierDriver:
+    """The scheduler process's side of the stores.
+
+    Args:
+        turn: lets the scheduler go on.
+        note: takes what happened into the run's digest.
+    """
+
+    def __init__(
+        self,
+        core: PipelineCore,
+        stores: FakeStores,
+        loop: EventLoop,
+        rng: Random,
+        *,
+        turn: Callable[[], None],
+        note: Callable[..., None],
+    ) -> None:
+        self._core, self._tier = core, core.scheduler.tier
+        self._stores, self._loop, self._rng = stores, loop, rng
+        self._turn, self._note = turn, note
+        self._place: StorePlace | None = None
+        self._rules = TierRules()
+        self._polls = False
+
+    def begin(self) -> None:
+        """Decides what happens when: the scheduler begins to serve now."""
+        rng = self._rng
+        if rng.random() < 0.9:
+            self._use(ADDRESSES[0])
+        for _ in range(rng.choice((0, 0, 1, MOST_CHANGES))):
+            self._loop.after(rng.random() * 4.0, self._change)
+        for _ in range(rng.choice((0, 1, MOST_HARMS))):
+            self._loop.after(rng.random() * 4.0, self._harm)
+        for _ in range(rng.choice((0, 2, 6))):
+            self._loop.after(rng.random() * 4.0, self._flush)
+
+    def go_on(self) -> None:
+        """After each turn of the scheduler."""
+        for lookup in self._tier.take_lookups():
+            self._ask(lookup)
+        if self._place is not None:
+            self._write_records(self._stores.at(self._place))
+        assert not self._tier.commits and not self._tier.broken, "pages of no store"
+        if self._tier.is_on and self._core.scheduler.num_waiting and not self._polls:
+            self._polls = True
+            self._loop.after(POLL_S, self._poll)
+
+    def check(self) -> None:
+        """Asserts that no page of a transfer is given out: a load's is nobody else's, a save's is
+        cached and written by nobody."""
+        loads, saves = self._tier.loads._loads, self._tier.saves._saves
+        if not loads and not saves:
+            return
+        pages = self._core.scheduler._pages
+        cached = [
+            page
+            for node in pages._storage.cached_nodes()
+            if node.run is not None
+            for page in node.run.pages
+        ]
+        locked = {
+            page
+            for node in pages._storage.cached_nodes()
+            if node.run is not None and node.run.lock_count
+            for page in node.run.pages
+        }
+        owned = [page for one in pages._holdings for page in one.pages]
+        in_use = set(pages.pages_in_use())
+        loading = [page for load in loads.values() for page in load.pages]
+        assert len(loading) == len(set(loading)), "two loads fill one page"
+        assert in_use.issuperset(loading), "a page that is loaded is free"
+        assert set(loading).isdisjoint([*cached, *owned]), "a page is used before it is loaded"
+        saving = {page for save in saves.values() for page in save.pages}
+        assert locked.issuperset(saving), "a page that is saved may be evicted"
+
+    def check_end(self) -> None:
+        """Asserts that no transfer is left when nothing happens any more."""
+        assert self._tier.loads.loading_pages == 0, "a load never ended"
+        assert self._tier.saves.saving_pages == 0, "a save never ended"
+
+    # Between the scheduler and a store
+
+    def _ask(self, lookup: Lookup) -> None:
+        assert self._place is not None, "a question without a store"
+        store = self._stores.at(self._place)
+        # A request that waits as long as it takes needs an answer.
+        may_be_silent = self._rules.wait_policy != "wait_complete"
+        if may_be_silent and self._rng.random() < store.tempo.silence_chance:
+            return
+        answer = partial(self._answer, store, lookup)
+        self._loop.after(self._rng.random() * store.tempo.answer_s, answer)
+
+    def _answer(self, store: FaultyStore, lookup: Lookup) -> None:
+        self._tier.found(lookup.number, store.look_up(lookup.hashes))
+        self._turn()
+
+    def _write_records(self, store: FaultyStore) -> None:
+        for record in self._tier.commits:
+            store.check(record)
+            self._later(store, partial(store.commit, record))
+        for page_hash in self._tier.broken:
+            self._later(store, partial(store.drop, page_hash))
+        self._tier.commits.clear()
+        self._tier.broken.clear()
+
+    def _later(self, store: FaultyStore, call: Callable[[], None]) -> None:
+        self._loop.after(self._rng.random() * store.tempo.answer_s, call)
+
+    def _poll(self) -> None:
+        self._polls = False
+        self._turn()
+
+    # From outside
+
+    def _use(self, address: str | None) -> None:
+        """From now on; also another way to use the store that is in use."""
+        rng = self._rng
+        self._place = None
+        if address is not None:
+            rate = rng.choice((500, 10_000, 1_000_000_000))
+            self._place = StorePlace(
+                backend="file", address=address, digest="fake", save_bytes_per_s=rate
+            )
+        self._rules = random_rules(rng)
+        self._note("store", address)
+        self._tier.use(self._place, self._rules)
+        self._turn()
+
+    def _change(self) -> None:
+        rng, now = self._rng, self._place
+        kind = rng.choice(("detach", "attach", "clear"))
+        if kind == "attach":
+            self._use(rng.choice(ADDRESSES))
+        elif kind == "clear" and now is not None:
+            self._stores.at(now).clear()
+            self._note("cleared")
+            self._tier.use(now, self._rules)
+            self._turn()
+        elif kind == "detach":
+            self._use(None)
+            if rng.random() < 0.8:
+                self._loop.after(rng.random(), partial(self._use, rng.choice(ADDRESSES)))
+
+    def _harm(self) -> None:
+        store = self._stores.by_address[self._rng.choice(ADDRESSES)]
+        if self._rng.random() < 0.3:
+            store.fill()
+        else:
+            store.harm()
+
+    def _flush(self) -> None:
+        self._note("flush", self._core.scheduler.flush_cache())
+        self._turn()
