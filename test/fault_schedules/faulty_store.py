@@ -68,11 +68,11 @@ class StoreTempo:
 
 
 def random_tempo(rng: Random) -> StoreTempo:
-    slow_s = rng.choice((0.001, 0.01, 0.01, 0.2))
+    slow_s = rng.choice((0.001, 0.01, 0.01, 0.1))
     return StoreTempo(
         read_s=slow_s,
         write_s=slow_s * rng.choice((1.0, 5.0)),
-        answer_s=rng.choice((0.0, 0.02, 0.02, 1.0)),
+        answer_s=rng.choice((0.0, 0.02, 0.02, 0.5)),
         failure_chance=rng.choice((0.0, 0.0, 0.02)),
         silence_chance=rng.choice((0.0, 0.0, 0.1)),
     )

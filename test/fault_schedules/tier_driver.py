@@ -34,7 +34,7 @@ def random_stores(
     stores = FakeStores(rng)
     for address in ADDRESSES:
         stores.by_address[address] = store = FaultyStore(rng, right, random_tempo(rng))
-        if rng.random() < 0.5:
+        if rng.random() < 0.8:
             store.fill()
     return stores
 

@@ -8,6 +8,7 @@ every request has ended exactly once, with the tokens that it gets alone, and al
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -75,24 +76,30 @@ class World:
         self._seed = seed
         self._rng = rng = Random(seed)
         self._loop = EventLoop()
+        # Its own, so that seeds without tiers are what they would be without this part.
+        self._tier_rng = tier_rng = Random(f"tiers {seed}")
+        has_tier = tier_rng.random() < TIER_SHARE
         self._args = random_args(rng)
+        if has_tier and tier_rng.random() < 0.9:
+            scheduling = replace(self._args.scheduling, radix_cache=True)
+            self._args = replace(self._args, scheduling=scheduling)
         self._num_stages = self._args.stages.num_stages
         self._num_layers = self._num_stages + rng.choice((0, 1, 2, 4))
         max_tokens = rng.choice((4, 12, 30))
         clients = make_clients(rng, rng.randint(1, 40), rng.choice((0.0, 1.0, 5.0)), max_tokens)
-        # Its own, so that the other seeds are what they were without tiers.
-        self._tier_rng = tier_rng = Random(f"tiers {seed}")
         self._stores = FakeStores(tier_rng)
-        if tier_rng.random() < TIER_SHARE:
+        self._tier: TierDriver | None = None
+        if has_tier:
             clients += returning_clients(tier_rng, clients, self._num_layers, 2 * max_tokens)
             page_size = self._args.scheduling.page_size
             self._stores = random_stores(tier_rng, clients, self._num_layers, page_size)
-        self._tier: TierDriver | None = None
         self._front = FakeFront(clients, self._num_layers)
         # Room for the largest request and little more, or for all of them.
         most = 2 * max_tokens + MAX_NEW_TOKENS
         self._num_pages = -(-most // self._args.scheduling.page_size) * rng.choice((1, 1, 2, 16))
         self._num_pages += rng.randint(0, 3)
+        if has_tier:
+            self._num_pages *= tier_rng.choice((1, 1, 2, 3))
         self._is_room_short = rng.random() < 0.5
         # Of how many pages each stage keeps the rows that it sends; None: of none.
         self._log_pages = rng.choice(
@@ -294,8 +301,7 @@ class World:
         self._go_on_recovering()
         if self._gave_up is not None:
             return
-        for order in core.orders_before_step(self._loop.now_s):
-            self._broadcast(order)
+        self._send_orders(core)
         while (step := core.next_step(self._loop.now_s)) is not None:
             self._broadcast(step.order)
         if self._tier is not None:
@@ -316,6 +322,14 @@ class World:
                 assert 1 <= len(event.stages) <= self._num_stages
             elif event.is_over:
                 self._ended.append(event)
+
+    def _send_orders(self, core: PipelineCore) -> None:
+        loads, saves = core.scheduler.tier.loads, core.scheduler.tier.saves
+        num_pages = loads.loading_pages + saves.saving_pages
+        for order in core.orders_before_step(self._loop.now_s):
+            self._broadcast(order)
+        if num_pages and core.migration.is_moving and not loads.loading_pages + saves.saving_pages:
+            self._stores.cut_off["a move"] += 1
 
     def _go_on_recovering(self) -> None:
         recovery = self._recovery
