@@ -15,6 +15,7 @@ from fault_schedules.random_args import random_rules
 from fault_schedules.virtual_time import EventLoop
 
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
+from sgl_pipeline.scheduling.page_hashing import hashes_of
 from sgl_pipeline.scheduling.page_loads import Lookup
 from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.wire.store_orders import StorePlace
@@ -63,6 +64,8 @@ class TierDriver:
         self._place: StorePlace | None = None
         self._rules = TierRules()
         self._polls = False
+        # Pages that were found or committed since the store came into use.
+        self._in_store: set[bytes] = set()
 
     def begin(self) -> None:
         """Decides what happens when: the scheduler begins to serve now."""
@@ -116,9 +119,25 @@ class TierDriver:
         assert locked.issuperset(saving), "a page that is saved may be evicted"
 
     def check_end(self) -> None:
-        """Asserts that no transfer is left when nothing happens any more."""
+        """Asserts that no transfer is left when nothing happens any more; that pages that count as
+        saved were; and that all are where each can be."""
         assert self._tier.loads.loading_pages == 0, "a load never ended"
         assert self._tier.saves.saving_pages == 0, "a save never ended"
+        if self._place is None:
+            return
+        scheduler, page_size = self._core.scheduler, self._core.scheduler.args.page_size
+        log = scheduler.lost_pages.log
+        can_save_all = (
+            self._rules.write_policy == "write_through"
+            and self._stores.at(self._place).tempo.failure_chance == 0.0
+            and int(self._rules.save_share * scheduler._pages.num_pages) > 0
+            and not (log is not None and log.owes)
+        )
+        for node in scheduler._pages._storage.cached_nodes():
+            assert node.run is not None
+            num_saved = node.run.num_saved
+            assert self._in_store.issuperset(hashes_of(node, page_size)[:num_saved])
+            assert num_saved == len(node.run.pages) or not can_save_all, "a page was never saved"
 
     # Between the scheduler and a store
 
@@ -133,12 +152,16 @@ class TierDriver:
         self._loop.after(self._rng.random() * store.tempo.answer_s, answer)
 
     def _answer(self, store: FaultyStore, lookup: Lookup) -> None:
-        self._tier.found(lookup.number, store.look_up(lookup.hashes))
+        records = store.look_up(lookup.hashes)
+        if self._place is not None and store is self._stores.at(self._place):
+            self._in_store.update(record.page_hash for record in records)
+        self._tier.found(lookup.number, records)
         self._turn()
 
     def _write_records(self, store: FaultyStore) -> None:
         for record in self._tier.commits:
             store.check(record)
+            self._in_store.add(record.page_hash)
             self._later(store, partial(store.commit, record))
         for page_hash in self._tier.broken:
             self._later(store, partial(store.drop, page_hash))
@@ -165,6 +188,10 @@ class TierDriver:
             )
         self._rules = random_rules(rng)
         self._note("store", address)
+        self._begin_use()
+
+    def _begin_use(self) -> None:
+        self._in_store.clear()
         self._tier.use(self._place, self._rules)
         self._turn()
 
@@ -176,8 +203,7 @@ class TierDriver:
         elif kind == "clear" and now is not None:
             self._stores.at(now).clear()
             self._note("cleared")
-            self._tier.use(now, self._rules)
-            self._turn()
+            self._begin_use()
         elif kind == "detach":
             self._use(None)
             if rng.random() < 0.8:

@@ -61,6 +61,11 @@ STOP_TIMEOUT_S = 2.0
 CONTEXT_LENGTH = 1_000
 
 
+def has_tier(seed: int) -> bool:
+    """True if the world of `seed` has a store beyond the pool."""
+    return Random(f"tiers {seed}").random() < TIER_SHARE
+
+
 def run_seed(seed: int) -> Outcome:
     """Makes the world of `seed` and lets it run to its end.
 
@@ -77,10 +82,9 @@ class World:
         self._rng = rng = Random(seed)
         self._loop = EventLoop()
         # Its own, so that seeds without tiers are what they would be without this part.
-        self._tier_rng = tier_rng = Random(f"tiers {seed}")
-        has_tier = tier_rng.random() < TIER_SHARE
+        self._tier_rng = tier_rng = Random(f"worlds with tiers {seed}")
         self._args = random_args(rng)
-        if has_tier and tier_rng.random() < 0.9:
+        if has_tier(seed) and tier_rng.random() < 0.9:
             scheduling = replace(self._args.scheduling, radix_cache=True)
             self._args = replace(self._args, scheduling=scheduling)
         self._num_stages = self._args.stages.num_stages
@@ -89,7 +93,7 @@ class World:
         clients = make_clients(rng, rng.randint(1, 40), rng.choice((0.0, 1.0, 5.0)), max_tokens)
         self._stores = FakeStores(tier_rng)
         self._tier: TierDriver | None = None
-        if has_tier:
+        if has_tier(seed):
             clients += returning_clients(tier_rng, clients, self._num_layers, 2 * max_tokens)
             page_size = self._args.scheduling.page_size
             self._stores = random_stores(tier_rng, clients, self._num_layers, page_size)
@@ -98,7 +102,7 @@ class World:
         most = 2 * max_tokens + MAX_NEW_TOKENS
         self._num_pages = -(-most // self._args.scheduling.page_size) * rng.choice((1, 1, 2, 16))
         self._num_pages += rng.randint(0, 3)
-        if has_tier:
+        if has_tier(seed):
             self._num_pages *= tier_rng.choice((1, 1, 2, 3))
         self._is_room_short = rng.random() < 0.5
         # Of how many pages each stage keeps the rows that it sends; None: of none.
@@ -172,6 +176,9 @@ class World:
             num_refusals=self._num_refusals,
             num_unfit=self._num_unfit,
             has_given_up=self._gave_up is not None,
+            has_tier=self._tier is not None,
+            num_moves_in_transfers=self._stores.cut_off["a move"],
+            num_lost_transfers=self._stores.cut_off["Regroup"],
         )
 
     def _check_events(self, records: list[Event]) -> None:
