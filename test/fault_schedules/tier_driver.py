@@ -11,6 +11,7 @@ from random import Random
 from fault_schedules.fake_front import Client
 from fault_schedules.fake_transfers import FakeStores
 from fault_schedules.faulty_store import FaultyStore, RightPages, random_tempo
+from fault_schedules.outsiders import flush_cache
 from fault_schedules.random_args import random_rules
 from fault_schedules.virtual_time import EventLoop
 
@@ -23,6 +24,8 @@ from sgl_pipeline.wire.store_orders import StorePlace
 ADDRESSES = ("here", "there")
 # Requests that wait for a store are let go by the clock.
 POLL_S = 0.2
+# No request waits for longer than the polls go on.
+MOST_POLLS = 1_000
 MOST_CHANGES = 3
 MOST_HARMS = 6
 
@@ -64,6 +67,7 @@ class TierDriver:
         self._place: StorePlace | None = None
         self._rules = TierRules()
         self._polls = False
+        self._num_polls = 0
         # Pages that were found or committed since the store came into use.
         self._in_store: set[bytes] = set()
 
@@ -86,8 +90,10 @@ class TierDriver:
         if self._place is not None:
             self._write_records(self._stores.at(self._place))
         assert not self._tier.commits and not self._tier.broken, "pages of no store"
-        if self._tier.is_on and self._core.scheduler.num_waiting and not self._polls:
+        is_needed = self._tier.is_on and self._core.scheduler.num_waiting and not self._polls
+        if is_needed and self._num_polls < MOST_POLLS:
             self._polls = True
+            self._num_polls += 1
             self._loop.after(POLL_S, self._poll)
 
     def check(self) -> None:
@@ -217,5 +223,5 @@ class TierDriver:
             store.harm()
 
     def _flush(self) -> None:
-        self._note("flush", self._core.scheduler.flush_cache())
+        flush_cache(self._core.scheduler, self._note)
         self._turn()

@@ -92,6 +92,8 @@ class World:
         max_tokens = rng.choice((4, 12, 30))
         clients = make_clients(rng, rng.randint(1, 40), rng.choice((0.0, 1.0, 5.0)), max_tokens)
         self._stores = FakeStores(tier_rng)
+        # How often a worker is hurt soon after pages have come or gone.
+        self._hurt_chance = tier_rng.choice((0.0, 0.0, 0.02, 0.1))
         self._tier: TierDriver | None = None
         if has_tier(seed):
             clients += returning_clients(tier_rng, clients, self._num_layers, 2 * max_tokens)
@@ -287,6 +289,8 @@ class World:
 
     def _take_store_report(self, core: PipelineCore, number: int, report: StoreReport) -> None:
         """As `_take_report`."""
+        if self._tier_rng.random() < self._hurt_chance:
+            self._loop.after(self._tier_rng.random() * 0.3, self._hurt_workers)
         first_transfer = core.scheduler.tier._first_transfer
         for one in spoiled_store_report(report, self._rng, self._spoil_chance):
             try:
