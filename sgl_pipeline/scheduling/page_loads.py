@@ -363,7 +363,8 @@ class PageLoads:
         self._on_loaded(end, good)
         if load.is_claimed:
             self._demand.unclaim(load.path)
-        load.request.loaded_tokens += num_tokens
+        if load.request in self._waiting and not load.request.num_retractions:
+            load.request.loaded_tokens += num_tokens
 
 
 def _order_of(load: PageLoad) -> LoadPages:

@@ -138,8 +138,9 @@ class FakeTransfers:
     def check_step(self, read: Collection[int], written: Collection[int]) -> None:
         """Asserts that a step that is about to run leaves the pages of open transfers alone."""
         for job in self._unanswered.values():
-            assert not job.is_load or set(read).isdisjoint(job.pages), "a page that is loaded is read"
-            assert set(written).isdisjoint(job.pages), "a page in a transfer is written by a step"
+            pages = {*job.pages}
+            assert not job.is_load or pages.isdisjoint(read), "a page that is loaded is read"
+            assert pages.isdisjoint(written), "a page in a transfer is written by a step"
 
     def _begin_session(self) -> None:
         if self._place is not None:
@@ -179,6 +180,8 @@ class FakeTransfers:
     def _load(self, session: _Session, job: PageTransfer, index: int, began_s: float) -> None:
         if index == len(job.pages):
             self._end_load(session, job, index, began_s, None)
+            return
+        if session.store.hangs():
             return
         read_s = self._rng.random() * session.store.tempo.read_s
         self._after(read_s, lambda: self._fill(session, job, index, began_s))
@@ -229,6 +232,8 @@ class FakeTransfers:
         wait_s = session.jobs.save_wait_s(self._now_s())
         if wait_s > 0.0:
             self._after(wait_s + LATER_S, lambda: self._save(session, job, checksums))
+            return
+        if session.store.hangs():
             return
         session.jobs.save_begins(self._object_bytes * len(session.layers), self._now_s())
         page = job.pages[index]

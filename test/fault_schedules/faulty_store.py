@@ -57,13 +57,14 @@ class RightPages:
 
 @dataclass(frozen=True, slots=True)
 class StoreTempo:
-    """Most seconds of a page's read or write, and of an answer; how often either fails, and how
-    often no answer comes."""
+    """Most seconds of a page's read or write, and of an answer; how often a read or write fails or
+    never ends, and how often no answer comes."""
 
     read_s: float
     write_s: float
     answer_s: float
     failure_chance: float
+    hang_chance: float
     silence_chance: float
 
 
@@ -74,6 +75,7 @@ def random_tempo(rng: Random) -> StoreTempo:
         write_s=slow_s * rng.choice((1.0, 5.0)),
         answer_s=rng.choice((0.0, 0.02, 0.02, 0.5)),
         failure_chance=rng.choice((0.0, 0.0, 0.02)),
+        hang_chance=rng.choice((0.0, 0.0, 0.0, 0.02)),
         silence_chance=rng.choice((0.0, 0.0, 0.1)),
     )
 
@@ -87,7 +89,9 @@ class FaultyStore:
 
     def __init__(self, rng: Random, right: RightPages, tempo: StoreTempo) -> None:
         self.tempo = tempo
-        self.num_broken = 0  # reads of objects that were gone or altered
+        # Requests do not wait for it for ever.
+        self.may_hang = False
+        self.has_hung = False
         self._rng, self._right = rng, right
         self._objects: dict[tuple[bytes, int], Content] = {}
         self._records: dict[bytes, PageRecord] = {}
@@ -102,7 +106,6 @@ class FaultyStore:
         self._fail_at_times("this read")
         content = self._objects.get((page_hash, layer))
         if content is None or checksum(content) != due:
-            self.num_broken += 1
             raise BrokenObject("the object is gone" if content is None else "other bytes")
         return content
 
@@ -111,6 +114,12 @@ class FaultyStore:
         assert content == self._right.of(page_hash, layer), "a page is saved that holds others"
         self._fail_at_times("this write")
         return self._put(page_hash, layer, content)
+
+    def hangs(self) -> bool:
+        """True if the next read or write never ends."""
+        hangs = self.may_hang and self._rng.random() < self.tempo.hang_chance
+        self.has_hung = self.has_hung or hangs
+        return hangs
 
     # The scheduler's side
 

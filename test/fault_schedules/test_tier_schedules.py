@@ -13,12 +13,10 @@ from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.page_loads import PageLoad, PageLoads
-
 from sgl_pipeline.scheduling.page_saves import PageSave, PageSaves
-
-
-
-from sgl_pipeline.wire.store_orders import PagesLoaded, PagesSaved, SavePages, StoreOrder
+from sgl_pipeline.scheduling.tier_rules import TierRules
+from sgl_pipeline.step_work import StepTimes
+from sgl_pipeline.wire.store_orders import LoadPages, SavePages, StoreOrder, StorePlace
 
 NUM_SEEDS = 200
 # Every mutation below is found much sooner.
@@ -165,6 +163,51 @@ def pages_that_a_stage_owes_are_saved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageSaves, "next_orders", mutated)
 
 
+def prefixes_that_a_stage_owes_are_locked_for_loads(patch: pytest.MonkeyPatch) -> None:
+    next_orders = PageLoads.next_orders
+
+    def mutated(
+        self: PageLoads,
+        now_s: float,
+        rules: TierRules,
+        times: StepTimes | None,
+        room: int,
+        owed: Set[int],
+        next_transfer: Callable[[], int],
+    ) -> Iterator[LoadPages]:
+        return next_orders(self, now_s, rules, times, room, set(), next_transfer)
+
+    patch.setattr(PageLoads, "next_orders", mutated)
+
+
+def pages_are_filled_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    """Each has what a page of the same request must have."""
+    start = PageLoads._start
+
+    def mutated(self: PageLoads, *more: object) -> PageLoad | None:
+        load = start(self, *more)  # type: ignore[arg-type]
+        if load is not None:
+            load.records = load.records[::-1]
+        return load
+
+    patch.setattr(PageLoads, "_start", mutated)
+
+
+def a_store_that_hangs_keeps_its_pages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KvTier, "starves", lambda self, now_s: None)
+
+
+def records_are_committed_to_another_store(patch: pytest.MonkeyPatch) -> None:
+    use = KvTier.use
+
+    def mutated(self: KvTier, place: StorePlace | None, rules: TierRules) -> None:
+        commits = self.commits[:]
+        use(self, place, rules)
+        self.commits += commits
+
+    patch.setattr(KvTier, "use", mutated)
+
+
 def requests_wait_for_a_store_that_is_silent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageLoads, "give_up_late", lambda self, now_s, rules: None)
 
@@ -224,6 +267,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     a_flush_cuts_no_transfer_off,
     loaded_pages_are_thought_to_have_rows,
     pages_that_a_stage_owes_are_saved,
+    prefixes_that_a_stage_owes_are_locked_for_loads,
+    pages_are_filled_in_another_order,
+    a_store_that_hangs_keeps_its_pages,
+    records_are_committed_to_another_store,
     requests_wait_for_a_store_that_is_silent,
     a_load_that_ended_keeps_its_claim,
     a_cancelled_load_keeps_its_pages,

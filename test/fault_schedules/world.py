@@ -312,11 +312,11 @@ class World:
         self._go_on_recovering()
         if self._gave_up is not None:
             return
+        if self._tier is not None:
+            self._tier.go_on()
         self._send_orders(core)
         while (step := core.next_step(self._loop.now_s)) is not None:
             self._broadcast(step.order)
-        if self._tier is not None:
-            self._tier.go_on()
         assert self._recovery is not None
         if self._recovery.settle(self._loop.now_s) is not None:
             self._loop.after(0.0, self._turn)  # for workers that wait to leave
