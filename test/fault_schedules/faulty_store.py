@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from fault_schedules.fake_front import Client
 from fault_schedules.fake_model import Oracle
+from support.kept_pages import KeptPages
 
 from sgl_pipeline.errors import BrokenObject, StoreError
 from sgl_pipeline.page_hash import page_hashes
@@ -93,8 +94,7 @@ class FaultyStore:
         self.may_hang = False
         self.has_hung = False
         self._rng, self._right = rng, right
-        self._objects: dict[tuple[bytes, int], Content] = {}
-        self._records: dict[bytes, PageRecord] = {}
+        self._kept = KeptPages[Content]()
         # All that was written since the last `clear`, whatever has become of it.
         self._written: dict[tuple[bytes, int], int] = {}
 
@@ -104,7 +104,7 @@ class FaultyStore:
         """Raises BrokenObject for an object that is gone or has not the checksum `due`, StoreError
         now and then."""
         self._fail_at_times("this read")
-        content = self._objects.get((page_hash, layer))
+        content = self._kept.objects.get((page_hash, layer))
         if content is None or checksum(content) != due:
             raise BrokenObject("the object is gone" if content is None else "other bytes")
         return content
@@ -124,13 +124,7 @@ class FaultyStore:
     # The scheduler's side
 
     def look_up(self, hashes: Sequence[bytes]) -> list[PageRecord]:
-        """The records of the first pages, until one is missing."""
-        found: list[PageRecord] = []
-        for page_hash in hashes:
-            if (record := self._records.get(page_hash)) is None:
-                break
-            found.append(record)
-        return found
+        return self._kept.lookup(hashes)
 
     def check(self, record: PageRecord) -> None:
         """Asserts that all layers of the page were written, and that the record describes them."""
@@ -141,16 +135,16 @@ class FaultyStore:
         assert record.sizes == (SLOT_BYTES * self._right.page_size,) * len(layers)
 
     def commit(self, record: PageRecord) -> None:
-        self._records[record.page_hash] = record
+        self._kept.records[record.page_hash] = record
 
     def drop(self, page_hash: bytes) -> None:
-        self._records.pop(page_hash, None)
+        self._kept.records.pop(page_hash, None)
 
     # From outside
 
     def clear(self) -> None:
-        for content in (self._objects, self._records, self._written):
-            content.clear()
+        self._kept = KeptPages()
+        self._written.clear()
 
     def fill(self) -> None:
         """Another server has served the beginnings of some requests, and saved its pages."""
@@ -169,17 +163,17 @@ class FaultyStore:
         share = self._rng.choice((0.05, 0.3, 1.0))
         kind = self._rng.choice(("lose", "alter", "lose records"))
         if kind == "lose records":
-            for page_hash in self._some([*self._records], share):
-                del self._records[page_hash]
+            for page_hash in self._some([*self._kept.records], share):
+                del self._kept.records[page_hash]
             return
-        for key in self._some([*self._objects], share):
+        for key in self._some([*self._kept.objects], share):
             if kind == "lose":
-                del self._objects[key]
+                del self._kept.objects[key]
             else:
-                self._objects[key] = (0, *self._objects[key][1:])
+                self._kept.objects[key] = (0, *self._kept.objects[key][1:])
 
     def _put(self, page_hash: bytes, layer: int, content: Content) -> int:
-        self._objects[page_hash, layer] = content
+        self._kept.objects[page_hash, layer] = content
         self._written[page_hash, layer] = checksum(content)
         return checksum(content)
 
