@@ -106,18 +106,9 @@ class TierDriver:
         if not loads and not saves:
             return
         pages = self._core.scheduler._pages
-        cached = [
-            page
-            for node in pages._storage.cached_nodes()
-            if node.run is not None
-            for page in node.run.pages
-        ]
-        locked = {
-            page
-            for node in pages._storage.cached_nodes()
-            if node.run is not None and node.run.lock_count
-            for page in node.run.pages
-        }
+        runs = [node.run for node in pages._storage.cached_nodes() if node.run is not None]
+        cached = [page for run in runs for page in run.pages]
+        locked = {page for run in runs if run.lock_count for page in run.pages}
         owned = [page for one in pages._holdings for page in one.pages]
         in_use = set(pages.pages_in_use())
         loading = [page for load in loads.values() for page in load.pages]
