@@ -144,7 +144,7 @@ def open_transfers(
     may_start: Callable[[], bool] = lambda: True,
 ) -> PageTransfers:
     """The transfers of a stage, to `store` at any place."""
-    return PageTransfers(stage, kv_pool, lambda: plan, may_start, lambda place: store)
+    return PageTransfers(stage, kv_pool, lambda: plan, may_start, lambda place, sizes: store)
 
 
 def await_reports(transfers: PageTransfers, count: int = 1) -> list[StoreReport]:
