@@ -68,7 +68,7 @@ class PageParts(Generic[Rows]):
     """
 
     def __init__(self, parts: Mapping[int, tuple[Rows, ...]]) -> None:
-        self._parts = parts
+        self._parts: Mapping[int, tuple[Rows, ...]] = parts
 
     def object_bytes(self, layer: int) -> int:
         """See `PoolPages`."""
