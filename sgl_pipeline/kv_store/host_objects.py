@@ -48,7 +48,7 @@ class HostObjects:
         num_pages: int,
         available_bytes: Callable[[], int] = available_memory_bytes,
     ) -> None:
-        self._num_pages = num_pages
+        self.num_pages = num_pages
         self._available_bytes = available_bytes
         self._shelves: dict[int, _Shelf] = {}
         self._num_writes = 0
@@ -60,7 +60,7 @@ class HostObjects:
         with self._turn:
             for size, num_layers in Counter(object_sizes).items():
                 shelf = self._shelf(size)
-                shelf.most_objects = max(shelf.most_objects, num_layers * self._num_pages)
+                shelf.most_objects = max(shelf.most_objects, num_layers * self.num_pages)
 
     def write(self, name: str, buffers: Sequence[Buffer]) -> tuple[int, int]:
         """Makes or replaces an object; gives its bytes and the number of the write.
@@ -104,7 +104,7 @@ class HostObjects:
     def _shelf(self, object_bytes: int) -> "_Shelf":
         if object_bytes not in self._shelves:
             self._shelves[object_bytes] = _Shelf(
-                object_bytes, self._num_pages, self._available_bytes
+                object_bytes, self.num_pages, self._available_bytes
             )
         return self._shelves[object_bytes]
 

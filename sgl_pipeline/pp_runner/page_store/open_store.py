@@ -32,7 +32,6 @@ class StageStores:
 
     def __init__(self) -> None:
         self._host_memory: HostObjects | None = None
-        self._host_place: tuple[str, int] = ("", 0)
 
     def open(self, place: StorePlace, object_sizes: Sequence[int]) -> ObjectStore:
         """The store at `place`. The scheduler has tried it; a stage of another host may still not
@@ -50,8 +49,7 @@ class StageStores:
             return ClosedStore(str(error))
 
     def _open_host_memory(self, place: StorePlace, object_sizes: Sequence[int]) -> HostObjects:
-        wanted = (place.digest, place.host_pages)
-        if self._host_memory is None or self._host_place != wanted:
-            self._host_memory, self._host_place = HostObjects(place.host_pages), wanted
+        if self._host_memory is None or self._host_memory.num_pages != place.host_pages:
+            self._host_memory = HostObjects(place.host_pages)
         self._host_memory.make_room(object_sizes)
         return self._host_memory

@@ -189,10 +189,10 @@ def test_a_layer_that_has_moved_is_missing_at_its_new_stage_until_it_is_saved(
     assert server.contents(2) == server.contents(1)
 
 
-def test_another_model_finds_no_memory_of_this_one(server: Server) -> None:
+def test_memory_of_another_size_is_empty(server: Server) -> None:
     server.fill(1, 21)
     server.save([1], [21])
-    server.use(msgspec.structs.replace(server.place, digest="ukv1-00000000000000aa"))
+    server.use(place_of(7))
     assert [report.is_broken for report in server.load([2], [21])] == [True, True]
 
 
