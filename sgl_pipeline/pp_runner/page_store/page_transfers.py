@@ -14,7 +14,8 @@ from sgl_pipeline.kv_store.page_store import ObjectStore
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.page_store.open_store import StageStores
 from sgl_pipeline.pp_runner.page_store.page_bytes import PageBytes
-from sgl_pipeline.pp_runner.page_store.staged_pages import StagedPages
+from sgl_pipeline.pp_runner.page_store.pool_pages import PoolPages
+from sgl_pipeline.pp_runner.page_store.staged_pages import StagedPool
 from sgl_pipeline.pp_runner.page_store.store_session import StoreSession
 from sgl_pipeline.pp_runner.page_store.transfer_jobs import (
     PageTransfer,
@@ -54,6 +55,7 @@ class PageTransfers:
         self._stage, self._kv_pool = stage, kv_pool
         self._plan, self._may_start = plan, may_start
         self._open_store = open_store or StageStores().open
+        self._pages_of = _way_to_pages(kv_pool)
         self._place: StorePlace | None = None
         self._session: StoreSession | None = None
         self._unanswered: dict[int, PageTransfer] = {}
@@ -125,8 +127,7 @@ class PageTransfers:
         if self._place is None:
             return
         layers = self._plan().layers_of(self._stage)
-        is_on_gpu = self._kv_pool.device.type == "cuda"
-        pages = (StagedPages if is_on_gpu else PageBytes)(self._kv_pool, layers)
+        pages = self._pages_of(layers)
         self._session = StoreSession(
             self._stage,
             layers,
@@ -160,3 +161,10 @@ class PageTransfers:
         job = self._unanswered.pop(report.transfer)
         is_load = isinstance(report, PagesLoaded)
         return report, tuple(job.pages[: report.num_pages]) if is_load else ()
+
+
+def _way_to_pages(kv_pool: KvPool) -> Callable[[range], PoolPages]:
+    """The way to the pages of layers, for the device of the pool."""
+    if kv_pool.device.type == "cuda":
+        return StagedPool(kv_pool).pages_of
+    return lambda layers: PageBytes(kv_pool, layers)

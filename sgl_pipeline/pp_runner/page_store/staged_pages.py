@@ -25,21 +25,44 @@ from sgl_pipeline.pp_runner.page_store.pool_pages import Bytes, PageCopies, Page
 LOAD_BUFFERS = 4
 
 
+class StagedPool:
+    """The way to the pages of a GPU's pool.
+
+    Its two streams last. torch has 32 for a device and gives the same ones again, so that one for
+    each session would soon be one on which graphs are recorded.
+    """
+
+    def __init__(self, kv_pool: KvPool) -> None:
+        self._kv_pool = kv_pool
+        self._loading, self._saving = (torch.cuda.Stream(kv_pool.device) for _ in range(2))
+
+    def pages_of(self, layers: Iterable[int]) -> "StagedPages":
+        """The pages of `layers`."""
+        return StagedPages(self._kv_pool, layers, self._loading, self._saving)
+
+
 class StagedPages(PageParts[torch.Tensor]):
     """The `PoolPages` of a GPU."""
 
-    def __init__(self, kv_pool: KvPool, layers: Iterable[int]) -> None:
+    def __init__(
+        self,
+        kv_pool: KvPool,
+        layers: Iterable[int],
+        loading: torch.cuda.Stream,
+        saving: torch.cuda.Stream,
+    ) -> None:
         super().__init__({layer: kv_pool.rows(layer) for layer in layers})
         self._device = kv_pool.device
-        self._streams: list[torch.cuda.Stream] = []
+        self._loading, self._saving = loading, saving
 
     def copies_in(self) -> PageCopies:
         """See `PoolPages`."""
-        return self._copies(self._copy_in, LOAD_BUFFERS)
+        num_bytes = self.largest_object_bytes
+        return _StagedCopies(self._loading, self._copy_in, num_bytes, LOAD_BUFFERS)
 
     def copies_out(self) -> PageCopies:
         """See `PoolPages`."""
-        return self._copies(self._copy_out, 1)
+        return _StagedCopies(self._saving, self._copy_out, self.largest_object_bytes, 1)
 
     def steps_so_far(self) -> torch.cuda.Event:
         """See `PoolPages`."""
@@ -50,14 +73,8 @@ class StagedPages(PageParts[torch.Tensor]):
     def let_steps_follow(self) -> None:
         """See `PoolPages`."""
         computing = torch.cuda.current_stream(self._device)
-        for stream in self._streams:
-            computing.wait_stream(stream)
-
-    def _copies(
-        self, copy: Callable[[int, int, torch.Tensor], None], num_buffers: int
-    ) -> PageCopies:
-        self._streams.append(torch.cuda.Stream(self._device))
-        return _StagedCopies(self._streams[-1], copy, self.largest_object_bytes, num_buffers)
+        computing.wait_stream(self._loading)
+        computing.wait_stream(self._saving)
 
     @torch.inference_mode()
     def _copy_in(self, layer: int, page: int, content: torch.Tensor) -> None:

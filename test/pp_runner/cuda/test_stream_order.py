@@ -33,7 +33,7 @@ from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import model_spec
 from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.pp_runner.page_store.pool_pages import Bytes, PageCopies
-from sgl_pipeline.pp_runner.page_store.staged_pages import LOAD_BUFFERS, StagedPages
+from sgl_pipeline.pp_runner.page_store.staged_pages import LOAD_BUFFERS, StagedPool
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.wire.step_order import INT32, MirroredChunk, MirroredRequest
 
@@ -139,7 +139,7 @@ def save_pages(streams: EmulatedStreams) -> None:
     """Pages of layer 0 go to a store beside steps that write elsewhere, and are written anew when
     that is reported."""
     pool = KvPool(range(2), SHAPES, NUM_PAGES)
-    pages = StagedPages(pool, range(2))
+    pages = StagedPool(pool).pages_of(range(2))
     copies = pages.copies_out()
     for _ in range(2):
         streams.launch("a step", (), pool.pages(0))
@@ -156,7 +156,7 @@ def save_pages(streams: EmulatedStreams) -> None:
 def load_pages(streams: EmulatedStreams) -> None:
     """Pages of layer 0, which steps have used, are filled and then read by steps."""
     pool = KvPool(range(2), SHAPES, NUM_PAGES)
-    pages = StagedPages(pool, range(2))
+    pages = StagedPool(pool).pages_of(range(2))
     copies = pages.copies_in()
     for _ in range(2):
         streams.launch("a step", pool.pages(0))
@@ -172,14 +172,16 @@ def load_pages(streams: EmulatedStreams) -> None:
 
 
 def end_transfers(streams: EmulatedStreams) -> None:
-    """A load and a save are given up, and steps write their pages."""
+    """A load and a save are given up, and steps write their pages; then transfers go on."""
     pool = KvPool(range(2), SHAPES, NUM_PAGES)
-    pages = StagedPages(pool, range(2))
-    for copies, layer in ((pages.copies_in(), 0), (pages.copies_out(), 1)):
-        copies.begin(pages.steps_so_far())
-        copies.copy(layer, 1, copies.buffer())
-    pages.let_steps_follow()
-    streams.launch("a step", (), [*pool.pages(0), *pool.pages(1)])
+    staged = StagedPool(pool)
+    for _ in range(2):
+        pages = staged.pages_of(range(2))
+        for copies, layer in ((pages.copies_in(), 0), (pages.copies_out(), 1)):
+            copies.begin(pages.steps_so_far())
+            copies.copy(layer, 1, copies.buffer())
+        pages.let_steps_follow()
+        streams.launch("a step", (), [*pool.pages(0), *pool.pages(1)])
 
 
 class PlanWrapper:
