@@ -33,7 +33,7 @@ def _require_positive(flag: str, value: float) -> None:
 class TierArgs:
     """A store of pages beyond the pool, by SGLang's flags.
 
-    `backend` None: none is attached. With "host" each stage keeps pages in host memory: `host_ratio`
+    `backend` None: none is attached. "host": each stage keeps pages in host memory, `host_ratio`
     times as many as the pool has, or as many as fit in `host_size_gb` (10^9 bytes) on every stage,
     if that is not 0. `write_policy` says when a page is saved: once it is computed
     (`write_through`), at its second use (`write_through_selective`), or when the pool needs its

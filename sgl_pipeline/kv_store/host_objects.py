@@ -1,6 +1,6 @@
 """Objects in the memory of the process that uses them: the tier between a GPU's pool and files.
 
-Nobody tells a stage which pages the scheduler has forgotten. Where there is no room, an object
+No order says which pages the scheduler has forgotten. Where there is no room, an object
 takes the memory of the one that was least recently used; whoever asks for that one finds it missing
 and computes the page again. `host_pages.py` keeps its records by the same rule and forgets a page
 first, so a record without its objects is the exception.

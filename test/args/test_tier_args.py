@@ -36,7 +36,7 @@ def test_every_write_policy_of_upstream_is_taken(policy: str) -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"enabled": True}, "for --device cuda: on a CPU .*--hicache-storage-backend file, or --admin"),
+        ({"enabled": True}, "for --device cuda: .*--hicache-storage-backend file, or --admin"),
         ({"enabled": True, "backend": "host"}, "for --device cuda: on a CPU the pool is in host"),
         ({"host_ratio": 3.0}, "--hicache-ratio does nothing without --enable-hierarchical"),
         ({"host_size_gb": 8}, "--hicache-size does nothing without --enable-hierarchical"),

@@ -1,4 +1,4 @@
-"""Transfers of a GPU's pages, on a GPU. Not run yet: no machine of the project has had one.
+"""Transfers of a GPU's pages, on a GPU. Not run on hardware yet.
 
 The order of copies and steps is tested without one in `cuda/test_stream_order.py`.
 """
