@@ -71,8 +71,9 @@ class TierArgs:
             return
         unknown = ", ".join(sorted(self.store.backend_settings))
         require(
-            not unknown or self.backend != "file",
-            f"{EXTRA_CONFIG_FLAG}: {unknown} is unknown to file; the keys are {', '.join(KEYS)}",
+            not unknown or self.backend not in ("file", HOST_BACKEND),
+            f"{EXTRA_CONFIG_FLAG}: {unknown} is unknown to {self.backend}; the keys are "
+            f"{', '.join(KEYS)}",
         )
         has_tier = self.backend is not None or self.is_attachable
         require(

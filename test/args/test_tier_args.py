@@ -50,6 +50,7 @@ def test_every_write_policy_of_upstream_is_taken(policy: str) -> None:
         (FILE | {"prefetch_policy": "x"}, "--hicache-storage-prefetch-policy 'x' is unknown"),
         (FILE | {"backend": "hf3fs"}, "--hicache-storage-backend hf3fs is not built; choose"),
         (FILE | {"store": store_config({"a_key": 1})}, "a_key is unknown to file; the keys are"),
+        (GPU | {"store": store_config({"a_key": 1})}, "a_key is unknown to host; the keys are"),
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(values: dict[str, Any], named: str) -> None:
