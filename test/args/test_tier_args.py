@@ -71,14 +71,11 @@ def test_without_a_radix_cache_there_is_nothing_to_keep() -> None:
         )
 
 
-def test_pages_in_the_memory_of_a_gpu_have_no_store() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"--device cuda is not built: .* use --device cpu"
-    ):
-        PipelineArgs(
-            stages=StageArgs(model_path="m", dtype="bfloat16", device="cuda"),
-            tiers=TierArgs(**FILE),
-        )
+def test_pages_in_the_memory_of_a_gpu_have_host_memory_or_a_store() -> None:
+    on_gpu = StageArgs(model_path="m", dtype="bfloat16", device="cuda")
+    for values in (GPU, GPU | {"backend": "file"}):
+        tiers = TierArgs(**values)
+        assert PipelineArgs(stages=on_gpu, tiers=tiers).tiers is tiers
 
 
 @pytest.mark.parametrize("backend", [one for one in STORAGE_BACKENDS if one != "file"])
