@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from matplotlib.figure import Figure as Canvas
 
@@ -35,7 +36,9 @@ def compute(options: Options) -> list[Row]:
         setting = {"load": load.name, "distinct_tokens": tokens, "share": 0.0}
         rows.append(setting | {"system": "recompute"} | served(CLUSTER, workload, reuses=False))
         rows.append(setting | {"system": "pool"} | served(CLUSTER, workload))
-        for system, shares in (("lru", SHARES), ("fifo", FIFO_SHARES)):
+        systems: tuple[tuple[Literal["lru", "fifo"], Sequence[float]], ...]
+        systems = (("lru", SHARES), ("fifo", FIFO_SHARES))
+        for system, shares in systems:
             for share in shares:
                 capacity = share * tokens * KV_BYTES_PER_TOKEN
                 store = replace(HOST_MEMORY, capacity_bytes=capacity, eviction=system)

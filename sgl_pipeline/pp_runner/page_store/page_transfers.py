@@ -65,7 +65,7 @@ class PageTransfers:
 
     @property
     def is_open(self) -> bool:
-        """Whether a transfer was ordered whose report was not taken."""
+        """True if a transfer was ordered whose report was not taken."""
         return bool(self._unanswered)
 
     @property

@@ -60,7 +60,7 @@ class PoolPages(Protocol):
 
 
 class PageParts(Generic[Rows]):
-    """What objects consist of.
+    """The parts of objects.
 
     Args:
         parts: keys and values of each layer, each [N, bytes] (uint8), one page in a row

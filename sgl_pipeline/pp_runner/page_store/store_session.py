@@ -224,7 +224,7 @@ class StoreSession:
 
 
 def _text(failure: Exception | None) -> str:
-    """Why pages are missing from a report."""
+    """The reason for which pages are missing from a report."""
     if failure is None:
         return ""
     is_ours = isinstance(failure, StoreError)
