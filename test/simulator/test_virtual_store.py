@@ -3,13 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
-from typing import Literal
 
 import pytest
 from support.pipelines import new_scheduler
 from support.virtual_runs import MANUAL, TokenSeconds
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args.tier_args import (
+    PREFETCH_POLICIES,
+    WRITE_POLICIES,
+    PrefetchPolicy,
+    WritePolicy,
+)
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.scheduling.tier_rules import TierRules
@@ -19,7 +24,7 @@ from sgl_pipeline.simulator.pipeline_costs import PipelineCosts
 from sgl_pipeline.simulator.simulation import ServedRequest, Simulation
 from sgl_pipeline.simulator.summary import ttft_ms
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
-from sgl_pipeline.simulator.virtual_store import SIMULATED_PLACE, StoreCosts, VirtualStore
+from sgl_pipeline.simulator.virtual_store import SIMULATED_PLACE, Eviction, StoreCosts, VirtualStore
 from sgl_pipeline.simulator.workload import Segment, SimulatedRequest, TokenIds
 from sgl_pipeline.stage_plan import StagePlan
 
@@ -49,7 +54,7 @@ def new_store(
     write_bytes_per_s: float = FOREVER,
     save_bytes_per_s: float = FOREVER,
     latency_s: float = 0.5,
-    eviction: Literal["lru", "fifo"] = "lru",
+    eviction: Eviction = "lru",
 ) -> WatchedStore:
     costs = StoreCosts(
         capacity_bytes=capacity_pages * 3 * LAYER_PAGE_BYTES,
@@ -129,7 +134,7 @@ def test_a_save_keeps_to_its_rate_and_holds_nobody_up() -> None:
 
 
 @pytest.mark.parametrize(("eviction", "kept"), [("lru", 1), ("fifo", 2)])
-def test_the_store_evicts_by_its_rule(eviction: Literal["lru", "fifo"], kept: int) -> None:
+def test_the_store_evicts_by_its_rule(eviction: Eviction, kept: int) -> None:
     store = new_store(capacity_pages=8, eviction=eviction)
     for prompt in (1, 2, 1, 3):
         served(store, ask(prompt))
@@ -186,10 +191,12 @@ def mixed_load(random: Random, num_requests: int) -> list[SimulatedRequest]:
     return chains
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
-@pytest.mark.parametrize("wait", ["timeout", "best_effort", "wait_complete"])
-def test_under_pressure_all_are_served_and_equal_runs_are_equal(policy: str, wait: str) -> None:
-    rules = TierRules(least_tokens=8, write_policy=policy, wait_policy=wait)  # type: ignore[arg-type]
+@pytest.mark.parametrize("policy", WRITE_POLICIES)
+@pytest.mark.parametrize("wait", PREFETCH_POLICIES)
+def test_under_pressure_all_are_served_and_equal_runs_are_equal(
+    policy: WritePolicy, wait: PrefetchPolicy
+) -> None:
+    rules = TierRules(least_tokens=8, write_policy=policy, wait_policy=wait)
     load = mixed_load(Random(5), 12)
     runs = []
     for _ in range(2):
