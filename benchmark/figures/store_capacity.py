@@ -2,25 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from matplotlib.figure import Figure as Canvas
 
 from benchmark.figures.figure import Figure, Options, Row, change, distinct, select
 from benchmark.figures.stores import (
-    CLUSTER,
     HOST_MEMORY,
     KV_BYTES_PER_TOKEN,
-    LOADS,
-    POOL_TOKENS,
+    MOONCAKE,
+    SHAREGPT,
     distinct_tokens,
     served,
-    with_store,
 )
+from sgl_pipeline.simulator.virtual_store import Eviction
 
 # The room of the store over the keys and values of all distinct tokens of the load.
-SHARES = (0.05, 0.1, 0.25, 0.5, 1.0)
-FIFO_SHARES = (0.1, 0.25)
+SHARES: tuple[tuple[Eviction, tuple[float, ...]], ...] = (
+    ("lru", (0.1, 0.25, 0.5, 1.0)),
+    ("fifo", (0.1, 0.25)),
+)
 STYLE = {
     "lru": {"color": "#0072B2", "marker": "o"},
     "fifo": {"color": "#D55E00", "marker": "s"},
@@ -30,19 +30,23 @@ COLUMNS = (("cache_hit_share", "prompt tokens not computed"), ("ttft_ms", "mean 
 
 def compute(options: Options) -> list[Row]:
     rows = []
-    for load in LOADS:
-        workload = load.make(options)
+    for load in (SHAREGPT, MOONCAKE):
+        workload = load.requests(options)
         tokens = distinct_tokens(workload)
-        setting = {"load": load.name, "distinct_tokens": tokens, "share": 0.0}
-        rows.append(setting | {"system": "recompute"} | served(CLUSTER, workload, reuses=False))
-        rows.append(setting | {"system": "pool"} | served(CLUSTER, workload))
-        systems: tuple[tuple[Literal["lru", "fifo"], Sequence[float]], ...]
-        systems = (("lru", SHARES), ("fifo", FIFO_SHARES))
-        for system, shares in systems:
+        pool = load.cluster()
+        setting = {
+            "load": load.name,
+            "distinct_tokens": tokens,
+            "pool_tokens": pool.kv_pool_tokens(),
+            "share": 0.0,
+        }
+        rows.append(setting | {"system": "recompute"} | served(pool, workload, reuses=False))
+        rows.append(setting | {"system": "pool"} | served(pool, workload))
+        for system, shares in SHARES:
             for share in shares:
                 capacity = share * tokens * KV_BYTES_PER_TOKEN
                 store = replace(HOST_MEMORY, capacity_bytes=capacity, eviction=system)
-                row = served(with_store(store), workload)
+                row = served(load.cluster(store), workload)
                 rows.append(setting | {"system": system, "share": share} | row)
     return rows
 
@@ -73,9 +77,10 @@ def conclude(rows: Sequence[Row]) -> list[str]:
     for (load,) in distinct(rows, "load"):
         (recompute,) = select(rows, load=load, system="recompute")
         (pool,) = select(rows, load=load, system="pool")
+        times = pool["distinct_tokens"] / pool["pool_tokens"]
         lines.append(
-            f"{load}: {pool['distinct_tokens']} distinct tokens, "
-            f"{pool['distinct_tokens'] / POOL_TOKENS:.1f} times the pool. The pool alone spares "
+            f"{load}: {pool['distinct_tokens']} distinct tokens, {times:.1f} times the pool. The "
+            f"pool alone spares "
             f"{pool['cache_hit_share']:.0%} of prompt tokens; mean TTFT "
             f"{recompute['ttft_ms']:.0f} ms when all is computed, {pool['ttft_ms']:.0f} ms with it"
         )
@@ -101,10 +106,11 @@ FIGURE = Figure(
     "computing all, from 128 GB of DRAM and 10 TB of SSD; hits 86 % with the queue's own order, "
     "58 % with LRU, 48 % with FIFO; room for 10 % of the sessions of an hour gives 51 % of hits, "
     "for 25 % 98 %.",
-    assumptions="KV pool of 120,000 tokens, a quarter of what the cards would hold; pauses of "
-    "60 s on average between turns; loads and saves over 20.79 GB/s of PCIe for each card, beside "
-    "the steps and at no cost to them. The store is empty at first, so that the first turn of "
-    "every session misses.",
+    assumptions="KV pool of 120,000 tokens for ShareGPT, a quarter of what the cards hold; its "
+    "sessions begin at 0.5/s with pauses of 60 s on average between turns. Mooncake's trace at "
+    "0.2/s, with all of the cards' room. Loads and saves take 20.79 GB/s of PCIe for each card, "
+    "beside the steps and at no cost to them. The store is empty at first, so that the first turn "
+    "of every session misses.",
     compute=compute,
     draw=draw,
     conclude=conclude,

@@ -7,12 +7,11 @@ from matplotlib.figure import Figure as Canvas
 
 from benchmark.figures.figure import Figure, Options, Row, change, distinct, select
 from benchmark.figures.stores import (
-    CLUSTER,
+    BUSY_SHAREGPT,
     HOST_MEMORY,
-    LOADS,
+    MOONCAKE,
     SHAREGPT,
     served,
-    with_store,
 )
 from sgl_pipeline.args.store_config import StoreConfig
 from sgl_pipeline.scheduling.tier_rules import TierRules
@@ -23,7 +22,11 @@ from sgl_pipeline.simulator.virtual_store import StoreCosts
 SPEEDS = (0.03, 0.1, 0.3, 1.0, 3.0, 20.79)
 # A disk of 1 GB/s for each stage, saved to at the server's default rate.
 DISK = 1.0
-WAITS = {"timeout": SERVER_RULES, "best_effort": TierRules(wait_policy="best_effort")}
+BEST_EFFORT = TierRules(wait_policy="best_effort")
+SYSTEMS = (
+    *(("timeout", SERVER_RULES, speed) for speed in SPEEDS),
+    *(("best_effort", BEST_EFFORT, speed) for speed in SPEEDS[::2]),
+)
 POLICIES = {
     "write_through_selective": TierRules(write_policy="write_through_selective"),
     "write_back": TierRules(write_policy="write_back"),
@@ -44,18 +47,16 @@ COLUMNS = (
 
 def compute(options: Options) -> list[Row]:
     rows = []
-    for load in LOADS:
-        workload = load.make(options)
+    for load in (SHAREGPT, BUSY_SHAREGPT, MOONCAKE):
+        workload = load.requests(options)
         setting = {"load": load.name, "gb_per_s": 0.0}
-        rows.append(setting | {"system": "pool"} | served(CLUSTER, workload))
-        for system, rules in WAITS.items():
-            for speed in SPEEDS:
-                row = served(with_store(_store(speed), rules), workload)
-                rows.append(setting | {"system": system, "gb_per_s": speed} | row)
-        if load is SHAREGPT:
-            for system, rules in POLICIES.items():
-                row = served(with_store(_store(DISK), rules), workload)
-                rows.append(setting | {"system": system, "gb_per_s": DISK} | row)
+        rows.append(setting | {"system": "pool"} | served(load.cluster(), workload))
+        systems = list(SYSTEMS)
+        if load is BUSY_SHAREGPT:
+            systems += [(name, rules, DISK) for name, rules in POLICIES.items()]
+        for system, rules, speed in systems:
+            row = served(load.cluster(_store(speed), rules), workload)
+            rows.append(setting | {"system": system, "gb_per_s": speed} | row)
     return rows
 
 
@@ -121,12 +122,14 @@ FIGURE = Figure(
     title="A store by its speed, Llama-3.1-70B on four A100",
     claim="HiCache (K6, K7): up to 6 times the throughput and TTFT -80 %; in a coding "
     "agent's sessions hits 40 to 80 %, TTFT -56 %, throughput doubled.",
-    assumptions="KV pool of 120,000 tokens, a quarter of what the cards would hold; pauses of "
-    "60 s on average between turns; a store without bounds, empty at first. Below 20.79 GB/s, "
-    "which is host memory over PCIe, a stage saves at most 268 MB/s, the server's default, and "
-    "1 ms passes before each answer and transfer. Loads and saves cost the steps nothing. "
-    "timeout and best_effort are the server's --hicache-storage-prefetch-policy; the other rows "
-    "are timeout at 1 GB/s with one rule changed from write_through and a look-ahead of 64.",
+    assumptions="KV pool of 120,000 tokens for ShareGPT, a quarter of what the cards hold; its "
+    "sessions begin at 0.5/s with pauses of 60 s on average between turns, busy at 4/s with 20 s. "
+    "Mooncake's trace at 0.2/s, with all of the cards' room. A store without bounds, empty at "
+    "first. Below 20.79 GB/s, which is host memory over PCIe, a stage saves at most 268 MB/s, the "
+    "server's default, and 1 ms passes before each answer and transfer. Loads and saves cost the "
+    "steps nothing. timeout and best_effort are the server's --hicache-storage-prefetch-policy; "
+    "the other rows are timeout at 1 GB/s with one rule changed from write_through and a "
+    "look-ahead of 64.",
     compute=compute,
     draw=draw,
     conclude=conclude,

@@ -26,6 +26,8 @@ from sgl_pipeline.wire.store_orders import (
     UseStore,
 )
 
+Eviction = Literal["lru", "fifo"]
+
 # For `KvTier.use`; the virtual stages go by `StoreCosts` alone.
 SIMULATED_PLACE = StorePlace(backend="simulated", address="", digest="", save_bytes_per_s=1)
 
@@ -48,7 +50,7 @@ class StoreCosts:
     write_bytes_per_s: float
     save_bytes_per_s: float
     latency_s: float = 0.0
-    eviction: Literal["lru", "fifo"] = "lru"
+    eviction: Eviction = "lru"
 
 
 @dataclass(slots=True)
