@@ -36,8 +36,8 @@ from sgl_pipeline.wire.store_orders import (
     UseStore,
 )
 
-# Transfers stop for a while when no step has run for so long although a request could, but for
-# pages: a store that hangs must not keep any.
+# Transfers stop for a while when no step has run for so long, and a request lacks only pages: a
+# store that hangs must not keep any.
 STARVED_S = 1.0
 REST_S = 10.0
 
@@ -174,12 +174,12 @@ class KvTier:
         self.saves.take(report, plan.num_stages)
 
     def starves(self, now_s: float) -> None:
-        """No step runs or begins, although a request could, but for pages."""
+        """Notes that no step runs, and that a request which could lacks pages."""
         if self._starves_since_s is None:
             self._starves_since_s = now_s
 
     def runs(self) -> None:
-        """A step begins."""
+        """Notes that a step begins."""
         self._starves_since_s = None
 
     # Lookups

@@ -74,7 +74,7 @@ def returning_clients(
 ) -> list[Client]:
     """Clients that go on, later, where some of `clients` have ended or before: with at most
     `max_tokens` tokens of prompt."""
-    found = []
+    found: list[Client] = []
     for earlier in rng.sample(clients, rng.randint(0, len(clients))):
         request = earlier.request
         known = [*request.prompt_ids, *Oracle(request, num_layers).output]
