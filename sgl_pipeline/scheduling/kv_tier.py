@@ -36,8 +36,8 @@ from sgl_pipeline.wire.store_orders import (
     UseStore,
 )
 
-# Transfers stop for a while when no step has run for so long although a request could,
-# except for pages: a store that hangs must not keep any.
+# Transfers stop for a while when no step has run for so long, and a request lacks only pages: a
+# store that hangs must not keep any.
 STARVED_S = 1.0
 REST_S = 10.0
 
@@ -147,9 +147,11 @@ class KvTier:
         self.loads.give_up_late(now_s, self.rules)
         if place is None:
             return
+        spare = self._pages.num_available - len(self._running)
+        most = int(self.rules.load_share * self._pages.num_pages) - self.loads.loading_pages
         owed = set() if self._log is None or not self._log.owes else self._log.all_owed()
         yield from self.loads.next_orders(
-            now_s, self.rules, times, len(self._running), owed, self._transfer
+            now_s, self.rules, times, min(most, spare), owed, self._transfer
         )
         yield from self._save_orders(owed)
 
@@ -172,19 +174,19 @@ class KvTier:
         self.saves.take(report, plan.num_stages)
 
     def starves(self, now_s: float) -> None:
-        """No step runs or begins, although a request could, except for pages."""
+        """Notes that no step runs, and that a request which could lacks pages."""
         if self._starves_since_s is None:
             self._starves_since_s = now_s
 
     def runs(self) -> None:
-        """A step begins."""
+        """Notes that a step begins."""
         self._starves_since_s = None
 
     # Lookups
 
     def take_lookups(self) -> list[Lookup]:
         """The next questions for the store; the answers go to `found`."""
-        return self.loads.take_lookups(self.rules.look_ahead)
+        return self.loads.take_lookups()
 
     def found(self, number: int, records: Sequence[PageRecord]) -> None:
         """The store's answer to a lookup: the records of its first pages."""

@@ -76,7 +76,7 @@ def random_tempo(rng: Random) -> StoreTempo:
         write_s=slow_s * rng.choice((1.0, 5.0)),
         answer_s=rng.choice((0.0, 0.02, 0.02, 0.5)),
         failure_chance=rng.choice((0.0, 0.0, 0.02)),
-        hang_chance=rng.choice((0.0, 0.0, 0.0, 0.02)),
+        hang_chance=rng.choice((0.0, 0.0, 0.05)),
         silence_chance=rng.choice((0.0, 0.0, 0.1)),
     )
 

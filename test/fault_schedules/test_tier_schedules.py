@@ -15,8 +15,7 @@ from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.page_loads import PageLoad, PageLoads
 from sgl_pipeline.scheduling.page_saves import PageSave, PageSaves
 from sgl_pipeline.scheduling.tier_rules import TierRules
-from sgl_pipeline.step_work import StepTimes
-from sgl_pipeline.wire.store_orders import LoadPages, SavePages, StoreOrder, StorePlace
+from sgl_pipeline.wire.store_orders import SavePages, StoreOrder, StorePlace
 
 NUM_SEEDS = 200
 # Every mutation below is found much sooner.
@@ -163,23 +162,6 @@ def pages_that_a_stage_owes_are_saved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageSaves, "next_orders", mutated)
 
 
-def prefixes_that_a_stage_owes_are_locked_for_loads(patch: pytest.MonkeyPatch) -> None:
-    next_orders = PageLoads.next_orders
-
-    def mutated(
-        self: PageLoads,
-        now_s: float,
-        rules: TierRules,
-        times: StepTimes | None,
-        room: int,
-        owed: Set[int],
-        next_transfer: Callable[[], int],
-    ) -> Iterator[LoadPages]:
-        return next_orders(self, now_s, rules, times, room, set(), next_transfer)
-
-    patch.setattr(PageLoads, "next_orders", mutated)
-
-
 def pages_are_filled_in_another_order(patch: pytest.MonkeyPatch) -> None:
     """Each has what a page of the same request must have."""
     start = PageLoads._start
@@ -267,7 +249,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     a_flush_cuts_no_transfer_off,
     loaded_pages_are_thought_to_have_rows,
     pages_that_a_stage_owes_are_saved,
-    prefixes_that_a_stage_owes_are_locked_for_loads,
     pages_are_filled_in_another_order,
     a_store_that_hangs_keeps_its_pages,
     records_are_committed_to_another_store,

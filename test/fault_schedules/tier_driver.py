@@ -26,7 +26,7 @@ ADDRESSES = ("here", "there")
 POLL_S = 0.2
 # No request waits for longer than the polls go on.
 MOST_POLLS = 1_000
-MOST_CHANGES = 3
+MOST_CHANGES = 5
 MOST_HARMS = 6
 
 
@@ -66,6 +66,9 @@ class TierDriver:
         self._turn, self._note = turn, note
         self._place: StorePlace | None = None
         self._rules = TierRules()
+        # The store's client has room for more calls from then on; how often it gets full.
+        self._full_until_s = 0.0
+        self._full_chance = rng.choice((0.0, 0.0, 0.7))
         self._polls = False
         self._num_polls = 0
         # Pages that were found or committed since the store came into use.
@@ -77,7 +80,7 @@ class TierDriver:
         rng = self._rng
         if rng.random() < 0.9:
             self._use(ADDRESSES[0])
-        for _ in range(rng.choice((0, 0, 1, MOST_CHANGES))):
+        for _ in range(rng.choice((0, 0, 2, MOST_CHANGES))):
             self._loop.after(rng.random() * 4.0, self._change)
         for _ in range(rng.choice((0, 1, MOST_HARMS))):
             self._loop.after(rng.random() * 4.0, self._harm)
@@ -90,7 +93,7 @@ class TierDriver:
             self._ask(lookup)
         if self._place is None:
             assert not self._tier.commits and not self._tier.broken, "pages of no store"
-        elif self._rng.random() < 0.9:  # else there is no room for more calls
+        elif self._has_room():
             self._write_records(self._stores.at(self._place))
         waits = self._core.scheduler.num_waiting or self._num_pages_on_way
         is_needed = self._tier.is_on and waits and not self._core.scheduler.is_idle
@@ -178,6 +181,12 @@ class TierDriver:
             self._later(store, partial(store.drop, page_hash))
         self._tier.commits.clear()
         self._tier.broken.clear()
+
+    def _has_room(self) -> bool:
+        now_s = self._loop.now_s
+        if now_s >= self._full_until_s and self._rng.random() < self._full_chance:
+            self._full_until_s = now_s + self._rng.random()
+        return now_s >= self._full_until_s
 
     def _later(self, store: FaultyStore, call: Callable[[], None]) -> None:
         self._loop.after(self._rng.random() * store.tempo.answer_s, call)
