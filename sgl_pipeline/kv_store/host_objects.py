@@ -35,8 +35,9 @@ class _Object(NamedTuple):
 class HostObjects:
     """An `ObjectStore`; any thread may use it.
 
-    In place of a checksum an object has the number of its write. It tells an object from an earlier
-    one of its name; memory needs no sum over its bytes, which takes longer than the copy.
+    In place of a checksum an object has the number of its write, which tells it from an earlier one
+    of its name. A sum over its bytes would take as long again as the copy, and the memory of this
+    process is no less sure than that of the pool.
 
     Args:
         num_pages: pages whose objects there is room for.

@@ -4,9 +4,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
+from support.pipelines import new_scheduler
 
-from sgl_pipeline.args import PipelineArgs, StageArgs, TierArgs
+from sgl_pipeline.args import HOST_BACKEND, PipelineArgs, StageArgs, TierArgs
+from sgl_pipeline.kv_store.open_store import open_pages
+from sgl_pipeline.kv_store.store_client import StoreClient
 from sgl_pipeline.managers import scheduler_process
+from sgl_pipeline.managers.tiers.open_tier import OpenTier
+from sgl_pipeline.wire.store_orders import StorePlace, UseStore
 
 # As they are closed: first those that answer somebody, last what the answers leave through.
 CLOSED = (
@@ -139,3 +145,24 @@ def test_the_ready_message_says_what_upstream_was_not_told() -> None:
     assert message["enable_hierarchical_cache"] is True
     layout = message["hicache_object_layout"]
     assert (layout["enabled"], layout["backend"], layout["page_size"]) == (False, "file", 16)
+
+
+def test_host_memory_is_opened_with_the_driver() -> None:
+    stages = StageArgs(model_path="", dtype="float32", device="cuda")
+    tiers = TierArgs(enabled=True, backend=HOST_BACKEND, pool_is_on_gpu=True)
+    steps = new_scheduler(num_pages=8, num_stages=1)
+    place = StorePlace(
+        backend=HOST_BACKEND, address="", digest="d", save_bytes_per_s=1, host_pages=16
+    )
+
+    def open_store(args: TierArgs) -> OpenTier:
+        assert args is tiers
+        return OpenTier(place, StoreClient(open_pages(place, 1)))
+
+    driver = scheduler_process._tier_driver(
+        PipelineArgs(stages=stages, tiers=tiers), steps, open_store, None, zmq.Poller()
+    )
+    assert driver is not None
+    orders = steps.tier.next_orders(0.0, None, may_transfer=True)
+    assert [*orders] == [UseStore(place)]
+    driver.close()

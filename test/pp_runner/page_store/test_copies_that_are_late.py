@@ -1,19 +1,14 @@
 """A session whose copies are over only when it waits for them, as on a GPU.
 
-`LatePages` does a copy when something waits for it, or when steps come after it; so whatever the
-session reads, reports or leaves too early is wrong. It notes the sequence of calls. What the calls
-do on a GPU is in `cuda/test_stream_order.py`; neither has run on hardware.
+What the calls do on a GPU is in `cuda/test_stream_order.py`; neither has run on hardware.
 """
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from itertools import cycle
 
-import numpy as np
 import pytest
 import torch
+from support.late_pages import LatePages
 from support.page_transfers import (
     PLACE,
     Gate,
@@ -31,85 +26,13 @@ from support.page_transfers import (
 
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.page_store import page_transfers
-from sgl_pipeline.pp_runner.page_store.page_bytes import PageBytes
 from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
-from sgl_pipeline.pp_runner.page_store.pool_pages import Bytes, PageCopies
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import UseStore
 
 WHOLE = StagePlan(0, (3,))
 PAGES, NUMBERS = [5, 0, 7], [11, 12, 13]
 OBJECTS = 3 * len(PAGES)
-
-
-class LatePages(PageBytes):
-    """The `PoolPages` of a device that is in no hurry; `calls` are noted with their thread."""
-
-    newest: "LatePages"
-
-    def __init__(self, kv_pool: KvPool, layers: Iterable[int]) -> None:
-        super().__init__(kv_pool, layers)
-        LatePages.newest = self
-        self.calls: list[tuple[str, str]] = []
-        self._number = 0
-        self.late: list[LateCopies] = []
-
-    def note(self, call: str) -> None:
-        self.calls.append((threading.current_thread().name, call))
-
-    def calls_of(self, thread: str) -> list[str]:
-        return [call for name, call in self.calls if name == thread]
-
-    def copies_in(self) -> PageCopies:
-        return self._late(self.copy_in, 2)
-
-    def copies_out(self) -> PageCopies:
-        return self._late(self.copy_out, 1)
-
-    def _late(self, copy: Callable[[int, int, Bytes], None], num_buffers: int) -> PageCopies:
-        self.late.append(LateCopies(self, copy, num_buffers))
-        return self.late[-1]
-
-    def steps_so_far(self) -> None:
-        self._number += 1
-        self.note(f"steps {self._number}")
-        return self._number  # type: ignore[return-value]
-
-    def let_steps_follow(self) -> None:
-        self.note("steps follow")
-        for copies in self.late:
-            copies.do_all()
-
-
-class LateCopies:
-    def __init__(
-        self, pages: LatePages, copy: Callable[[int, int, Bytes], None], num_buffers: int
-    ) -> None:
-        self._pages, self._copy = pages, copy
-        num_bytes = pages.largest_object_bytes
-        self._buffers = cycle([np.zeros(num_bytes, np.uint8) for _ in range(num_buffers)])
-        self._num_buffers = num_buffers
-        self._begun: deque[tuple[int, int, Bytes]] = deque()
-
-    def begin(self, steps: int) -> None:
-        self._pages.note(f"begin behind {steps}")
-
-    def buffer(self) -> Bytes:
-        while len(self._begun) >= self._num_buffers:
-            self._copy(*self._begun.popleft())
-        return next(self._buffers)
-
-    def copy(self, layer: int, page: int, content: Bytes) -> None:
-        self._pages.note("copy")
-        self._begun.append((layer, page, content))
-
-    def wait(self) -> None:
-        self._pages.note("wait")
-        self.do_all()
-
-    def do_all(self) -> None:
-        while self._begun:
-            self._copy(*self._begun.popleft())
 
 
 @pytest.fixture(autouse=True)
