@@ -147,11 +147,9 @@ class KvTier:
         self.loads.give_up_late(now_s, self.rules)
         if place is None:
             return
-        spare = self._pages.num_available - len(self._running)
-        most = int(self.rules.load_share * self._pages.num_pages) - self.loads.loading_pages
         owed = set() if self._log is None or not self._log.owes else self._log.all_owed()
         yield from self.loads.next_orders(
-            now_s, self.rules, times, min(most, spare), owed, self._transfer
+            now_s, self.rules, times, len(self._running), owed, self._transfer
         )
         yield from self._save_orders(owed)
 
@@ -186,7 +184,7 @@ class KvTier:
 
     def take_lookups(self) -> list[Lookup]:
         """The next questions for the store; the answers go to `found`."""
-        return self.loads.take_lookups()
+        return self.loads.take_lookups(self.rules.look_ahead)
 
     def found(self, number: int, records: Sequence[PageRecord]) -> None:
         """The store's answer to a lookup: the records of its first pages."""
