@@ -295,7 +295,7 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--enable-hicache", "on a CPU the pool is in host memory already"),
         ("--hicache-storage-backend file", "does nothing without --enable-hierarchical-cache"),
         ("--hicache-write-policy write_back", "does nothing without --enable-hierarchical-cache"),
-        ("--enable-hicache --hicache-storage-backend nixl", "nixl is not wired"),
+        ("--enable-hicache --hicache-storage-backend hf3fs", "hf3fs is not built"),
         ("--enable-lmcache", "--enable-lmcache True cannot be honored: .*storage-backend file"),
         ("--enable-flexkv", "--enable-flexkv True cannot be honored: .*storage-backend file"),
         ("--enable-unified-cache-external-linker", "external-linker True cannot be honored"),
