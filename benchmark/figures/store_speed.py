@@ -1,4 +1,4 @@
-"""The gain by a store of any speed: by bandwidth, by the wait for it, by its policies."""
+"""The gain of a store of any speed: by bandwidth, by the wait for it, by its policies."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -24,11 +24,12 @@ from sgl_pipeline.args.throttle_args import (
     Accounting,
     ThrottleArgs,
 )
-from sgl_pipeline.args.tier_args import STORAGE_BACKENDS, TierArgs
+from sgl_pipeline.args.tier_args import HOST_BACKEND, STORAGE_BACKENDS, TierArgs
 
 __all__ = [
     "ACCOUNTINGS",
     "DEFAULT_LOG_MIB",
+    "HOST_BACKEND",
     "KV_CACHE_DTYPES",
     "LOAD_FORMATS",
     "MIGRATION_MODES",

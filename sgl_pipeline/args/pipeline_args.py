@@ -89,11 +89,6 @@ class PipelineArgs:
             "--enable-hierarchical-cache keeps pages of the radix cache, and --disable-radix-cache "
             "switches that off; give one of them",
         )
-        require(
-            self.stages.device == "cpu" or not self.tiers.enabled,
-            f"--enable-hierarchical-cache with --device {self.stages.device} is not built: pages "
-            "in a GPU's memory have no way to a store; use --device cpu or leave it out",
-        )
         hosts = self.cluster.num_hosts
         require_stage_on_each(self.stages.num_stages, hosts)
         require(

@@ -2,6 +2,8 @@
 
 from sgl_pipeline.kv_store.file_store import FileStore
 from sgl_pipeline.kv_store.folder_bounds import StoreBounds
+from sgl_pipeline.kv_store.host_objects import HostObjects
+from sgl_pipeline.kv_store.host_pages import HostPages
 from sgl_pipeline.kv_store.object_files import ObjectFiles
 from sgl_pipeline.kv_store.page_store import ObjectStore, PageStore
 from sgl_pipeline.kv_store.storage_client import StorageClient
@@ -10,6 +12,8 @@ from sgl_pipeline.kv_store.store_folder import open_folder
 from sgl_pipeline.wire.store_orders import StorePlace
 
 FILE_BACKEND = "file"
+# Memory of each stage's own process.
+HOST_BACKEND = "host"
 
 
 def open_objects(place: StorePlace) -> ObjectStore:
@@ -17,6 +21,8 @@ def open_objects(place: StorePlace) -> ObjectStore:
     cannot be one."""
     if place.backend == FILE_BACKEND:
         return ObjectFiles(open_folder(place.address))
+    if place.backend == HOST_BACKEND:
+        return HostObjects(place.host_pages)
     return StorageClient(place.address)
 
 
@@ -29,4 +35,6 @@ def open_pages(place: StorePlace, num_layers: int, bounds: StoreBounds | None = 
     """
     if place.backend == FILE_BACKEND:
         return FileStore(open_folder(place.address), place.digest, num_layers, bounds)
+    if place.backend == HOST_BACKEND:
+        return HostPages(place.host_pages)
     return StoragePages(StorageClient(place.address), place.digest, num_layers)

@@ -19,7 +19,7 @@ import zmq
 from sglang.srt.runtime_context import get_serving, publish
 from sglang.srt.utils import configure_logger
 
-from sgl_pipeline.args import PipelineArgs
+from sgl_pipeline.args import HOST_BACKEND, PipelineArgs
 from sgl_pipeline.cluster.remote_workers import RemoteWorkers
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.channels.last_words import write_last_words
@@ -122,9 +122,10 @@ def _serve(
         stack.callback(context.destroy, linger=500)
         traces = TraceFiles(_open_traces(args))
         stack.callback(traces.close)
-        # Before the stages load: a folder that cannot be used is told at once.
-        open_store = store_opener(args, model.spec)
-        opened = None if args.tiers.backend is None else open_store(args.tiers)
+        # Before the stages load: a folder that cannot be used is told at once. Host memory has its
+        # size from their pools.
+        has_folder = args.tiers.backend not in (None, HOST_BACKEND)
+        opened = store_opener(args, model.spec)(args.tiers) if has_folder else None
         launcher = _launcher(args, model.spec, stage_pids, context, worker_source, predictor)
         stack.callback(launcher.stop)
         stack.callback(grammars.close)
@@ -148,6 +149,7 @@ def _serve(
         if launcher.roster.incarnation > 0:
             launcher.broadcast(core.start_over(launcher.roster.incarnation))
         recovery = recovery_actions(args, core, launcher)
+        open_store = store_opener(args, model.spec, capacity)
         store = _tier_driver(args, core.scheduler, open_store, opened, poller)
         if store is not None:
             stack.callback(store.close)
@@ -253,10 +255,12 @@ def _tier_driver(
     """The driver of a store that is attached now or later; None without tiers.
 
     Args:
-        opened: the store that is attached from the start.
+        opened: the store that is attached from the start, if it is not host memory.
     """
     if not args.tiers.enabled:
         return None
+    if args.tiers.backend == HOST_BACKEND:
+        opened = open_store(args.tiers)
     driver = TierDriver(steps.tier, args.tiers, open_store, poller)
     if opened is not None:
         driver.use(opened, args.tiers)

@@ -136,7 +136,7 @@ class ReadyStage:
         return interrupt_and_obey
 
     def _finish_handover(self, order: FinishHandover) -> None:
-        """What a load fills from here on, the other worker would not get."""
+        """Refuses transfers first: a load fills pages that the other worker does not get."""
         self._report_transfers()
         for report in self._transfers.refuse_open("the stage is handed over to another worker"):
             self._channel.send(report)

@@ -134,6 +134,8 @@ class Admission:
         request.state = RequestState.RUNNING
         if request.num_retractions == 0:
             request.cached_tokens = request.num_computed
+            # What was loaded for it may have been evicted since.
+            request.loaded_tokens = min(request.loaded_tokens, request.cached_tokens)
             self.num_prompt_tokens += len(request.prompt_ids)
             self.num_cached_tokens += request.cached_tokens
         self._on_admitted(request)

@@ -36,6 +36,11 @@ from sgl_pipeline.wire.store_orders import (
     UseStore,
 )
 
+# Transfers stop for a while when no step has run for so long, and a request lacks only pages: a
+# store that hangs must not keep any.
+STARVED_S = 1.0
+REST_S = 10.0
+
 
 class KvTier:
     """The store of one `StepScheduler`, whose parts these are.
@@ -71,6 +76,8 @@ class KvTier:
         self._next_transfer = 0
         self._first_transfer = 0  # reports of earlier ones are late
         self._now_s = 0.0
+        self._starves_since_s: float | None = None
+        self._rests_until_s = float("-inf")
 
     @property
     def is_on(self) -> bool:
@@ -79,9 +86,13 @@ class KvTier:
 
     def use(self, place: StorePlace | None, rules: TierRules) -> None:
         """Uses the store at `place` from the next order on, by `rules`; None: none. It may be the
-        one that is in use, after it was cleared."""
+        one that is in use, after it was cleared. What a driver has not taken is of the store
+        before."""
         self._place = None
         self.interrupt()
+        self.commits.clear()
+        self.broken.clear()
+        self._rests_until_s = float("-inf")
         self._place, self.rules = place, rules
         self.saves.begin(rules.write_policy)
         is_on = place is not None
@@ -95,6 +106,7 @@ class KvTier:
         self.saves.cancel()
         self._first_transfer = self._next_transfer
         self._is_stale = True
+        self._starves_since_s = None
         if self.is_on:
             for request in requests:
                 self._on_queued(request)
@@ -119,9 +131,13 @@ class KvTier:
             may_transfer: no layer moves, and no stage is taken over.
         """
         self._now_s = now_s
-        place = self._place if may_transfer else None
-        if place != self._stages_use and not self._is_stale:
-            self.interrupt()
+        self._rest_if_starved(now_s)
+        place = self._place if may_transfer and now_s >= self._rests_until_s else None
+        if place != self._stages_use:
+            # Where the stages use none, nothing is on its way, and lookups go on.
+            if self._stages_use is not None and not self._is_stale:
+                self.interrupt()
+            self._is_stale = True
         if self._is_stale and (place is not None or self._stages_use is not None):
             self._stages_use = place
             yield UseStore(place)
@@ -154,6 +170,15 @@ class KvTier:
                 f"{own.stop - 1}"
             )
         self.saves.take(report, plan.num_stages)
+
+    def starves(self, now_s: float) -> None:
+        """Notes that no step runs, and that a request which could lacks pages."""
+        if self._starves_since_s is None:
+            self._starves_since_s = now_s
+
+    def runs(self) -> None:
+        """Notes that a step begins."""
+        self._starves_since_s = None
 
     # Lookups
 
@@ -193,6 +218,14 @@ class KvTier:
         return None if node is None else self.loads.load_of(node)
 
     # Inside
+
+    def _rest_if_starved(self, now_s: float) -> None:
+        since_s = self._starves_since_s
+        if since_s is None or now_s - since_s < STARVED_S:
+            return
+        self._starves_since_s = None
+        if self.loads.loading_pages or self.saves.saving_pages:
+            self._rests_until_s = now_s + REST_S
 
     def _on_queued(self, request: Request) -> None:
         self.loads.queued(request, self.rules, max(self._now_s, request.arrival_s))

@@ -389,9 +389,10 @@ class PageLoads:
         self._on_loaded(end, good)
         if load.is_claimed:
             self._demand.unclaim(load.path)
-        load.request.loaded_tokens += num_tokens
         if load.request in self._waiting:
             self._awaited[load.request] = num_pages
+            if not load.request.num_retractions:
+                load.request.loaded_tokens += num_tokens
 
 
 def _order_of(load: PageLoad) -> LoadPages:

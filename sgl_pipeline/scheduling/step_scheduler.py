@@ -195,7 +195,10 @@ class StepScheduler:
         self._ages.retracted(self._preemption.take_retracted(), now_s)
         self._ages.scheduled(chunks, now_s)
         if not chunks:
+            if not self._in_flight and (self._running or self._waiting.head() is not None):
+                self.tier.starves(now_s)
             return None
+        self.tier.runs()
         released = self._pages.take_released()
         log = self.lost_pages.log
         replays = () if log is None else log.take_up(chunks, released)
@@ -415,6 +418,7 @@ class StepScheduler:
         assert len(self._requests) == len(self._waiting) + len(self._running)
         for request in self._running:
             assert request.state is RequestState.RUNNING
+            assert request.loaded_tokens <= request.cached_tokens
             assert request.num_computed <= request.num_scheduled <= request.num_tokens
             assert self._pages.pages_for(request.num_scheduled) <= len(request.pages)
             if request.logprobs is not None:

@@ -24,15 +24,17 @@ UINT32 = "I"
 class StorePlace(msgspec.Struct, frozen=True, kw_only=True):
     """The store of a server, as its stages find it.
 
-    `backend` is "file", whose `address` is a folder, or the name of another storage backend, whose
-    `address` is the Unix socket of the host's storage process. `digest` names model, weights, dtype
-    and layout (`kv_store/object_names.py`). A stage saves at most `save_bytes_per_s`.
+    `backend` is "file", whose `address` is a folder; "host", without an address, for which each
+    stage keeps `host_pages` pages in memory of its own; or the name of another storage backend,
+    whose `address` is the Unix socket of the host's storage process. `digest` names model, weights,
+    dtype and layout (`kv_store/object_names.py`). A stage saves at most `save_bytes_per_s`.
     """
 
     backend: str
     address: str
     digest: str
     save_bytes_per_s: Annotated[int, msgspec.Meta(gt=0)]
+    host_pages: Count = 0
 
 
 class UseStore(msgspec.Struct, frozen=True, tag=True):
@@ -56,7 +58,8 @@ class SavePages(msgspec.Struct, frozen=True, tag=True):
 class LoadPages(msgspec.Struct, frozen=True, tag=True):
     """Fill `pages` from the store, the fields as in `SavePages`.
 
-    `checksums` is a uint32 array [pages, layers of the model]: the CRC-32 of each object.
+    `checksums` is a uint32 array [pages, layers of the model]: of each object the CRC-32, or the
+    number that host memory gave it.
     """
 
     transfer: int
@@ -69,7 +72,7 @@ class PagesSaved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The stage has written its layers of the first `num_pages` pages of a `SavePages`.
 
     `layers` are the first layer of the stage and the one after its last. `checksums` is a uint32
-    array [num_pages, layers of the stage] of the objects' CRC-32, `sizes` the bytes of one object
+    array [num_pages, layers of the stage] as that of `LoadPages`, `sizes` the bytes of one object
     of each layer. `message` says why pages are missing; it is empty when none is. Writing took
     `busy_s`, the pauses that keep its rate aside.
     """

@@ -20,6 +20,7 @@ from sgl_pipeline.managers.upstream.upstream_fields import NOTED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tiers.md"
 FILE: dict[str, Any] = {"enabled": True, "backend": "file"}
+GPU: dict[str, Any] = {"enabled": True, "backend": "host", "pool_is_on_gpu": True}
 
 
 def test_tiers_are_off_by_default() -> None:
@@ -35,7 +36,13 @@ def test_every_write_policy_of_upstream_is_taken(policy: str) -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"enabled": True}, "is not built: on a CPU .*--hicache-storage-backend file, or --admin"),
+        ({"enabled": True}, "for --device cuda: .*--hicache-storage-backend file, or --admin"),
+        ({"enabled": True, "backend": "host"}, "for --device cuda: on a CPU the pool is in host"),
+        ({"host_ratio": 3.0}, "--hicache-ratio does nothing without --enable-hierarchical"),
+        ({"host_size_gb": 8}, "--hicache-size does nothing without --enable-hierarchical"),
+        (GPU | {"host_ratio": 0.0}, "--hicache-ratio 0.0 must be a number above 0"),
+        (GPU | {"host_ratio": float("inf")}, "--hicache-ratio inf must be a number above 0"),
+        (GPU | {"host_size_gb": -1}, "--hicache-size -1 must be at least 0"),
         ({"backend": "file"}, "--hicache-storage-backend does nothing without --enable-hier"),
         ({"write_policy": "write_back"}, "--hicache-write-policy does nothing without"),
         ({"store": StoreConfig(prefetch_threshold=1)}, "extra-config does nothing without"),
@@ -43,6 +50,7 @@ def test_every_write_policy_of_upstream_is_taken(policy: str) -> None:
         (FILE | {"prefetch_policy": "x"}, "--hicache-storage-prefetch-policy 'x' is unknown"),
         (FILE | {"backend": "hf3fs"}, "--hicache-storage-backend hf3fs is not built; choose"),
         (FILE | {"store": store_config({"a_key": 1})}, "a_key is unknown to file; the keys are"),
+        (GPU | {"store": store_config({"a_key": 1})}, "a_key is unknown to host; the keys are"),
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(values: dict[str, Any], named: str) -> None:
@@ -63,14 +71,11 @@ def test_without_a_radix_cache_there_is_nothing_to_keep() -> None:
         )
 
 
-def test_pages_in_the_memory_of_a_gpu_have_no_store() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"--device cuda is not built: .* use --device cpu"
-    ):
-        PipelineArgs(
-            stages=StageArgs(model_path="m", dtype="bfloat16", device="cuda"),
-            tiers=TierArgs(**FILE),
-        )
+def test_pages_in_the_memory_of_a_gpu_have_host_memory_or_a_store() -> None:
+    on_gpu = StageArgs(model_path="m", dtype="bfloat16", device="cuda")
+    for values in (GPU, GPU | {"backend": "file"}):
+        tiers = TierArgs(**values)
+        assert PipelineArgs(stages=on_gpu, tiers=tiers).tiers is tiers
 
 
 @pytest.mark.parametrize("backend", [one for one in STORAGE_BACKENDS if one != "file"])

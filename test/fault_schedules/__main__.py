@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     seeds = range(options.first, options.first + options.seeds)
     steps = retractions = aborts = moves = abandoned = lost = recoveries = replayed = done = 0
-    fewer = more = leaves = handovers = 0
+    fewer = more = leaves = handovers = tiers = saved = loaded = broken = cut_off = 0
     failed: list[int] = []
     started_s = shown_s = time.monotonic()
     for seed, result in _results(seeds, options.processes):
@@ -48,6 +48,11 @@ def main(argv: list[str] | None = None) -> int:
             fewer += result.num_shrunk
             more += result.num_grown
             replayed += result.num_replayed_tokens
+            tiers += result.has_tier
+            saved += result.num_saved_tokens
+            loaded += result.num_loaded_tokens
+            broken += result.num_broken_pages
+            cut_off += result.num_moves_in_transfers + result.num_lost_transfers
         else:
             failed.append(seed)
             print(f"seed {seed} failed:\n{result}", flush=True)
@@ -63,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         f"{fewer} to fewer stages and {more} to more, {leaves} workers asked to leave and "
         f"{handovers} handovers, "
         f"with {replayed} tokens computed again by a stage alone, "
+        f"{tiers} seeds with a store, {saved} tokens saved and {loaded} loaded, {broken} broken "
+        f"pages and {cut_off} interrupts of transfers, "
         f"{len(failed)} seeds failed {failed[:20]}"
     )
     return 1 if failed else 0

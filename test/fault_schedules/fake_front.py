@@ -8,6 +8,7 @@ from random import Random
 
 from fault_schedules.fake_model import VOCABULARY, NoRepeats, Oracle, logprobs_of
 
+from sgl_pipeline.page_hash import namespace_hash
 from sgl_pipeline.requests import (
     GREEDY,
     FinishReason,
@@ -18,6 +19,7 @@ from sgl_pipeline.requests import (
 )
 
 MAX_NEW_TOKENS = 40
+OTHER_NAMESPACE = namespace_hash(["other"]).hex()
 
 BY_CLIENT = FinishReason("abort", message="the client has left")
 
@@ -52,7 +54,7 @@ def make_clients(rng: Random, num_clients: int, span_s: float, max_tokens: int) 
                 stop_token_ids=frozenset({0} if rng.random() < 0.2 else ()),
             ),
             priority=rng.choice((0, 0, 0, 1, 2)),
-            cache_namespace=rng.choice(("", "", "", "other")),
+            cache_namespace=rng.choice(("", "", "", OTHER_NAMESPACE)),
             constraint=NoRepeats() if is_constrained else None,
             logprobs=LogprobSpec(rng.randint(0, len(prompt))) if wants_logprobs else None,
         )
@@ -65,6 +67,29 @@ def make_clients(rng: Random, num_clients: int, span_s: float, max_tokens: int) 
             )
         )
     return clients
+
+
+def returning_clients(
+    rng: Random, clients: list[Client], num_layers: int, max_tokens: int
+) -> list[Client]:
+    """Clients that go on, later, where some of `clients` have ended or before: with at most
+    `max_tokens` tokens of prompt."""
+    found: list[Client] = []
+    for earlier in rng.sample(clients, rng.randint(0, len(clients))):
+        request = earlier.request
+        known = [*request.prompt_ids, *Oracle(request, num_layers).output]
+        prompt = known[: rng.randint(max(1, len(known) // 2), len(known))][: max_tokens - 1]
+        prompt += _tokens(rng, min(max_tokens - len(prompt), rng.randint(1, 3)))
+        again = Request(
+            request_id=str(len(clients) + len(found)),
+            prompt_ids=prompt,
+            sampling=GREEDY,
+            stops=StopRules(max_new_tokens=rng.randint(1, MAX_NEW_TOKENS)),
+            cache_namespace=request.cache_namespace,
+        )
+        arrives_s = earlier.arrives_s + rng.random() * 4.0
+        found.append(Client(again, arrives_s, leaves_after_s=None, compile_s=0.0))
+    return found
 
 
 def _tokens(rng: Random, count: int) -> list[int]:

@@ -1,7 +1,7 @@
 """A model without arithmetic, in which any page, token or row out of place changes what is drawn.
 
-Each layer turns the row of a position into a fingerprint of that row and of its own fingerprint of
-the position before, which it keeps where the KV of that token would be: in a slot of a page. The
+Each layer turns the row of a position into a fingerprint of that row and of its own fingerprints of
+all positions before, which it keeps where the KV of these tokens would be: in slots of pages. The
 last layer's stage draws the next token from all of a request's fingerprints there, read back
 through its pages.
 What a request must yield follows from its prompt alone.
@@ -9,6 +9,8 @@ What a request must yield follows from its prompt alone.
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import count
+from operator import mul
 
 from sgl_pipeline.requests import FinishReason, LogprobRows, Request
 from sgl_pipeline.wire.step_order import MirroredChunk
@@ -47,9 +49,16 @@ def draw(fingerprints: Sequence[int], mask: bytes = b"") -> int:
     return allowed[hash(tuple(fingerprints)) % len(allowed)]
 
 
-def fingerprint(previous: int, row: int) -> int:
-    """Of a position whose row is `row`, after one whose fingerprint is `previous`."""
-    return hash((previous, row))
+def attention(fingerprints: Iterable[int]) -> int:
+    """What the positions of a request from 0 on, with these fingerprints, are to the next one."""
+    return sum(map(mul, fingerprints, count(1, 2)))
+
+
+def append_position(seen: int, position: int, row: int) -> tuple[int, int]:
+    """The fingerprint of `position`, whose row is `row`, where `seen` is the `attention` of all
+    before it; and the attention with it."""
+    own = hash((seen, row))
+    return own, seen + own * (2 * position + 1)
 
 
 # The pages of one layer: page id -> offset -> fingerprint.
@@ -60,7 +69,7 @@ class FakeStage:
     """One stage's KV: the pages of each layer that it holds, and what it computes on them."""
 
     def __init__(self, page_size: int, layers: Iterable[int] = (0,)) -> None:
-        self._page_size = page_size
+        self.page_size = page_size
         self.pages: dict[int, LayerPages] = {layer: {} for layer in layers}
         self._last = 0  # the last layer that ran
 
@@ -85,22 +94,27 @@ class FakeStage:
     def _run_layer(
         self, layer: int, chunks: Sequence[MirroredChunk], rows: Sequence[int]
     ) -> list[int]:
-        pages, size = self.pages[layer], self._page_size
+        pages, size = self.pages[layer], self.page_size
         incoming = iter(rows)
         outgoing = []
         for chunk in chunks:
             start, own = chunk.start, chunk.request.pages
-            previous = pages[own[(start - 1) // size]][(start - 1) % size] if start else 0
+            seen = attention(self._fingerprints(layer, own, 0, start))
             for position in range(start, start + chunk.length):
-                previous = fingerprint(previous, next(incoming))
-                pages.setdefault(own[position // size], {})[position % size] = previous
-                outgoing.append(previous)
+                one, seen = append_position(seen, position, next(incoming))
+                pages.setdefault(own[position // size], {})[position % size] = one
+                outgoing.append(one)
         return outgoing
+
+    def content(self, layer: int, page: int) -> tuple[int, ...]:
+        """The fingerprints of a full page. Raises KeyError where one is missing."""
+        held = self.pages[layer][page]
+        return tuple(held[offset] for offset in range(self.page_size))
 
     def draw(self, chunks: Sequence[MirroredChunk]) -> list[int]:
         """The tokens of the chunks that sample; for the last stage, after `run`."""
         return [
-            draw(self._fingerprints(chunk, 0), chunk.token_mask)
+            draw(self._last_fingerprints(chunk, 0), chunk.token_mask)
             for chunk in chunks
             if chunk.samples
         ]
@@ -111,14 +125,18 @@ class FakeStage:
         found = []
         for chunk in chunks:
             if (spec := chunk.request.logprobs) is not None:
-                wanted = self._fingerprints(chunk, max(chunk.start, spec.prompt_start))
+                wanted = self._last_fingerprints(chunk, max(chunk.start, spec.prompt_start))
                 found.append(LogprobRows(len(wanted), array("i", _short(wanted)).tobytes()))
         return found
 
-    def _fingerprints(self, chunk: MirroredChunk, start: int) -> list[int]:
+    def _last_fingerprints(self, chunk: MirroredChunk, start: int) -> list[int]:
         """Those of the last layer, of the request from `start` to the end of `chunk`."""
-        pages, size, own = self.pages[self._last], self._page_size, chunk.request.pages
         end = chunk.start + chunk.length
+        return self._fingerprints(self._last, chunk.request.pages, start, end)
+
+    def _fingerprints(self, layer: int, own: Sequence[int], start: int, end: int) -> list[int]:
+        """Those from position `start` to `end` of the request whose pages are `own`."""
+        pages, size = self.pages[layer], self.page_size
         return [pages[own[position // size]][position % size] for position in range(start, end)]
 
 
@@ -131,19 +149,19 @@ def _token_rows(chunks: Sequence[MirroredChunk]) -> list[int]:
 
 
 class Oracle:
-    """What `request` must yield from `num_layers` layers when it is not ended early: `output`, and
-    `rows`, what its log-probabilities must be."""
+    """What `request` must yield from `num_layers` layers when it is not ended early: `output`,
+    `rows`, what its log-probabilities must be, and the `fingerprints` of each layer."""
 
     def __init__(self, request: Request, num_layers: int = 1) -> None:
-        self._newest = [0] * num_layers
-        self._fingerprints: list[int] = []
+        self._seen = [0] * num_layers
+        self.fingerprints: list[list[int]] = [[] for _ in range(num_layers)]
         self.output: list[int] = []
         for token in request.prompt_ids:
             self._append(token)
         constraint = None if request.constraint is None else NoRepeats()
         while len(self.output) < request.stops.max_new_tokens:
             mask = b"" if constraint is None else constraint.allowed_tokens_mask()
-            token = draw(self._fingerprints, mask)
+            token = draw(self.fingerprints[-1], mask)
             self.output.append(token)
             self._append(token)
             is_complete = constraint is not None and constraint.accept(token) is not None
@@ -154,12 +172,12 @@ class Oracle:
             start = min(request.logprobs.prompt_start, len(request.prompt_ids) - 1)
             # The row of the last output token would be of a token that was never drawn.
             end = len(request.prompt_ids) + max(0, len(self.output) - 1)
-            self.rows = _short(self._fingerprints[start:end])
+            self.rows = _short(self.fingerprints[-1][start:end])
 
     def _append(self, row: int) -> None:
-        for layer, newest in enumerate(self._newest):
-            self._newest[layer] = row = fingerprint(newest, row)
-        self._fingerprints.append(row)
+        for layer, fingerprints in enumerate(self.fingerprints):
+            row, self._seen[layer] = append_position(self._seen[layer], len(fingerprints), row)
+            fingerprints.append(row)
 
 
 def _short(fingerprints: Iterable[int]) -> list[int]:

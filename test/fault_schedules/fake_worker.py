@@ -11,6 +11,7 @@ from fault_schedules.fake_log import FakeLog
 from fault_schedules.fake_model import FakeStage
 from fault_schedules.fake_moves import FakePageLinks, FakeRows, FakeSite, LoadTempo
 from fault_schedules.fake_row_links import FakeRowLinks, Rows
+from fault_schedules.fake_transfers import FakeStores, FakeTransfers
 from fault_schedules.virtual_time import DelayedPipe, EventLoop
 
 from sgl_pipeline import __version__
@@ -41,6 +42,7 @@ from sgl_pipeline.wire.stage_messages import (
 )
 from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder, StageOrder
 from sgl_pipeline.wire.step_order import MirroredChunk, MirrorSnapshot, RequestMirror, StepOrder
+from sgl_pipeline.wire.store_orders import LoadPages, SavePages, UseStore
 
 # How often a worker that has nothing else to do looks after a move.
 MOVE_POLL_S = 0.02
@@ -85,6 +87,7 @@ class FakeWorker:
         log_pages: int | None,
         row_links: FakeRowLinks,
         page_links: FakePageLinks,
+        stores: FakeStores,
     ) -> None:
         self.number = number
         self.is_dead = False
@@ -109,6 +112,8 @@ class FakeWorker:
         self._layers = FakeStage(page_size, ())
         self._site: FakeSite | None = None
         self._mover: LayerMover[FakeRows] | None = None
+        self._stores = stores
+        self._transfers: FakeTransfers | None = None
         # Orders; the first was opened, if it could not be obeyed at once.
         self._due: deque[SealedOrder | StageOrder | OwnOrder] = deque()
         self._rows: deque[Rows] = deque()
@@ -245,21 +250,35 @@ class FakeWorker:
         self._downstream = self._row_links.to(links[stage]) if stage < len(links) else None
 
     def _regroup(self, order: Regroup) -> None:
-        assert self._mover is not None
+        assert self._mover is not None and self._transfers is not None
+        self._transfers.cancel("Regroup")
         self._mover.regroup(order.plan)
         self._mirror = RequestMirror()
         self._open_links(order.links)
         self._report(Regrouped(self._own_assignment.stage, order.incarnation))
 
     def _be_assigned(self, assignment: StageAssignment) -> None:
+        if self._transfers is not None:
+            self._transfers.cancel("StageAssignment")
         self._assignment = assignment
         stage, plan = assignment.stage, assignment.plan
         self._layers = FakeStage(self._page_size, plan.layers_of(stage))
         loop, load = self._loop, self._tempo.load
         self._site = FakeSite(self._layers, stage, plan, loop, self._rng, load)
         links = self._page_links.of_stage(stage, lambda: self._do(self._work))
-        self._mover = LayerMover(
+        self._mover = mover = LayerMover(
             stage, plan, self._site, links, self._report, clock=lambda: loop.now_s
+        )
+        self._transfers = FakeTransfers(
+            self._stores,
+            stage,
+            self._layers,
+            num_pages=lambda: self._num_pages,
+            plan=lambda: mover.plan,
+            may_start=lambda: not mover.awaits_pages,
+            now_s=lambda: loop.now_s,
+            after=self._after,
+            has_news=self._report_transfers,
         )
 
     @property
@@ -273,8 +292,9 @@ class FakeWorker:
     def _work(self) -> None:
         """Takes up the next order, if it can: a step needs its rows and the pages of its layers,
         and only one runs at once. While it cannot, it works at the move under way."""
-        assert self._site is not None and self._mover is not None
+        assert self._site is not None and self._mover is not None and self._transfers is not None
         while self._due and not self._is_busy:
+            self._report_transfers()
             if isinstance(self._due[0], SealedOrder):
                 self._due[0] = self._orders.open(self._due[0])
             order = self._due[0]
@@ -289,24 +309,41 @@ class FakeWorker:
             elif isinstance(order, PrepareMove):
                 self._mover.prepare(order)
             elif isinstance(order, SwitchPlan):
+                self._transfers.cancel("SwitchPlan")
                 self._mover.switch(order)
             elif isinstance(order, AbandonMove):
                 self._mover.abandon(order)
             elif isinstance(order, Regroup):
                 self._regroup(order)
+            elif isinstance(order, FinishHandover):
+                self._report_transfers()
+                for report in self._transfers.refuse_open("FinishHandover"):
+                    self._report(report)
+                self._mover.obey(order)
             elif isinstance(order, OwnOrder):
                 self._mover.obey(order)
+            elif isinstance(order, UseStore | SavePages | LoadPages):
+                self._transfers.obey(order)
             else:
                 assert isinstance(order, MirrorSnapshot)
                 self._mirror.restore(order)
                 if self._log is not None and order.log is not None:
                     self._log.restore(order.log)
             self._due.popleft()
+        self._report_transfers()
         if not self._is_busy and self._mover.is_open:
             self._mover.work()
             if not self._polls_move:
                 self._polls_move = True
                 self._after(self._rng.random() * MOVE_POLL_S, self._poll_move)
+
+    def _report_transfers(self) -> None:
+        """Sends the reports of transfers that have ended, between two steps."""
+        assert self._mover is not None and self._transfers is not None
+        if not self._is_busy:
+            for report, filled_pages in self._transfers.take_reports():
+                self._mover.wrote(filled_pages)
+                self._report(report)
 
     def _poll_move(self) -> None:
         self._polls_move = False
@@ -331,10 +368,12 @@ class FakeWorker:
     def _run(self, plan: StepOrder) -> None:
         """Runs the next part of the step. Reads and writes its pages when that ends: the latest
         moment at which it could."""
+        assert self._transfers is not None
         self._is_busy = True
         stages, chunks = self._parts.popleft()
-        pages = (page for chunk in chunks for page in chunk.request.pages)
+        pages = {page for chunk in chunks for page in chunk.request.pages}
         assert max(pages) < self._num_pages, "a page that the stage does not have"
+        self._transfers.check_step(pages, written_pages(chunks, self._page_size))
         rows = None
         stage = self._own_assignment.stage
         if stage > 0 and (stages is None or stage in stages):

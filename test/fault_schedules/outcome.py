@@ -30,15 +30,28 @@ class Outcome:
     num_grown: int
     num_replayed_tokens: int
     has_given_up: bool
+    has_tier: bool
+    num_saved_tokens: int
+    num_loaded_tokens: int
+    num_broken_pages: int
+    # Turns in which a layer move began and cut transfers off, and transfers that other stages lost.
+    num_moves_in_transfers: int
+    num_lost_transfers: int
 
 
 def outcome_of(
-    core: PipelineCore, recoveries: Sequence[RecoveryRecord], *, has_given_up: bool, **counted: int
+    core: PipelineCore,
+    recoveries: Sequence[RecoveryRecord],
+    *,
+    has_given_up: bool,
+    has_tier: bool,
+    **counted: int,
 ) -> Outcome:
     """What `core` and its `recoveries` have counted, and what the driver has `counted` itself."""
     scheduler = core.scheduler
     log = scheduler.lost_pages.log
     moves = [one.outcome for one in core.migration.history]
+    tier = scheduler.tier.counts
     return Outcome(
         num_steps=scheduler.next_step_id,
         num_retractions=scheduler.num_retractions,
@@ -50,5 +63,9 @@ def outcome_of(
         num_grown=sum(one.num_stages > one.stages_before for one in recoveries),
         num_replayed_tokens=sum(log.replayed_tokens) if log is not None else 0,
         has_given_up=has_given_up,
+        has_tier=has_tier,
+        num_saved_tokens=tier.saved_tokens,
+        num_loaded_tokens=tier.loaded_tokens,
+        num_broken_pages=tier.num_broken_pages,
         **counted,
     )

@@ -13,8 +13,16 @@ from sgl_pipeline.args import PipelineArgs
 from sgl_pipeline.errors import MoveRefused, RequestError
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import FinishReason
+from sgl_pipeline.scheduling import StepScheduler
 
 MOST_MOVES = 12
+
+
+def flush_cache(scheduler: StepScheduler, note: Callable[..., None]) -> None:
+    """An operator has the cache emptied, if nobody uses it."""
+    is_flushed = scheduler.flush_cache()
+    note("flush", is_flushed)
+    assert not is_flushed or not scheduler.pages_in_use(), "a flush has left pages in use"
 
 
 class Outsiders:
@@ -61,7 +69,7 @@ class Outsiders:
             self._loop.after(pause_s, partial(scheduler.pausing.pause, retract=retract))
             self._loop.after(pause_s + length_s, lambda: self._outside(scheduler.pausing.resume))
             flush_s = pause_s + self._rng.random() * 2.0 * length_s
-            self._loop.after(flush_s, lambda: self._note("flush", scheduler.flush_cache()))
+            self._loop.after(flush_s, partial(flush_cache, scheduler, self._note))
         if self._args.scheduling.waiting_timeout_s or self._args.scheduling.running_timeout_s:
             for second in range(1, 60):
                 self._loop.after(float(second), self._turn)

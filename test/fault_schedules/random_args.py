@@ -1,4 +1,4 @@
-"""The flags of a world: any that a server may have and that a schedule can tell apart."""
+"""The flags and rules of a world: any that a server may have and that a schedule can tell apart."""
 
 from random import Random
 
@@ -13,6 +13,8 @@ from sgl_pipeline.args import (
     StageArgs,
     ThrottleArgs,
 )
+from sgl_pipeline.args.tier_args import PREFETCH_POLICIES, WRITE_POLICIES
+from sgl_pipeline.scheduling.tier_rules import TierRules
 
 
 def random_args(rng: Random) -> PipelineArgs:
@@ -58,4 +60,16 @@ def random_args(rng: Random) -> PipelineArgs:
             retry_s=rng.choice((0.5, 5.0)),
         ),
         run_directory="virtual",
+    )
+
+
+def random_rules(rng: Random) -> TierRules:
+    """Those of a store, in which a few tokens are worth a load."""
+    return TierRules(
+        write_policy=rng.choice(WRITE_POLICIES),
+        wait_policy=rng.choice(("timeout", *PREFETCH_POLICIES)),
+        least_tokens=rng.choice((1, 1, 4, 8)),
+        timeout_base_s=rng.choice((0.05, 1.0, 4.0)),
+        load_share=rng.choice((0.25, 0.5, 0.9)),
+        save_share=rng.choice((0.125, 0.5)),
     )

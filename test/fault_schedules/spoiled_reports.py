@@ -6,6 +6,7 @@ import msgspec
 
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.wire.stage_messages import StageReport
+from sgl_pipeline.wire.store_orders import PagesLoaded, StoreReport
 
 
 def spoiled(report: StageReport, rng: Random, chance: float) -> list[StageReport]:
@@ -22,4 +23,23 @@ def spoiled(report: StageReport, rng: Random, chance: float) -> list[StageReport
             msgspec.structs.replace(report),
         )
     )
+    return [report, other] if other == report else [other]
+
+
+def spoiled_store_report(report: StoreReport, rng: Random, chance: float) -> list[StoreReport]:
+    """As `spoiled`."""
+    if rng.random() >= chance:
+        return [report]
+    others: list[StoreReport] = [
+        msgspec.structs.replace(report, transfer=report.transfer + 1_000),
+        msgspec.structs.replace(report, num_pages=report.num_pages + 1_000),
+        msgspec.structs.replace(report),
+    ]
+    if not isinstance(report, PagesLoaded):
+        first, end = report.layers
+        others += [
+            msgspec.structs.replace(report, layers=(first + 1, end + 1)),
+            msgspec.structs.replace(report, checksums=report.checksums + b"more"),
+        ]
+    other = rng.choice(others)
     return [report, other] if other == report else [other]

@@ -28,6 +28,7 @@ from sgl_pipeline.scheduling.preemption import Preemption
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.throttle import DecodeShare
 from sgl_pipeline.wire.stage_messages import FromWorker, StageReady, StageReport
 from sgl_pipeline.wire.step_order import ChunkOrder, StepOrderEncoder
 
@@ -161,8 +162,8 @@ def masks_are_not_sent(patch: pytest.MonkeyPatch) -> None:
 def a_decode_is_in_two_steps_at_once(patch: pytest.MonkeyPatch) -> None:
     decodes = Admission._decodes
 
-    def mutated(self: Admission, limit: int) -> list[Chunk]:
-        chunks = decodes(self, limit)
+    def mutated(self: Admission, limit: int, share: DecodeShare | None) -> list[Chunk]:
+        chunks = decodes(self, limit, share)
         for chunk in chunks:
             self._running.make_ready(chunk.request)
         return chunks

@@ -8,6 +8,7 @@ every request has ended exactly once, with the tokens that it gets alone, and al
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -16,14 +17,17 @@ from fault_schedules.fake_front import (
     MAX_NEW_TOKENS,
     FakeFront,
     make_clients,
+    returning_clients,
 )
 from fault_schedules.fake_moves import FakePageLinks, LoadTempo
 from fault_schedules.fake_row_links import FakeRowLinks
+from fault_schedules.fake_transfers import FakeStores
 from fault_schedules.fake_worker import FakeWorker, WorkerTempo
 from fault_schedules.outcome import Outcome, outcome_of
 from fault_schedules.outsiders import Outsiders
 from fault_schedules.random_args import random_args
-from fault_schedules.spoiled_reports import spoiled
+from fault_schedules.spoiled_reports import spoiled, spoiled_store_report
+from fault_schedules.tier_driver import TierDriver, random_stores
 from fault_schedules.virtual_time import DelayedPipe, EventLoop
 from support.pipelines import new_scheduler
 
@@ -45,13 +49,21 @@ from sgl_pipeline.scheduling import RecoveryLog
 from sgl_pipeline.wire.move_orders import MoveReport
 from sgl_pipeline.wire.stage_messages import FromWorker, Shutdown, StageReport
 from sgl_pipeline.wire.stage_orders import SealedOrder
+from sgl_pipeline.wire.store_orders import StoreReport
 
 MAX_EVENTS = 50_000
 MOST_KILLS = 6
 MOST_LEAVES = 4
+# Of the seeds, those with a store beyond the pool.
+TIER_SHARE = 1 / 3
 # A worker that was told to end is killed when it does not.
 STOP_TIMEOUT_S = 2.0
 CONTEXT_LENGTH = 1_000
+
+
+def has_tier(seed: int) -> bool:
+    """True if the world of `seed` has a store beyond the pool."""
+    return Random(f"tiers {seed}").random() < TIER_SHARE
 
 
 def run_seed(seed: int) -> Outcome:
@@ -69,16 +81,31 @@ class World:
         self._seed = seed
         self._rng = rng = Random(seed)
         self._loop = EventLoop()
+        # Its own, so that seeds without tiers are what they would be without this part.
+        self._tier_rng = tier_rng = Random(f"worlds with tiers {seed}")
         self._args = random_args(rng)
+        if has_tier(seed) and tier_rng.random() < 0.9:
+            scheduling = replace(self._args.scheduling, radix_cache=True)
+            self._args = replace(self._args, scheduling=scheduling)
         self._num_stages = self._args.stages.num_stages
         self._num_layers = self._num_stages + rng.choice((0, 1, 2, 4))
         max_tokens = rng.choice((4, 12, 30))
         clients = make_clients(rng, rng.randint(1, 40), rng.choice((0.0, 1.0, 5.0)), max_tokens)
+        self._stores = FakeStores(tier_rng)
+        # How often a worker is hurt soon after pages have come or gone.
+        self._hurt_chance = tier_rng.choice((0.0, 0.0, 0.02, 0.1))
+        self._tier: TierDriver | None = None
+        if has_tier(seed):
+            clients += returning_clients(tier_rng, clients, self._num_layers, 2 * max_tokens)
+            page_size = self._args.scheduling.page_size
+            self._stores = random_stores(tier_rng, clients, self._num_layers, page_size)
         self._front = FakeFront(clients, self._num_layers)
         # Room for the largest request and little more, or for all of them.
         most = 2 * max_tokens + MAX_NEW_TOKENS
         self._num_pages = -(-most // self._args.scheduling.page_size) * rng.choice((1, 1, 2, 16))
         self._num_pages += rng.randint(0, 3)
+        if has_tier(seed):
+            self._num_pages *= tier_rng.choice((1, 1, 2, 3))
         self._is_room_short = rng.random() < 0.5
         # Of how many pages each stage keeps the rows that it sends; None: of none.
         self._log_pages = rng.choice(
@@ -120,6 +147,8 @@ class World:
         assert self._recovery.unsettled is None, "a recovery never ended"
         assert not self._recovery.leavers, "a worker never left"
         assert scheduler.is_idle, "requests are left, but nothing happens any more"
+        if self._tier is not None:
+            self._tier.check_end()
         load = scheduler.load()
         assert (load.free_pages, load.waiting_tokens) == (load.total_pages, 0)
         assert len(self._roster.spare_workers) >= self._args.recovery.spare_workers
@@ -149,6 +178,9 @@ class World:
             num_refusals=self._num_refusals,
             num_unfit=self._num_unfit,
             has_given_up=self._gave_up is not None,
+            has_tier=self._tier is not None,
+            num_moves_in_transfers=self._stores.cut_off["a move"],
+            num_lost_transfers=self._stores.cut_off["Regroup"],
         )
 
     def _check_events(self, records: list[Event]) -> None:
@@ -188,6 +220,7 @@ class World:
             log_pages=self._log_pages,
             row_links=self._row_links,
             page_links=self._page_links,
+            stores=self._stores,
         )
         self._workers.append(worker)
         self._to_worker[number] = self._pipe(worker.take, 0.01)
@@ -202,6 +235,8 @@ class World:
     def _check(self) -> None:
         if self._core is not None and self._gave_up is None:
             self._core.scheduler.check_invariants()
+            if self._tier is not None:
+                self._tier.check()
 
     def _note(self, *facts: object) -> None:
         text = f"{self._loop.now_s!r} {facts!r}".encode()
@@ -227,6 +262,8 @@ class World:
                 self._bring_up(message)
             elif isinstance(message, StageReport):
                 booked += self._take_report(self._core, number, message)
+            elif isinstance(message, StoreReport):
+                self._take_store_report(self._core, number, message)
             elif isinstance(message, MoveReport):
                 self._core.migration.take(message, self._loop.now_s)
             else:
@@ -245,19 +282,39 @@ class World:
             except ProtocolError as error:
                 if one is report:
                     raise
-                self._to_blame.add(number)
-                lose = partial(self._lose, self._workers[number], str(error))
-                self._loop.after(self._rng.random() * 0.1, lose)
+                self._blame(number, error)
                 break
             booked += [] if step is None else [step]
         return booked
+
+    def _take_store_report(self, core: PipelineCore, number: int, report: StoreReport) -> None:
+        """As `_take_report`."""
+        if self._tier_rng.random() < self._hurt_chance:
+            self._loop.after(self._tier_rng.random() * 0.3, self._hurt_workers)
+        first_transfer = core.scheduler.tier._first_transfer
+        for one in spoiled_store_report(report, self._rng, self._spoil_chance):
+            try:
+                core.take_store_report(one)
+                assert one is report or one.transfer < first_transfer, "a spoiled report was taken"
+            except ProtocolError as error:
+                if one is report:
+                    raise
+                self._blame(number, error)
+                break
+
+    def _blame(self, number: int, error: ProtocolError) -> None:
+        """A report of the worker was refused: it is given up a little later."""
+        self._to_blame.add(number)
+        lose = partial(self._lose, self._workers[number], str(error))
+        self._loop.after(self._rng.random() * 0.1, lose)
 
     def _go_on(self, core: PipelineCore, booked: list[OpenStep]) -> None:
         self._go_on_recovering()
         if self._gave_up is not None:
             return
-        for order in core.orders_before_step(self._loop.now_s):
-            self._broadcast(order)
+        if self._tier is not None:
+            self._tier.go_on()
+        self._send_orders(core)
         while (step := core.next_step(self._loop.now_s)) is not None:
             self._broadcast(step.order)
         assert self._recovery is not None
@@ -276,6 +333,14 @@ class World:
                 assert 1 <= len(event.stages) <= self._num_stages
             elif event.is_over:
                 self._ended.append(event)
+
+    def _send_orders(self, core: PipelineCore) -> None:
+        loads, saves = core.scheduler.tier.loads, core.scheduler.tier.saves
+        num_pages = loads.loading_pages + saves.saving_pages
+        for order in core.orders_before_step(self._loop.now_s):
+            self._broadcast(order)
+        if num_pages and core.migration.is_moving and not loads.loading_pages + saves.saving_pages:
+            self._stores.cut_off["a move"] += 1
 
     def _go_on_recovering(self) -> None:
         recovery = self._recovery
@@ -386,6 +451,16 @@ class World:
             turn=self._turn,
             note=self._note,
         ).begin()
+        if self._stores.by_address:
+            self._tier = TierDriver(
+                self._core,
+                self._stores,
+                self._loop,
+                self._tier_rng,
+                turn=self._turn,
+                note=self._note,
+            )
+            self._tier.begin()
         if rng.random() < 0.4:
             for _ in range(rng.randint(1, MOST_LEAVES)):
                 self._loop.after(rng.random() * rng.choice((1.0, 6.0)), self._ask_to_leave)

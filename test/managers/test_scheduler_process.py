@@ -4,12 +4,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
+from support.pipelines import new_scheduler
 
-from sgl_pipeline.args import PipelineArgs, StageArgs, TierArgs
+from sgl_pipeline.args import HOST_BACKEND, PipelineArgs, StageArgs, TierArgs
+from sgl_pipeline.kv_store.open_store import open_pages
+from sgl_pipeline.kv_store.store_client import StoreClient
 from sgl_pipeline.managers import scheduler_process
+from sgl_pipeline.managers.tiers.open_tier import OpenTier
+from sgl_pipeline.wire.store_orders import StorePlace, UseStore
 
 # As they are closed: first those that answer somebody, last what the answers leave through.
-CLOSED = ("front", "operators", "live", "loads", "grammars", "launcher", "traces", "context")
+CLOSED = (
+    "store",
+    "front",
+    "operators",
+    "live",
+    "loads",
+    "grammars",
+    "launcher",
+    "traces",
+    "context",
+)
 
 
 class Parts:
@@ -23,16 +39,17 @@ class Parts:
         core: Any = SimpleNamespace(scheduler=None)
         named: dict[str, Any] = {
             "_read_model": SimpleNamespace(spec=None, limits=None, tokenizer=None),
-            "_saved_predictor": None,
+            "saved_predictor": None,
             "_open_traces": (),
             "_log_start": {},
-            "_core": core,
+            "build_core": core,
             "loads_path": "",
             "desk_address": "",
             "DeskSocket": None,
             "_ready_message": None,
             "postpone_full_collections": None,
-            "_recovery_actions": None,
+            "recovery_actions": None,
+            "store_opener": None,
             "Reports": None,
         }
         for name, value in named.items():
@@ -50,6 +67,7 @@ class Parts:
             ("_live_report", "live"),
             ("OperatorReplies", "operators"),
             ("_front", "front"),
+            ("_tier_driver", "store"),
         ):
             self._makes(function, name, self._part(name))
         self._makes("_open_metrics", "metrics", None)
@@ -66,6 +84,7 @@ class Parts:
             scheduling=None,
             grammars=SimpleNamespace(compile_seconds=1.0),
             migration=SimpleNamespace(mode="off"),
+            tiers=SimpleNamespace(backend=None),
         )
         pipe: Any = SimpleNamespace(send=ready)
         scheduler_process._serve(args, [], None, None, None, pipe)  # type: ignore[arg-type]
@@ -100,7 +119,8 @@ def test_all_is_closed_in_one_order_when_the_loop_ends(monkeypatch: pytest.Monke
         ("operators", "live", False),
         ("front", "operators", False),
         ("compiler", "front", True),
-        ("loop", "front", True),
+        ("store", "front", True),
+        ("loop", "store", True),
     ],
 )
 def test_a_step_that_fails_closes_what_was_opened_before_it(
@@ -125,3 +145,24 @@ def test_the_ready_message_says_what_upstream_was_not_told() -> None:
     assert message["enable_hierarchical_cache"] is True
     layout = message["hicache_object_layout"]
     assert (layout["enabled"], layout["backend"], layout["page_size"]) == (False, "file", 16)
+
+
+def test_host_memory_is_opened_with_the_driver() -> None:
+    stages = StageArgs(model_path="", dtype="float32", device="cuda")
+    tiers = TierArgs(enabled=True, backend=HOST_BACKEND, pool_is_on_gpu=True)
+    steps = new_scheduler(num_pages=8, num_stages=1)
+    place = StorePlace(
+        backend=HOST_BACKEND, address="", digest="d", save_bytes_per_s=1, host_pages=16
+    )
+
+    def open_store(args: TierArgs) -> OpenTier:
+        assert args is tiers
+        return OpenTier(place, StoreClient(open_pages(place, 1)))
+
+    driver = scheduler_process._tier_driver(
+        PipelineArgs(stages=stages, tiers=tiers), steps, open_store, None, zmq.Poller()
+    )
+    assert driver is not None
+    orders = steps.tier.next_orders(0.0, None, may_transfer=True)
+    assert [*orders] == [UseStore(place)]
+    driver.close()

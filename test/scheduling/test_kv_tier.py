@@ -15,6 +15,7 @@ from support.stored_pipeline import (
 from sgl_pipeline.args.tier_args import WRITE_POLICIES
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.requests import FinishReason
+from sgl_pipeline.scheduling.kv_tier import REST_S
 from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import PagesLoaded
@@ -158,7 +159,58 @@ def test_a_late_load_serves_the_next_request() -> None:
     second = other.add([*PROMPT, 2])
     other.run()
     assert second.cached_tokens == 36
+    # The first one has computed all, and the second one found it in the pool.
+    assert first.loaded_tokens == second.loaded_tokens == 0
     other.check_outputs()
+
+
+def test_a_store_that_hangs_keeps_no_pages_that_a_request_needs() -> None:
+    store = MemoryStore()
+    served(store)
+    other = StoredPipeline(store, num_pages=16)
+    request = other.add([*PROMPT, 1])
+    other.fill()
+    other.answer()
+    other.fill()
+    assert other.tier.loads.loading_pages == 8  # it needs ten
+    other.run(turns=80, transfers=False)
+    other.check_outputs()
+    assert request.loaded_tokens == 0 and other.tier.loads.loading_pages == 0
+    # A while later the store is used again.
+    other.now_s += REST_S
+    again = other.add([*PROMPT[:20], *([6] * 12)])
+    other.run()
+    assert again.finish is not None and other.tier.counts.saved_tokens > 0
+
+
+def test_what_was_asked_while_no_page_moves_is_not_asked_again() -> None:
+    store = MemoryStore()
+    served(store)
+    other = StoredPipeline(store)
+    other.core.is_held = True
+    request = other.add([*PROMPT, 1])
+    other.fill()
+    other.answer()
+    other.fill()
+    assert other.tier.loads.loading_pages == 0
+    other.core.is_held = False
+    other.run()
+    assert other.tier.counts.num_lookups == 1 and request.loaded_tokens == 36
+
+
+def test_records_that_no_driver_took_are_not_those_of_another_store() -> None:
+    pipeline = StoredPipeline(MemoryStore())
+    pipeline.add(PROMPT)
+    while not pipeline.tier.commits:
+        pipeline.now_s += 0.05
+        pipeline.fill()
+        for stage in pipeline.stages:
+            while stage.inbox:
+                pipeline.run_order(stage.stage)
+            while stage.transfers:
+                pipeline.end_transfer(stage.stage)
+    pipeline.tier.use(PLACE, RULES)
+    assert not pipeline.tier.commits
 
 
 @pytest.mark.parametrize("damage", ["missing", "altered"])

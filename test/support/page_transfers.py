@@ -66,7 +66,7 @@ def filled_pool(layers: Iterable[int], shapes: Sequence[AttentionShape], seed: i
 
 def page_content(kv_pool: KvPool, layer: int, page: int) -> bytes:
     """Its keys, then its values."""
-    parts = (pages[page].contiguous().view(torch.uint8) for pages in kv_pool.pages(layer))
+    parts = (pages[page].cpu().view(torch.uint8) for pages in kv_pool.pages(layer))
     return b"".join(part.numpy().tobytes() for part in parts)
 
 
@@ -144,7 +144,7 @@ def open_transfers(
     may_start: Callable[[], bool] = lambda: True,
 ) -> PageTransfers:
     """The transfers of a stage, to `store` at any place."""
-    return PageTransfers(stage, kv_pool, lambda: plan, may_start, lambda place: store)
+    return PageTransfers(stage, kv_pool, lambda: plan, may_start, lambda place, sizes: store)
 
 
 def await_reports(transfers: PageTransfers, count: int = 1) -> list[StoreReport]:

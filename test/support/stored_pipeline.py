@@ -8,12 +8,11 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from random import Random
 
+from support.kept_pages import KeptPages
 from support.pipelines import NO_TIME, make_request, new_scheduler
 
-from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import RecoveryLog
@@ -54,20 +53,8 @@ def right_output(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@dataclass
-class MemoryStore:
-    """Objects and records, shared by all servers of a test."""
-
-    objects: dict[tuple[bytes, int], Slots] = field(default_factory=dict)
-    records: dict[bytes, PageRecord] = field(default_factory=dict)
-
-    def lookup(self, hashes: Sequence[bytes]) -> list[PageRecord]:
-        found: list[PageRecord] = []
-        for page_hash in hashes:
-            if (record := self.records.get(page_hash)) is None:
-                break
-            found.append(record)
-        return found
+class MemoryStore(KeptPages[Slots]):
+    """Shared by all servers of a test."""
 
 
 def empty_pages(num_pages: int) -> list[Slots]:

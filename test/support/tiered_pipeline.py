@@ -1,6 +1,6 @@
-"""A `LocalPipeline` with a store of files: real stages, real objects, real records.
+"""A `LocalPipeline` with a store: real stages, real objects, real records.
 
-In place of the store's client the pipeline asks and tells the files itself, between steps.
+In place of the store's client the pipeline asks and tells the store itself, between steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +10,7 @@ from typing import Any
 
 from support.local_pipeline import LocalPipeline
 
-from sgl_pipeline.kv_store.file_store import FileStore
-from sgl_pipeline.kv_store.store_folder import open_folder
+from sgl_pipeline.kv_store.open_store import open_pages
 from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.tier_rules import TierRules
@@ -22,25 +21,37 @@ DIGEST = "ukv1-00000000000000aa"
 RULES = TierRules(least_tokens=4, wait_policy="wait_complete")
 
 
+def file_place(folder: Path) -> StorePlace:
+    return StorePlace(backend="file", address=str(folder), digest=DIGEST, save_bytes_per_s=1 << 30)
+
+
+def host_place(num_pages: int) -> StorePlace:
+    return StorePlace(
+        backend="host", address="", digest=DIGEST, save_bytes_per_s=1 << 30, host_pages=num_pages
+    )
+
+
 class TieredPipeline(LocalPipeline):
-    """Requests come back to what earlier pipelines have left in `folder`."""
+    """Requests come back to what earlier pipelines have left in a folder, or this one elsewhere.
+
+    Args:
+        store: the folder, or another store.
+    """
 
     def __init__(
         self,
         model_path: Path,
         layer_counts: Sequence[int],
-        folder: Path,
+        store: Path | StorePlace,
         *,
         rules: TierRules = RULES,
         **arguments: Any,
     ) -> None:
         super().__init__(model_path, layer_counts, **arguments)
-        self.files = FileStore(open_folder(folder), DIGEST, self.core.plan.num_layers)
+        place = file_place(store) if isinstance(store, Path) else store
+        self.pages = open_pages(place, self.core.plan.num_layers)
         self.transfers = [self._transfers(stage) for stage in range(self.core.plan.num_stages)]
         self.tier = self.scheduler.tier
-        place = StorePlace(
-            backend="file", address=str(folder), digest=DIGEST, save_bytes_per_s=1 << 30
-        )
         self.tier.use(place, rules)
 
     def work_at_moves(self) -> None:
@@ -72,13 +83,13 @@ class TieredPipeline(LocalPipeline):
             for report, filled_pages in transfers.take_reports():
                 mover.wrote(filled_pages)
                 self.core.take_store_report(report)
-        self.files.commit(self.tier.commits)
+        self.pages.commit(self.tier.commits)
         self.tier.commits.clear()
         for page_hash in self.tier.broken:
-            self.files.drop(page_hash)
+            self.pages.drop(page_hash)
         self.tier.broken.clear()
         for lookup in self.tier.take_lookups():
-            self.tier.found(lookup.number, self.files.lookup(lookup.hashes))
+            self.tier.found(lookup.number, self.pages.lookup(lookup.hashes))
 
     def settle(self) -> None:
         """Saves all that is due."""

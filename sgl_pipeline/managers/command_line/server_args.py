@@ -14,6 +14,7 @@ import socket
 from dataclasses import dataclass
 
 from sgl_pipeline.args import (
+    HOST_BACKEND,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     MODEL_IMPLS,
@@ -246,25 +247,38 @@ def _pipeline_of_model(
         recovery=read_section(RecoveryArgs, options),
         grammars=read_section(GrammarArgs, options, enabled=options.grammar_backend != "none"),
         cluster=read_section(ClusterArgs, options),
-        tiers=_tiers(options),
+        tiers=_tiers(options, device),
     )
     return pipeline, chosen.spec
 
 
-def _tiers(options: argparse.Namespace) -> TierArgs:
-    """The store beyond the pool; its variables alone do not switch it on."""
+def _tiers(options: argparse.Namespace, device: str) -> TierArgs:
+    """The store beyond the pool; its variables alone do not switch it on. That of a GPU is host
+    memory, unless another one is given."""
     text = options.hicache_storage_backend_extra_config
-    has_store = options.enable_hierarchical_cache or text
+    is_on, is_on_gpu = options.enable_hierarchical_cache, device == "cuda"
+    backend = options.hicache_storage_backend
+    if backend is None and is_on and is_on_gpu:
+        backend = HOST_BACKEND
     tiers = read_section(
         TierArgs,
         options,
+        backend=backend,
         is_attachable=bool(options.admin_api_key),
-        **({"store": read_store_config(text)} if has_store else {}),
+        pool_is_on_gpu=is_on_gpu,
+        **({"store": read_store_config(text)} if is_on or text else {}),
     )
-    if tiers.enabled and tiers.backend is None:
+    if not tiers.enabled:
+        return tiers
+    if tiers.backend is None:
         logger.warning(
             "no store is attached: pages that the pool has no room for are lost until one is, by "
             "PUT /hicache/storage-backend"
+        )
+    if tiers.backend != HOST_BACKEND and (options.hicache_ratio or options.hicache_size):
+        logger.warning(
+            "--hicache-ratio and --hicache-size have no effect here: they size host memory, a tier "
+            "of --device cuda without --hicache-storage-backend"
         )
     return tiers
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import BatchTokenIDOutput
 
+from sgl_pipeline.args import HOST_BACKEND
 from sgl_pipeline.managers.front.logprob_output import LogprobCursor, LogprobFields, logprob_columns
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningCounter
 from sgl_pipeline.managers.upstream.stop_text import StopTextCheck
@@ -176,10 +177,13 @@ def cached_tokens_details(
     row: OutputRow, storage_backend: str | None
 ) -> dict[str, int | str] | None:
     """Upstream's breakdown by tier (output_streamer.py, get_cached_tokens_details): tokens that the
-    stages' pools had, and those that the store had. There is no tier in host memory."""
+    stages' pools had, and those that host memory or a store had."""
     if not row.cached_tokens:
         return None
-    details: dict[str, int | str] = {"device": row.cached_tokens - row.loaded_tokens, "host": 0}
+    in_pools = row.cached_tokens - row.loaded_tokens
+    if storage_backend == HOST_BACKEND:
+        return {"device": in_pools, "host": row.loaded_tokens}
+    details: dict[str, int | str] = {"device": in_pools, "host": 0}
     if row.loaded_tokens or storage_backend is not None:
         details["storage"] = row.loaded_tokens
     if storage_backend is not None:

@@ -9,12 +9,19 @@ from sgl_pipeline.args import PipelineArgs, TierArgs, require
 from sgl_pipeline.args.store_config import StoreConfig
 from sgl_pipeline.errors import ConfigurationError, StoreError
 from sgl_pipeline.kv_store.folder_bounds import StoreBounds
-from sgl_pipeline.kv_store.open_store import FILE_BACKEND, open_objects, open_pages
+from sgl_pipeline.kv_store.open_store import (
+    FILE_BACKEND,
+    HOST_BACKEND,
+    open_objects,
+    open_pages,
+)
 from sgl_pipeline.kv_store.page_store import self_test
 from sgl_pipeline.kv_store.store_client import StoreClient
+from sgl_pipeline.managers.tiers.host_tier import host_place
 from sgl_pipeline.managers.tiers.storage_launch import StorageProcess
 from sgl_pipeline.managers.tiers.storage_server import StorageSettings
 from sgl_pipeline.managers.tiers.store_identity import StoreIdentity, store_identity
+from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.process_lifetime import child_environment
 from sgl_pipeline.wire.store_orders import StorePlace
@@ -38,12 +45,23 @@ class OpenTier:
 StoreOpener = Callable[[TierArgs], OpenTier]
 
 
-def store_opener(args: PipelineArgs, spec: ModelSpec) -> StoreOpener:
+def store_opener(
+    args: PipelineArgs, spec: ModelSpec, capacity: PipelineCapacity | None = None
+) -> StoreOpener:
     """The way to open a store for the pages of this server; the model is identified at the first
-    call."""
+    call.
+
+    Args:
+        capacity: of the stages, for host memory, whose size follows from that of their pools; None
+            before they have loaded.
+    """
     identity = cache(lambda: store_identity(args, spec))
 
     def open_store(tiers: TierArgs) -> OpenTier:
+        if tiers.backend == HOST_BACKEND:
+            assert capacity is not None, "host memory is opened before the stages have loaded"
+            place = host_place(tiers, identity().digest, capacity)
+            return OpenTier(place, StoreClient(open_pages(place, identity().num_layers)))
         require(
             tiers.backend == FILE_BACKEND or args.cluster.num_hosts == 1,
             f"--hicache-storage-backend {tiers.backend} on {args.cluster.num_hosts} hosts is not "

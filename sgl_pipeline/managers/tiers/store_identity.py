@@ -62,7 +62,7 @@ def store_identity(args: PipelineArgs, spec: ModelSpec) -> StoreIdentity:
 
 
 def _instruction_set(device: str) -> str:
-    """What a CPU multiplies with; two of them round sums differently."""
+    """The vector instructions of a CPU; two sets round sums differently."""
     if device != "cpu":
         return ""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -25,7 +25,7 @@ HONORED = frozenset(
     priority_scheduling_preemption_threshold
     disable_cuda_graph
     enable_hierarchical_cache hicache_storage_backend hicache_storage_backend_extra_config
-    hicache_write_policy hicache_storage_prefetch_policy
+    hicache_write_policy hicache_storage_prefetch_policy hicache_ratio hicache_size
     grammar_backend constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
     enable_metrics extra_metric_labels enable_trace otlp_traces_endpoint
     """.split()
@@ -96,7 +96,8 @@ _SAME_ATTENTION = frozenset(
 )
 _ATTENTION = Note("--stage-attention-backend chooses the stages' kernels", _SAME_ATTENTION)
 _HOST_TIER = Note(
-    "pages go between the stages' pools and the store; there is no pool in host memory between them"
+    "pages go between the stages' pools and one tier, which is host memory or a store, as they lie "
+    "in the pool"
 )
 _LOOKUPS = Note("a store is asked once for a request, before its turn, and not in polls")
 _GRAPHS = Note("the stages choose the sizes of their CUDA graphs; see --stage-graphs")
@@ -124,8 +125,6 @@ NOTED = {
         "load"
     ),
     "hicache_host_memory_mode": _HOST_TIER,
-    "hicache_ratio": _HOST_TIER,
-    "hicache_size": _HOST_TIER,
     "hicache_host_memory_fraction": _HOST_TIER,
     "hicache_io_backend": _HOST_TIER,
     "hicache_mem_layout": _HOST_TIER,

@@ -66,6 +66,11 @@ class KvPool:
         self._spare = [self._allocate(shapes[0]) for _ in range(num_spare)]
 
     @property
+    def device(self) -> torch.device:
+        """Of all pages."""
+        return self._shapes[0].device
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """Model-wide ids of the layers that have pages here."""
         return tuple(self._memory)
@@ -98,6 +103,12 @@ class KvPool:
         """Key pages [N, S, Hkv, W] and value pages [N, S, Hkv, Wv] of `layer` (NHD layout,
         `kv_format.py`), the padding page last."""
         return self._memory[layer].pages
+
+    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The memory of `pages` (uint8), one page in a row: key pages [N, bytes of a page's keys]
+        and value pages [N, bytes of its values]."""
+        keys, values = (part.flatten(1).view(torch.uint8) for part in self.pages(layer))
+        return keys, values
 
     def _allocate(self, shape: AttentionShape) -> "_LayerMemory":
         """Memory for the pages of a layer of `shape`, and, if layers may come, of any layer."""

@@ -91,7 +91,7 @@ class LayerMover(Generic[R]):
 
     @property
     def awaits_pages(self) -> bool:
-        """Whether the plan has layers here whose pages are still on their way."""
+        """True if the plan has layers here whose pages are still on their way."""
         return self._open is not None and self._open.is_switched
 
     def obey(self, order: HandoverOrder) -> None:

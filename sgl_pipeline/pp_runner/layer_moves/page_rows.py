@@ -63,16 +63,10 @@ class PageRows:
         """The parts of `rows` with the keys and the values, each with the bytes of all of the
         layer's."""
         start = _HEADER_BYTES
-        for pages in self._kv_pool.pages(layer):
-            of_layer = _bytes(pages)
+        for of_layer in self._kv_pool.rows(layer):
             end = start + of_layer.shape[1]
             yield rows[:, start:end], of_layer
             start = end
-
-
-def _bytes(pages: torch.Tensor) -> torch.Tensor:
-    """The memory of `pages` [N, S, heads, numbers] as bytes, one page in a row."""
-    return pages.flatten(1).view(torch.uint8)
 
 
 def row_bytes(page_bytes: int) -> int:

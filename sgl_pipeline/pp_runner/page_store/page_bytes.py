@@ -1,57 +1,65 @@
-"""A page of a layer as the bytes of an object in a store.
+"""Pages of a CPU's pool, whose memory a thread beside the steps can read and write itself.
 
-The keys of the page's tokens, then the values, each as they lie in the pool: [S, Hkv, W] and
-[S, Hkv, Wv] (`kv_format.py`). With plain numbers of equal widths this is [2, S, Hkv, D], which is
-SGLang's `page-unified-v1` (0.5.23, `mem_cache/hicache_key_scheme.py`).
+Copies use no torch: its compute threads belong to the steps. NumPy lets Python go on while it
+copies.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.page_store.pool_pages import Bytes, PageCopies, PageParts
 
-Bytes = npt.NDArray[np.uint8]
 
-
-class PageBytes:
-    """The pages of `layers`, which keep their places in the pool of a CPU meanwhile.
-
-    Copies use no torch: its compute threads belong to the steps. NumPy lets Python go on while it
-    copies.
-    """
+class PageBytes(PageParts[Bytes]):
+    """The `PoolPages` of a CPU."""
 
     def __init__(self, kv_pool: KvPool, layers: Iterable[int]) -> None:
-        self._parts = {layer: tuple(map(_rows, kv_pool.pages(layer))) for layer in layers}
-
-    def object_bytes(self, layer: int) -> int:
-        """Bytes of an object of `layer`."""
-        return sum(part.shape[1] for part in self._parts[layer])
-
-    @property
-    def largest_object_bytes(self) -> int:
-        return max(map(self.object_bytes, self._parts))
+        super().__init__(
+            {layer: tuple(part.numpy() for part in kv_pool.rows(layer)) for layer in layers}
+        )
 
     def copy_out(self, layer: int, page: int, content: Bytes) -> None:
         """Fills the beginning of `content` with a page."""
-        start = 0
-        for part in self._parts[layer]:
-            end = start + part.shape[1]
-            content[start:end] = part[page]
-            start = end
+        for part, place in self.places(layer, page):
+            content[place] = part
 
     def copy_in(self, layer: int, page: int, content: Bytes) -> None:
         """Fills a page with the beginning of `content`."""
-        start = 0
-        for part in self._parts[layer]:
-            end = start + part.shape[1]
-            part[page] = content[start:end]
-            start = end
+        for part, place in self.places(layer, page):
+            part[:] = content[place]
+
+    def copies_in(self) -> PageCopies:
+        """See `PoolPages`."""
+        return _CopiesAtOnce(self.copy_in, self.largest_object_bytes)
+
+    def copies_out(self) -> PageCopies:
+        """See `PoolPages`."""
+        return _CopiesAtOnce(self.copy_out, self.largest_object_bytes)
+
+    def steps_so_far(self) -> None:
+        """None: on a CPU a step is over when it was launched."""
+
+    def let_steps_follow(self) -> None:
+        """Nothing: copies are over when they have begun."""
 
 
-def _rows(pages: torch.Tensor) -> Bytes:
-    """The memory of `pages` [N, S, heads, numbers], one page in a row."""
-    rows: Bytes = pages.flatten(1).view(torch.uint8).numpy()
-    return rows
+class _CopiesAtOnce:
+    """`PageCopies` that are over when `copy` returns."""
+
+    def __init__(self, copy: Callable[[int, int, Bytes], None], num_bytes: int) -> None:
+        self._copy = copy
+        self._buffer = np.empty(num_bytes, dtype=np.uint8)
+
+    def begin(self, steps: None) -> None:
+        """Nothing: the steps are over."""
+
+    def buffer(self) -> Bytes:
+        return self._buffer
+
+    def copy(self, layer: int, page: int, content: Bytes) -> None:
+        self._copy(layer, page, content)
+
+    def wait(self) -> None:
+        """Nothing: the copies are over."""

@@ -7,13 +7,15 @@ them: a descriptor wakes it.
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.kv_store.page_store import ObjectStore
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
-from sgl_pipeline.pp_runner.page_store.open_store import open_store
+from sgl_pipeline.pp_runner.page_store.open_store import StageStores
 from sgl_pipeline.pp_runner.page_store.page_bytes import PageBytes
+from sgl_pipeline.pp_runner.page_store.pool_pages import PoolPages
+from sgl_pipeline.pp_runner.page_store.staged_pages import StagedPool
 from sgl_pipeline.pp_runner.page_store.store_session import StoreSession
 from sgl_pipeline.pp_runner.page_store.transfer_jobs import (
     PageTransfer,
@@ -39,7 +41,7 @@ class PageTransfers:
     Args:
         plan: gives that of the newest steps.
         may_start: whether pages of the plan's layers are all here; until then transfers wait.
-        open_store: for tests, another way to a store.
+        open_store: for tests, another way to a store than `StageStores`.
     """
 
     def __init__(
@@ -48,10 +50,12 @@ class PageTransfers:
         kv_pool: KvPool,
         plan: Callable[[], StagePlan],
         may_start: Callable[[], bool],
-        open_store: Callable[[StorePlace], ObjectStore] = open_store,
+        open_store: Callable[[StorePlace, Sequence[int]], ObjectStore] | None = None,
     ) -> None:
         self._stage, self._kv_pool = stage, kv_pool
-        self._plan, self._may_start, self._open_store = plan, may_start, open_store
+        self._plan, self._may_start = plan, may_start
+        self._open_store = open_store or StageStores().open
+        self._pages_of = _way_to_pages(kv_pool)
         self._place: StorePlace | None = None
         self._session: StoreSession | None = None
         self._unanswered: dict[int, PageTransfer] = {}
@@ -61,7 +65,7 @@ class PageTransfers:
 
     @property
     def is_open(self) -> bool:
-        """Whether a transfer was ordered whose report was not taken."""
+        """True if a transfer was ordered whose report was not taken."""
         return bool(self._unanswered)
 
     @property
@@ -73,7 +77,8 @@ class PageTransfers:
     def obey(self, order: StoreOrder) -> None:
         """Begins a transfer, or uses another store.
 
-        Raises ProtocolError for a transfer that has no store, or is not one of this pool.
+        Raises ProtocolError for a transfer that has no store, or is not one of this pool, and
+        ConfigurationError as `StageStores.open`.
         """
         if isinstance(order, UseStore):
             self.cancel()
@@ -106,7 +111,7 @@ class PageTransfers:
 
     def cancel(self) -> None:
         """Forgets the store and all transfers: no report comes, and no thread touches the pool from
-        here on."""
+        here on but in copies that the next steps come after."""
         self._place = None
         self._end_session()
 
@@ -122,12 +127,12 @@ class PageTransfers:
         if self._place is None:
             return
         layers = self._plan().layers_of(self._stage)
-        store = self._open_store(self._place)
+        pages = self._pages_of(layers)
         self._session = StoreSession(
             self._stage,
             layers,
-            PageBytes(self._kv_pool, layers),
-            store,
+            pages,
+            self._open_store(self._place, [*map(pages.object_bytes, layers)]),
             self._place.digest,
             TransferJobs(self._place.save_bytes_per_s),
             self._take_done,
@@ -156,3 +161,10 @@ class PageTransfers:
         job = self._unanswered.pop(report.transfer)
         is_load = isinstance(report, PagesLoaded)
         return report, tuple(job.pages[: report.num_pages]) if is_load else ()
+
+
+def _way_to_pages(kv_pool: KvPool) -> Callable[[range], PoolPages]:
+    """The way to the pages of layers, for the device of the pool."""
+    if kv_pool.device.type == "cuda":
+        return StagedPool(kv_pool).pages_of
+    return lambda layers: PageBytes(kv_pool, layers)

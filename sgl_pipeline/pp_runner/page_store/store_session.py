@@ -1,8 +1,8 @@
 """The transfers between a `UseStore` and the next interrupt: two threads beside the steps.
 
-One loads and one saves, an object at a time, through a buffer of its own. So the pool is touched
-for the copy of an object alone, under a lock, and never while a store is waited for: ending a
-session waits for one copy at most.
+One loads and one saves, an object at a time, through buffers of its own. So a copy to or from the
+pool begins under a lock, and never while a store is waited for: ending a session waits for the copy
+of one object at most.
 """
 
 import contextlib
@@ -11,13 +11,11 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from sgl_pipeline.errors import BrokenObject, StoreError
 from sgl_pipeline.kv_store.object_names import object_name
 from sgl_pipeline.kv_store.page_store import ObjectStore
 from sgl_pipeline.pp_runner.base.compute_threads import use_every_core
-from sgl_pipeline.pp_runner.page_store.page_bytes import PageBytes
+from sgl_pipeline.pp_runner.page_store.pool_pages import PageCopies, PoolPages
 from sgl_pipeline.pp_runner.page_store.transfer_jobs import PageTransfer, TransferJobs
 from sgl_pipeline.wire.store_orders import UINT32, PagesLoaded, PagesSaved, StoreReport
 
@@ -39,7 +37,7 @@ class StoreSession:
         self,
         stage: int,
         layers: range,
-        pages: PageBytes,
+        pages: PoolPages,
         store: ObjectStore,
         digest: str,
         jobs: TransferJobs,
@@ -49,24 +47,34 @@ class StoreSession:
         self._pages, self._store, self._digest = pages, store, digest
         self._jobs, self._done = jobs, done
         self._is_over = False
+        # The steps that the copies of a transfer come after.
+        self._steps: dict[int, object] = {}
         # Guards the pool, the jobs and the end of the session.
         self._news = threading.Condition()
         self._threads = [
-            threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
-            for name, work in (("page loads", self._load_next), ("page saves", self._save_next))
+            threading.Thread(target=self._run, args=(work, copies), name=name, daemon=True)
+            for name, work, copies in (
+                ("page loads", self._load_next, pages.copies_in()),
+                ("page saves", self._save_next, pages.copies_out()),
+            )
         ]
         for thread in self._threads:
             thread.start()
 
     def add(self, job: PageTransfer) -> None:
+        """Begins a transfer, after all steps that were launched."""
+        steps = self._pages.steps_so_far()
         with self._news:
+            self._steps[job.transfer] = steps
             self._jobs.add(job)
             self._news.notify_all()
 
     def end(self) -> None:
-        """Forgets all transfers. The pool is not touched from here on."""
+        """Forgets all transfers. No copy begins from here on, and the next steps come after those
+        that have begun."""
         with self._news:
             self._is_over = True
+            self._pages.let_steps_follow()
             self._news.notify_all()
 
     def join(self, timeout_s: float) -> None:
@@ -81,57 +89,69 @@ class StoreSession:
             return self._loaded(job, 0, 0.0, StoreError(message))
         return self._saved(job, array(UINT32), 0.0, StoreError(message))
 
-    def _run(self, work: Callable[[np.ndarray], None]) -> None:
+    def _run(self, work: Callable[[PageCopies], None], copies: PageCopies) -> None:
         use_every_core()
-        content = np.empty(self._pages.largest_object_bytes, dtype=np.uint8)
         with contextlib.suppress(_SessionOver):
             while True:
-                work(content)
+                work(copies)
 
-    def _load_next(self, content: np.ndarray) -> None:
+    def _load_next(self, copies: PageCopies) -> None:
         job = self._await_job(self._jobs.next_load)
-        report = self._load(job, content)
+        report = self._load(job, copies)
         with self._unless_over():
             self._jobs.load_ended()
             self._done(report)
             self._news.notify_all()
 
-    def _save_next(self, content: np.ndarray) -> None:
+    def _save_next(self, copies: PageCopies) -> None:
         job = self._await_job(lambda: self._jobs.next_save(time.monotonic()))
-        report = self._save(job, content)
+        report = self._save(job, copies)
         with self._unless_over():
             self._done(report)
 
-    def _load(self, job: PageTransfer, content: np.ndarray) -> PagesLoaded:
+    def _load(self, job: PageTransfer, copies: PageCopies) -> PagesLoaded:
         num_objects, failure = 0, None
         started_s = time.monotonic()
         try:
-            for index, page in enumerate(job.pages):
-                for layer in self._layers:
-                    self._store.read_into(
-                        object_name(job.hash_of(index), self._digest, layer),
-                        content.data,
-                        self._pages.object_bytes(layer),
-                        job.checksum_of(index, layer),
-                    )
-                    with self._unless_over():
-                        self._pages.copy_in(layer, page, content)
-                    num_objects += 1
+            for num_begun in self._begin_load(job, copies):
+                num_objects = num_begun
         except _SessionOver:
             raise
         except Exception as error:
             failure = error
+        copies.wait()  # an error of the device here is also the next step's
         return self._loaded(job, num_objects, time.monotonic() - started_s, failure)
 
-    def _save(self, job: PageTransfer, content: np.ndarray) -> PagesSaved:
+    def _begin_load(self, job: PageTransfer, copies: PageCopies) -> Iterator[int]:
+        """Begins the copies of a load, one by one; gives how many have begun."""
+        copies.begin(self._steps.pop(job.transfer))
+        num_begun = 0
+        for index, page in enumerate(job.pages):
+            for layer in self._layers:
+                content = copies.buffer()
+                self._store.read_into(
+                    object_name(job.hash_of(index), self._digest, layer),
+                    content.data,
+                    self._pages.object_bytes(layer),
+                    job.checksum_of(index, layer),
+                )
+                with self._unless_over():
+                    copies.copy(layer, page, content)
+                num_begun += 1
+                yield num_begun
+
+    def _save(self, job: PageTransfer, copies: PageCopies) -> PagesSaved:
         checksums, busy_s, failure = array(UINT32), 0.0, None
         try:
+            copies.begin(self._steps.pop(job.transfer))
             for index, page in enumerate(job.pages):
                 for layer in self._layers:
                     num_bytes = self._pages.object_bytes(layer)
+                    content = copies.buffer()
                     with self._save_turn(num_bytes):
                         started_s = time.monotonic()
-                        self._pages.copy_out(layer, page, content)
+                        copies.copy(layer, page, content)
+                    copies.wait()
                     name = object_name(job.hash_of(index), self._digest, layer)
                     _, checksum = self._store.write(name, [content.data[:num_bytes]])
                     checksums.append(checksum)
@@ -204,7 +224,7 @@ class StoreSession:
 
 
 def _text(failure: Exception | None) -> str:
-    """Why pages are missing from a report."""
+    """The reason for which pages are missing from a report."""
     if failure is None:
         return ""
     is_ours = isinstance(failure, StoreError)

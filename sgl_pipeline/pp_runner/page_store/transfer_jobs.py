@@ -1,6 +1,6 @@
-"""Which transfer of pages comes next, and when a save may go on. No I/O, no clock, no threads.
+"""The choice of the next transfer of pages, and of the moment for a save: no I/O, clock or threads.
 
-Transfers of one kind run in the sequence of their orders. Requests wait for loads, and nobody waits
+Transfers of one kind run in the sequence of their orders. Requests wait for loads, and none waits
 for saves: so a save lets loads go first, for a bounded time, and keeps to a rate.
 """
 

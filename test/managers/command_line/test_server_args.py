@@ -19,6 +19,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sgl_pipeline.args import (
+    HOST_BACKEND,
     POLICIES,
     GrammarArgs,
     MigrationArgs,
@@ -294,7 +295,7 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--enable-hicache", "on a CPU the pool is in host memory already"),
         ("--hicache-storage-backend file", "does nothing without --enable-hierarchical-cache"),
         ("--hicache-write-policy write_back", "does nothing without --enable-hierarchical-cache"),
-        ("--enable-hicache --hicache-storage-backend nixl", "nixl is not wired"),
+        ("--enable-hicache --hicache-storage-backend hf3fs", "hf3fs is not built"),
         ("--enable-lmcache", "--enable-lmcache True cannot be honored: .*storage-backend file"),
         ("--enable-flexkv", "--enable-flexkv True cannot be honored: .*storage-backend file"),
         ("--enable-unified-cache-external-linker", "external-linker True cannot be honored"),
@@ -341,6 +342,24 @@ def test_a_store_that_may_come_later_is_a_notice(
     tiers = parse_command_line(["--model-path", model, *flags]).pipeline.tiers
     assert tiers == TierArgs(enabled=True, is_attachable=True)
     assert "PUT /hicache/storage-backend" in caplog.text
+
+
+def test_a_gpu_has_host_memory_as_its_tier_unless_another_one_is_given(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    flags = ["--model-path", model, "--device", "cuda", "--enable-hierarchical-cache"]
+
+    def tiers_of(*others: str) -> TierArgs:
+        return parse_command_line([*flags, *others]).pipeline.tiers
+
+    assert tiers_of() == TierArgs(enabled=True, backend=HOST_BACKEND, pool_is_on_gpu=True)
+    sized = tiers_of("--hicache-size", "30", "--hicache-ratio", "3")
+    assert (sized.host_size_gb, sized.host_ratio) == (30, 3.0)
+    assert "--hicache-ratio" not in caplog.text
+    files = tiers_of("--hicache-storage-backend", "file", "--hicache-ratio", "3")
+    assert files.backend == "file"
+    assert "--hicache-ratio and --hicache-size have no effect" in caplog.text
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from support.front_model import byte_tokenizer
 from support.upstream_front import UpstreamFront, generate
 
+from sgl_pipeline.args import HOST_BACKEND
 from sgl_pipeline.errors import QueueFullError
 from sgl_pipeline.managers.front.sglang_io import AbortRequest, ControlRequest, rids_of
 from sgl_pipeline.managers.grammars.spec import GrammarSpec
@@ -265,6 +266,8 @@ def test_cached_tokens_are_told_by_where_they_were(upstream: UpstreamFront) -> N
     assert (told.device, told.host, told.storage, told.storage_backend) == (4, 0, 3, "file")
     upstream.front.storage_backend = None
     assert details() == {"device": 4, "host": 0, "storage": 3}
+    upstream.front.storage_backend = HOST_BACKEND
+    assert details() == {"device": 4, "host": 3}
 
 
 def test_a_stream_gets_each_step_and_the_prompt_tail_once(upstream: UpstreamFront) -> None:

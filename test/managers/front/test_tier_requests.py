@@ -124,10 +124,9 @@ def test_the_same_store_again_changes_its_rules_alone() -> None:
     [
         (attach("mooncake"), IN_X, "Cannot attach different backend 'mooncake'. Detach first."),
         (attach(config={"file_storage_path": "/y"}), IN_X, "/x is attached, and /y is asked for"),
-        (attach("mooncake"), NO_STORE, "mooncake is not wired to the stages yet"),
         (attach("nothing"), NO_STORE, "nothing is not built; choose from file"),
         (attach(hicache_write_policy="no"), NO_STORE, "--hicache-write-policy 'no' is unknown"),
-        (attach(config={"size": 1}), NO_STORE, "'size' is unknown; the keys are"),
+        (attach(config={"size": 1}), NO_STORE, "size is unknown to file; the keys are"),
         (attach(config=[]), NO_STORE, "must be an object"),
     ],
 )

@@ -32,6 +32,8 @@ from sgl_pipeline.pp_runner.links.distributed_link import DistributedLink
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import model_spec
 from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
+from sgl_pipeline.pp_runner.page_store.pool_pages import Bytes, PageCopies
+from sgl_pipeline.pp_runner.page_store.staged_pages import LOAD_BUFFERS, StagedPool
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.wire.step_order import INT32, MirroredChunk, MirroredRequest
 
@@ -58,6 +60,7 @@ def forget(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Has a call of torch's do nothing."""
     classes: dict[str, type] = {
         "wait_stream": Stream,
+        "wait_event": Stream,
         "synchronize": Event,
         "record": Event,
         "record_stream": torch.Tensor,
@@ -123,6 +126,62 @@ def move_pages(streams: EmulatedStreams) -> None:
         rows.unpack(arrived)
         arrived.fill_(1)  # the link's buffer, used again
         streams.launch("a step", pool.pages(0))
+
+
+def next_buffer(copies: PageCopies) -> tuple[Bytes, torch.Tensor]:
+    """What `PageCopies.buffer` gives, and the tensor of that memory, as which the host uses it."""
+    content = copies.buffer()
+    memory: torch.Tensor = copies._current.memory  # type: ignore[attr-defined]
+    return content, memory
+
+
+def save_pages(streams: EmulatedStreams) -> None:
+    """Pages of layer 0 go to a store beside steps that write elsewhere, and are written anew when
+    that is reported."""
+    pool = KvPool(range(2), SHAPES, NUM_PAGES)
+    pages = StagedPool(pool).pages_of(range(2))
+    copies = pages.copies_out()
+    for _ in range(2):
+        streams.launch("a step", (), pool.pages(0))
+        steps = pages.steps_so_far()
+        streams.launch("a later step", (), pool.pages(1))
+        copies.begin(steps)
+        for page in range(3):
+            content, memory = next_buffer(copies)
+            copies.copy(0, page, content)
+            copies.wait()
+            memory.tolist()
+
+
+def load_pages(streams: EmulatedStreams) -> None:
+    """Pages of layer 0, which steps have used, are filled and then read by steps."""
+    pool = KvPool(range(2), SHAPES, NUM_PAGES)
+    pages = StagedPool(pool).pages_of(range(2))
+    copies = pages.copies_in()
+    for _ in range(2):
+        streams.launch("a step", pool.pages(0))
+        steps = pages.steps_so_far()
+        streams.launch("a later step", (), pool.pages(1))
+        copies.begin(steps)
+        for page in range(2 * LOAD_BUFFERS):
+            content, memory = next_buffer(copies)
+            memory.fill_(page)
+            copies.copy(0, page, content)
+        copies.wait()
+        streams.launch("a step with what was loaded", pool.pages(0))
+
+
+def end_transfers(streams: EmulatedStreams) -> None:
+    """A load and a save are given up, and steps write their pages; then transfers go on."""
+    pool = KvPool(range(2), SHAPES, NUM_PAGES)
+    staged = StagedPool(pool)
+    for _ in range(2):
+        pages = staged.pages_of(range(2))
+        for copies, layer in ((pages.copies_in(), 0), (pages.copies_out(), 1)):
+            copies.begin(pages.steps_so_far())
+            copies.copy(layer, 1, copies.buffer())
+        pages.let_steps_follow()
+        streams.launch("a step", (), [*pool.pages(0), *pool.pages(1)])
 
 
 class PlanWrapper:
@@ -285,7 +344,13 @@ def in_inference_mode() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("work", [upload_steps, download_steps, move_pages, run_steps])
+@pytest.mark.parametrize(
+    "work",
+    [
+        *(upload_steps, download_steps, move_pages, run_steps),
+        *(save_pages, load_pages, end_transfers),
+    ],
+)
 def test_everything_waits_for_what_it_must(work: Work) -> None:
     assert races_of(work) == ""
 
@@ -301,6 +366,14 @@ def test_everything_waits_for_what_it_must(work: Work) -> None:
         (move_pages, forget("wait_stream"), "reads"),
         (move_pages, forget("record_stream"), "is free"),
         (move_pages, forget("synchronize"), "tolist of the host reads"),
+        (save_pages, forget("wait_event"), "copy_ of stream 2 reads"),
+        (save_pages, forget("synchronize"), "tolist of the host reads host memory"),
+        (save_pages, forget("record"), "copy_ of stream 2 reads"),
+        (load_pages, forget("wait_event"), "copy_ of stream 1 writes"),
+        (load_pages, forget("synchronize"), "fill_ of the host writes host memory"),
+        (load_pages, forget("record"), "a step with what was loaded of the computing stream reads"),
+        (end_transfers, forget("wait_stream"), "waits for stream 1"),
+        (end_transfers, forget("wait_stream"), "waits for stream 2"),
         (run_steps, forget("wait_stream"), "of the computing stream reads"),
         (run_steps, forget("synchronize"), "fill_ of the host writes host memory"),
         (run_steps, without_a_copy_of_the_output, "of the computing stream writes"),
@@ -311,3 +384,16 @@ def test_what_is_forgotten_is_a_race(
     work: Work, broken: Callable[[pytest.MonkeyPatch], None], race: str
 ) -> None:
     assert race in races_of(work, broken)
+
+
+@pytest.mark.parametrize("work", [save_pages, load_pages, end_transfers])
+def test_transfers_wait_for_copies_and_never_for_a_stream(work: Work) -> None:
+    """Neither for the device, nor in a copy that is not asynchronous."""
+
+    def refuse(patch: pytest.MonkeyPatch) -> None:
+        def synchronize(stream: Stream) -> None:
+            raise AssertionError(f"the host waits for all of {stream.name}")
+
+        patch.setattr(Stream, "synchronize", synchronize)
+
+    assert races_of(work, refuse) == ""

@@ -82,7 +82,7 @@ class Stage:
             self.runner.held_layers.kv_pool,
             lambda: plan,
             lambda: True,
-            lambda place: store,
+            lambda place, sizes: store,
         )
         self.mover: Any = IdleMover(lambda: self.transfers.is_open)
         self.ready = ReadyStage(

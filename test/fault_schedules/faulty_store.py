@@ -1,0 +1,185 @@
+"""A store of pages in virtual time that does what stores do at their worst.
+
+It outlives the workers and what the stages hold, as files do. What is written to it is compared
+with what the model makes of the page's tokens, what is committed with what was written.
+"""
+
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TypeVar
+
+from fault_schedules.fake_front import Client
+from fault_schedules.fake_model import Oracle
+from support.kept_pages import KeptPages
+
+from sgl_pipeline.errors import BrokenObject, StoreError
+from sgl_pipeline.page_hash import page_hashes
+from sgl_pipeline.page_record import PageRecord
+from sgl_pipeline.wire.store_orders import UINT32
+
+# What one page of one layer holds: the fingerprint of each token.
+Content = tuple[int, ...]
+T = TypeVar("T")
+# Bytes of a fingerprint in the sizes of objects.
+SLOT_BYTES = 8
+
+
+def checksum(content: Content) -> int:
+    return zlib.crc32(repr(content).encode())
+
+
+class RightPages:
+    """What each page of each request must hold, by its hash; and the hashes of each request."""
+
+    def __init__(self, clients: Iterable[Client], num_layers: int, page_size: int) -> None:
+        self.num_layers = num_layers
+        self.page_size = page_size
+        self.runs: list[list[bytes]] = []
+        self._contents: dict[bytes, list[Content]] = {}
+        for client in clients:
+            self._add(client, Oracle(client.request, num_layers))
+
+    def of(self, page_hash: bytes, layer: int) -> Content:
+        """Raises KeyError for a page that no request can have."""
+        return self._contents[page_hash][layer]
+
+    def _add(self, client: Client, alone: Oracle) -> None:
+        request, size = client.request, self.page_size
+        tokens = [*request.prompt_ids, *alone.output]
+        run = page_hashes(tokens, size, bytes.fromhex(request.cache_namespace))
+        self.runs.append(run)
+        for index, page_hash in enumerate(run):
+            slots = slice(index * size, (index + 1) * size)
+            self._contents[page_hash] = [tuple(one[slots]) for one in alone.fingerprints]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTempo:
+    """Most seconds of a page's read or write, and of an answer; how often a read or write fails or
+    never ends, and how often no answer comes."""
+
+    read_s: float
+    write_s: float
+    answer_s: float
+    failure_chance: float
+    hang_chance: float
+    silence_chance: float
+
+
+def random_tempo(rng: Random) -> StoreTempo:
+    slow_s = rng.choice((0.001, 0.01, 0.01, 0.1))
+    return StoreTempo(
+        read_s=slow_s,
+        write_s=slow_s * rng.choice((1.0, 5.0)),
+        answer_s=rng.choice((0.0, 0.02, 0.02, 0.5)),
+        failure_chance=rng.choice((0.0, 0.0, 0.02)),
+        hang_chance=rng.choice((0.0, 0.0, 0.05)),
+        silence_chance=rng.choice((0.0, 0.0, 0.1)),
+    )
+
+
+class FaultyStore:
+    """Objects and records of pages, and what befalls them.
+
+    Args:
+        right: what it must be given.
+    """
+
+    def __init__(self, rng: Random, right: RightPages, tempo: StoreTempo) -> None:
+        self.tempo = tempo
+        # Requests do not wait for it for ever.
+        self.may_hang = False
+        self.has_hung = False
+        self._rng, self._right = rng, right
+        self._kept = KeptPages[Content]()
+        # All that was written since the last `clear`, whatever has become of it.
+        self._written: dict[tuple[bytes, int], int] = {}
+
+    # The stages' side
+
+    def read(self, page_hash: bytes, layer: int, due: int) -> Content:
+        """Raises BrokenObject for an object that is gone or has not the checksum `due`, StoreError
+        now and then."""
+        self._fail_at_times("this read")
+        content = self._kept.objects.get((page_hash, layer))
+        if content is None or checksum(content) != due:
+            raise BrokenObject("the object is gone" if content is None else "other bytes")
+        return content
+
+    def write(self, page_hash: bytes, layer: int, content: Content) -> int:
+        """The checksum of the object. Raises StoreError now and then."""
+        assert content == self._right.of(page_hash, layer), "a page is saved that holds others"
+        self._fail_at_times("this write")
+        return self._put(page_hash, layer, content)
+
+    def hangs(self) -> bool:
+        """True if the next read or write never ends."""
+        hangs = self.may_hang and self._rng.random() < self.tempo.hang_chance
+        self.has_hung = self.has_hung or hangs
+        return hangs
+
+    # The scheduler's side
+
+    def look_up(self, hashes: Sequence[bytes]) -> list[PageRecord]:
+        return self._kept.lookup(hashes)
+
+    def check(self, record: PageRecord) -> None:
+        """Asserts that all layers of the page were written, and that the record describes them."""
+        layers = range(self._right.num_layers)
+        assert array(UINT32, record.checksums).tolist() == [
+            self._written[record.page_hash, layer] for layer in layers
+        ], "a record is not of what was written"
+        assert record.sizes == (SLOT_BYTES * self._right.page_size,) * len(layers)
+
+    def commit(self, record: PageRecord) -> None:
+        self._kept.records[record.page_hash] = record
+
+    def drop(self, page_hash: bytes) -> None:
+        self._kept.records.pop(page_hash, None)
+
+    # From outside
+
+    def clear(self) -> None:
+        self._kept = KeptPages()
+        self._written.clear()
+
+    def fill(self) -> None:
+        """Another server has served the beginnings of some requests, and saved its pages."""
+        layers = range(self._right.num_layers)
+        for run in self._rng.sample(self._right.runs, self._rng.randint(1, len(self._right.runs))):
+            for page_hash in run[: self._rng.randint(0, len(run))]:
+                checksums = array(UINT32)
+                for layer in layers:
+                    content = self._right.of(page_hash, layer)
+                    checksums.append(self._put(page_hash, layer, content))
+                sizes = (SLOT_BYTES * self._right.page_size,) * len(layers)
+                self.commit(PageRecord(page_hash, sizes, checksums.tobytes()))
+
+    def harm(self) -> None:
+        """Some objects or records are lost, or some objects altered."""
+        share = self._rng.choice((0.05, 0.3, 1.0))
+        kind = self._rng.choice(("lose", "alter", "lose records"))
+        if kind == "lose records":
+            for page_hash in self._some([*self._kept.records], share):
+                del self._kept.records[page_hash]
+            return
+        for key in self._some([*self._kept.objects], share):
+            if kind == "lose":
+                del self._kept.objects[key]
+            else:
+                self._kept.objects[key] = (0, *self._kept.objects[key][1:])
+
+    def _put(self, page_hash: bytes, layer: int, content: Content) -> int:
+        self._kept.objects[page_hash, layer] = content
+        self._written[page_hash, layer] = checksum(content)
+        return checksum(content)
+
+    def _some(self, things: list[T], share: float) -> list[T]:
+        return [one for one in things if self._rng.random() < share]
+
+    def _fail_at_times(self, what: str) -> None:
+        if self._rng.random() < self.tempo.failure_chance:
+            raise StoreError(f"{what} failed")
