@@ -40,6 +40,8 @@ from sgl_pipeline.wire.store_orders import StoreOrder
 
 # The server looks so often whether a request has waited for the store for too long.
 LATE_CHECK_S = 0.1
+# More than any wait of the scheduler's while nothing is on its way (`kv_tier.REST_S`).
+STUCK_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class VirtualPipeline:
         self._steps: list[SimulatedStep] = []
         # The scheduler process is busy until then: whatever happens before, it sees at that time.
         self._scheduler_free_s = 0.0
+        self._moved_s = 0.0  # the last moment at which anything was on its way
 
     def run(
         self,
@@ -118,9 +121,10 @@ class VirtualPipeline:
             now_s = self._take_results(now_s)
             self._take_moves(now_s)
             self._fill(now_s)
+            self._check_progress(now_s)
             on_progress(len(self._served) - len(self._live), now_s)
         else:
-            assert self._core.scheduler.is_idle, "requests are left, but nothing can run"
+            assert self._is_idle, "requests are left, but nothing can run"
         scheduler = self._core.scheduler
         return Simulation(
             tuple(self._served),
@@ -132,11 +136,23 @@ class VirtualPipeline:
 
     @property
     def _is_under_way(self) -> bool:
-        """True if something will happen that requests, or a layer move, wait for."""
+        """True if something will happen that requests, or a layer move, wait for. For a store,
+        requests wait a bounded time."""
         if self._arrivals or self._in_flight or self._moves.is_open:
             return True
-        store = self._store
-        return store is not None and store.is_open and not self._core.scheduler.is_idle
+        return self._store is not None and not self._is_idle
+
+    def _check_progress(self, now_s: float) -> None:
+        """Asserts that requests do not wait for ever while nothing is on its way."""
+        if self._store is None:
+            return
+        if self._is_idle or self._in_flight or self._store.is_open:
+            self._moved_s = now_s
+        assert now_s - self._moved_s < STUCK_S, "requests are left, but nothing can run"
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._core.scheduler.is_idle
 
     def _next_event_s(self) -> float:
         arrival_s = self._arrivals[0][0] if self._arrivals else float("inf")
@@ -151,7 +167,8 @@ class VirtualPipeline:
         store = self._store
         if store is None:
             return float("inf")
-        late_s = self._scheduler_free_s + LATE_CHECK_S if store.is_awaited else float("inf")
+        waits = store.is_awaited or not (self._in_flight or self._is_idle)
+        late_s = self._scheduler_free_s + LATE_CHECK_S if waits else float("inf")
         return min(store.next_event_s(), late_s)
 
     def _expect(self, arrival_s: float, asked: SimulatedRequest) -> None:

@@ -52,9 +52,9 @@ def test_moves_stand_below_the_row_of_their_run(capsys: pytest.CaptureFixture[st
 def test_what_a_store_did_stands_below_the_row_of_its_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = ["run", "--model", "Qwen2.5-14B", "--trace", "sharegpt_multiturn"]
-    arguments += ["--requests", "30", "--rate", "1", "--policy", "throttle"]
-    arguments += ["--pool-tokens", "12000"]
+    arguments = ["run", "--model", "Qwen2.5-14B", "--trace", "azure_conv", "--requests", "30"]
+    arguments += ["--hit-rate", "0.8", "--sharing-requests", "3", "--rate", "1"]
+    arguments += ["--policy", "throttle", "--pool-tokens", "5000"]
     assert main(arguments) == 0
     assert "store" not in capsys.readouterr().out
     assert main([*arguments, "--store-capacity-gb", "50", "--store-read-gb-per-s", "10"]) == 0
