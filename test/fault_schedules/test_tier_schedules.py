@@ -19,7 +19,7 @@ from sgl_pipeline.wire.store_orders import SavePages, StoreOrder, StorePlace
 
 NUM_SEEDS = 200
 # Every mutation below is found much sooner.
-MOST_SEEDS = 150
+MOST_SEEDS = 300
 
 
 def seeds_with_tiers(count: int) -> Iterator[int]:
