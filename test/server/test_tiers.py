@@ -101,10 +101,9 @@ def test_evicted_prompts_come_back_and_so_they_do_after_a_restart_at_another_dep
         restarted = ask_all(server)
         assert tokens_of(restarted) == expected
         assert from_store(restarted) == WHOLE
-        wait_until(lambda: "sglang:prefetched_tokens_total" in _metrics(server))
-        loaded = f"sglang:prefetched_tokens_total{{.*}} {float(sum(WHOLE))}"
-        assert_matches(loaded, _metrics(server))
-        assert_matches(r"sgl_pipeline_store_lookups_total{.*} 6.0", _metrics(server))
+        tokens = rf"sglang:prefetched_tokens_total{{.*}} {float(sum(WHOLE))}"
+        wait_until(lambda: re.search(tokens, _metrics(server)) is not None)
+        assert re.search(r"sgl_pipeline_store_lookups_total{.*} 6.0", _metrics(server))
 
 
 def test_a_killed_stage_costs_no_request_and_no_token_while_pages_come_and_go(
@@ -175,8 +174,3 @@ def test_a_folder_that_is_not_a_store_ends_the_start_with_one_line(tmp_path: Pat
 
 def _metrics(server: LiveServer) -> str:
     return requests.get(f"{server.url}/metrics", timeout=10).text
-
-
-def assert_matches(pattern: str, text: str) -> None:
-
-    assert re.search(pattern, text), text
