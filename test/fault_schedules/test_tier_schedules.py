@@ -175,10 +175,6 @@ def pages_are_filled_in_another_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageLoads, "_start", mutated)
 
 
-def a_store_that_hangs_keeps_its_pages(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KvTier, "starves", lambda self, now_s: None)
-
-
 def records_are_committed_to_another_store(patch: pytest.MonkeyPatch) -> None:
     use = KvTier.use
 
@@ -215,16 +211,6 @@ def a_cancelled_load_keeps_its_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageLoads, "cancel", mutated)
 
 
-def pages_that_are_due_are_forgotten_in_an_interrupt(patch: pytest.MonkeyPatch) -> None:
-    cancel = PageSaves.cancel
-
-    def mutated(self: PageSaves) -> None:
-        cancel(self)
-        self._due.clear()
-
-    patch.setattr(PageSaves, "cancel", mutated)
-
-
 def another_store_is_thought_to_have_the_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageSaves, "begin", lambda self, policy: self._due.clear())
 
@@ -250,12 +236,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     loaded_pages_are_thought_to_have_rows,
     pages_that_a_stage_owes_are_saved,
     pages_are_filled_in_another_order,
-    a_store_that_hangs_keeps_its_pages,
     records_are_committed_to_another_store,
     requests_wait_for_a_store_that_is_silent,
     a_load_that_ended_keeps_its_claim,
     a_cancelled_load_keeps_its_pages,
-    pages_that_are_due_are_forgotten_in_an_interrupt,
     another_store_is_thought_to_have_the_pages,
     all_before_a_loaded_page_is_thought_to_be_saved,
 )

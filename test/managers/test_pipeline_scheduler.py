@@ -208,6 +208,7 @@ def run(parts: Any, script: list[list[Any]], recovery: Any = None) -> FakeFront:
         parts.grammars,
         parts.operators,
         Reports({}, "off", TraceFiles(), loads),
+        None,
         zmq.Poller(),
     )
     # The desk is upstream's message types; here a control message is a call on the loop.

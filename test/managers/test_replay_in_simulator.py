@@ -228,6 +228,7 @@ def run_the_loop(
         # Nobody asks, so it sleeps wherever the front would.
         SimpleNamespace(socket=socket, serve=lambda now_s: None, on=lambda event: None),
         Reports({}, "off", TraceFiles(), SimpleNamespace(publish=lambda state: None)),
+        None,
         zmq.Poller(),
     )
     front.end_loop = loop.shut_down

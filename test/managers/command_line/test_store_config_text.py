@@ -73,7 +73,6 @@ def test_the_folder_variable_comes_first_and_the_others_last(
         ("7", "must be an object"),
         ("@c.ini", r"must end in \.json"),
         ("@/nowhere/c.json", "@/nowhere/c.json: .*No such file"),
-        ('{"tp_lcm_size": 2}', "'tp_lcm_size' is unknown"),
     ],
 )
 def test_what_cannot_be_read_is_named(text: str, named: str) -> None:
