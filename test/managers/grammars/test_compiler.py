@@ -112,8 +112,8 @@ def test_a_grammar_that_takes_too_much_memory_names_the_limit_and_the_next_is_co
 
 
 def test_one_that_hangs_is_killed_while_others_are_compiled() -> None:
-    """The hanging one is stopped by a signal, so that no machine is too fast or too slow for it; its
-    memory lasts until a busy machine gets to that."""
+    """A signal stops the hanging one, so that no machine is too fast or too slow for it; its memory
+    lasts until a busy machine gets to that."""
     compiler = Waiter(MAX_SECONDS, 32 * MAX_MEMORY_MIB)
     hanging = stopped_job(compiler)
     for _ in range(3):
