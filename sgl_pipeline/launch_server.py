@@ -12,6 +12,7 @@ import functools
 import gc
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _EXIT_INTERRUPTED = 130
 _LAST_SPANS_S = 3.0  # the limit for exporting the last spans
+_LISTEN_S, _LISTEN_POLL_S = 20.0, 0.05  # seconds
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -288,8 +290,13 @@ def _upstream_launcher(pipeline_args: PipelineArgs) -> Callable[..., None]:
 
 
 def _announce(server_args: "SglangServerArgs", pipeline_args: PipelineArgs) -> None:
-    if not _listens(server_args.port):
-        return  # upstream's warm-up was answered by another server, and this one is about to fail
+    # Without a warm-up upstream calls this before it listens. With one that another server has
+    # answered, this server is about to fail.
+    end_s = time.monotonic() + _LISTEN_S
+    while not _listens(server_args.port):
+        if time.monotonic() > end_s:
+            return
+        time.sleep(_LISTEN_POLL_S)
     quiet_start.end()
     url = server_args.url()
     stages = _count_stages(pipeline_args)
