@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from support.real_flashinfer import emulated_card
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.base.kv_format import FP8
+from sgl_pipeline.pp_runner.flashinfer import flashinfer_attention
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import (
     FlashInferAttention,
     workspace_bytes,
@@ -43,7 +45,11 @@ def open_attention(request: pytest.FixtureRequest) -> Iterator[OpenAttention]:
         return
     with emulated_card() as card:
         # The wrappers of a shape serve one step after the other, as they do on a stage.
-        opened = cache(lambda shape: FlashInferAttention(shape, request.param))
+        @cache
+        def opened(shape: AttentionShape) -> FlashInferAttention:
+            # Dozens of shapes have a workspace each.
+            with patch.object(flashinfer_attention, "_WORKSPACE_BYTES", 16 << 20):
+                return FlashInferAttention(shape, request.param)
 
         def open_real(
             shape: AttentionShape, graphs: EmulatedRecorder | None = None
