@@ -77,8 +77,7 @@ class PageTransfers:
     def obey(self, order: StoreOrder) -> None:
         """Begins a transfer, or uses another store.
 
-        Raises ProtocolError for a transfer that has no store, or is not one of this pool, and
-        ConfigurationError as `StageStores.open`.
+        Raises ProtocolError for a transfer that has no store, or is not one of this pool.
         """
         if isinstance(order, UseStore):
             self.cancel()
