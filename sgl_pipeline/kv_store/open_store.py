@@ -1,6 +1,5 @@
 """Opens a store by its place, for stages and for the scheduler process."""
 
-from sgl_pipeline.args import HOST_BACKEND
 from sgl_pipeline.kv_store.file_store import FileStore
 from sgl_pipeline.kv_store.folder_bounds import StoreBounds
 from sgl_pipeline.kv_store.host_objects import HostObjects
@@ -13,6 +12,8 @@ from sgl_pipeline.kv_store.store_folder import open_folder
 from sgl_pipeline.wire.store_orders import StorePlace
 
 FILE_BACKEND = "file"
+# Memory of each stage's own process.
+HOST_BACKEND = "host"
 
 
 def open_objects(place: StorePlace) -> ObjectStore:

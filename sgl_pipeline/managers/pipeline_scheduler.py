@@ -281,7 +281,7 @@ class PipelineScheduler:
     def _on_store(self, worker: int, report: StoreReport) -> None:
         self._core.take_store_report(report)
         if self._store is not None:
-            self._store.heard(report)
+            self._store.heard(report, self._now_s)
 
     def _on_worker(self, worker: int, message: FromWorker) -> None:
         """A message that is not about a step."""

@@ -23,6 +23,8 @@ from sgl_pipeline.wire.store_orders import StoreReport
 
 logger = logging.getLogger(__name__)
 
+LOG_INTERVAL_S = 10.0
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierOutcome:
@@ -58,7 +60,7 @@ class TierDriver:
         self._beside = SideThread()
         poller.register(self._beside.fileno(), zmq.POLLIN)
         self._on_cleared: list[Callable[[Cleared], None]] = []
-        self._last_message = ""
+        self._next_log_s = float("-inf")
 
     # The loop
 
@@ -73,10 +75,11 @@ class TierDriver:
         self._ask(client)
         self._tell(client)
 
-    def heard(self, report: StoreReport) -> None:
-        """Logs why a stage could not save or load, unless it is the reason logged last."""
-        if report.message and report.message != self._last_message:
-            self._last_message = report.message
+    def heard(self, report: StoreReport, now_s: float) -> None:
+        """Logs why a stage could not save or load, once in `LOG_INTERVAL_S`: each object that a
+        broken disk has is another reason."""
+        if report.message and now_s >= self._next_log_s:
+            self._next_log_s = now_s + LOG_INTERVAL_S
             logger.warning("stage %d, pages of the store: %s", report.stage, report.message)
 
     def check(self) -> None:
