@@ -1,5 +1,6 @@
 """Opens a store by its place, for stages and for the scheduler process."""
 
+from sgl_pipeline.kv_store.disk_guard import DiskGuard
 from sgl_pipeline.kv_store.file_store import FileStore
 from sgl_pipeline.kv_store.folder_bounds import StoreBounds
 from sgl_pipeline.kv_store.host_objects import HostObjects
@@ -20,7 +21,8 @@ def open_objects(place: StorePlace) -> ObjectStore:
     """The objects of a store; one for each thread. Raises ConfigurationError for a folder that
     cannot be one."""
     if place.backend == FILE_BACKEND:
-        return ObjectFiles(open_folder(place.address))
+        folder = open_folder(place.address)
+        return ObjectFiles(folder, DiskGuard(folder, min_free_bytes=place.min_free_bytes))
     if place.backend == HOST_BACKEND:
         return HostObjects(place.host_pages)
     return StorageClient(place.address)

@@ -27,7 +27,8 @@ class StorePlace(msgspec.Struct, frozen=True, kw_only=True):
     `backend` is "file", whose `address` is a folder; "host", without an address, for which each
     stage keeps `host_pages` pages in memory of its own; or the name of another storage backend,
     whose `address` is the Unix socket of the host's storage process. `digest` names model, weights,
-    dtype and layout (`kv_store/object_names.py`). A stage saves at most `save_bytes_per_s`.
+    dtype and layout (`kv_store/object_names.py`). A stage saves at most
+    `save_bytes_per_s`, and leaves `min_free_bytes` of a folder's disk free.
     """
 
     backend: str
@@ -35,6 +36,7 @@ class StorePlace(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     save_bytes_per_s: Annotated[int, msgspec.Meta(gt=0)]
     host_pages: Count = 0
+    min_free_bytes: Count = 1 << 30
 
 
 class UseStore(msgspec.Struct, frozen=True, tag=True):

@@ -88,6 +88,7 @@ def open_tier(args: TierArgs, identity: StoreIdentity, run_directory: str) -> Op
         address=address,
         digest=identity.digest,
         save_bytes_per_s=store.save_bytes_per_s,
+        min_free_bytes=store.min_free_space,
     )
     try:
         self_test(open_objects(place), identity.digest)

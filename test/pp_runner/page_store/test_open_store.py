@@ -48,6 +48,17 @@ def test_pages_go_to_files_and_come_back(tmp_path: Path) -> None:
     back.close()
 
 
+def test_a_disk_keeps_the_free_space_that_its_place_names(tmp_path: Path) -> None:
+    pool = filled_pool(range(2), shapes_of(torch.int8), 1)
+    place = msgspec.structs.replace(PLACE, backend="file", address=str(tmp_path / "kv"))
+    for min_free_bytes, num_saved in ((0, 1), (1 << 60, 0)):
+        transfers = PageTransfers(0, pool, lambda: PLAN, lambda: True)
+        transfers.obey(UseStore(msgspec.structs.replace(place, min_free_bytes=min_free_bytes)))
+        transfers.obey(save_order(1, [0], [0]))
+        assert await_reports(transfers)[0].num_pages == num_saved
+        transfers.close()
+
+
 def test_a_stage_without_its_folder_fails_its_transfers_alone(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("not a page")
     pool = filled_pool(range(2), shapes_of(torch.int8), 1)
