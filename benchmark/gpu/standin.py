@@ -47,6 +47,7 @@ GPU_TESTS = (
     "test/pp_runner/layer_kernels/test_layer_kernels.py",
     "test/pp_runner/layer_kernels/test_triton_rounding.py",
     "test/pp_runner/flashinfer/test_flashinfer_attention.py",
+    "test/pp_runner/page_store/test_staged_pages.py",
 )
 # Not links between hosts: they need cryptography, which a lent machine need not have.
 CPU_TESTS = (

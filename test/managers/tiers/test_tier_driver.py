@@ -32,7 +32,7 @@ WAIT_S = 10.0
 
 
 class FakePages:
-    """A `PageStore` in memory; `gate` holds its thread up."""
+    """A `PageStore` in memory; `gate` holds its thread up, which is `asked` before."""
 
     def __init__(self) -> None:
         self.records: dict[bytes, PageRecord] = {}
@@ -40,8 +40,10 @@ class FakePages:
         self.failure: Exception | None = None
         self.gate = threading.Event()
         self.gate.set()
+        self.asked = threading.Event()
 
     def lookup(self, hashes: Sequence[bytes]) -> list[PageRecord]:
+        self.asked.set()
         self.gate.wait()
         found = []
         for page_hash in hashes:
@@ -159,7 +161,8 @@ def test_a_busy_client_gets_records_later_and_lookups_go_on_without_it() -> None
     pages.gate.clear()
     for number in range(3):
         server.scheduler.add(make_request(str(number), range(16 * number, 16 * number + 16)))
-    server.driver.serve()
+        server.driver.serve()
+        assert pages.asked.wait(WAIT_S)
     server.tier.commits.append(record(1))
     server.driver.serve()
     assert server.tier.commits and server.scheduler.next_microbatch(0.0) is not None
