@@ -14,6 +14,7 @@ from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.page_loads import PageLoad, PageLoads
 from sgl_pipeline.scheduling.page_saves import PageSave, PageSaves
+from sgl_pipeline.scheduling.page_wishes import PageWishes
 from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.wire.store_orders import SavePages, StoreOrder, StorePlace
 
@@ -187,6 +188,10 @@ def records_are_committed_to_another_store(patch: pytest.MonkeyPatch) -> None:
 
 
 def requests_wait_for_a_store_that_is_silent(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PageWishes, "give_up_late", lambda self, now_s, rules: None)
+
+
+def requests_wait_for_a_load_that_hangs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageLoads, "give_up_late", lambda self, now_s, rules: None)
 
 
@@ -238,6 +243,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     pages_are_filled_in_another_order,
     records_are_committed_to_another_store,
     requests_wait_for_a_store_that_is_silent,
+    requests_wait_for_a_load_that_hangs,
     a_load_that_ended_keeps_its_claim,
     a_cancelled_load_keeps_its_pages,
     another_store_is_thought_to_have_the_pages,

@@ -17,7 +17,7 @@ from fault_schedules.virtual_time import EventLoop
 
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.scheduling.page_hashing import hashes_of
-from sgl_pipeline.scheduling.page_loads import Lookup
+from sgl_pipeline.scheduling.page_wishes import Lookup
 from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.wire.store_orders import StorePlace
 
