@@ -98,7 +98,7 @@ class PipelineCore:
         abandoned; one that is has left no stage with all its pages. May be called again before
         `start_over`.
         """
-        self.scheduler.tier.interrupt()
+        self.scheduler.tier.lose_stages()
         self.scheduler.forget_in_flight()
         if self.migration.is_switching:
             self.scheduler.lost_pages.lose_all(now_s)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.requests import Request, RequestState
+from sgl_pipeline.scheduling.held_pages import HeldPages
 from sgl_pipeline.scheduling.preemption import Preemption
 from sgl_pipeline.scheduling.prefill_room import PrefillRoom
 from sgl_pipeline.scheduling.request_pages import RequestPages
@@ -28,6 +29,7 @@ class Admission:
         max_running_requests: int,
         preemption_threshold: int | None = None,
         on_admitted: Callable[[Request], None] = lambda request: None,
+        held: HeldPages | None = None,
     ) -> None:
         self._waiting = waiting
         self._running = running
@@ -36,6 +38,7 @@ class Admission:
         self._max_running_requests = max_running_requests
         self._preemption_threshold = preemption_threshold
         self._on_admitted = on_admitted
+        self._held = held
         # Of all requests admitted so far, each counted once.
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -123,6 +126,8 @@ class Admission:
         """
         if len(self._running) >= self._max_running_requests:
             return None
+        if self._held is not None and self._held.is_full:
+            return None
         request = self._waiting.head()
         if request is None:
             return None
@@ -133,10 +138,12 @@ class Admission:
         self._running.admit(request)
         request.state = RequestState.RUNNING
         if request.num_retractions == 0:
-            request.cached_tokens = request.num_computed
+            request.cached_tokens = num_cached = request.num_computed
             # What was loaded for it may have been evicted since.
-            request.loaded_tokens = min(request.loaded_tokens, request.cached_tokens)
+            request.loaded_tokens = min(request.loaded_tokens, num_cached)
+            if request.peer_cached_tokens is not None:
+                request.cached_tokens = request.peer_cached_tokens
             self.num_prompt_tokens += len(request.prompt_ids)
-            self.num_cached_tokens += request.cached_tokens
+            self.num_cached_tokens += num_cached
         self._on_admitted(request)
         return request

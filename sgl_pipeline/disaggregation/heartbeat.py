@@ -1,0 +1,28 @@
+"""When an end of a stream must say that it lives, and when the other end does not any more."""
+
+PING_S = 1.0
+# A cut of the network of two seconds is over by then: TCP repeats what was lost.
+SILENCE_S = 4.0
+
+
+class Heartbeat:
+    """Of one stream, which begins at `now_s`."""
+
+    def __init__(self, now_s: float) -> None:
+        self._heard_s = now_s
+        self._next_ping_s = now_s + PING_S
+
+    def heard(self, now_s: float) -> None:
+        """The other end has sent something."""
+        self._heard_s = now_s
+
+    def is_due(self, now_s: float) -> bool:
+        """True once for each moment at which to send a ping."""
+        if now_s < self._next_ping_s:
+            return False
+        self._next_ping_s = now_s + PING_S
+        return True
+
+    def is_dead(self, now_s: float) -> bool:
+        """True if the other end has been silent for too long."""
+        return now_s - self._heard_s > SILENCE_S
