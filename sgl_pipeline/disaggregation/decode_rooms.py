@@ -123,7 +123,7 @@ class DecodeRooms:
         if peer.stages is not None:
             self._send(peer, Want(room.number))
 
-    def refused(self, request: Request, reason: str, status: int) -> None:
+    def refused(self, request: Request, reason: str, status: int, now_s: float) -> None:
         """A request with a room was refused here: its other half ends, too."""
         assert request.room is not None
         if request.room.number in self._rooms:
@@ -137,13 +137,16 @@ class DecodeRooms:
 
     def peers_to_dial(self, now_s: float) -> list[str]:
         """The addresses to dial now: each is followed by `connected` or `dial_failed`."""
-        needed = {room.peer for room in self._rooms.values()}
-        due: list[str] = []
-        for address, peer in self._peers.items():
-            is_idle = peer.session is None and not peer.is_dialing
-            if is_idle and now_s >= peer.redial_s and (address in needed or peer.ends):
-                peer.is_dialing = True
-                due.append(address)
+        due = [
+            address
+            for address, peer in self._peers.items()
+            if peer.session is None and not peer.is_dialing and now_s >= peer.redial_s
+        ]
+        if due:
+            needed = {room.peer for room in self._rooms.values()}
+            due = [one for one in due if one in needed or self._peers[one].ends]
+        for address in due:
+            self._peers[address].is_dialing = True
         return due
 
     def connected(self, address: str, session: int, now_s: float) -> None:
@@ -192,7 +195,7 @@ class DecodeRooms:
             if room is None or room.peer != address:
                 return  # it has ended here
             if isinstance(message, End):
-                self._fail(room, message.reason, message.status)
+                self._fail(room, message.reason, message.status, tells=False)
             elif room.ready_s is None:
                 self._be_ready(room, message, now_s)
 

@@ -30,15 +30,13 @@ from sgl_pipeline.disaggregation.room_messages import (
 )
 from sgl_pipeline.disaggregation.room_rules import RoomRules
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.requests import FinishReason, Request
+from sgl_pipeline.requests import FinishReason, Request, RequestState
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.wire.store_orders import PeerStage
 
 # Failed rooms that are remembered, and rooms that are wanted before their request is here.
 MOST_REMEMBERED = 10_000
-# A rejected decode server has so long to close the stream itself.
 _TICK_S = 0.1
-GONE = "the decode server is gone"
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +72,6 @@ class PrefillRooms:
 
     Args:
         stages: those that offer pages now.
-        num_pages: of the pool.
     """
 
     def __init__(
@@ -83,7 +80,6 @@ class PrefillRooms:
         identity: ServerIdentity,
         rules: RoomRules,
         stages: tuple[PeerStage, ...],
-        num_pages: int,
     ) -> None:
         self._scheduler, self._tier = scheduler, scheduler.tier
         self._held = scheduler.tier.held
@@ -99,7 +95,7 @@ class PrefillRooms:
         self.closing: list[int] = []
         self.failed: list[Request] = []
         self.counts = RoomCounts()
-        self._tier.compute_for_peers(identity.digest, int(rules.held_share * num_pages))
+        self._tier.compute_for_peers(identity.digest, rules.held_share)
 
     # Requests
 
@@ -142,11 +138,11 @@ class PrefillRooms:
         """A decode server has dialed."""
         self._sessions[session] = _Session(Heartbeat(now_s))
 
-    def disconnected(self, session: int, now_s: float) -> None:
+    def disconnected(self, session: int, reason: str, now_s: float) -> None:
         """A stream has ended."""
         self._take_ended(now_s)
         if self._sessions.pop(session, None) is not None:
-            self._lose(session, now_s)
+            self._lose(session, reason, now_s)
 
     def take(self, session: int, message: FromDecode, now_s: float) -> None:
         """A message of a decode server."""
@@ -178,7 +174,7 @@ class PrefillRooms:
             if session.heartbeat.is_dead(now_s):
                 self.closing.append(number)
                 del self._sessions[number]
-                self._lose(number, now_s)
+                self._lose(number, "it is silent", now_s)
             elif session.heartbeat.is_due(now_s):
                 self.outbox.append((number, Ping()))
 
@@ -244,13 +240,14 @@ class PrefillRooms:
             self._wanted.pop(end.room, None)
             self._note_failure(end.room, None, end.reason, end.status, now_s)
 
-    def _lose(self, session: int, now_s: float) -> None:
+    def _lose(self, session: int, reason: str, now_s: float) -> None:
         """A decode server is dead, or out of reach: it reads nothing any more."""
+        gone = f"the decode server is gone: {reason}"
         for number in [one for one, room in self._rooms.items() if room.session == session]:
-            self._fail(number, GONE, 503, now_s, tells=False)
+            self._fail(number, gone, 503, now_s, tells=False)
         for number in [one for one, (other, _) in self._wanted.items() if other == session]:
             del self._wanted[number]
-            self._note_failure(number, None, GONE, 503, now_s)
+            self._note_failure(number, None, gone, 503, now_s)
 
     def _take_ended(self, now_s: float) -> None:
         """Requests that have computed their prompts are held; others are failures."""
@@ -294,7 +291,8 @@ class PrefillRooms:
             if room.ready_s is not None:
                 if now_s - room.ready_s > self._rules.waiting_timeout_s:
                     waited = f"for {self._rules.waiting_timeout_s:g} s"
-                    self._fail(number, f"the decode server has not read the pages {waited}", 503, now_s)
+                    reason = f"the decode server has not read the pages {waited}"
+                    self._fail(number, reason, 503, now_s)
             elif room.held_s is not None and now_s - room.held_s > patience_s:
                 waited = f"for {patience_s:g} s"
                 self._fail(number, f"no decode server has asked for the room {waited}", 503, now_s)
@@ -320,8 +318,10 @@ class PrefillRooms:
         room = self._rooms.pop(number)
         self.counts.note_failure(is_transfer=room.ready_s is not None)
         self._held.let_go(number)
-        finish = FinishReason("abort", message=reason, status_code=status)
-        if self._scheduler.abort(room.request.request_id, finish) is room.request:
+        # After its end another request may have its id.
+        if room.request.state is not RequestState.FINISHED:
+            finish = FinishReason("abort", message=reason, status_code=status)
+            self._scheduler.abort(room.request.request_id, finish)
             self.failed.append(room.request)
         self._note_failure(number, room.session if tells else None, reason, status, now_s)
 

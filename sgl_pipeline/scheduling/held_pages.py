@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from sgl_pipeline.scheduling.page_hashing import prefix_hashes
 from sgl_pipeline.scheduling.radix_storage import RadixStorage
 from sgl_pipeline.scheduling.radix_tree import RadixNode
+from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.wire.step_order import INT32
 from sgl_pipeline.wire.store_orders import OfferOrder, OfferPages, WithdrawPages
 
@@ -32,10 +33,10 @@ class HeldPages:
     `lost`, those whose pages are gone, and empties them.
     """
 
-    def __init__(self, storage: RadixStorage) -> None:
-        self._storage = storage
+    def __init__(self, storage: RadixStorage, pages: RequestPages) -> None:
+        self._storage, self._pages = storage, pages
         self._digest: str | None = None
-        self._most_pages = 0
+        self._most_share = 0.0
         self._held: dict[int, _Held] = {}
         self._num_holds: Counter[int] = Counter()  # of each page that is held
         self._to_offer: dict[int, None] = {}
@@ -44,10 +45,10 @@ class HeldPages:
         self.offered: list[int] = []
         self.lost: list[int] = []
 
-    def begin(self, digest: str, most_pages: int) -> None:
+    def begin(self, digest: str, most_share: float) -> None:
         """From now on prompts are held for servers with this `digest`; no request is admitted while
-        more than `most_pages` pages are."""
-        self._digest, self._most_pages = digest, most_pages
+        more than `most_share` of all pages are."""
+        self._digest, self._most_share = digest, most_share
 
     @property
     def is_on(self) -> bool:
@@ -67,12 +68,12 @@ class HeldPages:
     @property
     def most_pages(self) -> int:
         """With more held pages no request is admitted."""
-        return self._most_pages
+        return int(self._most_share * self._pages.num_pages)
 
     @property
     def is_full(self) -> bool:
         """True if no request may be admitted until some pages have been read."""
-        return self.num_pages > self._most_pages
+        return self.num_pages > self.most_pages
 
     def hold(self, room: int, end: RadixNode, owed: Set[int]) -> None:
         """Holds the cached prefix that ends with `end`, unless a page of it is `owed`: then some

@@ -75,7 +75,7 @@ class KvTier:
         self._storage, self._pages, self._waiting = storage, pages, waiting
         self._running, self._log = running, log
         self.wishes = PageWishes(storage, waiting, self.counts)
-        self.held = HeldPages(storage)
+        self.held = HeldPages(storage, pages)
         self.arrivals = ArrivalsFromPeers(storage, waiting, running, self.wishes)
         self.loads = PageLoads(
             tree,
@@ -120,9 +120,9 @@ class KvTier:
         self._storage.watch = self if place is not None else None
         self._listen()
 
-    def compute_for_peers(self, digest: str, most_pages: int) -> None:
+    def compute_for_peers(self, digest: str, most_share: float) -> None:
         """Holds the prompts of requests with a room for other servers, as `HeldPages.begin`."""
-        self.held.begin(digest, most_pages)
+        self.held.begin(digest, most_share)
 
     def read_peers(self, reserved_tokens: int) -> None:
         """Holds requests with a room until their prompts are here, as `ArrivalsFromPeers.begin`."""

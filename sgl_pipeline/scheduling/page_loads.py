@@ -202,6 +202,11 @@ class PageLoads:
         return sum(len(load.pages) for load in self._loads.values())
 
     @property
+    def promised_pages(self) -> int:
+        """Pages on their way from peers."""
+        return sum(len(load.pages) for load in self._loads.values() if load.source)
+
+    @property
     def loading_tokens(self) -> int:
         """Tokens on their way that requests still wait for."""
         return sum(load.num_tokens for load in self._loads.values() if load.is_claimed)
