@@ -5,11 +5,12 @@ the scheduler loads the pages as those of a store. Then the request is an ordina
 hit. Whatever keeps a prompt from coming ends its room: the request ends with a named error, or, by
 rule, is computed here.
 
-The driver opens and closes streams, each a session with a number of its own, and calls `serve` once
-a turn. It sends `outbox`, closes `closing`, and answers the requests `failed`; it empties all three.
-What arrives of a session that is over has no effect.
+The driver opens and closes streams, each a session with a number of its own, and calls `serve`
+once a turn. It sends `outbox`, closes `closing`, and answers the requests `failed`; it empties all
+three. What arrives of a session that is over has no effect.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from sgl_pipeline.disaggregation.heartbeat import Heartbeat
@@ -36,6 +37,9 @@ from sgl_pipeline.wire.store_orders import PeerPlace, PeerStage
 # Prefill servers at a time: their addresses come with requests.
 MOST_PEERS = 64
 REDIAL_S = 1.0
+# Where no request waits for it; also the most ends that are kept for it meanwhile.
+LONGEST_REDIAL_S = 30.0
+MOST_ENDS = 1_000
 # How long a prefill server may be out of reach, or not have pages that it said it has (its layers
 # move, a stage is being replaced), before its rooms fail.
 UNREACHABLE_S = 3.0
@@ -68,8 +72,8 @@ class _Room:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A prefill server: not dialed, being dialed, greeted, or known (`stages`). `ends` are for its
-    next session: of requests that were refused here."""
+    """A prefill server: not dialed, being dialed, greeted, or known (`stages`). `ends` are of
+    rooms that have failed here, each with its moment; it may not have heard of them."""
 
     session: int | None = None
     heartbeat: Heartbeat | None = None
@@ -77,8 +81,9 @@ class _Peer:
     epoch: int = -1
     is_dialing: bool = False
     redial_s: float = float("-inf")
+    rest_s: float = REDIAL_S
     failing_since_s: float | None = None
-    ends: list[End] = field(default_factory=list)
+    ends: deque[tuple[float, End | Got]] = field(default_factory=lambda: deque(maxlen=MOST_ENDS))
 
 
 class DecodeRooms:
@@ -110,7 +115,7 @@ class DecodeRooms:
             raise RequestError(f"bootstrap_room {room.number} belongs to another request")
         if room.peer not in self._peers and len(self._peers) >= MOST_PEERS:
             raise RequestError(
-                f"{MOST_PEERS} prefill servers are in use already, {room.peer} would be another one",
+                f"{MOST_PEERS} prefill servers are in use already, {room.peer} would be one more",
                 503,
             )
 
@@ -122,6 +127,7 @@ class DecodeRooms:
         peer = self._peers.setdefault(room.peer, _Peer())
         if peer.stages is not None:
             self._send(peer, Want(room.number))
+        peer.redial_s = min(peer.redial_s, now_s + REDIAL_S)
 
     def refused(self, request: Request, reason: str, status: int, now_s: float) -> None:
         """A request with a room was refused here: its other half ends, too."""
@@ -130,8 +136,7 @@ class DecodeRooms:
             return  # the room of another request
         if request.room.peer in self._peers or len(self._peers) < MOST_PEERS:
             peer = self._peers.setdefault(request.room.peer, _Peer())
-            peer.ends.append(End(request.room.number, reason, status))
-            self._send_ends(peer)
+            self._send_end(peer, End(request.room.number, reason, status), now_s)
 
     # Streams
 
@@ -159,26 +164,25 @@ class DecodeRooms:
 
     def dial_failed(self, address: str, reason: str, now_s: float, *, is_final: bool) -> None:
         """The prefill server at `address` was not reached; nor will it be, if that `is_final`."""
-        self._take_ended()
-        peer = self._peers[address]
-        peer.is_dialing = False
-        peer.redial_s = now_s + REDIAL_S
-        if peer.failing_since_s is None:
-            peer.failing_since_s = now_s
-        if is_final or now_s - peer.failing_since_s >= UNREACHABLE_S:
-            self._lose_peer(address, reason, 503)
+        self._take_ended(now_s)
+        self._peers[address].is_dialing = False
+        self._not_reached(address, reason, now_s, is_final=is_final)
 
     def disconnected(self, session: int, reason: str, now_s: float) -> None:
         """A stream has ended."""
-        self._take_ended()
+        self._take_ended(now_s)
         address = self._peer_of.get(session)
-        if address is not None:
-            self._peers[address].redial_s = now_s
-            self._lose_peer(address, f"{address} is gone: {reason}", 503)
+        if address is None:
+            return
+        if self._peers[address].stages is None:
+            self._forget_session(address)
+            self._not_reached(address, f"{address}: {reason}", now_s, is_final=False)
+        else:
+            self._lose_peer(address, f"{address} is gone: {reason}", 503, now_s)
 
     def take(self, session: int, message: FromPrefill, now_s: float) -> None:
         """A message of a prefill server."""
-        self._take_ended()
+        self._take_ended(now_s)
         address = self._peer_of.get(session)
         if address is None:
             return
@@ -186,22 +190,22 @@ class DecodeRooms:
         assert peer.heartbeat is not None
         peer.heartbeat.heard(now_s)
         if isinstance(message, PeerWelcome | PeerStages):
-            self._meet(address, peer, message)
+            self._meet(address, peer, message, now_s)
         elif isinstance(message, PeerRejected):
-            self.closing.append(session)
-            self._lose_peer(address, message.reason, 500)
+            self._give_up(address, message.reason, 500, now_s)
+            peer.ends.clear()
         elif isinstance(message, Ready | End):
             room = self._rooms.get(message.room)
             if room is None or room.peer != address:
                 return  # it has ended here
             if isinstance(message, End):
-                self._fail(room, message.reason, message.status, tells=False)
+                self._fail(room, message.reason, message.status, now_s, tells=False)
             elif room.ready_s is None:
                 self._be_ready(room, message, now_s)
 
     def serve(self, now_s: float) -> None:
         """Goes on with what has happened in the scheduler, and with what time brings."""
-        self._take_ended()
+        self._take_ended(now_s)
         self._take_loads(now_s)
         if now_s < self._next_tick_s:
             return
@@ -212,10 +216,11 @@ class DecodeRooms:
         for address, peer in [*self._peers.items()]:
             if peer.heartbeat is not None and peer.session is not None:
                 if peer.heartbeat.is_dead(now_s):
-                    self.closing.append(peer.session)
-                    self._lose_peer(address, f"{address} is silent", 503)
+                    self._give_up(address, f"{address} is silent", 503, now_s)
                 elif peer.heartbeat.is_due(now_s):
                     self._send(peer, Ping())
+            while peer.ends and now_s - peer.ends[0][0] > self._rules.bootstrap_timeout_s:
+                peer.ends.popleft()  # it has waited long enough for the room
         self._forget_unused_peers()
 
     # Queries
@@ -232,21 +237,23 @@ class DecodeRooms:
 
     # Inside
 
-    def _meet(self, address: str, peer: _Peer, message: PeerWelcome | PeerStages) -> None:
+    def _meet(
+        self, address: str, peer: _Peer, message: PeerWelcome | PeerStages, now_s: float
+    ) -> None:
         is_new = peer.stages is None
         if is_new != isinstance(message, PeerWelcome) or message.epoch <= peer.epoch:
             return  # an earlier one, late
         if not _has_all_layers(message.stages, self._identity.num_layers):
-            assert peer.session is not None
-            self.closing.append(peer.session)
             layers = [stage.layers for stage in message.stages]
             reason = f"its stages have layers {layers} of {self._identity.num_layers}"
-            self._lose_peer(address, reason, 500)
+            self._give_up(address, reason, 500, now_s)
             return
-        peer.epoch, peer.stages, peer.failing_since_s = message.epoch, message.stages, None
+        peer.epoch, peer.stages = message.epoch, message.stages
+        peer.failing_since_s, peer.rest_s = None, REDIAL_S
         self._use_peers()
         if is_new:
-            self._send_ends(peer)
+            for _, end in peer.ends:
+                self._send(peer, end)
             for room in self._rooms.values():
                 if self._peers[room.peer] is peer:
                     self._send(peer, Want(room.number))
@@ -261,26 +268,47 @@ class DecodeRooms:
             )
         )
 
-    def _lose_peer(self, address: str, reason: str, status: int) -> None:
+    def _lose_peer(self, address: str, reason: str, status: int, now_s: float) -> None:
         """Ends all rooms of a prefill server, and the session with it, if there is one."""
+        was_known = self._peers[address].stages is not None
+        self._forget_session(address)
+        for room in [one for one in self._rooms.values() if one.peer == address]:
+            self._fail(room, f"the prefill server failed: {reason}", status, now_s)
+        if was_known:
+            self._use_peers()
+
+    def _give_up(self, address: str, reason: str, status: int, now_s: float) -> None:
+        """As `_lose_peer`, for a session that this end closes."""
+        session = self._peers[address].session
+        assert session is not None
+        self.closing.append(session)
+        self._lose_peer(address, reason, status, now_s)
+
+    def _not_reached(self, address: str, reason: str, now_s: float, *, is_final: bool) -> None:
+        """There is no session, and another attempt will be made a while later if one is needed."""
+        peer = self._peers[address]
+        if peer.failing_since_s is None:
+            peer.failing_since_s = now_s
+        if is_final or now_s - peer.failing_since_s >= UNREACHABLE_S:
+            self._lose_peer(address, reason, 503, now_s)
+            peer.rest_s = min(2 * peer.rest_s, LONGEST_REDIAL_S)
+        if is_final:
+            peer.ends.clear()
+        peer.redial_s = now_s + peer.rest_s
+
+    def _forget_session(self, address: str) -> None:
         peer = self._peers[address]
         if peer.session is not None:
             del self._peer_of[peer.session]
-        was_known = peer.stages is not None
         peer.session = peer.heartbeat = peer.stages = None
         peer.epoch = -1
-        peer.ends.clear()
-        for room in [one for one in self._rooms.values() if one.peer == address]:
-            self._fail(room, f"the prefill server failed: {reason}", status, tells=False)
-        if was_known:
-            self._use_peers()
 
     def _be_ready(self, room: _Room, message: Ready, now_s: float) -> None:
         room.ready_s, room.num_pages = now_s, message.num_pages
         room.request.peer_cached_tokens = message.cached_tokens
         self._arrivals.found(room.request, room.peer, message.num_pages)
 
-    def _take_ended(self) -> None:
+    def _take_ended(self, now_s: float) -> None:
         """Requests that have ended, here or by their clients, need nothing any more."""
         ended = self._tier.ended_rooms[:]
         self._tier.ended_rooms.clear()
@@ -292,7 +320,7 @@ class DecodeRooms:
             del self._rooms[room.number]
             self.counts.note_failure(is_transfer=room.ready_s is not None)
             reason = request.finish.message or "the request has ended"
-            self._tell_end(room, reason, request.finish.status_code or 500)
+            self._tell_end(room, reason, request.finish.status_code or 500, now_s)
 
     def _take_loads(self, now_s: float) -> None:
         ended = self._arrivals.ended[:]
@@ -321,24 +349,30 @@ class DecodeRooms:
         rules = self._rules
         if room.ready_s is None:
             if now_s - room.opened_s > rules.bootstrap_timeout_s:
-                waited = f"for {rules.bootstrap_timeout_s:g} s"
-                self._fail(room, f"the prefill server {room.peer} was not ready {waited}", 503)
+                waited = f"{rules.bootstrap_timeout_s:g} s"
+                self._fail(
+                    room, f"the prefill server {room.peer} was not ready {waited}", 503, now_s
+                )
         elif now_s - room.ready_s > rules.waiting_timeout_s:
             self._fail(
                 room,
                 f"the pages of the prompt have not come from {room.peer} for "
                 f"{rules.waiting_timeout_s:g} s",
                 503,
+                now_s,
             )
             self._tier.interrupt()  # a load of it may hang
         elif room.missing_s is not None and now_s - room.missing_s > MISSING_S:
             message = self._arrivals.counts.last_message
-            self._fail(room, f"{room.peer} does not give the pages of the prompt: {message}", 503)
+            reason = f"{room.peer} does not give the pages of the prompt: {message}"
+            self._fail(room, reason, 503, now_s)
         elif room.retry_s is not None and now_s >= room.retry_s:
             room.retry_s = None
             self._arrivals.found(room.request, room.peer, room.num_pages)
 
-    def _fail(self, room: _Room, reason: str, status: int, *, tells: bool = True) -> None:
+    def _fail(
+        self, room: _Room, reason: str, status: int, now_s: float, *, tells: bool = True
+    ) -> None:
         """Ends a room before its prompt has come: with its request, unless that is computed here.
 
         Args:
@@ -346,28 +380,27 @@ class DecodeRooms:
         """
         del self._rooms[room.number]
         self.counts.note_failure(is_transfer=room.ready_s is not None)
-        if tells:
-            self._tell_end(room, reason, status)
         if self._rules.falls_back and status >= 500:
             self._arrivals.let_go(room.request)
             self.counts.num_computed_here += 1
+            if tells:
+                self._send_end(self._peers[room.peer], Got(room.number), now_s)
             return
+        if tells:
+            self._tell_end(room, reason, status, now_s)
         finish = FinishReason("abort", message=reason, status_code=status)
         self._scheduler.abort(room.request.request_id, finish)
         self.failed.append(room.request)
 
-    def _tell_end(self, room: _Room, reason: str, status: int) -> None:
-        peer = self._peers[room.peer]
-        if peer.stages is not None:
-            self._send(peer, End(room.number, reason, status))
-        elif peer.session is not None:
-            peer.ends.append(End(room.number, reason, status))
+    def _tell_end(self, room: _Room, reason: str, status: int, now_s: float) -> None:
+        end = End(room.number, reason, status)
+        self._send_end(self._peers[room.peer], end, now_s)
 
-    def _send_ends(self, peer: _Peer) -> None:
+    def _send_end(self, peer: _Peer, end: End | Got, now_s: float) -> None:
+        """Now, and again in the next session: what was sent last in one may not have arrived."""
+        peer.ends.append((now_s, end))
         if peer.stages is not None:
-            for end in peer.ends:
-                self._send(peer, end)
-            peer.ends.clear()
+            self._send(peer, end)
 
     def _send(self, peer: _Peer, message: FromDecode) -> None:
         if peer.session is not None:

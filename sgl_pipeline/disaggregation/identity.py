@@ -1,5 +1,4 @@
-"""What a prefill server and a decode server must have in common, and what to do where they do not.
-"""
+"""What a prefill server and a decode server must share, and what to do where they differ."""
 
 from dataclasses import dataclass
 

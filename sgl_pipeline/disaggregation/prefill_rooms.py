@@ -5,9 +5,9 @@ A request computes its prompt and draws one token, which answers its own client.
 of a room may come first. Whatever ends a room early is told to the other server, which ends the
 other half; the number of a room that has failed is remembered for halves that come late.
 
-The driver opens and closes streams, each a session with a number of its own, and calls `serve` once
-a turn. It sends `outbox`, closes `closing`, and answers the requests `failed`; it empties all three.
-What arrives of a session that is over has no effect.
+The driver opens and closes streams, each a session with a number of its own, and calls `serve`
+once a turn. It sends `outbox`, closes `closing`, and answers the requests `failed`; it empties all
+three. What arrives of a session that is over has no effect.
 """
 
 from dataclasses import dataclass
@@ -41,11 +41,12 @@ _TICK_S = 0.1
 
 @dataclass(slots=True, eq=False)
 class _Room:
-    """`session` wants it. `held_s`: since when its pages are held; `ready_s`: since when the decode
-    server knows that it can read them."""
+    """`session` wants it, unless it `is_unneeded`: then its pages are not held. They are since
+    `held_s`, and the decode server knows since `ready_s` that it can read them."""
 
     request: Request
     session: int | None
+    is_unneeded: bool = False
     is_offered: bool = False
     held_s: float | None = None
     ready_s: float | None = None
@@ -90,6 +91,8 @@ class PrefillRooms:
         # Wanted rooms whose request is not here yet: the session, and since when.
         self._wanted: dict[int, tuple[int, float]] = {}
         self._failures: dict[int, _Failure] = {}
+        # Rooms whose request may still come, and that nobody will read: since when.
+        self._unneeded: dict[int, float] = {}
         self._next_tick_s = float("-inf")
         self.outbox: list[tuple[int, FromPrefill]] = []
         self.closing: list[int] = []
@@ -112,7 +115,8 @@ class PrefillRooms:
         """The scheduler has queued a request that `check` has accepted."""
         assert request.room is not None
         session, _ = self._wanted.pop(request.room.number, (None, now_s))
-        self._rooms[request.room.number] = _Room(request, session)
+        is_unneeded = self._unneeded.pop(request.room.number, None) is not None
+        self._rooms[request.room.number] = _Room(request, session, is_unneeded)
 
     def refused(self, request: Request, reason: str, status: int, now_s: float) -> None:
         """A request with a room was refused here: its other half ends, too."""
@@ -225,11 +229,21 @@ class PrefillRooms:
 
     def _got(self, session: int, number: int, now_s: float) -> None:
         room = self._rooms.get(number)
-        if room is None or room.session != session or room.ready_s is None:
-            return
+        if room is None:
+            self._wanted.pop(number, None)
+            if number not in self._failures:
+                self._unneeded[number] = now_s
+        elif room.session in (None, session):
+            room.is_unneeded = True
+            if room.held_s is not None:
+                self._let_go(number, room, now_s)
+
+    def _let_go(self, number: int, room: _Room, now_s: float) -> None:
+        """Ends a room whose pages nobody will read any more."""
         del self._rooms[number]
-        self.counts.note_transfer(now_s - room.ready_s)
         self._held.let_go(number)
+        if room.ready_s is not None:
+            self.counts.note_transfer(now_s - room.ready_s)
 
     def _end(self, session: int, end: End, now_s: float) -> None:
         """The decode server has no use for a room, whose request may be anywhere."""
@@ -243,8 +257,10 @@ class PrefillRooms:
     def _lose(self, session: int, reason: str, now_s: float) -> None:
         """A decode server is dead, or out of reach: it reads nothing any more."""
         gone = f"the decode server is gone: {reason}"
-        for number in [one for one, room in self._rooms.items() if room.session == session]:
-            self._fail(number, gone, 503, now_s, tells=False)
+        wanted = [one for one, room in self._rooms.items() if room.session == session]
+        for number in wanted:
+            if not self._rooms[number].is_unneeded:
+                self._fail(number, gone, 503, now_s, tells=False)
         for number in [one for one, (other, _) in self._wanted.items() if other == session]:
             del self._wanted[number]
             self._note_failure(number, None, gone, 503, now_s)
@@ -263,6 +279,8 @@ class PrefillRooms:
                 self._fail(request.room.number, reason, request.finish.status_code or 500, now_s)
             else:
                 room.held_s = now_s
+                if room.is_unneeded:
+                    self._let_go(request.room.number, room, now_s)
 
     def _take_offers(self, now_s: float) -> None:
         offered, lost = self._held.offered[:], self._held.lost[:]
@@ -302,10 +320,19 @@ class PrefillRooms:
             del self._wanted[number]
             reason = f"the prefill server has got no request of the room for {patience_s:g} s"
             self._note_failure(number, session, reason, 503, now_s)
+        self._forget_old(now_s)
+
+    def _forget_old(self, now_s: float) -> None:
+        """Rooms of which no other half comes any more, or too many."""
+        oldest_s = now_s - self._rules.bootstrap_timeout_s
         for number, failure in [*self._failures.items()]:
-            if now_s - failure.failed_s <= patience_s and len(self._failures) <= MOST_REMEMBERED:
+            if failure.failed_s >= oldest_s and len(self._failures) <= MOST_REMEMBERED:
                 break
             del self._failures[number]
+        for number, since_s in [*self._unneeded.items()]:
+            if since_s >= oldest_s and len(self._unneeded) <= MOST_REMEMBERED:
+                break
+            del self._unneeded[number]
 
     def _fail(
         self, number: int, reason: str, status: int, now_s: float, *, tells: bool = True

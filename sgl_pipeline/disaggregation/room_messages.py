@@ -69,7 +69,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Got(msgspec.Struct, frozen=True, tag=True):
-    """Nothing of the room is read any more."""
+    """Nothing of the room is read any more, or ever: its prompt may go on for its own client."""
 
     room: RoomNumber
 

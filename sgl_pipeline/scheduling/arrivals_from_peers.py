@@ -183,9 +183,7 @@ class ArrivalsFromPeers:
     @property
     def num_found(self) -> int:
         """Requests whose pages can be read, and wait for room."""
-        return sum(
-            one.wish is not None and not one.is_loading for one in self._held.values()
-        )
+        return sum(one.wish is not None and not one.is_loading for one in self._held.values())
 
     def progress(self, request: Request) -> str | None:
         """Says in words what the held `request` waits for; None if it is not held."""

@@ -242,7 +242,7 @@ class PageLoads:
         room: int,
     ) -> PageLoad | None:
         """Begins the load of what `wish` lacks, if it is worth it."""
-        size, request = self._pages.page_size, wish.request
+        size = self._pages.page_size
         match = self._storage.match(path)
         records = wish.lacking(match, size)
         self._counts.miss("device_covered", (len(wish.records) - len(records)) * size)

@@ -39,7 +39,8 @@ class RoomsEnd(ABC, Generic[Rooms]):
     """Either end. Requests without a room are none of its business."""
 
     def __init__(self, rooms: Rooms, tier: KvTier, streams: PeerStreams[Any]) -> None:
-        self._rooms, self._tier, self._streams = rooms, tier, streams
+        self._rooms: Rooms = rooms
+        self._tier, self._streams = tier, streams
 
     def check(self, request: Request) -> None:
         """Raises RequestError for a request whose room cannot be opened."""
