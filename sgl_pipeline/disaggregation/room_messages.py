@@ -16,7 +16,7 @@ from sgl_pipeline.wire.store_orders import PeerStage
 VERSION = 1
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
-RoomNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+RoomNumber = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 # HTTP, of an error.
 Status = Annotated[int, msgspec.Meta(ge=400, le=599)]
 

@@ -9,7 +9,6 @@ import pytest
 from support.paired_servers import DecodeServer, PrefillServer, RoomWorld, room_request
 from support.stored_pipeline import NUM_LAYERS, shared_prompt
 
-from sgl_pipeline.disaggregation import decode_rooms
 from sgl_pipeline.disaggregation.decode_rooms import DecodeRooms
 from sgl_pipeline.disaggregation.prefill_rooms import PrefillRooms
 from sgl_pipeline.disaggregation.room_rules import RoomRules
@@ -19,7 +18,7 @@ from sgl_pipeline.scheduling.held_pages import HeldPages
 from sgl_pipeline.scheduling.kv_tier import KvTier
 
 SEEDS = 200
-NUM_OPERATIONS = 300
+NUM_OPERATIONS = 240
 MOST_REQUESTS = 24
 
 
@@ -195,3 +194,47 @@ class RandomRooms:
 def test_every_request_ends_and_nothing_is_kept() -> None:
     for seed in range(SEEDS):
         RandomRooms(seed).run()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of what must be done."""
+
+
+def _unlock_at_once(held: HeldPages, room: int) -> None:
+    if (one := held._forget(room)) is not None:
+        held._storage.unlock(one.end)
+
+
+def _resume_none(arrivals: ArrivalsFromPeers, request: Request) -> bool:
+    is_new = request not in arrivals._held
+    if is_new and not arrivals_queued(arrivals, request):
+        return False
+    arrivals._waiting.hold(request)
+    return True
+
+
+arrivals_queued = ArrivalsFromPeers.queued
+MUTATIONS: dict[str, tuple[type, str, Any]] = {
+    "pages are given out before their withdrawal": (HeldPages, "let_go", _unlock_at_once),
+    "offers are not made again": (HeldPages, "forget_offers", _nothing),
+    "pages of a lost stage stay offered": (KvTier, "lose_stages", KvTier.interrupt),
+    "a request stays promised when it runs": (ArrivalsFromPeers, "left", _nothing),
+    "a load that was cut off is not begun again": (ArrivalsFromPeers, "queued", _resume_none),
+    "a dead decode server keeps its rooms": (PrefillRooms, "_lose", _nothing),
+    "pages that were read are kept": (PrefillRooms, "_got", _nothing),
+    "a prefill server does not hear of ends": (DecodeRooms, "_send_end", _nothing),
+    "a dead prefill server keeps its rooms": (DecodeRooms, "_lose_peer", _nothing),
+    "moved layers are not followed": (PrefillRooms, "use_stages", _nothing),
+    "a decode server does not follow moved layers": (DecodeRooms, "_use_peers", _nothing),
+    "a request that has ended keeps its room": (PrefillRooms, "_take_ended", _nothing),
+    "a load that fell short is not asked for again": (DecodeRooms, "_retry_later", _nothing),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_broken_rule_is_noticed(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, instead = MUTATIONS[mutation]
+    monkeypatch.setattr(owner, name, instead)
+    with pytest.raises((AssertionError, KeyError)):
+        for seed in range(SEEDS):
+            RandomRooms(seed).run()

@@ -207,7 +207,7 @@ class RoomServer(StoredPipeline):
         self.core.scheduler.epoch = plan.epoch
         self.core.step_forecast.know_plan(plan)
         for stage in self.stages:
-            assert not stage.inbox
+            assert not stage.inbox and not stage.offers
             layers = plan.layers_of(stage.stage)
             stage.layers = range(layers.start, layers.stop)
             stage._slots = {layer: slots[layer] for layer in stage.layers}
@@ -424,7 +424,7 @@ class RoomWorld:
             self.turn(server)
             self.run_stages(server)
 
-    def run(self, turns: int = 4_000) -> None:
+    def run(self, turns: int = 2_000) -> None:
         """Until nothing is left to do; a client that waits for its prefill server goes on."""
         for _ in range(turns):
             self.step()
@@ -451,6 +451,7 @@ class RoomWorld:
                 assert request.output_ids == right
                 if request.finish.kind == "abort":
                     assert request.finish.message and request.finish.status_code
+                    assert "does not give the pages" not in request.finish.message
                 else:
                     assert len(request.output_ids) == request.stops.max_new_tokens
             server.check_end()
