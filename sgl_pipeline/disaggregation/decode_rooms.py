@@ -44,6 +44,8 @@ MOST_ENDS = 1_000
 # move, a stage is being replaced), before its rooms fail.
 UNREACHABLE_S = 3.0
 MISSING_S = 30.0
+# How long a load may go on whose request has ended: then it hangs.
+ORPHAN_S = 5.0
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
 _TICK_S = 0.1
@@ -99,6 +101,7 @@ class DecodeRooms:
         self._peers: dict[str, _Peer] = {}
         self._peer_of: dict[int, str] = {}  # by session
         self._next_tick_s = float("-inf")
+        self._orphans_since_s: float | None = None
         self.outbox: list[tuple[int, FromDecode]] = []
         self.closing: list[int] = []
         self.failed: list[Request] = []
@@ -213,6 +216,7 @@ class DecodeRooms:
         for room in [*self._rooms.values()]:
             self._tick(room, now_s)
         self._take_loads(now_s)
+        self._cut_off_orphans(now_s)
         for address, peer in [*self._peers.items()]:
             if peer.heartbeat is not None and peer.session is not None:
                 if peer.heartbeat.is_dead(now_s):
@@ -361,7 +365,6 @@ class DecodeRooms:
                 503,
                 now_s,
             )
-            self._tier.interrupt()  # a load of it may hang
         elif room.missing_s is not None and now_s - room.missing_s > MISSING_S:
             message = self._arrivals.counts.last_message
             reason = f"{room.peer} does not give the pages of the prompt: {message}"
@@ -369,6 +372,17 @@ class DecodeRooms:
         elif room.retry_s is not None and now_s >= room.retry_s:
             room.retry_s = None
             self._arrivals.found(room.request, room.peer, room.num_pages)
+
+    def _cut_off_orphans(self, now_s: float) -> None:
+        """Loads whose rooms have ended fall short soon, because their pages are withdrawn; one that
+        hangs must not keep pages for ever."""
+        if not self._tier.loads.has_orphans:
+            self._orphans_since_s = None
+        elif self._orphans_since_s is None:
+            self._orphans_since_s = now_s
+        elif now_s - self._orphans_since_s > ORPHAN_S:
+            self._orphans_since_s = None
+            self._tier.interrupt()
 
     def _fail(
         self, room: _Room, reason: str, status: int, now_s: float, *, tells: bool = True
@@ -381,6 +395,7 @@ class DecodeRooms:
         del self._rooms[room.number]
         self.counts.note_failure(is_transfer=room.ready_s is not None)
         if self._rules.falls_back and status >= 500:
+            room.request.peer_cached_tokens = None
             self._arrivals.let_go(room.request)
             self.counts.num_computed_here += 1
             if tells:

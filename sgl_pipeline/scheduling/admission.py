@@ -103,7 +103,7 @@ class Admission:
         this changes both.
         """
         threshold = self._preemption_threshold
-        if threshold is None:
+        if threshold is None or self._must_wait_for_readers:
             return
         head = self._waiting.head()
         while head is not None and not self._could_admit(head):
@@ -111,6 +111,10 @@ class Admission:
             if victim is None or victim.order[0] - head.order[0] <= threshold:
                 return
             self._preemption.retract(victim)
+
+    @property
+    def _must_wait_for_readers(self) -> bool:
+        return self._held is not None and self._held.is_full
 
     def _could_admit(self, head: Request) -> bool:
         num_running = len(self._running)
@@ -126,7 +130,7 @@ class Admission:
         """
         if len(self._running) >= self._max_running_requests:
             return None
-        if self._held is not None and self._held.is_full:
+        if self._must_wait_for_readers:
             return None
         request = self._waiting.head()
         if request is None:
@@ -139,10 +143,10 @@ class Admission:
         request.state = RequestState.RUNNING
         if request.num_retractions == 0:
             request.cached_tokens = num_cached = request.num_computed
-            # What was loaded for it may have been evicted since.
-            request.loaded_tokens = min(request.loaded_tokens, num_cached)
             if request.peer_cached_tokens is not None:
                 request.cached_tokens = request.peer_cached_tokens
+            # What was loaded for it may have been evicted since.
+            request.loaded_tokens = min(request.loaded_tokens, request.cached_tokens)
             self.num_prompt_tokens += len(request.prompt_ids)
             self.num_cached_tokens += num_cached
         self._on_admitted(request)

@@ -147,6 +147,10 @@ class ArrivalsFromPeers:
 
     # Queries
 
+    def holds(self, request: Request) -> bool:
+        """True if `request` is held here."""
+        return request in self._held
+
     def has_all(self, request: Request) -> bool:
         """True if `request` is not held any more, or all its pages that were found are cached."""
         arrival = self._held.get(request)
@@ -158,7 +162,8 @@ class ArrivalsFromPeers:
 
     def room_beside(self, num_available: int) -> int:
         """Pages for new loads, of `num_available` that are free or evictable: each request that
-        runs or has loaded may still grow. Any number while there is none."""
+        runs or loads may still grow, and one that loads lacks the end of its prompt. All while
+        there is none."""
         assert self._reserved_tokens is not None
         num_growing = len(self._running) + len(self._promised)
         if not num_growing:
@@ -168,7 +173,8 @@ class ArrivalsFromPeers:
             self._running.remaining_output_tokens + self.promised_output_tokens,
         )
         page_size = self._storage.page_size
-        return num_available - max(len(self._running), -(-tokens // page_size))
+        growth = max(len(self._running), -(-tokens // page_size))
+        return num_available - growth - len(self._promised)
 
     @property
     def num_held(self) -> int:

@@ -184,8 +184,9 @@ class KvTier:
             wanted = UseStore(self._place, self._peers)
         must_forget = self.held.has_offers and not may_transfer
         if wanted != self._stages_use or must_forget:
-            # Where the stages use none, nothing is on its way, and lookups go on.
-            if (self._stages_use != _NOTHING or must_forget) and not self._is_stale:
+            # Where the stages use none and offer nothing, nothing is lost, and lookups go on.
+            has_any = self._stages_use != _NOTHING or self.held.has_offers
+            if has_any and not self._is_stale:
                 self.interrupt()
             self._is_stale = True
         if self._is_stale and (

@@ -207,6 +207,12 @@ class PageLoads:
         return sum(len(load.pages) for load in self._loads.values() if load.source)
 
     @property
+    def has_orphans(self) -> bool:
+        """True if pages come from a peer for a request that is not held for them any more."""
+        loads = self._loads.values()
+        return any(load.source and not self._arrivals.holds(load.request) for load in loads)
+
+    @property
     def loading_tokens(self) -> int:
         """Tokens on their way that requests still wait for."""
         return sum(load.num_tokens for load in self._loads.values() if load.is_claimed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.paired_servers import DecodeServer, PrefillServer, RoomWorld, room_request
-from support.stored_pipeline import NUM_LAYERS, shared_prompt
+from support.stored_pipeline import NUM_LAYERS, MemoryStore, shared_prompt
 
 from sgl_pipeline.disaggregation.decode_rooms import DecodeRooms
 from sgl_pipeline.disaggregation.prefill_rooms import PrefillRooms
@@ -41,7 +41,10 @@ class RandomRooms:
             held_share=random.choice((0.2, 0.5)),
             falls_back=random.random() < 0.4,
         )
-        self.world = RoomWorld(random, rules, loss=0.1 if self.is_lossy else 0.0)
+        loss = 0.1 if self.is_lossy else 0.0
+        self.world = RoomWorld(random, rules, loss=loss, delays_s=(0.0, 0.0, 0.01, 0.3))
+        # One folder, or none.
+        self.store = random.choice((None, MemoryStore()))
         for number in range(random.choice((1, 1, 2))):
             self._add_server(PrefillServer, f"p:{number}")
         for number in range(random.choice((1, 1, 2))):
@@ -58,6 +61,7 @@ class RandomRooms:
             random_split(random, random.choice((1, 2, 3))),
             num_pages=random.choice((14, 20, 40)),
             log_pages=random.choice((None, 8, 40)),
+            store=self.store,
         )
 
     def run(self) -> None:
@@ -69,6 +73,7 @@ class RandomRooms:
             *([self.turn] * 24),
             *([self.run_orders] * 24),
             *([self.end_transfer] * 12),
+            *([self.answer] * 6),
             *([self.wait] * 12),
             *self.random.sample(faults, self.random.randrange(len(faults))),
         ]
@@ -125,6 +130,12 @@ class RandomRooms:
         if server.stages[stage].transfers:
             index = self.random.randrange(len(server.stages[stage].transfers))
             server.end_transfer(stage, index, can_write=self.random.random() < 0.9)
+
+    def answer(self) -> None:
+        """The store answers a question."""
+        server = self.server()
+        if server.lookups:
+            server.answer(self.random.randrange(len(server.lookups)))
 
     def wait(self) -> None:
         self.world.now_s += self.random.choice((0.01, 0.05, 0.2))

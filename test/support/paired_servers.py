@@ -16,6 +16,8 @@ from support.pipelines import make_request, new_scheduler
 from support.stored_pipeline import (
     NUM_LAYERS,
     PAGE_SIZE,
+    PLACE,
+    RULES,
     MemoryStore,
     StoredPipeline,
     StoredStage,
@@ -39,6 +41,7 @@ from sgl_pipeline.wire.store_orders import (
     PagesLoaded,
     PeerPlace,
     PeerStage,
+    SavePages,
     StoreReport,
     UseStore,
     WithdrawPages,
@@ -54,8 +57,10 @@ Network = dict[str, "RoomStage"]
 class RoomStage(StoredStage):
     """A stage that offers pages, or reads those of others."""
 
-    def __init__(self, stage: int, layers: range, num_pages: int, network: Network) -> None:
-        super().__init__(stage, layers, num_pages, MemoryStore())
+    def __init__(
+        self, stage: int, layers: range, num_pages: int, store: MemoryStore, network: Network
+    ) -> None:
+        super().__init__(stage, layers, num_pages, store)
         self._network = network
         self._peers: dict[str, PeerPlace] = {}
         self.offers: dict[int, dict[bytes, int]] = {}
@@ -77,8 +82,10 @@ class RoomStage(StoredStage):
             self.offers[order.offer] = dict(zip(hashes, pages, strict=True))
         elif isinstance(order, WithdrawPages):
             assert self.offers.pop(order.offer, None) is not None, "nothing to withdraw"
+        elif isinstance(order, SavePages):
+            self.transfers.append(order)
         elif isinstance(order, LoadPages):
-            assert order.source in self._peers and not order.checksums
+            assert not order.source or (order.source in self._peers and not order.checksums)
             self._assert_not_offered(array(INT32, order.pages))
             self.transfers.append(order)
         else:
@@ -102,8 +109,10 @@ class RoomStage(StoredStage):
 
     def end_transfer(self, index: int, *, can_write: bool = True) -> StoreReport:
         """Reads what is there now, up to a page that some stage does not offer."""
-        order = self.transfers.pop(index)
-        assert isinstance(order, LoadPages)
+        order = self.transfers[index]
+        if not isinstance(order, LoadPages) or not order.source:
+            return super().end_transfer(index, can_write=can_write)
+        del self.transfers[index]
         hashes = [order.hashes[at : at + 32] for at in range(0, len(order.hashes), 32)]
         num_pages = 0
         for page, page_hash in zip(array(INT32, order.pages), hashes, strict=True):
@@ -144,6 +153,7 @@ class RoomServer(StoredPipeline):
         num_pages: int,
         log_pages: int | None,
         now_s: float,
+        store: MemoryStore | None,
     ) -> None:
         self.name, self._network = name, network
         plan = StagePlan(0, layer_counts)
@@ -160,9 +170,11 @@ class RoomServer(StoredPipeline):
         self._incarnation = 0
         self.requests: list[Request] = []
         self.lookups = []
-        self.store = MemoryStore()
+        self.store = store or MemoryStore()
         self.answered: set[Request] = set()
         self._build()
+        if store is not None:
+            self.tier.use(PLACE, RULES)
 
     def _build(self) -> None:
         self.stages = [self._new_stage(one) for one in range(self.core.plan.num_stages)]
@@ -170,7 +182,8 @@ class RoomServer(StoredPipeline):
 
     def _new_stage(self, stage: int) -> RoomStage:
         layers = self.core.plan.layers_of(stage)
-        made = RoomStage(stage, range(layers.start, layers.stop), self._num_pages, self._network)
+        own = range(layers.start, layers.stop)
+        made = RoomStage(stage, own, self._num_pages, self.store, self._network)
         self._network[f"{self.name}/{stage}"] = made
         return made
 
@@ -243,7 +256,7 @@ class PrefillServer(RoomServer):
         held = self.tier.held
         assert held.num_rooms == held.num_pages == 0, "pages are still held"
         assert not held._withdrawn and not held._to_offer
-        assert self.rooms.num_rooms == 0 and not self.rooms._wanted
+        assert self.rooms.num_rooms == 0
 
 
 class DecodeServer(RoomServer):
@@ -272,10 +285,19 @@ class RoomWorld:
     """Servers, streams between them, and the time.
 
     Args:
-        loss: the share of messages that streams lose, and that come twice.
+        loss: the share of messages that streams lose, or carry twice.
+        delays_s: how long a message takes.
     """
 
-    def __init__(self, random: Random, rules: RoomRules, *, loss: float = 0.0) -> None:
+    def __init__(
+        self,
+        random: Random,
+        rules: RoomRules,
+        *,
+        loss: float = 0.0,
+        delays_s: Sequence[float] = (0.0,),
+    ) -> None:
+        self._delays_s = delays_s
         self.random, self.rules, self.loss = random, rules, loss
         self.now_s = 0.0
         self.network: Network = {}
@@ -285,8 +307,7 @@ class RoomWorld:
         self._next_session = 0
         self._next_room = 0
         self.unreachable: set[str] = set()
-        # Tokens of clients, and requests whose server died.
-        self.num_faults = 0
+        self.num_faults = 0  # messages lost or repeated
 
     def add(
         self,
@@ -295,8 +316,9 @@ class RoomWorld:
         layer_counts: tuple[int, ...] = (3, 3),
         num_pages: int = 32,
         log_pages: int | None = None,
+        store: MemoryStore | None = None,
     ) -> Any:
-        server = kind(name, self.network, layer_counts, num_pages, log_pages, self.now_s)
+        server = kind(name, self.network, layer_counts, num_pages, log_pages, self.now_s, store)
         server.begin(self.rules)
         self.servers.append(server)
         return server
@@ -387,7 +409,7 @@ class RoomWorld:
             if stream.number == session and not stream.is_cut:
                 lane = stream.to_prefill if server is stream.decode else stream.to_decode
                 due_s = max(self.now_s, lane[-1][0] if lane else 0.0)
-                due_s += self.random.choice((0.0, 0.0, 0.01, 0.3))
+                due_s += self.random.choice(self._delays_s)
                 copies = 1
                 if self.random.random() < self.loss:
                     copies = self.random.choice((0, 2))
@@ -421,6 +443,8 @@ class RoomWorld:
         """All that is due happens, in all servers."""
         self.now_s += seconds
         for server in self.servers:
+            while server.lookups:
+                server.answer()
             self.turn(server)
             self.run_stages(server)
 
@@ -455,6 +479,9 @@ class RoomWorld:
                 else:
                     assert len(request.output_ids) == request.stops.max_new_tokens
             server.check_end()
+            if not self.num_faults and isinstance(server, PrefillServer):
+                assert not server.rooms._wanted, "rooms without a request"
+            server.tier.use(None, RULES)  # pages may be on their way to a store
             pages = server.core.scheduler._pages
             assert pages._storage.locked_pages == 0, "pages are still locked"
             assert pages.num_free + pages._storage.evictable_pages == pages.num_pages
