@@ -422,7 +422,7 @@ class DecodeRooms:
             self.outbox.append((peer.session, message))
 
     def _forget_unused_peers(self) -> None:
-        """Those that nothing is left to say to."""
+        """Forgets the peers that nothing is left to say to."""
         needed = {room.peer for room in self._rooms.values()}
         for address, peer in [*self._peers.items()]:
             is_open = peer.session is not None or peer.is_dialing

@@ -1,4 +1,4 @@
-"""When an end of a stream must say that it lives, and when the other end does not any more."""
+"""The pings of one end of a stream, and the silence after which the other end counts as dead."""
 
 PING_S = 1.0
 # A cut of the network of two seconds is over by then: TCP repeats what was lost.

@@ -1,4 +1,4 @@
-"""What a prefill server and a decode server must share, and what to do where they differ."""
+"""The facts that a prefill server and a decode server must share, and remedies where they do not."""
 
 from dataclasses import dataclass
 

@@ -91,7 +91,7 @@ class PrefillRooms:
         # Wanted rooms whose request is not here yet: the session, and since when.
         self._wanted: dict[int, tuple[int, float]] = {}
         self._failures: dict[int, _Failure] = {}
-        # Rooms whose request may still come, and that nobody will read: since when.
+        # Rooms whose request may still come, and that no server will read: since when.
         self._unneeded: dict[int, float] = {}
         self._next_tick_s = float("-inf")
         self.outbox: list[tuple[int, FromPrefill]] = []
@@ -239,7 +239,7 @@ class PrefillRooms:
                 self._let_go(number, room, now_s)
 
     def _let_go(self, number: int, room: _Room, now_s: float) -> None:
-        """Ends a room whose pages nobody will read any more."""
+        """Ends a room whose pages no server will read any more."""
         del self._rooms[number]
         self._held.let_go(number)
         if room.ready_s is not None:

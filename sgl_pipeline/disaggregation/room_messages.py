@@ -1,4 +1,4 @@
-"""What the schedulers of a decode server and a prefill server say to each other.
+"""The messages between the schedulers of a decode server and a prefill server.
 
 The decode server dials, says `PeerHello`, and hears `PeerWelcome` or `PeerRejected`. Then it asks
 for rooms, and the other end says when the pages of each can be read from its stages; how they are

@@ -1,4 +1,4 @@
-"""How long the two servers of a room wait for each other, and how much they keep."""
+"""The times for which the two servers of a room wait, and the pages that they keep."""
 
 from dataclasses import dataclass
 

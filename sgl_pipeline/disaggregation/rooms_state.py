@@ -1,4 +1,4 @@
-"""What an operator sees of a server's rooms, from either side."""
+"""A server's rooms as an operator sees them, from either side."""
 
 from sgl_pipeline.disaggregation.decode_rooms import DecodeRooms
 from sgl_pipeline.disaggregation.prefill_rooms import PrefillRooms

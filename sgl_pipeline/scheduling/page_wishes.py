@@ -32,7 +32,7 @@ class Lookup:
 class Wish:
     """A waiting request whose prefix may be in the store, behind its first `start` tokens.
     `records` are of the pages that were found there, or that the peer `source` has.
-    `is_dropped`: nobody wants them any more."""
+    `is_dropped`: they are not wanted any more."""
 
     request: Request
     held_s: float

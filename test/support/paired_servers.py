@@ -220,7 +220,7 @@ class RoomServer(StoredPipeline):
         self.core.scheduler.epoch = plan.epoch
         self.core.step_forecast.know_plan(plan)
         for stage in self.stages:
-            assert not stage.inbox and not stage.offers
+            assert isinstance(stage, RoomStage) and not stage.inbox and not stage.offers
             layers = plan.layers_of(stage.stage)
             stage.layers = range(layers.start, layers.stop)
             stage._slots = {layer: slots[layer] for layer in stage.layers}

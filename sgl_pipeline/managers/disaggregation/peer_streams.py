@@ -65,7 +65,7 @@ class PeerStreams(Generic[Message]):
             self._break(session, str(ending))
 
     def receive(self) -> Iterator[tuple[int, Message]]:
-        """What has arrived, each message with its session."""
+        """Messages that have arrived, each with its session."""
         for descriptor, _ in self._ready.poll(0):
             session = self._numbers.get(descriptor)
             if session is not None:
