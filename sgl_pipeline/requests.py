@@ -131,8 +131,8 @@ class StopRules:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The link between the two halves of a request whose prompt one server computes and whose
-    tokens another one draws (SGLang's bootstrap_room).
+    """The bond of the two halves of a request whose prompt one server computes and whose tokens
+    another one draws (SGLang's bootstrap_room).
 
     No other request of either server has its `number`. `peer` is the port of the server that
     computes the prompt, HOST:PORT; empty on that server.

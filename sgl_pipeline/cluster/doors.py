@@ -25,6 +25,8 @@ DIAL_TIMEOUT_S = 5.0
 # Doors of the head: of its process that knows the agents, and of the scheduler process.
 AGENTS_DOOR = "agents"
 SCHEDULER_DOOR = "scheduler"
+# Of a prefill server's scheduler process, for decode servers.
+ROOMS_DOOR = "rooms"
 
 # Answers.
 PASSED_ON, OTHER_KEY, OTHER_VERSION, NOBODY_HERE = b"+", b"k", b"v", b"?"

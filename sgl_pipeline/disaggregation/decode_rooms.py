@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from sgl_pipeline.disaggregation.heartbeat import Heartbeat
 from sgl_pipeline.disaggregation.identity import ServerIdentity
 from sgl_pipeline.disaggregation.room_counts import RoomCounts
+from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.disaggregation.room_messages import (
     End,
     FromDecode,
@@ -28,9 +29,8 @@ from sgl_pipeline.disaggregation.room_messages import (
     Ready,
     Want,
 )
-from sgl_pipeline.disaggregation.room_rules import RoomRules
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.requests import FinishReason, Request
+from sgl_pipeline.requests import FinishReason, Request, Room
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.wire.store_orders import PeerPlace, PeerStage
 
@@ -92,11 +92,11 @@ class DecodeRooms:
     """All rooms of one `scheduler`, which is that of a decode server from now on."""
 
     def __init__(
-        self, scheduler: StepScheduler, identity: ServerIdentity, rules: RoomRules
+        self, scheduler: StepScheduler, identity: ServerIdentity, limits: RoomLimits
     ) -> None:
         self._scheduler, self._tier = scheduler, scheduler.tier
         self._arrivals = scheduler.tier.arrivals
-        self._identity, self._rules = identity, rules
+        self._identity, self._limits = identity, limits
         self._rooms: dict[int, _Room] = {}
         self._peers: dict[str, _Peer] = {}
         self._peer_of: dict[int, str] = {}  # by session
@@ -106,7 +106,7 @@ class DecodeRooms:
         self.closing: list[int] = []
         self.failed: list[Request] = []
         self.counts = RoomCounts()
-        self._tier.read_peers(rules.reserved_tokens)
+        self._tier.read_peers(limits.reserved_tokens)
 
     # Requests
 
@@ -132,14 +132,13 @@ class DecodeRooms:
             self._send(peer, Want(room.number))
         peer.redial_s = min(peer.redial_s, now_s + REDIAL_S)
 
-    def refused(self, request: Request, reason: str, status: int, now_s: float) -> None:
-        """A request with a room was refused here: its other half ends, too."""
-        assert request.room is not None
-        if request.room.number in self._rooms:
+    def refused(self, room: Room, reason: str, status: int, now_s: float) -> None:
+        """A request of `room` was refused here: its other half ends, too."""
+        if room.number in self._rooms:
             return  # the room of another request
-        if request.room.peer in self._peers or len(self._peers) < MOST_PEERS:
-            peer = self._peers.setdefault(request.room.peer, _Peer())
-            self._send_end(peer, End(request.room.number, reason, status), now_s)
+        if room.peer in self._peers or len(self._peers) < MOST_PEERS:
+            peer = self._peers.setdefault(room.peer, _Peer())
+            self._send_end(peer, End(room.number, reason, status), now_s)
 
     # Streams
 
@@ -161,7 +160,7 @@ class DecodeRooms:
         """The prefill server at `address` has been reached."""
         peer = self._peers[address]
         peer.is_dialing = False
-        peer.session, peer.heartbeat = session, Heartbeat(now_s)
+        peer.session, peer.heartbeat = session, Heartbeat(now_s, self._limits.silence_s)
         self._peer_of[session] = address
         self._send(peer, self._identity.hello())
 
@@ -223,7 +222,7 @@ class DecodeRooms:
                     self._give_up(address, f"{address} is silent", 503, now_s)
                 elif peer.heartbeat.is_due(now_s):
                     self._send(peer, Ping())
-            while peer.ends and now_s - peer.ends[0][0] > self._rules.bootstrap_timeout_s:
+            while peer.ends and now_s - peer.ends[0][0] > self._limits.bootstrap_timeout_s:
                 peer.ends.popleft()  # it has waited long enough for the room
         self._forget_unused_peers()
 
@@ -350,18 +349,18 @@ class DecodeRooms:
         room.rest_s = min(2 * room.rest_s, LONGEST_RETRY_S)
 
     def _tick(self, room: _Room, now_s: float) -> None:
-        rules = self._rules
+        limits = self._limits
         if room.ready_s is None:
-            if now_s - room.opened_s > rules.bootstrap_timeout_s:
-                waited = f"{rules.bootstrap_timeout_s:g} s"
+            if now_s - room.opened_s > limits.bootstrap_timeout_s:
+                waited = f"{limits.bootstrap_timeout_s:g} s"
                 self._fail(
                     room, f"the prefill server {room.peer} was not ready {waited}", 503, now_s
                 )
-        elif now_s - room.ready_s > rules.waiting_timeout_s:
+        elif now_s - room.ready_s > limits.waiting_timeout_s:
             self._fail(
                 room,
                 f"the pages of the prompt have not come from {room.peer} for "
-                f"{rules.waiting_timeout_s:g} s",
+                f"{limits.waiting_timeout_s:g} s",
                 503,
                 now_s,
             )
@@ -394,7 +393,7 @@ class DecodeRooms:
         """
         del self._rooms[room.number]
         self.counts.note_failure(is_transfer=room.ready_s is not None)
-        if self._rules.falls_back and status >= 500:
+        if self._limits.falls_back and status >= 500:
             room.request.peer_cached_tokens = None
             self._arrivals.let_go(room.request)
             self.counts.num_computed_here += 1

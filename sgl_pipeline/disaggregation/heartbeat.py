@@ -1,15 +1,14 @@
 """The pings of one end of a stream, and the silence after which the other end counts as dead."""
 
 PING_S = 1.0
-# A cut of the network of two seconds is over by then: TCP repeats what was lost.
-SILENCE_S = 4.0
 
 
 class Heartbeat:
-    """Of one stream, which begins at `now_s`."""
+    """Of one stream, which begins at `now_s`; after `silence_s` without a message its other end is
+    dead."""
 
-    def __init__(self, now_s: float) -> None:
-        self._heard_s = now_s
+    def __init__(self, now_s: float, silence_s: float) -> None:
+        self._heard_s, self._silence_s = now_s, silence_s
         self._next_ping_s = now_s + PING_S
 
     def heard(self, now_s: float) -> None:
@@ -25,4 +24,4 @@ class Heartbeat:
 
     def is_dead(self, now_s: float) -> bool:
         """True if the other end has been silent for too long."""
-        return now_s - self._heard_s > SILENCE_S
+        return now_s - self._heard_s > self._silence_s

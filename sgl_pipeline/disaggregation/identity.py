@@ -1,4 +1,4 @@
-"""The facts that a prefill server and a decode server must share, and remedies where they do not."""
+"""The facts that both servers of a pair must share, and remedies where they do not."""
 
 from dataclasses import dataclass
 

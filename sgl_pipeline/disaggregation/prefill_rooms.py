@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from sgl_pipeline.disaggregation.heartbeat import Heartbeat
 from sgl_pipeline.disaggregation.identity import ServerIdentity
 from sgl_pipeline.disaggregation.room_counts import RoomCounts
+from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.disaggregation.room_messages import (
     End,
     FromDecode,
@@ -28,9 +29,8 @@ from sgl_pipeline.disaggregation.room_messages import (
     Ready,
     Want,
 )
-from sgl_pipeline.disaggregation.room_rules import RoomRules
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.requests import FinishReason, Request, RequestState
+from sgl_pipeline.requests import FinishReason, Request, RequestState, Room
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.wire.store_orders import PeerStage
 
@@ -79,12 +79,12 @@ class PrefillRooms:
         self,
         scheduler: StepScheduler,
         identity: ServerIdentity,
-        rules: RoomRules,
+        limits: RoomLimits,
         stages: tuple[PeerStage, ...],
     ) -> None:
         self._scheduler, self._tier = scheduler, scheduler.tier
         self._held = scheduler.tier.held
-        self._identity, self._rules = identity, rules
+        self._identity, self._limits = identity, limits
         self._stages, self._epoch = stages, 0
         self._sessions: dict[int, _Session] = {}
         self._rooms: dict[int, _Room] = {}
@@ -98,7 +98,7 @@ class PrefillRooms:
         self.closing: list[int] = []
         self.failed: list[Request] = []
         self.counts = RoomCounts()
-        self._tier.compute_for_peers(identity.digest, rules.held_share)
+        self._tier.compute_for_peers(identity.digest, limits.held_share)
 
     # Requests
 
@@ -118,13 +118,11 @@ class PrefillRooms:
         is_unneeded = self._unneeded.pop(request.room.number, None) is not None
         self._rooms[request.room.number] = _Room(request, session, is_unneeded)
 
-    def refused(self, request: Request, reason: str, status: int, now_s: float) -> None:
-        """A request with a room was refused here: its other half ends, too."""
-        assert request.room is not None
-        number = request.room.number
-        if number not in self._rooms and number not in self._failures:
-            session, _ = self._wanted.pop(number, (None, now_s))
-            self._note_failure(number, session, reason, status, now_s)
+    def refused(self, room: Room, reason: str, status: int, now_s: float) -> None:
+        """A request of `room` was refused here: its other half ends, too."""
+        if room.number not in self._rooms and room.number not in self._failures:
+            session, _ = self._wanted.pop(room.number, (None, now_s))
+            self._note_failure(room.number, session, reason, status, now_s)
 
     # Streams
 
@@ -140,7 +138,7 @@ class PrefillRooms:
 
     def connected(self, session: int, now_s: float) -> None:
         """A decode server has dialed."""
-        self._sessions[session] = _Session(Heartbeat(now_s))
+        self._sessions[session] = _Session(Heartbeat(now_s, self._limits.silence_s))
 
     def disconnected(self, session: int, reason: str, now_s: float) -> None:
         """A stream has ended."""
@@ -304,11 +302,11 @@ class PrefillRooms:
             self.outbox.append((room.session, ready))
 
     def _end_late(self, now_s: float) -> None:
-        patience_s = self._rules.bootstrap_timeout_s
+        patience_s = self._limits.bootstrap_timeout_s
         for number, room in [*self._rooms.items()]:
             if room.ready_s is not None:
-                if now_s - room.ready_s > self._rules.waiting_timeout_s:
-                    waited = f"for {self._rules.waiting_timeout_s:g} s"
+                if now_s - room.ready_s > self._limits.waiting_timeout_s:
+                    waited = f"for {self._limits.waiting_timeout_s:g} s"
                     reason = f"the decode server has not read the pages {waited}"
                     self._fail(number, reason, 503, now_s)
             elif room.held_s is not None and now_s - room.held_s > patience_s:
@@ -324,7 +322,7 @@ class PrefillRooms:
 
     def _forget_old(self, now_s: float) -> None:
         """Rooms of which no other half comes any more, or too many."""
-        oldest_s = now_s - self._rules.bootstrap_timeout_s
+        oldest_s = now_s - self._limits.bootstrap_timeout_s
         for number, failure in [*self._failures.items()]:
             if failure.failed_s >= oldest_s and len(self._failures) <= MOST_REMEMBERED:
                 break

@@ -224,9 +224,13 @@ class PipelineScheduler:
             self._abort(request, message.finish)
 
     def _refuse(self, request: Request, error: RequestError) -> None:
-        if self._rooms is not None:
-            self._rooms.refused(request, error, self._now_s)
+        self._end_room(request, str(error), error.status_code)
         self._front.refuse(request, error)
+
+    def _end_room(self, request: Request, reason: str, status: int) -> None:
+        """A request has ended that was never queued: its other half, if it has one, ends too."""
+        if self._rooms is not None:
+            self._rooms.refused(request.room, reason, status, self._now_s)
 
     def _serve_rooms(self, now_s: float) -> None:
         if self._rooms is not None:
@@ -275,9 +279,7 @@ class PipelineScheduler:
 
     def _end_unqueued(self, request: Request, finish: FinishReason) -> None:
         """A request has ended while it waited for its grammar."""
-        if self._rooms is not None:
-            error = RequestError(finish.message, finish.status_code or 500)
-            self._rooms.refused(request, error, self._now_s)
+        self._end_room(request, finish.message, finish.status_code or 500)
 
     def _fill_pipeline(self, now_s: float) -> None:
         """Sends what layer moves need, and steps while there is work and room in the pipeline."""

@@ -11,7 +11,7 @@ from support.stored_pipeline import NUM_LAYERS, MemoryStore, shared_prompt
 
 from sgl_pipeline.disaggregation.decode_rooms import DecodeRooms
 from sgl_pipeline.disaggregation.prefill_rooms import PrefillRooms
-from sgl_pipeline.disaggregation.room_rules import RoomRules
+from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.requests import Request, RequestState, Room
 from sgl_pipeline.scheduling.arrivals_from_peers import ArrivalsFromPeers
 from sgl_pipeline.scheduling.held_pages import HeldPages
@@ -34,7 +34,7 @@ class RandomRooms:
         self.random = random = Random(seed)
         self.is_lossy = random.random() < 0.4
         patience_s = 6.0 if self.is_lossy else 1e6
-        rules = RoomRules(
+        limits = RoomLimits(
             bootstrap_timeout_s=patience_s,
             waiting_timeout_s=patience_s,
             reserved_tokens=random.choice((1, 4, 32)),
@@ -42,7 +42,7 @@ class RandomRooms:
             falls_back=random.random() < 0.4,
         )
         loss = 0.1 if self.is_lossy else 0.0
-        self.world = RoomWorld(random, rules, loss=loss, delays_s=(0.0, 0.0, 0.01, 0.3))
+        self.world = RoomWorld(random, limits, loss=loss, delays_s=(0.0, 0.0, 0.01, 0.3))
         # One folder, or none.
         self.store = random.choice((None, MemoryStore()))
         for number in range(random.choice((1, 1, 2))):

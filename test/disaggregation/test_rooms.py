@@ -12,29 +12,28 @@ from sgl_pipeline.disaggregation.decode_rooms import (
     ORPHAN_S,
     UNREACHABLE_S,
 )
-from sgl_pipeline.disaggregation.heartbeat import SILENCE_S
+from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.disaggregation.room_messages import End, Got, Ready, Want
-from sgl_pipeline.disaggregation.room_rules import RoomRules
 from sgl_pipeline.disaggregation.rooms_state import decode_state, prefill_state
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.requests import LogprobSpec, Request, Room
 
 PROMPT = [token % 7 for token in range(3, 40)]
 WHOLE_PAGES = len(PROMPT) // PAGE_SIZE
-RULES = RoomRules(bootstrap_timeout_s=20.0, waiting_timeout_s=20.0, reserved_tokens=4)
-FALLS_BACK = RoomRules(reserved_tokens=4, falls_back=True)
+LIMITS = RoomLimits(bootstrap_timeout_s=20.0, waiting_timeout_s=20.0, reserved_tokens=4)
+FALLS_BACK = RoomLimits(reserved_tokens=4, falls_back=True)
 Pair = tuple[RoomWorld, PrefillServer, DecodeServer]
 
 
 def pair(
-    rules: RoomRules = RULES,
+    limits: RoomLimits = LIMITS,
     prefill_layers: tuple[int, ...] = (3, 3),
     decode_layers: tuple[int, ...] = (2, 4),
     prefill_pages: int = 32,
     decode_pages: int = 32,
     store: MemoryStore | None = None,
 ) -> Pair:
-    world = RoomWorld(Random(0), rules)
+    world = RoomWorld(Random(0), limits)
     prefill = world.add(PrefillServer, "p:1", prefill_layers, prefill_pages)
     decode = world.add(DecodeServer, "d", decode_layers, decode_pages, store=store)
     return world, prefill, decode
@@ -199,8 +198,8 @@ def test_the_decode_reserve_counts_requests_under_load() -> None:
 
 
 def test_a_prefill_server_admits_none_while_others_read_too_slowly() -> None:
-    rules = RoomRules(held_share=0.2, reserved_tokens=4)
-    world, prefill, _ = pair(rules)
+    limits = RoomLimits(held_share=0.2, reserved_tokens=4)
+    world, prefill, _ = pair(limits)
     both(world)
     step(world, 20, transfers=False)
     behind = prefill_half(world, world.new_room(), [1, *PROMPT])
@@ -213,8 +212,8 @@ def test_a_prefill_server_admits_none_while_others_read_too_slowly() -> None:
 
 
 def test_a_load_leaves_the_pages_that_running_requests_will_need() -> None:
-    rules = RoomRules(reserved_tokens=40)
-    world, _, decode = pair(rules, decode_pages=24)
+    limits = RoomLimits(reserved_tokens=40)
+    world, _, decode = pair(limits, decode_pages=24)
     first, second = world.new_room(), world.new_room()
     prefill_half(world, first)
     running = decode_half(world, first, max_new_tokens=40)
@@ -231,7 +230,7 @@ def test_a_load_leaves_the_pages_that_running_requests_will_need() -> None:
 
 
 def test_a_retracted_request_comes_before_new_loads() -> None:
-    world, _, decode = pair(RoomRules(reserved_tokens=1), decode_pages=24)
+    world, _, decode = pair(RoomLimits(reserved_tokens=1), decode_pages=24)
     for number in (1, 2):
         prefill_half(world, number, [number, *PROMPT])
         decode_half(world, number, [number, *PROMPT], max_new_tokens=30)
@@ -285,7 +284,8 @@ def test_a_room_belongs_to_one_request() -> None:
         again = room_request("again", PROMPT, 1, Room(1, peer))
         with pytest.raises(RequestError, match="bootstrap_room 1 belongs to another request"):
             server.rooms.check(again)
-        server.rooms.refused(again, "in use", 400, world.now_s)
+        assert again.room is not None
+        server.rooms.refused(again.room, "in use", 400, world.now_s)
     world.run()
     world.check()
     assert decode.rooms.counts.num_transferred == 1
@@ -294,13 +294,13 @@ def test_a_room_belongs_to_one_request() -> None:
 def test_a_request_whose_half_never_comes_ends_by_name() -> None:
     world, prefill, _ = pair()
     second = decode_half(world, 1)
-    wait(world, RULES.bootstrap_timeout_s)
+    wait(world, LIMITS.bootstrap_timeout_s)
     message, status = error_of(second)
     assert status == 503 and "20 s" in message
     prefill_half(world, 2)
     step(world)
     assert prefill.tier.held.num_pages == WHOLE_PAGES
-    wait(world, RULES.bootstrap_timeout_s)
+    wait(world, LIMITS.bootstrap_timeout_s)
     assert prefill.tier.held.num_pages == 0
     # Whoever comes later hears it at once.
     late = decode_half(world, 2)
@@ -313,7 +313,7 @@ def test_pages_that_are_not_read_in_time_are_let_go() -> None:
     world, prefill, decode = pair()
     _, second = both(world)
     step(world, 20, transfers=False)
-    step(world, int(RULES.waiting_timeout_s / 0.05) + 10, transfers=False)
+    step(world, int(LIMITS.waiting_timeout_s / 0.05) + 10, transfers=False)
     message, status = error_of(second)
     assert status == 503 and "20 s" in message
     assert prefill.tier.held.num_pages == 0
@@ -325,7 +325,7 @@ def test_pages_that_are_not_read_in_time_are_let_go() -> None:
 
 
 def test_pages_that_a_server_does_not_give_after_all_fail_the_request() -> None:
-    world, prefill, decode = pair(RoomRules(reserved_tokens=4))
+    world, prefill, decode = pair(RoomLimits(reserved_tokens=4))
     _, second = both(world)
     while second.finish is None:
         world.now_s += 0.05
@@ -385,7 +385,7 @@ def test_a_silent_server_fails_its_requests_soon() -> None:
     _, second = both(world)
     world.prefills()[0].core.is_held = True
     step(world, 4)
-    for _ in range(int(SILENCE_S / 0.05) + 25):
+    for _ in range(int(LIMITS.silence_s / 0.05) + 25):
         world.now_s += 0.05
         world.turn(decode)
     assert error_of(second) == ("the prefill server failed: p:1 is silent", 503)
@@ -442,6 +442,6 @@ def test_the_number_of_prefill_servers_is_bounded() -> None:
     message, status = error_of(one_more)
     assert status == 503 and str(MOST_PEERS) in message
     wait(world, UNREACHABLE_S + 2.0)
-    wait(world, RULES.bootstrap_timeout_s)
+    wait(world, LIMITS.bootstrap_timeout_s)
     again = room_request("again", PROMPT, 1, Room(100, "y:1"))
     decode.rooms.check(again)

@@ -27,7 +27,7 @@ from support.stored_pipeline import (
 from sgl_pipeline.disaggregation.decode_rooms import DecodeRooms
 from sgl_pipeline.disaggregation.identity import ServerIdentity
 from sgl_pipeline.disaggregation.prefill_rooms import PrefillRooms
-from sgl_pipeline.disaggregation.room_rules import RoomRules
+from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import FinishReason, Request, Room
@@ -249,8 +249,8 @@ class PrefillServer(RoomServer):
 
     rooms: PrefillRooms
 
-    def begin(self, rules: RoomRules) -> None:
-        self.rooms = PrefillRooms(self.core.scheduler, IDENTITY, rules, self.places)
+    def begin(self, limits: RoomLimits) -> None:
+        self.rooms = PrefillRooms(self.core.scheduler, IDENTITY, limits, self.places)
 
     def check_end(self) -> None:
         held = self.tier.held
@@ -264,8 +264,8 @@ class DecodeServer(RoomServer):
 
     rooms: DecodeRooms
 
-    def begin(self, rules: RoomRules) -> None:
-        self.rooms = DecodeRooms(self.core.scheduler, IDENTITY, rules)
+    def begin(self, limits: RoomLimits) -> None:
+        self.rooms = DecodeRooms(self.core.scheduler, IDENTITY, limits)
 
     def check_end(self) -> None:
         self.tier.arrivals.check_end()
@@ -292,13 +292,13 @@ class RoomWorld:
     def __init__(
         self,
         random: Random,
-        rules: RoomRules,
+        limits: RoomLimits,
         *,
         loss: float = 0.0,
         delays_s: Sequence[float] = (0.0,),
     ) -> None:
         self._delays_s = delays_s
-        self.random, self.rules, self.loss = random, rules, loss
+        self.random, self.limits, self.loss = random, limits, loss
         self.now_s = 0.0
         self.network: Network = {}
         self.servers: list[PrefillServer | DecodeServer] = []
@@ -319,7 +319,7 @@ class RoomWorld:
         store: MemoryStore | None = None,
     ) -> Any:
         server = kind(name, self.network, layer_counts, num_pages, log_pages, self.now_s, store)
-        server.begin(self.rules)
+        server.begin(self.limits)
         self.servers.append(server)
         return server
 
@@ -347,7 +347,7 @@ class RoomWorld:
             request.finish = FinishReason(
                 "abort", message=str(error), status_code=error.status_code
             )
-            rooms.refused(request, str(error), error.status_code, self.now_s)
+            rooms.refused(request.room, str(error), error.status_code, self.now_s)
             server.settle(request)
         else:
             rooms.opened(request, self.now_s)

@@ -16,7 +16,7 @@ from support.stored_pipeline import NUM_LAYERS
 
 from sgl_pipeline.disaggregation.decode_rooms import DecodeRooms
 from sgl_pipeline.disaggregation.prefill_rooms import PrefillRooms
-from sgl_pipeline.disaggregation.room_rules import RoomRules
+from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.managers.disaggregation.room_ends import DecodeEnd, PrefillEnd
 from sgl_pipeline.requests import Request, Room
 from sgl_pipeline.scheduling import StepScheduler
@@ -29,18 +29,20 @@ TURN_MS = 10
 class LiveEnd:
     """An end, its scheduler, and a loop that a test turns."""
 
-    def __init__(self, run_directory: str, *, is_prefill: bool, **identity: Any) -> None:
+    def __init__(
+        self, run_directory: str, *, is_prefill: bool, silence_s: float = 4.0, **identity: Any
+    ) -> None:
         self.scheduler: StepScheduler = new_scheduler(num_pages=32, num_stages=1)
         self.poller = zmq.Poller()
         mine = replace(IDENTITY, **identity)
-        tier, rules = self.scheduler.tier, RoomRules()
+        tier, limits = self.scheduler.tier, RoomLimits(silence_s=silence_s)
         self.end: PrefillEnd | DecodeEnd
         if is_prefill:
-            prefill = PrefillRooms(self.scheduler, mine, rules, STAGES)
+            prefill = PrefillRooms(self.scheduler, mine, limits, STAGES)
             self.end = PrefillEnd(prefill, tier, lambda: STAGES, run_directory, self.poller)
             self.rooms: PrefillRooms | DecodeRooms = prefill
         else:
-            decode = DecodeRooms(self.scheduler, mine, rules)
+            decode = DecodeRooms(self.scheduler, mine, limits)
             self.end = DecodeEnd(decode, tier, run_directory, self.poller)
             self.rooms = decode
         self.failed: list[Request] = []

@@ -3,13 +3,14 @@
 The scheduler's loop calls `serve` once a turn, and the descriptors of either end wake it.
 """
 
+import random
 from abc import ABC, abstractmethod
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import zmq
 
-from sgl_pipeline.cluster.doors import DialError, Door
+from sgl_pipeline.cluster.doors import ROOMS_DOOR, DialError, Door
 from sgl_pipeline.disaggregation.decode_rooms import DecodeRooms
 from sgl_pipeline.disaggregation.prefill_rooms import PrefillRooms
 from sgl_pipeline.disaggregation.room_messages import FromDecode, FromPrefill
@@ -18,12 +19,9 @@ from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.disaggregation.dialer import Dialer
 from sgl_pipeline.managers.disaggregation.peer_streams import PeerStreams
 from sgl_pipeline.pipeline.pipeline_state import RoomsState
-from sgl_pipeline.requests import Request
+from sgl_pipeline.requests import Request, Room
 from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.wire.store_orders import PeerStage
-
-# Of a prefill server's scheduler.
-ROOMS_DOOR = "rooms"
 
 Rooms = TypeVar("Rooms", PrefillRooms, DecodeRooms)
 
@@ -36,26 +34,33 @@ class StagesNow(Protocol):
 
 
 class RoomsEnd(ABC, Generic[Rooms]):
-    """Either end. Requests without a room are none of its business."""
+    """Either end. Requests without a room are none of its business; of the others a share fails on
+    purpose, by `failure_probability`."""
 
-    def __init__(self, rooms: Rooms, tier: KvTier, streams: PeerStreams[Any]) -> None:
+    def __init__(
+        self, rooms: Rooms, tier: KvTier, streams: PeerStreams[Any], failure_probability: float
+    ) -> None:
         self._rooms: Rooms = rooms
         self._tier, self._streams = tier, streams
+        self._failure_probability = failure_probability
 
     def check(self, request: Request) -> None:
         """Raises RequestError for a request whose room cannot be opened."""
-        if request.room is not None:
-            self._rooms.check(request)
+        if request.room is None:
+            return
+        self._rooms.check(request)
+        if random.random() < self._failure_probability:
+            raise RequestError("this room was made to fail (SGLANG_TEST_DISAGG_FAILURE_PROB)", 500)
 
     def opened(self, request: Request, now_s: float) -> None:
         """The scheduler has queued a request that `check` has accepted."""
         if request.room is not None:
             self._rooms.opened(request, now_s)
 
-    def refused(self, request: Request, error: RequestError, now_s: float) -> None:
-        """A request was refused before it was queued: its other half ends, too."""
-        if request.room is not None:
-            self._rooms.refused(request, str(error), error.status_code, now_s)
+    def refused(self, room: Room | None, reason: str, status: int, now_s: float) -> None:
+        """A request of `room` was refused before it was queued: its other half ends, too."""
+        if room is not None:
+            self._rooms.refused(room, reason, status, now_s)
 
     def serve(self, now_s: float) -> list[Request]:
         """Takes and sends what there is; returns the requests that have ended with their rooms."""
@@ -109,10 +114,10 @@ class PrefillEnd(RoomsEnd[PrefillRooms]):
         stages: StagesNow,
         run_directory: str,
         poller: zmq.Poller,
+        failure_probability: float = 0.0,
     ) -> None:
-        super().__init__(
-            rooms, tier, PeerStreams(run_directory, msgspec.msgpack.Decoder(FromDecode))
-        )
+        streams = PeerStreams(run_directory, msgspec.msgpack.Decoder(FromDecode))
+        super().__init__(rooms, tier, streams, failure_probability)
         self._stages = stages
         self._door = Door(run_directory, ROOMS_DOOR)
         for descriptor in (self._door.fileno(), self._streams.fileno()):
@@ -137,11 +142,15 @@ class DecodeEnd(RoomsEnd[DecodeRooms]):
     """A decode server's end, which dials."""
 
     def __init__(
-        self, rooms: DecodeRooms, tier: KvTier, run_directory: str, poller: zmq.Poller
+        self,
+        rooms: DecodeRooms,
+        tier: KvTier,
+        run_directory: str,
+        poller: zmq.Poller,
+        failure_probability: float = 0.0,
     ) -> None:
-        super().__init__(
-            rooms, tier, PeerStreams(run_directory, msgspec.msgpack.Decoder(FromPrefill))
-        )
+        streams = PeerStreams(run_directory, msgspec.msgpack.Decoder(FromPrefill))
+        super().__init__(rooms, tier, streams, failure_probability)
         self._dialer = Dialer(run_directory, ROOMS_DOOR)
         for descriptor in (self._dialer.fileno(), self._streams.fileno()):
             poller.register(descriptor, zmq.POLLIN)

@@ -15,13 +15,11 @@ from support.clusters import host_directory, open_port, until
 from support.paired_servers import IDENTITY
 from support.room_ends import LiveEnd
 
-from sgl_pipeline.cluster.doors import dial
+from sgl_pipeline.cluster.doors import ROOMS_DOOR, dial
 from sgl_pipeline.cluster.framed_stream import FramedStream
 from sgl_pipeline.cluster.secure_stream import SecureStream
-from sgl_pipeline.disaggregation import decode_rooms, heartbeat, identity
+from sgl_pipeline.disaggregation import decode_rooms, identity
 from sgl_pipeline.disaggregation.room_messages import End
-from sgl_pipeline.errors import RequestError
-from sgl_pipeline.managers.disaggregation.room_ends import ROOMS_DOOR
 from sgl_pipeline.requests import Request, Room
 
 TEST = Path(__file__).resolve().parents[2]
@@ -63,7 +61,8 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     monkeypatch.setattr(decode_rooms, "UNREACHABLE_S", 0.3)
     directory = host_directory(tmp_path / "p")
     with open_port(directory) as (address, _):
-        made = Pair(address, directory, LiveEnd(host_directory(tmp_path / "d"), is_prefill=False))
+        own = host_directory(tmp_path / "d")
+        made = Pair(address, directory, LiveEnd(own, is_prefill=False, silence_s=1.5))
         yield made
         made.decode.end.close()
         if made.prefill is not None:
@@ -94,8 +93,8 @@ def test_two_that_are_alike_serve_rooms_over_one_stream(pair: Pair) -> None:
     # The other half of one is refused: both clients hear the same.
     other = pair.prefill
     assert first.room is not None
-    half = Request("half", [1], first.sampling, first.stops, room=Room(first.room.number))
-    other.end.refused(half, RequestError("the prompt is too long", 400), time.monotonic())
+    half = Room(first.room.number)
+    other.end.refused(half, "the prompt is too long", 400, time.monotonic())
     assert pair.until_failed(first) == ("the prompt is too long", 400)
     assert second not in pair.decode.failed
     assert other.rooms.num_peers == 1
@@ -169,8 +168,7 @@ def test_a_server_that_is_killed_fails_its_rooms_and_the_next_one_takes_over(pai
 
 
 @pytest.mark.multiproc
-def test_a_server_that_hangs_fails_its_rooms(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "SILENCE_S", 1.5)
+def test_a_server_that_hangs_fails_its_rooms(pair: Pair) -> None:
     with prefill_process(pair.prefill_directory) as child:
         request = pair.submit()
         pair.until_connected()
