@@ -99,8 +99,8 @@ def test_stages_find_their_layers_in_files_of_any_other_split(
     servers: Servers, folder: Path, layer_counts: tuple[int, ...]
 ) -> None:
     servers.start(layer_counts).serve(conversations())
-    pages = [*folder.glob("records/*/*")]
-    assert len([*folder.glob("*.bin")]) == len(layer_counts) * (len(pages) - 1)  # and a marker
+    records = [*folder.glob("records/*/*")]
+    assert len([*folder.glob("*.bin")]) == len(layer_counts) * len(records) > 0
     for others in SPLITS:
         server = servers.start(others)
         assert server.serve(conversations()) == without_store(0)
