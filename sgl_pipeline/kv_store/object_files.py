@@ -75,7 +75,8 @@ class ObjectFiles:
 def remove_objects(
     folder: StoreFolder, page_hash: bytes, digest: str, objects: Iterable[range]
 ) -> None:
-    """Removes the objects of a page, whose record is gone, by the layers of each. Raises OSError."""
+    """Removes the objects of a page whose record is gone; `objects` are the layers of each. Raises
+    OSError."""
     for layers in objects:
         remove_file(folder.object_file(object_name(page_hash, digest, layers)))
 

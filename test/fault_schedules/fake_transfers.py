@@ -245,9 +245,7 @@ class FakeTransfers:
             return
         session.jobs.save_begins(self._object_bytes * len(session.layers), self._now_s())
         page = job.pages[index]
-        contents = [
-            [self._pages.content(layer, page) for layer in run] for run in session.runs
-        ]
+        contents = [[self._pages.content(layer, page) for layer in run] for run in session.runs]
         write_s = self._rng.random() * session.store.tempo.write_s
         self._after(write_s, lambda: self._write(session, job, checksums, contents))
 

@@ -133,9 +133,10 @@ class FaultyStore:
 
     def check(self, record: PageRecord) -> None:
         """Asserts that all layers of the page were written, and that the record describes them."""
-        written = [self._written[record.page_hash, layers] for layers in record.objects]
-        checksums = array(UINT32, record.checksums).tolist()
-        assert checksums == sum(written, []), "a record is not of what was written"
+        written = array(UINT32)
+        for layers in record.objects:
+            written.extend(self._written[record.page_hash, layers])
+        assert record.checksums == written.tobytes(), "a record is not of what was written"
         assert record.sizes == self._sizes
 
     def commit(self, record: PageRecord) -> None:

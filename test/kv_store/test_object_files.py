@@ -28,7 +28,9 @@ def objects_in(path: Path) -> ObjectFiles:
 
 def write(objects: ObjectFiles) -> list[int]:
     """The checksums of an object of three parts."""
-    return objects.write("name", [CONTENT[:10], memoryview(bytearray(CONTENT[10:300])), CONTENT[300:]])
+    return objects.write(
+        "name", [CONTENT[:10], memoryview(bytearray(CONTENT[10:300])), CONTENT[300:]]
+    )
 
 
 def read(objects: ObjectFiles, first: int, end: int) -> list[bytes]:

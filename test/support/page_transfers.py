@@ -96,7 +96,7 @@ def load_order(
     checksums: Sequence[int],
     cuts: Cuts = (),
 ) -> LoadPages:
-    """`checksums` are those of all layers of a page, page by page; `cuts` are those of all pages."""
+    """`checksums` are those of all layers of a page, page by page; all pages have these `cuts`."""
     save = save_order(transfer, pages, numbers)
     return LoadPages(
         transfer,

@@ -49,14 +49,14 @@ class StoreSession:
         self._stage, self._layers, self._sizes = stage, layers, sizes
         self._pages, self._store, self._digest = pages, store, digest
         # The layers of each object that it writes; it reads no more of an object.
-        self._runs = written_runs(layers, is_grouped=store.groups_layers)
+        self._written_runs = written_runs(layers, is_grouped=store.groups_layers)
         self._jobs, self._done = jobs, done
         self._is_over = False
         # The steps that the copies of a transfer come after.
         self._steps: dict[int, object] = {}
         # Guards the pool, the jobs and the end of the session.
         self._news = threading.Condition()
-        buffer_bytes = max(map(self._num_bytes, self._runs))
+        buffer_bytes = max(map(self._num_bytes, self._written_runs))
         self._threads = [
             threading.Thread(target=self._run, args=(work, copies), name=name, daemon=True)
             for name, work, copies in (
@@ -153,7 +153,7 @@ class StoreSession:
         try:
             copies.begin(self._steps.pop(job.transfer))
             for index, page in enumerate(job.pages):
-                for run in self._runs:
+                for run in self._written_runs:
                     self._await_save_turn(self._num_bytes(run))
                     started_s = time.monotonic()
                     content = copies.buffer()

@@ -25,7 +25,7 @@ PLAN = StagePlan(0, (2,))
 
 def test_pages_go_to_files_and_come_back(tmp_path: Path) -> None:
     place = msgspec.structs.replace(PLACE, backend="file", address=str(tmp_path / "kv"))
-    shapes = shapes_of(torch.int8)
+    shapes = shapes_of(torch.int8, num_layers=2)
     source, target = filled_pool(range(2), shapes, 1), filled_pool(range(2), shapes, 2)
     pages = [*range(source.num_pages)]
     there = PageTransfers(0, source, lambda: PLAN, lambda: True)

@@ -173,8 +173,8 @@ def test_a_broken_object_ends_a_load_behind_the_good_prefix(
 ) -> None:
     saved = Saved(counts=saved_by)
     number = NUMBERS[good_pages]
-    name, start = saved.part(number, layer)
-    content, at = saved.store.objects[name], start + 9
+    name, first = saved.part(number, layer)
+    content, at = saved.store.objects[name], first + 9
     changed = {
         "missing": None,
         "short": content[:-1],
