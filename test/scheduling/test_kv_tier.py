@@ -49,6 +49,21 @@ def test_another_server_of_another_depth_loads_what_the_first_one_saved(
     assert other.tier.counts.loaded_tokens == request.loaded_tokens
 
 
+def test_one_load_has_pages_that_servers_of_unlike_splits_have_saved() -> None:
+    store = MemoryStore()
+    served(store)
+    second = StoredPipeline(store, (1, 2, 3))
+    second.add([*PROMPT, *([6] * 8)])
+    second.run()
+    assert {record.cuts for record in store.records.values()} == {(0, 3), (0, 1, 3)}
+    third = StoredPipeline(store, (5, 1))
+    request = third.add([*PROMPT, *([6] * 8), 1])
+    third.run()
+    third.check_outputs()
+    assert request.loaded_tokens == (len(PROMPT) + 8) // PAGE_SIZE * PAGE_SIZE
+    assert third.tier.counts.num_broken_pages == 0
+
+
 def test_output_tokens_are_saved_too() -> None:
     store = MemoryStore()
     first = StoredPipeline(store)

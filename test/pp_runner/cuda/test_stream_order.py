@@ -389,6 +389,31 @@ def test_what_is_forgotten_is_a_race(
     assert race in races_of(work, broken)
 
 
+def test_a_layer_is_copied_to_its_place_in_a_buffer() -> None:
+    """In a CPU's memory, where copies are over at once."""
+    shapes = SPEC.attention_shapes(PAGE_SIZE, torch.bfloat16, torch.device("cpu"))
+    pool, size = KvPool(range(2), shapes, NUM_PAGES), shapes[0].page_bytes
+    for layer in range(2):
+        for part in pool.rows(layer):
+            part.copy_(torch.randint(256, part.shape, dtype=torch.uint8))
+
+    def content_of(layer: int, page: int) -> bytes:
+        return b"".join(part[page].numpy().tobytes() for part in pool.rows(layer))
+
+    with EmulatedStreams().watching():
+        pages = StagedPool(pool).pages_of(range(2))
+        saves, loads = pages.copies_out(2 * size), pages.copies_in(2 * size)
+        saved, loaded = saves.buffer(), loads.buffer()
+        for layer, start in ((0, size), (1, 0)):
+            saves.copy(layer, 3, saved, start)
+        loaded[:] = saved
+        for layer, start in ((0, size), (1, 0)):
+            loads.copy(layer, 5, loaded, start)
+    assert saved.tobytes() == content_of(1, 3) + content_of(0, 3)
+    for layer in range(2):
+        assert content_of(layer, 5) == content_of(layer, 3)
+
+
 @pytest.mark.parametrize("work", [save_pages, load_pages, end_transfers])
 def test_transfers_wait_for_copies_and_never_for_a_stream(work: Work) -> None:
     """Neither for the device, nor in a copy that is not asynchronous."""

@@ -7,6 +7,7 @@ import time
 import zlib
 from random import Random
 
+import msgspec
 import pytest
 import torch
 from support.page_transfers import (
@@ -162,6 +163,27 @@ def test_stages_of_another_split_load_their_layers(
         after = pool_content(kv_pool)
         assert [before[at] for at in others] == [after[at] for at in others]
         transfers.close()
+
+
+def test_the_pages_of_one_load_may_be_cut_in_several_ways() -> None:
+    saved, others = Saved(counts=(1, 2)), Saved(counts=(2, 1))
+    saved.store.objects = {
+        name: content
+        for one in (saved, others)
+        for name, content in one.store.objects.items()
+        if name.startswith(hash_of(NUMBERS[1]).hex()) is (one is others)
+    }
+    kv_pool = filled_pool(range(3), saved.shapes, 2)
+    transfers = start(kv_pool, saved.store)
+    order = load_order(2, [1, 2, 3], NUMBERS, saved.checksums)
+    cuts = (saved.cuts, others.cuts, saved.cuts)
+    transfers.obey(msgspec.structs.replace(order, cuts=cuts))
+    assert await_reports(transfers)[0].num_pages == 3
+    for layer in range(3):
+        for target, page in zip((1, 2, 3), PAGES, strict=True):
+            content = page_content(kv_pool, layer, target)
+            assert content == page_content(saved.kv_pool, layer, page)
+    transfers.close()
 
 
 @pytest.mark.parametrize("layer", range(3))
