@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-
 from xdist.scheduler import LoadFileScheduling
 
 from sgl_pipeline.errors import KernelBuildError
@@ -30,8 +29,8 @@ def one_thread() -> None:
 
 
 class WholeFolders(LoadFileScheduling):
-    """Whole files to a worker of pytest, and all files whose tests share servers to one: each worker
-    would start these servers for itself."""
+    """Whole files to a worker of pytest, and all files whose tests share servers to one worker:
+    each would start these for itself."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)

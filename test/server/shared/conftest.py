@@ -1,7 +1,7 @@
 """Servers for all tests that only talk to one, each with two stages and in fp32.
 
-One worker of `make test-servers` runs all files of this folder (`test/conftest.py`). Then the servers end,
-and give their memory back.
+One worker of `make test-servers` runs all files of this folder (`test/conftest.py`). Then the
+servers end, and give their memory back.
 """
 
 from collections.abc import Iterator
