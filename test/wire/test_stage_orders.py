@@ -39,7 +39,7 @@ EXAMPLES: tuple[StageOrder, ...] = (
     AbandonMove(2),
     UseStore(StorePlace(backend="file", address="/store", digest="ukv1-0", save_bytes_per_s=9)),
     SavePages(3, b"pages___", b"hashes__"),
-    LoadPages(4, b"pages___", b"hashes__", b"sums____"),
+    LoadPages(4, b"pages___", b"hashes__", b"sums____", ((0, 2), (0,))),
 )
 
 
