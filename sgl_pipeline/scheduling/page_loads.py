@@ -356,6 +356,7 @@ def _order_of(load: PageLoad) -> LoadPages:
         array(INT32, load.pages).tobytes(),
         b"".join(record.page_hash for record in load.records),
         b"".join(record.checksums for record in load.records),
+        () if load.source else tuple(record.cuts for record in load.records),
         load.source,
         _offer_of(load),
     )

@@ -125,13 +125,13 @@ class PageTransfers:
     def _begin_session(self) -> None:
         if self._place is None:
             return
-        layers = self._plan().layers_of(self._stage)
-        pages = self._pages_of(layers)
+        layers, sizes = self._plan().layers_of(self._stage), self._kv_pool.page_bytes
         self._session = StoreSession(
             self._stage,
             layers,
-            pages,
-            self._open_store(self._place, [*map(pages.object_bytes, layers)]),
+            sizes,
+            self._pages_of(layers),
+            self._open_store(self._place, [sizes[layer] for layer in layers]),
             self._place.digest,
             TransferJobs(self._place.save_bytes_per_s),
             self._take_done,

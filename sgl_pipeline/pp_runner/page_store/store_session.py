@@ -2,20 +2,21 @@
 
 One loads and one saves, an object at a time, through buffers of its own. So a copy to or from the
 pool begins under a lock, and never while a store is waited for: ending a session waits for the copy
-of one object at most.
+of one layer of a page at most.
 """
 
 import contextlib
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from sgl_pipeline.errors import BrokenObject, StoreError
 from sgl_pipeline.kv_store.object_names import object_name
 from sgl_pipeline.kv_store.page_store import ObjectStore
+from sgl_pipeline.object_layers import ObjectPart, object_parts, written_runs
 from sgl_pipeline.pp_runner.base.compute_threads import use_every_core
-from sgl_pipeline.pp_runner.page_store.pool_pages import PageCopies, PoolPages
+from sgl_pipeline.pp_runner.page_store.pool_pages import Bytes, PageCopies, PoolPages
 from sgl_pipeline.pp_runner.page_store.transfer_jobs import PageTransfer, TransferJobs
 from sgl_pipeline.wire.store_orders import UINT32, PagesLoaded, PagesSaved, StoreReport
 
@@ -28,6 +29,7 @@ class StoreSession:
     """Transfers of `layers` of `stage`.
 
     Args:
+        sizes: bytes of a page of each layer of the model.
         pages: those of `layers`.
         digest: of the store (`StorePlace`).
         done: takes each report, in the thread of its transfer; never after `end`.
@@ -37,25 +39,29 @@ class StoreSession:
         self,
         stage: int,
         layers: range,
+        sizes: Sequence[int],
         pages: PoolPages,
         store: ObjectStore,
         digest: str,
         jobs: TransferJobs,
         done: Callable[[StoreReport], None],
     ) -> None:
-        self._stage, self._layers = stage, layers
+        self._stage, self._layers, self._sizes = stage, layers, sizes
         self._pages, self._store, self._digest = pages, store, digest
+        # The layers of each object that it writes; it reads no more of an object.
+        self._written_runs = written_runs(layers, is_grouped=store.groups_layers)
         self._jobs, self._done = jobs, done
         self._is_over = False
         # The steps that the copies of a transfer come after.
         self._steps: dict[int, object] = {}
         # Guards the pool, the jobs and the end of the session.
         self._news = threading.Condition()
+        buffer_bytes = max(map(self._num_bytes, self._written_runs))
         self._threads = [
             threading.Thread(target=self._run, args=(work, copies), name=name, daemon=True)
             for name, work, copies in (
-                ("page loads", self._load_next, pages.copies_in()),
-                ("page saves", self._save_next, pages.copies_out()),
+                ("page loads", self._load_next, pages.copies_in(buffer_bytes)),
+                ("page saves", self._save_next, pages.copies_out(buffer_bytes)),
             )
         ]
         for thread in self._threads:
@@ -110,51 +116,52 @@ class StoreSession:
             self._done(report)
 
     def _load(self, job: PageTransfer, copies: PageCopies) -> PagesLoaded:
-        num_objects, failure = 0, None
+        num_pages, failure = 0, None
         started_s = time.monotonic()
         try:
             for num_begun in self._begin_load(job, copies):
-                num_objects = num_begun
+                num_pages = num_begun
         except _SessionOver:
             raise
         except Exception as error:
             failure = error
         copies.wait()  # an error of the device here is also the next step's
-        return self._loaded(job, num_objects, time.monotonic() - started_s, failure)
+        return self._loaded(job, num_pages, time.monotonic() - started_s, failure)
 
     def _begin_load(self, job: PageTransfer, copies: PageCopies) -> Iterator[int]:
-        """Begins the copies of a load, one by one; gives how many have begun."""
+        """Begins the copies of a load, page by page; gives how many pages have all theirs."""
         copies.begin(self._steps.pop(job.transfer))
-        num_begun = 0
+        parts = {cuts: [*object_parts(cuts, self._sizes, self._layers)] for cuts in {*job.cuts}}
         for index, page in enumerate(job.pages):
-            for layer in self._layers:
+            for part in parts[job.cuts[index]]:
                 content = copies.buffer()
-                self._store.read_into(
-                    object_name(job.hash_of(index), self._digest, layer),
-                    content.data,
-                    self._pages.object_bytes(layer),
-                    job.checksum_of(index, layer),
-                )
-                with self._unless_over():
-                    copies.copy(layer, page, content)
-                num_begun += 1
-                yield num_begun
+                self._read(job, index, part, content)
+                self._copy(part.layers, page, copies, content)
+            yield index + 1
+
+    def _read(self, job: PageTransfer, index: int, part: ObjectPart, content: Bytes) -> None:
+        self._store.read_into(
+            object_name(job.hash_of(index), self._digest, part.object_layers),
+            [content[place].data for place in self._places(part.layers)],
+            job.checksums_of(index, part.layers),
+            part.num_bytes,
+            part.offset,
+        )
 
     def _save(self, job: PageTransfer, copies: PageCopies) -> PagesSaved:
         checksums, busy_s, failure = array(UINT32), 0.0, None
         try:
             copies.begin(self._steps.pop(job.transfer))
             for index, page in enumerate(job.pages):
-                for layer in self._layers:
-                    num_bytes = self._pages.object_bytes(layer)
+                for run in self._written_runs:
+                    self._await_save_turn(self._num_bytes(run))
+                    started_s = time.monotonic()
                     content = copies.buffer()
-                    with self._save_turn(num_bytes):
-                        started_s = time.monotonic()
-                        copies.copy(layer, page, content)
+                    self._copy(run, page, copies, content)
                     copies.wait()
-                    name = object_name(job.hash_of(index), self._digest, layer)
-                    _, checksum = self._store.write(name, [content.data[:num_bytes]])
-                    checksums.append(checksum)
+                    name = object_name(job.hash_of(index), self._digest, run)
+                    parts = [content[place].data for place in self._places(run)]
+                    checksums.extend(self._store.write(name, parts))
                     busy_s += time.monotonic() - started_s
         except _SessionOver:
             raise
@@ -162,15 +169,31 @@ class StoreSession:
             failure = error
         return self._saved(job, checksums, busy_s, failure)
 
+    def _copy(self, layers: range, page: int, copies: PageCopies, content: Bytes) -> None:
+        """Begins the copies between a page of `layers` and a buffer, one by one: the thread of the
+        steps waits for the lock at times."""
+        for layer, place in zip(layers, self._places(layers), strict=True):
+            with self._unless_over():
+                copies.copy(layer, page, content, place.start)
+
+    def _places(self, layers: range) -> Iterator[slice]:
+        """The places of layers in a buffer, one behind the other."""
+        start = 0
+        for layer in layers:
+            yield slice(start, start := start + self._sizes[layer])
+
+    def _num_bytes(self, layers: range) -> int:
+        """Bytes of a page of `layers`."""
+        return sum(self._sizes[layers.start : layers.stop])
+
     def _loaded(
-        self, job: PageTransfer, num_objects: int, busy_s: float, failure: Exception | None
+        self, job: PageTransfer, num_pages: int, busy_s: float, failure: Exception | None
     ) -> PagesLoaded:
-        num_pages = num_objects // len(self._layers)
         return PagesLoaded(
             stage=self._stage,
             transfer=job.transfer,
             num_pages=num_pages,
-            num_bytes=num_pages * sum(map(self._pages.object_bytes, self._layers)),
+            num_bytes=num_pages * self._num_bytes(self._layers),
             busy_s=busy_s,
             is_broken=isinstance(failure, BrokenObject),
             message=_text(failure),
@@ -186,9 +209,10 @@ class StoreSession:
             transfer=job.transfer,
             num_pages=num_pages,
             layers=(self._layers.start, self._layers.stop),
-            sizes=tuple(map(self._pages.object_bytes, self._layers)),
+            sizes=tuple(self._sizes[self._layers.start : self._layers.stop]),
             checksums=checksums[: num_pages * num_layers].tobytes(),
             busy_s=busy_s,
+            is_grouped=self._store.groups_layers,
             message=_text(failure),
         )
 
@@ -199,15 +223,12 @@ class StoreSession:
                 self._wait(None)
             return job
 
-    @contextlib.contextmanager
-    def _save_turn(self, num_bytes: int) -> Iterator[None]:
-        """Waits until the save under way may write an object of this size; then as
-        `_unless_over`."""
+    def _await_save_turn(self, num_bytes: int) -> None:
+        """Waits until the save under way may write an object of this size."""
         with self._unless_over():
             while wait_s := self._jobs.save_wait_s(time.monotonic()):
                 self._wait(wait_s)
             self._jobs.save_begins(num_bytes, time.monotonic())
-            yield
 
     def _wait(self, timeout_s: float | None) -> None:
         self._news.wait(timeout_s)

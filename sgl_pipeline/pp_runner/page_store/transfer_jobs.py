@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.object_layers import Cuts, are_cuts
 from sgl_pipeline.page_hash import HASH_BYTES
 from sgl_pipeline.wire.step_order import INT32
 from sgl_pipeline.wire.store_orders import UINT32, LoadPages, SavePages
@@ -21,12 +22,14 @@ CATCH_UP_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class PageTransfer:
-    """A `LoadPages`, which has checksums [pages * layers of the model], or a `SavePages`."""
+    """A `LoadPages`, which has checksums [pages * layers of the model] and the cuts of each page,
+    or a `SavePages`."""
 
     transfer: int
     pages: "array[int]"
     hashes: bytes
     checksums: "array[int] | None" = None
+    cuts: tuple[Cuts, ...] = ()
 
     @property
     def is_load(self) -> bool:
@@ -36,17 +39,18 @@ class PageTransfer:
         """The page hash of `pages[index]`."""
         return self.hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
-    def checksum_of(self, index: int, layer: int) -> int:
-        """The CRC-32 of the object of a load that holds `layer` of `pages[index]`."""
+    def checksums_of(self, index: int, layers: range) -> "array[int]":
+        """The checksums of `layers` of `pages[index]` of a load."""
         assert self.checksums is not None
-        return self.checksums[index * (len(self.checksums) // len(self.pages)) + layer]
+        first = index * (len(self.checksums) // len(self.pages))
+        return self.checksums[first + layers.start : first + layers.stop]
 
 
 def page_transfer(order: SavePages | LoadPages, num_pages: int, num_layers: int) -> PageTransfer:
     """The transfer of `order`, for a pool of `num_pages` and a model of `num_layers`.
 
-    Raises ProtocolError for pages that the pool does not have, and when its arrays do not have the
-    same number of pages.
+    Raises ProtocolError for pages that the pool does not have or whose cuts are none, and when its
+    arrays do not have the same number of pages.
     """
     pages = _array(INT32, order.pages)
     checksums = _array(UINT32, order.checksums) if isinstance(order, LoadPages) else None
@@ -62,7 +66,14 @@ def page_transfer(order: SavePages | LoadPages, num_pages: int, num_layers: int)
             f"transfer {order.transfer} names pages {min(pages)} to {max(pages)}, the pool has "
             f"{num_pages}"
         )
-    return PageTransfer(order.transfer, pages, order.hashes, checksums)
+    if not isinstance(order, LoadPages):
+        return PageTransfer(order.transfer, pages, order.hashes)
+    if len(order.cuts) != len(pages) or not all(are_cuts(one, num_layers) for one in order.cuts):
+        raise ProtocolError(
+            f"transfer {order.transfer} names {len(pages)} pages whose {num_layers} layers are cut "
+            f"{order.cuts}"
+        )
+    return PageTransfer(order.transfer, pages, order.hashes, checksums, order.cuts)
 
 
 def _array(typecode: str, content: bytes) -> "array[int]":
