@@ -10,11 +10,10 @@ once a turn. It sends `outbox`, closes `closing`, and answers the requests `fail
 three. What arrives of a session that is over has no effect.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from sgl_pipeline.disaggregation.heartbeat import Heartbeat
 from sgl_pipeline.disaggregation.identity import ServerIdentity
+from sgl_pipeline.disaggregation.prefill_servers import MOST_PEERS, PrefillServers
 from sgl_pipeline.disaggregation.room_counts import RoomCounts
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.disaggregation.room_messages import (
@@ -22,32 +21,21 @@ from sgl_pipeline.disaggregation.room_messages import (
     FromDecode,
     FromPrefill,
     Got,
-    PeerRejected,
-    PeerStages,
-    PeerWelcome,
-    Ping,
     Ready,
     Want,
 )
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.requests import FinishReason, Request, Room
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.wire.store_orders import PeerPlace, PeerStage
+from sgl_pipeline.wire.store_orders import PeerPlace
 
-# Prefill servers at a time: their addresses come with requests.
-MOST_PEERS = 64
-REDIAL_S = 1.0
-# Where no request waits for it; also the most ends that are kept for it meanwhile.
-LONGEST_REDIAL_S = 30.0
-MOST_ENDS = 1_000
-# How long a prefill server may be out of reach, or not have pages that it said it has (its layers
-# move, a stage is being replaced), before its rooms fail.
-UNREACHABLE_S = 3.0
+# How long a prefill server may lack pages that it said it has (its layers move, a stage is being
+# replaced), before the room fails; and when it is asked again.
 MISSING_S = 30.0
-# How long a load may go on whose request has ended: then it hangs.
-ORPHAN_S = 5.0
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
+# How long a load may go on whose request has ended: then it hangs.
+ORPHAN_S = 5.0
 _TICK_S = 0.1
 
 
@@ -72,22 +60,6 @@ class _Room:
         return self.request.room.number
 
 
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """A prefill server: not dialed, being dialed, greeted, or known (`stages`). `ends` are of
-    rooms that have failed here, each with its moment; it may not have heard of them."""
-
-    session: int | None = None
-    heartbeat: Heartbeat | None = None
-    stages: tuple[PeerStage, ...] | None = None
-    epoch: int = -1
-    is_dialing: bool = False
-    redial_s: float = float("-inf")
-    rest_s: float = REDIAL_S
-    failing_since_s: float | None = None
-    ends: deque[tuple[float, End | Got]] = field(default_factory=lambda: deque(maxlen=MOST_ENDS))
-
-
 class DecodeRooms:
     """All rooms of one `scheduler`, which is that of a decode server from now on."""
 
@@ -96,17 +68,24 @@ class DecodeRooms:
     ) -> None:
         self._scheduler, self._tier = scheduler, scheduler.tier
         self._arrivals = scheduler.tier.arrivals
-        self._identity, self._limits = identity, limits
+        self._limits = limits
+        self._servers = PrefillServers(identity, limits, self)
         self._rooms: dict[int, _Room] = {}
-        self._peers: dict[str, _Peer] = {}
-        self._peer_of: dict[int, str] = {}  # by session
         self._next_tick_s = float("-inf")
         self._orphans_since_s: float | None = None
-        self.outbox: list[tuple[int, FromDecode]] = []
-        self.closing: list[int] = []
         self.failed: list[Request] = []
         self.counts = RoomCounts()
         self._tier.read_peers(limits.reserved_tokens)
+
+    @property
+    def outbox(self) -> list[tuple[int, FromDecode]]:
+        """Messages to send, each with its session."""
+        return self._servers.outbox
+
+    @property
+    def closing(self) -> list[int]:
+        """Sessions to close."""
+        return self._servers.closing
 
     # Requests
 
@@ -116,7 +95,7 @@ class DecodeRooms:
         assert room is not None
         if room.number in self._rooms:
             raise RequestError(f"bootstrap_room {room.number} belongs to another request")
-        if room.peer not in self._peers and len(self._peers) >= MOST_PEERS:
+        if not self._servers.can_know(room.peer):
             raise RequestError(
                 f"{MOST_PEERS} prefill servers are in use already, {room.peer} would be one more",
                 503,
@@ -127,83 +106,50 @@ class DecodeRooms:
         assert request.room is not None
         room = _Room(request, request.room.peer, now_s)
         self._rooms[room.number] = room
-        peer = self._peers.setdefault(room.peer, _Peer())
-        if peer.stages is not None:
-            self._send(peer, Want(room.number))
-        peer.redial_s = min(peer.redial_s, now_s + REDIAL_S)
+        self._servers.know(room.peer, now_s)
+        self._servers.send(room.peer, Want(room.number))
 
     def refused(self, room: Room, reason: str, status: int, now_s: float) -> None:
         """A request of `room` was refused here: its other half ends, too."""
-        if room.number in self._rooms:
-            return  # the room of another request
-        if room.peer in self._peers or len(self._peers) < MOST_PEERS:
-            peer = self._peers.setdefault(room.peer, _Peer())
-            self._send_end(peer, End(room.number, reason, status), now_s)
+        # Unless the room is another request's.
+        if room.number not in self._rooms and self._servers.can_know(room.peer):
+            self._servers.know(room.peer, now_s)
+            self._servers.send_end(room.peer, End(room.number, reason, status), now_s)
 
     # Streams
 
     def peers_to_dial(self, now_s: float) -> list[str]:
         """The addresses to dial now: each is followed by `connected` or `dial_failed`."""
-        due = [
-            address
-            for address, peer in self._peers.items()
-            if peer.session is None and not peer.is_dialing and now_s >= peer.redial_s
-        ]
-        if due:
-            needed = {room.peer for room in self._rooms.values()}
-            due = [one for one in due if one in needed or self._peers[one].ends]
-        for address in due:
-            self._peers[address].is_dialing = True
-        return due
+        return self._servers.to_dial(now_s, self._needed_peers())
 
     def connected(self, address: str, session: int, now_s: float) -> None:
         """The prefill server at `address` has been reached."""
-        peer = self._peers[address]
-        peer.is_dialing = False
-        peer.session, peer.heartbeat = session, Heartbeat(now_s, self._limits.silence_s)
-        self._peer_of[session] = address
-        self._send(peer, self._identity.hello())
+        self._servers.connected(address, session, now_s)
 
     def dial_failed(self, address: str, reason: str, now_s: float, *, is_final: bool) -> None:
         """The prefill server at `address` was not reached; nor will it be, if that `is_final`."""
         self._take_ended(now_s)
-        self._peers[address].is_dialing = False
-        self._not_reached(address, reason, now_s, is_final=is_final)
+        self._servers.dial_failed(address, reason, now_s, is_final=is_final)
 
     def disconnected(self, session: int, reason: str, now_s: float) -> None:
         """A stream has ended."""
         self._take_ended(now_s)
-        address = self._peer_of.get(session)
-        if address is None:
-            return
-        if self._peers[address].stages is None:
-            self._forget_session(address)
-            self._not_reached(address, f"{address}: {reason}", now_s, is_final=False)
-        else:
-            self._lose_peer(address, f"{address} is gone: {reason}", 503, now_s)
+        self._servers.disconnected(session, reason, now_s)
 
     def take(self, session: int, message: FromPrefill, now_s: float) -> None:
         """A message of a prefill server."""
         self._take_ended(now_s)
-        address = self._peer_of.get(session)
-        if address is None:
+        about_room = self._servers.take(session, message, now_s)
+        if about_room is None:
             return
-        peer = self._peers[address]
-        assert peer.heartbeat is not None
-        peer.heartbeat.heard(now_s)
-        if isinstance(message, PeerWelcome | PeerStages):
-            self._meet(address, peer, message, now_s)
-        elif isinstance(message, PeerRejected):
-            self._give_up(address, message.reason, 500, now_s)
-            peer.ends.clear()
-        elif isinstance(message, Ready | End):
-            room = self._rooms.get(message.room)
-            if room is None or room.peer != address:
-                return  # it has ended here
-            if isinstance(message, End):
-                self._fail(room, message.reason, message.status, now_s, tells=False)
-            elif room.ready_s is None:
-                self._be_ready(room, message, now_s)
+        address, news = about_room
+        room = self._rooms.get(news.room)
+        if room is None or room.peer != address:
+            return  # it has ended here
+        if isinstance(news, End):
+            self._fail(room, news.reason, news.status, now_s, tells=False)
+        elif room.ready_s is None:
+            self._be_ready(room, news, now_s)
 
     def serve(self, now_s: float) -> None:
         """Goes on with what has happened in the scheduler, and with what time brings."""
@@ -216,15 +162,7 @@ class DecodeRooms:
             self._tick(room, now_s)
         self._take_loads(now_s)
         self._cut_off_orphans(now_s)
-        for address, peer in [*self._peers.items()]:
-            if peer.heartbeat is not None and peer.session is not None:
-                if peer.heartbeat.is_dead(now_s):
-                    self._give_up(address, f"{address} is silent", 503, now_s)
-                elif peer.heartbeat.is_due(now_s):
-                    self._send(peer, Ping())
-            while peer.ends and now_s - peer.ends[0][0] > self._limits.bootstrap_timeout_s:
-                peer.ends.popleft()  # it has waited long enough for the room
-        self._forget_unused_peers()
+        self._servers.tick(now_s, self._needed_peers())
 
     # Queries
 
@@ -236,75 +174,29 @@ class DecodeRooms:
     @property
     def num_peers(self) -> int:
         """Prefill servers that are connected."""
-        return sum(peer.stages is not None for peer in self._peers.values())
+        return self._servers.num_met
+
+    # What `PrefillServers` reports
+
+    def on_met(self, address: str) -> None:
+        """A prefill server can be asked for its rooms."""
+        for room in self._rooms.values():
+            if room.peer == address:
+                self._servers.send(address, Want(room.number))
+
+    def on_lost(self, address: str, reason: str, status: int, now_s: float) -> None:
+        """Nothing comes from a prefill server any more."""
+        for room in [one for one in self._rooms.values() if one.peer == address]:
+            self._fail(room, f"the prefill server failed: {reason}", status, now_s)
+
+    def on_places(self, places: tuple[PeerPlace, ...]) -> None:
+        """The stages of prefill servers are these."""
+        self._tier.use_peers(places)
 
     # Inside
 
-    def _meet(
-        self, address: str, peer: _Peer, message: PeerWelcome | PeerStages, now_s: float
-    ) -> None:
-        is_new = peer.stages is None
-        if is_new != isinstance(message, PeerWelcome) or message.epoch <= peer.epoch:
-            return  # an earlier one, late
-        if not _has_all_layers(message.stages, self._identity.num_layers):
-            layers = [stage.layers for stage in message.stages]
-            reason = f"its stages have layers {layers} of {self._identity.num_layers}"
-            self._give_up(address, reason, 500, now_s)
-            return
-        peer.epoch, peer.stages = message.epoch, message.stages
-        peer.failing_since_s, peer.rest_s = None, REDIAL_S
-        self._use_peers()
-        if is_new:
-            for _, end in peer.ends:
-                self._send(peer, end)
-            for room in self._rooms.values():
-                if self._peers[room.peer] is peer:
-                    self._send(peer, Want(room.number))
-
-    def _use_peers(self) -> None:
-        digest = self._identity.digest
-        self._tier.use_peers(
-            tuple(
-                PeerPlace(name=address, digest=digest, stages=peer.stages)
-                for address, peer in self._peers.items()
-                if peer.stages is not None
-            )
-        )
-
-    def _lose_peer(self, address: str, reason: str, status: int, now_s: float) -> None:
-        """Ends all rooms of a prefill server, and the session with it, if there is one."""
-        was_known = self._peers[address].stages is not None
-        self._forget_session(address)
-        for room in [one for one in self._rooms.values() if one.peer == address]:
-            self._fail(room, f"the prefill server failed: {reason}", status, now_s)
-        if was_known:
-            self._use_peers()
-
-    def _give_up(self, address: str, reason: str, status: int, now_s: float) -> None:
-        """As `_lose_peer`, for a session that this end closes."""
-        session = self._peers[address].session
-        assert session is not None
-        self.closing.append(session)
-        self._lose_peer(address, reason, status, now_s)
-
-    def _not_reached(self, address: str, reason: str, now_s: float, *, is_final: bool) -> None:
-        """There is no session, and another attempt will be made a while later if one is needed."""
-        peer = self._peers[address]
-        if peer.failing_since_s is None:
-            peer.failing_since_s = now_s
-        if is_final or now_s - peer.failing_since_s >= UNREACHABLE_S:
-            self._lose_peer(address, reason, 503, now_s)
-            peer.rest_s = min(2 * peer.rest_s, LONGEST_REDIAL_S)
-        if is_final:
-            peer.ends.clear()
-        peer.redial_s = now_s + peer.rest_s
-
-    def _forget_session(self, address: str) -> None:
-        peer = self._peers[address]
-        if peer.session is not None:
-            del self._peer_of[peer.session]
-        peer.session = peer.heartbeat = peer.stages = None
-        peer.epoch = -1
+    def _needed_peers(self) -> set[str]:
+        return {room.peer for room in self._rooms.values()}
 
     def _be_ready(self, room: _Room, message: Ready, now_s: float) -> None:
         room.ready_s, room.num_pages = now_s, message.num_pages
@@ -323,7 +215,8 @@ class DecodeRooms:
             del self._rooms[room.number]
             self.counts.note_failure(is_transfer=room.ready_s is not None)
             reason = request.finish.message or "the request has ended"
-            self._tell_end(room, reason, request.finish.status_code or 500, now_s)
+            end = End(room.number, reason, request.finish.status_code or 500)
+            self._servers.send_end(room.peer, end, now_s)
 
     def _take_loads(self, now_s: float) -> None:
         ended = self._arrivals.ended[:]
@@ -337,7 +230,7 @@ class DecodeRooms:
                 del self._rooms[room.number]
                 self.counts.note_transfer(now_s - (room.ready_s or now_s))
                 self._arrivals.let_go(request)
-                self._send(self._peers[room.peer], Got(room.number))
+                self._servers.send(room.peer, Got(room.number))
             else:
                 self._retry_later(room, now_s)
 
@@ -398,38 +291,10 @@ class DecodeRooms:
             self._arrivals.let_go(room.request)
             self.counts.num_computed_here += 1
             if tells:
-                self._send_end(self._peers[room.peer], Got(room.number), now_s)
+                self._servers.send_end(room.peer, Got(room.number), now_s)
             return
         if tells:
-            self._tell_end(room, reason, status, now_s)
+            self._servers.send_end(room.peer, End(room.number, reason, status), now_s)
         finish = FinishReason("abort", message=reason, status_code=status)
         self._scheduler.abort(room.request.request_id, finish)
         self.failed.append(room.request)
-
-    def _tell_end(self, room: _Room, reason: str, status: int, now_s: float) -> None:
-        end = End(room.number, reason, status)
-        self._send_end(self._peers[room.peer], end, now_s)
-
-    def _send_end(self, peer: _Peer, end: End | Got, now_s: float) -> None:
-        """Now, and again in the next session: what was sent last in one may not have arrived."""
-        peer.ends.append((now_s, end))
-        if peer.stages is not None:
-            self._send(peer, end)
-
-    def _send(self, peer: _Peer, message: FromDecode) -> None:
-        if peer.session is not None:
-            self.outbox.append((peer.session, message))
-
-    def _forget_unused_peers(self) -> None:
-        """Forgets the peers that nothing is left to say to."""
-        needed = {room.peer for room in self._rooms.values()}
-        for address, peer in [*self._peers.items()]:
-            is_open = peer.session is not None or peer.is_dialing
-            if not is_open and address not in needed and not peer.ends:
-                del self._peers[address]
-
-
-def _has_all_layers(stages: tuple[PeerStage, ...], num_layers: int) -> bool:
-    """True if each layer of the model is on one of the stages."""
-    layers = [layer for stage in stages for layer in range(*stage.layers)]
-    return layers == list(range(num_layers))

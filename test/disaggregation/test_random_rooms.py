@@ -11,6 +11,7 @@ from support.stored_pipeline import NUM_LAYERS, MemoryStore, shared_prompt
 
 from sgl_pipeline.disaggregation.decode_rooms import DecodeRooms
 from sgl_pipeline.disaggregation.prefill_rooms import PrefillRooms
+from sgl_pipeline.disaggregation.prefill_servers import PrefillServers
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.requests import Request, RequestState, Room
 from sgl_pipeline.scheduling.arrivals_from_peers import ArrivalsFromPeers
@@ -233,10 +234,10 @@ MUTATIONS: dict[str, tuple[type, str, Any]] = {
     "a load that was cut off is not begun again": (ArrivalsFromPeers, "queued", _resume_none),
     "a dead decode server keeps its rooms": (PrefillRooms, "_lose", _nothing),
     "pages that were read are kept": (PrefillRooms, "_got", _nothing),
-    "a prefill server does not hear of ends": (DecodeRooms, "_send_end", _nothing),
-    "a dead prefill server keeps its rooms": (DecodeRooms, "_lose_peer", _nothing),
+    "a prefill server does not hear of ends": (PrefillServers, "send_end", _nothing),
+    "a dead prefill server keeps its rooms": (PrefillServers, "_lose", _nothing),
     "moved layers are not followed": (PrefillRooms, "use_stages", _nothing),
-    "a decode server does not follow moved layers": (DecodeRooms, "_use_peers", _nothing),
+    "a decode server does not follow moved layers": (DecodeRooms, "on_places", _nothing),
     "a request that has ended keeps its room": (PrefillRooms, "_take_ended", _nothing),
     "a load that fell short is not asked for again": (DecodeRooms, "_retry_later", _nothing),
 }

@@ -6,12 +6,8 @@ import pytest
 from support.paired_servers import DecodeServer, PrefillServer, RoomWorld, room_request
 from support.stored_pipeline import PAGE_SIZE, MemoryStore, right_output
 
-from sgl_pipeline.disaggregation.decode_rooms import (
-    MISSING_S,
-    MOST_PEERS,
-    ORPHAN_S,
-    UNREACHABLE_S,
-)
+from sgl_pipeline.disaggregation.decode_rooms import MISSING_S, ORPHAN_S
+from sgl_pipeline.disaggregation.prefill_servers import MOST_PEERS, UNREACHABLE_S
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.disaggregation.room_messages import End, Got, Ready, Want
 from sgl_pipeline.disaggregation.rooms_state import decode_state, prefill_state

@@ -18,7 +18,7 @@ from support.room_ends import LiveEnd
 from sgl_pipeline.cluster.doors import ROOMS_DOOR, dial
 from sgl_pipeline.cluster.framed_stream import FramedStream
 from sgl_pipeline.cluster.secure_stream import SecureStream
-from sgl_pipeline.disaggregation import decode_rooms, identity
+from sgl_pipeline.disaggregation import identity, prefill_servers
 from sgl_pipeline.disaggregation.room_messages import End
 from sgl_pipeline.requests import Request, Room
 
@@ -57,8 +57,8 @@ class Pair:
 
 @pytest.fixture
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    monkeypatch.setattr(decode_rooms, "REDIAL_S", 0.05)
-    monkeypatch.setattr(decode_rooms, "UNREACHABLE_S", 0.3)
+    monkeypatch.setattr(prefill_servers, "REDIAL_S", 0.05)
+    monkeypatch.setattr(prefill_servers, "UNREACHABLE_S", 0.3)
     directory = host_directory(tmp_path / "p")
     with open_port(directory) as (address, _):
         own = host_directory(tmp_path / "d")
@@ -143,7 +143,7 @@ def test_a_name_that_cannot_be_resolved_is_named(pair: Pair) -> None:
 def test_another_key_is_told_at_once(
     tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_rooms, "UNREACHABLE_S", 60.0)
+    monkeypatch.setattr(prefill_servers, "UNREACHABLE_S", 60.0)
     other = host_directory(tmp_path / "other", b"another secret, also long enough")
     with open_port(other) as (address, _):
         pair.address = address
