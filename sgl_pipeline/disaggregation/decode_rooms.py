@@ -120,7 +120,7 @@ class DecodeRooms:
 
     def peers_to_dial(self, now_s: float) -> list[str]:
         """The addresses to dial now: each is followed by `connected` or `dial_failed`."""
-        return self._servers.to_dial(now_s, self._needed_peers())
+        return self._servers.to_dial(now_s, self._needed_peers)
 
     def connected(self, address: str, session: int, now_s: float) -> None:
         """The prefill server at `address` has been reached."""

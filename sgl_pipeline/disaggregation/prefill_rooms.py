@@ -12,6 +12,7 @@ three. What arrives of a session that is over has no effect.
 
 from dataclasses import dataclass
 
+from sgl_pipeline.disaggregation.half_rooms import MOST_REMEMBERED, HalfRooms
 from sgl_pipeline.disaggregation.heartbeat import Heartbeat
 from sgl_pipeline.disaggregation.identity import ServerIdentity
 from sgl_pipeline.disaggregation.room_counts import RoomCounts
@@ -34,8 +35,6 @@ from sgl_pipeline.requests import FinishReason, Request, RequestState, Room
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.wire.store_orders import PeerStage
 
-# Failed rooms that are remembered, and rooms that are wanted before their request is here.
-MOST_REMEMBERED = 10_000
 _TICK_S = 0.1
 
 
@@ -60,14 +59,6 @@ class _Session:
     is_known: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """The end of a room, of which another half may come."""
-
-    end: End
-    failed_s: float
-
-
 class PrefillRooms:
     """All rooms of one `scheduler`, which is that of a prefill server from now on.
 
@@ -88,11 +79,7 @@ class PrefillRooms:
         self._stages, self._epoch = stages, 0
         self._sessions: dict[int, _Session] = {}
         self._rooms: dict[int, _Room] = {}
-        # Wanted rooms whose request is not here yet: the session, and since when.
-        self._wanted: dict[int, tuple[int, float]] = {}
-        self._failures: dict[int, _Failure] = {}
-        # Rooms whose request may still come, and that no server will read: since when.
-        self._unneeded: dict[int, float] = {}
+        self._halves = HalfRooms(limits.bootstrap_timeout_s)
         self._next_tick_s = float("-inf")
         self.outbox: list[tuple[int, FromPrefill]] = []
         self.closing: list[int] = []
@@ -106,22 +93,22 @@ class PrefillRooms:
         """Raises RequestError for a request with a room that is in use, or has failed already."""
         assert request.room is not None
         number = request.room.number
-        if (failure := self._failures.get(number)) is not None:
-            raise RequestError(failure.end.reason, failure.end.status)
+        if (failure := self._halves.failure(number)) is not None:
+            raise RequestError(failure.reason, failure.status)
         if number in self._rooms:
             raise RequestError(f"bootstrap_room {number} belongs to another request")
 
     def opened(self, request: Request, now_s: float) -> None:
         """The scheduler has queued a request that `check` has accepted."""
         assert request.room is not None
-        session, _ = self._wanted.pop(request.room.number, (None, now_s))
-        is_unneeded = self._unneeded.pop(request.room.number, None) is not None
-        self._rooms[request.room.number] = _Room(request, session, is_unneeded)
+        number, halves = request.room.number, self._halves
+        room = _Room(request, halves.take_wanted(number), halves.take_unneeded(number))
+        self._rooms[number] = room
 
     def refused(self, room: Room, reason: str, status: int, now_s: float) -> None:
         """A request of `room` was refused here: its other half ends, too."""
-        if room.number not in self._rooms and room.number not in self._failures:
-            session, _ = self._wanted.pop(room.number, (None, now_s))
+        if room.number not in self._rooms and self._halves.failure(room.number) is None:
+            session = self._halves.take_wanted(room.number)
             self._note_failure(room.number, session, reason, status, now_s)
 
     # Streams
@@ -213,24 +200,22 @@ class PrefillRooms:
         self.outbox.append((session, PeerRejected(reason)))
 
     def _want(self, session: int, number: int, now_s: float) -> None:
-        if (failure := self._failures.get(number)) is not None:
-            self.outbox.append((session, failure.end))
+        if (failure := self._halves.failure(number)) is not None:
+            self.outbox.append((session, failure))
         elif (room := self._rooms.get(number)) is not None:
             if room.session is None:
                 room.session = session
                 self._be_ready(number, room, now_s)
-        elif len(self._wanted) < MOST_REMEMBERED:
-            self._wanted.setdefault(number, (session, now_s))
-        else:
+        elif self._halves.is_full:
             reason = f"{MOST_REMEMBERED} rooms are waited for already; try again later"
             self.outbox.append((session, End(number, reason, 503)))
+        else:
+            self._halves.want(number, session, now_s)
 
     def _got(self, session: int, number: int, now_s: float) -> None:
         room = self._rooms.get(number)
         if room is None:
-            self._wanted.pop(number, None)
-            if number not in self._failures:
-                self._unneeded[number] = now_s
+            self._halves.need_not(number, now_s)
         elif room.session in (None, session):
             room.is_unneeded = True
             if room.held_s is not None:
@@ -248,9 +233,9 @@ class PrefillRooms:
         room = self._rooms.get(end.room)
         if room is not None and room.session in (None, session):
             self._fail(end.room, end.reason, end.status, now_s, tells=False)
-        elif room is None and end.room not in self._failures:
-            self._wanted.pop(end.room, None)
-            self._note_failure(end.room, None, end.reason, end.status, now_s)
+        elif room is None and self._halves.failure(end.room) is None:
+            self._halves.take_wanted(end.room)
+            self._halves.fail(end, now_s)
 
     def _lose(self, session: int, reason: str, now_s: float) -> None:
         """A decode server is dead, or out of reach: it reads nothing any more."""
@@ -259,9 +244,9 @@ class PrefillRooms:
         for number in wanted:
             if not self._rooms[number].is_unneeded:
                 self._fail(number, gone, 503, now_s, tells=False)
-        for number in [one for one, (other, _) in self._wanted.items() if other == session]:
-            del self._wanted[number]
-            self._note_failure(number, None, gone, 503, now_s)
+        for number in self._halves.wanted_by(session):
+            self._halves.take_wanted(number)
+            self._halves.fail(End(number, gone, 503), now_s)
 
     def _take_ended(self, now_s: float) -> None:
         """Requests that have computed their prompts are held; others are failures."""
@@ -312,25 +297,9 @@ class PrefillRooms:
             elif room.held_s is not None and now_s - room.held_s > patience_s:
                 waited = f"for {patience_s:g} s"
                 self._fail(number, f"no decode server has asked for the room {waited}", 503, now_s)
-        for number, (session, since_s) in [*self._wanted.items()]:
-            if now_s - since_s <= patience_s:
-                break
-            del self._wanted[number]
+        for number, session in self._halves.forget_old(now_s):
             reason = f"the prefill server has got no request of the room for {patience_s:g} s"
             self._note_failure(number, session, reason, 503, now_s)
-        self._forget_old(now_s)
-
-    def _forget_old(self, now_s: float) -> None:
-        """Rooms of which no other half comes any more, or too many."""
-        oldest_s = now_s - self._limits.bootstrap_timeout_s
-        for number, failure in [*self._failures.items()]:
-            if failure.failed_s >= oldest_s and len(self._failures) <= MOST_REMEMBERED:
-                break
-            del self._failures[number]
-        for number, since_s in [*self._unneeded.items()]:
-            if since_s >= oldest_s and len(self._unneeded) <= MOST_REMEMBERED:
-                break
-            del self._unneeded[number]
 
     def _fail(
         self, number: int, reason: str, status: int, now_s: float, *, tells: bool = True
@@ -355,6 +324,6 @@ class PrefillRooms:
     ) -> None:
         """Remembers the end of a room, and tells the session that wants it."""
         end = End(number, reason, status)
-        self._failures[number] = _Failure(end, now_s)
+        self._halves.fail(end, now_s)
         if session is not None:
             self.outbox.append((session, end))

@@ -5,7 +5,7 @@ the next session, because those that were sent last in a stream that broke may n
 """
 
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -103,16 +103,16 @@ class PrefillServers:
 
     # Streams
 
-    def to_dial(self, now_s: float, needed: Set[str]) -> list[str]:
+    def to_dial(self, now_s: float, needed: Callable[[], Set[str]]) -> list[str]:
         """The addresses to dial now, of those that rooms need; an end is to be told to others."""
         due = [
             address
             for address, peer in self._peers.items()
-            if peer.session is None
-            and not peer.is_dialing
-            and now_s >= peer.redial_s
-            and (peer.ends or address in needed)
+            if peer.session is None and not peer.is_dialing and now_s >= peer.redial_s
         ]
+        if due:
+            by_rooms = needed()
+            due = [one for one in due if one in by_rooms or self._peers[one].ends]
         for address in due:
             self._peers[address].is_dialing = True
         return due

@@ -480,7 +480,7 @@ class RoomWorld:
                     assert len(request.output_ids) == request.stops.max_new_tokens
             server.check_end()
             if not self.num_faults and isinstance(server, PrefillServer):
-                assert not server.rooms._wanted, "rooms without a request"
+                assert not server.rooms._halves.wanted, "rooms without a request"
             server.tier.use(None, RULES)  # pages may be on their way to a store
             pages = server.core.scheduler._pages
             assert pages._storage.locked_pages == 0, "pages are still locked"

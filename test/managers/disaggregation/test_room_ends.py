@@ -88,7 +88,7 @@ def test_two_that_are_alike_serve_rooms_over_one_stream(pair: Pair) -> None:
     pair.prefill = LiveEnd(pair.prefill_directory, is_prefill=True)
     first, second = pair.submit(), pair.submit()
     pair.until_connected()
-    pair.until(lambda: len(pair.prefill.rooms._wanted) == 2)  # type: ignore[union-attr]
+    pair.until(lambda: len(pair.prefill.rooms._halves.wanted) == 2)  # type: ignore[union-attr]
     assert pair.decode.end.state().bootstrap_requests == 2
     # The other half of one is refused: both clients hear the same.
     other = pair.prefill
