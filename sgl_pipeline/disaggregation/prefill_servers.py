@@ -200,7 +200,7 @@ class PrefillServers:
     def _tell_places(self) -> None:
         digest = self._identity.digest
         places = [
-            PeerPlace(name=address, digest=digest, stages=peer.stages)
+            PeerPlace(name=address, digest=digest, stages=_seen_from_here(address, peer.stages))
             for address, peer in self._peers.items()
             if peer.stages is not None
         ]
@@ -243,6 +243,16 @@ class PrefillServers:
     def _send(self, peer: _Peer, message: FromDecode) -> None:
         assert peer.session is not None
         self.outbox.append((peer.session, message))
+
+
+def _seen_from_here(address: str, stages: tuple[PeerStage, ...]) -> tuple[PeerStage, ...]:
+    """The stages of the server that was dialed at `address`, each with its host."""
+    return tuple(
+        PeerStage(
+            f"{address}{one.address}" if one.address.startswith("/") else one.address, one.layers
+        )
+        for one in stages
+    )
 
 
 def _has_all_layers(stages: tuple[PeerStage, ...], num_layers: int) -> bool:

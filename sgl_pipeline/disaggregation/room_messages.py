@@ -33,7 +33,8 @@ class PeerHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class PeerWelcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The prefill server `name`, and its stages."""
+    """The prefill server `name`, and its stages. The address of a stage may be a door alone, /DOOR:
+    then it is behind the port at which this server was dialed, under whatever name."""
 
     name: str
     epoch: Count
@@ -47,7 +48,7 @@ class PeerRejected(msgspec.Struct, frozen=True, tag=True):
 
 
 class PeerStages(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The prefill server has other stages, or layers have moved: its `epoch` is the next one."""
+    """The prefill server has other stages, or layers have moved: its `epoch` is a later one."""
 
     epoch: Count
     stages: tuple[PeerStage, ...]

@@ -1,18 +1,25 @@
 """A request's prompt is computed on one server and its tokens drawn on another."""
 
 from random import Random
+from types import SimpleNamespace
 
 import pytest
-from support.paired_servers import DecodeServer, PrefillServer, RoomWorld, room_request
+from support.paired_servers import IDENTITY, DecodeServer, PrefillServer, RoomWorld, room_request
 from support.stored_pipeline import PAGE_SIZE, MemoryStore, right_output
 
+from sgl_pipeline.disaggregation import half_rooms
 from sgl_pipeline.disaggregation.decode_rooms import MISSING_S, ORPHAN_S
-from sgl_pipeline.disaggregation.prefill_servers import MOST_PEERS, UNREACHABLE_S
+from sgl_pipeline.disaggregation.prefill_servers import (
+    MOST_PEERS,
+    UNREACHABLE_S,
+    PrefillServers,
+)
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
-from sgl_pipeline.disaggregation.room_messages import End, Got, Ready, Want
+from sgl_pipeline.disaggregation.room_messages import End, Got, PeerWelcome, Ready, Want
 from sgl_pipeline.disaggregation.rooms_state import decode_state, prefill_state
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.requests import LogprobSpec, Request, Room
+from sgl_pipeline.wire.store_orders import PeerPlace, PeerStage
 
 PROMPT = [token % 7 for token in range(3, 40)]
 WHOLE_PAGES = len(PROMPT) // PAGE_SIZE
@@ -441,3 +448,51 @@ def test_the_number_of_prefill_servers_is_bounded() -> None:
     wait(world, LIMITS.bootstrap_timeout_s)
     again = room_request("again", PROMPT, 1, Room(100, "y:1"))
     decode.rooms.check(again)
+
+
+def test_the_number_of_rooms_that_wait_for_their_requests_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(half_rooms, "MOST_REMEMBERED", 2)
+    world, prefill, _ = pair()
+    waiting = [decode_half(world, number) for number in (1, 2, 3)]
+    step(world, 4)
+    assert waiting[0].finish is None and waiting[1].finish is None
+    message, status = error_of(waiting[2])
+    assert status == 503 and "try again later" in message
+    # So is that of failures: the oldest are forgotten.
+    for number in (11, 12, 13):
+        prefill.rooms.refused(Room(number), "refused", 400, world.now_s)
+    step(world, 4)
+    prefill.rooms.check(room_request("a", PROMPT, 1, Room(11)))
+    for number in (12, 13):
+        with pytest.raises(RequestError, match="refused"):
+            prefill.rooms.check(room_request("a", PROMPT, 1, Room(number)))
+
+
+def test_a_server_whose_stages_lack_layers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, _, _ = pair()
+    bad = (PeerStage("/0", (0, 3)), PeerStage("/1", (4, 6)))
+    monkeypatch.setattr(PrefillServer, "places", bad)
+    second = decode_half(world, 1)
+    step(world, 4)
+    message, status = error_of(second)
+    assert status == 500 and "(0, 3), (4, 6)" in message and "of 6" in message
+
+
+def test_stages_are_found_behind_the_port_that_was_dialed_or_at_a_port_of_their_own() -> None:
+    places: list[tuple[PeerPlace, ...]] = []
+    servers = PrefillServers(
+        IDENTITY,
+        LIMITS,
+        SimpleNamespace(
+            on_met=lambda address: None, on_places=places.append, on_lost=lambda *end: None
+        ),
+    )
+    servers.know("host:1", 0.0)
+    assert servers.to_dial(0.0, lambda: {"host:1"}) == ["host:1"]
+    servers.connected("host:1", 0, 0.0)
+    stages = (PeerStage("/offers-0", (0, 3)), PeerStage("other:2/offers-1", (3, 6)))
+    servers.take(0, PeerWelcome(name="P", epoch=0, stages=stages), 0.0)
+    assert [one.address for one in places[-1][0].stages] == ["host:1/offers-0", "other:2/offers-1"]
+    assert places[-1][0].name == "host:1"

@@ -191,7 +191,7 @@ class RoomServer(StoredPipeline):
     def places(self) -> tuple[PeerStage, ...]:
         plan = self.core.plan
         return tuple(
-            PeerStage(f"{self.name}/{stage}", (layers.start, layers.stop))
+            PeerStage(f"/{stage}", (layers.start, layers.stop))
             for stage, layers in ((one, plan.layers_of(one)) for one in range(plan.num_stages))
         )
 
