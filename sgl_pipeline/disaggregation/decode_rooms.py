@@ -238,6 +238,12 @@ class DecodeRooms:
         loaded = self._arrivals.pages_here(room.request)
         if loaded > room.loaded_before or room.missing_s is None:
             room.loaded_before, room.missing_s, room.rest_s = loaded, now_s, FIRST_RETRY_S
+        # Not after the first try, which may have waited for room since then.
+        elif now_s - room.missing_s > MISSING_S and room.rest_s == LONGEST_RETRY_S:
+            message = self._arrivals.counts.last_message
+            reason = f"{room.peer} does not give the pages of the prompt: {message}"
+            self._fail(room, reason, 503, now_s)
+            return
         room.retry_s = now_s + room.rest_s
         room.rest_s = min(2 * room.rest_s, LONGEST_RETRY_S)
 
@@ -245,22 +251,13 @@ class DecodeRooms:
         limits = self._limits
         if room.ready_s is None:
             if now_s - room.opened_s > limits.bootstrap_timeout_s:
-                waited = f"{limits.bootstrap_timeout_s:g} s"
-                self._fail(
-                    room, f"the prefill server {room.peer} was not ready {waited}", 503, now_s
-                )
+                waited = f"for {limits.bootstrap_timeout_s:g} s"
+                reason = f"the prefill server {room.peer} was not ready {waited}"
+                self._fail(room, reason, 503, now_s)
         elif now_s - room.ready_s > limits.waiting_timeout_s:
-            self._fail(
-                room,
-                f"the pages of the prompt have not come from {room.peer} for "
-                f"{limits.waiting_timeout_s:g} s",
-                503,
-                now_s,
-            )
-        elif room.missing_s is not None and now_s - room.missing_s > MISSING_S:
-            message = self._arrivals.counts.last_message
-            reason = f"{room.peer} does not give the pages of the prompt: {message}"
-            self._fail(room, reason, 503, now_s)
+            waited = f"for {limits.waiting_timeout_s:g} s"
+            progress = self._arrivals.progress(room.request)
+            self._fail(room, f"the prompt has not come {waited}: {progress}", 503, now_s)
         elif room.retry_s is not None and now_s >= room.retry_s:
             room.retry_s = None
             self._arrivals.found(room.request, room.peer, room.num_pages)
