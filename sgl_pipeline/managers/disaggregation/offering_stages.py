@@ -6,8 +6,8 @@ from sgl_pipeline.wire.store_orders import PeerStage, offer_door
 
 
 class OfferingStages:
-    """The stages of `core`, which the workers of `roster` fill. While one is being replaced they are
-    those that were complete last."""
+    """The stages of `core`, which the workers of `roster` fill. While one is being replaced they
+    are those that were complete last."""
 
     def __init__(self, core: PipelineCore, roster: StageWorkers) -> None:
         self._core, self._roster = core, roster
