@@ -132,7 +132,10 @@ class PageLoads:
                 blocked.append(wish)
                 break
             load = None
-            if not owed or owed.isdisjoint(self._storage.pages_of(match)):
+            if owed and not owed.isdisjoint(self._storage.pages_of(match)):
+                lacking = wish.lacking(match, self._pages.page_size)
+                self._counts.miss("owed", len(lacking) * self._pages.page_size)
+            else:
                 load = self._start(wish, path, rules, times, room)
             self._waiting.let_go(wish.request)
             if load is None:

@@ -181,6 +181,10 @@ class World:
             has_tier=self._tier is not None,
             num_moves_in_transfers=self._stores.cut_off["a move"],
             num_lost_transfers=self._stores.cut_off["Regroup"],
+            num_evicted_reads=sum(
+                store.num_evicted_reads for store in self._stores.by_address.values()
+            ),
+            num_cut_due_nodes=0 if self._tier is None else self._tier.num_cut_due_nodes,
         )
 
     def _check_events(self, records: list[Event]) -> None:
