@@ -109,7 +109,8 @@ class TierDriver:
 
     def check(self) -> None:
         """Asserts that no page of a transfer is given out: a load's is nobody else's, a save's is
-        cached and written by nobody."""
+        cached and written by nobody; and that pages will be saved where all are."""
+        self._check_due()
         loads, saves = self._tier.loads._loads, self._tier.saves._saves
         if not loads and not saves:
             return
@@ -125,6 +126,23 @@ class TierDriver:
         assert set(loading).isdisjoint([*cached, *owned]), "a page is used before it is loaded"
         saving = {page for save in saves.values() for page in save.pages}
         assert locked.issuperset(saving), "a page that is saved may be evicted"
+
+    def _check_due(self) -> None:
+        """Asserts that each page that counts as unsaved is before the end of a node that is due, if
+        no save has failed."""
+        saves, has_failed = self._tier.saves, self._tier.counts.num_failed_saves > 0
+        if self._place is None or self._rules.write_policy != "write_through" or has_failed:
+            return
+        covered: set[RadixNode] = set()
+        for due in saves._due:
+            node: RadixNode | None = due
+            while node is not None and node not in covered:
+                covered.add(node)
+                node = node.parent
+        for node in self._core.scheduler._pages._storage.cached_nodes():
+            assert node.run is not None
+            is_saved = node.run.num_saved == len(node.run.pages)
+            assert is_saved or node in covered, "a page will never be saved"
 
     def check_end(self) -> None:
         """Asserts that no transfer is left when nothing happens any more, but for one that hangs;
