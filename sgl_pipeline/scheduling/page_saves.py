@@ -156,11 +156,9 @@ class PageSaves:
             node = node.parent
 
     def cancel(self) -> None:
-        """Forgets the saves under way; their pages are due again."""
+        """Forgets the saves under way; their pages are due still."""
         for save in self._saves.values():
             self._storage.unlock(save.node)
-            if save.node.run is not None:
-                self._due[save.node] = None
         self._saves.clear()
 
     def begin(self, policy: WritePolicy) -> None:
