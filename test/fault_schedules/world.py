@@ -51,7 +51,7 @@ from sgl_pipeline.wire.stage_messages import FromWorker, Shutdown, StageReport
 from sgl_pipeline.wire.stage_orders import SealedOrder
 from sgl_pipeline.wire.store_orders import StoreReport
 
-MAX_EVENTS = 50_000
+MAX_EVENTS = 150_000
 MOST_KILLS = 6
 MOST_LEAVES = 4
 # Of the seeds, those with a store beyond the pool.
