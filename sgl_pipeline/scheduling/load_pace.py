@@ -1,4 +1,4 @@
-"""How long loads take, as measured, and whether computing is faster."""
+"""The pace of loads, as measured, and whether computing is faster."""
 
 from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue

@@ -149,7 +149,11 @@ class PageLoads:
             if wish.source:
                 load = self._start_from_peer(wish, match, is_owed=is_owed)
             else:
-                load = None if is_owed else self._start(wish, path, rules, times, max(0, room))
+                load = None
+                if is_owed:
+                    self._counts.miss("owed", num_lacking * self._pages.page_size)
+                else:
+                    load = self._start(wish, path, rules, times, max(0, room))
                 self._waiting.let_go(wish.request)
             if load is None:
                 continue

@@ -1,4 +1,4 @@
-"""What waiting requests want from the store: their prefixes, looked up in the order of the queue.
+"""Prefixes that waiting requests want from the store, looked up in the order of the queue.
 
 A request that arrives is held until it is known how much of its prefix the store has, and then
 until a load of it begins (`page_loads.py`) or is not worth it. Only the first requests of the queue
