@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from support.local_pipeline import LocalPipeline
+from support.page_transfers import NOWHERE
 
 from sgl_pipeline.kv_store.open_store import open_pages
 from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
@@ -117,6 +118,7 @@ class TieredPipeline(LocalPipeline):
             self.runners[stage].held_layers.kv_pool,
             lambda: self.movers[stage].plan,
             partial(self._may_start, stage),
+            NOWHERE,
         )
 
     def _may_start(self, stage: int) -> bool:

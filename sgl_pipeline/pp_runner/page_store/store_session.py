@@ -1,8 +1,8 @@
-"""The transfers between a `UseStore` and the next interrupt: two threads beside the steps.
+"""The transfers between a `UseStore` and the next interrupt: threads beside the steps.
 
-One loads and one saves, an object at a time, through buffers of its own. So a copy to or from the
-pool begins under a lock, and never while a store is waited for: ending a session waits for the copy
-of one object at most.
+One loads from the store and one saves, and one loads from each peer, an object at a time, through
+buffers of its own. So a copy to or from the pool begins under a lock, and never while a store or a
+peer is waited for: ending a session waits for the copy of one object at most.
 """
 
 import contextlib
@@ -11,10 +11,11 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 
-from sgl_pipeline.errors import BrokenObject, StoreError
+from sgl_pipeline.errors import BrokenObject, PeerLost, StoreError
 from sgl_pipeline.kv_store.object_names import object_name
 from sgl_pipeline.kv_store.page_store import ObjectStore
 from sgl_pipeline.pp_runner.base.compute_threads import use_every_core
+from sgl_pipeline.pp_runner.page_store.page_source import PageSource
 from sgl_pipeline.pp_runner.page_store.pool_pages import PageCopies, PoolPages
 from sgl_pipeline.pp_runner.page_store.transfer_jobs import PageTransfer, TransferJobs
 from sgl_pipeline.wire.store_orders import UINT32, PagesLoaded, PagesSaved, StoreReport
@@ -25,11 +26,12 @@ class _SessionOver(Exception):
 
 
 class StoreSession:
-    """Transfers of `layers` of `stage`.
+    """Transfers of `layers` of `stage` with the store, or from one peer.
 
     Args:
         pages: those of `layers`.
-        digest: of the store (`StorePlace`).
+        source: of the loads; the session closes it.
+        store: for saves, into objects of `digest` (`StorePlace`); None: a peer takes none.
         done: takes each report, in the thread of its transfer; never after `end`.
     """
 
@@ -38,25 +40,27 @@ class StoreSession:
         stage: int,
         layers: range,
         pages: PoolPages,
-        store: ObjectStore,
+        source: PageSource,
+        store: ObjectStore | None,
         digest: str,
         jobs: TransferJobs,
         done: Callable[[StoreReport], None],
     ) -> None:
         self._stage, self._layers = stage, layers
-        self._pages, self._store, self._digest = pages, store, digest
+        self._pages, self._source = pages, source
+        self._store, self._digest = store, digest
         self._jobs, self._done = jobs, done
         self._is_over = False
         # The steps that the copies of a transfer come after.
         self._steps: dict[int, object] = {}
         # Guards the pool, the jobs and the end of the session.
         self._news = threading.Condition()
+        works = [("page loads", self._run_loads, pages.copies_in())]
+        if store is not None:
+            works.append(("page saves", self._run_saves, pages.copies_out()))
         self._threads = [
-            threading.Thread(target=self._run, args=(work, copies), name=name, daemon=True)
-            for name, work, copies in (
-                ("page loads", self._load_next, pages.copies_in()),
-                ("page saves", self._save_next, pages.copies_out()),
-            )
+            threading.Thread(target=work, args=(copies,), name=name, daemon=True)
+            for name, work, copies in works
         ]
         for thread in self._threads:
             thread.start()
@@ -76,6 +80,7 @@ class StoreSession:
             self._is_over = True
             self._pages.let_steps_follow()
             self._news.notify_all()
+        self._source.interrupt()
 
     def join(self, timeout_s: float) -> None:
         """Returns when the threads of a session that has ended are gone, or after twice
@@ -95,13 +100,28 @@ class StoreSession:
             while True:
                 work(copies)
 
+    def _run_loads(self, copies: PageCopies) -> None:
+        with contextlib.closing(self._source):
+            self._run(self._load_next, copies)
+
+    def _run_saves(self, copies: PageCopies) -> None:
+        self._run(self._save_next, copies)
+
     def _load_next(self, copies: PageCopies) -> None:
         job = self._await_job(self._jobs.next_load)
-        report = self._load(job, copies)
+        report, failure = self._load(job, copies)
         with self._unless_over():
             self._jobs.load_ended()
             self._done(report)
+            if isinstance(failure, PeerLost):
+                self._give_up_loads(failure)
             self._news.notify_all()
+
+    def _give_up_loads(self, failure: PeerLost) -> None:
+        """Reports that the loads behind one fail with it: each would wait as long."""
+        for job in self._jobs.take_loads():
+            del self._steps[job.transfer]
+            self._done(self.refusal(job, str(failure)))
 
     def _save_next(self, copies: PageCopies) -> None:
         job = self._await_job(lambda: self._jobs.next_save(time.monotonic()))
@@ -109,7 +129,7 @@ class StoreSession:
         with self._unless_over():
             self._done(report)
 
-    def _load(self, job: PageTransfer, copies: PageCopies) -> PagesLoaded:
+    def _load(self, job: PageTransfer, copies: PageCopies) -> tuple[PagesLoaded, Exception | None]:
         num_objects, failure = 0, None
         started_s = time.monotonic()
         try:
@@ -120,28 +140,19 @@ class StoreSession:
         except Exception as error:
             failure = error
         copies.wait()  # an error of the device here is also the next step's
-        return self._loaded(job, num_objects, time.monotonic() - started_s, failure)
+        return self._loaded(job, num_objects, time.monotonic() - started_s, failure), failure
 
     def _begin_load(self, job: PageTransfer, copies: PageCopies) -> Iterator[int]:
         """Begins the copies of a load, one by one; gives how many have begun."""
         copies.begin(self._steps.pop(job.transfer))
-        num_begun = 0
-        for index, page in enumerate(job.pages):
-            for layer in self._layers:
-                content = copies.buffer()
-                self._store.read_into(
-                    object_name(job.hash_of(index), self._digest, layer),
-                    content.data,
-                    self._pages.object_bytes(layer),
-                    job.checksum_of(index, layer),
-                )
-                with self._unless_over():
-                    copies.copy(layer, page, content)
-                num_begun += 1
-                yield num_begun
+        for num_before, loaded in enumerate(self._source.read(job, copies.buffer)):
+            with self._unless_over():
+                copies.copy(loaded.layer, loaded.page, loaded.content)
+            yield num_before + 1
 
     def _save(self, job: PageTransfer, copies: PageCopies) -> PagesSaved:
         checksums, busy_s, failure = array(UINT32), 0.0, None
+        assert self._store is not None
         try:
             copies.begin(self._steps.pop(job.transfer))
             for index, page in enumerate(job.pages):

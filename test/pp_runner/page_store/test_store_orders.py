@@ -16,7 +16,7 @@ import pytest
 import torch
 import zmq
 from support.local_pipeline import QueueLink, open_stage
-from support.page_transfers import PLACE, WAIT_S, Gate, MemoryStore, load_order, save_order
+from support.page_transfers import NOWHERE, PLACE, WAIT_S, Gate, MemoryStore, load_order, save_order
 from support.tiny_models import tiny_model
 
 from sgl_pipeline.errors import ProtocolError
@@ -82,6 +82,7 @@ class Stage:
             self.runner.held_layers.kv_pool,
             lambda: plan,
             lambda: True,
+            NOWHERE,
             lambda place, sizes: store,
         )
         self.mover: Any = IdleMover(lambda: self.transfers.is_open)
