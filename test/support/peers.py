@@ -206,7 +206,7 @@ class FakePeer:
         self.num_streams = 0
         self._streams: list[FramedStream] = []
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from support.peers import (
 from sgl_pipeline.cluster.doors import dial, door_path
 from sgl_pipeline.cluster.framed_stream import FramedStream
 from sgl_pipeline.cluster.secure_stream import StreamClosed
-from sgl_pipeline.pp_runner.page_store import page_server, page_transfers
+from sgl_pipeline.pp_runner.page_store import offered_pages, page_server, page_transfers
 from sgl_pipeline.pp_runner.page_store.offered_pages import OfferedPages
 from sgl_pipeline.pp_runner.page_store.page_bytes import PageBytes
 from sgl_pipeline.pp_runner.page_store.page_server import PageServer
@@ -111,7 +111,7 @@ def test_a_reader_with_a_malformed_message_loses_its_stream_and_no_other_does(
         with pytest.raises(StreamClosed):
             next_frame(bad)
     (record,) = caplog.records
-    assert "127.0.0.1" in record.getMessage() and record.exc_info is None
+    assert "127.0.0.1" in record.getMessage() and not record.exc_info
     assert len(ask(good)) == 3
     for stream in (good, bad):
         stream.close()
@@ -250,19 +250,22 @@ def test_a_withdrawal_waits_for_the_copy_under_way_and_no_other_begins(
     assert withdrawal.is_alive(), "a page was given back while it was read"
     GatedPages.gate.open()
     withdrawal.join(20.0)
-    assert not withdrawal.is_alive() and GatedPages.num_copies == 1
+    assert not withdrawal.is_alive()
+    num_copies = GatedPages.num_copies
+    assert num_copies
     time.sleep(0.05)
-    assert GatedPages.num_copies == 1
+    assert GatedPages.num_copies == num_copies
     reading.close()
     offering.close()
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_write_pages_anew_from_the_moment_that_an_offer_was_withdrawn(
-    hosts: Hosts, seed: int
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Offers, loads and withdrawals at random moments. Behind each withdrawal the pages get bytes
     of the turn; a reader that saw them had read too late."""
+    monkeypatch.setattr(offered_pages, "FRAME_BYTES", 1)
     random = Random(seed)
     offering = Offering(hosts.address, hosts.directory, SHAPES, (2, 1))
     reading = Reading(hosts.other, SHAPES, WHOLE, offering.place)
@@ -278,7 +281,10 @@ def test_steps_write_pages_anew_from_the_moment_that_an_offer_was_withdrawn(
             pages.fill_(turn)
         offering.offer(turn, PAGES, NUMBERS)
         reading.begin(turn, TARGETS, NUMBERS)
-        time.sleep(random.random() * 3e-3)
+        if turn % 8:
+            time.sleep(random.random() * 8e-3)
+        else:
+            until(lambda: bool(reading.stages[0]._done))
         offering.withdraw(turn)
         for pages in memory:
             pages.fill_(0xFF)

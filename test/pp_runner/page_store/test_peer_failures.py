@@ -104,10 +104,15 @@ def close_at_once(stream: FramedStream, request: ReadPages) -> None:
     stream.close()
 
 
+def send_half(stream: FramedStream) -> None:
+    payload = frame(1)
+    stream._stream.write(memoryview(len(payload).to_bytes(4, "little") + payload[:100]))
+
+
 def close_in_the_middle(stream: FramedStream, request: ReadPages) -> None:
     stream.send(frame(0))
-    half = frame(1)
-    stream._stream.write(memoryview(len(half).to_bytes(4, "little") + half[:100]))
+    send_half(stream)
+    time.sleep(0.2)  # what comes together with the end of a stream is not read
     stream.close()
 
 
@@ -121,7 +126,7 @@ def hang(stream: FramedStream, request: ReadPages) -> None:
 
 def hang_in_the_middle(stream: FramedStream, request: ReadPages) -> None:
     stream.send(frame(0))
-    stream._stream.write(memoryview(frame(1)[:100]))
+    send_half(stream)
 
 
 def drip(stream: FramedStream, request: ReadPages) -> None:
