@@ -22,9 +22,9 @@ from sgl_pipeline.cluster.secure_stream import SecureStream, StreamClosed
 from sgl_pipeline.kv_store.page_store import ObjectStore
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
-from sgl_pipeline.pp_runner.page_store.peer_messages import ReadPages
 from sgl_pipeline.pp_runner.page_store.stage_offers import PeerSite
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.peer_messages import ReadPages
 from sgl_pipeline.wire.step_order import INT32
 from sgl_pipeline.wire.store_orders import (
     LoadPages,

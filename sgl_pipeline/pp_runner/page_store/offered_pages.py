@@ -10,7 +10,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sgl_pipeline.pp_runner.page_store.peer_messages import (
+from sgl_pipeline.pp_runner.page_store.pool_pages import PageCopies, PoolPages
+from sgl_pipeline.wire.peer_messages import (
     FRAME_BYTES,
     Answer,
     NotYet,
@@ -18,7 +19,6 @@ from sgl_pipeline.pp_runner.page_store.peer_messages import (
     ReadPages,
     Refused,
 )
-from sgl_pipeline.pp_runner.page_store.pool_pages import PageCopies, PoolPages
 
 # Offers whose end is remembered: a late reader of any other waits in vain before it is refused.
 MAX_REMEMBERED = 4096

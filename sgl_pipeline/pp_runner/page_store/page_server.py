@@ -12,18 +12,22 @@ import select
 import threading
 import time
 
-import msgspec
-
 from sgl_pipeline.cluster.doors import Door
 from sgl_pipeline.cluster.framed_stream import FramedStream
 from sgl_pipeline.cluster.keys import tls_context
 from sgl_pipeline.cluster.secure_stream import SecureStream, StreamClosed
-from sgl_pipeline.decoding import decode
 from sgl_pipeline.errors import MalformedData
 from sgl_pipeline.pp_runner.base.compute_threads import use_every_core
 from sgl_pipeline.pp_runner.links.tcp_link import HANDSHAKE_TIMEOUT_S
 from sgl_pipeline.pp_runner.page_store.offered_pages import OfferedPages
-from sgl_pipeline.pp_runner.page_store.peer_messages import Answer, NotYet, ReadPages, Refused
+from sgl_pipeline.wire.peer_messages import (
+    Answer,
+    NotYet,
+    ReadPages,
+    Refused,
+    encode,
+    read_request,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +59,7 @@ class _Reader:
         return 0 if self.waits_since_s is not None else select.EPOLLOUT
 
     def ask(self, request: ReadPages) -> None:
-        """Begins a request. Raises MalformedData for one that makes no sense."""
-        request.check()
+        """Begins a request."""
         self.request = request
         self.index, self.layer = 0, request.layers[0]
 
@@ -109,8 +112,6 @@ class PageServer:
         self._ready.register(self._door, select.EPOLLIN)
         self._ready.register(self._wakeup, select.EPOLLIN)
         self._readers: dict[int, _Reader] = {}  # by descriptor
-        self._decoder = msgspec.msgpack.Decoder(ReadPages)
-        self._encode = msgspec.msgpack.Encoder().encode
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="page server", daemon=True)
         self._thread.start()
@@ -195,12 +196,12 @@ class PageServer:
             frame = stream.receive()
             if frame is None:
                 return
-            reader.ask(decode(self._decoder, frame))
+            reader.ask(read_request(frame))
         assert reader.request is not None
         answer = self._offered.read(reader.request, reader.index, reader.layer)
         due = reader.due_answer(answer, now_s)
         if due is not None:
-            stream.send(self._encode(due))
+            stream.send(encode(due))
             reader.sent(due)
 
     def _drop(self, descriptor: int) -> None:

@@ -11,25 +11,24 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
 import numpy as np
 
 from sgl_pipeline.cluster.doors import DialError, DoorClosed, dial
 from sgl_pipeline.cluster.framed_stream import FramedStream
 from sgl_pipeline.cluster.secure_stream import SecureStream, StreamClosed
-from sgl_pipeline.decoding import decode
 from sgl_pipeline.errors import MalformedData, PeerLost, StoreError
 from sgl_pipeline.pp_runner.links.tcp_link import REDIAL_S, shake_hands, split_link
 from sgl_pipeline.pp_runner.page_store.page_source import LoadedObject
-from sgl_pipeline.pp_runner.page_store.peer_messages import (
-    Answer,
+from sgl_pipeline.pp_runner.page_store.pool_pages import Bytes
+from sgl_pipeline.pp_runner.page_store.transfer_jobs import PageTransfer
+from sgl_pipeline.wire.peer_messages import (
     NotYet,
     PageFrame,
     ReadPages,
     Refused,
+    encode,
+    read_answer,
 )
-from sgl_pipeline.pp_runner.page_store.pool_pages import Bytes
-from sgl_pipeline.pp_runner.page_store.transfer_jobs import PageTransfer
 from sgl_pipeline.wire.store_orders import PeerPlace
 
 # A peer sends something at least this often, when it was asked: `page_server.NOT_YET_INTERVAL_S`.
@@ -59,8 +58,6 @@ class PeerPages:
         self._place, self._layers = place, layers
         self._object_bytes, self._run_directory = object_bytes, run_directory
         self._streams: dict[str, FramedStream] = {}  # by address
-        self._decoder = msgspec.msgpack.Decoder(Answer)
-        self._encode = msgspec.msgpack.Encoder().encode
         self._is_interrupted = False
 
     def read(self, job: PageTransfer, buffer: Callable[[], Bytes]) -> Iterator[LoadedObject]:
@@ -108,7 +105,7 @@ class PeerPages:
             stream = self._streams.get(address)
             if stream is None or not _is_idle(stream):
                 stream = self._streams[address] = self._dial(address)
-            stream.send(self._encode(request))
+            stream.send(encode(request))
 
     def _dial(self, address: str) -> FramedStream:
         """Raises PeerLost and StreamClosed."""
@@ -171,7 +168,7 @@ class PeerPages:
             with self._lost_if_closed(address):
                 payload = self._receive(address, limit_s)
             try:
-                answer = decode(self._decoder, payload)
+                answer = read_answer(payload)
             except MalformedData as error:
                 raise self._wrong(address, f"it sent a malformed message: {error}") from error
             if isinstance(answer, Refused):

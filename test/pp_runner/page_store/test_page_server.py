@@ -34,7 +34,7 @@ from sgl_pipeline.pp_runner.page_store import offered_pages, page_server, page_t
 from sgl_pipeline.pp_runner.page_store.offered_pages import OfferedPages
 from sgl_pipeline.pp_runner.page_store.page_bytes import PageBytes
 from sgl_pipeline.pp_runner.page_store.page_server import PageServer
-from sgl_pipeline.pp_runner.page_store.peer_messages import Answer, PageFrame, ReadPages
+from sgl_pipeline.wire.peer_messages import Answer, PageFrame, ReadPages
 from sgl_pipeline.wire.store_orders import WithdrawPages
 
 PAGES, NUMBERS, TARGETS = [5, 0, 7], [11, 12, 13], [2, 6, 3]

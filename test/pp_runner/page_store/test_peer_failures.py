@@ -20,7 +20,7 @@ from support.peers import FakePeer, Hosts, Offering, Reading, two_hosts
 from sgl_pipeline.cluster.doors import Door, join_address
 from sgl_pipeline.cluster.framed_stream import FramedStream
 from sgl_pipeline.pp_runner.page_store import peer_pages
-from sgl_pipeline.pp_runner.page_store.peer_messages import PageFrame, ReadPages
+from sgl_pipeline.wire.peer_messages import PageFrame, ReadPages
 from sgl_pipeline.wire.store_orders import PeerPlace, PeerStage
 
 PAGES, NUMBERS, TARGETS = [5, 0, 7], [11, 12, 13], [2, 6, 3]

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from sgl_pipeline.decoding import decode
 from sgl_pipeline.errors import MalformedData
 from sgl_pipeline.page_hash import HASH_BYTES
 
@@ -36,18 +37,11 @@ class ReadPages(msgspec.Struct, frozen=True, tag=True):
         """The hash of the page at `index`."""
         return self.hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
-    def check(self) -> None:
-        """Raises MalformedData for a request of no pages or no layers."""
-        if not self.hashes or len(self.hashes) % HASH_BYTES or self.layers[0] >= self.layers[1]:
-            raise MalformedData(
-                f"{len(self.hashes)} bytes of hashes and the layers {self.layers} were asked for"
-            )
-
 
 class PageFrame(msgspec.Struct, frozen=True, tag=True):
     """Some `layers` of the page at `index` of the request.
 
-    `content` has an object (`pool_pages.py`) of each, one behind the other, `checksum` is its
+    `content` has an object (`pool_pages.py`) of each, one behind the other; `checksum` is its
     CRC-32.
     """
 
@@ -68,3 +62,27 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 Answer = PageFrame | NotYet | Refused
+
+_encode = msgspec.msgpack.Encoder().encode
+_requests = msgspec.msgpack.Decoder(ReadPages)
+_answers = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: ReadPages | Answer) -> bytes:
+    """The payload of a frame."""
+    return _encode(message)
+
+
+def read_request(payload: bytes) -> ReadPages:
+    """Raises MalformedData for what is no request, or one of no pages or no layers."""
+    request = decode(_requests, payload)
+    num_bytes, (first, stop) = len(request.hashes), request.layers
+    if not num_bytes or num_bytes % HASH_BYTES or first >= stop:
+        raise MalformedData(f"{num_bytes} bytes of hashes and layers {request.layers} asked for")
+    return request
+
+
+def read_answer(payload: bytes) -> Answer:
+    """Raises MalformedData for what is no answer."""
+    answer: Answer = decode(_answers, payload)
+    return answer
