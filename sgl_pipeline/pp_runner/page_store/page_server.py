@@ -125,18 +125,16 @@ class PageServer:
         self._is_over = True
         self.look_again()
         self._thread.join()
+        for descriptor in [*self._readers]:
+            self._drop(descriptor)
+        self._door.close()
+        self._ready.close()
+        os.close(self._wakeup)
 
     def _run(self) -> None:
         use_every_core()
-        try:
-            while not self._is_over:
-                self._serve()
-        finally:
-            for descriptor in [*self._readers]:
-                self._drop(descriptor)
-            self._door.close()
-            self._ready.close()
-            os.close(self._wakeup)
+        while not self._is_over:
+            self._serve()
 
     def _serve(self) -> None:
         """Waits for events, and serves the readers that they concern."""
