@@ -105,9 +105,12 @@ class PageTransfers:
     def obey(self, order: StoreOrder) -> None:
         """Begins a transfer, or uses another store and other peers.
 
-        Raises ProtocolError for a transfer that has no source, or is not one of this pool.
+        Raises ProtocolError for a transfer that has no source, or is not one of this pool, and for
+        peers that their names do not tell apart.
         """
         if isinstance(order, UseStore):
+            if len({"", *(peer.name for peer in order.peers)}) <= len(order.peers):
+                raise ProtocolError("peers without names of their own are to be used")
             self.cancel()
             self._use = order
             self._begin_sessions()

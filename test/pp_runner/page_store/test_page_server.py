@@ -174,11 +174,20 @@ def test_a_connection_that_is_none_is_let_go(hosts: Hosts, offering: Offering) -
 def test_a_reader_that_waits_and_goes_is_let_go(hosts: Hosts, offering: Offering) -> None:
     server = offering.stages[0]._offers._server
     assert server is not None
+    offered, looks = server._offered, list[int]()
+    read = offered.read
+
+    def look(request: ReadPages, index: int, first: int) -> Answer:
+        looks.append(index)
+        return read(request, index, first)
+
+    offered.read = look  # type: ignore[method-assign]
     stream = dial_door(hosts, "offers-0")
     stream.send(encoded(offer=5))
     until(lambda: any(one.waits_since_s is not None for one in server._readers.values()))
     stream.close()
     until(lambda: not server._readers)
+    assert len(looks) < 20, "it was looked at all the time"
 
 
 def test_an_error_of_ours_costs_one_stream(

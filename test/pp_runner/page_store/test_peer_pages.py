@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from support.clusters import until
@@ -29,7 +30,7 @@ from support.peers import Hosts, Offering, Reading, load_from, offer_order, two_
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
-from sgl_pipeline.pp_runner.page_store import offered_pages, page_server
+from sgl_pipeline.pp_runner.page_store import offered_pages, page_server, peer_pages
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import PeerPlace, UseStore
 
@@ -218,8 +219,12 @@ def page_of(pool: KvPool, layer: int, page: int) -> bytes:
 
 
 def test_a_load_waits_for_the_door_the_offer_and_the_pages_of_layers_that_moved(
-    servers: Servers,
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # So an offer that did not wake the server would be noticed by nobody.
+    monkeypatch.setattr(page_server, "NOT_YET_INTERVAL_S", 10.0**6)
+    monkeypatch.setattr(page_server, "OFFER_WAIT_S", 10.0**6)
+    monkeypatch.setattr(peer_pages, "SILENCE_S", 60.0)
     offering = servers.offering(WHOLE)
     reading = servers.reading(offering.place, counts=WHOLE)
     offering.may_start = False
@@ -242,7 +247,7 @@ def test_a_reader_that_waits_is_told_so_and_refused_in_the_end(
 ) -> None:
     monkeypatch.setattr(page_server, "NOT_YET_INTERVAL_S", 0.02)
     monkeypatch.setattr(page_server, "OFFER_WAIT_S", 0.3)
-    monkeypatch.setattr("sgl_pipeline.pp_runner.page_store.peer_pages.SILENCE_S", 0.15)
+    monkeypatch.setattr(peer_pages, "SILENCE_S", 0.15)
     offering = servers.offering(WHOLE)
     reading = servers.reading(offering.place, counts=WHOLE)
     offering.offer(3, [1], [50])
@@ -358,10 +363,19 @@ def test_an_offer_must_be_of_pages_of_the_pool_and_made_once(servers: Servers) -
         stage.obey_offer(offer_order(4, [0, 1], [1, 2]))
 
 
+@pytest.mark.parametrize("names", [("P", "P"), ("",)])
+def test_peers_have_names_of_their_own(servers: Servers, names: tuple[str, ...]) -> None:
+    place = servers.offering(WHOLE).place
+    (stage,) = servers.reading(counts=WHOLE).stages
+    places = tuple(msgspec.structs.replace(place, name=name) for name in names)
+    with pytest.raises(ProtocolError, match="without names of their own"):
+        stage.obey(UseStore(None, places))
+
+
 def test_a_load_from_a_peer_has_no_checksums(servers: Servers) -> None:
     reading = servers.reading(servers.offering(WHOLE).place, counts=WHOLE)
     order = load_from("P", 4, 1, PAGES, NUMBERS)
-    with_checksums = type(order)(1, order.pages, order.hashes, bytes(4), "P", 4)
+    with_checksums = msgspec.structs.replace(order, checksums=bytes(4))
     with pytest.raises(ProtocolError, match="3 pages of P, with 1 checksums"):
         reading.stages[0].obey(with_checksums)
 
