@@ -64,7 +64,7 @@ class _Reader:
         self.index, self.layer = 0, request.layers[0]
 
     def due_answer(self, answer: Answer, now_s: float) -> Answer | None:
-        """What is to be said now, if the next of its pages gives `answer`."""
+        """The answer to send now, if the next of its pages gives `answer`; None: it waits."""
         if not isinstance(answer, NotYet):
             self.waits_since_s = None
             return answer
